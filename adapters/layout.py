@@ -1,0 +1,59 @@
+"""What an adapter can bind to: the projections of a base model, described without torch.
+
+`service.models.layouts` derives a `BaseLayout` from a checkpoint's config.json; the API process checks uploads
+against it and the engine process sizes the row pool by it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+# A group shares one row range per adapter across all of its layers and projections.
+Group = Literal["attention", "mlp", "operator", "embeddings"]
+GROUPS: tuple[Group, ...] = ("attention", "mlp", "operator", "embeddings")
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """One checkpoint module inside a (packed) projection, e.g. `model.layers.3.self_attn.q_proj`."""
+
+    module: str
+    out_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """One (packed) projection: slices that share their input. `kind` "embedding" looks its input up by token id.
+
+    name         unique, e.g. `model.layers.3.self_attn.qkv_proj`
+    layer        index of the layer, -1 for the token embedding and the head
+    in_features  width of the input; for an embedding the vocabulary size
+    """
+
+    name: str
+    layer: int
+    group: Group
+    kind: Literal["linear", "embedding"]
+    in_features: int
+    slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BaseLayout:
+    """All projections of a base model, in the order of the forward pass.
+
+    num_layers   hidden layers (for `layers_to_transform`)
+    layer_prefix what stands before the layer index in module paths, e.g. `model.layers.`
+    """
+
+    model_type: str
+    num_layers: int
+    layer_prefix: str
+    projections: tuple[Projection, ...]
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """The groups that this model has, in the fixed order that `LoraMaps.first_rows` uses."""
+        present = {projection.group for projection in self.projections}
+        return tuple(group for group in GROUPS if group in present)

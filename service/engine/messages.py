@@ -1,0 +1,162 @@
+"""What the API process and the engine process say to each other: small typed messages, msgpack by msgspec.
+
+API to engine: Submit, Abort, Load, Evict, Drain. Engine to API: Ready, Tokens, Finished, AdapterState, Stats, Fatal.
+Text never crosses: the engine knows token ids only. Weights never cross: the engine reads adapters from the store.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are chosen; checked by the API before it is sent. Token counts in tokens.
+
+    top_k 0 = off; seed None = the engine draws one; logprobs None = none, n = the n most likely beside the chosen token;
+    prompt_logprobs likewise for the prompt (`echo`); logit_bias maps token id to an added logit.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log probability of one token and of the most likely alternatives, most likely first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+# ---- API -> engine
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Run one sequence. `adapter` is a digest in the store, None the base model. max_tokens 0 is allowed with
+    prompt_logprobs (`echo` alone)."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: Sampling
+    adapter: str | None = None
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Forget the request and free all it holds before the next step. Unknown ids are ignored: it may just have ended.
+
+    No Finished follows."""
+
+    request_id: str
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Bring an adapter to the host tier, and to the device if rows are free; a hint, a request would do the same."""
+
+    adapter: str
+
+
+class Evict(msgspec.Struct, frozen=True, tag=True):
+    """No request will name this digest again: free its rows and host memory as soon as no running request uses it,
+    then answer AdapterState(state="gone")."""
+
+    adapter: str
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Finish what runs, up to `limit_seconds`, then exit 0."""
+
+    limit_seconds: float
+
+
+ToEngine = Submit | Abort | Load | Evict | Drain
+
+
+# ---- engine -> API
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The model is loaded and warm. Sizes that admission needs."""
+
+    max_model_len_tokens: int
+    kv_capacity_tokens: int
+    vocab_size: int
+    dtype: str
+    device: str
+    pid: int
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """New tokens of a request, in order. `prompt_logprobs` comes once, with the first message, entry 0 being None."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """The last message of a request. reason "stop": end-of-sequence or stop token (`stop_token_id` says which; the token
+    itself is part of Tokens); "length": max_tokens reached; "error": `error` is one sentence, `client_fault` whether
+    the request itself was wrong."""
+
+    request_id: str
+    reason: Literal["stop", "length", "error"]
+    stop_token_id: int | None = None
+    error: str | None = None
+    client_fault: bool = False
+
+
+class AdapterState(msgspec.Struct, frozen=True, tag=True):
+    """Where an adapter is now."""
+
+    adapter: str
+    state: Literal["host", "device", "gone", "failed"]
+    error: str | None = None
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True):
+    """State of the engine, sent at most every `stats_interval_seconds` and whenever it goes idle. Counters never fall
+    within one life of the engine."""
+
+    num_waiting: int
+    num_running: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    state_lines_used: int
+    state_lines_total: int
+    rows_used: int
+    rows_total: int
+    row_bytes_used: int
+    row_bytes_total: int
+    adapters_on_device: tuple[str, ...]
+    adapters_on_host: tuple[str, ...]
+    num_steps: int
+    num_preemptions: int
+    num_adapter_loads: int
+    num_adapter_evictions: int
+    # One entry per step since the last Stats: (tokens, sequences, distinct adapters, milliseconds).
+    steps: tuple[tuple[int, int, int, float], ...] = ()
+
+
+class Fatal(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot start or go on; one sentence. It exits non-zero right after."""
+
+    error: str
+
+
+FromEngine = Ready | Tokens | Finished | AdapterState | Stats | Fatal
