@@ -1,0 +1,136 @@
+"""Tiny random models and adapters in Hugging Face's own layout, written by transformers and PEFT: the tests' truth.
+
+Sizes are awkward on purpose: grouped-query attention, widths that are no power of two, few layers. Weights are large
+enough that a wrong number anywhere changes the logits visibly.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "lfm2")
+VOCAB_SIZE = 304
+SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
+PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_MERGES = (("t", "h"), ("th", "e"), ("i", "n"), ("Ġ", "t"), ("Ġ", "the"), ("a", "n"), ("an", "d"), ("e", "r"))
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.15,
+    "pad_token_id": PAD_ID,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+}
+_BY_FAMILY: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 16, "tie_word_embeddings": False},
+    "mistral": {"head_dim": 16, "sliding_window": 24, "tie_word_embeddings": False},
+    "qwen2": {"tie_word_embeddings": True, "num_attention_heads": 4},
+    "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
+    "lfm2": {
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "block_auto_adjust_ff_dim": True,
+        "block_multiple_of": 24,
+        "block_ffn_dim_multiplier": 1.0,
+        "conv_L_cache": 3,
+        "tie_word_embeddings": True,
+    },
+}
+LINEAR_MODULES: dict[str, list[str]] = {
+    **dict.fromkeys(
+        ("llama", "mistral", "qwen2", "qwen3"),
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    ),
+    "lfm2": ["q_proj", "k_proj", "v_proj", "out_proj", "in_proj", "w1", "w2", "w3"],
+}
+
+
+def tiny_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
+    """The configuration that `make_tiny_model` uses; overrides are fields of config.json."""
+    return transformers.AutoConfig.for_model(family, **{**_COMMON, **_BY_FAMILY[family], **overrides})
+
+
+def make_tiny_model(
+    family: str,
+    directory: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = "1GB",
+    **overrides: Any,
+) -> Path:
+    """Write a random model, its tokenizer and its chat template into `directory`; returns `directory`."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(tiny_config(family, **overrides))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1:  # norm weights start as ones and biases as zeros, which would hide them
+                    parameter.add_(torch.randn_like(parameter), alpha=0.1 if "norm" in name else 0.3)
+    model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
+    make_tokenizer(directory)
+    return directory
+
+
+def make_tokenizer(directory: Path) -> None:
+    """Write a byte-level tokenizer with a few merges, five special tokens and a chat template; any text round-trips."""
+    tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in _MERGES)]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=list(_MERGES)))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(directory)
+
+
+def make_adapter(
+    model_dir: Path,
+    out_dir: Path,
+    *,
+    rank: int,
+    target_modules: list[str] | str,
+    seed: int,
+    scale_of_b: float = 0.3,
+    save_embedding_layers: bool = False,
+    **lora_config: Any,
+) -> Path:
+    """Write a PEFT LoRA adapter whose A and B are both random, so that it changes the output; returns `out_dir`.
+
+    `target_modules` as PEFT takes it (list, regular expression, "all-linear"); further LoraConfig fields by name.
+    """
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    lora_config.setdefault("lora_alpha", 2 * rank)
+    config = LoraConfig(task_type="CAUSAL_LM", r=rank, target_modules=target_modules, **lora_config)
+    peft_model = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in peft_model.named_parameters():
+            if "lora_" in name:
+                is_b = "lora_B" in name or "lora_embedding_B" in name
+                scale = scale_of_b * rank**-0.5 if is_b else parameter.shape[-1] ** -0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    peft_model.save_pretrained(out_dir, save_embedding_layers=save_embedding_layers)
+    return out_dir
