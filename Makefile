@@ -1,0 +1,62 @@
+# `make serve` and `make test` work from nothing: Debian 12 with python3.11, python3.11-venv, make and git.
+#
+#   TORCH_INDEX=URL   package index to take torch from (see README: PyPI's torch for Linux is a CUDA build of several GB)
+#   PYTHON=PATH       interpreter for the virtual environment (3.11 or 3.12)
+#   ARGS="..."        further arguments of the command that the target runs
+
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH_INDEX ?=
+ARGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --no-build-isolation --constraint constraints.txt
+
+.PHONY: serve test test-python test-ascend check format bench bundle clean
+
+serve: $(VENV)/.runtime
+	$(BIN)/multilora serve $(ARGS)
+
+test: test-python test-ascend
+
+test-python: $(VENV)/.dev
+	$(BIN)/python -m pytest tests $(ARGS)
+
+# The kernels for Ascend, compiled and executed without an NPU, in a virtual environment of their own.
+test-ascend:
+	scripts/test-ascend.sh
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.dev
+	$(BIN)/python -m bench $(ARGS)
+
+# Trains the bundled base model and its four adapters again (about half an hour on two cores).
+bundle: $(VENV)/.dev
+	$(BIN)/python -m examples.train_base $(ARGS)
+	$(BIN)/python -m examples.train_adapters $(ARGS)
+
+# torch is a step of its own: which build is right depends on the device, and only torch is taken from TORCH_INDEX.
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --constraint constraints.txt setuptools wheel
+	$(PIP) install --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	touch $@
+
+$(VENV)/.runtime: $(VENV)/.torch pyproject.toml
+	$(INSTALL) --editable .
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(INSTALL) --editable '.[test,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .venv-ascend build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
