@@ -1,0 +1,237 @@
+"""The CPU's causal convolution: whole tensors shifted and multiplied, no loop over tokens or sequences.
+
+Same signatures and semantics as `ops.py`, which has checked the arguments. Multiplication and addition stay separate
+operations, since a fused one would round differently in vector bodies and tails: so any chunking of a sequence, and its
+update token by token, give the same bits in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+NULL_LINE = 0
+
+
+def causal_conv1d_prefill(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_states: torch.Tensor | None,
+    query_start_loc: torch.Tensor,
+    state_indices: torch.Tensor | None = None,
+    has_initial_state: torch.Tensor | None = None,
+    *,
+    activation: str | bool | None = None,
+    gate_in: torch.Tensor | None = None,
+    gate_out: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    initial_state_idx: torch.Tensor | None = None,
+    block_idx_first_scheduled_token: torch.Tensor | None = None,
+    block_idx_last_scheduled_token: torch.Tensor | None = None,
+    num_computed_tokens: torch.Tensor | None = None,
+    block_size_tokens: int | None = None,
+    pad_slot_id: int | None = -1,
+    query_starts: Sequence[int] | None = None,  # noqa: ARG001 - query_start_loc is host memory here
+) -> torch.Tensor:
+    """See `ops.causal_conv1d_prefill`."""
+    in_place = out is not None and out.data_ptr() == x.data_ptr()
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.shape[0] == 0:
+        return out
+    rows = weight.shape[0] - 1
+    starts = query_start_loc.to(torch.int64)
+    lengths = starts.diff()
+    source, is_live = _lines(state_indices, lengths.shape[0], initial_state_idx, pad_slot_id)
+    sequences = (is_live & (lengths > 0)).nonzero().flatten()  # [live]
+    starts, lengths, source = starts[sequences], lengths[sequences], source[sequences]
+
+    inputs = _inputs(x, gate_in)  # [tokens, dim]
+    taps, bias = weight.float(), None if bias is None else bias.float()
+    # Right everywhere but in the first `rows` tokens of each sequence, whose windows reach into the history.
+    total = _shifted_sum(inputs, taps, bias)
+    history = torch.zeros(len(sequences), rows, x.shape[1])
+    if conv_states is not None and has_initial_state is not None:
+        kept = has_initial_state[sequences]
+        history[kept] = conv_states[source[kept], :rows].float()
+    row = torch.arange(rows)
+    heads = starts[:, None] + row  # [live, rows]
+    head_inputs = torch.cat([history, inputs[heads.clamp(max=x.shape[0] - 1)]], dim=1)  # [live, 2 * rows, dim]
+    is_token = row < lengths[:, None]
+    total[heads[is_token]] = _windows_sum(head_inputs, taps, bias)[is_token]
+
+    if conv_states is not None:
+        ends, owners, lines = _boundaries(
+            sequences,
+            lengths,
+            state_indices,
+            block_idx_first_scheduled_token,
+            block_idx_last_scheduled_token,
+            num_computed_tokens,
+            block_size_tokens,
+            pad_slot_id,
+        )
+        position = ends[:, None] + row  # in [history; tokens of the sequence]
+        near = head_inputs[owners[:, None], position.clamp(max=2 * rows - 1)]
+        far = inputs[(starts[owners, None] + position - rows).clamp(0, x.shape[0] - 1)]
+        window = torch.where((position < 2 * rows)[..., None], near, far)  # [writes, rows, dim]
+        conv_states[lines, :rows] = window.to(conv_states.dtype)
+
+    result = _finish(total, activation, gate_out)
+    if len(sequences) == query_start_loc.shape[0] - 1 and int(lengths.sum()) == x.shape[0]:
+        return out.copy_(result)
+    is_output = torch.zeros(x.shape[0], dtype=torch.int64)
+    tokens = torch.repeat_interleave(starts - lengths.cumsum(0) + lengths, lengths) + torch.arange(int(lengths.sum()))
+    is_output[tokens] = 1
+    rest = x.float() if in_place else torch.zeros(())
+    return out.copy_(torch.where(is_output.bool()[:, None], result, rest))
+
+
+def causal_conv1d_update(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_states: torch.Tensor,
+    state_indices: torch.Tensor | None = None,
+    *,
+    activation: str | bool | None = None,
+    gate_in: torch.Tensor | None = None,
+    gate_out: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    query_start_loc: torch.Tensor | None = None,
+    max_query_len: int | None = None,
+    num_accepted_tokens: torch.Tensor | None = None,
+    initial_state_idx: torch.Tensor | None = None,
+    block_idx_last_scheduled_token: torch.Tensor | None = None,
+    pad_slot_id: int | None = -1,
+    query_starts: Sequence[int] | None = None,  # noqa: ARG001 - query_start_loc is host memory here
+) -> torch.Tensor:
+    """See `ops.causal_conv1d_update`."""
+    dim = x.shape[-1]
+    in_place = out is not None and out.data_ptr() == x.data_ptr()
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel() == 0:
+        return out
+    inputs = _inputs(x, gate_in).reshape(-1, dim)  # [tokens, dim]
+    rows = weight.shape[0] - 1
+    if query_start_loc is None:
+        tokens_each = 1 if x.dim() == 2 else x.shape[1]
+        starts = torch.arange(x.shape[0]) * tokens_each
+        lengths = torch.full((x.shape[0],), tokens_each)
+    else:
+        assert max_query_len is not None
+        tokens_each = max_query_len
+        starts, lengths = query_start_loc[:-1].to(torch.int64), query_start_loc.diff().to(torch.int64)
+    source, is_live = _lines(state_indices, lengths.shape[0], initial_state_idx, pad_slot_id)
+    target, is_kept = _lines(state_indices, lengths.shape[0], block_idx_last_scheduled_token, pad_slot_id)
+    sequences = (is_live & (lengths > 0)).nonzero().flatten()
+    starts, lengths = starts[sequences], lengths[sequences]
+
+    tokens = starts[:, None] + torch.arange(tokens_each)  # [live, tokens_each]
+    is_token = torch.arange(tokens_each) < lengths[:, None]
+    first_row = torch.zeros_like(starts) if num_accepted_tokens is None else num_accepted_tokens[sequences].long() - 1
+    history = conv_states[source[sequences, None], first_row[:, None] + torch.arange(rows)].float()
+    line_of_inputs = torch.cat([history, inputs[tokens.clamp(max=inputs.shape[0] - 1)]], dim=1)
+    total = _windows_sum(line_of_inputs, weight.float(), None if bias is None else bias.float())
+
+    # A draft may be rejected, so every window of it must stay readable; otherwise only the last window counts.
+    num_rows = rows if num_accepted_tokens is None else rows - 1 + tokens_each
+    row = torch.arange(num_rows)
+    position = row + (lengths[:, None] if num_accepted_tokens is None else 1)  # [live, num_rows]
+    is_written = is_kept[sequences, None] & (position < rows + lengths[:, None])
+    owner, written_row = is_written.nonzero(as_tuple=True)
+    kept = line_of_inputs[owner, position[owner, written_row]]
+    conv_states[target[sequences][owner], written_row] = kept.to(conv_states.dtype)
+
+    tokens, total = tokens[is_token], total[is_token]  # [outputs], [outputs, dim]
+    result = _finish(total, activation, None if gate_out is None else gate_out.reshape(-1, dim)[tokens])
+    flat = x.reshape(-1, dim).clone() if in_place else torch.zeros(inputs.shape, dtype=x.dtype)
+    flat[tokens] = result.to(x.dtype)
+    return out.copy_(flat.reshape(x.shape))
+
+
+def _inputs(x: torch.Tensor, gate_in: torch.Tensor | None) -> torch.Tensor:
+    """What is convolved and kept, in float32: x, or B * x rounded to x's dtype."""
+    return (x if gate_in is None else x * gate_in).float()
+
+
+def _lines(
+    indices: torch.Tensor | None, num_sequences: int, column: torch.Tensor | None, pad_slot_id: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """State lines int64 [sequences] and whether they are real; without indices sequence i owns line i."""
+    if indices is None:
+        return torch.arange(num_sequences), torch.ones(num_sequences, dtype=torch.bool)
+    lines = indices if column is None else indices.gather(1, column[:, None].long())[:, 0]
+    is_real = lines > NULL_LINE
+    if pad_slot_id is not None and pad_slot_id > NULL_LINE:
+        is_real &= lines != pad_slot_id
+    return lines.long(), is_real
+
+
+def _shifted_sum(inputs: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """total[t] = bias + sum over i of taps[i] * inputs[t - (width - 1) + i], where that token exists."""
+    total = torch.zeros_like(inputs) if bias is None else bias.expand_as(inputs).clone()
+    width, num_tokens = taps.shape[0], inputs.shape[0]
+    product = torch.empty_like(inputs)
+    for tap in range(width):
+        back = width - 1 - tap
+        if back < num_tokens:
+            torch.mul(inputs[: num_tokens - back], taps[tap], out=product[back:])
+            total[back:] += product[back:]
+    return total
+
+
+def _windows_sum(line_of_inputs: torch.Tensor, taps: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """total[s, t] = bias + sum over i of taps[i] * line_of_inputs[s, t + i], for every whole window."""
+    width = taps.shape[0]
+    num_windows = line_of_inputs.shape[1] - width + 1
+    shape = (line_of_inputs.shape[0], num_windows, line_of_inputs.shape[2])
+    total = torch.zeros(shape) if bias is None else bias.expand(shape).clone()
+    for tap in range(width):
+        total += line_of_inputs[:, tap : tap + num_windows] * taps[tap]
+    return total
+
+
+def _finish(total: torch.Tensor, activation: str | bool | None, gate_out: torch.Tensor | None) -> torch.Tensor:
+    if activation in ("silu", "swish", True):
+        total = total / (1 + torch.exp(-total))
+    return total if gate_out is None else total * gate_out
+
+
+def _boundaries(
+    sequences: torch.Tensor,
+    lengths: torch.Tensor,
+    state_indices: torch.Tensor | None,
+    first: torch.Tensor | None,
+    last: torch.Tensor | None,
+    num_computed_tokens: torch.Tensor | None,
+    block_size_tokens: int | None,
+    pad_slot_id: int | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Which states to keep: (token count they follow, index into `sequences`, line), int64 [writes] each.
+
+    Block boundaries come before the final states; no two writes of one call go to the same line.
+    """
+    owners = torch.arange(len(sequences))
+    if last is None:
+        lines, is_real = _lines(state_indices, int(sequences[-1]) + 1 if len(sequences) else 0, None, pad_slot_id)
+        lines, is_real = lines[sequences], is_real[sequences]
+        return lengths[is_real], owners[is_real], lines[is_real]
+    assert first is not None
+    assert num_computed_tokens is not None
+    assert block_size_tokens is not None
+    assert state_indices is not None
+    first, last, computed = first[sequences].long(), last[sequences].long(), num_computed_tokens[sequences].long()
+    counts = (last - first).clamp(min=0)
+    crossing = torch.repeat_interleave(owners, counts)  # [boundaries]
+    block = torch.arange(len(crossing)) - (counts.cumsum(0) - counts)[crossing] + first[crossing]
+    ends = torch.cat([(block + 1) * block_size_tokens - computed[crossing], lengths])
+    owners = torch.cat([crossing, owners])
+    lines = state_indices[sequences[owners], torch.cat([block, last])].long()
+    is_real = (lines > NULL_LINE) & (ends > 0) & (ends <= lengths[owners])
+    if pad_slot_id is not None:
+        is_real &= lines != pad_slot_id
+    return ends[is_real], owners[is_real], lines[is_real]
