@@ -1,0 +1,80 @@
+"""What can be wrong with an adapter or with the store; the API maps each class to one HTTP status.
+
+Messages are sentences for the person who uploaded: they name the thing and say what to do. They never hold a path of
+this machine.
+"""
+
+from __future__ import annotations
+
+
+class AdapterError(ValueError):
+    """Base of the tree. `code` is stable and machine-readable."""
+
+    code = "adapter_error"
+
+
+class Malformed(AdapterError):
+    """The bytes are not what they claim to be: a broken header, archive or configuration. 400."""
+
+    code = "malformed"
+
+
+class Unsupported(AdapterError):
+    """Well-formed, but asks for something that is not done here (DoRA, bias, pickles...). 400."""
+
+    code = "unsupported"
+
+
+class BindingError(AdapterError):
+    """Tensors that do not fit the base model, or targets without tensors. 400.
+
+    `problems` lists (tensor or module name, reason), complete; the message shows the first ones.
+    """
+
+    code = "does_not_bind"
+
+    def __init__(self, message: str, problems: tuple[tuple[str, str], ...]) -> None:
+        super().__init__(message)
+        self.problems = problems
+
+
+class InvalidName(AdapterError):
+    """The name is outside [A-Za-z0-9][A-Za-z0-9._-]{0,127}. 400."""
+
+    code = "invalid_name"
+
+
+class TooLarge(AdapterError):
+    """More bytes or files than the operator allows. 413."""
+
+    code = "too_large"
+
+
+class RowsExceeded(AdapterError):
+    """The adapter could never fit in the device's row budget; the message says both sizes. 400."""
+
+    code = "rows_exceeded"
+
+
+class Conflict(AdapterError):
+    """The name is taken by other content, or it is the base model's. 409."""
+
+    code = "conflict"
+
+
+class NotFound(AdapterError):
+    """No adapter of this name or digest. 404."""
+
+    code = "not_found"
+
+
+class StorageFull(AdapterError):
+    """Writing on would leave less free disk than the operator's floor. 507."""
+
+    code = "storage_full"
+
+
+class StoreBusy(AdapterError):
+    """Another process holds the store's lock. The server cannot start."""
+
+    code = "store_busy"

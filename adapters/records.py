@@ -1,0 +1,44 @@
+"""What the store remembers about an adapter: plain data, written as JSON beside the tensors."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ModuleReport(msgspec.Struct, frozen=True):
+    """One adapted module of the base, e.g. `model.layers.3.self_attn.q_proj`; `num_bytes` counts A and B as stored."""
+
+    module: str
+    rank: int
+    scaling: float
+    num_bytes: int
+
+
+class Manifest(msgspec.Struct, frozen=True):
+    """Everything known of one digest; the load report of an upload is made of it.
+
+    rows          rows it needs on the device per projection group (its largest rank there), before alignment
+    notes         sentences about what was understood and left out (ignored files, training-only settings)
+    has_chat_template  whether the adapter ships its own chat template
+    """
+
+    digest: str
+    layout: str
+    rank: int
+    num_bytes: int
+    rows: dict[str, int]
+    modules: tuple[ModuleReport, ...]
+    notes: tuple[str, ...] = ()
+    has_chat_template: bool = False
+
+
+class AdapterRecord(msgspec.Struct, frozen=True):
+    """A name and what it points at."""
+
+    name: str
+    created_at_seconds: float
+    manifest: Manifest
+
+    @property
+    def digest(self) -> str:
+        return self.manifest.digest

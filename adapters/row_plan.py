@@ -1,0 +1,86 @@
+"""How a byte budget becomes rows per projection group. Both processes compute it: the API to refuse uploads that could
+never fit, the engine to size the row pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from adapters.layout import BaseLayout, Group
+
+# Vocabulary-wide rows serve few adapters: they get as many rows as the layers do, but at most this share of the budget.
+EMBEDDINGS_SHARE = 0.125
+# int32 rank + float32 scaling on the device, per slice and place.
+TABLE_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class RowPlan:
+    """rows, row_bytes: per group of the layout; row_bytes counts one row in all layers and projections of the group.
+
+    num_places  most adapters that can be resident at once; follows from the rows, since each takes one range at least
+    alignment   ranges are multiples of it
+    table_bytes of ranks and scalings of all places
+    """
+
+    rows: dict[Group, int]
+    row_bytes: dict[Group, int]
+    num_places: int
+    alignment: int
+    table_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """What the pool can come to occupy; never more than the budget it was planned for."""
+        return sum(self.rows[group] * self.row_bytes[group] for group in self.rows) + self.table_bytes
+
+    def aligned(self, rank: int) -> int:
+        """Rows that a range for `rank` takes."""
+        return -(-rank // self.alignment) * self.alignment
+
+    def bytes_of(self, rows: Mapping[str, int]) -> int:
+        """Bytes on the device of an adapter whose largest rank per group is `rows`."""
+        return sum(self.aligned(rows[group]) * self.row_bytes[group] for group in self.row_bytes if group in rows)
+
+    def group_too_small(self, rows: Mapping[str, int]) -> Group | None:
+        """The first group in which `rows` could never fit, None if it fits an empty pool."""
+        return next((group for group in self.rows if self.aligned(rows.get(group, 0)) > self.rows[group]), None)
+
+
+def row_bytes(layout: BaseLayout, element_bytes: int) -> dict[Group, int]:
+    """Bytes of one row (of A and of B) in all projections of each group."""
+    return {
+        group: sum(
+            (projection.in_features + piece.out_features) * element_bytes
+            for projection in layout.projections
+            if projection.group == group
+            for piece in projection.slices
+        )
+        for group in layout.groups
+    }
+
+
+def plan_rows(layout: BaseLayout, budget_bytes: int, *, element_bytes: int, alignment: int = 16) -> RowPlan:
+    """Split `budget_bytes` so that an adapter over all layer groups uses them evenly; total_bytes <= budget_bytes."""
+    assert budget_bytes >= 0 and element_bytes > 0 and alignment > 0
+    per_row = row_bytes(layout, element_bytes)
+    num_slices = sum(len(projection.slices) for projection in layout.projections)
+    # One place per `alignment` rows of a group: its table entry is part of what these rows cost.
+    per_block = {group: size * alignment + num_slices * TABLE_BYTES for group, size in per_row.items()}
+    blocks = _split(per_block, budget_bytes)
+    rows: dict[Group, int] = {group: blocks[group] * alignment for group in per_row}
+    num_places = sum(blocks.values())
+    return RowPlan(rows, per_row, num_places, alignment, num_places * num_slices * TABLE_BYTES)
+
+
+def _split(block_bytes: dict[Group, int], budget_bytes: int) -> dict[Group, int]:
+    """Blocks per group: as many in each layer group; the embeddings as many, or what their share of the budget holds."""
+    layers = {group: size for group, size in block_bytes.items() if group != "embeddings"}
+    even = budget_bytes // sum(block_bytes.values()) if block_bytes else 0
+    blocks = dict.fromkeys(block_bytes, even)
+    if "embeddings" in block_bytes and layers:
+        size = block_bytes["embeddings"]
+        blocks["embeddings"] = min(even, int(budget_bytes * EMBEDDINGS_SHARE) // size)
+        for group in layers:
+            blocks[group] = (budget_bytes - blocks["embeddings"] * size) // sum(layers.values())
+    return blocks
