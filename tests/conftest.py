@@ -10,6 +10,16 @@ import torch
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", default="cpu", help="device of the op tests: cpu (default) or cuda")
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """Torch device that the op tests run on."""
+    return str(request.config.getoption("--device"))
+
+
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
     """Fill fresh floating-point memory with NaN (integers with their largest value), so that a cell nobody wrote shows."""

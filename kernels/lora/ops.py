@@ -1,0 +1,174 @@
+"""The public LoRA ops: shapes, strides and dtypes are checked here, and the platform's implementation does the work.
+
+With t a position of the step (tokens stand in adapter order), p the adapter of t's segment, r its first row in the
+stack's group, n its rank in slice s, and row(t) = t, or row_index[t] where a row index is given:
+
+    shrink   h[s, t, :n]              = scalings[s, p] * x[row(t)] @ a[s][r : r + n].T
+    expand   out[row(t), slice s]    += h[s, t, :n] @ b[s][r : r + n]         ("=" in overwrite mode)
+    linear   shrink, then expand, without h leaving the op
+
+Rows of base tokens (segment -1) are neither read nor written, in overwrite mode too.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+
+from kernels.lora.maps import LoraMaps, LoraStack
+from kernels.platform import detect
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_num_calls = 0
+
+
+def call_count() -> int:
+    """Number of LoRA op calls of this process so far: steps without adapters must not raise it."""
+    return _num_calls
+
+
+def lora_shrink(
+    x: torch.Tensor,
+    stack: LoraStack,
+    maps: LoraMaps,
+    *,
+    out: torch.Tensor | None = None,
+    row_index: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """h[s, t, :n] = scalings[s, p] * x[row(t)] @ a[s][r : r + n].T
+
+    x          [tokens, in], unit stride along `in`; cast to the rows' dtype
+    out        float32 [slices, tokens, width], width >= the largest rank in the step rounded up to 16; made when None.
+               Only the columns below an adapter's rank, in the rows of its tokens, are defined afterwards
+    row_index  int32 or int64 [tokens]: position t of the step is row row_index[t] of x
+
+    Returns out.
+    """
+    _check(x, None, stack, maps, row_index)
+    assert all(a.shape[1] == x.shape[1] for a in stack.a), "x and A disagree about the input width"
+    if out is None:
+        out = x.new_empty(len(stack.a), maps.num_tokens, shrink_width(stack), dtype=torch.float32)
+    assert out.dtype == torch.float32 and out.is_contiguous(), "h is float32 and contiguous"
+    assert out.shape[:2] == (len(stack.a), maps.num_tokens), "h is [slices, tokens, width]"
+    assert out.shape[2] >= shrink_width(stack), "h is narrower than a resident adapter's rank"
+    if maps.segments:
+        _implementation(x).lora_shrink(x, stack, maps, out=out, row_index=row_index)
+    return out
+
+
+def lora_expand(
+    h: torch.Tensor,
+    out: torch.Tensor,
+    stack: LoraStack,
+    maps: LoraMaps,
+    *,
+    overwrite: bool = False,
+    row_index: torch.Tensor | None = None,
+) -> None:
+    """out[row(t), slice s] += h[s, t, :n] @ b[s][r : r + n]
+
+    h          float32 [slices, tokens, width] of `lora_shrink`
+    out        [tokens, total width], unit stride along the columns; changed in place, base rows excepted
+    overwrite  write the product instead of adding it; slices that an adapter does not target are written with zero
+    """
+    _check(None, out, stack, maps, row_index)
+    assert h.dtype == torch.float32 and h.is_contiguous(), "h is float32 and contiguous"
+    assert h.shape[:2] == (len(stack.a), maps.num_tokens), "h is [slices, tokens, width]"
+    if maps.segments:
+        _implementation(out).lora_expand(h, out, stack, maps, overwrite=overwrite, row_index=row_index)
+
+
+def lora_linear(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    stack: LoraStack,
+    maps: LoraMaps,
+    *,
+    overwrite: bool = False,
+    row_index: torch.Tensor | None = None,
+) -> None:
+    """out[row(t), slice s] += scalings[s, p] * (x[row(t)] @ a[s][r : r + n].T) @ b[s][r : r + n]
+
+    The op a layer calls once per (packed) projection, after the base product is in `out`.
+
+    x          [tokens, in], unit stride along `in`; cast to the rows' dtype
+    out        [tokens, total width], unit stride along the columns; changed in place, base rows excepted
+    overwrite, row_index as in `lora_expand` and `lora_shrink`
+    """
+    _check(x, out, stack, maps, row_index)
+    assert all(a.shape[1] == x.shape[1] for a in stack.a), "x and A disagree about the input width"
+    if maps.segments:
+        _implementation(x).lora_linear(x, out, stack, maps, overwrite=overwrite, row_index=row_index)
+
+
+def lora_embedding(
+    token_ids: torch.Tensor,
+    out: torch.Tensor,
+    stack: LoraStack,
+    maps: LoraMaps,
+    *,
+    overwrite: bool = False,
+    row_index: torch.Tensor | None = None,
+) -> None:
+    """out[row(t)] += scalings[0, p] * a[0][r : r + n, token_ids[row(t)]] @ b[0][r : r + n]
+
+    token_ids  int64 [tokens]; out [tokens, width], changed in place, base rows excepted. The stack has one slice, whose
+    `a` is [rows, vocabulary].
+    """
+    _check(None, out, stack, maps, row_index)
+    assert len(stack.a) == 1, "an embedding has one slice"
+    assert token_ids.dtype == torch.int64 and token_ids.dim() == 1, "token_ids is int64 [tokens]"
+    assert row_index is not None or token_ids.shape[0] == maps.num_tokens, "token_ids does not cover the step"
+    if maps.segments:
+        _implementation(out).lora_embedding(token_ids, out, stack, maps, overwrite=overwrite, row_index=row_index)
+
+
+def shrink_width(stack: LoraStack) -> int:
+    """Columns of h that any resident adapter needs: the largest rank, rounded up to 16."""
+    largest = max((max(ranks, default=0) for ranks in stack.host_ranks), default=0)
+    return max(16, -(-largest // 16) * 16)
+
+
+def _check(
+    x: torch.Tensor | None,
+    out: torch.Tensor | None,
+    stack: LoraStack,
+    maps: LoraMaps,
+    row_index: torch.Tensor | None,
+) -> None:
+    """Check what every op relies on, and count the call. A broken rule is a fault of our own callers."""
+    global _num_calls
+    _num_calls += 1
+    for tensor in (x, out):
+        if tensor is not None:
+            assert tensor.dim() == 2 and (tensor.stride(1) == 1 or tensor.shape[1] == 1), (
+                "x and out need unit stride in rows"
+            )
+            assert tensor.dtype in _DTYPES, f"unsupported dtype {tensor.dtype}"
+            assert row_index is not None or tensor.shape[0] == maps.num_tokens, (
+                "x or out does not cover the step's tokens"
+            )
+    assert len(stack.a) == len(stack.b) == len(stack.slice_starts) == len(stack.host_ranks), "slices disagree"
+    assert all(t.is_contiguous() for t in (*stack.a, *stack.b)), "rows are contiguous"
+    if out is not None:
+        ends = [start + b.shape[1] for start, b in zip(stack.slice_starts, stack.b, strict=True)]
+        assert max(ends) <= out.shape[1], "a slice ends beyond the output"
+    if row_index is not None:
+        assert row_index.dtype in (torch.int32, torch.int64) and row_index.shape == (maps.num_tokens,), (
+            "row_index is int32 or int64 [tokens]"
+        )
+
+
+def _implementation(tensor: torch.Tensor) -> ModuleType:
+    device = str(tensor.device)
+    module = _modules.get(device)
+    if module is None:
+        module = importlib.import_module(f"kernels.lora.{detect(device).implementations['lora']}")
+        _modules[device] = module
+    return module
+
+
+_modules: dict[str, ModuleType] = {}

@@ -1,0 +1,140 @@
+"""Which device this is, how large it is, and which implementation serves each op there. Data in one place.
+
+An implementation is named after its module: `kernels/<op>/<implementation>.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+
+log = logging.getLogger(__name__)
+
+# Wished-for implementation of each op by device type, and what else is known there.
+IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "cpu": {
+        "lora": ("cpu", "reference"),
+        "causal_conv1d": ("cpu", "reference"),
+        "paged_attention": ("sdpa", "reference"),
+        "linear": ("cpu", "reference"),
+    },
+    "cuda": {
+        "lora": ("triton_cuda", "reference"),
+        "causal_conv1d": ("triton_cuda", "reference"),
+        "paged_attention": ("sdpa", "reference"),
+        "linear": ("reference",),
+    },
+    "npu": {
+        "lora": ("triton_ascend", "reference"),
+        "causal_conv1d": ("triton_ascend", "reference"),
+        "paged_attention": ("sdpa", "reference"),
+        "linear": ("reference",),
+    },
+}
+
+
+class BackendError(ValueError):
+    """A device or an implementation was asked for that this machine does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """One device as the ops see it.
+
+    device          torch device type: "cpu", "cuda" or "npu"
+    kind            the vendor's name of the chip; picks the launch table
+    num_cores       cores that a persistent grid fills (streaming multiprocessors, vector cores, threads)
+    on_chip_bytes   memory one program may plan for (shared memory, unified buffer); 0 where that means nothing
+    row_alignment   an adapter's row range starts at, and is as long as, a multiple of this
+    implementations op -> name of the implementation that serves it
+    fallbacks       one sentence for each op that is not served by the wished-for implementation
+    native_bfloat16 whether bfloat16 matrix products run at full speed
+    """
+
+    device: str
+    kind: str
+    num_cores: int
+    on_chip_bytes: int
+    row_alignment: int
+    implementations: Mapping[str, str]
+    fallbacks: tuple[str, ...] = field(default=())
+    native_bfloat16: bool = True
+
+    def row_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """Dtype in which LoRA rows are held beside a model of `model_dtype`.
+
+        A CPU without bfloat16 instructions holds them in float32, which is exact and spares a conversion in every step.
+        """
+        return model_dtype if self.native_bfloat16 else torch.float32
+
+
+def detect(device: str, wanted: Mapping[str, str] | None = None) -> Platform:
+    """Describe the device that `device` ("cpu", "cuda", "cuda:1", "npu:0") names.
+
+    wanted  op -> implementation, for callers that insist on another one than the table's.
+
+    Raises BackendError when the device is absent, an op or implementation is unknown, or a kernel language is missing.
+    """
+    return _detect(device, tuple(sorted((wanted or {}).items())))
+
+
+@functools.cache
+def _detect(device: str, wanted: tuple[tuple[str, str], ...]) -> Platform:
+    device_type = device.partition(":")[0]
+    if device_type not in IMPLEMENTATIONS:
+        raise BackendError(f"unknown device {device!r}; known are {', '.join(IMPLEMENTATIONS)}")
+    implementations = {op: names[0] for op, names in IMPLEMENTATIONS[device_type].items()}
+    for op, name in wanted:
+        known = IMPLEMENTATIONS[device_type].get(op)
+        if known is None:
+            raise BackendError(f"unknown op {op!r}; known are {', '.join(implementations)}")
+        if name not in known:
+            raise BackendError(
+                f"op {op!r} has no implementation {name!r} on {device_type}; known are {', '.join(known)}"
+            )
+        implementations[op] = name
+    needs_triton = [op for op, name in implementations.items() if name.startswith("triton_")]
+    if needs_triton and importlib.util.find_spec("triton") is None:
+        raise BackendError(f"{device_type} needs Triton for {', '.join(needs_triton)}, and Triton is not installed")
+    describe = {"cpu": _describe_cpu, "cuda": _describe_cuda, "npu": _describe_npu}[device_type]
+    return describe(device, MappingProxyType(implementations))
+
+
+def _describe_cpu(_device: str, implementations: Mapping[str, str]) -> Platform:
+    native_bfloat16 = _cpu_has_bfloat16()
+    fallbacks: tuple[str, ...] = ()
+    if not native_bfloat16:
+        fallbacks = (
+            "this CPU has no bfloat16 matrix instructions: bfloat16 weights are held and multiplied in float32",
+        )
+        log.info("%s", fallbacks[0])
+    return Platform("cpu", "cpu", torch.get_num_threads(), 0, 16, implementations, fallbacks, native_bfloat16)
+
+
+def _cpu_has_bfloat16() -> bool:
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
+
+
+def _describe_cuda(device: str, implementations: Mapping[str, str]) -> Platform:
+    if not torch.cuda.is_available():
+        raise BackendError(f"device {device!r} was asked for, but torch sees no CUDA device (is this a CPU build?)")
+    properties = torch.cuda.get_device_properties(device)
+    shared_bytes = getattr(properties, "shared_memory_per_block_optin", 0)
+    return Platform("cuda", properties.name, properties.multi_processor_count, shared_bytes, 16, implementations)
+
+
+def _describe_npu(device: str, implementations: Mapping[str, str]) -> Platform:
+    npu = getattr(torch, "npu", None)
+    if npu is None or not npu.is_available():
+        raise BackendError(f"device {device!r} was asked for, but torch_npu is not installed or sees no NPU")
+    properties = npu.get_device_properties(device)
+    num_cores = int(getattr(properties, "vector_core_num", 0) or getattr(properties, "cube_core_num", 0) or 40)
+    # 192 KiB of unified buffer on Ascend910B and 910_93; 950 has more, and plans within this too.
+    return Platform("npu", properties.name, num_cores, 192 * 1024, 16, implementations)
