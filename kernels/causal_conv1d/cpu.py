@@ -140,7 +140,8 @@ def causal_conv1d_update(
     # A draft may be rejected, so every window of it must stay readable; otherwise only the last window counts.
     num_rows = rows if num_accepted_tokens is None else rows - 1 + tokens_each
     row = torch.arange(num_rows)
-    position = row + (lengths[:, None] if num_accepted_tokens is None else 1)  # [live, num_rows]
+    shift = lengths if num_accepted_tokens is None else torch.ones_like(lengths)
+    position = row + shift[:, None]  # [live, num_rows]
     is_written = is_kept[sequences, None] & (position < rows + lengths[:, None])
     owner, written_row = is_written.nonzero(as_tuple=True)
     kept = line_of_inputs[owner, position[owner, written_row]]

@@ -140,7 +140,7 @@ def _inputs(x: torch.Tensor, gate_in: torch.Tensor | None) -> torch.Tensor:
 def _line(
     indices: torch.Tensor | None, sequence: int, column: torch.Tensor | None, pad_slot_id: int | None
 ) -> int | None:
-    """The state line of a sequence; None for padding. Without indices, sequence i owns line i and nothing is padding."""
+    """The state line of a sequence; None for padding. Without indices, sequence i owns line i."""
     if indices is None:
         return sequence
     line = int(indices[sequence] if column is None else indices[sequence, int(column[sequence])])

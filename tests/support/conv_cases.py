@@ -1,0 +1,154 @@
+"""Random calls of the causal convolution ops, one for every seed, and what float64 says they should do."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Call = dict[str, Any]
+
+
+def prefill_call(seed: int, *, max_dim: int = 40, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Call:
+    """Keyword arguments of one `causal_conv1d_prefill` call: any form, lengths around the width."""
+    rng = random.Random(seed)
+    width, dim = rng.randint(2, 8), rng.choice([1, 2, 3, 17, 32, rng.randint(1, max_dim)])
+    lengths = [rng.choice([0, 1, width - 2, width - 1, width, rng.randint(0, 40)]) for _ in range(rng.randint(0, 5))]
+    call = _common_arguments(rng, width, dim, sum(lengths) + rng.choice([0, 0, 3]), dtypes)
+    call |= {"query_start_loc": _starts(lengths)}
+    if rng.random() < 0.8:
+        call["has_initial_state"] = torch.tensor([rng.random() < 0.6 for _ in lengths], dtype=torch.bool)
+    form = rng.choice(["lines", "lines", "blocks", "batch", "none"])
+    if form == "none":
+        return call | {"conv_states": None, "has_initial_state": None}
+    state_len = width - 1 + rng.choice([0, 0, 2])
+    if form == "blocks":
+        return call | _paged_lines(rng, lengths, state_len, dim, dtypes)
+    num_lines = len(lengths) + rng.randint(1, 4)
+    call["conv_states"] = _states(rng, num_lines, state_len, dim, dtypes)
+    if form == "lines":
+        call["state_indices"] = _lines(rng, len(lengths), num_lines)
+    return call
+
+
+def update_call(seed: int, *, max_dim: int = 40, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Call:
+    """Keyword arguments of one `causal_conv1d_update` call: plain or varlen, speculative or not, paged or not."""
+    rng = random.Random(seed)
+    width, dim = rng.randint(2, 8), rng.choice([1, 2, 3, 17, 32, rng.randint(1, max_dim)])
+    num_sequences, tokens_each = rng.randint(0, 6), rng.randint(1, 5)
+    form = rng.choice(["one", "several", "varlen"])
+    if form == "one":
+        tokens_each = 1
+    lengths = [tokens_each] * num_sequences
+    if form == "varlen":
+        lengths = [rng.randint(0, tokens_each) for _ in lengths]
+    padding = rng.choice([0, 2]) if form == "varlen" else 0
+    call = _common_arguments(rng, width, dim, sum(lengths) + padding, dtypes)
+    if form == "several":
+        for name in ("x", "gate_in", "gate_out"):
+            if call.get(name) is not None:
+                call[name] = call[name].unflatten(0, (num_sequences, tokens_each))
+    if form == "varlen":
+        call |= {"query_start_loc": _starts(lengths), "max_query_len": tokens_each}
+    max_accepted = 1
+    state_len = width - 1 + rng.choice([0, 2])
+    if rng.random() < 0.5:
+        draft = rng.randint(tokens_each - 1, tokens_each + 2)
+        state_len, max_accepted = width - 1 + draft, draft + 1
+        call["num_accepted_tokens"] = _int32([rng.randint(1, max_accepted) for _ in lengths])
+    if rng.random() < 0.3:
+        num_blocks = 3
+        num_lines = num_sequences * num_blocks + 3
+        lines = _lines(rng, num_sequences * num_blocks, num_lines).view(num_sequences, num_blocks)
+        return call | {
+            "conv_states": _states(rng, num_lines, state_len, dim, dtypes),
+            "state_indices": lines,
+            "initial_state_idx": _int32([rng.randrange(num_blocks) for _ in lengths]),
+            "block_idx_last_scheduled_token": _int32([rng.randrange(num_blocks) for _ in lengths]),
+        }
+    num_lines = num_sequences + rng.randint(1, 4)
+    call["conv_states"] = _states(rng, num_lines, state_len, dim, dtypes)
+    if rng.random() < 0.8:
+        call["state_indices"] = _lines(rng, num_sequences, num_lines)
+    return call
+
+
+def float64_truth(reference: Any, call: Call, *, in_place: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Outputs in float64 and the states afterwards; the gated input is rounded to x's dtype first, as the op states."""
+    x, gate_in, gate_out = call["x"], call.get("gate_in"), call.get("gate_out")
+    inputs = x if gate_in is None else x * gate_in
+    states = None if call["conv_states"] is None else call["conv_states"].clone()
+    wide = {
+        "x": inputs.double(),
+        "gate_in": None,
+        "gate_out": None if gate_out is None else gate_out.double(),
+        "conv_states": states,
+    }
+    # Weights of zero, a bias of one, in place over zeros: ones are the tokens that the op must compute.
+    marks = torch.zeros_like(wide["x"])
+    weight = call["weight"]
+    probe = {"x": marks, "out": marks, "weight": torch.zeros_like(weight), "bias": torch.ones_like(weight[0])}
+    probe |= {"activation": None, "gate_out": None, "conv_states": None if states is None else states.clone()}
+    is_output = reference(**{**call, **wide, **probe}) != 0
+    truth = reference(**{**call, **wide})
+    return torch.where(is_output, truth, x.double() if in_place else 0.0), states
+
+
+def _common_arguments(
+    rng: random.Random, width: int, dim: int, num_tokens: int, dtypes: tuple[torch.dtype, ...]
+) -> Call:
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    dtype, weight_dtype = rng.choice(dtypes), rng.choice(dtypes)
+    # Slices of one wider tensor, as a packed projection gives them.
+    packed = torch.randn(num_tokens, 3 * dim, generator=generator).to(dtype)
+    gate_in, x, gate_out = packed.split(dim, dim=1)
+    return {
+        "x": x if rng.random() < 0.5 else x.contiguous(),
+        "weight": torch.randn(width, dim, generator=generator).to(weight_dtype),
+        "bias": torch.randn(dim, generator=generator).to(weight_dtype) if rng.random() < 0.6 else None,
+        "activation": rng.choice([None, "silu"]),
+        "gate_in": gate_in if rng.random() < 0.4 else None,
+        "gate_out": gate_out if rng.random() < 0.4 else None,
+    }
+
+
+def _states(
+    rng: random.Random, num_lines: int, state_len: int, dim: int, dtypes: tuple[torch.dtype, ...]
+) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+    return torch.randn(num_lines, state_len, dim, generator=generator).to(rng.choice(dtypes))
+
+
+def _lines(rng: random.Random, count: int, num_lines: int) -> torch.Tensor:
+    """Distinct lines in random order, some of them replaced by the null line or by -1."""
+    lines = rng.sample(range(1, num_lines), count)
+    return _int32([rng.choice([0, -1]) if rng.random() < 0.2 else line for line in lines])
+
+
+def _paged_lines(
+    rng: random.Random, lengths: list[int], state_len: int, dim: int, dtypes: tuple[torch.dtype, ...]
+) -> Call:
+    block_size = rng.choice([1, 2, 3, 8, 16])
+    computed = [rng.randint(0, 3 * block_size) for _ in lengths]
+    last = [max(before + length - 1, 0) // block_size for before, length in zip(computed, lengths, strict=True)]
+    num_blocks = max(last, default=0) + 2 + max(computed, default=0) // block_size
+    num_lines = len(lengths) * num_blocks + 2
+    return {
+        "conv_states": _states(rng, num_lines, state_len, dim, dtypes),
+        "state_indices": _lines(rng, len(lengths) * num_blocks, num_lines).view(len(lengths), num_blocks),
+        "initial_state_idx": _int32([max(before - 1, 0) // block_size for before in computed]),
+        "block_idx_first_scheduled_token": _int32([before // block_size for before in computed]),
+        "block_idx_last_scheduled_token": _int32(last),
+        "num_computed_tokens": _int32(computed),
+        "block_size_tokens": block_size,
+    }
+
+
+def _starts(lengths: list[int]) -> torch.Tensor:
+    return _int32([sum(lengths[:end]) for end in range(len(lengths) + 1)])
+
+
+def _int32(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
