@@ -1,4 +1,4 @@
-"""The flattened step: what the model's forward reads. Built on the host by `maps.py`, passed as an argument, never global.
+"""The flattened step: what the model's forward reads. Built on the host by `maps.py`, passed as an argument.
 
 Sequences stand in adapter order, the base model's last; the tokens of a sequence are contiguous, so segments are too.
 """
@@ -10,35 +10,18 @@ from dataclasses import dataclass
 import torch
 
 from kernels.lora.maps import LoraMaps
+from kernels.paged_attention.maps import AttentionMaps
 
-
-@dataclass(frozen=True, slots=True)
-class AttentionMaps:
-    """Paged attention over all sequences of the step; a decode token is a query of length 1.
-
-    query_starts  host, [num_sequences + 1]: tokens [query_starts[i], query_starts[i + 1]) belong to sequence i
-    kv_lens       host, [num_sequences]: length of the sequence in the cache after this step's tokens are written
-    block_tables  host, per sequence its KV blocks in order (block 0 is the null block and occurs in none of them)
-    query_start_loc int32 [num_sequences + 1], kv_lens_device int32 [num_sequences],
-    block_table   int32 [num_sequences, max_blocks] (padding 0), slot_mapping int64 [num_tokens] = block * block_size + offset
-    """
-
-    query_starts: tuple[int, ...]
-    kv_lens: tuple[int, ...]
-    block_tables: tuple[tuple[int, ...], ...]
-    query_start_loc: torch.Tensor
-    kv_lens_device: torch.Tensor
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
+__all__ = ["AttentionMaps", "ConvMaps", "StepBatch"]
 
 
 @dataclass(frozen=True, slots=True)
 class ConvMaps:
     """State lines of the sequences; same order as `AttentionMaps`. Line 0 is the null line.
 
-    state_indices int32 [num_sequences]; has_initial_state bool [num_sequences] (False: the sequence starts in this step);
-    query_start_loc as in AttentionMaps; query_starts its host view; all_decode: every sequence has exactly one token and
-    an initial state, so the update op serves the step.
+    state_indices int32 [num_sequences]; has_initial_state bool [num_sequences] (False: the sequence starts in this
+    step); query_start_loc as in AttentionMaps; query_starts its host view; all_decode: every sequence has exactly one
+    token and an initial state, so the update op serves the step.
     """
 
     query_starts: tuple[int, ...]

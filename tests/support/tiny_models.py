@@ -56,10 +56,10 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
     },
 }
 LINEAR_MODULES: dict[str, list[str]] = {
-    **dict.fromkeys(
-        ("llama", "mistral", "qwen2", "qwen3"),
-        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-    ),
+    **{
+        family: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        for family in ("llama", "mistral", "qwen2", "qwen3")
+    },
     "lfm2": ["q_proj", "k_proj", "v_proj", "out_proj", "in_proj", "w1", "w2", "w3"],
 }
 
@@ -132,5 +132,5 @@ def make_adapter(
                 is_b = "lora_B" in name or "lora_embedding_B" in name
                 scale = scale_of_b * rank**-0.5 if is_b else parameter.shape[-1] ** -0.5
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
-    peft_model.save_pretrained(out_dir, save_embedding_layers=save_embedding_layers)
+    peft_model.save_pretrained(str(out_dir), save_embedding_layers=save_embedding_layers)
     return out_dir

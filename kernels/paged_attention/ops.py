@@ -1,0 +1,76 @@
+"""Attention over a paged cache: shapes and dtypes are checked here, the platform's implementation does the work.
+
+For sequence i, with n = query_starts[i + 1] - query_starts[i] tokens in the step and L = kv_lens[i] cached ones (these
+n included), token t of them stands at position p = L - n + t and
+
+    out[t] = softmax(scale * q[t] @ K[first : p + 1].T) @ V[first : p + 1],   first = max(0, p + 1 - sliding_window)
+
+where query head h reads key/value head h // (num_heads / kv_heads), and position j of the sequence is in the cache at
+[block_tables[i][j // block_size], j % block_size].
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+
+import torch
+
+from kernels.paged_attention.maps import AttentionMaps
+from kernels.platform import detect
+
+
+def write_kv(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
+) -> None:
+    """k_cache[s // block_size, s % block_size] = k[t] with s = slot_mapping[t]; v likewise.
+
+    k, v              [tokens, kv_heads, head_dim], any strides
+    k_cache, v_cache  [num_blocks, block_size, kv_heads, head_dim], contiguous, same dtype as k and v; changed in place
+    slot_mapping      int64 [tokens], no slot twice
+    """
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        assert cache.dim() == 4 and cache.is_contiguous(), "the cache is [num_blocks, block_size, kv_heads, head_dim]"
+        assert new.shape == (slot_mapping.shape[0], *cache.shape[2:]), "k and v are [tokens, kv_heads, head_dim]"
+        assert new.dtype == cache.dtype, f"the cache holds {cache.dtype}, not {new.dtype}"
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    maps: AttentionMaps,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of a step's tokens over their own sequences, this step's keys and values being in the cache already.
+
+    q                 [tokens, num_heads, head_dim], unit stride along head_dim, head_dim stride between heads
+    k_cache, v_cache  [num_blocks, block_size, kv_heads, head_dim], contiguous, same dtype as q; read only
+    sliding_window    latest tokens that a query sees, itself included; None = all
+    out               [tokens, num_heads, head_dim] contiguous; made when None
+
+    Returns out.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    assert q.stride(2) == 1 and q.stride(1) == head_dim, "the heads of a token are contiguous"
+    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape == v_cache.shape, "caches disagree"
+    assert k_cache.shape[3] == head_dim and num_heads % k_cache.shape[2] == 0, "q does not fit the cache"
+    assert q.dtype == k_cache.dtype == v_cache.dtype, "q and the cache have one dtype"
+    assert maps.query_starts[-1] == num_tokens, "the maps do not cover the step's tokens"
+    assert sliding_window is None or sliding_window > 0, "a window holds at least the token itself"
+    if out is None:
+        out = q.new_empty(num_tokens, num_heads, head_dim)
+    assert out.shape == q.shape and out.is_contiguous() and out.dtype == q.dtype, "out is like q, and contiguous"
+    implementation = _implementation(str(q.device))
+    implementation.paged_attention(q, k_cache, v_cache, maps, scale=scale, sliding_window=sliding_window, out=out)
+    return out
+
+
+@functools.cache
+def _implementation(device: str) -> ModuleType:
+    return importlib.import_module(f"kernels.paged_attention.{detect(device).implementations['paged_attention']}")

@@ -1,0 +1,34 @@
+"""The truth of `kernels.paged_attention.ops`: token by token, in float64."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.paged_attention.maps import AttentionMaps
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    maps: AttentionMaps,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    out: torch.Tensor,
+) -> None:
+    """See `ops.paged_attention`; writes all of `out`."""
+    block_size, groups = k_cache.shape[1], q.shape[1] // k_cache.shape[2]
+    for sequence, kv_len in enumerate(maps.kv_lens):
+        start, end = maps.query_starts[sequence : sequence + 2]
+        blocks = list(maps.block_tables[sequence])
+        for token in range(start, end):
+            last = kv_len - end + token
+            first = 0 if sliding_window is None else max(0, last + 1 - sliding_window)
+            positions = range(first, last + 1)
+            block_ids, offsets = [blocks[p // block_size] for p in positions], [p % block_size for p in positions]
+            # [heads, positions, head_dim]
+            k = k_cache[block_ids, offsets].double().repeat_interleave(groups, dim=1).transpose(0, 1)
+            v = v_cache[block_ids, offsets].double().repeat_interleave(groups, dim=1).transpose(0, 1)
+            weights = torch.softmax(scale * k @ q[token].double().unsqueeze(-1), dim=1)
+            out[token] = (weights * v).sum(dim=1).to(out.dtype)
