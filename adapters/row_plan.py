@@ -62,7 +62,9 @@ def row_bytes(layout: BaseLayout, element_bytes: int) -> dict[Group, int]:
 
 def plan_rows(layout: BaseLayout, budget_bytes: int, *, element_bytes: int, alignment: int = 16) -> RowPlan:
     """Split `budget_bytes` so that an adapter over all layer groups uses them evenly; total_bytes <= budget_bytes."""
-    assert budget_bytes >= 0 and element_bytes > 0 and alignment > 0
+    assert budget_bytes >= 0
+    assert element_bytes > 0
+    assert alignment > 0
     per_row = row_bytes(layout, element_bytes)
     num_slices = sum(len(projection.slices) for projection in layout.projections)
     # One place per `alignment` rows of a group: its table entry is part of what these rows cost.
@@ -74,7 +76,7 @@ def plan_rows(layout: BaseLayout, budget_bytes: int, *, element_bytes: int, alig
 
 
 def _split(block_bytes: dict[Group, int], budget_bytes: int) -> dict[Group, int]:
-    """Blocks per group: as many in each layer group; the embeddings as many, or what their share of the budget holds."""
+    """Blocks per group: as many in each layer group; the embeddings as many, or what their share holds."""
     layers = {group: size for group, size in block_bytes.items() if group != "embeddings"}
     even = budget_bytes // sum(block_bytes.values()) if block_bytes else 0
     blocks = dict.fromkeys(block_bytes, even)

@@ -1,0 +1,157 @@
+"""Safetensors files without torch: the header is read and proven consistent before a byte of data is touched."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from adapters.errors import Malformed, Unsupported
+
+ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+MAX_HEADER_BYTES = 8 << 20
+MAX_TENSORS = 65_536
+MAX_DIMENSIONS = 8
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One entry of a header. `start` and `end` are offsets in the file, not in its data section."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.end - self.start
+
+
+def read_header(path: Path, *, any_dtype: bool = False) -> dict[str, Tensor]:
+    """Tensors of the file by name, in the order of their data. `any_dtype` is for base checkpoints, where only
+    tensors of a known dtype are returned.
+
+    Raises Malformed when the file is not a consistent safetensors file (sizes, offsets, gaps, overlaps, duplicate
+    names), Unsupported for dtypes other than F32, F16 and BF16.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            raise Malformed("The tensor file is shorter than a safetensors header; upload a .safetensors file.")
+        header_bytes = int.from_bytes(prefix, "little")
+        if prefix[:4] == b"PK\x03\x04" or prefix[:1] == b"\x80":
+            raise Unsupported("The tensor file is a pickle; save the adapter as safetensors and upload that.")
+        if header_bytes > MAX_HEADER_BYTES or header_bytes + 8 > size:
+            raise Malformed(
+                f"The safetensors header claims {header_bytes} bytes; the file has {size} and the limit is "
+                f"{MAX_HEADER_BYTES}. The file is damaged or not safetensors."
+            )
+        entries = _parse(file.read(header_bytes))
+    data_start = 8 + header_bytes
+    tensors = [_tensor(name, entry, data_start, any_dtype) for name, entry in entries.items() if name != "__metadata__"]
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
+    _check_contiguous(tensors, data_start, size)
+    return {tensor.name: tensor for tensor in tensors if tensor.dtype in ELEMENT_BYTES}
+
+
+def parse_json_object(text: bytes, what: str) -> dict[str, Any]:
+    """A JSON object without duplicate keys, NaN or Infinity. Raises Malformed naming `what`."""
+    try:
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        reason = error if isinstance(error, Malformed) else "it is not valid JSON in UTF-8"
+        raise Malformed(f"{what} cannot be read: {reason}") from None
+    if not isinstance(value, dict):
+        raise Malformed(f"{what} cannot be read: it is not a JSON object")
+    return value
+
+
+def read_chunks(path: Path, tensor: Tensor, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
+    """The tensor's bytes in pieces of at most `chunk_bytes` (a multiple of every element size)."""
+    with path.open("rb") as file:
+        file.seek(tensor.start)
+        left = tensor.num_bytes
+        while left:
+            chunk = file.read(min(left, chunk_bytes))
+            if not chunk:
+                raise Malformed("The tensor file ended early; upload it again.")
+            left -= len(chunk)
+            yield chunk
+
+
+def write_header(file: BinaryIO, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> None:
+    """Write the header of a file whose tensors (name, dtype, shape) follow in this order without gaps."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, dtype, shape in tensors:
+        end = offset + math.prod(shape) * ELEMENT_BYTES[dtype]
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data starts aligned, so that it can be mapped
+    file.write(len(text).to_bytes(8, "little") + text)
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    if not text.startswith(b"{"):
+        raise Malformed("The safetensors header is not a JSON object; the file is damaged or not safetensors.")
+    entries = parse_json_object(text, "The safetensors header")
+    if len(entries) > MAX_TENSORS:
+        raise Malformed(f"The safetensors header lists {len(entries)} tensors; the limit is {MAX_TENSORS}.")
+    metadata = entries.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise Malformed("The safetensors header's __metadata__ is not a map of strings.")
+    return entries
+
+
+def _tensor(name: str, entry: Any, data_start: int, any_dtype: bool) -> Tensor:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise Malformed(f"Tensor {name[:200]!r}: the header entry needs exactly dtype, shape and data_offsets.")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or (dtype not in ELEMENT_BYTES and not any_dtype):
+        raise Unsupported(f"Tensor {name[:200]!r} has dtype {str(dtype)[:40]!r}; F32, F16 and BF16 are supported.")
+    if not _is_sizes(shape) or len(shape) > MAX_DIMENSIONS:
+        raise Malformed(f"Tensor {name[:200]!r}: the shape is not a list of at most {MAX_DIMENSIONS} sizes.")
+    if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise Malformed(f"Tensor {name[:200]!r}: data_offsets is not [start, end].")
+    start, end = offsets
+    if dtype in ELEMENT_BYTES and math.prod(shape) * ELEMENT_BYTES[dtype] != end - start:
+        raise Malformed(f"Tensor {name[:200]!r}: shape {shape} of {dtype} does not take {end - start} bytes.")
+    return Tensor(name, dtype, tuple(shape), data_start + start, data_start + end)
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 48 for size in value)
+
+
+def _check_contiguous(tensors: list[Tensor], data_start: int, file_size: int) -> None:
+    """Tensors in data order must follow each other from the header's end to the file's end."""
+    expected = data_start
+    for tensor in tensors:
+        if tensor.start != expected:
+            kind = "overlaps the tensor before it" if tensor.start < expected else "leaves a gap before it"
+            raise Malformed(f"Tensor {tensor.name[:200]!r} {kind}; the file is damaged.")
+        expected = tensor.end
+    if expected != file_size:
+        fault = "cut off" if expected > file_size else "too long"
+        raise Malformed(f"The tensors end at byte {expected} of {file_size}: the file is {fault}.")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in result:
+            raise Malformed(f"key {key[:200]!r} occurs twice")
+        result[key] = value
+    return result
+
+
+def _no_constant(text: str) -> Any:
+    raise Malformed(f"{text} is not a JSON number")

@@ -1,0 +1,148 @@
+"""Adapters in host memory, read from the store, in the dtype and orientation of the row pool."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from adapters.errors import Malformed, NotFound, Unsupported
+from adapters.format import Tensor, read_header
+from adapters.layout import BaseLayout
+from adapters.paths import EMBEDDING_SIDES, LINEAR_SIDES, MANIFEST_FILE, TENSOR_FILE, adapter_dir, stored_name
+from adapters.records import Manifest
+
+_NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<i2")}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostSlice:
+    """LoRA weights of one slice: a [rank, in_features], b [rank, out_features] (lora_B transposed), contiguous."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    rank: int
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostAdapter:
+    """slices by module path; rows: the largest rank per projection group; num_bytes of host memory."""
+
+    digest: str
+    slices: dict[str, HostSlice]
+    rows: dict[str, int]
+    num_bytes: int
+
+
+class HostTier:
+    """Least-recently-used cache of `HostAdapter`s within `budget_bytes`; 0 keeps nothing, every get reads the disk.
+
+    Thread-safe. The budget counts what the tier keeps; an adapter handed out lives on while its user holds it.
+    """
+
+    def __init__(
+        self, store_root: Path, layout: BaseLayout, budget_bytes: int, *, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self._root = store_root
+        self._layout = layout
+        self._dtype = dtype
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, HostAdapter] = OrderedDict()
+        self.budget_bytes = budget_bytes
+
+    def get(self, digest: str) -> HostAdapter:
+        """The adapter, from memory or disk. Raises NotFound when the store has no such digest, Malformed when its
+        files are damaged, Unsupported when its weights overflow the engine's dtype."""
+        with self._lock:
+            kept = self._kept.get(digest)
+            if kept is not None:
+                self._kept.move_to_end(digest)
+                return kept
+        adapter = read_adapter(self._root, self._layout, digest, self._dtype)
+        with self._lock:
+            self._keep(adapter)
+        return adapter
+
+    def drop(self, digest: str) -> None:
+        """Forget the adapter; unknown digests are ignored."""
+        with self._lock:
+            self._kept.pop(digest, None)
+
+    def resident(self) -> tuple[str, ...]:
+        """Digests kept, least recently used first."""
+        with self._lock:
+            return tuple(self._kept)
+
+    @property
+    def used_bytes(self) -> int:
+        with self._lock:
+            return self._used()
+
+    def check_integrity(self) -> None:
+        """Kept bytes are within the budget and are what the tensors really take."""
+        with self._lock:
+            assert self._used() <= self.budget_bytes
+            for digest, adapter in self._kept.items():
+                assert adapter.digest == digest
+                storages = [tensor.untyped_storage() for s in adapter.slices.values() for tensor in (s.a, s.b)]
+                assert sum(storage.nbytes() for storage in storages) == adapter.num_bytes, digest
+
+    def _used(self) -> int:
+        return sum(adapter.num_bytes for adapter in self._kept.values())
+
+    def _keep(self, adapter: HostAdapter) -> None:
+        if adapter.num_bytes > self.budget_bytes:
+            return
+        self._kept[adapter.digest] = adapter
+        self._kept.move_to_end(adapter.digest)
+        while self._used() > self.budget_bytes:
+            self._kept.popitem(last=False)
+
+
+def read_adapter(store_root: Path, layout: BaseLayout, digest: str, dtype: torch.dtype) -> HostAdapter:
+    """Read a published adapter; errors as in `HostTier.get`."""
+    directory = adapter_dir(store_root, layout, digest)
+    try:
+        manifest = msgspec.json.decode((directory / MANIFEST_FILE).read_bytes(), type=Manifest)
+        header = read_header(directory / TENSOR_FILE)
+        mapped = np.memmap(directory / TENSOR_FILE, dtype=np.uint8, mode="c")  # private: torch wants it writable
+    except FileNotFoundError:
+        raise NotFound(f"The store has no adapter {digest}.") from None
+    except msgspec.DecodeError:
+        raise Malformed(f"Adapter {digest} is damaged on disk; delete it and upload it again.") from None
+    embeddings = {p.slices[0].module for p in layout.projections if p.kind == "embedding"}
+    slices = {}
+    for report in manifest.modules:
+        sides = EMBEDDING_SIDES if report.module in embeddings else LINEAR_SIDES
+        a, b = (_tensor(mapped, header, stored_name(report.module, side)) for side in sides)
+        if a.shape[0] != report.rank or b.shape[1] != report.rank:
+            raise Malformed(f"Adapter {digest} is damaged on disk; delete it and upload it again.")
+        slices[report.module] = HostSlice(_own(a, dtype), _own(b.t(), dtype), report.rank, report.scaling)
+    num_bytes = sum(s.a.nbytes + s.b.nbytes for s in slices.values())
+    return HostAdapter(digest, slices, dict(manifest.rows), num_bytes)
+
+
+def _tensor(mapped: np.memmap, header: dict[str, Tensor], name: str) -> torch.Tensor:
+    """A view of the mapped file; the caller copies before the map goes."""
+    entry = header.get(name)
+    if entry is None:
+        raise Malformed(f"Tensor {name!r} is missing on disk; delete the adapter and upload it again.")
+    data = np.ndarray(entry.shape, _NUMPY[entry.dtype], buffer=mapped.data, offset=entry.start)
+    tensor = torch.from_numpy(data)
+    return tensor.view(torch.bfloat16) if entry.dtype == "BF16" else tensor
+
+
+def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous copy in `dtype`, of its own memory."""
+    owned = torch.empty(tensor.shape, dtype=dtype)
+    owned.copy_(tensor)
+    if dtype == torch.float16 and not torch.isfinite(owned).all():
+        raise Unsupported("The adapter has weights beyond the range of float16; serve it with bfloat16 or float32.")
+    return owned

@@ -1,0 +1,50 @@
+"""Where things lie below the store's root; both processes compute it from the same layout.
+
+<root>/<layout fingerprint>/lock
+                            staging/<random>/        uploads in progress and files on their way out
+                            adapters/<digest>/       adapter_config.json, adapter_model.safetensors, manifest.json
+                            names/<name>             {"digest": ..., "created_at_seconds": ...}
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+
+from adapters.layout import BaseLayout
+
+CONFIG_FILE = "adapter_config.json"
+TENSOR_FILE = "adapter_model.safetensors"
+MANIFEST_FILE = "manifest.json"
+TEMPLATE_FILE = "chat_template.jinja"
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def layout_fingerprint(layout: BaseLayout) -> str:
+    """16 hex digits that change whenever an adapter could bind differently."""
+    return hashlib.sha256(msgspec.json.encode(asdict(layout))).hexdigest()[:16]
+
+
+def layout_root(root: Path, layout: BaseLayout) -> Path:
+    return root / layout_fingerprint(layout)
+
+
+def adapter_dir(root: Path, layout: BaseLayout, digest: str) -> Path:
+    """Directory of a published adapter. `digest` never comes unchecked from a client."""
+    assert DIGEST.fullmatch(digest), digest
+    return layout_root(root, layout) / "adapters" / digest
+
+
+LINEAR_SIDES = ("lora_A.weight", "lora_B.weight")
+EMBEDDING_SIDES = ("lora_embedding_A", "lora_embedding_B")
+
+
+def stored_name(module: str, side: str) -> str:
+    """PEFT's name of a stored tensor; `side` is one of LINEAR_SIDES or EMBEDDING_SIDES."""
+    return f"base_model.model.{module}.{side}"

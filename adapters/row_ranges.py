@@ -1,0 +1,145 @@
+"""The range allocator of one projection group: who owns which rows, and what must move or go to make room.
+
+Pure integers; `RowPool` carries the plans out on tensors. A range is [start, start + length).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    start: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Slide `owner`'s range down to `to` (to < its start): an overlapping-safe copy when done in the order given."""
+
+    owner: str
+    to: int
+
+
+class RangeAllocator:
+    """Rows [0, num_rows) of a group. Owners are digests; each owns at most one range.
+
+    `ordered` lists the ranges by start. Integers only: the caller moves the data.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self._ranges: dict[str, Range] = {}
+
+    def get(self, owner: str) -> Range | None:
+        return self._ranges.get(owner)
+
+    def owners(self) -> frozenset[str]:
+        return frozenset(self._ranges)
+
+    def ordered(self) -> list[tuple[str, Range]]:
+        return sorted(self._ranges.items(), key=lambda item: item[1].start)
+
+    @property
+    def num_used(self) -> int:
+        return sum(owned.length for owned in self._ranges.values())
+
+    @property
+    def num_free(self) -> int:
+        return self.num_rows - self.num_used
+
+    def take(self, owner: str, length: int) -> Range | None:
+        """Give `owner` the smallest gap that holds `length` rows; None if no single gap does."""
+        assert owner not in self._ranges, owner
+        assert length > 0
+        gaps = [gap for gap in self._gaps() if gap.length >= length]
+        if not gaps:
+            return None
+        start = min(gaps, key=lambda gap: (gap.length, gap.start)).start
+        self._ranges[owner] = Range(start, length)
+        return self._ranges[owner]
+
+    def has_gap(self, length: int) -> bool:
+        return any(gap.length >= length for gap in self._gaps())
+
+    def release(self, owner: str) -> None:
+        del self._ranges[owner]
+
+    def apply(self, move: Move) -> Range:
+        """Record that a range was moved; returns where it stood."""
+        before = self._ranges[move.owner]
+        self._ranges[move.owner] = Range(move.to, before.length)
+        return before
+
+    def moves_for(self, length: int, movable: Callable[[str], bool]) -> list[Move] | None:
+        """The fewest rows to slide so that one gap of `length` rows appears; None if the movable ranges cannot do it.
+
+        Looks at runs gap, range, gap, range, ..., gap of movable neighbours: sliding a run's ranges to its low end
+        leaves all of its gaps as one at its high end.
+        """
+        best: tuple[int, list[Move]] | None = None
+        ranges = self.ordered()
+        for first in range(len(ranges)):
+            low = ranges[first - 1][1].end if first else 0
+            to, moved = low, 0
+            moves: list[Move] = []
+            for index in range(first, len(ranges)):
+                owner, owned = ranges[index]
+                if not movable(owner):
+                    break
+                if owned.start != to:
+                    moves.append(Move(owner, to))
+                    moved += owned.length
+                to += owned.length
+                high = ranges[index + 1][1].start if index + 1 < len(ranges) else self.num_rows
+                if high - to >= length:
+                    if best is None or moved < best[0]:
+                        best = moved, moves
+                    break
+        return None if best is None else best[1]
+
+    def cheapest_window(self, length: int, cost: Callable[[str], float | None]) -> list[str] | None:
+        """The owners to evict so that one gap of `length` rows appears, at the least total cost; None where ranges of
+        cost None (in use) are always in the way."""
+        best: tuple[float, int, list[str]] | None = None
+        ranges = self.ordered()
+        for first in range(len(ranges)):
+            low = ranges[first - 1][1].end if first else 0
+            total, victims = 0.0, []
+            for index in range(first, len(ranges)):
+                owner_cost = cost(ranges[index][0])
+                if owner_cost is None:
+                    break
+                total += owner_cost
+                victims.append(ranges[index][0])
+                high = ranges[index + 1][1].start if index + 1 < len(ranges) else self.num_rows
+                if high - low >= length:
+                    if best is None or (total, len(victims)) < best[:2]:
+                        best = total, len(victims), victims
+                    break
+        return None if best is None else best[2]
+
+    def check_integrity(self) -> None:
+        """Ranges lie inside, do not overlap, and with the gaps add up to all rows."""
+        end = 0
+        for owner, owned in self.ordered():
+            assert owned.length > 0, owner
+            assert owned.start >= end, f"{owner} overlaps the range before it"
+            end = owned.end
+        assert end <= self.num_rows
+        assert sum(gap.length for gap in self._gaps()) == self.num_free
+
+    def _gaps(self) -> Iterator[Range]:
+        end = 0
+        for _, owned in self.ordered():
+            if owned.start > end:
+                yield Range(end, owned.start - end)
+            end = owned.end
+        if end < self.num_rows:
+            yield Range(end, self.num_rows - end)
