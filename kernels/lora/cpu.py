@@ -9,6 +9,7 @@ gathered once per adapter (never per token) where they are not. Long segments go
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -111,7 +112,7 @@ def lora_linear(
 ) -> None:
     """See `ops.lora_linear`."""
     if row_index is not None:
-        # In adapter order first, so that one code path serves both; the rows of base tokens are carried along unchanged.
+        # Put in adapter order first, so that one code path serves both.
         index = row_index.long()[: maps.segments[-1].end]
         ordered = out.index_select(0, index)
         _linear_in_order(x.index_select(0, index), ordered, stack, maps, overwrite)
@@ -276,7 +277,7 @@ def _make_batch(members: list[_Solo]) -> _Batch:
         else:
             pairs = (tokens.index_select(0, positions), positions)
     row_step = members[1].first_row - members[0].first_row
-    evenly = all(b.first_row - a.first_row == row_step for a, b in zip(members, members[1:], strict=False))
+    evenly = all(b.first_row - a.first_row == row_step for a, b in pairwise(members))
     if row_step <= 0 or not evenly or any(one.rank != rank for one in members):
         row_step = 0
         rows = torch.tensor([one.first_row + min(j, one.rank - 1) for one in members for j in range(rank)])
