@@ -51,8 +51,7 @@ def lora_shrink(
     assert all(a.shape[1] == x.shape[1] for a in stack.a), "x and A disagree about the input width"
     if out is None:
         out = x.new_empty(len(stack.a), maps.num_tokens, shrink_width(stack), dtype=torch.float32)
-    assert out.dtype == torch.float32 and out.is_contiguous(), "h is float32 and contiguous"
-    assert out.shape[:2] == (len(stack.a), maps.num_tokens), "h is [slices, tokens, width]"
+    _check_h(out, stack, maps)
     assert out.shape[2] >= shrink_width(stack), "h is narrower than a resident adapter's rank"
     if maps.segments:
         _implementation(x).lora_shrink(x, stack, maps, out=out, row_index=row_index)
@@ -75,8 +74,7 @@ def lora_expand(
     overwrite  write the product instead of adding it; slices that an adapter does not target are written with zero
     """
     _check(None, out, stack, maps, row_index)
-    assert h.dtype == torch.float32 and h.is_contiguous(), "h is float32 and contiguous"
-    assert h.shape[:2] == (len(stack.a), maps.num_tokens), "h is [slices, tokens, width]"
+    _check_h(h, stack, maps)
     if maps.segments:
         _implementation(out).lora_expand(h, out, stack, maps, overwrite=overwrite, row_index=row_index)
 
@@ -120,7 +118,8 @@ def lora_embedding(
     """
     _check(None, out, stack, maps, row_index)
     assert len(stack.a) == 1, "an embedding has one slice"
-    assert token_ids.dtype == torch.int64 and token_ids.dim() == 1, "token_ids is int64 [tokens]"
+    assert token_ids.dtype == torch.int64, "token_ids is int64"
+    assert token_ids.dim() == 1, "token_ids is one-dimensional"
     assert row_index is not None or token_ids.shape[0] == maps.num_tokens, "token_ids does not cover the step"
     if maps.segments:
         _implementation(out).lora_embedding(token_ids, out, stack, maps, overwrite=overwrite, row_index=row_index)
@@ -144,22 +143,24 @@ def _check(
     _num_calls += 1
     for tensor in (x, out):
         if tensor is not None:
-            assert tensor.dim() == 2 and (tensor.stride(1) == 1 or tensor.shape[1] == 1), (
-                "x and out need unit stride in rows"
-            )
+            assert tensor.dim() == 2, "x and out are matrices"
+            assert tensor.stride(1) == 1 or tensor.shape[1] == 1, "x and out need unit stride along their columns"
             assert tensor.dtype in _DTYPES, f"unsupported dtype {tensor.dtype}"
-            assert row_index is not None or tensor.shape[0] == maps.num_tokens, (
-                "x or out does not cover the step's tokens"
-            )
+            assert row_index is not None or tensor.shape[0] == maps.num_tokens, "x or out does not cover the step"
     assert len(stack.a) == len(stack.b) == len(stack.slice_starts) == len(stack.host_ranks), "slices disagree"
     assert all(t.is_contiguous() for t in (*stack.a, *stack.b)), "rows are contiguous"
     if out is not None:
         ends = [start + b.shape[1] for start, b in zip(stack.slice_starts, stack.b, strict=True)]
         assert max(ends) <= out.shape[1], "a slice ends beyond the output"
     if row_index is not None:
-        assert row_index.dtype in (torch.int32, torch.int64) and row_index.shape == (maps.num_tokens,), (
-            "row_index is int32 or int64 [tokens]"
-        )
+        assert row_index.dtype in (torch.int32, torch.int64), "row_index is int32 or int64"
+        assert row_index.shape == (maps.num_tokens,), "row_index has one entry per token of the step"
+
+
+def _check_h(h: torch.Tensor, stack: LoraStack, maps: LoraMaps) -> None:
+    assert h.dtype == torch.float32, "h is float32"
+    assert h.is_contiguous(), "h is contiguous"
+    assert h.shape[:2] == (len(stack.a), maps.num_tokens), "h is [slices, tokens, width]"
 
 
 def _implementation(tensor: torch.Tensor) -> ModuleType:

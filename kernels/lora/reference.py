@@ -1,4 +1,4 @@
-"""The LoRA ops in plain torch: float64 inside, rounded once at the end. The truth that every implementation is tested against."""
+"""The LoRA ops in plain torch, float64 inside, rounded once at the end: the truth for every implementation."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Case:
-    """One step: `ranks[s][i]` and `lengths[i]` of the i-th adapter, widths per slice, base tokens after the last segment."""
+    """One step: `ranks[s][i]` and `lengths[i]` of the i-th adapter, widths per slice, base tokens last."""
 
     in_features: int
     widths: tuple[int, ...]
