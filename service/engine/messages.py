@@ -14,8 +14,8 @@ import msgspec
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen; checked by the API before it is sent. Token counts in tokens.
 
-    top_k 0 = off; seed None = the engine draws one; logprobs None = none, n = the n most likely beside the chosen token;
-    prompt_logprobs likewise for the prompt (`echo`); logit_bias maps token id to an added logit.
+    top_k 0 = off; seed None = the engine draws one; logprobs None = none, n = the n most likely beside the chosen
+    token; prompt_logprobs likewise for the prompt (`echo`); logit_bias maps token id to an added logit.
     """
 
     max_tokens: int
@@ -65,7 +65,8 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Bring an adapter to the host tier, and to the device if rows are free; a hint, a request would do the same."""
+    """Bring an adapter to the host tier, and to the device if the rows in use leave room; a hint, a request would do
+    the same."""
 
     adapter: str
 
@@ -110,9 +111,9 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """The last message of a request. reason "stop": end-of-sequence or stop token (`stop_token_id` says which; the token
-    itself is part of Tokens); "length": max_tokens reached; "error": `error` is one sentence, `client_fault` whether
-    the request itself was wrong."""
+    """The last message of a request. reason "stop": end-of-sequence or stop token (`stop_token_id` says which; the
+    token itself is part of Tokens); "length": max_tokens reached; "error": `error` is one sentence, `client_fault`
+    whether the request itself was wrong."""
 
     request_id: str
     reason: Literal["stop", "length", "error"]

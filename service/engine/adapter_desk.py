@@ -1,0 +1,272 @@
+"""Brings adapters to the device for the requests that name them, without ever blocking the step.
+
+Disk -> host is read by one loader thread, the only one that touches the host tier. Host -> device is `RowPool.load`,
+called by the scheduler between steps when a request is otherwise ready to run. The desk counts the users of each
+adapter (requests that wait or run) and pins its rows while any of them runs; the row pool never evicts pinned rows.
+
+Who frees: rows by the row pool when others need them, or by `evict` after the last user; host memory by the host
+tier's own budget, or by `evict`. A killed engine leaves only the store on disk, which it never writes.
+
+Cost per step: a queue look-up, and one dictionary look-up per waiting request until enough loads are under way.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from service.engine.messages import AdapterState
+
+
+class HostSource(Protocol):
+    """The host tier, as far as the desk needs it."""
+
+    def get(self, digest: str) -> Any:
+        """The adapter in host memory, read from the store if need be."""
+
+    def drop(self, digest: str) -> None:
+        """Forget it; unknown digests are ignored."""
+
+
+class Rows(Protocol):
+    """The row pool, as far as the engine needs it."""
+
+    def load(self, digest: str, host_adapter: Any) -> bool: ...
+    def pin(self, digest: str) -> None: ...
+    def unpin(self, digest: str) -> None: ...
+    def drop(self, digest: str) -> None: ...
+    def place_of(self, digest: str) -> int | None: ...
+    def first_rows(self, place: int) -> tuple[int, ...]: ...
+    def resident(self) -> tuple[str, ...]: ...
+    def check_integrity(self) -> None: ...
+
+
+class Turn(Enum):
+    """Answer to "may a request of this adapter run now?"."""
+
+    RUN = "its rows are on the device and now pinned once more"
+    LOADING = "it is still being read from disk"
+    NO_ROWS = "the rows in use leave no room for it"
+
+
+class _Work(Enum):
+    READ = 0
+    DROP = 1
+
+
+LORA_IS_OFF = "LoRA is off: this server was started with adapter_row_bytes = 0."
+
+
+@dataclass(slots=True)
+class _Entry:
+    """An adapter that has users, or is being read. `host` is held from the end of reading to the copy to the device."""
+
+    num_users: int = 0
+    num_pins: int = 0
+    is_loading: bool = False
+    host: Any = None
+    evict_asked: bool = False
+
+    @property
+    def is_ahead(self) -> bool:
+        """Takes up host memory outside the host tier, or will."""
+        return self.is_loading or self.host is not None
+
+
+class AdapterDesk:
+    """See the module's docstring. `wake` is called from the loader thread when there is news for `settle_loads`.
+
+    rows and host are None where LoRA is off; the engine then refuses requests that name an adapter.
+    """
+
+    def __init__(
+        self, rows: Rows | None, host: HostSource | None, *, max_loads_ahead: int, wake: Callable[[], None]
+    ) -> None:
+        self.rows = rows
+        self._host = host
+        self._max_loads_ahead = max_loads_ahead
+        self._wake = wake
+        self._entries: dict[str, _Entry] = {}
+        self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-loader")
+        self._done: queue.SimpleQueue[tuple[_Work, str, Any, str | None]] = queue.SimpleQueue()
+        self._states: list[AdapterState] = []
+        self._failures: dict[str, str] = {}
+        self.num_loads = 0
+        self.num_evictions = 0
+
+    # ---- users
+
+    def enter(self, digest: str) -> None:
+        """A request that names the adapter has arrived."""
+        self._entry(digest).num_users += 1
+
+    def leave(self, digest: str) -> None:
+        """It is over, and holds no pin any more."""
+        entry = self._entries[digest]
+        entry.num_users -= 1
+        assert entry.num_pins <= entry.num_users, "a request left with its pin"
+        self._settle_entry(digest, entry)
+
+    def hint(self, digest: str) -> None:
+        """Bring it to the host tier, and to the device if rows are free, although no request has come yet."""
+        if self.rows is None:
+            self._states.append(AdapterState(digest, "failed", LORA_IS_OFF))
+            return
+        self._start_reading(digest, self._entry(digest))
+
+    def evict(self, digest: str) -> None:
+        """Forget it as soon as its last user has left; AdapterState "gone" follows."""
+        if self.rows is None:
+            self._states.append(AdapterState(digest, "gone"))
+            return
+        entry = self._entry(digest)
+        entry.evict_asked = True
+        self._settle_entry(digest, entry)
+
+    # ---- the scheduler's questions
+
+    def prefetch(self, digests: Iterable[str]) -> None:
+        """Start reading those that are not here, in this order, as far as `max_loads_ahead` allows."""
+        num_ahead = sum(entry.num_users > 0 and entry.is_ahead for entry in self._entries.values())
+        for digest in digests:
+            if num_ahead >= self._max_loads_ahead:
+                return
+            num_ahead += self._start_reading(digest, self._entries[digest])
+
+    def acquire(self, digest: str) -> Turn:
+        """Pin the adapter's rows for one more running request, copying them to the device first if they fit."""
+        assert self.rows is not None
+        entry = self._entries[digest]
+        if self.rows.place_of(digest) is None:
+            if entry.host is None:
+                return Turn.LOADING
+            if not self._bring(digest, entry):
+                return Turn.NO_ROWS
+        if entry.num_pins == 0:
+            self.rows.pin(digest)
+        entry.num_pins += 1
+        return Turn.RUN
+
+    def release(self, digest: str) -> None:
+        """One running request less (ended or preempted)."""
+        entry = self._entries[digest]
+        entry.num_pins -= 1
+        if entry.num_pins == 0:
+            assert self.rows is not None
+            self.rows.unpin(digest)
+
+    # ---- between steps
+
+    def settle_loads(self) -> None:
+        """Take over what the loader thread has finished. Never waits."""
+        while not self._done.empty():
+            work, digest, host, error = self._done.get()
+            if work is _Work.DROP:
+                self._states.append(AdapterState(digest, "gone"))
+                continue
+            entry = self._entries[digest]
+            entry.is_loading = False
+            if error is not None:
+                self._fail(digest, entry, error)
+            else:
+                entry.host = host
+                self._states.append(AdapterState(digest, "host"))
+                if entry.num_users == 0 and not entry.evict_asked:
+                    self._bring(digest, entry)
+            self._settle_entry(digest, entry)
+
+    def take_states(self) -> list[AdapterState]:
+        """What happened to adapters since the last call."""
+        states, self._states = self._states, []
+        return states
+
+    def take_failures(self) -> dict[str, str]:
+        """Adapters whose users cannot be served, and why."""
+        failures, self._failures = self._failures, {}
+        return failures
+
+    def check_integrity(self) -> None:
+        """Pins never exceed users, pinned adapters are resident, nothing is held for nobody."""
+        for digest, entry in self._entries.items():
+            assert 0 <= entry.num_pins <= entry.num_users, f"{digest}: more pins than users"
+            assert entry.num_users or entry.is_loading, f"{digest}: kept for nobody"
+            if entry.num_pins:
+                assert self.rows is not None and self.rows.place_of(digest) is not None, f"{digest}: used, not resident"
+        if self.rows is not None:
+            self.rows.check_integrity()
+
+    def close(self) -> None:
+        """End the loader thread after what it is reading now."""
+        self._loader.shutdown(wait=True, cancel_futures=True)
+
+    # ---- inner parts
+
+    def _entry(self, digest: str) -> _Entry:
+        return self._entries.setdefault(digest, _Entry())
+
+    def _start_reading(self, digest: str, entry: _Entry) -> bool:
+        assert self.rows is not None
+        if entry.is_ahead or self.rows.place_of(digest) is not None:
+            self._settle_entry(digest, entry)
+            return False
+        entry.is_loading = True
+        self._loader.submit(self._read, digest)
+        return True
+
+    def _read(self, digest: str) -> None:
+        """In the loader thread. Whatever goes wrong is this adapter's failure, never the engine's."""
+        assert self._host is not None
+        try:
+            self._done.put((_Work.READ, digest, self._host.get(digest), None))
+        except Exception as error:
+            self._done.put((_Work.READ, digest, None, f"Adapter {digest} could not be read: {error}"))
+        self._wake()
+
+    def _drop_from_host(self, digest: str) -> None:
+        """In the loader thread."""
+        assert self._host is not None
+        self._host.drop(digest)
+        self._done.put((_Work.DROP, digest, None, None))
+        self._wake()
+
+    def _bring(self, digest: str, entry: _Entry) -> bool:
+        """Host -> device. What had to leave the device for it is reported."""
+        assert self.rows is not None
+        before = self.rows.resident()
+        try:
+            fits = self.rows.load(digest, entry.host)
+        except ValueError as error:
+            self._fail(digest, entry, str(error))
+            return False
+        after = set(self.rows.resident())
+        for evicted in before:
+            if evicted not in after:
+                self.num_evictions += 1
+                self._states.append(AdapterState(evicted, "host"))
+        if fits:
+            entry.host = None
+            self.num_loads += 1
+            self._states.append(AdapterState(digest, "device"))
+        elif not any(other.num_pins for other in self._entries.values()):
+            self._fail(digest, entry, f"Adapter {digest} is larger than the row budget; raise it or use smaller ranks.")
+        return fits
+
+    def _fail(self, digest: str, entry: _Entry, error: str) -> None:
+        entry.host = None
+        self._states.append(AdapterState(digest, "failed", error))
+        if entry.num_users:
+            self._failures[digest] = error
+
+    def _settle_entry(self, digest: str, entry: _Entry) -> None:
+        """Let go of what nobody needs: the host copy, and after `evict` everything."""
+        if entry.num_users > 0 or entry.is_loading:
+            return
+        del self._entries[digest]
+        if entry.evict_asked:
+            assert self.rows is not None
+            self.rows.drop(digest)
+            self._loader.submit(self._drop_from_host, digest)

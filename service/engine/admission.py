@@ -1,0 +1,61 @@
+"""What the engine refuses: requests that the API should have refused, checked again, so that none can stop the
+engine."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from service.engine.adapter_desk import LORA_IS_OFF
+from service.engine.messages import Sampling, Submit
+
+if TYPE_CHECKING:
+    from service.engine.runner import Capacity
+
+MAX_TOKENS_LIMIT = 2**31
+
+
+def error_in(request: Submit, capacity: Capacity, kv_capacity_tokens: int, *, has_lora: bool) -> str | None:
+    """One sentence that says what is wrong and what to do, or None if the request can be served."""
+    prompt, sampling = request.prompt_token_ids, request.sampling
+    if not prompt:
+        return "The prompt is empty; send at least one token."
+    if not all(0 <= token < capacity.vocab_size for token in prompt):
+        return f"The prompt has token ids outside the vocabulary of {capacity.vocab_size}."
+    if request.adapter is not None and not has_lora:
+        return LORA_IS_OFF
+    error = _error_in_sampling(sampling, capacity.vocab_size)
+    if error is not None:
+        return error
+    total, limit = len(prompt) + sampling.max_tokens, capacity.max_model_len_tokens
+    if total > limit:
+        return f"Prompt and max_tokens are {total} tokens; the context holds {limit}. Shorten one of them."
+    if total > kv_capacity_tokens:
+        return (
+            f"Prompt and max_tokens are {total} tokens; the KV cache holds {kv_capacity_tokens}. Shorten one of them."
+        )
+    return None
+
+
+def _error_in_sampling(sampling: Sampling, vocab_size: int) -> str | None:
+    """The first field that is out of its range."""
+    fields: list[tuple[str, bool]] = [
+        ("max_tokens", 0 <= sampling.max_tokens < MAX_TOKENS_LIMIT),
+        ("min_tokens", 0 <= sampling.min_tokens <= sampling.max_tokens),
+        ("temperature", sampling.temperature >= 0.0 and math.isfinite(sampling.temperature)),
+        ("top_p", 0.0 <= sampling.top_p <= 1.0),
+        ("top_k", 0 <= sampling.top_k < MAX_TOKENS_LIMIT),
+        ("min_p", 0.0 <= sampling.min_p <= 1.0),
+        ("repetition_penalty", sampling.repetition_penalty > 0.0 and math.isfinite(sampling.repetition_penalty)),
+        ("presence_penalty", math.isfinite(sampling.presence_penalty)),
+        ("frequency_penalty", math.isfinite(sampling.frequency_penalty)),
+        ("logprobs", sampling.logprobs is None or sampling.logprobs >= 0),
+        ("prompt_logprobs", sampling.prompt_logprobs is None or sampling.prompt_logprobs >= 0),
+        ("logit_bias", all(0 <= token < vocab_size for token in sampling.logit_bias)),
+        ("logit_bias", all(math.isfinite(bias) for bias in sampling.logit_bias.values())),
+        ("stop_token_ids", all(0 <= token < vocab_size for token in sampling.stop_token_ids)),
+    ]
+    for name, is_fine in fields:
+        if not is_fine:
+            return f"{name} is out of range."
+    return None

@@ -1,0 +1,72 @@
+"""What the engine process is told at its start. Imports no torch: the API process builds this from its settings."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+MIB = 2**20
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and places; checked once, when built.
+
+    model_dir                   Hugging Face directory of the base model
+    store_root                  root of the adapter store
+    dtype                       "auto": the checkpoint's (float16 on a CPU: float32)
+    device                      "cpu", "cuda" or "npu"
+    token_budget                most tokens in one step: prefill chunks and decode tokens together
+    max_sequences               most sequences that run at the same time
+    max_model_len_tokens        prompt + output of one request; None: the model's own limit
+    block_size_tokens           tokens per KV block
+    kv_bytes                    KV cache, allocated once
+    state_bytes                 conv-state lines, allocated once; None: one line for each of max_sequences
+    row_bytes                   LoRA rows on the device, allocated once; 0: LoRA is off
+    host_tier_bytes             adapters held in host memory, ready for the device
+    num_threads                 threads of one matrix product; None: as torch sees fit
+    max_steps_waiting_for_rows  after so many steps the oldest request that waits for rows gets them before newer
+                                requests of other adapters
+    max_loads_ahead             adapters that are read from disk, or wait in host memory for rows, at the same time
+    max_prompt_logits           logits of prompt tokens (prompt logprobs) in one step; bounds the memory of a step
+    stats_interval_seconds      shortest time between two Stats of a busy engine
+    """
+
+    model_dir: str
+    store_root: str
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "cpu"
+    token_budget: int = 256
+    max_sequences: int = 64
+    max_model_len_tokens: int | None = None
+    block_size_tokens: int = 16
+    kv_bytes: int = 512 * MIB
+    state_bytes: int | None = None
+    row_bytes: int = 512 * MIB
+    host_tier_bytes: int = 1024 * MIB
+    num_threads: int | None = None
+    max_steps_waiting_for_rows: int = 32
+    max_loads_ahead: int = 4
+    max_prompt_logits: int = 64
+    stats_interval_seconds: float = 0.5
+
+    def __post_init__(self) -> None:
+        for name in (
+            "token_budget",
+            "max_sequences",
+            "block_size_tokens",
+            "kv_bytes",
+            "max_steps_waiting_for_rows",
+            "max_loads_ahead",
+            "max_prompt_logits",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+        if self.row_bytes < 0 or self.host_tier_bytes < 0:
+            raise ValueError("row_bytes and host_tier_bytes must not be negative.")
+        # Each running sequence can then always get its decode token, and one of them a prefill token.
+        if self.token_budget < self.max_sequences:
+            raise ValueError(
+                f"token_budget ({self.token_budget}) must be at least max_sequences ({self.max_sequences}), since each "
+                "running sequence takes one token per step."
+            )

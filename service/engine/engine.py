@@ -1,0 +1,356 @@
+"""The engine: requests in, tokens out, one step at a time. Knows token ids, not text; runs in-process or behind
+`process.py`.
+
+Who owns: the scheduler owns the sequences and what they hold; the desk owns the way of adapters to the device; the
+runner owns the model and its caches. The engine owns nothing but the table of requests and the records of past steps.
+Who frees: `_finish` and `abort`, through the scheduler, at once. After kill -9 nothing is left but the adapter store
+on disk, which the engine never writes.
+Cost per step outside the model: O(running sequences + tokens of the step), plus sampling, which is a few passes over
+the logits.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+
+from service.engine import admission
+from service.engine.adapter_desk import AdapterDesk, HostSource, Rows
+from service.engine.block_pool import BlockPool
+from service.engine.config import EngineConfig
+from service.engine.maps import BASE, MapLimits, Part, adapter_order, build_step
+from service.engine.messages import (
+    Abort,
+    AdapterState,
+    Evict,
+    Finished,
+    Load,
+    Ready,
+    Submit,
+    TokenLogprob,
+    Tokens,
+)
+from service.engine.penalties import TokenCounts, uses_penalties
+from service.engine.runner import Runner
+from service.engine.sampler import Choice, RowRequest, sample, token_logprobs
+from service.engine.scheduler import Scheduler
+from service.engine.sequence import Sequence, Share
+from service.engine.state_lines import StateLines
+
+Event = Tokens | Finished | AdapterState
+NOT_FINITE = "The model gave no finite logits for this request; its adapter, or its logit_bias, is not usable."
+MAX_RECORDS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What one step held. `adapters`: distinct digests; `milliseconds` of the whole step, sampling included."""
+
+    num_tokens: int
+    num_decode_tokens: int
+    num_prefill_tokens: int
+    num_base_tokens: int
+    num_sequences: int
+    adapters: tuple[str, ...]
+    milliseconds: float
+
+
+class Engine:
+    """See the module's docstring. `rows` and `host` are None where LoRA is off.
+
+    Not thread-safe; only `wake` may be set from other threads, and is set when adapter loads have news.
+    """
+
+    def __init__(self, runner: Runner, rows: Rows | None, host: HostSource | None, config: EngineConfig) -> None:
+        capacity = runner.capacity
+        self.config = config
+        self.capacity = capacity
+        self.wake = threading.Event()
+        self.desk = AdapterDesk(rows, host, max_loads_ahead=config.max_loads_ahead, wake=self.wake.set)
+        self.blocks = BlockPool(capacity.num_blocks)
+        self.lines = StateLines(capacity.num_lines) if capacity.num_lines else None
+        self.scheduler = Scheduler(
+            self.blocks,
+            self.lines,
+            self.desk,
+            block_size_tokens=config.block_size_tokens,
+            token_budget=config.token_budget,
+            max_sequences=config.max_sequences,
+            max_steps_waiting_for_rows=config.max_steps_waiting_for_rows,
+            max_prompt_logits=config.max_prompt_logits,
+        )
+        self.step_records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
+        self.num_steps = 0
+        self._runner = runner
+        self._map_limits = MapLimits(
+            block_size=config.block_size_tokens,
+            num_groups=capacity.num_groups,
+            max_segments=config.max_sequences,
+            has_conv=self.lines is not None,
+            has_length_limits=capacity.has_length_limits,
+            device=capacity.device,
+        )
+        self._sequences: dict[str, Sequence] = {}
+        self._num_arrived = 0
+        self._events: list[Event] = []
+
+    # ---- requests
+
+    @property
+    def kv_capacity_tokens(self) -> int:
+        """The longest sequence that the KV budget can hold."""
+        return self.blocks.capacity * self.config.block_size_tokens
+
+    @property
+    def num_requests(self) -> int:
+        """Waiting and running."""
+        return len(self._sequences)
+
+    def ready(self, pid: int) -> Ready:
+        """The sizes that admission needs."""
+        return Ready(
+            max_model_len_tokens=self.capacity.max_model_len_tokens,
+            kv_capacity_tokens=self.kv_capacity_tokens,
+            vocab_size=self.capacity.vocab_size,
+            dtype=self.capacity.dtype,
+            device=str(self.capacity.device),
+            pid=pid,
+        )
+
+    def handle(self, message: Submit | Abort | Load | Evict) -> None:
+        """Take one message; never raises for what it says."""
+        match message:
+            case Submit():
+                self.submit(message)
+            case Abort():
+                self.abort(message.request_id)
+            case Load():
+                self.desk.hint(message.adapter)
+            case Evict():
+                self.desk.evict(message.adapter)
+
+    def submit(self, request: Submit) -> None:
+        """Queue a request. One that can never run is answered with Finished(error) by the next step."""
+        error = admission.error_in(request, self.capacity, self.kv_capacity_tokens, has_lora=self.desk.rows is not None)
+        if error is None and request.request_id in self._sequences:
+            error = f"The request id {request.request_id!r} is in use."
+        if error is not None:
+            self._events.append(Finished(request.request_id, "error", error=error, client_fault=True))
+            return
+        sampling = request.sampling
+        endings = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            endings.update(self.capacity.eos_token_ids)
+        sequence = Sequence(
+            request=request,
+            key=self._num_arrived,
+            seed=random.getrandbits(63) if sampling.seed is None else sampling.seed,
+            stop_ids=frozenset(endings),
+            token_ids=list(request.prompt_token_ids),
+            num_prompt=len(request.prompt_token_ids),
+            counts=TokenCounts(request.prompt_token_ids) if uses_penalties(sampling) else None,
+            prompt_logprobs=[] if sampling.prompt_logprobs is None else [None],
+        )
+        self._num_arrived += 1
+        self._sequences[request.request_id] = sequence
+        self.scheduler.add(sequence)
+
+    def abort(self, request_id: str) -> None:
+        """Forget the request; everything it holds is free when this returns. Unknown ids are ignored."""
+        sequence = self._sequences.pop(request_id, None)
+        if sequence is not None:
+            self.scheduler.remove(sequence)
+
+    def fail_all(self, error: str) -> None:
+        """End every request with an error, as at the end of a drain."""
+        for sequence in list(self._sequences.values()):
+            self._finish(sequence, Finished(sequence.request_id, "error", error=error))
+
+    # ---- the step
+
+    def step(self) -> list[Event]:
+        """One forward pass for all that can run, and what came of it. Runs no model if nothing can."""
+        started = time.perf_counter()
+        self._admit()
+        shares = self.scheduler.schedule()
+        if shares:
+            shares, parts = self._in_adapter_order(shares)
+            batch = build_step(parts, self._map_limits)
+            logits = self._runner.run(batch)
+            choices = self._sample(logits, shares)
+            self._publish(choices)
+            self._settle(shares, choices, started)
+        return self._take_events()
+
+    def run_until_idle(self, timeout_seconds: float = 60.0) -> list[Event]:
+        """Step until no request is left, waiting for adapter loads in between; for use without the process."""
+        deadline = time.monotonic() + timeout_seconds
+        events = []
+        while self._sequences:
+            self.wake.clear()
+            num_steps = self.num_steps
+            events += self.step()
+            if self._sequences and self.num_steps == num_steps and not self.wake.wait(deadline - time.monotonic()):
+                raise TimeoutError("no step was possible, and no adapter load ended, within the time given")
+        return events
+
+    def check_integrity(self) -> None:
+        """Every block, line, pin and row is where the requests say."""
+        self.scheduler.check_integrity()
+        known = sorted(sequence.key for sequence in self._sequences.values())
+        queued = [*self.scheduler.waiting, *self.scheduler.running]
+        assert known == sorted(sequence.key for sequence in queued), "a request is lost"
+
+    def close(self) -> None:
+        self.desk.close()
+
+    # ---- inner parts, in the order of the step
+
+    def _admit(self) -> None:
+        """Take over finished adapter loads; answer the users of adapters that failed."""
+        self.desk.settle_loads()
+        failures = self.desk.take_failures()
+        if not failures:
+            return
+        for sequence in list(self._sequences.values()):
+            if sequence.adapter in failures and not sequence.is_running:
+                self._finish(sequence, Finished(sequence.request_id, "error", error=failures[sequence.adapter]))
+
+    def _in_adapter_order(self, shares: list[Share]) -> tuple[list[Share], list[Part]]:
+        """The shares as a step wants them, and the same in plain integers."""
+        parts = [self._part(share) for share in shares]
+        order = adapter_order(parts)
+        return [shares[i] for i in order], [parts[i] for i in order]
+
+    def _part(self, share: Share) -> Part:
+        sequence, start = share.sequence, share.sequence.num_computed
+        place, first_rows = self._rows_of(sequence.adapter)
+        return Part(
+            token_ids=sequence.token_ids[start : start + share.num_tokens],
+            start=start,
+            blocks=self.blocks.blocks(sequence.key),
+            num_logits=share.num_logits,
+            place=place,
+            first_rows=first_rows,
+            state_line=sequence.state_line,
+            length_limit=sequence.max_total,
+        )
+
+    def _rows_of(self, adapter: str | None) -> tuple[int, tuple[int, ...]]:
+        """Place and first rows; asked for in every step, since loads may move ranges."""
+        if adapter is None:
+            return BASE, ()
+        rows = self.desk.rows
+        place = None if rows is None else rows.place_of(adapter)
+        assert rows is not None and place is not None, "a running sequence has lost its rows"
+        return place, rows.first_rows(place)
+
+    def _sample(self, logits: torch.Tensor, shares: list[Share]) -> list[tuple[Sequence, Choice]]:
+        """The next token of each sequence that is computed up to its end; on the way, prompt log probabilities."""
+        last_rows: list[int] = []
+        chosen: list[Sequence] = []
+        row = 0
+        for share in shares:
+            sequence = share.sequence
+            if share.num_logits and sequence.num_prompt_logprobs_missing:
+                self._note_prompt_logprobs(sequence, logits[row : row + share.num_logits])
+            row += share.num_logits
+            if sequence.num_computed + share.num_tokens == sequence.num_tokens:
+                last_rows.append(row - 1)
+                chosen.append(sequence)
+        if not chosen:
+            return []
+        if len(last_rows) < len(logits):
+            logits = logits[torch.tensor(last_rows, device=logits.device)]
+        with torch.inference_mode():
+            choices = sample(logits, [self._row_request(sequence) for sequence in chosen])
+        return list(zip(chosen, choices, strict=True))
+
+    def _note_prompt_logprobs(self, sequence: Sequence, logits: torch.Tensor) -> None:
+        """Row i of the logits tells of the i-th prompt token that is still missing."""
+        num_top = sequence.request.sampling.prompt_logprobs
+        assert num_top is not None
+        first = len(sequence.prompt_logprobs)
+        targets = sequence.token_ids[first : min(first + len(logits), sequence.num_prompt)]
+        with torch.inference_mode():
+            sequence.prompt_logprobs += token_logprobs(logits[: len(targets)], targets, num_top)
+
+    def _row_request(self, sequence: Sequence) -> RowRequest:
+        is_too_short = sequence.num_output < sequence.request.sampling.min_tokens
+        return RowRequest(
+            sampling=sequence.request.sampling,
+            seed=sequence.seed,
+            index=sequence.num_output,
+            barred=sequence.stop_ids if is_too_short else frozenset(),
+            counts=sequence.counts,
+        )
+
+    def _publish(self, choices: list[tuple[Sequence, Choice]]) -> None:
+        """Append the new tokens and tell of them."""
+        for sequence, choice in choices:
+            prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+            if sequence.prompt_logprobs and not sequence.prompt_logprobs_sent:
+                sequence.prompt_logprobs_sent = True
+                prompt_logprobs = tuple(sequence.prompt_logprobs)
+            tokens: tuple[int, ...] = ()
+            logprobs: tuple[TokenLogprob, ...] = ()
+            if choice.token_id is not None and sequence.request.sampling.max_tokens > 0:
+                tokens = (choice.token_id,)
+                logprobs = () if choice.logprob is None else (choice.logprob,)
+            if tokens or prompt_logprobs is not None:
+                self._events.append(Tokens(sequence.request_id, tokens, logprobs, prompt_logprobs))
+
+    def _settle(self, shares: list[Share], choices: list[tuple[Sequence, Choice]], started: float) -> None:
+        """Count what is computed, end what has ended, write the record of the step."""
+        num_decode = sum(share.is_decode for share in shares)
+        num_tokens = sum(share.num_tokens for share in shares)
+        num_base = sum(share.num_tokens for share in shares if share.sequence.adapter is None)
+        adapters = dict.fromkeys(share.sequence.adapter for share in shares if share.sequence.adapter is not None)
+        for share in shares:
+            share.sequence.num_computed += share.num_tokens
+        for sequence, choice in choices:
+            self._advance(sequence, choice.token_id)
+        self.num_steps += 1
+        milliseconds = (time.perf_counter() - started) * 1e3
+        self.step_records.append(
+            StepRecord(
+                num_tokens=num_tokens,
+                num_decode_tokens=num_decode,
+                num_prefill_tokens=num_tokens - num_decode,
+                num_base_tokens=num_base,
+                num_sequences=len(shares),
+                adapters=tuple(adapters),
+                milliseconds=milliseconds,
+            )
+        )
+
+    def _advance(self, sequence: Sequence, token: int | None) -> None:
+        """The sequence has its next token (None: there was none to choose); end it if that was the last."""
+        request_id, sampling = sequence.request_id, sequence.request.sampling
+        if token is None:
+            self._finish(sequence, Finished(request_id, "error", error=NOT_FINITE))
+            return
+        if sampling.max_tokens > 0:
+            sequence.token_ids.append(token)
+            if sequence.counts is not None:
+                sequence.counts.add(token)
+            if token in sequence.stop_ids:
+                self._finish(sequence, Finished(request_id, "stop", stop_token_id=token))
+                return
+        if sequence.num_output >= sampling.max_tokens:
+            self._finish(sequence, Finished(request_id, "length"))
+
+    def _finish(self, sequence: Sequence, message: Finished) -> None:
+        del self._sequences[sequence.request_id]
+        self.scheduler.remove(sequence)
+        self._events.append(message)
+
+    def _take_events(self) -> list[Event]:
+        events: list[Event] = [*self.desk.take_states(), *self._events]
+        self._events = []
+        return events

@@ -1,0 +1,206 @@
+"""Which sequences run in the next step, with how many tokens each.
+
+Owns the waiting and the running list (both in order of arrival) and, through them, who holds blocks, state lines and
+pins on adapter rows: a running sequence holds all of its own, a waiting one holds nothing. Freed on `remove` (ended,
+aborted) and on preemption, at once and completely.
+
+One step, under one token budget:
+1. every decoding sequence gets one token, every prefilling one a chunk of what is left, oldest first;
+2. if blocks run out, the youngest running sequence is preempted: it gives up everything and waits to be computed again
+   from its tokens, so that nothing is lost and the output does not change. The oldest never yields, hence there is
+   progress;
+3. waiting sequences join, oldest first, while a place, a line and the blocks for all their present tokens are free.
+   One whose adapter is being read, or finds no rows, is passed over, not waited for.
+Nobody starves: places, lines and blocks go strictly by age among those who have rows. Who has waited too long for rows
+(the oldest such) closes the door to younger requests of other adapters, until those that run have ended and given
+theirs back.
+
+Cost per step: O(running), plus O(waiting) while some wait for adapters.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from itertools import pairwise
+
+from service.engine.adapter_desk import AdapterDesk, Turn
+from service.engine.block_pool import BlockPool
+from service.engine.sequence import Sequence, Share
+from service.engine.state_lines import StateLines
+
+
+def _age(sequence: Sequence) -> int:
+    return sequence.key
+
+
+class Scheduler:
+    """See the module's docstring. `lines` is None for models without convolution layers."""
+
+    def __init__(
+        self,
+        blocks: BlockPool,
+        lines: StateLines | None,
+        desk: AdapterDesk,
+        *,
+        block_size_tokens: int,
+        token_budget: int,
+        max_sequences: int,
+        max_steps_waiting_for_rows: int,
+        max_prompt_logits: int,
+    ) -> None:
+        self.blocks = blocks
+        self.lines = lines
+        self.desk = desk
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._block_size = block_size_tokens
+        self._token_budget = token_budget
+        self._max_sequences = max_sequences
+        self._max_steps_waiting_for_rows = max_steps_waiting_for_rows
+        self._max_prompt_logits = max_prompt_logits
+
+    def add(self, sequence: Sequence) -> None:
+        """A new request; it waits."""
+        insort(self.waiting, sequence, key=_age)
+        if sequence.adapter is not None:
+            self.desk.enter(sequence.adapter)
+
+    def remove(self, sequence: Sequence) -> None:
+        """The request is over, for whatever reason: everything it holds is free when this returns."""
+        if sequence.is_running:
+            self._stop(sequence)
+        else:
+            self.waiting.remove(sequence)
+        if sequence.adapter is not None:
+            self.desk.leave(sequence.adapter)
+
+    def schedule(self) -> list[Share]:
+        """The next step; blocks for its tokens are taken. Empty if nothing can run now."""
+        shares: list[Share] = []
+        self._prompt_logits_left = self._max_prompt_logits
+        num_decoding = sum(sequence.num_tokens - sequence.num_computed == 1 for sequence in self.running)
+        prefill_budget = self._token_budget - num_decoding
+        num_preemptions = self.num_preemptions
+        index = 0
+        while index < len(self.running):  # the list shortens from its end when a sequence is preempted
+            sequence = self.running[index]
+            is_last_token = sequence.num_tokens - sequence.num_computed == 1
+            share = self._share(sequence, 1 if is_last_token else prefill_budget)
+            if share is not None and self._make_room(sequence, share.num_tokens):
+                shares.append(share)
+                prefill_budget -= 0 if is_last_token else share.num_tokens
+            index += 1
+        # Whoever was preempted needs the blocks more than a newcomer does.
+        if num_preemptions == self.num_preemptions:
+            self._admit(shares, prefill_budget)
+        return shares
+
+    def check_integrity(self) -> None:
+        """Blocks, lines and pins are held by running sequences and by nobody else."""
+        self.blocks.check_integrity()
+        held = sum(len(self.blocks.blocks(sequence.key)) for sequence in self.running)
+        assert held == self.blocks.num_used, "blocks held by a sequence that does not run"
+        if self.lines is not None:
+            self.lines.check_integrity()
+            assert self.lines.num_used == len(self.running), "lines held by a sequence that does not run"
+        for queue in (self.waiting, self.running):
+            assert all(a.key < b.key for a, b in pairwise(queue)), "not in order of arrival"
+        for sequence in self.running:
+            covered = len(self.blocks.blocks(sequence.key)) * self._block_size
+            assert sequence.num_computed <= covered, "computed tokens without blocks"
+        assert all(sequence.num_computed == 0 for sequence in self.waiting), "a waiting sequence holds results"
+        self.desk.check_integrity()
+
+    # ---- inner parts
+
+    def _share(self, sequence: Sequence, budget: int) -> Share | None:
+        """Up to `budget` tokens of the sequence, with the logits that they must yield; None if there is no budget."""
+        num_tokens = min(budget, sequence.num_tokens - sequence.num_computed)
+        if num_tokens <= 0:
+            return None
+        end = sequence.num_computed + num_tokens
+        if not sequence.num_prompt_logprobs_missing:
+            return Share(sequence, num_tokens, int(end == sequence.num_tokens))
+        # The logits of token i tell of prompt token i + 1; entry 0 has no logprob and is there from the start.
+        first_row = max(sequence.num_computed, len(sequence.prompt_logprobs) - 1)
+        end = min(end, first_row + self._prompt_logits_left)
+        if end <= sequence.num_computed:
+            return None
+        num_logits = max(end - first_row, 0)
+        self._prompt_logits_left -= num_logits
+        return Share(sequence, end - sequence.num_computed, num_logits)
+
+    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Blocks for `num_tokens` more, taken from the youngest if need be. False if the sequence had to yield."""
+        total = self._blocks_for(sequence.num_computed + num_tokens)
+        while not self.blocks.extend(sequence.key, total):
+            youngest = self.running[-1]
+            self._stop(youngest)
+            youngest.num_computed = 0
+            insort(self.waiting, youngest, key=_age)
+            self.num_preemptions += 1
+            if youngest is sequence:
+                return False
+        return True
+
+    def _admit(self, shares: list[Share], budget: int) -> None:
+        """Let waiting sequences join; see the module's docstring."""
+        if not self.waiting:
+            return
+        self.desk.prefetch(sequence.adapter for sequence in self.waiting if sequence.adapter is not None)
+        door: Sequence | None = None  # the oldest that has waited too long for rows
+        free_blocks = self.blocks.num_free - sum(self._blocks_missing(sequence) for sequence in self.running)
+        for sequence in list(self.waiting):
+            if sequence.steps_waiting_for_rows >= self._max_steps_waiting_for_rows and door is None:
+                door = sequence
+            need = self._blocks_missing(sequence)
+            has_line = self.lines is None or self.lines.num_free > 0
+            if budget <= 0 or len(self.running) >= self._max_sequences or not has_line or need > free_blocks:
+                return
+            if sequence.adapter is not None:
+                if door is not None and sequence.adapter != door.adapter:
+                    continue
+                turn = self.desk.acquire(sequence.adapter)
+                if turn is not Turn.RUN:
+                    sequence.steps_waiting_for_rows += turn is Turn.NO_ROWS
+                    continue
+            free_blocks -= need
+            share = self._start(sequence, budget)
+            if share is not None:
+                shares.append(share)
+                budget -= share.num_tokens
+
+    def _blocks_missing(self, sequence: Sequence) -> int:
+        """Blocks it lacks for all its present tokens and the next; admitted with fewer, it would soon be preempted."""
+        held = len(self.blocks.blocks(sequence.key)) if sequence.is_running else 0
+        return max(self._blocks_for(min(sequence.num_tokens + 1, sequence.max_total)) - held, 0)
+
+    def _start(self, sequence: Sequence, budget: int) -> Share | None:
+        """The sequence runs from now on, its pin being taken already."""
+        self.waiting.remove(sequence)
+        sequence.is_running = True
+        insort(self.running, sequence, key=_age)
+        sequence.steps_waiting_for_rows = 0
+        self.blocks.open(sequence.key, self._blocks_for(sequence.max_total))
+        if self.lines is not None:
+            sequence.state_line = self.lines.take()
+        share = self._share(sequence, budget)
+        if share is not None:
+            has_blocks = self.blocks.extend(sequence.key, self._blocks_for(share.num_tokens))
+            assert has_blocks, "room was looked at before"
+        return share
+
+    def _stop(self, sequence: Sequence) -> None:
+        """The sequence runs no more: blocks, line and pin are given back."""
+        self.running.remove(sequence)
+        sequence.is_running = False
+        self.blocks.release(sequence.key)
+        if self.lines is not None:
+            self.lines.release(sequence.state_line)
+            sequence.state_line = 0
+        if sequence.adapter is not None:
+            self.desk.release(sequence.adapter)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)

@@ -1,0 +1,262 @@
+"""A model, a row pool and a host tier of a few lines each, for tests of the engine's own logic.
+
+The model's logits are a hash of everything the sequence has been through, read back from the caches: the tokens in its KV
+slots, a running sum in its state line, and the adapter whose rows its maps point at. A wrong slot, block table, line, place,
+segment or logits row, or anything lost in a preemption, changes the tokens. `expected_tokens` says what must come out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from service.engine.batch import StepBatch
+from service.engine.config import EngineConfig
+from service.engine.engine import Engine, Event
+from service.engine.messages import Finished, Sampling, Submit, Tokens
+from service.engine.runner import Capacity
+
+VOCAB = 97
+EOS = 96
+
+
+def next_logits(history: list[int], adapter: int) -> torch.Tensor:
+    """float32 [VOCAB]: logits after `history` under an adapter (-1: the base). End-of-sequence is never the largest."""
+    key = hash((tuple(history), adapter)) % (2**31)
+    generator = torch.Generator().manual_seed(key)
+    logits = torch.randn(VOCAB, generator=generator)
+    logits[EOS] = -10.0
+    return logits
+
+
+def expected_tokens(prompt: tuple[int, ...], adapter: str | None, num_tokens: int) -> list[int]:
+    """Greedy output of the mock model, one token at a time, without any engine."""
+    history = list(prompt)
+    for _ in range(num_tokens):
+        history.append(int(next_logits(history, adapter_number(adapter)).argmax()))
+    return history[len(prompt) :]
+
+
+def adapter_number(adapter: str | None) -> int:
+    """ "a17" -> 17; the base -> -1."""
+    return -1 if adapter is None else int(adapter.removeprefix("a").partition("-")[0])
+
+
+@dataclass
+class MockRows:
+    """A row pool of `num_rows`; adapter "a3-8" takes 8 rows (1 where no size is named). Evicts idle ones, oldest first."""
+
+    num_rows: int
+    residents: dict[str, int] = field(default_factory=dict)
+    pins: dict[str, int] = field(default_factory=dict)
+    places: dict[str, int] = field(default_factory=dict)
+
+    @staticmethod
+    def size(digest: str) -> int:
+        return int(digest.partition("-")[2] or 1)
+
+    def load(self, digest: str, host_adapter: object) -> bool:
+        assert host_adapter == f"weights of {digest}"
+        idle = [other for other in self.residents if not self.pins.get(other)]
+        pinned = sum(size for other, size in self.residents.items() if other not in idle)
+        if pinned + self.size(digest) > self.num_rows:
+            return False
+        while sum(self.residents.values()) + self.size(digest) > self.num_rows:
+            self.drop(idle.pop(0))
+        self.residents[digest] = self.size(digest)
+        self.places[digest] = min(set(range(len(self.places) + 1)) - set(self.places.values()))
+        return True
+
+    def pin(self, digest: str) -> None:
+        self.pins[digest] = self.pins.get(digest, 0) + 1
+
+    def unpin(self, digest: str) -> None:
+        self.pins[digest] -= 1
+        assert self.pins[digest] >= 0
+
+    def drop(self, digest: str) -> None:
+        assert not self.pins.get(digest)
+        self.residents.pop(digest, None)
+        self.places.pop(digest, None)
+
+    def place_of(self, digest: str) -> int | None:
+        return self.places.get(digest)
+
+    def first_rows(self, place: int) -> tuple[int, ...]:
+        return (100 + place,)
+
+    def resident(self) -> tuple[str, ...]:
+        return tuple(self.residents)
+
+    def check_integrity(self) -> None:
+        assert sum(self.residents.values()) <= self.num_rows
+        assert set(self.residents) == set(self.places)
+
+
+@dataclass
+class MockHost:
+    """A host tier whose reads can be held back by the test, and fail for the digests in `broken`."""
+
+    broken: set[str] = field(default_factory=set)
+    gate: threading.Event = field(default_factory=threading.Event)
+    gated: set[str] = field(default_factory=set)
+    reads: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+
+    def get(self, digest: str) -> str:
+        if digest in self.gated:
+            assert self.gate.wait(30)
+        self.reads.append(digest)
+        if digest in self.broken:
+            raise ValueError("the file is damaged")
+        return f"weights of {digest}"
+
+    def drop(self, digest: str) -> None:
+        self.dropped.append(digest)
+
+
+class MockRunner:
+    """The model; see the module's docstring."""
+
+    def __init__(self, rows: MockRows, config: EngineConfig, *, num_blocks: int, has_conv: bool, max_len: int) -> None:
+        self._rows = rows
+        self._block_size = config.block_size_tokens
+        self._kv = torch.full((num_blocks * config.block_size_tokens,), -1)
+        self._lines = torch.full((config.max_sequences + 1,), -1)
+        self.batches: list[StepBatch] = []
+        self.before_run: Callable[[], None] = lambda: None
+        self.capacity = Capacity(
+            vocab_size=VOCAB,
+            max_model_len_tokens=max_len,
+            eos_token_ids=(EOS,),
+            num_blocks=num_blocks,
+            num_lines=config.max_sequences + 1 if has_conv else 0,
+            num_groups=1,
+            has_length_limits=False,
+            dtype="float32",
+            device=torch.device("cpu"),
+        )
+
+    def run(self, batch: StepBatch) -> torch.Tensor:
+        self.before_run()
+        self.batches.append(batch)
+        attention = batch.attention
+        assert 0 not in (attention.slot_mapping // self._block_size), "the null block was written"
+        self._kv[attention.slot_mapping] = batch.token_ids
+        owner = {place: adapter_number(digest) for digest, place in self._rows.places.items()}
+        adapters = [-1] * len(batch.token_ids)
+        for segment in batch.lora.segments if batch.lora else ():
+            assert segment.first_rows == self._rows.first_rows(segment.place)
+            adapters[segment.start : segment.end] = [owner[segment.place]] * (segment.end - segment.start)
+        rows = {int(row): index for index, row in enumerate(batch.logits_rows)}
+        logits = torch.empty(len(rows), VOCAB)
+        for sequence, kv_len in enumerate(attention.kv_lens):
+            start, end = attention.query_starts[sequence], attention.query_starts[sequence + 1]
+            blocks = attention.block_tables[sequence]
+            history = [
+                int(self._kv[blocks[p // self._block_size] * self._block_size + p % self._block_size])
+                for p in range(kv_len)
+            ]
+            first = kv_len - (end - start)
+            assert batch.positions[start:end].tolist() == list(range(first, kv_len))
+            if batch.conv is not None:
+                self._check_line(batch, sequence, history, first)
+            for token in range(start, end):
+                if token in rows:
+                    logits[rows[token]] = next_logits(history[: first + token - start + 1], adapters[token])
+        return logits
+
+    def _check_line(self, batch: StepBatch, sequence: int, history: list[int], first: int) -> None:
+        """The state line holds the sum of the tokens so far."""
+        assert batch.conv is not None
+        line = int(batch.conv.state_indices[sequence])
+        assert line != 0
+        assert bool(batch.conv.has_initial_state[sequence]) == (first > 0)
+        state = int(self._lines[line]) if first > 0 else 0
+        assert state == sum(history[:first]), "another sequence wrote the state line"
+        self._lines[line] = sum(history)
+
+
+@dataclass
+class MockEngine:
+    """An engine over the mocks; `step` checks the integrity of everything after each step and gathers the output."""
+
+    engine: Engine
+    runner: MockRunner
+    rows: MockRows
+    host: MockHost
+    output: dict[str, list[int]] = field(default_factory=dict)
+    messages: dict[str, list[Tokens]] = field(default_factory=dict)
+    finished: dict[str, Finished] = field(default_factory=dict)
+    states: list[tuple[str, str]] = field(default_factory=list)
+
+    def submit(
+        self,
+        request_id: str,
+        prompt: tuple[int, ...] = (1, 2, 3),
+        adapter: str | None = None,
+        *,
+        max_tokens: int = 4,
+        temperature: float = 0.0,
+        **sampling: object,
+    ) -> None:
+        chosen = Sampling(max_tokens=max_tokens, temperature=temperature, **sampling)  # type: ignore[arg-type]
+        self.engine.submit(Submit(request_id, prompt, chosen, adapter))
+        self.engine.check_integrity()
+
+    def step(self) -> list[Event]:
+        events = self.engine.step()
+        self.engine.check_integrity()
+        self._note(events)
+        return events
+
+    def settle(self, max_steps: int = 2000) -> None:
+        """Step until no request is left; waits for the loader thread where no step is possible."""
+        for _ in range(max_steps):
+            if not self.engine.num_requests:
+                return
+            self.engine.wake.clear()
+            before = self.engine.num_steps
+            self.step()
+            if self.engine.num_requests and self.engine.num_steps == before:
+                assert self.engine.wake.wait(30), "nothing can run, and no load ends"
+        raise AssertionError(f"requests left after {max_steps} steps: {self.engine.num_requests}")
+
+    def _note(self, events: list[Event]) -> None:
+        for event in events:
+            if isinstance(event, Tokens):
+                assert event.request_id not in self.finished, "tokens after the end"
+                self.output.setdefault(event.request_id, []).extend(event.token_ids)
+                self.messages.setdefault(event.request_id, []).append(event)
+            elif isinstance(event, Finished):
+                assert event.request_id not in self.finished, "ended twice"
+                self.finished[event.request_id] = event
+            else:
+                self.states.append((event.adapter, event.state))
+
+
+def make_mock_engine(
+    *,
+    num_blocks: int = 64,
+    num_rows: int = 64,
+    has_conv: bool = True,
+    max_len: int = 512,
+    block_size_tokens: int = 4,
+    token_budget: int = 16,
+    max_sequences: int = 8,
+    **config: object,
+) -> MockEngine:
+    settings = EngineConfig(
+        model_dir="",
+        store_root="",
+        block_size_tokens=block_size_tokens,
+        token_budget=token_budget,
+        max_sequences=max_sequences,
+        **config,  # type: ignore[arg-type]
+    )
+    rows, host = MockRows(num_rows), MockHost()
+    runner = MockRunner(rows, settings, num_blocks=num_blocks, has_conv=has_conv, max_len=max_len)
+    return MockEngine(Engine(runner, rows, host, settings), runner, rows, host)
