@@ -1,0 +1,137 @@
+"""Output tokens/s of the server and of PEFT, and what adapters cost, as ratios of interleaved runs.
+
+One round runs, one after another: a server with LoRA off, the same server with LoRA on and only base requests, that
+server with all eight adapters, and PEFT. Ratios are taken inside a round, so that a machine whose speed drifts does
+not move them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.progress import Progress
+
+from bench.server import Server
+from bench.workload import NUM_ADAPTERS, OUT, adapter_name, make_model, requests
+
+BATCH_SIZES = (4, 8, 16, 32)
+
+
+class PeftProcess:
+    """`bench.peft_baseline`, idle until asked."""
+
+    def __init__(self, root: Path, dtype: str, num_threads: int) -> None:
+        command = [sys.executable, "-m", "bench.peft_baseline", str(root), dtype, str(num_threads)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._line() == "ready"
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def run(self, batch_size: int) -> float:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"run {batch_size}\n")
+        self.process.stdin.flush()
+        return float(self._line())
+
+    def stop(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(timeout=60)
+
+
+@dataclass
+class Ratio:
+    """One figure: the ratio of each round."""
+
+    name: str
+    bar: str
+    values: list[float] = field(default_factory=list)
+
+    def summary(self) -> dict[str, object]:
+        ordered = sorted(self.values)
+        return {
+            "name": self.name,
+            "bar": self.bar,
+            "median": statistics.median(ordered),
+            "min": ordered[0],
+            "max": ordered[-1],
+            "rounds": len(ordered),
+        }
+
+
+def measure(dtype: str, num_rounds: int, num_threads: int, progress: Progress, *, with_peft: bool) -> dict[str, object]:
+    root = make_model(dtype)
+    with tempfile.TemporaryDirectory() as scratch:
+        common = {"dtype": dtype, "num_threads": num_threads}
+        log = OUT / f"server-{dtype}.log"
+        plain = Server(root / "base", Path(scratch) / "off", log, adapter_row_bytes=0, **common)
+        lora = Server(root / "base", Path(scratch) / "on", log, **common)
+        for index in range(NUM_ADAPTERS):
+            lora.upload(adapter_name(index), root / adapter_name(index))
+        peft = PeftProcess(root, dtype, num_threads) if with_peft else None
+        try:
+            return _rounds(dtype, num_rounds, plain, lora, peft, progress)
+        finally:
+            plain.stop()
+            lora.stop()
+            if peft is not None:
+                peft.stop()
+
+
+def _rounds(
+    dtype: str, num_rounds: int, plain: Server, lora: Server, peft: PeftProcess | None, progress: Progress
+) -> dict[str, object]:
+    work = requests()
+    num_output_tokens = sum(request.num_output_tokens for request in work)
+    sides: dict[str, Callable[[], float]] = {
+        "lora_off": lambda: plain.complete(work, with_adapters=False),
+        "lora_on_base_only": lambda: lora.complete(work, with_adapters=False),
+        "eight_adapters": lambda: lora.complete(work, with_adapters=True),
+    }
+    for run in sides.values():  # warm-up
+        run()
+    batch_seconds: dict[int, float] = {}
+    if peft is not None:
+        choosing = progress.add_task(f"{dtype}: PEFT's best batch size", total=len(BATCH_SIZES))
+        for batch_size in BATCH_SIZES:
+            batch_seconds[batch_size] = peft.run(batch_size)
+            progress.advance(choosing)
+        best = min(batch_seconds, key=batch_seconds.__getitem__)
+        sides["peft"] = lambda: peft.run(best)
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    task = progress.add_task(f"{dtype}: rounds", total=num_rounds)
+    for index in range(num_rounds):
+        order = list(sides) if index % 2 == 0 else list(reversed(sides))
+        for name in order:
+            seconds[name].append(sides[name]())
+        progress.advance(task)
+    return {
+        "dtype": dtype,
+        "num_output_tokens": num_output_tokens,
+        "seconds": seconds,
+        "peft_seconds_by_batch_size": batch_seconds,
+        "lora_ops_in_base_only_steps": lora.metrics().get("multilora_lora_op_calls_without_adapters_total"),
+        "ratios": [ratio.summary() for ratio in _ratios(seconds)],
+    }
+
+
+def _ratios(seconds: dict[str, list[float]]) -> list[Ratio]:
+    def ratio(name: str, bar: str, top: str, bottom: str) -> Ratio:
+        pairs = zip(seconds[top], seconds[bottom], strict=True)
+        return Ratio(name, bar, [above / below for above, below in pairs])
+
+    ratios = [
+        ratio("time with 8 adapters / base only", "<= 1.20", "eight_adapters", "lora_on_base_only"),
+        ratio("time with LoRA on, none used / LoRA off", "<= 1.02", "lora_on_base_only", "lora_off"),
+    ]
+    if "peft" in seconds:
+        ratios.insert(0, ratio("output tokens/s / PEFT's", ">= 3.00", "peft", "eight_adapters"))
+    return ratios
