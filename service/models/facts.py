@@ -7,6 +7,7 @@ that is not implemented) is a `ModelError` here, before a weight is read.
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -65,7 +66,7 @@ class ModelFacts:
     intermediate_size   width of the feed-forward layers as they are in the checkpoint (lfm2 derives it)
     head_dim            width of one attention head; attention is scaled by head_dim ** -0.5
     max_position_embeddings
-                        longest sequence, prompt and answer together, in tokens
+                        as config.json says; `context_tokens` is the longest sequence
     layer_kinds         per layer: what mixes the tokens
     sliding_windows     per layer: number of latest tokens a query sees, itself included; None = all of them
     qkv_bias, attention_out_bias, mlp_bias, conv_bias
@@ -106,6 +107,16 @@ class ModelFacts:
     @property
     def conv_layers(self) -> tuple[int, ...]:
         return tuple(index for index, kind in enumerate(self.layer_kinds) if kind == "conv")
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest sequence the model is made for: dynamic and yarn scaling stretch the context by their factor."""
+        if self.rope.kind == "dynamic":
+            return int(self.max_position_embeddings * self.rope.factor)
+        if self.rope.kind == "yarn":
+            stretched = int(self.rope.original_max_position_embeddings * self.rope.factor)
+            return max(self.max_position_embeddings, stretched)
+        return self.max_position_embeddings
 
     @property
     def needs_rope_limits(self) -> bool:
@@ -205,13 +216,12 @@ def _intermediate_size(config: dict[str, Any]) -> int:
 
 def _layer_kinds(config: dict[str, Any]) -> tuple[LayerKind, ...]:
     num_layers = _count(config, "num_hidden_layers")
-    if config["model_type"] != "lfm2":
-        return ("attention",) * num_layers
-    if "layer_types" not in config:
-        attention_layers = config.get("full_attn_idxs", range(num_layers))
-    else:
+    attention_layers: Collection[int] = range(num_layers)
+    if config["model_type"] == "lfm2" and "layer_types" in config:
         layer_types = _layer_types(config, ("conv", "full_attention"))
         attention_layers = [index for index, layer_type in enumerate(layer_types) if layer_type == "full_attention"]
+    elif config["model_type"] == "lfm2":
+        attention_layers = config.get("full_attn_idxs", attention_layers)
     return tuple("attention" if index in attention_layers else "conv" for index in range(num_layers))
 
 

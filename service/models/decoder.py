@@ -1,0 +1,66 @@
+"""The decoder that all families are: embedding, layers on a residual stream, norm, head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from service.engine.batch import StepBatch
+from service.models.caches import Caches, ConvStates, KvCache
+from service.models.facts import ModelFacts
+from service.models.layers import Attention, GatedMlp, RmsNorm, ShortConv
+from service.models.projection import RowSource, TokenEmbedding
+from service.models.rope import RotaryEmbedding, Rotation
+from service.models.weights import Weights
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayer:
+    """What mixes the tokens (attention or a convolution), then what works on each token, both on normed input."""
+
+    mixer_norm: RmsNorm
+    mixer: Attention | ShortConv
+    mlp_norm: RmsNorm
+    mlp: GatedMlp
+
+    def __call__(self, hidden: torch.Tensor, batch: StepBatch, rotation: Rotation, cache: KvCache | ConvStates) -> None:
+        """Adds to hidden [tokens, hidden_size] in place."""
+        hidden.add_(self.mixer(self.mixer_norm(hidden), batch, rotation, cache))  # type: ignore[arg-type]
+        hidden.add_(self.mlp(self.mlp_norm(hidden), batch))
+
+
+# How a family names and builds the layer with this index.
+LayerBuilder = Callable[[Weights, ModelFacts, int], DecoderLayer]
+
+
+class Decoder:
+    """A causal language model over flattened steps; everything about a step is an argument."""
+
+    def __init__(self, weights: Weights, facts: ModelFacts, build_layer: LayerBuilder, final_norm: str) -> None:
+        """final_norm  name of the norm before the head"""
+        table = weights.tensor("model.embed_tokens.weight", facts.vocab_size, facts.hidden_size)
+        self._embedding = TokenEmbedding("model.embed_tokens", table)
+        self._layers = [build_layer(weights, facts, index) for index in range(facts.num_layers)]
+        self._norm = RmsNorm(weights, final_norm, facts)
+        tied = facts.tie_word_embeddings
+        self._head = weights.tied_head("lm_head", table) if tied else weights.projection("lm_head")
+        self._rope = RotaryEmbedding(facts.rope, facts.head_dim, facts.max_position_embeddings, weights.device)
+        self._projections = weights.projections
+
+    def bind_rows(self, rows: RowSource) -> None:
+        """Give every projection, the token embedding and the head their LoRA rows."""
+        self._embedding.bind_rows(rows)
+        for projection in self._projections:
+            projection.bind_rows(rows)
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch, caches: Caches) -> torch.Tensor:
+        """Logits float32 [num_rows, vocabulary] of `batch.logits_rows`; advances the caches by the step's tokens."""
+        hidden = self._embedding(batch.token_ids, batch.lora)
+        rotation = self._rope.rotation(batch.positions, batch.rope_limits, hidden.dtype)
+        for layer, cache in zip(self._layers, caches.layers, strict=True):
+            layer(hidden, batch, rotation, cache)
+        wanted = hidden.index_select(0, batch.logits_rows)
+        return self._head(self._norm(wanted), batch.logits_lora).float()

@@ -1,0 +1,115 @@
+"""Layers that the model families share. Names of tensors are given by the families.
+
+Shapes: hidden [tokens, hidden_size], the tokens of all sequences of the step one after the other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from kernels.causal_conv1d.ops import causal_conv1d_prefill, causal_conv1d_update
+from kernels.paged_attention.ops import paged_attention, write_kv
+from service.engine.batch import StepBatch
+from service.models.caches import ConvStates, KvCache
+from service.models.facts import ModelFacts
+from service.models.projection import Projection
+from service.models.rope import Rotation
+from service.models.weights import Weights
+
+
+class RmsNorm:
+    """x / sqrt(mean(x ** 2) + eps) * weight, over the last dimension."""
+
+    def __init__(self, weights: Weights, name: str, facts: ModelFacts) -> None:
+        self._weight = weights.tensor(f"{name}.weight", facts.hidden_size)
+        self._eps = facts.norm_eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, self._weight.shape, self._weight, self._eps)
+
+
+class HeadNorm:
+    """RMS norm of each query and key head before rotation, with one weight for queries and one for keys."""
+
+    def __init__(self, weights: Weights, q_name: str, k_name: str, facts: ModelFacts) -> None:
+        q_weight = weights.tensor(f"{q_name}.weight", facts.head_dim).expand(facts.num_heads, -1)
+        k_weight = weights.tensor(f"{k_name}.weight", facts.head_dim).expand(facts.num_kv_heads, -1)
+        self._weight = torch.cat((q_weight, k_weight))
+        self._eps = facts.norm_eps
+
+    def __call__(self, qk: torch.Tensor) -> torch.Tensor:
+        """qk [tokens, num_heads + kv_heads, head_dim] -> fresh, same shape"""
+        return functional.rms_norm(qk, qk.shape[-1:], None, self._eps).mul_(self._weight)
+
+
+class Attention:
+    """Grouped-query attention over the paged cache."""
+
+    def __init__(
+        self, qkv: Projection, out: Projection, facts: ModelFacts, layer: int, head_norm: HeadNorm | None = None
+    ) -> None:
+        self._qkv, self._out, self._head_norm = qkv, out, head_norm
+        self._num_heads, self._num_kv_heads, self._head_dim = facts.num_heads, facts.num_kv_heads, facts.head_dim
+        self._sliding_window = facts.sliding_windows[layer]
+
+    def __call__(self, x: torch.Tensor, batch: StepBatch, rotation: Rotation, cache: KvCache) -> torch.Tensor:
+        num_qk_heads = self._num_heads + self._num_kv_heads
+        # [tokens, heads + kv_heads + kv_heads, head_dim]
+        qkv = self._qkv(x, batch.lora).view(x.shape[0], -1, self._head_dim)
+        qk, v = qkv[:, :num_qk_heads], qkv[:, num_qk_heads:]
+        if self._head_norm is not None:
+            qk = self._head_norm(qk)
+        qk = rotation.apply(qk)
+        q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
+        write_kv(k, v, cache.k, cache.v, batch.attention.slot_mapping)
+        mixed = paged_attention(
+            q, cache.k, cache.v, batch.attention, scale=self._head_dim**-0.5, sliding_window=self._sliding_window
+        )
+        return self._out(mixed.view(x.shape[0], -1), batch.lora)
+
+
+class ShortConv:
+    """Gated short convolution: out_proj(C * conv(B * x)) with B, C, x = in_proj(hidden)."""
+
+    def __init__(self, weights: Weights, prefix: str, facts: ModelFacts) -> None:
+        self._in = weights.projection(f"{prefix}.in_proj", bias=facts.conv_bias)
+        self._out = weights.projection(f"{prefix}.out_proj", bias=facts.conv_bias)
+        # Checkpoints hold [hidden, 1, width]; the kernels read [width, hidden].
+        taps = weights.tensor(f"{prefix}.conv.weight", facts.hidden_size, 1, facts.conv_width)
+        self._taps = taps.squeeze(1).t().contiguous()
+        self._bias = weights.tensor(f"{prefix}.conv.bias", facts.hidden_size) if facts.conv_bias else None
+
+    def __call__(self, hidden: torch.Tensor, batch: StepBatch, _rotation: Rotation, cache: ConvStates) -> torch.Tensor:
+        maps = batch.conv
+        assert maps is not None, "a model with convolution layers needs ConvMaps"
+        gate_in, gate_out, x = self._in(hidden, batch.lora).chunk(3, dim=1)
+        if maps.all_decode:
+            mixed = causal_conv1d_update(
+                x, self._taps, self._bias, cache.lines, maps.state_indices, gate_in=gate_in, gate_out=gate_out
+            )
+        else:
+            mixed = causal_conv1d_prefill(
+                x,
+                self._taps,
+                self._bias,
+                cache.lines,
+                maps.query_start_loc,
+                maps.state_indices,
+                maps.has_initial_state,
+                gate_in=gate_in,
+                gate_out=gate_out,
+                query_starts=maps.query_starts,
+            )
+        return self._out(mixed, batch.lora)
+
+
+class GatedMlp:
+    """down(silu(gate(x)) * up(x)), gate and up packed."""
+
+    def __init__(self, gate_up: Projection, down: Projection) -> None:
+        self._gate_up, self._down = gate_up, down
+
+    def __call__(self, x: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        gate, up = self._gate_up(x, batch.lora).chunk(2, dim=1)
+        return self._down(functional.silu(gate).mul_(up), batch.lora)

@@ -1,0 +1,80 @@
+"""From a Hugging Face directory to a model that runs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from adapters.layout import BaseLayout
+from service.models import lfm2, llama, mistral, qwen2, qwen3
+from service.models.checkpoint import Checkpoint, open_checkpoint
+from service.models.decoder import Decoder
+from service.models.errors import ModelError
+from service.models.facts import ModelFacts, model_facts, read_config
+from service.models.layouts import layout_of_facts
+from service.models.weights import Weights
+
+log = logging.getLogger(__name__)
+
+_FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "lfm2": lfm2}
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# Tensors that some exports carry and nobody needs: tied heads, and rotary frequencies, which follow from the config.
+_REDUNDANT = ("lm_head.weight", "rotary_emb.inv_freq")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model ready to run, and what it is.
+
+    dtype             of activations and caches
+    num_weight_bytes  memory that the weights take, as they are held
+    """
+
+    model: Decoder
+    facts: ModelFacts
+    layout: BaseLayout
+    dtype: torch.dtype
+    device: torch.device
+    num_weight_bytes: int
+
+
+def load_model(model_dir: Path, *, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
+    """Load the checkpoint in `model_dir`. Raises ModelError with one sentence that names what is wrong with it.
+
+    dtype  "float32", "bfloat16", "float16", or "auto": the checkpoint's, but float32 for a float16 one on a CPU
+    """
+    started = time.monotonic()
+    facts = model_facts(read_config(model_dir))
+    layout = layout_of_facts(facts)
+    family = _FAMILIES[facts.model_type]
+    with open_checkpoint(model_dir) as checkpoint:
+        compute_dtype = _compute_dtype(dtype, device, facts, checkpoint)
+        weights = Weights(checkpoint, layout, compute_dtype, torch.device(device))
+        model = Decoder(weights, facts, family.build_layer, family.FINAL_NORM)
+        unread = [name for name in checkpoint.unread() if not name.endswith(_REDUNDANT)]
+    if unread:
+        log.warning("the checkpoint has %d tensors that the model does not use: %s", len(unread), ", ".join(unread))
+    seconds = time.monotonic() - started
+    log.info("loaded %s: %.1f MiB of weights in %.2f s", facts.model_type, weights.num_bytes / 2**20, seconds)
+    return LoadedModel(model, facts, layout, compute_dtype, torch.device(device), weights.num_bytes)
+
+
+def _compute_dtype(wanted: str, device: str, facts: ModelFacts, checkpoint: Checkpoint) -> torch.dtype:
+    if wanted != "auto":
+        if wanted not in _DTYPES:
+            raise ModelError(f"the dtype {wanted!r} is not served; choose auto, {', '.join(_DTYPES)}")
+        log.info("computing in %s, as asked for", wanted)
+        return _DTYPES[wanted]
+    stored = facts.checkpoint_dtype or checkpoint.dtype("model.embed_tokens.weight")
+    if stored not in _DTYPES:
+        raise ModelError(f"the checkpoint's dtype {stored!r} is not served; name one of {', '.join(_DTYPES)} instead")
+    if stored == "float16" and torch.device(device).type == "cpu":
+        log.info("computing in float32: the checkpoint is float16, slow on a CPU (--dtype float16 insists on it)")
+        return torch.float32
+    log.info("computing in %s, the checkpoint's dtype", stored)
+    return _DTYPES[stored]

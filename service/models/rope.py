@@ -1,0 +1,111 @@
+"""Rotary position embedding: wavelengths by rope type, cosines once per step, rotation of queries and keys."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from service.models.rope_facts import RopeFacts
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotation:
+    """How far each token of a step is turned. cos [tokens, 1, head_dim], sin [tokens, 1, head_dim / 2]."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """x * cos + rotate_half(x) * sin for x [tokens, heads, head_dim]; returns a fresh contiguous tensor."""
+        half = x.shape[-1] // 2
+        turned = x * self.cos
+        turned[..., :half].addcmul_(x[..., half:], self.sin, value=-1)
+        turned[..., half:].addcmul_(x[..., :half], self.sin)
+        return turned
+
+
+class RotaryEmbedding:
+    """Rotations of a step's tokens by their positions."""
+
+    def __init__(self, facts: RopeFacts, head_dim: int, max_position_embeddings: int, device: torch.device) -> None:
+        self._facts = facts
+        self._max_position_embeddings = max_position_embeddings
+        # [head_dim / 2], in (0, 1]
+        self._exponents = (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim).to(device)
+        self._frequencies = _frequencies(facts, self._exponents)
+        self._attention_factor = _attention_factor(facts)
+
+    def rotation(self, positions: torch.Tensor, limits: torch.Tensor | None, dtype: torch.dtype) -> Rotation:
+        """positions int64 [tokens]; limits float32 [tokens] (`StepBatch.rope_limits`), used by dynamic scaling only."""
+        frequencies = self._frequencies
+        if self._facts.kind == "dynamic":
+            assert limits is not None, "dynamic rope scaling needs each token's length limit"
+            frequencies = self._dynamic_frequencies(limits)
+        angles = positions.unsqueeze(1).float() * frequencies
+        cos, sin = angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
+        cos = torch.cat((cos, cos), dim=1)
+        return Rotation(cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1))
+
+    def _dynamic_frequencies(self, limits: torch.Tensor) -> torch.Tensor:
+        """NTK scaling by a request's own limit, from its first token on: [tokens, head_dim / 2]."""
+        factor, head_dim, context = self._facts.factor, 2 * len(self._exponents), self._max_position_embeddings
+        stretch = factor * limits.clamp(min=context) / context - (factor - 1)
+        theta = self._facts.theta * stretch ** (head_dim / (head_dim - 2))
+        return 1.0 / theta.unsqueeze(1) ** self._exponents
+
+
+def _frequencies(facts: RopeFacts, exponents: torch.Tensor) -> torch.Tensor:
+    """Radians per position, [head_dim / 2]; dynamic scaling starts from the default's."""
+    frequencies = 1.0 / facts.theta**exponents
+    if facts.kind == "linear":
+        return frequencies / facts.factor
+    if facts.kind == "llama3":
+        return _llama3_frequencies(facts, frequencies)
+    if facts.kind == "yarn":
+        return _yarn_frequencies(facts, frequencies)
+    return frequencies
+
+
+def _llama3_frequencies(facts: RopeFacts, frequencies: torch.Tensor) -> torch.Tensor:
+    """Long wavelengths are stretched by the factor, short ones kept, those between interpolated."""
+    context = facts.original_max_position_embeddings
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (context / wavelengths - facts.low_freq_factor) / (facts.high_freq_factor - facts.low_freq_factor)
+    smoothed = (1 - smooth) * frequencies / facts.factor + smooth * frequencies
+    scaled = torch.where(wavelengths > context / facts.low_freq_factor, frequencies / facts.factor, smoothed)
+    return torch.where(wavelengths < context / facts.high_freq_factor, frequencies, scaled)
+
+
+def _yarn_frequencies(facts: RopeFacts, frequencies: torch.Tensor) -> torch.Tensor:
+    """Dimensions that turn often are kept, those that turn rarely stretched, with a linear ramp between."""
+    head_dim = 2 * len(frequencies)
+
+    def dimension(num_rotations: float) -> float:
+        """The dimension that makes so many rotations over the original context."""
+        turns = facts.original_max_position_embeddings / (num_rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(facts.theta))
+
+    low, high = dimension(facts.beta_fast), dimension(facts.beta_slow)
+    if facts.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    width = high - low if high != low else 0.001
+    stretched = ((torch.arange(len(frequencies), dtype=torch.float32) - low) / width).clamp(0, 1).to(frequencies.device)
+    return frequencies / facts.factor * stretched + frequencies * (1 - stretched)
+
+
+def _attention_factor(facts: RopeFacts) -> float:
+    """Factor of cosine and sine: yarn sharpens attention over a stretched context."""
+    if facts.kind != "yarn":
+        return 1.0
+    if facts.attention_factor is not None:
+        return facts.attention_factor
+
+    def sharpness(mscale: float) -> float:
+        return 1.0 if facts.factor <= 1 else 0.1 * mscale * math.log(facts.factor) + 1.0
+
+    if facts.mscale and facts.mscale_all_dim:
+        return sharpness(facts.mscale) / sharpness(facts.mscale_all_dim)
+    return sharpness(1.0)

@@ -1,0 +1,54 @@
+"""From tensors of a checkpoint to what layers hold: converted, packed, placed, and counted."""
+
+from __future__ import annotations
+
+import torch
+
+from adapters.layout import BaseLayout
+from kernels.linear.ops import pack_weight
+from service.models.checkpoint import Checkpoint
+from service.models.projection import Projection
+
+
+class Weights:
+    """Reads one tensor after the other, so that loading needs little more memory than the loaded model.
+
+    num_bytes    bytes handed out so far, as they are held
+    projections  linear projections handed out so far, in order
+    """
+
+    def __init__(self, checkpoint: Checkpoint, layout: BaseLayout, dtype: torch.dtype, device: torch.device) -> None:
+        self._checkpoint = checkpoint
+        self._layout = {projection.name: projection for projection in layout.projections}
+        self.dtype = dtype
+        self.device = device
+        self.num_bytes = 0
+        self.projections: list[Projection] = []
+
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor in the model's dtype, on its device, in memory of its own. Raises ModelError."""
+        tensor = self._checkpoint.tensor(name, shape).to(self.device, self.dtype, copy=True)
+        self.num_bytes += tensor.nbytes
+        return tensor
+
+    def projection(self, name: str, *, bias: bool = False) -> Projection:
+        """The projection that the layout calls `name`, its slices packed into one product. Raises ModelError."""
+        layout = self._layout[name]
+        sizes = {piece.module: piece.out_features for piece in layout.slices}
+        weights = [self._checkpoint.tensor(f"{m}.weight", (size, layout.in_features)) for m, size in sizes.items()]
+        biases = [self._checkpoint.tensor(f"{m}.bias", (size,)) for m, size in sizes.items()] if bias else []
+        return self._pack(name, self._join(weights), self._join(biases) if bias else None)
+
+    def tied_head(self, name: str, embedding: torch.Tensor) -> Projection:
+        """A head that multiplies with the token embedding [vocabulary, hidden]; packed, so a copy of it."""
+        return self._pack(name, embedding, None)
+
+    def _pack(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
+        projection = Projection(name, pack_weight(weight, bias))
+        self.num_bytes += projection.weight.nbytes
+        self.projections.append(projection)
+        return projection
+
+    def _join(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        tensors = [tensor.to(self.device, self.dtype) for tensor in tensors]
+        return torch.cat(tensors) if len(tensors) > 1 else tensors[0]

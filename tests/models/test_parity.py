@@ -1,0 +1,199 @@
+"""The base models against transformers: logits of whole prompts, chunks and decode steps, in every setting served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from service.models.loader import LoadedModel, load_model
+from tests.support.hand_steps import HandDriver
+from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, make_tiny_model
+from tests.tolerances import LOGITS, LOGITS_RMS
+
+LENGTHS = (1, 7, 33, 50)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(3, VOCAB_SIZE, (length,), generator=generator).tolist()
+
+
+@torch.inference_mode()
+def oracle_logits(model_dir: Path, prompts: list[list[int]], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Logits [tokens, vocabulary] of each prompt alone, by transformers."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+    return [model(torch.tensor([tokens])).logits[0].float() for tokens in prompts]
+
+
+def assert_parity(model_dir: Path, dtype: torch.dtype = torch.float32) -> None:
+    """All tokens of prompts of several lengths, run as one step, against each prompt alone in transformers."""
+    loaded = load_model(model_dir, dtype=str(dtype).removeprefix("torch."))
+    prompts = [prompt(length) for length in LENGTHS]
+    driver = HandDriver(loaded)
+    logits = driver.step([(driver.sequence(), tokens) for tokens in prompts], all_logits=True)
+    expected = torch.cat(oracle_logits(model_dir, prompts, dtype))
+    assert logits.dtype == torch.float32
+    assert expected.std() > 0.3, "logits too flat to tell anything"
+    torch.testing.assert_close(logits, expected, atol=LOGITS[dtype], rtol=0)
+    assert (logits - expected).square().mean().sqrt() < LOGITS_RMS[dtype]
+
+
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES},
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-multi-head": ("llama", {"num_key_value_heads": 6}),
+    "llama-head-dim-derived": ("llama", {"head_dim": None}),
+    "mistral-no-window": ("mistral", {"sliding_window": None}),
+    "qwen2-untied": ("qwen2", {"tie_word_embeddings": False}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    "qwen3-window": ("qwen3", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
+    "lfm2-biases": ("lfm2", {"conv_bias": True, "conv_L_cache": 4}),
+    "lfm2-plain-ff": ("lfm2", {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),
+    "rope-theta": ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
+    "rope-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
+    "rope-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}),
+    "rope-llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 100.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "rope-yarn": (
+        "qwen2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 32,
+                "beta_fast": 4.0,
+            }
+        },
+    ),
+    "rope-yarn-mscale": (
+        "lfm2",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+                "mscale": 0.7,
+                "mscale_all_dim": 0.4,
+                "truncate": False,
+            }
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_logits_equal_transformers(setting: str, tmp_path: Path) -> None:
+    family, overrides = SETTINGS[setting]
+    assert_parity(make_tiny_model(family, tmp_path, **overrides))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_transformers_in_bfloat16(family: str, tmp_path: Path) -> None:
+    assert_parity(make_tiny_model(family, tmp_path, dtype=torch.bfloat16), torch.bfloat16)
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_checkpoints_compute_in_float32_when_asked(stored: torch.dtype, tmp_path: Path) -> None:
+    assert_parity(make_tiny_model("lfm2", tmp_path, dtype=stored), torch.float32)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_no_farther_from_float32_than_transformers_is(family: str, tmp_path: Path) -> None:
+    model_dir = make_tiny_model(family, tmp_path, dtype=torch.bfloat16)
+    tokens = prompt(50)
+    (exact,) = oracle_logits(model_dir, [tokens], torch.float32)
+    (rounded,) = oracle_logits(model_dir, [tokens], torch.bfloat16)
+    driver = HandDriver(load_model(model_dir))
+    ours = driver.step([(driver.sequence(), tokens)], all_logits=True)
+    assert (ours - exact).square().mean() < 1.25 * (rounded - exact).square().mean()
+
+
+def test_float16_when_asked(tmp_path: Path) -> None:
+    assert_parity(make_tiny_model("qwen3", tmp_path, dtype=torch.float16), torch.float16)
+
+
+def test_shards_equal_transformers(tmp_path: Path) -> None:
+    assert_parity(make_tiny_model("qwen2", tmp_path, max_shard_size="100KB"))
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    return load_model(make_tiny_model(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.mark.parametrize("scatter", [False, True], ids=["adjoining-blocks", "scattered-blocks"])
+@pytest.mark.parametrize("chunk_sizes", [(50,), (1,) * 50, (2, 1, 17, 30), (31, 19)], ids=str)
+def test_chunks_and_decode_steps_equal_one_prefill(
+    loaded: LoadedModel, chunk_sizes: tuple[int, ...], scatter: bool
+) -> None:
+    tokens = prompt(50)
+    whole = HandDriver(loaded)
+    expected = whole.step([(whole.sequence(), tokens)], all_logits=True)
+    driver = HandDriver(loaded, scatter=scatter)
+    sequence = driver.sequence()
+    logits, start = [], 0
+    for size in chunk_sizes:
+        logits.append(driver.step([(sequence, tokens[start : start + size])], all_logits=True))
+        start += size
+    torch.testing.assert_close(torch.cat(logits), expected, atol=LOGITS[torch.float32], rtol=0)
+
+
+def test_neighbours_and_reused_blocks_do_not_matter(loaded: LoadedModel) -> None:
+    """Sequences join, decode beside prefill chunks, and blocks hold what earlier sequences left there."""
+    prompts = [prompt(length, seed=2) for length in (40, 9, 23)]
+    alone = []
+    for tokens in prompts:
+        single = HandDriver(loaded)
+        alone.append(single.step([(single.sequence(), tokens)], all_logits=True))
+    driver = HandDriver(loaded, num_blocks=40)
+    for cache in driver.caches.layers:  # what a sequence that has gone leaves behind
+        for tensor in (getattr(cache, name) for name in cache.__slots__):
+            tensor.fill_(1e4)
+    a, b, c = (driver.sequence(44) for _ in prompts)
+    steps = [
+        [(a, 0, 30)],
+        [(a, 30, 31), (b, 0, 8)],
+        [(b, 8, 9), (a, 31, 33), (c, 0, 21)],
+        [(c, 21, 22), (a, 33, 34)],
+        [(a, 34, 40), (c, 22, 23)],
+    ]
+    index = {id(a): 0, id(b): 1, id(c): 2}
+    for step in steps:
+        logits = driver.step([(s, prompts[index[id(s)]][i:j]) for s, i, j in step], all_logits=True)
+        expected = torch.cat([alone[index[id(s)]][i:j] for s, i, j in step])
+        torch.testing.assert_close(logits, expected, atol=LOGITS[torch.float32], rtol=0)
+
+
+def test_dynamic_rope_takes_the_limit_of_its_own_request(tmp_path: Path) -> None:
+    """Beyond max_position_embeddings a request's limit stretches its rotation, whatever its neighbours' limits are."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1000.0}
+    model_dir = make_tiny_model("llama", tmp_path, rope_parameters=rope, max_position_embeddings=32)
+    tokens = prompt(60)
+    # transformers takes the length of the longest position so far: a whole prompt of 60 is scaled as a limit of 60.
+    (expected,) = oracle_logits(model_dir, [tokens], torch.float32)
+    driver = HandDriver(load_model(model_dir))
+    assert driver.loaded.facts.context_tokens == 128
+    first, second = driver.sequence(limit=60), driver.sequence(limit=128)
+    logits = driver.step([(first, tokens), (second, tokens)], all_logits=True)
+    torch.testing.assert_close(logits[:60], expected, atol=LOGITS[torch.float32], rtol=0)
+    assert (logits[60:] - expected).abs().max() > 100 * LOGITS[torch.float32]
