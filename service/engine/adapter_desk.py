@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
+from adapters.row_pool import PoolUsage
 from service.engine.messages import AdapterState
 
 
@@ -31,6 +32,9 @@ class HostSource(Protocol):
     def drop(self, digest: str) -> None:
         """Forget it; unknown digests are ignored."""
 
+    def resident(self) -> tuple[str, ...]:
+        """Digests in host memory."""
+
 
 class Rows(Protocol):
     """The row pool, as far as the engine needs it."""
@@ -42,6 +46,7 @@ class Rows(Protocol):
     def place_of(self, digest: str) -> int | None: ...
     def first_rows(self, place: int) -> tuple[int, ...]: ...
     def resident(self) -> tuple[str, ...]: ...
+    def usage(self) -> PoolUsage: ...
     def check_integrity(self) -> None: ...
 
 
@@ -95,8 +100,6 @@ class AdapterDesk:
         self._done: queue.SimpleQueue[tuple[_Work, str, Any, str | None]] = queue.SimpleQueue()
         self._states: list[AdapterState] = []
         self._failures: dict[str, str] = {}
-        self.num_loads = 0
-        self.num_evictions = 0
 
     # ---- users
 
@@ -245,11 +248,9 @@ class AdapterDesk:
         after = set(self.rows.resident())
         for evicted in before:
             if evicted not in after:
-                self.num_evictions += 1
                 self._states.append(AdapterState(evicted, "host"))
         if fits:
             entry.host = None
-            self.num_loads += 1
             self._states.append(AdapterState(digest, "device"))
         elif not any(other.num_pins for other in self._entries.values()):
             self._fail(digest, entry, f"Adapter {digest} is larger than the row budget; raise it or use smaller ranks.")

@@ -4,10 +4,13 @@ engine."""
 from __future__ import annotations
 
 import math
+import random
 from typing import TYPE_CHECKING
 
 from service.engine.adapter_desk import LORA_IS_OFF
 from service.engine.messages import Sampling, Submit
+from service.engine.penalties import TokenCounts, uses_penalties
+from service.engine.sequence import Sequence
 
 if TYPE_CHECKING:
     from service.engine.runner import Capacity
@@ -35,6 +38,24 @@ def error_in(request: Submit, capacity: Capacity, kv_capacity_tokens: int, *, ha
             f"Prompt and max_tokens are {total} tokens; the KV cache holds {kv_capacity_tokens}. Shorten one of them."
         )
     return None
+
+
+def sequence_of(request: Submit, key: int, capacity: Capacity) -> Sequence:
+    """The sequence of a request that has no error. Draws a seed where the request names none."""
+    sampling, prompt = request.sampling, request.prompt_token_ids
+    endings = set(sampling.stop_token_ids)
+    if not sampling.ignore_eos:
+        endings.update(capacity.eos_token_ids)
+    return Sequence(
+        request=request,
+        key=key,
+        seed=random.getrandbits(63) if sampling.seed is None else sampling.seed,
+        stop_ids=frozenset(endings),
+        token_ids=list(prompt),
+        num_prompt=len(prompt),
+        counts=TokenCounts(prompt) if uses_penalties(sampling) else None,
+        prompt_logprobs=[] if sampling.prompt_logprobs is None else [None],
+    )
 
 
 def _error_in_sampling(sampling: Sampling, vocab_size: int) -> str | None:

@@ -11,14 +11,13 @@ the logits.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
 
 import torch
 
+from adapters.row_pool import PoolUsage
 from service.engine import admission
 from service.engine.adapter_desk import AdapterDesk, HostSource, Rows
 from service.engine.block_pool import BlockPool
@@ -31,11 +30,12 @@ from service.engine.messages import (
     Finished,
     Load,
     Ready,
+    Stats,
     Submit,
     TokenLogprob,
     Tokens,
 )
-from service.engine.penalties import TokenCounts, uses_penalties
+from service.engine.records import StepRecord, StepRecords, record_of
 from service.engine.runner import Runner
 from service.engine.sampler import Choice, RowRequest, sample, token_logprobs
 from service.engine.scheduler import Scheduler
@@ -43,21 +43,8 @@ from service.engine.sequence import Sequence, Share
 from service.engine.state_lines import StateLines
 
 Event = Tokens | Finished | AdapterState
+NO_ROWS = PoolUsage(0, 0, 0, 0, 0, 0, 0, 0)
 NOT_FINITE = "The model gave no finite logits for this request; its adapter, or its logit_bias, is not usable."
-MAX_RECORDS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class StepRecord:
-    """What one step held. `adapters`: distinct digests; `milliseconds` of the whole step, sampling included."""
-
-    num_tokens: int
-    num_decode_tokens: int
-    num_prefill_tokens: int
-    num_base_tokens: int
-    num_sequences: int
-    adapters: tuple[str, ...]
-    milliseconds: float
 
 
 class Engine:
@@ -84,9 +71,11 @@ class Engine:
             max_steps_waiting_for_rows=config.max_steps_waiting_for_rows,
             max_prompt_logits=config.max_prompt_logits,
         )
-        self.step_records: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
+        self.records = StepRecords()
         self.num_steps = 0
         self._runner = runner
+        self._rows = rows
+        self._host = host
         self._map_limits = MapLimits(
             block_size=config.block_size_tokens,
             num_groups=capacity.num_groups,
@@ -110,6 +99,11 @@ class Engine:
     def num_requests(self) -> int:
         """Waiting and running."""
         return len(self._sequences)
+
+    @property
+    def step_records(self) -> deque[StepRecord]:
+        """Records of the latest steps, oldest first."""
+        return self.records.all
 
     def ready(self, pid: int) -> Ready:
         """The sizes that admission needs."""
@@ -142,20 +136,7 @@ class Engine:
         if error is not None:
             self._events.append(Finished(request.request_id, "error", error=error, client_fault=True))
             return
-        sampling = request.sampling
-        endings = set(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            endings.update(self.capacity.eos_token_ids)
-        sequence = Sequence(
-            request=request,
-            key=self._num_arrived,
-            seed=random.getrandbits(63) if sampling.seed is None else sampling.seed,
-            stop_ids=frozenset(endings),
-            token_ids=list(request.prompt_token_ids),
-            num_prompt=len(request.prompt_token_ids),
-            counts=TokenCounts(request.prompt_token_ids) if uses_penalties(sampling) else None,
-            prompt_logprobs=[] if sampling.prompt_logprobs is None else [None],
-        )
+        sequence = admission.sequence_of(request, self._num_arrived, self.capacity)
         self._num_arrived += 1
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
@@ -198,6 +179,29 @@ class Engine:
             if self._sequences and self.num_steps == num_steps and not self.wake.wait(deadline - time.monotonic()):
                 raise TimeoutError("no step was possible, and no adapter load ended, within the time given")
         return events
+
+    def stats(self) -> Stats:
+        """The state now, with the steps since the last call."""
+        usage = self._rows.usage() if self._rows is not None else NO_ROWS
+        return Stats(
+            num_waiting=len(self.scheduler.waiting),
+            num_running=len(self.scheduler.running),
+            kv_blocks_used=self.blocks.num_used,
+            kv_blocks_total=self.blocks.capacity,
+            state_lines_used=0 if self.lines is None else self.lines.num_used,
+            state_lines_total=0 if self.lines is None else self.lines.capacity,
+            rows_used=usage.rows_used,
+            rows_total=usage.rows_total,
+            row_bytes_used=usage.bytes_used,
+            row_bytes_total=usage.bytes_total,
+            adapters_on_device=() if self._rows is None else self._rows.resident(),
+            adapters_on_host=() if self._host is None else self._host.resident(),
+            num_steps=self.num_steps,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_adapter_loads=usage.num_loads,
+            num_adapter_evictions=usage.num_evictions,
+            steps=self.records.take_new(),
+        )
 
     def check_integrity(self) -> None:
         """Every block, line, pin and row is where the requests say."""
@@ -307,27 +311,13 @@ class Engine:
 
     def _settle(self, shares: list[Share], choices: list[tuple[Sequence, Choice]], started: float) -> None:
         """Count what is computed, end what has ended, write the record of the step."""
-        num_decode = sum(share.is_decode for share in shares)
-        num_tokens = sum(share.num_tokens for share in shares)
-        num_base = sum(share.num_tokens for share in shares if share.sequence.adapter is None)
-        adapters = dict.fromkeys(share.sequence.adapter for share in shares if share.sequence.adapter is not None)
+        record = record_of(shares, (time.perf_counter() - started) * 1e3)
         for share in shares:
             share.sequence.num_computed += share.num_tokens
         for sequence, choice in choices:
             self._advance(sequence, choice.token_id)
         self.num_steps += 1
-        milliseconds = (time.perf_counter() - started) * 1e3
-        self.step_records.append(
-            StepRecord(
-                num_tokens=num_tokens,
-                num_decode_tokens=num_decode,
-                num_prefill_tokens=num_tokens - num_decode,
-                num_base_tokens=num_base,
-                num_sequences=len(shares),
-                adapters=tuple(adapters),
-                milliseconds=milliseconds,
-            )
-        )
+        self.records.add(record)
 
     def _advance(self, sequence: Sequence, token: int | None) -> None:
         """The sequence has its next token (None: there was none to choose); end it if that was the last."""

@@ -14,7 +14,6 @@ from service.engine.batch import StepBatch
 from service.engine.config import EngineConfig
 
 if TYPE_CHECKING:
-    from adapters.row_pool import RowPool
     from service.models.loader import LoadedModel
 
 
@@ -36,48 +35,62 @@ class Capacity:
 class Runner(Protocol):
     """What the engine needs of a model."""
 
-    @property
-    def capacity(self) -> Capacity: ...
+    capacity: Capacity
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         """float32 [len(batch.logits_rows), vocab]; writes the caches."""
 
 
 class ModelRunner:
-    """A loaded model with its caches."""
+    """A loaded model, its LoRA rows bound, with its caches."""
 
-    def __init__(
-        self, loaded: LoadedModel, config: EngineConfig, *, pool: RowPool | None, device: torch.device
-    ) -> None:
-        from service.models.caches import allocate_caches, block_bytes, line_bytes
+    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        from service.models.caches import allocate_caches
 
-        facts = loaded.facts
+        self.capacity = capacity_of(loaded, config)
         self._model = loaded.model
-        dtype = loaded.dtype
-        if pool is not None:
-            self._model.bind_rows(pool)
-        per_block = block_bytes(facts, config.block_size_tokens, dtype)
-        num_blocks = 1 + max(1, config.kv_bytes // per_block)
-        num_lines = 0
-        if facts.conv_layers:
-            wanted = config.max_sequences
-            if config.state_bytes is not None:
-                wanted = min(wanted, max(1, config.state_bytes // line_bytes(facts, dtype)))
-            num_lines = 1 + wanted
-        self._caches = allocate_caches(facts, num_blocks, config.block_size_tokens, num_lines, dtype, device)
-        limit = facts.max_position_embeddings
-        self.capacity = Capacity(
-            vocab_size=facts.vocab_size,
-            max_model_len_tokens=min(limit, config.max_model_len_tokens or limit),
-            eos_token_ids=facts.eos_token_ids,
-            num_blocks=num_blocks,
-            num_lines=num_lines,
-            num_groups=len(loaded.layout.groups),
-            has_length_limits=facts.needs_rope_limits,
-            dtype=str(dtype).removeprefix("torch."),
-            device=device,
+        self._caches = allocate_caches(
+            loaded.facts,
+            self.capacity.num_blocks,
+            config.block_size_tokens,
+            self.capacity.num_lines,
+            loaded.dtype,
+            loaded.device,
         )
 
     def run(self, batch: StepBatch) -> torch.Tensor:
-        with torch.inference_mode():
-            return self._model.forward(batch, self._caches)
+        return self._model.forward(batch, self._caches)
+
+
+def capacity_of(loaded: LoadedModel, config: EngineConfig) -> Capacity:
+    """How the byte budgets divide into blocks and lines; the null block and the null line come on top.
+
+    Raises ValueError if a budget does not hold a single block or line.
+    """
+    from service.models.caches import kv_bytes_per_token, state_bytes_per_line
+
+    facts = loaded.facts
+    num_blocks = config.kv_bytes // (kv_bytes_per_token(facts, loaded.dtype) * config.block_size_tokens)
+    if num_blocks < 1:
+        raise ValueError(
+            f"The KV budget of {config.kv_bytes} bytes holds no block of {config.block_size_tokens} tokens."
+        )
+    num_lines = 0
+    if facts.conv_layers:
+        num_lines = config.max_sequences
+        if config.state_bytes is not None:
+            num_lines = min(num_lines, config.state_bytes // state_bytes_per_line(facts, loaded.dtype))
+        if num_lines < 1:
+            raise ValueError(f"The state budget of {config.state_bytes} bytes holds no line of convolution state.")
+    limit = facts.max_position_embeddings
+    return Capacity(
+        vocab_size=facts.vocab_size,
+        max_model_len_tokens=min(limit, config.max_model_len_tokens or limit),
+        eos_token_ids=facts.eos_token_ids,
+        num_blocks=1 + num_blocks,
+        num_lines=num_lines and 1 + num_lines,
+        num_groups=len(loaded.layout.groups),
+        has_length_limits=facts.needs_rope_limits,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=loaded.device,
+    )

@@ -18,6 +18,11 @@ class StateLines:
         self._used: set[int] = set()
 
     @property
+    def capacity(self) -> int:
+        """Lines that sequences can hold, all together."""
+        return self.num_lines - 1
+
+    @property
     def num_free(self) -> int:
         return len(self._free)
 

@@ -1,8 +1,9 @@
 """A model, a row pool and a host tier of a few lines each, for tests of the engine's own logic.
 
-The model's logits are a hash of everything the sequence has been through, read back from the caches: the tokens in its KV
-slots, a running sum in its state line, and the adapter whose rows its maps point at. A wrong slot, block table, line, place,
-segment or logits row, or anything lost in a preemption, changes the tokens. `expected_tokens` says what must come out.
+The model's logits are a hash of everything the sequence has been through, read back from the caches: the tokens in its
+KV slots, a running sum in its state line, and the adapter whose rows its maps point at. A wrong slot, block table,
+line, place, segment or logits row, or anything lost in a preemption, changes the tokens. `expected_tokens` says what
+must come out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from adapters.row_pool import PoolUsage
 from service.engine.batch import StepBatch
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine, Event
@@ -47,12 +49,14 @@ def adapter_number(adapter: str | None) -> int:
 
 @dataclass
 class MockRows:
-    """A row pool of `num_rows`; adapter "a3-8" takes 8 rows (1 where no size is named). Evicts idle ones, oldest first."""
+    """A row pool of `num_rows`; adapter "a3-8" takes 8 rows (1 where no size is named). Evicts idle ones, oldest
+    first."""
 
     num_rows: int
     residents: dict[str, int] = field(default_factory=dict)
     pins: dict[str, int] = field(default_factory=dict)
     places: dict[str, int] = field(default_factory=dict)
+    loads: int = 0
 
     @staticmethod
     def size(digest: str) -> int:
@@ -66,6 +70,7 @@ class MockRows:
             return False
         while sum(self.residents.values()) + self.size(digest) > self.num_rows:
             self.drop(idle.pop(0))
+        self.loads += 1
         self.residents[digest] = self.size(digest)
         self.places[digest] = min(set(range(len(self.places) + 1)) - set(self.places.values()))
         return True
@@ -90,6 +95,10 @@ class MockRows:
 
     def resident(self) -> tuple[str, ...]:
         return tuple(self.residents)
+
+    def usage(self) -> PoolUsage:
+        used = sum(self.residents.values())
+        return PoolUsage(used, self.num_rows, 4 * used, 4 * self.num_rows, len(self.residents), self.loads, 0, 0)
 
     def check_integrity(self) -> None:
         assert sum(self.residents.values()) <= self.num_rows
@@ -116,6 +125,9 @@ class MockHost:
 
     def drop(self, digest: str) -> None:
         self.dropped.append(digest)
+
+    def resident(self) -> tuple[str, ...]:
+        return tuple(sorted({*self.reads} - {*self.dropped}))
 
 
 class MockRunner:
