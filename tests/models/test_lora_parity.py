@@ -1,0 +1,161 @@
+"""The models with adapters against transformers + PEFT, unmerged: mixed ranks and targets, all in one step."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from adapters.host_tier import HostAdapter, HostSlice
+from adapters.layout import BaseLayout
+from adapters.row_pool import RowPool
+from kernels.lora.ops import call_count
+from service.engine.maps import BASE, MapLimits, Part, adapter_order, build_step
+from service.models.caches import allocate_caches
+from service.models.loader import LoadedModel, load_model
+from tests.support.tiny_models import FAMILIES, LINEAR_MODULES, VOCAB_SIZE, make_adapter, make_tiny_model
+from tests.tolerances import LOGITS
+
+EMBEDDINGS = ["embed_tokens", "lm_head"]
+# Per adapter: rank and which of the family's modules it targets.
+TARGETS: dict[str, tuple[int, slice | list[str]]] = {
+    "all": (5, slice(None)),
+    "first": (16, slice(0, 1)),
+    "middle": (3, slice(2, 4)),
+    "last": (33, slice(-2, None)),
+    "embeddings": (4, EMBEDDINGS),
+}
+BLOCK_SIZE, PROMPT_TOKENS = 4, 22
+
+
+def read_peft(directory: Path, layout: BaseLayout) -> HostAdapter:
+    """The adapter as the row pool takes it; of its config only r and lora_alpha are read."""
+    config = json.loads((directory / "adapter_config.json").read_text())
+    tensors = load_file(directory / "adapter_model.safetensors")
+    scaling = config["lora_alpha"] / config["r"]
+    slices, rows = {}, {}
+    for projection in layout.projections:
+        names = ("lora_embedding_A", "lora_embedding_B")
+        if projection.kind == "linear":
+            names = ("lora_A.weight", "lora_B.weight")
+        for module in (piece.module for piece in projection.slices):
+            a, b = (tensors.pop(f"base_model.model.{module}.{name}", None) for name in names)
+            if a is not None and b is not None:
+                slices[module] = HostSlice(a.contiguous(), b.t().contiguous(), config["r"], scaling)
+                rows[projection.group] = config["r"]
+    assert not tensors, f"nothing took {list(tensors)}"
+    return HostAdapter(directory.name, slices, rows, sum(s.a.nbytes + s.b.nbytes for s in slices.values()))
+
+
+@dataclass
+class Served:
+    """A model with its adapters resident, and what PEFT says about the same prompts."""
+
+    loaded: LoadedModel
+    pool: RowPool
+    prompts: dict[str, list[int]]
+    expected: dict[str, torch.Tensor]
+
+
+@torch.inference_mode()
+def peft_logits(
+    model_dir: Path, adapter_dirs: dict[str, Path], prompts: dict[str, list[int]]
+) -> dict[str, torch.Tensor]:
+    """Logits [tokens, vocabulary] by adapter name; "base" is the model without any."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    logits = {"base": base(torch.tensor([prompts["base"]])).logits[0]}
+    model: PeftModel | None = None
+    for name, directory in adapter_dirs.items():
+        if model is None:
+            model = PeftModel.from_pretrained(base, directory, adapter_name=name)
+        else:
+            model.load_adapter(str(directory), adapter_name=name)
+        model.set_adapter(name)
+        logits[name] = model(torch.tensor([prompts[name]])).logits[0]
+    return logits
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    family, root = request.param, tmp_path_factory.mktemp(request.param)
+    model_dir = make_tiny_model(family, root / "model")
+    loaded = load_model(model_dir)
+    pool = RowPool(loaded.layout, 4 << 20)
+    adapter_dirs = {}
+    for seed, (name, (rank, targets)) in enumerate(TARGETS.items()):
+        modules = targets if isinstance(targets, list) else LINEAR_MODULES[family][targets]
+        adapter_dirs[name] = make_adapter(model_dir, root / name, rank=rank, target_modules=modules, seed=seed)
+        assert pool.load(name, read_peft(adapter_dirs[name], loaded.layout))
+        pool.pin(name)
+    loaded.model.bind_rows(pool)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, VOCAB_SIZE, (PROMPT_TOKENS,), generator=generator).tolist()
+    prompts = dict.fromkeys([*TARGETS, "base"], tokens)
+    return Served(loaded, pool, prompts, peft_logits(model_dir, adapter_dirs, prompts))
+
+
+def run(served: Served, chunk_starts: list[dict[str, int]]) -> dict[str, torch.Tensor]:
+    """Logits of all tokens by name; step i runs [chunk_starts[i][name], chunk_starts[i + 1][name]) of every prompt."""
+    loaded = served.loaded
+    names = [*chunk_starts[0]]
+    num_blocks = -(-PROMPT_TOKENS // BLOCK_SIZE)
+    caches = allocate_caches(
+        loaded.facts, 1 + num_blocks * len(names), BLOCK_SIZE, 1 + len(names), loaded.dtype, loaded.device
+    )
+    limits = MapLimits(
+        BLOCK_SIZE, len(loaded.layout.groups), len(names), bool(loaded.facts.conv_layers), False, loaded.device
+    )
+    logits: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    for starts, ends in zip(chunk_starts, [*chunk_starts[1:], dict.fromkeys(names, PROMPT_TOKENS)], strict=True):
+        parts, running = [], [name for name in names if ends[name] > starts[name]]
+        for name in running:
+            place = served.pool.place_of(name) if name != "base" else BASE
+            tokens = served.prompts[name][starts[name] : ends[name]]
+            first_rows = served.pool.first_rows(place) if place != BASE else ()
+            first_block = 1 + num_blocks * names.index(name)
+            blocks = tuple(range(first_block, first_block + num_blocks))
+            parts.append(Part(tokens, starts[name], blocks, len(tokens), place, first_rows, 1 + names.index(name)))
+        order = adapter_order(parts)
+        out = loaded.model.forward(build_step([parts[i] for i in order], limits), caches)
+        for i, part in zip(order, out.split([parts[i].num_logits for i in order]), strict=True):
+            logits[running[i]].append(part)
+    return {name: torch.cat(parts) for name, parts in logits.items()}
+
+
+def test_each_adapter_changes_the_output_and_all_differ(served: Served) -> None:
+    names = list(served.expected)
+    for i, first in enumerate(names):
+        for second in names[:i]:
+            difference = (served.expected[first] - served.expected[second]).abs().max()
+            assert difference > 1000 * LOGITS[torch.float32], f"{first} and {second} say the same"
+
+
+def test_one_step_of_all_adapters_equals_peft(served: Served) -> None:
+    logits = run(served, [dict.fromkeys(served.prompts, 0)])
+    for name, expected in served.expected.items():
+        torch.testing.assert_close(logits[name], expected, atol=LOGITS[torch.float32], rtol=0, msg=name)
+
+
+def test_chunks_and_decode_steps_of_mixed_adapters_equal_peft(served: Served) -> None:
+    names = list(served.prompts)
+    # Each sequence starts elsewhere, then all of them decode side by side.
+    steps = [{name: min(i * (5 + k), 15) for k, name in enumerate(names)} for i in range(4)]
+    steps += [dict.fromkeys(names, position) for position in range(16, PROMPT_TOKENS)]
+    logits = run(served, steps)
+    for name, expected in served.expected.items():
+        torch.testing.assert_close(logits[name], expected, atol=LOGITS[torch.float32], rtol=0, msg=name)
+
+
+def test_a_step_without_adapters_calls_no_lora_op(served: Served) -> None:
+    before = call_count()
+    logits = run(served, [{"base": 0}, {"base": 9}])
+    assert call_count() == before
+    torch.testing.assert_close(logits["base"], served.expected["base"], atol=LOGITS[torch.float32], rtol=0)
+    run(served, [{"base": 0, "first": 0}])
+    assert call_count() > before
