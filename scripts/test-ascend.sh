@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# The Ascend gate: compiles every Triton kernel for Ascend NPUs on this (x86-64, NPU-less) machine and checks what came
+# out. Makes .venv-ascend on first use (about 3 GB); arguments go to pytest. With CI=true no cached result is trusted.
+#
+#   PYTHON=python3.11   the interpreter that makes the environment (triton-ascend 3.2.0 has no later wheels for this)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=.venv-ascend
+stamp=$venv/installed
+constraints=constraints-ascend.txt
+
+install_system_tools() {
+    command -v mlir-opt-19 >/dev/null && command -v mlir-translate-19 >/dev/null && command -v clang-19 >/dev/null && return
+    if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+        echo "test-ascend: installing mlir-19-tools, llvm-19 and clang-19"
+        apt-get update -qq
+        apt-get install -y -qq mlir-19-tools llvm-19 clang-19 >/dev/null && return
+    fi
+    echo "test-ascend: WARNING: no mlir-19-tools, llvm-19, clang-19 here: the lowered code is NOT executed on the CPU" >&2
+}
+
+install_venv() {
+    cmp -s "$constraints" "$stamp" && return
+    echo "test-ascend: making $venv"
+    "${PYTHON:-python3.11}" -m venv "$venv"
+    "$venv/bin/pip" install -q -c "$constraints" torch numpy pybind11 pytest hypothesis
+    # Without its dependencies: they would bring another copy of torch's build for a device that is not here.
+    "$venv/bin/pip" install -q --no-deps -c "$constraints" triton-ascend
+    # Only the compiler's binaries are used, so the wheel is unpacked beside the environment, not installed into it.
+    local wheels
+    wheels=$(mktemp -d)
+    "$venv/bin/pip" download -q --no-deps -d "$wheels" "$(grep ^ascendnpu-ir== "$constraints")"
+    "$venv/bin/python" -m zipfile -e "$wheels"/ascendnpu_ir-*.whl "$venv/compiler"
+    chmod +x "$venv"/compiler/ascendnpuir/bin/*
+    rm -r "$wheels"
+    cp "$constraints" "$stamp"
+}
+
+install_system_tools
+install_venv
+exec "$venv/bin/python" -m pytest tests/ascend "$@"

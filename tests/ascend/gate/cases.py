@@ -1,0 +1,65 @@
+"""What a kernel brings to the gate: example launches, what they must compute, and what they may cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+# The chips that must take every kernel, and the one whose published compiler crashes on some by itself.
+REQUIRED_TARGETS = ("Ascend910B4", "Ascend910_9382")
+OPTIONAL_TARGET = "Ascend950PR_9589"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call of a kernel on example data.
+
+    arguments      every parameter of the kernel by name, constexprs included; tensors on the CPU
+    grid           number of programs in each dimension
+    expected       output parameters and what they must hold afterwards, in full: cells that must stay untouched too.
+                   For a tensor that is only reachable through a pointer table, the key is its name in `reachable`
+    maps           parameters whose entries the scalar unit may load
+    work_items     units of work of this launch; each may cost `MAX_SCALAR_LOADS` scalar loads
+    reachable      tensors behind pointer tables
+    minimum_bytes  what must be moved at least, in and out; None where traffic is not judged
+    tolerance      absolute and relative
+    """
+
+    arguments: Mapping[str, Any]
+    grid: tuple[int, ...]
+    expected: Mapping[str, torch.Tensor]
+    maps: frozenset[str]
+    work_items: int
+    reachable: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    minimum_bytes: int | None = None
+    tolerance: tuple[float, float] = (1e-5, 1e-5)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor of the launch by name."""
+        found = self.reachable[name] if name in self.reachable else self.arguments[name]
+        assert isinstance(found, torch.Tensor), name
+        return found
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel in one configuration, with the launches that try it.
+
+    kernel             the `triton.jit` function
+    launches           functions that make a launch afresh (data seeded by themselves), by name
+    work_loop_depth    how many loops stand around one work item; map entries may be loaded at that depth, not deeper
+    on_chip_fraction   how much of each on-chip memory it may use
+    options            compile options of triton-ascend
+    crashes            why the published compiler for `OPTIONAL_TARGET` dies on it; "" where it must compile
+    """
+
+    name: str
+    kernel: Any
+    launches: Mapping[str, Callable[[], Launch]]
+    work_loop_depth: int = 1
+    on_chip_fraction: float = 1.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+    crashes: str = ""

@@ -1,0 +1,98 @@
+"""The four rules of the gate. Each function raises `GateError` with what is wrong and the numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.ascend.gate import linalg_cpu, report, simulator
+from tests.ascend.gate.cases import Case, Launch
+from tests.ascend.gate.compiler import Compiled, compile_kernel, specialise
+
+MAX_SCALAR_LOADS = 8
+MAX_TRAFFIC = 1.3
+
+
+class GateError(AssertionError):
+    """A kernel breaks a rule."""
+
+
+def compile_launch(case: Case, launch: Launch, target: str) -> Compiled:
+    """The kernel as this launch's arguments specialise it."""
+    specialised = specialise(case.kernel, dict(launch.arguments))
+    return compile_kernel(case.kernel, specialised, target, dict(case.options))
+
+
+def check_fits(case: Case, compiled: Compiled) -> None:
+    """Rule 1: planned memory stays within the budget (that it compiles is shown by having a `Compiled`)."""
+    facts = report.read(compiled)
+    if facts.unplanned:
+        raise GateError(f"{facts.unplanned} buffers have no planned place: the kernel is miscompiled")
+    for space, fraction in facts.fractions().items():
+        if fraction > case.on_chip_fraction:
+            raise GateError(
+                f"{space}: {facts.used_bytes[space]} of {facts.budget_bytes[space]} bytes used, "
+                f"{fraction:.0%} of it, allowed {case.on_chip_fraction:.0%}"
+            )
+
+
+def check_loops(case: Case, compiled: Compiled) -> None:
+    """Rule 2, read off the code: no scalar access to global memory inside a work item's own loops."""
+    deep = [entry for entry in report.read(compiled).scalar_depths if entry[1] > case.work_loop_depth]
+    if deep:
+        raise GateError(f"{len(deep)} scalar accesses to global memory inside inner loops: {deep[:4]}")
+    if any(action == "store" for action, _ in report.read(compiled).scalar_depths):
+        raise GateError("scalar stores to global memory")
+
+
+def check_scalars(launch: Launch, counts: simulator.Counts) -> None:
+    """Rule 2, counted while running: few scalar loads, all of map entries; no scalar copies in the library."""
+    if copied := counts.total("library_scalar_elements"):
+        raise GateError(f"the device library copies {copied} elements one by one")
+    if stored := counts.total("scalar_store_global:"):
+        raise GateError(f"{stored} scalar stores to global memory")
+    if strangers := counts.names("scalar_load_global:") - launch.maps:
+        raise GateError(f"scalar loads from {sorted(strangers)}, which are no maps")
+    loads = counts.busiest("scalar_load_global:")
+    if loads > MAX_SCALAR_LOADS * launch.work_items:
+        raise GateError(f"{loads} scalar loads for {launch.work_items} work items; {MAX_SCALAR_LOADS} each are allowed")
+
+
+def check_traffic(launch: Launch, counts: simulator.Counts) -> None:
+    """Rule 4: bytes moved between global memory and the chip, both ways, in the DMA engine's 32-byte blocks."""
+    if launch.minimum_bytes is None:
+        return
+    moved = counts.total("load_bytes") + counts.total("store_bytes")
+    if moved > MAX_TRAFFIC * launch.minimum_bytes:
+        raise GateError(
+            f"{moved} bytes moved, {moved / launch.minimum_bytes:.2f} x the minimum of {launch.minimum_bytes}"
+        )
+
+
+def check_values(launch: Launch) -> None:
+    """Rule 3: outputs equal the reference, and what must stay untouched is untouched."""
+    for name, expected in launch.expected.items():
+        actual = launch.tensor(name)
+        absolute, relative = launch.tolerance
+        # Fresh outputs are NaN on purpose: a cell that should stay so must be NaN in both.
+        torch.testing.assert_close(actual, expected, atol=absolute, rtol=relative, equal_nan=True, msg=_prefix(name))
+
+
+def _prefix(name: str) -> Any:
+    return lambda message: f"{name}: {message}"
+
+
+def run_on_cpu(case: Case, launch: Launch, compiled: Compiled) -> None:
+    """Execute the lowered linalg."""
+    linalg_cpu.run(compiled.linalg, list(_runtime(case, launch).values()), launch.grid)
+
+
+def run_simulated(case: Case, launch: Launch, compiled: Compiled) -> simulator.Counts:
+    """Execute the final device code."""
+    return simulator.Chip(compiled.device).run(_runtime(case, launch), launch.grid, launch.reachable)
+
+
+def _runtime(case: Case, launch: Launch) -> dict[str, Any]:
+    names = specialise(case.kernel, dict(launch.arguments)).runtime
+    return {name: launch.arguments[name] for name in names}

@@ -1,0 +1,199 @@
+"""The LoRA kernels in every configuration that their launcher can choose, for the gate."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from kernels.lora import reference, triton_ascend, triton_ascend_kernels
+from kernels.lora.maps import LoraMaps, LoraStack, Segment
+from tests.ascend.gate.cases import Case, Launch
+from tests.tolerances import OP
+
+NUM_VECTOR_CORES = 40
+MAPS = frozenset({"token_segment", "segment_starts", "places", "first_rows", "ranks", "scalings", "a_table", "chunks"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """An example step, in sizes.
+
+    lengths      tokens of each segment; num_base tokens of the base model follow
+    ranks        [slice][segment]; 0 = the slice is not targeted
+    widths       output columns of each slice
+    num_spare    padding segments of the maps
+    """
+
+    lengths: Sequence[int]
+    ranks: Sequence[Sequence[int]]
+    in_features: int
+    widths: Sequence[int]
+    num_base: int = 0
+    num_spare: int = 2
+    dtype: torch.dtype = torch.bfloat16
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """A step with its tensors; rows that no adapter owns are NaN, so that reading one shows."""
+
+    step: Step
+    x: torch.Tensor
+    out: torch.Tensor
+    stack: LoraStack
+    maps: LoraMaps
+
+
+def make_maps(step: Step, first_rows: Sequence[int]) -> LoraMaps:
+    """Maps of the step: segment i is at place i."""
+    starts = [0]
+    for length in step.lengths:
+        starts.append(starts[-1] + length)
+    num_segments = len(step.lengths)
+    segments = tuple(Segment(starts[i], starts[i + 1], i, (first_rows[i],)) for i in range(num_segments))
+    token_segment = [i for i, length in enumerate(step.lengths) for _ in range(length)] + [-1] * step.num_base
+    spare = [-1] * step.num_spare
+    return LoraMaps(
+        segments,
+        len(token_segment),
+        torch.tensor(starts + [starts[-1]] * step.num_spare, dtype=torch.int32),
+        torch.tensor([*range(num_segments), *spare], dtype=torch.int32),
+        torch.tensor([[*first_rows, *spare]], dtype=torch.int32),
+        torch.tensor(token_segment, dtype=torch.int32),
+        torch.tensor([num_segments], dtype=torch.int32),
+    )
+
+
+def make_data(step: Step, seed: int = 0) -> Data:
+    """Random tensors; an adapter's rows are as many as its largest rank, rounded up to 16."""
+    random = torch.Generator().manual_seed(seed)
+    largest = [max(of_slices) for of_slices in zip(*step.ranks, strict=True)]
+    first_rows, num_rows = [], 16  # the first range stays free, so that row 0 is nobody's
+    for rank in largest:
+        first_rows.append(num_rows if rank else -1)
+        num_rows += -(-rank // 16) * 16
+    maps = make_maps(step, first_rows)
+    a = tuple(torch.full((num_rows, step.in_features), torch.nan, dtype=step.dtype) for _ in step.widths)
+    b = tuple(torch.full((num_rows, width), torch.nan, dtype=step.dtype) for width in step.widths)
+    for s, of_segments in enumerate(step.ranks):
+        for first_row, rank in zip(first_rows, of_segments, strict=True):
+            for rows, features in ((a[s], step.in_features), (b[s], step.widths[s])):
+                values = torch.randn(rank, features, generator=random) * features**-0.25
+                rows[max(first_row, 0) : max(first_row, 0) + rank] = values.to(step.dtype)
+    scalings = torch.rand(len(step.widths), len(step.lengths), generator=random) + 0.5
+    starts = [sum(step.widths[:s]) for s in range(len(step.widths))]
+    stack = LoraStack(
+        a, b, torch.tensor(step.ranks, dtype=torch.int32), scalings, 0, tuple(starts),
+        [list(ranks) for ranks in step.ranks], scalings.tolist(),
+    )  # fmt: skip
+    x = torch.randn(maps.num_tokens, step.in_features, generator=random).to(step.dtype)
+    out = torch.randn(maps.num_tokens, sum(step.widths), generator=random).to(step.dtype)
+    return Data(step, x, out, stack, maps)
+
+
+def _width(step: Step) -> int:
+    return max(16, -(-max(max(ranks) for ranks in step.ranks) // 16) * 16)
+
+
+def _row_bytes(step: Step, features: Sequence[int]) -> int:
+    """Bytes of the active adapters' rows, ranks rounded up to nothing."""
+    ranks = zip(step.ranks, features, strict=True)
+    return sum(sum(of_segments) * wide for of_segments, wide in ranks) * step.dtype.itemsize
+
+
+def _visits(data: Data) -> int:
+    """Pairs of a token tile and a segment that meet; a tile of base tokens counts as one."""
+    tile = triton_ascend.FEW_TILE_TOKENS
+    pairs = {(t // tile, s) for t, s in enumerate(data.maps.token_segment.tolist())}
+    return len(pairs)
+
+
+def shrink(step: Step, judge_traffic: bool = False) -> Launch:
+    """A shrink of the step, against the reference split by split."""
+    data = make_data(step)
+    h = triton_ascend.allocate_partials(data.x, data.stack, data.maps, _width(step), NUM_VECTOR_CORES)
+    h.fill_(torch.nan)
+    plan = triton_ascend.plan_shrink(data.x, h, data.stack, data.maps, NUM_VECTOR_CORES)
+    split_size = plan.arguments["split_size"]
+    expected = h.clone()
+    for split in range(h.shape[2]):
+        part = slice(split * split_size, (split + 1) * split_size)
+        stack = dataclasses.replace(data.stack, a=tuple(a[:, part] for a in data.stack.a))
+        columns = torch.full(h.shape[:2] + h.shape[3:], torch.nan)
+        reference.lora_shrink(data.x[:, part], stack, data.maps, out=columns)
+        expected[:, :, split] = columns
+    for segment in data.maps.segments:  # the last block of an adapter's ranks is written in full, with zeros
+        for s, of_segments in enumerate(step.ranks):
+            rank = of_segments[segment.place]
+            expected[s, segment.start : segment.end, :, rank : -(-rank // 16) * 16] = 0
+    tokens = sum(step.lengths)
+    h_bytes = sum(r * n for ranks in step.ranks for r, n in zip(ranks, step.lengths, strict=True)) * 4
+    minimum = tokens * step.in_features * step.dtype.itemsize + h_bytes
+    minimum += _row_bytes(step, [step.in_features] * len(step.widths))
+    return Launch(
+        plan.arguments,
+        plan.grid,
+        {"h_ptr": expected},
+        MAPS,
+        _visits(data) * h.shape[0] * h.shape[2],
+        {f"a{s}": a for s, a in enumerate(data.stack.a)},
+        minimum if judge_traffic else None,
+        (1e-4, 1e-4),
+    )
+
+
+def expand(step: Step, overwrite: bool = False, judge_traffic: bool = False) -> Launch:
+    """An expand of the step from partial sums that are NaN wherever it has no business."""
+    data = make_data(step)
+    h = triton_ascend.allocate_partials(data.x, data.stack, data.maps, _width(step), NUM_VECTOR_CORES)
+    h.fill_(torch.nan)
+    random = torch.Generator().manual_seed(1)
+    for segment in data.maps.segments:
+        for s, of_segments in enumerate(step.ranks):
+            mine = h[s, segment.start : segment.end, :, : of_segments[segment.place]]
+            mine.copy_(torch.randn(mine.shape, generator=random))
+    plan = triton_ascend.plan_expand(h, data.out, data.stack, data.maps, NUM_VECTOR_CORES, overwrite=overwrite)
+    expected = data.out.clone()
+    reference.lora_expand(h.double().sum(2), expected, data.stack, data.maps, overwrite=overwrite)
+    tokens = sum(step.lengths)
+    h_bytes = sum(r * n for ranks in step.ranks for r, n in zip(ranks, step.lengths, strict=True)) * 4
+    out_bytes = tokens * sum(step.widths) * step.dtype.itemsize
+    minimum = h_bytes + _row_bytes(step, step.widths) + out_bytes * (1 if overwrite else 2)
+    return Launch(
+        plan.arguments,
+        plan.grid,
+        {"out_ptr": expected},
+        MAPS,
+        _visits(data) * plan.arguments["num_chunks"],
+        {f"b{s}": b for s, b in enumerate(data.stack.b)},
+        minimum if judge_traffic else None,
+        OP[step.dtype],
+    )
+
+
+FOUR = Step([16] * 4, [[16] * 4], 4096, [4096])
+SIXTY_FOUR = Step([1] * 64, [[16] * 64], 4096, [4096])
+ODD = Step([3, 20, 1], [[16, 5, 40]], 1000, [777], num_base=4)
+PACKED = Step([2, 1, 5], [[16, 8, 0], [16, 0, 0], [3, 33, 0]], 500, [300, 40, 8], num_base=1)
+ONE = Step([1], [[8]], 4096, [4096])
+
+_Maker = Callable[..., Launch]
+
+
+def _launches(make: _Maker) -> dict[str, Callable[[], Launch]]:
+    return {
+        "4 adapters": partial(make, FOUR, judge_traffic=True),
+        "64 adapters": partial(make, SIXTY_FOUR, judge_traffic=True),
+        "odd sizes": partial(make, ODD),
+        "packed": partial(make, PACKED),
+        "one token": partial(make, ONE),
+    }
+
+
+CASES = [
+    Case("lora_shrink_few", triton_ascend_kernels.lora_shrink_few, _launches(shrink), work_loop_depth=2),
+    Case("lora_expand_few", triton_ascend_kernels.lora_expand_few, _launches(expand), work_loop_depth=2),
+]

@@ -1,0 +1,8 @@
+"""Every kernel that goes through the gate. A new kernel adds its module's CASES here."""
+
+from __future__ import annotations
+
+from tests.ascend import lora_cases
+from tests.ascend.gate.cases import Case
+
+CASES: list[Case] = [*lora_cases.CASES]
