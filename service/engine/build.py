@@ -30,4 +30,4 @@ def build_engine(config: EngineConfig) -> Engine:
         )
         host = HostTier(Path(config.store_root), loaded.layout, config.host_tier_bytes, dtype=row_dtype)
         loaded.model.bind_rows(rows)
-    return Engine(ModelRunner(loaded, config), rows, host, config)
+    return Engine(ModelRunner(loaded, config, platform), rows, host, config)

@@ -114,6 +114,8 @@ class Engine:
             dtype=self.capacity.dtype,
             device=str(self.capacity.device),
             pid=pid,
+            row_element_bytes=self.capacity.row_element_bytes,
+            row_alignment=self.capacity.row_alignment,
         )
 
     def handle(self, message: Submit | Abort | Load | Evict) -> None:
@@ -166,7 +168,7 @@ class Engine:
             choices = self._sample(logits, shares)
             self._publish(choices)
             self._settle(shares, choices, started)
-        return self._take_events()
+        return self.take_events()
 
     def run_until_idle(self, timeout_seconds: float = 60.0) -> list[Event]:
         """Step until no request is left, waiting for adapter loads in between; for use without the process."""
@@ -209,6 +211,11 @@ class Engine:
         known = sorted(sequence.key for sequence in self._sequences.values())
         queued = [*self.scheduler.waiting, *self.scheduler.running]
         assert known == sorted(sequence.key for sequence in queued), "a request is lost"
+
+    def forget_history(self) -> None:
+        """Reset records and counters, after a warm-up."""
+        self.records = StepRecords()
+        self.num_steps = 0
 
     def close(self) -> None:
         self.desk.close()
@@ -340,7 +347,8 @@ class Engine:
         self.scheduler.remove(sequence)
         self._events.append(message)
 
-    def _take_events(self) -> list[Event]:
+    def take_events(self) -> list[Event]:
+        """What there is to tell since the last call; `step` returns it too."""
         events: list[Event] = [*self.desk.take_states(), *self._events]
         self._events = []
         return events

@@ -91,7 +91,10 @@ ToEngine = Submit | Abort | Load | Evict | Drain
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded and warm. Sizes that admission needs."""
+    """The model is loaded and warm. Sizes that admission needs.
+
+    row_element_bytes, row_alignment  what `adapters.row_plan.plan_rows` needs beside the budget; 0 where LoRA is off
+    """
 
     max_model_len_tokens: int
     kv_capacity_tokens: int
@@ -99,6 +102,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     dtype: str
     device: str
     pid: int
+    row_element_bytes: int = 0
+    row_alignment: int = 0
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from kernels.platform import Platform
 from service.engine.batch import StepBatch
 from service.engine.config import EngineConfig
 
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The model and its caches in numbers. num_lines 0: no convolution layers. num_groups: see `BaseLayout.groups`."""
+    """The model and its caches in numbers. num_lines 0: no convolution layers. num_groups: see `BaseLayout.groups`;
+    row_element_bytes, row_alignment: of the LoRA rows, 0 where LoRA is off."""
 
     vocab_size: int
     max_model_len_tokens: int
@@ -30,6 +32,8 @@ class Capacity:
     has_length_limits: bool
     dtype: str
     device: torch.device
+    row_element_bytes: int = 0
+    row_alignment: int = 0
 
 
 class Runner(Protocol):
@@ -44,10 +48,10 @@ class Runner(Protocol):
 class ModelRunner:
     """A loaded model, its LoRA rows bound, with its caches."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, platform: Platform) -> None:
         from service.models.caches import allocate_caches
 
-        self.capacity = capacity_of(loaded, config)
+        self.capacity = capacity_of(loaded, config, platform)
         self._model = loaded.model
         self._caches = allocate_caches(
             loaded.facts,
@@ -62,7 +66,7 @@ class ModelRunner:
         return self._model.forward(batch, self._caches)
 
 
-def capacity_of(loaded: LoadedModel, config: EngineConfig) -> Capacity:
+def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -> Capacity:
     """How the byte budgets divide into blocks and lines; the null block and the null line come on top.
 
     Raises ValueError if a budget does not hold a single block or line.
@@ -93,4 +97,6 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig) -> Capacity:
         has_length_limits=facts.needs_rope_limits,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=loaded.device,
+        row_element_bytes=platform.row_dtype(loaded.dtype).itemsize if config.row_bytes else 0,
+        row_alignment=platform.row_alignment if config.row_bytes else 0,
     )

@@ -1,0 +1,312 @@
+"""The API process's end: starts the engine process, restarts it, and gives each request its stream of messages.
+
+Imports no torch. Everything runs in one event loop, and `start` must be called in a thread that outlives the engine
+(the kernel ends the engine with the thread that started it).
+
+Who owns: the client owns the process and the streams; a stream is owned by who submitted. Closing a stream early
+aborts its request. A stream that is read slowly holds its own messages (at most one per token) and delays nobody. When
+the engine dies, every stream raises EngineDied once its messages are read; requests are never sent again silently. The
+next engine starts empty and reads its adapters from the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Literal
+
+from service.engine.config import EngineConfig
+from service.engine.messages import (
+    Abort,
+    AdapterState,
+    Drain,
+    Evict,
+    Fatal,
+    Finished,
+    FromEngine,
+    Load,
+    Ready,
+    Stats,
+    Submit,
+    ToEngine,
+    Tokens,
+)
+from service.engine.wire import frame, read_from_engine
+
+log = logging.getLogger(__name__)
+
+State = Literal["starting", "ready", "restarting", "draining", "down"]
+MAX_DEATHS = 3
+DEATHS_WITHIN_SECONDS = 60.0
+EXIT_GRACE_SECONDS = 5.0
+
+
+class EngineDied(RuntimeError):
+    """The engine ended, or was not there, before the request did; one sentence. The request may be sent again."""
+
+
+class TokenStream(AsyncIterator[Tokens | Finished]):
+    """Messages of one request: Tokens, then one Finished. Raises EngineDied if the engine ends before."""
+
+    def __init__(self, request_id: str, on_close: Callable[[str], None]) -> None:
+        self._request_id = request_id
+        self._on_close = on_close
+        self._messages: deque[Tokens | Finished] = deque()
+        self._news = asyncio.Event()
+        self._death: str | None = None
+        self._is_over = False
+
+    def push(self, message: Tokens | Finished) -> None:
+        self._messages.append(message)
+        self._news.set()
+
+    def die(self, error: str) -> None:
+        self._death = error
+        self._news.set()
+
+    async def __anext__(self) -> Tokens | Finished:
+        while not self._messages and not self._is_over:
+            if self._death is not None:
+                self._is_over = True
+                raise EngineDied(self._death)
+            self._news.clear()
+            await self._news.wait()
+        if self._is_over:
+            raise StopAsyncIteration
+        message = self._messages.popleft()
+        self._is_over = isinstance(message, Finished)
+        return message
+
+    async def aclose(self) -> None:
+        """Give up; the engine forgets the request unless it is over. Safe to call at any time."""
+        if not self._is_over:
+            self._is_over = True
+            self._news.set()
+            self._on_close(self._request_id)
+
+
+class EngineClient:
+    """See the module's docstring. `state_error` is one sentence while the state is "restarting" or "down"."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.state: State = "starting"
+        self.state_error: str | None = None
+        self.ready: Ready | None = None
+        self.stats: Stats | None = None
+        self.num_restarts = 0
+        self._streams: dict[str, TokenStream] = {}
+        self._evicting: set[str] = set()
+        self._stats_listeners: list[Callable[[Stats], None]] = []
+        self._adapter_listeners: list[Callable[[AdapterState], None]] = []
+        self._changed = asyncio.Event()
+        self._supervisor: asyncio.Task[None] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._fatal: str | None = None
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Start the engine process and keep it running; returns at once."""
+        assert self._supervisor is None, "started twice"
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+
+    async def wait_ready(self) -> Ready:
+        """Wait until the engine is ready. Raises EngineDied when it is down for good."""
+        while self.state != "ready" or self.ready is None:
+            if self.state in ("down", "draining"):
+                raise EngineDied(self.state_error or "The engine is down.")
+            self._changed.clear()
+            await self._changed.wait()
+        return self.ready
+
+    async def drain(self, limit_seconds: float) -> None:
+        """Let running requests finish, up to `limit_seconds`, and wait for the engine's end. New ones are refused."""
+        was_ready = self.state == "ready"
+        self._set_state("draining")
+        if self._supervisor is None:
+            self._set_state("down")
+            return
+        if was_ready:
+            self._send(Drain(limit_seconds))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._supervisor), limit_seconds + EXIT_GRACE_SECONDS)
+        await self.close()
+
+    async def close(self) -> None:
+        """Kill the engine process if it lives; every open stream raises EngineDied."""
+        if self.state != "down":
+            self._set_state("draining")
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+        if self._supervisor is not None:
+            await self._supervisor
+
+    # ---- requests; none of these waits
+
+    def submit(self, request: Submit) -> TokenStream:
+        """Send a request to the engine, now. The stream says how it went, also if the engine is not there."""
+        assert request.request_id not in self._streams, "request ids are unique"
+        stream = TokenStream(request.request_id, self.abort)
+        if self.state != "ready":
+            stream.die(self.state_error or f"The engine is not ready ({self.state}).")
+            return stream
+        self._streams[request.request_id] = stream
+        self._send(request)
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; its stream ends without another message. Unknown ids are ignored."""
+        if self._streams.pop(request_id, None) is not None:
+            self._send(Abort(request_id))
+
+    def load(self, digest: str) -> None:
+        """Hint that the adapter will be wanted. Nothing happens while the engine is not ready."""
+        if self.state == "ready":
+            self._send(Load(digest))
+
+    def evict(self, digest: str) -> None:
+        """Forget an adapter; AdapterState "gone" is told to the listeners when no running request uses it any more."""
+        if self.state in ("ready", "draining") and self._writer is not None:
+            self._evicting.add(digest)
+            self._send(Evict(digest))
+        else:
+            self._tell_adapter(AdapterState(digest, "gone"))
+
+    def on_stats(self, listener: Callable[[Stats], None]) -> None:
+        """Call `listener` with every Stats, in the event loop."""
+        self._stats_listeners.append(listener)
+
+    def on_adapter_state(self, listener: Callable[[AdapterState], None]) -> None:
+        """Call `listener` with every AdapterState, in the event loop."""
+        self._adapter_listeners.append(listener)
+
+    # ---- inner parts
+
+    async def _supervise(self) -> None:
+        """Run engines one after the other until one says that it cannot start, or too many have died."""
+        deaths: deque[float] = deque()
+        while True:
+            was_ready, error = await self._live()
+            self._lose_all(error)
+            if self.state == "draining":
+                self._set_state("down", "The server is shutting down.")
+                return
+            if self._fatal is not None and not was_ready:
+                self._set_state("down", self._fatal)
+                return
+            now = time.monotonic()
+            deaths.append(now)
+            while now - deaths[0] > DEATHS_WITHIN_SECONDS:
+                deaths.popleft()
+            if len(deaths) >= MAX_DEATHS:
+                seconds = round(DEATHS_WITHIN_SECONDS)
+                self._set_state("down", f"The engine died {MAX_DEATHS} times within {seconds} seconds. Last: {error}")
+                return
+            self._set_state("restarting", error)
+            self.num_restarts += 1
+
+    async def _live(self) -> tuple[bool, str]:
+        """The whole life of one engine process. Returns whether it was ever ready, and how it ended."""
+        self._fatal = None
+        ours, theirs = socket.socketpair()
+        try:
+            # fd 2 for its stdout: nothing but logs may come out of the engine.
+            self._process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "service.engine.process", str(theirs.fileno())),
+                pass_fds=(theirs.fileno(),),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=2,
+                env=_environment(),
+            )
+        except OSError as error:
+            ours.close()
+            return False, f"The engine process could not be started: {error}"
+        finally:
+            theirs.close()
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._writer.write(frame(self.config))
+        if self.state == "draining":  # closed while the process was being made
+            self._process.kill()
+        while (messages := await read_from_engine(reader)) is not None:
+            for message in messages:
+                self._take(message)
+        self._writer.close()
+        self._writer = None
+        if self.state == "ready":
+            self._set_state("restarting", "The engine process has ended.")
+        code = await self._exit_code(self._process)
+        was_ready, self.ready = self.ready is not None, None
+        ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        return was_ready, self._fatal or f"The engine process {ending}."
+
+    async def _exit_code(self, process: asyncio.subprocess.Process) -> int:
+        """Its stream has ended, so it must end soon, or is helped to."""
+        try:
+            return await asyncio.wait_for(process.wait(), EXIT_GRACE_SECONDS)
+        except TimeoutError:
+            process.kill()
+            return await process.wait()
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case Tokens():
+                stream = self._streams.get(message.request_id)
+                if stream is not None:
+                    stream.push(message)
+            case Finished():
+                stream = self._streams.pop(message.request_id, None)
+                if stream is not None:
+                    stream.push(message)
+            case Stats():
+                self.stats = message
+                for listener in self._stats_listeners:
+                    listener(message)
+            case AdapterState():
+                self._tell_adapter(message)
+            case Ready():
+                self.ready = message
+                if self.state != "draining":
+                    self._set_state("ready")
+            case Fatal():
+                self._fatal = message.error
+
+    def _tell_adapter(self, state: AdapterState) -> None:
+        if state.state == "gone":
+            self._evicting.discard(state.adapter)
+        for listener in self._adapter_listeners:
+            listener(state)
+
+    def _lose_all(self, error: str) -> None:
+        """The engine is gone, and with it all requests, and all adapters that were on their way out."""
+        log.log(logging.INFO if self.state == "draining" else logging.ERROR, "engine: %s", error)
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.die(error)
+        for digest in list(self._evicting):
+            self._tell_adapter(AdapterState(digest, "gone"))
+
+    def _send(self, message: ToEngine) -> None:
+        """Into the socket's buffer. After the engine's end it goes nowhere, and the streams are told of that."""
+        if self._writer is not None:
+            self._writer.write(frame([message]))
+
+    def _set_state(self, state: State, error: str | None = None) -> None:
+        self.state, self.state_error = state, error
+        self._changed.set()
+
+
+def _environment() -> dict[str, str]:
+    """The engine imports the same tree as this process, however that was found."""
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

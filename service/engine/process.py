@@ -1,0 +1,168 @@
+"""The engine process: `python -m service.engine.process FD`, started by `client.py` with one end of a socket pair.
+
+Threads: the main one steps the engine and writes; one reads the socket into an inbox; one reads adapters from disk.
+Life: the parent's death ends it, by the end of the stream and, should the reader be stuck, by the kernel's
+parent-death signal. SIGINT and SIGTERM reach a whole process group but are the parent's to judge, so they are ignored
+here. Nothing needs to be put away on kill -9: the engine only reads the store.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from service.engine.config import EngineConfig
+from service.engine.messages import Drain, Fatal, Finished, FromEngine, Sampling, Submit, ToEngine
+from service.engine.wire import EngineSide
+
+if TYPE_CHECKING:
+    from service.engine.engine import Engine
+
+log = logging.getLogger("multilora.engine")
+
+_PR_SET_PDEATHSIG = 1
+SHUTTING_DOWN = "The server is shutting down."
+
+
+class EngineProcess:
+    """Feeds messages to the engine and sends out what it says."""
+
+    def __init__(self, engine: Engine, side: EngineSide, inbox: queue.SimpleQueue[ToEngine]) -> None:
+        self._engine = engine
+        self._side = side
+        self._inbox = inbox
+        self._drain_deadline: float | None = None
+        self._refused: list[FromEngine] = []
+        self._stats_sent_at = 0.0
+        self._stats_are_due = True
+
+    def run(self) -> None:
+        """Until a drain has ended."""
+        engine = self._engine
+        while not self._is_drained():
+            engine.wake.clear()
+            self._take_messages()
+            num_steps = engine.num_steps
+            messages: list[FromEngine] = [*self._refused, *engine.step()]
+            self._refused.clear()
+            is_idle = engine.num_steps == num_steps
+            self._stats_are_due |= bool(messages) or not is_idle
+            if self._stats_are_due and (is_idle or self._stats_are_old()):
+                messages.append(engine.stats())
+                self._stats_are_due, self._stats_sent_at = False, time.monotonic()
+            if messages:
+                self._side.write(messages)
+            if is_idle:
+                engine.wake.wait(self._seconds_to_deadline())
+
+    def _take_messages(self) -> None:
+        while not self._inbox.empty():
+            message = self._inbox.get()
+            self._stats_are_due = True
+            if isinstance(message, Drain):
+                self._drain_deadline = time.monotonic() + message.limit_seconds
+            elif isinstance(message, Submit) and self._drain_deadline is not None:
+                self._refused.append(Finished(message.request_id, "error", error=SHUTTING_DOWN))
+            else:
+                self._engine.handle(message)
+
+    def _stats_are_old(self) -> bool:
+        return time.monotonic() - self._stats_sent_at >= self._engine.config.stats_interval_seconds
+
+    def _seconds_to_deadline(self) -> float | None:
+        if self._drain_deadline is None:
+            return None
+        return 0.0 if self._engine.num_requests == 0 else max(self._drain_deadline - time.monotonic(), 0.0)
+
+    def _is_drained(self) -> bool:
+        if self._drain_deadline is None:
+            return False
+        if self._engine.num_requests and time.monotonic() >= self._drain_deadline:
+            self._engine.fail_all(SHUTTING_DOWN)
+            self._side.write(self._engine.take_events())
+        return self._engine.num_requests == 0
+
+
+def main() -> int:
+    """Returns the exit code."""
+    _die_with_parent()
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    side = EngineSide(int(sys.argv[1]))
+    config = side.read_config()
+    if config is None:
+        return 0
+    logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+    wake: list[threading.Event] = []
+    threading.Thread(target=_read, args=(side, inbox, wake), name="reader", daemon=True).start()
+    try:
+        engine = _start(config)
+    except Exception as error:
+        log.exception("the engine cannot start")
+        side.write([Fatal(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")])
+        return 1
+    wake.append(engine.wake)
+    side.write([engine.ready(os.getpid())])
+    try:
+        EngineProcess(engine, side, inbox).run()
+    except Exception as error:
+        log.exception("the engine cannot go on")
+        side.write([Fatal(f"The engine failed: {type(error).__name__}: {error}")])
+        return 1
+    return 0
+
+
+def _start(config: EngineConfig) -> Engine:
+    """Load and warm up. Imports torch only here, when the reader is already listening for the parent's death."""
+    import torch
+
+    from service.engine.build import build_engine
+
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    engine = build_engine(config)
+    warm_up(engine)
+    return engine
+
+
+def warm_up(engine: Engine) -> None:
+    """One full prefill and two decode steps, so that the first request does not pay for what is set up lazily."""
+    limit = min(engine.capacity.max_model_len_tokens, engine.kv_capacity_tokens)
+    num_prompt = min(engine.config.token_budget, limit - 3)
+    if num_prompt < 1:
+        return
+    sampling = Sampling(max_tokens=3, temperature=1.0, top_p=0.9, ignore_eos=True)
+    engine.submit(Submit("warm-up", (0,) * num_prompt, sampling))
+    engine.run_until_idle()
+    engine.forget_history()
+
+
+def _read(side: EngineSide, inbox: queue.SimpleQueue[ToEngine], wake: list[threading.Event]) -> None:
+    """The reader thread. Without a parent there is nobody to work for: the process ends here, at once."""
+    while (messages := side.read()) is not None:
+        for message in messages:
+            inbox.put(message)
+        for event in wake:
+            event.set()
+    os._exit(0)
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to kill this process when the thread that started it ends; other systems have the socket only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    # Skips the teardown of torch's threads, which can take seconds; everything is written by now.
+    code = main()
+    logging.shutdown()
+    os._exit(code)
