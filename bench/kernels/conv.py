@@ -1,0 +1,163 @@
+"""The rows of causal convolution: our kernels against the best peer's time on an H200.
+
+    python -m bench.kernels.conv [--json FILE]
+
+Each row is checked against the reference before it is timed. Peers' times were measured on an H200 in the same harness
+(vLLM 0.33.0, SGLang 0.5.23, fla-core 0.6.0, causal-conv1d 1.7.0; the best of the four stands here); ratios to it mean
+something on that GPU only, while `of copy_` is measured in this run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.kernels.timing import copy_microseconds, num_sets, time_graph
+from kernels.causal_conv1d import ops, reference
+
+UPDATE_ROWS = {  # (channels, width, sequences): best peer, microseconds
+    (2048, 4, 256): 4.4,
+    (2048, 4, 32): 2.7,
+    (8192, 4, 256): 12.7,
+    (8192, 4, 32): 3.4,
+    (8192, 3, 256): 11.0,
+}
+PREFILL_ROWS = {  # (channels, width, tokens, sequences): best peer, microseconds
+    (2048, 4, 16384, 8): 58.7,
+    (2048, 4, 2048, 1): 7.2,
+    (8192, 4, 16384, 8): 220.5,
+    (8192, 4, 16384, 1): 176.1,
+    (8192, 4, 2048, 1): 24.8,
+}
+UPDATE_BAR, PREFILL_BAR, COPY_BAR = 0.88, 0.82, 0.85
+
+
+@dataclass(frozen=True)
+class Result:
+    """One measured row; `bytes_moved` counts x, output, states read and written, weights, bias: each once."""
+
+    name: str
+    microseconds: float
+    peer_microseconds: float
+    bytes_moved: int
+
+    @property
+    def ratio(self) -> float:
+        return self.microseconds / self.peer_microseconds
+
+
+def update_arguments(dim: int, width: int, num_sequences: int) -> dict[str, Any]:
+    generator = torch.Generator(device="cuda").manual_seed(num_sequences)
+
+    def values(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda", generator=generator).bfloat16()
+
+    lines = torch.randperm(num_sequences, device="cuda", generator=generator).int() + 1
+    return {
+        "x": values(num_sequences, dim),
+        "weight": values(width, dim),
+        "bias": values(dim),
+        "conv_states": values(num_sequences + 1, width - 1, dim),
+        "state_indices": lines,
+        "activation": "silu",
+        "out": torch.empty(num_sequences, dim, device="cuda", dtype=torch.bfloat16),
+    }
+
+
+def prefill_arguments(dim: int, width: int, num_tokens: int, num_sequences: int) -> dict[str, Any]:
+    arguments = update_arguments(dim, width, num_sequences)
+    x = torch.randn(num_tokens, dim, device="cuda").bfloat16()
+    starts = torch.arange(num_sequences + 1, device="cuda", dtype=torch.int32) * (num_tokens // num_sequences)
+    has_initial_state = torch.ones(num_sequences, device="cuda", dtype=torch.bool)
+    return {
+        **arguments,
+        "x": x,
+        "out": torch.empty_like(x),
+        "query_start_loc": starts,
+        "has_initial_state": has_initial_state,
+    }
+
+
+def bytes_moved(arguments: dict[str, Any]) -> int:
+    x, states, weight = arguments["x"], arguments["conv_states"], arguments["weight"]
+    kept = (states.shape[0] - 1) * states.shape[1] * states.shape[2] * states.element_size()
+    return 2 * x.numel() * x.element_size() + 2 * kept + (weight.numel() + weight.shape[1]) * weight.element_size()
+
+
+def check(op_name: str, arguments: dict[str, Any], num_tokens: int) -> None:
+    """Compare with the reference on the first tokens and channels, all sequences, on the CPU."""
+    host = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
+    states = arguments["conv_states"].clone()
+    arguments["out"].fill_(torch.nan)
+    result = getattr(ops, op_name)(**{**arguments, "conv_states": states})
+    assert not result.isnan().any(), "an output was not written"
+    few = slice(0, 64)
+    host = {**host, "x": host["x"][:num_tokens, few], "out": None, "bias": host["bias"][few]}
+    host |= {"conv_states": host["conv_states"][..., few].clone(), "weight": host["weight"][:, few].contiguous()}
+    if "query_start_loc" in host:
+        host["query_start_loc"] = host["query_start_loc"].clamp(max=num_tokens)
+    truth = getattr(reference, op_name)(**host)
+    torch.testing.assert_close(result[:num_tokens, few].cpu().float(), truth.float(), atol=3e-2, rtol=3e-2)
+    if num_tokens == arguments["x"].shape[0]:
+        assert torch.equal(states[..., few].cpu(), host["conv_states"]), "the states differ"
+
+
+def measure(name: str, op_name: str, arguments: list[dict[str, Any]], peer_microseconds: float) -> Result:
+    check(op_name, arguments[0], min(arguments[0]["x"].shape[0], 256))
+    op = getattr(ops, op_name)
+    microseconds = time_graph([lambda chosen=chosen: op(**chosen) for chosen in arguments])
+    return Result(name, microseconds, peer_microseconds, bytes_moved(arguments[0]))
+
+
+def measure_update(dim: int, width: int, num_sequences: int) -> Result:
+    first = update_arguments(dim, width, num_sequences)
+    sets = [first] + [update_arguments(dim, width, num_sequences) for _ in range(num_sets(bytes_moved(first)) - 1)]
+    name = f"conv.update.d{dim}.w{width}.b{num_sequences}"
+    return measure(name, "causal_conv1d_update", sets, UPDATE_ROWS[dim, width, num_sequences])
+
+
+def measure_prefill(dim: int, width: int, num_tokens: int, num_sequences: int) -> Result:
+    row = (dim, width, num_tokens, num_sequences)
+    first = prefill_arguments(*row)
+    sets = [first] + [prefill_arguments(*row) for _ in range(max(2, num_sets(bytes_moved(first))) - 1)]
+    name = f"conv.prefill.d{dim}.w{width}.t{num_tokens}.s{num_sequences}"
+    return measure(name, "causal_conv1d_prefill", sets, PREFILL_ROWS[row])
+
+
+def report(title: str, results: list[Result], bar: float) -> None:
+    print(f"| {title} | us | best peer us | ratio | TB/s |\n|---|---|---|---|---|")
+    for result in results:
+        rate = result.bytes_moved / result.microseconds / 1e6
+        times = f"{result.microseconds:.2f} | {result.peer_microseconds} | {result.ratio:.3f} | {rate:.2f}"
+        print(f"| {result.name} | {times} |")
+    mean = math.exp(sum(math.log(result.ratio) for result in results) / len(results))
+    print(
+        f"geometric mean {mean:.3f} (bar {bar}), slowest row {max(result.ratio for result in results):.3f} (bar 1.0)\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="where to write the rows")
+    options = parser.parse_args()
+    updates = [measure_update(*row) for row in UPDATE_ROWS]
+    prefills = [measure_prefill(*row) for row in PREFILL_ROWS]
+    report("update", updates, UPDATE_BAR)
+    report("prefill", prefills, PREFILL_BAR)
+    large = prefills[list(PREFILL_ROWS).index((8192, 4, 16384, 1))]
+    copy = copy_microseconds(16384 * 8192 * 2)
+    share = copy / large.microseconds
+    print(f"copy_ of 16384 x 8192: {copy:.1f} us; prefill runs at {share:.1%} of its rate (bar {COPY_BAR:.0%})")
+    if options.json:
+        rows = [{**asdict(result), "ratio": result.ratio} for result in updates + prefills]
+        options.json.write_text(json.dumps({"rows": rows, "copy_microseconds": copy}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

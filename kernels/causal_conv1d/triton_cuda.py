@@ -1,0 +1,497 @@
+"""The causal convolution for NVIDIA GPUs: one Triton kernel for prefill, one for update.
+
+Same signatures and semantics as `ops.py`, which has checked the arguments. Threads own channels and walk over tokens,
+so that an input is read once and stays in a register for all of its taps. Grids follow from shapes alone and nothing is
+read back, so that a call can be captured in a graph; what changes with the batch is not specialised.
+
+Both kernels keep rows of channels [BLOCK_D] in tuples, which unroll at compile time.
+"""
+
+# Triton's functions are untyped, and its tuples grow by `+` alone.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment, var-annotated"
+# ruff: noqa: RUF005
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+NULL_LINE = tl.constexpr(0)
+SEARCH_BLOCK = tl.constexpr(128)
+USE_PDL = False
+
+_METADATA = [
+    "starts_ptr",
+    "lines_ptr",
+    "initial_ptr",
+    "accepted_ptr",
+    "source_block_ptr",
+    "first_block_ptr",
+    "last_block_ptr",
+    "computed_ptr",
+    "num_tokens",
+    "num_sequences",
+    "stride_lines",
+    "block_size_tokens",
+    "pad_slot",
+]
+
+
+@triton.jit
+def _row(ptr, gate_ptr, token, stride, stride_gate, channel, mask):
+    """One input row [BLOCK_D]: x, or B * x rounded to x's dtype. int64 addresses: tokens * stride may pass 2^31."""
+    row = tl.load(ptr + token.to(tl.int64) * stride + channel, mask=mask, other=0.0)
+    if gate_ptr is not None:
+        gate = tl.load(gate_ptr + token.to(tl.int64) * stride_gate + channel, mask=mask, other=0.0)
+        row = (row.to(tl.float32) * gate.to(tl.float32)).to(row.dtype)
+    return row
+
+
+@triton.jit
+def _taps(weight_ptr, bias_ptr, dim, channel, mask, WIDTH: tl.constexpr):
+    """The taps, a tuple of WIDTH rows, and the bias row, in float32."""
+    taps = ()
+    for tap in tl.static_range(WIDTH):
+        taps = taps + (tl.load(weight_ptr + tap * dim + channel, mask=mask, other=0.0).to(tl.float32),)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
+    else:
+        bias = tl.zeros(channel.shape, tl.float32)
+    return taps, bias
+
+
+@triton.jit
+def _output(rows, first: tl.constexpr, taps, bias, SILU: tl.constexpr, WIDTH: tl.constexpr):
+    """act(bias + sum_i taps[i] * rows[first + i]): the bias first, then the taps, oldest first."""
+    total = bias
+    for tap in tl.static_range(WIDTH):
+        total += rows[first + tap].to(tl.float32) * taps[tap]
+    if SILU:
+        total = total / (1.0 + tl.exp(-total))
+    return total
+
+
+@triton.jit
+def _store_output(total, out_ptr, gate_ptr, token, stride_out, stride_gate, channel, mask):
+    if gate_ptr is not None:
+        gate = tl.load(gate_ptr + token.to(tl.int64) * stride_gate + channel, mask=mask, other=0.0)
+        total = total * gate.to(tl.float32)
+    tl.store(out_ptr + token.to(tl.int64) * stride_out + channel, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _line(lines_ptr, block_ptr, sequence, stride_lines, pad_slot, mask):
+    """State line of a sequence (int64) and whether it is a real one; without lines_ptr sequence n owns line n."""
+    if lines_ptr is None:
+        return sequence.to(tl.int64), mask
+    else:
+        column = 0
+        if block_ptr is not None:
+            column = tl.load(block_ptr + sequence, mask=mask, other=0)
+        line = tl.load(lines_ptr + sequence.to(tl.int64) * stride_lines + column, mask=mask, other=0)
+        return line.to(tl.int64), (line > NULL_LINE) & (line != pad_slot)
+
+
+@triton.jit
+def _write_state(states_ptr, line, end, start, history, x_ptr, gate_in_ptr, stride_x, stride_gate_in, stride_line,
+                 stride_row, channel, mask, HALO: tl.constexpr):  # fmt: skip
+    """Keep the HALO inputs before the sequence's token `end`, which are history where the sequence is shorter."""
+    for row in tl.static_range(HALO):
+        position = end + row  # in concat(history, inputs)
+        kept = _row(x_ptr, gate_in_ptr, start + position - HALO, stride_x, stride_gate_in, channel,
+                    mask & (position >= HALO)).to(states_ptr.dtype.element_ty)  # fmt: skip
+        for past in tl.static_range(HALO):
+            kept = tl.where(position == past, history[past], kept)
+        tl.store(states_ptr + line * stride_line + row * stride_row + channel, kept, mask=mask)
+
+
+@triton.jit
+def _head(x_ptr, states_ptr, initial_ptr, gate_in_ptr, gate_out_ptr, out_ptr, lines_ptr, first_block_ptr,
+          last_block_ptr, computed_ptr, sequence, start, end, source, taps, bias, block_size_tokens, pad_slot, stride_x,
+          stride_gate_in, stride_gate_out, stride_out, stride_line, stride_row, stride_lines, channel, mask,
+          SILU: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+    """The first WIDTH - 1 tokens of a sequence, which reach into its history, and every state it leaves behind.
+
+    One program reads the old state and writes all new ones, so that no other can overtake it.
+    """
+    HALO: tl.constexpr = WIDTH - 1
+    rows = ()
+    if states_ptr is not None:
+        has_history = False
+        if initial_ptr is not None:
+            has_history = tl.load(initial_ptr + sequence) != 0
+        for row in tl.static_range(HALO):
+            address = states_ptr + source * stride_line + row * stride_row + channel
+            rows = rows + (tl.load(address, mask=mask & has_history, other=0.0),)
+    else:
+        for _ in tl.static_range(HALO):
+            rows = rows + (tl.zeros(channel.shape, tl.float32),)
+    history = rows
+    for row in tl.static_range(HALO):
+        is_token = mask & (start + row < end)
+        rows = rows + (_row(x_ptr, gate_in_ptr, start + row, stride_x, stride_gate_in, channel, is_token),)
+    for row in tl.static_range(HALO):
+        total = _output(rows, row, taps, bias, SILU, WIDTH)
+        _store_output(total, out_ptr, gate_out_ptr, start + row, stride_out, stride_gate_out, channel,
+                      mask & (start + row < end))  # fmt: skip
+    if states_ptr is not None:
+        # The new state may land on the old one, which other threads may still be reading.
+        tl.debug_barrier()
+        length = end - start
+        if first_block_ptr is not None:
+            computed = tl.load(computed_ptr + sequence)
+            for block in range(tl.load(first_block_ptr + sequence), tl.load(last_block_ptr + sequence)):
+                boundary = (block + 1) * block_size_tokens - computed
+                line = tl.load(lines_ptr + sequence.to(tl.int64) * stride_lines + block)
+                if (boundary > 0) & (boundary <= length) & (line > NULL_LINE) & (line != pad_slot):
+                    _write_state(states_ptr, line.to(tl.int64), boundary, start, history, x_ptr, gate_in_ptr, stride_x,
+                                 stride_gate_in, stride_line, stride_row, channel, mask, HALO)  # fmt: skip
+        target, is_kept = _line(lines_ptr, last_block_ptr, sequence, stride_lines, pad_slot, True)
+        if is_kept:
+            _write_state(states_ptr, target, length, start, history, x_ptr, gate_in_ptr, stride_x, stride_gate_in,
+                         stride_line, stride_row, channel, mask, HALO)  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_METADATA)
+def _prefill_kernel(
+    x_ptr,  # [num_tokens, dim]
+    weight_ptr,  # [WIDTH, dim]
+    bias_ptr,  # [dim] or None
+    states_ptr,  # [lines, state_len, dim] or None
+    gate_in_ptr,  # like x or None
+    gate_out_ptr,  # like x or None
+    out_ptr,  # like x
+    starts_ptr,  # [num_sequences + 1]
+    lines_ptr,  # [num_sequences] or [num_sequences, blocks] or None
+    initial_ptr,  # [num_sequences] or None
+    source_block_ptr,  # [num_sequences] or None, like the next three
+    first_block_ptr,
+    last_block_ptr,
+    computed_ptr,
+    num_tokens,
+    num_sequences,
+    block_size_tokens,
+    pad_slot,
+    stride_lines,
+    dim,
+    stride_x,
+    stride_gate_in,
+    stride_gate_out,
+    stride_out,
+    stride_line,
+    stride_row,
+    WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    HALO: tl.constexpr = WIDTH - 1
+    first_token = tl.program_id(0) * BLOCK_T
+    channel = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = channel < dim
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    taps, bias = _taps(weight_ptr, bias_ptr, dim, channel, mask, WIDTH)
+    rows = ()  # tokens [first_token - HALO, first_token + BLOCK_T)
+    for row in tl.static_range(BLOCK_T + HALO):
+        token = first_token + row - HALO
+        is_token = mask & (token >= 0) & (token < num_tokens)
+        rows = rows + (_row(x_ptr, gate_in_ptr, token, stride_x, stride_gate_in, channel, is_token),)
+
+    # Sequences [first, last) have tokens in this tile; empty ones at the end of a captured batch are not walked over.
+    num_real_tokens = tl.load(starts_ptr + num_sequences)
+    stop = tl.minimum(first_token + BLOCK_T, num_real_tokens)
+    first = -1
+    last = 0
+    for base in range(0, num_sequences, SEARCH_BLOCK):
+        index = base + tl.arange(0, SEARCH_BLOCK)
+        starts = tl.load(starts_ptr + index, mask=index < num_sequences, other=2147483647)
+        first += tl.sum((starts <= first_token).to(tl.int32), 0)
+        last += tl.sum((starts < stop).to(tl.int32), 0)
+    for index in range(last - first):
+        sequence = first + index
+        start = tl.load(starts_ptr + sequence)
+        end = tl.load(starts_ptr + sequence + 1)
+        source, is_live = _line(lines_ptr, source_block_ptr, sequence, stride_lines, pad_slot, True)
+        if is_live:
+            for row in tl.static_range(BLOCK_T):
+                token = first_token + row
+                total = _output(rows, row, taps, bias, SILU, WIDTH)
+                _store_output(total, out_ptr, gate_out_ptr, token, stride_out, stride_gate_out, channel,
+                              mask & (token >= start + HALO) & (token < end))  # fmt: skip
+            if (start >= first_token) & (start < end):
+                _head(x_ptr, states_ptr, initial_ptr, gate_in_ptr, gate_out_ptr, out_ptr, lines_ptr, first_block_ptr,
+                      last_block_ptr, computed_ptr, sequence, start, end, source, taps, bias, block_size_tokens,
+                      pad_slot, stride_x, stride_gate_in, stride_gate_out, stride_out, stride_line, stride_row,
+                      stride_lines, channel, mask, SILU, WIDTH)  # fmt: skip
+        elif not IN_PLACE:
+            _zero_rows(out_ptr, tl.maximum(start, first_token), tl.minimum(end, stop), stride_out, channel, mask)
+    if not IN_PLACE:
+        _zero_rows(out_ptr, tl.maximum(num_real_tokens, first_token), tl.minimum(first_token + BLOCK_T, num_tokens),
+                   stride_out, channel, mask)  # fmt: skip
+
+
+@triton.jit
+def _zero_rows(out_ptr, start, end, stride_out, channel, mask):
+    zeros = tl.zeros(channel.shape, out_ptr.dtype.element_ty)
+    for index in range(end - start):
+        token = start + index
+        tl.store(out_ptr + token.to(tl.int64) * stride_out + channel, zeros, mask=mask)
+
+
+@triton.jit(do_not_specialize=_METADATA)
+def _update_kernel(
+    x_ptr,  # rows [tokens, dim]
+    weight_ptr,  # [WIDTH, dim]
+    bias_ptr,  # [dim] or None
+    states_ptr,  # [lines, state_len, dim]
+    gate_in_ptr,  # like x or None
+    gate_out_ptr,  # like x or None
+    out_ptr,  # like x
+    starts_ptr,  # [num_sequences + 1] or None: every sequence has TOKENS tokens
+    lines_ptr,  # [num_sequences] or [num_sequences, blocks] or None
+    accepted_ptr,  # [num_sequences] or None
+    source_block_ptr,  # [num_sequences] or None, like the next one
+    last_block_ptr,
+    num_tokens,
+    num_sequences,
+    pad_slot,
+    stride_lines,
+    dim,
+    stride_x,
+    stride_gate_in,
+    stride_gate_out,
+    stride_out,
+    stride_line,
+    stride_row,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SILU: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    HALO: tl.constexpr = WIDTH - 1
+    sequence = tl.program_id(0)
+    channel = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = channel < dim
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    taps, bias = _taps(weight_ptr, bias_ptr, dim, channel, mask, WIDTH)
+    start = sequence * TOKENS
+    length = TOKENS
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + sequence)
+        length = tl.load(starts_ptr + sequence + 1) - start
+    source, is_live = _line(lines_ptr, source_block_ptr, sequence, stride_lines, pad_slot, True)
+    first_row = 0
+    if accepted_ptr is not None:
+        first_row = tl.where(is_live, tl.load(accepted_ptr + sequence) - 1, 0)
+
+    rows = ()  # history, then the tokens
+    for row in tl.static_range(HALO):
+        address = states_ptr + source * stride_line + (first_row + row) * stride_row + channel
+        rows = rows + (tl.load(address, mask=mask & is_live, other=0.0),)
+    for row in tl.static_range(TOKENS):
+        is_token = mask & (row < length)
+        rows = rows + (_row(x_ptr, gate_in_ptr, start + row, stride_x, stride_gate_in, channel, is_token),)
+
+    for row in tl.static_range(TOKENS):
+        total = _output(rows, row, taps, bias, SILU, WIDTH)
+        total = tl.where(is_live, total, 0.0)
+        is_written = mask & (row < length)
+        if IN_PLACE:
+            is_written = is_written & is_live
+        _store_output(total, out_ptr, gate_out_ptr, start + row, stride_out, stride_gate_out, channel, is_written)
+
+    target = source
+    is_kept = is_live & (length > 0)
+    if last_block_ptr is not None:
+        target, is_real = _line(lines_ptr, last_block_ptr, sequence, stride_lines, pad_slot, True)
+        is_kept = is_kept & is_real
+    # Rows of the state are read above and written below by the same program, though not always by the same thread.
+    tl.debug_barrier()
+    target_ptr = states_ptr + target * stride_line + channel
+    if accepted_ptr is not None:
+        for row in tl.static_range(HALO - 1 + TOKENS):
+            kept = rows[row + 1].to(states_ptr.dtype.element_ty)
+            tl.store(target_ptr + row * stride_row, kept, mask=mask & is_kept & (row < HALO - 1 + length))
+    else:
+        for row in tl.static_range(HALO):
+            kept = rows[row + TOKENS].to(states_ptr.dtype.element_ty)
+            if starts_ptr is not None:
+                for shorter in tl.static_range(1, TOKENS):
+                    kept = tl.where(length == shorter, rows[row + shorter].to(states_ptr.dtype.element_ty), kept)
+            tl.store(target_ptr + row * stride_row, kept, mask=mask & is_kept)
+    if starts_ptr is not None and not IN_PLACE:  # noqa: SIM102 - settled when compiling, the inner one is not
+        if sequence == num_sequences - 1:
+            _zero_rows(out_ptr, start + length, num_tokens, stride_out, channel, mask)
+
+
+def causal_conv1d_prefill(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_states: torch.Tensor | None,
+    query_start_loc: torch.Tensor,
+    state_indices: torch.Tensor | None = None,
+    has_initial_state: torch.Tensor | None = None,
+    *,
+    activation: str | bool | None = None,
+    gate_in: torch.Tensor | None = None,
+    gate_out: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    initial_state_idx: torch.Tensor | None = None,
+    block_idx_first_scheduled_token: torch.Tensor | None = None,
+    block_idx_last_scheduled_token: torch.Tensor | None = None,
+    num_computed_tokens: torch.Tensor | None = None,
+    block_size_tokens: int | None = None,
+    pad_slot_id: int | None = -1,
+    query_starts: Sequence[int] | None = None,  # noqa: ARG001 - the kernel reads query_start_loc
+) -> torch.Tensor:
+    """See `ops.causal_conv1d_prefill`. In place, x is copied first: tiles read tokens that their neighbours write."""
+    in_place = out is not None and out.data_ptr() == x.data_ptr()
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    num_sequences = query_start_loc.shape[0] - 1
+    if x.numel() == 0:
+        return out
+    if num_sequences == 0:
+        return out if in_place else out.zero_()
+    if in_place:
+        x = x.clone()
+    num_tokens, dim = x.shape
+    block_t, block_d, num_warps = prefill_tile(num_tokens, dim, is_gated=gate_in is not None or gate_out is not None)
+    grid = (triton.cdiv(num_tokens, block_t), triton.cdiv(dim, block_d))
+    _prefill_kernel[grid](
+        x,
+        weight,
+        bias,
+        conv_states,
+        gate_in,
+        gate_out,
+        out,
+        query_start_loc,
+        state_indices,
+        has_initial_state,
+        initial_state_idx,
+        block_idx_first_scheduled_token,
+        block_idx_last_scheduled_token,
+        num_computed_tokens,
+        num_tokens,
+        num_sequences,
+        block_size_tokens or 0,
+        pad_slot_id if pad_slot_id is not None else 0,
+        0 if state_indices is None else state_indices.stride(0),
+        dim,
+        x.stride(0),
+        0 if gate_in is None else gate_in.stride(0),
+        0 if gate_out is None else gate_out.stride(0),
+        out.stride(0),
+        0 if conv_states is None else conv_states.stride(0),
+        0 if conv_states is None else conv_states.stride(1),
+        WIDTH=weight.shape[0],
+        SILU=activation in ("silu", "swish", True),
+        IN_PLACE=in_place,
+        BLOCK_T=block_t,
+        BLOCK_D=block_d,
+        PDL=USE_PDL,
+        num_warps=num_warps,
+        launch_pdl=USE_PDL,
+    )
+    return out
+
+
+def causal_conv1d_update(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_states: torch.Tensor,
+    state_indices: torch.Tensor | None = None,
+    *,
+    activation: str | bool | None = None,
+    gate_in: torch.Tensor | None = None,
+    gate_out: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    query_start_loc: torch.Tensor | None = None,
+    max_query_len: int | None = None,
+    num_accepted_tokens: torch.Tensor | None = None,
+    initial_state_idx: torch.Tensor | None = None,
+    block_idx_last_scheduled_token: torch.Tensor | None = None,
+    pad_slot_id: int | None = -1,
+    query_starts: Sequence[int] | None = None,  # noqa: ARG001 - the kernel reads query_start_loc
+) -> torch.Tensor:
+    """See `ops.causal_conv1d_update`."""
+    in_place = out is not None and out.data_ptr() == x.data_ptr()
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel() == 0:
+        return out
+    if query_start_loc is None:
+        num_sequences, tokens_each = x.shape[0], 1 if x.dim() == 2 else x.shape[1]
+    else:
+        assert max_query_len is not None
+        num_sequences, tokens_each = query_start_loc.shape[0] - 1, max_query_len
+    if num_sequences == 0:
+        return out if in_place else out.zero_()
+    dim = x.shape[-1]
+    block_d, num_warps = update_tile(num_sequences, dim)
+    _update_kernel[(num_sequences, triton.cdiv(dim, block_d))](
+        x,
+        weight,
+        bias,
+        conv_states,
+        gate_in,
+        gate_out,
+        out,
+        query_start_loc,
+        state_indices,
+        num_accepted_tokens,
+        initial_state_idx,
+        block_idx_last_scheduled_token,
+        x.numel() // dim,
+        num_sequences,
+        pad_slot_id if pad_slot_id is not None else 0,
+        0 if state_indices is None else state_indices.stride(0),
+        dim,
+        _row_stride(x),
+        _row_stride(gate_in),
+        _row_stride(gate_out),
+        _row_stride(out),
+        conv_states.stride(0),
+        conv_states.stride(1),
+        WIDTH=weight.shape[0],
+        TOKENS=tokens_each,
+        SILU=activation in ("silu", "swish", True),
+        IN_PLACE=in_place,
+        BLOCK_D=block_d,
+        PDL=USE_PDL,
+        num_warps=num_warps,
+        launch_pdl=USE_PDL,
+    )
+    return out
+
+
+def prefill_tile(num_tokens: int, dim: int, *, is_gated: bool) -> tuple[int, int, int]:
+    """(tokens, channels, warps) of a tile, from the padded shapes alone."""
+    return 16, min(1024, triton.next_power_of_2(dim)), 4
+
+
+def update_tile(num_sequences: int, dim: int) -> tuple[int, int]:
+    """(channels, warps) of a program, from the padded shapes alone."""
+    return min(512, triton.next_power_of_2(dim)), 2
+
+
+def _row_stride(tensor: torch.Tensor | None) -> int:
+    """Distance of two tokens in a [tokens, dim] or [sequences, tokens, dim] tensor."""
+    if tensor is None:
+        return 0
+    return tensor.stride(0) if tensor.dim() == 2 or tensor.shape[1] == 1 else tensor.stride(1)
