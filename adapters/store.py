@@ -18,38 +18,41 @@ Typical request:
 
 from __future__ import annotations
 
+import threading
+import time
+import uuid
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from adapters import extras
+from adapters.base_weights import BaseWeights
+from adapters.disk import Alias, StoreFiles
+from adapters.errors import Conflict, InvalidName, NotFound, TooLarge
 from adapters.layout import BaseLayout
+from adapters.paths import NAME, TEMPLATE_FILE, TENSOR_FILE, layout_fingerprint
 from adapters.records import AdapterRecord, Manifest
 from adapters.row_plan import RowPlan
+from adapters.upload import Budget, Part, Staging, StoreLimits, disk_full_is_ours
+from adapters.validate import check_headers, module_reports, write_canonical
 
-
-@dataclass(frozen=True, slots=True)
-class StoreLimits:
-    """What one upload may cost.
-
-    max_upload_bytes      bytes received, all parts together; also the bound of what an archive unpacks to
-    max_files             parts or archive members
-    free_disk_floor_bytes refuse to write when less than this would stay free on the store's file system
-    """
-
-    max_upload_bytes: int = 4 << 30
-    max_files: int = 256
-    free_disk_floor_bytes: int = 256 << 20
+__all__ = ["AdapterStore", "Lease", "Part", "StoreLimits", "Upload"]
 
 
 class Lease:
     """Keeps an adapter's files while held, also after its name is deleted. Release it exactly once (`with` does)."""
 
-    record: AdapterRecord
+    def __init__(self, store: AdapterStore, record: AdapterRecord) -> None:
+        self._store = store
+        self._held = True
+        self.record = record
 
     def release(self) -> None:
         """The last release of a digest that no name points at removes its files and calls `on_gone(digest)`."""
-        raise NotImplementedError
+        assert self._held, "a lease is released once"
+        self._held = False
+        self._store._release(self.record.digest)
 
     def __enter__(self) -> Lease:
         return self
@@ -58,25 +61,12 @@ class Lease:
         self.release()
 
 
-class Part:
-    """A file of an upload, open for writing; a context manager. Not thread-safe by itself."""
-
-    def write(self, data: bytes) -> int:
-        """Append. Raises TooLarge or StorageFull the moment a limit is passed."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-    def __enter__(self) -> Part:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
-
-
 class Upload:
     """One adapter on its way in, staged in the store's own file system. One thread at a time."""
+
+    def __init__(self, store: AdapterStore, staging: Staging) -> None:
+        self._store = store
+        self._staging: Staging | None = staging
 
     def open_part(self, part_name: str, file_name: str | None = None) -> Part:
         """Open the next file, recognised by its part name ("adapter_config", "adapter_model", "archive") or else by
@@ -84,12 +74,12 @@ class Upload:
 
         Raises Unsupported for pickles and other weight files, Malformed for a file given twice or not recognised.
         """
-        raise NotImplementedError
+        return self._open_staging().open_part(part_name, file_name)
 
     def add_directory(self, path: Path) -> None:
         """Take the files of a PEFT directory on this machine instead of parts. The caller has checked that the
         operator allows the path. Symbolic links that leave the directory are refused."""
-        raise NotImplementedError
+        self._open_staging().add_directory(path)
 
     def finish(self, name: str) -> tuple[AdapterRecord, bool]:
         """Check everything, publish, and point `name` at it. Returns (record, created); created is False when the name
@@ -98,17 +88,30 @@ class Upload:
         Raises InvalidName, Conflict, Malformed, Unsupported, BindingError, RowsExceeded, TooLarge, StorageFull; after
         any of them the upload is discarded.
         """
-        raise NotImplementedError
+        staging = self._open_staging()
+        try:
+            self._store.check_name(name)
+            with disk_full_is_ours():
+                manifest, ready = self._store._prepare(staging)
+                return self._store._publish(name, manifest, ready)
+        finally:
+            self.discard()
 
     def discard(self) -> None:
         """Forget the upload and remove what it wrote. Does nothing after finish() or a second time."""
-        raise NotImplementedError
+        if self._staging is not None:
+            self._staging.remove()
+            self._staging = None
 
     def __enter__(self) -> Upload:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.discard()
+
+    def _open_staging(self) -> Staging:
+        assert self._staging is not None, "the upload is over"
+        return self._staging
 
 
 class AdapterStore:
@@ -136,53 +139,184 @@ class AdapterStore:
         base_token_id: Callable[[str], int | None] | None = None,
         on_gone: Callable[[str], None] | None = None,
     ) -> None:
-        raise NotImplementedError
+        self.limits = limits or StoreLimits()
+        self.base_name = base_name
+        self.on_gone = on_gone
+        self._layout = layout
+        self._fingerprint = layout_fingerprint(layout)
+        self._base = BaseWeights(base_dir) if base_dir is not None else None
+        self._row_plan = row_plan
+        self._base_token_id = base_token_id
+        self._files = StoreFiles(root / self._fingerprint)
+        self._lock = threading.Lock()
+        # Guarded by the lock: the three tables, and every change of names/ and adapters/ on disk.
+        self._names: dict[str, Alias] = self._files.recover()
+        self._manifests: dict[str, Manifest] = {}
+        self._leases: Counter[str] = Counter()
 
     def close(self) -> None:
         """Release the lock. Uploads in progress are discarded by the next open."""
-        raise NotImplementedError
+        self._files.close()
+
+    # ---- uploads
 
     def check_name(self, name: str) -> None:
         """Raises InvalidName, or Conflict for the base model's name. Call it before reading a body."""
-        raise NotImplementedError
+        if not NAME.fullmatch(name):
+            raise InvalidName(
+                "An adapter's name has 1 to 128 letters, digits, '.', '_' and '-', and starts with a letter or a digit."
+            )
+        if name == self.base_name:
+            raise Conflict(f"The name {name!r} is the base model's; choose another.")
 
     def begin(self, *, declared_bytes: int | None = None) -> Upload:
         """Start an upload. `declared_bytes` (Content-Length) is checked first: TooLarge, StorageFull."""
-        raise NotImplementedError
+        if declared_bytes is not None and declared_bytes > self.limits.max_upload_bytes:
+            raise TooLarge(f"The upload is larger than the limit of {self.limits.max_upload_bytes} bytes.")
+        Budget(self._files.staging, self.limits).check_disk(declared_bytes or 0)
+        with disk_full_is_ours():
+            return Upload(self, Staging(self._files.staging / uuid.uuid4().hex, self.limits))
+
+    def _prepare(self, staging: Staging) -> tuple[Manifest, Path]:
+        """Check a complete upload and write the directory to publish; returns it with its manifest."""
+        staging.unpack_archive()
+        config, tensors = staging.require()
+        tokenizer_config = staging.read("tokenizer_config")
+        vocab_size = next((p.in_features for p in self._layout.projections if p.kind == "embedding"), None)
+        extras.check_vocabulary(
+            staging.read("added_tokens"), tokenizer_config, staging.read("tokenizer"), vocab_size, self._base_token_id
+        )
+        template = extras.chat_template(staging.read("template"), tokenizer_config)
+        template_bytes = None if template is None else template.encode()
+        binding = check_headers(config, tensors, self._layout, self._row_plan, self._base)
+        modules = module_reports(binding)
+        num_bytes = sum(report.num_bytes for report in modules)
+        staging.budget.check_disk(num_bytes)
+        ready = staging.directory / "ready"
+        ready.mkdir()
+        digest = write_canonical(binding, tensors, ready / TENSOR_FILE, template_bytes)
+        ignored = [f"The file {name} is not needed and was left out." for name in staging.ignored]
+        manifest = Manifest(
+            digest=digest,
+            layout=self._fingerprint,
+            rank=max(report.rank for report in modules),
+            num_bytes=num_bytes,
+            rows=binding.rows,
+            modules=modules,
+            notes=(*binding.notes, *ignored),
+            has_chat_template=template is not None,
+        )
+        self._files.complete(ready, config, template_bytes, manifest)
+        return manifest, ready
+
+    def _publish(self, name: str, manifest: Manifest, ready: Path) -> tuple[AdapterRecord, bool]:
+        digest = manifest.digest
+        with self._lock:
+            taken = self._names.get(name)
+            if taken is not None and taken.digest != digest:
+                raise Conflict(
+                    f"The name {name!r} is taken by another adapter; delete that first or choose another name."
+                )
+            if taken is not None:
+                return AdapterRecord(name, taken.created_at_seconds, self._manifest(digest)), False
+            self._files.publish(ready, digest)
+            alias = Alias(digest, time.time())
+            try:
+                self._files.write_name(name, alias)
+            except OSError:
+                self._remove_if_unused(digest)
+                raise
+            self._names[name] = alias
+            return AdapterRecord(name, alias.created_at_seconds, self._manifest(digest)), True
+
+    # ---- look-up
 
     def get(self, name: str) -> AdapterRecord:
         """Raises NotFound."""
-        raise NotImplementedError
+        with self._lock:
+            return self._record(name)
 
     def list(self) -> tuple[AdapterRecord, ...]:
         """All names, sorted."""
-        raise NotImplementedError
+        with self._lock:
+            return tuple(self._record(name) for name in sorted(self._names))
+
+    def manifest(self, digest: str) -> Manifest:
+        """Raises NotFound."""
+        with self._lock:
+            return self._manifest(digest)
+
+    def path_of(self, digest: str) -> Path:
+        """The published PEFT directory. Raises NotFound."""
+        return self._files.adapter(digest)
+
+    def chat_template(self, digest: str) -> str | None:
+        """The adapter's own chat template, None if it ships none. Raises NotFound."""
+        if not self.manifest(digest).has_chat_template:
+            return None
+        return (self.path_of(digest) / TEMPLATE_FILE).read_text(encoding="utf-8")
+
+    def _record(self, name: str) -> AdapterRecord:
+        alias = self._names.get(name)
+        if alias is None:
+            raise NotFound(f"The adapter {name[:200]!r} does not exist.")
+        return AdapterRecord(name, alias.created_at_seconds, self._manifest(alias.digest))
+
+    def _manifest(self, digest: str) -> Manifest:
+        if digest not in self._manifests:
+            self._manifests[digest] = self._files.read_manifest(digest)
+        return self._manifests[digest]
+
+    # ---- leases and deletion
 
     def lease(self, name: str) -> Lease:
         """Resolve a name and keep its files until the lease is released. Raises NotFound."""
-        raise NotImplementedError
+        with self._lock:
+            record = self._record(name)
+            self._leases[record.digest] += 1
+        return Lease(self, record)
+
+    def num_leases(self, digest: str) -> int:
+        """Leases held on the digest, for metrics and tests."""
+        return self._leases[digest]
 
     def delete(self, name: str) -> AdapterRecord:
         """Remove the name at once; the files go with the last lease, or now if nobody holds one and no other name
         points at them. Raises NotFound."""
-        raise NotImplementedError
+        with self._lock:
+            record = self._record(name)
+            self._files.remove_name(name)
+            del self._names[name]
+            is_gone = self._remove_if_unused(record.digest)
+        self._tell_if_gone(record.digest, is_gone)
+        return record
 
-    def manifest(self, digest: str) -> Manifest:
-        """Raises NotFound."""
-        raise NotImplementedError
+    def _release(self, digest: str) -> None:
+        with self._lock:
+            assert self._leases[digest] > 0, digest
+            self._leases[digest] -= 1
+            if self._leases[digest] == 0:
+                del self._leases[digest]
+            is_gone = self._remove_if_unused(digest)
+        self._tell_if_gone(digest, is_gone)
 
-    def path_of(self, digest: str) -> Path:
-        """The published PEFT directory. Raises NotFound."""
-        raise NotImplementedError
+    def _remove_if_unused(self, digest: str) -> bool:
+        """Under the lock."""
+        if self._leases.get(digest, 0) or any(alias.digest == digest for alias in self._names.values()):
+            return False
+        self._manifests.pop(digest, None)
+        self._files.remove_adapter(digest)
+        return True
 
-    def chat_template(self, digest: str) -> str | None:
-        """The adapter's own chat template, None if it ships none. Raises NotFound."""
-        raise NotImplementedError
-
-    def num_leases(self, digest: str) -> int:
-        """Leases held on the digest, for metrics and tests."""
-        raise NotImplementedError
+    def _tell_if_gone(self, digest: str, is_gone: bool) -> None:
+        if is_gone and self.on_gone is not None:
+            self.on_gone(digest)
 
     def check_integrity(self) -> None:
-        """Assert that names, leases and directories agree."""
-        raise NotImplementedError
+        """Assert that names, leases and directories agree, on disk and in memory."""
+        with self._lock:
+            assert self._files.names() == self._names
+            wanted = {alias.digest for alias in self._names.values()} | set(self._leases)
+            assert self._files.digests() == wanted
+            assert set(self._manifests) <= wanted
+            assert all(count > 0 for count in self._leases.values())

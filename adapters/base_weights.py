@@ -1,0 +1,85 @@
+"""The base checkpoint, as far as the store needs it: to tell a copy of a base weight from a changed one.
+
+PEFT saves the base's embedding beside an adapter that targets it. An identical copy is left out; a changed one would
+be full training under the name of LoRA, and is refused.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from adapters.binding import BaseCopy
+from adapters.errors import AdapterError
+from adapters.format import ELEMENT_BYTES, Tensor, parse_json_object, read_chunks, read_header
+
+if TYPE_CHECKING:
+    import numpy as np
+
+CHUNK_ELEMENTS = 1 << 18
+
+
+class BaseWeights:
+    """Reads `directory` (Hugging Face layout, safetensors) lazily; nothing is kept in memory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def repeats(self, copy: BaseCopy, path: Path) -> bool:
+        """Whether `copy`, in the file at `path`, equals the base's weight once that is rounded to the copy's dtype."""
+        found = self._find(f"{copy.slice.module}.weight")
+        if found is None and copy.slice.module == "lm_head":  # tied to the embedding, hence not in the checkpoint
+            found = self._find("model.embed_tokens.weight")
+        if found is None or found[1].shape != copy.tensor.shape:
+            return False
+        base_path, base = found
+        base_chunks = read_chunks(base_path, base, CHUNK_ELEMENTS * ELEMENT_BYTES[base.dtype])
+        copy_chunks = read_chunks(path, copy.tensor, CHUNK_ELEMENTS * ELEMENT_BYTES[copy.tensor.dtype])
+        return all(
+            _same(ours, base.dtype, theirs, copy.tensor.dtype)
+            for ours, theirs in zip(base_chunks, copy_chunks, strict=True)
+        )
+
+    def _find(self, name: str) -> tuple[Path, Tensor] | None:
+        index = self._directory / "model.safetensors.index.json"
+        path = self._directory / "model.safetensors"
+        try:
+            if index.exists():
+                file_name = parse_json_object(index.read_bytes(), "the base's index").get("weight_map", {}).get(name)
+                if file_name is None:
+                    return None
+                path = self._directory / file_name
+            tensor = read_header(path, any_dtype=True).get(name)
+        except (OSError, AdapterError):
+            return None
+        return None if tensor is None else (path, tensor)
+
+
+def _same(base: bytes, base_dtype: str, copy: bytes, copy_dtype: str) -> bool:
+    import numpy as np
+
+    if base_dtype == copy_dtype:
+        return base == copy
+    return bool(np.array_equal(_rounded(_widened(base, base_dtype), copy_dtype), _widened(copy, copy_dtype)))
+
+
+def _widened(data: bytes, dtype: str) -> np.ndarray[Any, Any]:
+    """float32 values."""
+    import numpy as np
+
+    if dtype == "BF16":
+        return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+    return np.frombuffer(data, "<f4" if dtype == "F32" else "<f2").astype("<f4")
+
+
+def _rounded(values: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+    """float32 values rounded to `dtype`, to nearest even."""
+    import numpy as np
+
+    if dtype == "BF16":
+        bits = values.view("<u4")
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view("<f4")
+    if dtype == "F16":
+        with np.errstate(over="ignore"):
+            return values.astype("<f2").astype("<f4")
+    return values

@@ -1,0 +1,135 @@
+"""Which modules a configuration's names and regular expressions match, exactly as PEFT decides it.
+
+Regular expressions come from strangers, and Python's can take exponential time. Plain names are matched here; anything
+with operators is matched in a child process with a time and a memory limit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+from adapters.config import AdapterConfig
+from adapters.errors import Malformed
+
+MATCH_SECONDS = 5.0
+ALL_LINEAR = "all-linear"
+_PLAIN = re.compile(r"[A-Za-z0-9_.]+")
+
+# Reads [method, [pattern...], [text...]], writes for each pattern the indices of the texts that it matches.
+_CHILD = """
+import json, re, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (512 << 20, 512 << 20))
+method, patterns, texts = json.load(sys.stdin)
+found = []
+for index, pattern in enumerate(patterns):
+    try:
+        match = getattr(re.compile(pattern), method)
+    except Exception as error:
+        json.dump({"broken": index, "why": str(error)}, sys.stdout)
+        sys.exit(0)
+    found.append([i for i, text in enumerate(texts) if match(text)])
+json.dump({"found": found}, sys.stdout)
+"""
+
+
+def targeted(config: AdapterConfig, paths: Sequence[str], linear_paths: Iterable[str]) -> set[str]:
+    """Those of `paths` (module paths as the trainer saw them) that the configuration adapts.
+
+    linear_paths: what "all-linear" stands for. Raises Malformed for a broken or too slow regular expression.
+    """
+    if isinstance(config.target_modules, str):
+        if config.target_modules.lower() == ALL_LINEAR:
+            found = set(paths) & set(linear_paths)
+        else:
+            found = _full_matches(config.target_modules, paths, "target_modules")
+    else:
+        found = {path for path in paths if _in_targets(config, config.target_modules, path)}
+    if isinstance(config.exclude_modules, str):
+        return found - (
+            _full_matches(config.exclude_modules, sorted(found), "exclude_modules") if config.exclude_modules else set()
+        )
+    return {path for path in found if not _ends_with_any(path, config.exclude_modules)}
+
+
+def pattern_values(keys: Sequence[str], paths: Sequence[str], what: str) -> dict[str, str]:
+    """path -> the first of `keys` that matches it; paths that none matches are left out.
+
+    As PEFT reads rank_pattern and alpha_pattern: a key is a regular expression for the path's end, beginning
+    after a dot or at the start.
+    """
+    regular = [key for key in keys if not _PLAIN.fullmatch(key)]
+    matches = _match_in_child("match", {key: rf"(.*\.)?({key})$" for key in regular}, paths, what)
+    found: dict[str, str] = {}
+    for key in keys:
+        hits = matches[key] if key in matches else [path for path in paths if _plain_key_matches(key, path)]
+        for path in hits:
+            found.setdefault(path, key)
+    return found
+
+
+def _plain_key_matches(key: str, path: str) -> bool:
+    """re.match(rf"(.*\\.)?({key})$", path) for a key of word characters and dots, a dot matching any character."""
+    before, tail = path[: -len(key)], path[-len(key) :]
+    if len(tail) < len(key) or (before and not before.endswith(".")):
+        return False
+    return tail == key or all(wanted in (".", found) for wanted, found in zip(key, tail, strict=True))
+
+
+def _in_targets(config: AdapterConfig, names: Sequence[str], path: str) -> bool:
+    if path in names:
+        return True  # PEFT does not look at the layers of a path given in full
+    if not _ends_with_any(path, names):
+        return False
+    return config.layers_to_transform is None or _layer_of(path, config.layers_pattern) in config.layers_to_transform
+
+
+def _layer_of(path: str, layers_pattern: Sequence[str]) -> int | None:
+    if not layers_pattern:
+        match = re.match(r".*?\.[^.]*\.(?P<index>\d+)\.", path)
+        return int(match["index"]) if match else None
+    for name in layers_pattern:
+        match = re.match(rf"(?:^|.*?\.){name}\.(?P<index>\d+)\.", path)
+        if match:
+            return int(match["index"])
+    return None
+
+
+def _ends_with_any(path: str, names: Sequence[str]) -> bool:
+    return any(path == name or path.endswith(f".{name}") for name in names)
+
+
+def _full_matches(pattern: str, paths: Sequence[str], what: str) -> set[str]:
+    if not pattern or _PLAIN.fullmatch(pattern):
+        return {path for path in paths if re.fullmatch(pattern, path)}
+    return set(_match_in_child("fullmatch", {pattern: pattern}, paths, what)[pattern])
+
+
+def _match_in_child(
+    method: Literal["match", "fullmatch"], patterns: Mapping[str, str], paths: Sequence[str], what: str
+) -> dict[str, list[str]]:
+    """name -> paths that its pattern matches. `patterns` maps names (for messages) to regular expressions."""
+    if not patterns:
+        return {}
+    fault = f"adapter_config.json: {what} holds a regular expression that"
+    try:
+        child = subprocess.run(
+            [sys.executable, "-I", "-S", "-c", _CHILD],
+            input=json.dumps([method, list(patterns.values()), list(paths)]).encode(),
+            capture_output=True,
+            timeout=MATCH_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise Malformed(f"{fault} takes too long to match; write it more simply or list the modules.") from None
+    if child.returncode != 0:
+        raise Malformed(f"{fault} could not be evaluated; write it more simply or list the modules.")
+    answer = json.loads(child.stdout)
+    names = list(patterns)
+    if "broken" in answer:
+        raise Malformed(f"{fault} is not valid: {names[answer['broken']][:200]!r} ({answer['why'][:200]}).")
+    return {name: [paths[i] for i in hits] for name, hits in zip(names, answer["found"], strict=True)}

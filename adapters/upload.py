@@ -1,0 +1,215 @@
+"""One adapter on its way in: parts are written below the store's staging directory, within limits, then checked."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import IO
+
+from adapters.errors import Malformed, StorageFull, TooLarge, Unsupported
+from adapters.extras import KEPT_BYTES, Role, role_of, role_of_part
+from adapters.paths import CONFIG_FILE, TENSOR_FILE
+from adapters.unpack import adapter_root, unpack
+
+COPY_BYTES = 1 << 20
+# Free disk space is asked for again after this many bytes.
+DISK_CHECK_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """What one upload may cost.
+
+    max_upload_bytes      bytes received, all parts together; also the bound of what an archive unpacks to
+    max_files             parts, archive members or directory entries
+    free_disk_floor_bytes refuse to write when less than this would stay free on the store's file system
+    """
+
+    max_upload_bytes: int = 4 << 30
+    max_files: int = 256
+    free_disk_floor_bytes: int = 256 << 20
+
+
+class Budget:
+    """The running counts of one upload."""
+
+    def __init__(self, directory: Path, limits: StoreLimits) -> None:
+        self._directory = directory
+        self._limits = limits
+        self._num_bytes = 0
+        self._num_files = 0
+        self._checked_at = 0
+
+    def receive(self, num_bytes: int) -> None:
+        """Count bytes before they are written. Raises TooLarge, StorageFull."""
+        self._num_bytes += num_bytes
+        if self._num_bytes > self._limits.max_upload_bytes:
+            raise TooLarge(f"The upload is larger than the limit of {self._limits.max_upload_bytes} bytes.")
+        if self._num_bytes - self._checked_at >= DISK_CHECK_BYTES:
+            self.check_disk(num_bytes)
+
+    def check_disk(self, num_bytes: int) -> None:
+        """Raises StorageFull when writing `num_bytes` more would leave less free than the floor."""
+        self._checked_at = self._num_bytes
+        stat = os.statvfs(self._directory)
+        if stat.f_bavail * stat.f_frsize - num_bytes < self._limits.free_disk_floor_bytes:
+            raise StorageFull("The store's disk is too full to take this adapter; delete adapters that are not needed.")
+
+    def count_file(self) -> None:
+        self._num_files += 1
+        if self._num_files > self._limits.max_files:
+            raise TooLarge(f"The upload has more than {self._limits.max_files} files.")
+
+
+@contextmanager
+def disk_full_is_ours() -> Iterator[None]:
+    """Turn the operating system's "disk full" into StorageFull."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StorageFull("The store's disk is full; delete adapters that are not needed.") from None
+        raise
+
+
+class Part:
+    """A file of an upload, open for writing; a context manager. Not thread-safe by itself."""
+
+    def __init__(self, path: Path | None, role: Role, budget: Budget) -> None:
+        """`path` None counts the bytes and keeps nothing."""
+        self._file: IO[bytes] | None = path.open("xb") if path is not None else None
+        self._role = role
+        self._budget = budget
+        self._num_bytes = 0
+
+    def write(self, data: bytes) -> int:
+        """Append. Raises TooLarge or StorageFull the moment a limit is passed."""
+        self._budget.receive(len(data))
+        kept_bytes = KEPT_BYTES.get(self._role)
+        before, self._num_bytes = self._num_bytes, self._num_bytes + len(data)
+        if kept_bytes is not None and self._num_bytes > kept_bytes:
+            if self._role not in ("tokenizer", "ignored"):
+                raise TooLarge(f"The {self._role.replace('_', ' ')} file is larger than {kept_bytes} bytes.")
+            data_kept = data[: max(0, kept_bytes - before)]
+        else:
+            data_kept = data
+        if self._file is not None and data_kept:
+            with disk_full_is_ours():
+                self._file.write(data_kept)
+        return len(data)
+
+    def close(self) -> None:
+        if self._file is not None:
+            with disk_full_is_ours():
+                self._file.close()
+
+    def __enter__(self) -> Part:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class Staging:
+    """The files of one upload, by role, in a directory of their own."""
+
+    def __init__(self, directory: Path, limits: StoreLimits) -> None:
+        directory.mkdir()
+        self.directory = directory
+        self.limits = limits
+        self.budget = Budget(directory, limits)
+        self.files: dict[Role, Path] = {}
+        self.ignored: list[str] = []
+
+    def open(self, role: Role, shown_name: str) -> Part:
+        """Raises Malformed when the role is taken, TooLarge for too many files."""
+        self.budget.count_file()
+        if role == "ignored":
+            self.ignored.append(shown_name[:200])
+            return Part(None, role, self.budget)
+        path = self.directory / f"part-{role}"
+        self._assign(role, path, shown_name)
+        return Part(path, role, self.budget)
+
+    def _assign(self, role: Role, path: Path, shown_name: str) -> None:
+        if role in self.files:
+            raise Malformed(
+                f"The upload holds two files for the same purpose ({role}), the second {shown_name[:200]!r}."
+            )
+        self.files[role] = path
+
+    def open_part(self, part_name: str, file_name: str | None) -> Part:
+        return self.open(role_of_part(part_name, file_name), file_name or part_name)
+
+    def add_directory(self, directory: Path) -> None:
+        """Copy the files of a PEFT directory; its subdirectories are left out."""
+        try:
+            entries = sorted(directory.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            raise Malformed("There is no such adapter directory.") from None
+        inside = directory.resolve()
+        for entry in entries:
+            if entry.is_dir():
+                self.ignored.append(entry.name)
+                continue
+            if entry.resolve().parent != inside or not entry.is_file():
+                raise Unsupported(f"The file {entry.name[:200]!r} is a link or a device; only plain files are read.")
+            with entry.open("rb") as source, self.open(role_of(entry.name), entry.name) as part:
+                _copy(source, part.write)
+
+    def unpack_archive(self) -> None:
+        """Replace an uploaded archive by its files. Raises what `unpack` raises."""
+        archive = self.files.pop("archive", None)
+        if archive is None:
+            return
+        if self.files:
+            raise Malformed("The upload holds an archive and single files; send either.")
+        inner = Budget(self.directory, self.limits)
+        members: list[tuple[PurePosixPath, Role, Path | None]] = []
+
+        def sink(path: PurePosixPath, data: IO[bytes]) -> None:
+            role = role_of(path.name)
+            target = None if role == "ignored" else self.directory / f"member-{len(members)}"
+            members.append((path, role, target))
+            with Part(target, role, inner) as part:
+                _copy(data, part.write)
+
+        unpack(archive, sink, max_files=self.limits.max_files, max_bytes=self.limits.max_upload_bytes)
+        archive.unlink()
+        root = adapter_root([path for path, _, _ in members])
+        for path, role, target in members:
+            if target is None or path.parent != root:
+                self._leave_out(path, role)
+            else:
+                self._assign(role, target, str(path))
+
+    def _leave_out(self, path: PurePosixPath, role: Role) -> None:
+        if role == "tensors":
+            raise Malformed(f"The archive holds tensors apart from their {CONFIG_FILE}: {str(path)[:200]!r}.")
+        self.ignored.append(str(path)[:200])
+
+    def read(self, role: Role) -> bytes | None:
+        path = self.files.get(role)
+        return None if path is None else path.read_bytes()
+
+    def require(self) -> tuple[bytes, Path]:
+        """The config's text and the tensor file's path. Raises Malformed naming what is missing."""
+        config, tensors = self.read("config"), self.files.get("tensors")
+        if config is None or tensors is None:
+            missing = CONFIG_FILE if config is None else TENSOR_FILE
+            raise Malformed(f"The upload has no {missing}; send both {CONFIG_FILE} and {TENSOR_FILE}.")
+        return config, tensors
+
+    def remove(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def _copy(source: IO[bytes], write: Callable[[bytes], int]) -> None:
+    while chunk := source.read(COPY_BYTES):
+        write(chunk)

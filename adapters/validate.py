@@ -1,0 +1,118 @@
+"""From checked header to stored files: the data is read once, in pieces, scanned for NaN and infinity, hashed, and
+written in a canonical form (PEFT's own names for the base's modules, sorted, nothing else in the file)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from adapters.base_weights import BaseWeights
+from adapters.binding import Binding, BoundSlice, bind
+from adapters.config import parse_config
+from adapters.errors import BindingError, Malformed, RowsExceeded
+from adapters.format import ELEMENT_BYTES, Tensor, read_chunks, read_header, write_header
+from adapters.layout import BaseLayout
+from adapters.paths import EMBEDDING_SIDES, LINEAR_SIDES, stored_name
+from adapters.records import ModuleReport
+from adapters.row_plan import RowPlan
+
+# Exponent bits all ones: NaN or infinity.
+_EXPONENT = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
+
+
+def check_headers(
+    config: bytes, tensor_path: Path, layout: BaseLayout, row_plan: RowPlan | None, base: BaseWeights | None
+) -> Binding:
+    """Everything that can be decided before a byte of LoRA data is read.
+
+    Raises Malformed, Unsupported, BindingError, RowsExceeded.
+    """
+    binding = bind(layout, parse_config(config), read_header(tensor_path))
+    if row_plan is not None:
+        _check_rows(binding, row_plan)
+    changed = [
+        (
+            copy.tensor.name,
+            f"it is a full weight of {copy.slice.module} that differs from the base's; only LoRA is applied",
+        )
+        for copy in binding.base_copies
+        if base is None or not base.repeats(copy, tensor_path)
+    ]
+    if changed:
+        shown = "; ".join(f"{name[:200]}: {reason}" for name, reason in changed)
+        raise BindingError(f"The adapter does not fit this base model. {shown}.", tuple(changed))
+    return binding
+
+
+def write_canonical(binding: Binding, source: Path, target: Path, chat_template: bytes | None) -> str:
+    """Write the LoRA tensors of `source` to `target` (synced to disk) and return the adapter's digest.
+
+    The digest covers each module's rank, scaling, dtypes and data and the chat template: whatever changes an answer.
+    Key order, metadata, tensor order and training-only settings do not. Raises Malformed for NaN and infinity.
+    """
+    entries = _canonical_order(binding)
+    digest = hashlib.sha256(_canonical_header(binding, chat_template))
+    with target.open("wb") as file:
+        write_header(file, ((name, tensor.dtype, tensor.shape) for name, tensor in entries))
+        for _, tensor in entries:
+            for chunk in read_chunks(source, tensor):
+                _refuse_non_finite(tensor, chunk)
+                digest.update(chunk)
+                file.write(chunk)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def module_reports(binding: Binding) -> tuple[ModuleReport, ...]:
+    """The load report, in the order of the forward pass."""
+    return tuple(
+        ModuleReport(bound.slice.module, bound.rank, bound.scaling, bound.a.num_bytes + bound.b.num_bytes)
+        for bound in binding.slices
+    )
+
+
+def _check_rows(binding: Binding, plan: RowPlan) -> None:
+    group = plan.group_too_small(binding.rows)
+    if group is None:
+        return
+    needed, held = plan.aligned(binding.rows[group]), plan.rows[group]
+    size = plan.row_bytes[group]
+    raise RowsExceeded(
+        f"The adapter needs {needed} {group} rows on the device ({needed * size} bytes); the row budget holds {held} "
+        f"({held * size} bytes). Use a smaller rank, or ask the operator for a larger row budget."
+    )
+
+
+def _sides(bound: BoundSlice) -> Iterator[tuple[str, Tensor]]:
+    names = EMBEDDING_SIDES if bound.projection.kind == "embedding" else LINEAR_SIDES
+    for side, tensor in zip(names, (bound.a, bound.b), strict=True):
+        yield stored_name(bound.slice.module, side), tensor
+
+
+def _canonical_order(binding: Binding) -> list[tuple[str, Tensor]]:
+    """Wide elements first, so that every tensor is aligned in the file; then by name."""
+    entries = [entry for bound in binding.slices for entry in _sides(bound)]
+    return sorted(entries, key=lambda entry: (-ELEMENT_BYTES[entry[1].dtype], entry[0]))
+
+
+def _canonical_header(binding: Binding, chat_template: bytes | None) -> bytes:
+    """What the digest covers besides the data; shapes too, which also tell adapters of different bases apart."""
+    modules = sorted(
+        [bound.slice.module, bound.scaling.hex(), bound.a.dtype, bound.a.shape, bound.b.dtype, bound.b.shape]
+        for bound in binding.slices
+    )
+    template = None if chat_template is None else hashlib.sha256(chat_template).hexdigest()
+    return json.dumps(["multilora adapter 1", modules, template], separators=(",", ":")).encode() + b"\n"
+
+
+def _refuse_non_finite(tensor: Tensor, chunk: bytes) -> None:
+    import numpy as np
+
+    unsigned, exponent = _EXPONENT[tensor.dtype]
+    bits = np.frombuffer(chunk, unsigned)
+    if ((bits & exponent) == exponent).any():
+        raise Malformed(f"Tensor {tensor.name[:200]!r} holds NaN or infinity; the training has diverged.")
