@@ -1,0 +1,257 @@
+"""The row pool: nothing that fits beside the adapters in use is refused, and what is resident is what was loaded."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from adapters.errors import RowsExceeded
+from adapters.host_tier import HostAdapter, HostSlice
+from adapters.layout import BaseLayout, Projection, Slice
+from adapters.row_plan import plan_rows
+from adapters.row_pool import RowPool
+from tests.support.adapter_files import small_layout
+
+PIECES = {"attention": ("q", "k"), "mlp": ("down",)}
+
+
+def churn_layout() -> BaseLayout:
+    """Two groups of one layer, narrow: the churn is about rows."""
+    projections = (
+        Projection("qk", 0, "attention", "linear", 2, (Slice("q", 2), Slice("k", 1))),
+        Projection("down", 0, "mlp", "linear", 1, (Slice("down", 2),)),
+    )
+    return BaseLayout("churn", 1, "model.layers.", projections)
+
+
+def budget_for(layout: BaseLayout, rows: int, alignment: int) -> int:
+    """The smallest budget that gives every layer group `rows` rows."""
+    budget = next(b for b in range(0, 1 << 22, 64) if _layer_rows(layout, b, alignment) >= rows)
+    assert _layer_rows(layout, budget, alignment) == rows
+    return budget
+
+
+def _layer_rows(layout: BaseLayout, budget: int, alignment: int) -> int:
+    rows = plan_rows(layout, budget, element_bytes=4, alignment=alignment).rows
+    return min(rows[group] for group in rows if group != "embeddings")
+
+
+def make_host_adapter(
+    layout: BaseLayout, digest: str, ranks: dict[str, int], generator: torch.Generator | None = None
+) -> HostAdapter:
+    """Random rows; `ranks` by module path."""
+    generator = generator or torch.Generator().manual_seed(hash(digest) % 2**31)
+    slices, rows = {}, {}
+    for projection in layout.projections:
+        for piece in projection.slices:
+            rank = ranks.get(piece.module, 0)
+            if rank:
+                a = torch.randn(rank, projection.in_features, generator=generator)
+                b = torch.randn(rank, piece.out_features, generator=generator)
+                slices[piece.module] = HostSlice(a, b, rank, rank / 7)
+                rows[projection.group] = max(rows.get(projection.group, 0), rank)
+    return HostAdapter(digest, slices, rows, 0)
+
+
+def assert_holds(pool: RowPool, layout: BaseLayout, adapter: HostAdapter) -> None:
+    """The device rows and tables are exactly the adapter's, with zeros past every rank."""
+    place = pool.place_of(adapter.digest)
+    assert place is not None
+    for projection in layout.projections:
+        stack = pool.stack(projection.name)
+        first = pool.first_rows(place)[stack.group]
+        length = pool.plan.aligned(adapter.rows.get(projection.group, 0))
+        assert (first >= 0) == (length > 0)
+        for index, piece in enumerate(projection.slices):
+            held = adapter.slices.get(piece.module)
+            rank = held.rank if held else 0
+            scaling = torch.tensor(held.scaling if held else 0.0)
+            assert stack.ranks[index, place] == stack.host_ranks[index][place] == rank
+            assert stack.scalings[index, place] == scaling
+            assert torch.tensor(stack.host_scalings[index][place]) == scaling
+            for rows, wanted in ((stack.a[index], held and held.a), (stack.b[index], held and held.b)):
+                if rank:
+                    assert torch.equal(rows[first : first + rank], wanted)
+                assert (rows[first + rank : first + length] == 0).all() if length else True
+
+
+@dataclass
+class Churn:
+    """A pool, a population of adapters, and what the test knows to be pinned."""
+
+    pool: RowPool
+    population: dict[str, HostAdapter]
+    pins: dict[str, int]
+
+    def in_use(self, group: str) -> int:
+        return sum(self.pool.plan.aligned(self.population[d].rows.get(group, 0)) for d, n in self.pins.items() if n)
+
+    def must_fit(self, adapter: HostAdapter) -> bool:
+        """By counting alone: the rows in use and the new ones together are no more than there are."""
+        return self.pins.get(adapter.digest, 0) > 0 or all(
+            self.in_use(group) + self.pool.plan.aligned(rank) <= self.pool.plan.rows[group]
+            for group, rank in adapter.rows.items()
+        )
+
+
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_churn_never_refuses_what_fits_beside_the_adapters_in_use(alignment: int) -> None:
+    layout, chooser = churn_layout(), random.Random(alignment)
+    pool = RowPool(layout, budget_for(layout, 1024, alignment), alignment=alignment)
+    population = {}
+    for index in range(150):
+        groups = chooser.choice((("attention",), ("mlp",), ("attention", "mlp")))
+        ranks = {piece: chooser.randint(4, 256) for group in groups for piece in PIECES[group]}
+        population[f"d{index}"] = make_host_adapter(layout, f"d{index}", ranks)
+    churn = Churn(pool, population, {})
+    num_refused = 0
+    for step in range(10_000):
+        num_refused += not _one_operation(churn, chooser, layout, verify_all=step % 200 == 0)
+        pool.check_integrity()
+    usage = pool.usage()
+    # The churn was hard: everything that the pool can do did happen.
+    assert num_refused > 100
+    assert usage.num_moves > 100
+    assert usage.num_evictions > 100
+
+
+def _one_operation(churn: Churn, chooser: random.Random, layout: BaseLayout, *, verify_all: bool) -> bool:
+    """False when a load was refused, which the oracle agreed to."""
+    pool = churn.pool
+    digest = chooser.choice(list(churn.population))
+    adapter = churn.population[digest]
+    action = chooser.random()
+    if action < 0.7:
+        before, free_before = set(pool.resident()), _free(pool)
+        fits = pool.load(digest, adapter)
+        assert fits == (digest in before or churn.must_fit(adapter)), (digest, adapter.rows, churn.pins)
+        assert {d for d, n in churn.pins.items() if n} <= set(pool.resident())
+        if not fits:
+            assert set(pool.resident()) == before
+            return False
+        if digest not in before:
+            assert_holds(pool, layout, adapter)
+            enough = all(free_before[g] >= pool.plan.aligned(rank) for g, rank in adapter.rows.items())
+            if enough and not any(churn.pins.values()):
+                assert before <= set(pool.resident()), "evicted although only fragmentation was in the way"
+        if chooser.random() < 0.4:
+            pool.pin(digest)
+            churn.pins[digest] = churn.pins.get(digest, 0) + 1
+    elif action < 0.95:
+        pinned = [d for d, n in churn.pins.items() if n]
+        if pinned:
+            chosen = chooser.choice(pinned)
+            pool.unpin(chosen)
+            churn.pins[chosen] -= 1
+    elif not churn.pins.get(digest, 0):
+        pool.drop(digest)
+        assert pool.place_of(digest) is None
+    if verify_all:
+        for resident in pool.resident():
+            assert_holds(pool, layout, churn.population[resident])
+    return True
+
+
+def _free(pool: RowPool) -> dict[str, int]:
+    return {group: ranges.num_free for group, ranges in pool._ranges.items()}
+
+
+def test_equal_adapters_leave_in_order_of_last_use() -> None:
+    layout = churn_layout()
+    pool = RowPool(layout, budget_for(layout, 64, 16))
+    for name in "abcd":
+        assert pool.load(name, make_host_adapter(layout, name, {"q": 16}))
+    pool.load("a", make_host_adapter(layout, "a", {"q": 16}))
+    assert pool.resident() == ("b", "c", "d", "a")
+    assert pool.load("e", make_host_adapter(layout, "e", {"q": 16}))
+    assert pool.resident() == ("c", "d", "a", "e")
+    assert pool.usage().num_evictions == 1
+
+
+def test_idle_ranges_slide_together_before_anything_is_evicted() -> None:
+    layout = churn_layout()
+    pool = RowPool(layout, budget_for(layout, 64, 16))
+    adapters = {name: make_host_adapter(layout, name, {"q": 16, "k": 3}) for name in "abcd"}
+    for name, adapter in adapters.items():
+        pool.load(name, adapter)
+    pool.drop("a")
+    pool.drop("c")
+    wide = make_host_adapter(layout, "wide", {"q": 20, "k": 32})
+    assert pool.load("wide", wide)
+    assert set(pool.resident()) == {"b", "d", "wide"}
+    assert pool.usage().num_evictions == 0
+    for adapter in (adapters["b"], adapters["d"], wide):
+        assert_holds(pool, layout, adapter)
+
+
+def test_pinned_ranges_in_the_way_slide_as_a_last_resort_and_keep_their_places() -> None:
+    layout = churn_layout()
+    pool = RowPool(layout, budget_for(layout, 64, 16))
+    adapters = {name: make_host_adapter(layout, name, {"q": 16}) for name in "abcd"}
+    for name, adapter in adapters.items():
+        pool.load(name, adapter)
+        pool.pin(name)
+    places = {name: pool.place_of(name) for name in "bd"}
+    for name in "ac":
+        pool.unpin(name)
+        pool.drop(name)
+    wide = make_host_adapter(layout, "wide", {"q": 32})
+    assert pool.load("wide", wide)
+    assert {name: pool.place_of(name) for name in "bd"} == places
+    for adapter in (adapters["b"], adapters["d"], wide):
+        assert_holds(pool, layout, adapter)
+    assert not pool.load("more", make_host_adapter(layout, "more", {"q": 33}))
+    assert set(pool.resident()) == {"b", "d", "wide"}
+
+
+def test_an_adapter_takes_rows_only_in_the_groups_it_targets() -> None:
+    layout = small_layout()
+    pool = RowPool(layout, 200_000, alignment=4)
+    adapter = make_host_adapter(layout, "x", {"model.layers.1.mlp.down_proj": 5, "lm_head": 3})
+    assert pool.load("x", adapter)
+    rows = dict(zip(layout.groups, pool.first_rows(pool.place_of("x")), strict=True))
+    assert rows["attention"] == rows["operator"] == -1
+    assert rows["mlp"] >= 0
+    assert rows["embeddings"] >= 0
+    assert pool.usage().rows_used == 8 + 4
+    assert_holds(pool, layout, adapter)
+
+
+def test_what_can_never_fit_is_refused_with_both_sizes() -> None:
+    layout = churn_layout()
+    pool = RowPool(layout, budget_for(layout, 64, 16))
+    with pytest.raises(RowsExceeded, match=r"80 attention rows.*holds 64"):
+        pool.load("x", make_host_adapter(layout, "x", {"q": 65}))
+
+
+def test_tables_are_seen_through_a_stack_made_before_the_load() -> None:
+    layout = churn_layout()
+    pool = RowPool(layout, budget_for(layout, 64, 16))
+    stack = pool.stack("qk")
+    pool.load("x", make_host_adapter(layout, "x", {"k": 2}))
+    place = pool.place_of("x")
+    assert stack is pool.stack("qk")
+    assert stack.ranks[:, place].tolist() == [0, 2]
+    pool.drop("x")
+    assert stack.ranks[:, place].tolist() == [0, 0]
+    assert [ranks[place] for ranks in stack.host_ranks] == [0, 0]
+
+
+@pytest.mark.parametrize("budget", [0, 1, 999, 10_000, 123_456, 1_000_000])
+@pytest.mark.parametrize("alignment", [1, 16])
+def test_the_plan_never_exceeds_its_budget(budget: int, alignment: int) -> None:
+    layout = small_layout()
+    plan = plan_rows(layout, budget, element_bytes=2, alignment=alignment)
+    assert plan.total_bytes <= budget
+    pool = RowPool(layout, budget, dtype=torch.bfloat16, alignment=alignment)
+    tensors = [t for p in layout.projections for t in (*pool.stack(p.name).a, *pool.stack(p.name).b)]
+    assert sum(t.nbytes for t in tensors) + pool._ranks.nbytes + pool._scalings.nbytes == plan.total_bytes
+    assert plan.rows["attention"] == plan.rows["mlp"] == plan.rows["operator"] >= plan.rows["embeddings"]
+
+
+def test_most_of_a_budget_is_used() -> None:
+    plan = plan_rows(small_layout(), 1_000_000, element_bytes=4)
+    assert plan.total_bytes > 900_000
