@@ -29,7 +29,7 @@ from types import TracebackType
 from adapters import extras
 from adapters.base_weights import BaseWeights
 from adapters.disk import Alias, StoreFiles
-from adapters.errors import Conflict, InvalidName, NotFound, TooLarge
+from adapters.errors import Conflict, InvalidName, Malformed, NotFound, TooLarge
 from adapters.layout import BaseLayout
 from adapters.paths import NAME, TEMPLATE_FILE, TENSOR_FILE, layout_fingerprint
 from adapters.records import AdapterRecord, Manifest
@@ -81,9 +81,10 @@ class Upload:
         operator allows the path. Symbolic links that leave the directory are refused."""
         self._open_staging().add_directory(path)
 
-    def finish(self, name: str) -> tuple[AdapterRecord, bool]:
+    def finish(self, name: str, *, replace: bool = False) -> tuple[AdapterRecord, bool]:
         """Check everything, publish, and point `name` at it. Returns (record, created); created is False when the name
-        already pointed at the same content.
+        already pointed at the same content. With `replace` a name that points at other content moves to this one, in
+        one step; the old content goes with its last lease.
 
         Raises InvalidName, Conflict, Malformed, Unsupported, BindingError, RowsExceeded, TooLarge, StorageFull; after
         any of them the upload is discarded.
@@ -93,7 +94,7 @@ class Upload:
             self._store.check_name(name)
             with disk_full_is_ours():
                 manifest, ready = self._store._prepare(staging)
-                return self._store._publish(name, manifest, ready)
+                return self._store._publish(name, manifest, ready, replace=replace)
         finally:
             self.discard()
 
@@ -120,7 +121,9 @@ class AdapterStore:
     root           created if missing; adapters of other base models (another layout) below it are left alone
     base_name      reserved: no adapter may take it
     base_dir       the base checkpoint, to recognise copies of base embeddings that PEFT saves beside embedding targets
-    row_plan       rows of the device (`adapters.row_plan.plan_rows`), to refuse what could never fit; None = no check
+    row_plan       rows of the device (`adapters.row_plan.plan_rows`), to refuse what could never fit; None = no check.
+                   May be set after construction, once the engine has told its sizes
+    check_template called with an upload's own chat template; its ValueError refuses the upload
     base_token_id  token text -> id of the base tokenizer or None, to refuse adapters that extend the vocabulary
     on_gone        called with a digest after its files were removed, outside all locks; the API sends Evict then
 
@@ -136,6 +139,7 @@ class AdapterStore:
         base_name: str,
         base_dir: Path | None = None,
         row_plan: RowPlan | None = None,
+        check_template: Callable[[str], None] | None = None,
         base_token_id: Callable[[str], int | None] | None = None,
         on_gone: Callable[[str], None] | None = None,
     ) -> None:
@@ -145,7 +149,8 @@ class AdapterStore:
         self._layout = layout
         self._fingerprint = layout_fingerprint(layout)
         self._base = BaseWeights(base_dir) if base_dir is not None else None
-        self._row_plan = row_plan
+        self.row_plan = row_plan
+        self._check_template = check_template
         self._base_token_id = base_token_id
         self._files = StoreFiles(root / self._fingerprint)
         self._lock = threading.Lock()
@@ -187,8 +192,9 @@ class AdapterStore:
             staging.read("added_tokens"), tokenizer_config, staging.read("tokenizer"), vocab_size, self._base_token_id
         )
         template = extras.chat_template(staging.read("template"), tokenizer_config)
+        self._refuse_template(template)
         template_bytes = None if template is None else template.encode()
-        binding = check_headers(config, tensors, self._layout, self._row_plan, self._base)
+        binding = check_headers(config, tensors, self._layout, self.row_plan, self._base)
         modules = module_reports(binding)
         num_bytes = sum(report.num_bytes for report in modules)
         staging.budget.check_disk(num_bytes)
@@ -209,15 +215,23 @@ class AdapterStore:
         self._files.complete(ready, config, template_bytes, manifest)
         return manifest, ready
 
-    def _publish(self, name: str, manifest: Manifest, ready: Path) -> tuple[AdapterRecord, bool]:
+    def _refuse_template(self, template: str | None) -> None:
+        if template is None or self._check_template is None:
+            return
+        try:
+            self._check_template(template)
+        except ValueError as error:
+            raise Malformed(str(error)) from error
+
+    def _publish(self, name: str, manifest: Manifest, ready: Path, *, replace: bool) -> tuple[AdapterRecord, bool]:
         digest = manifest.digest
         with self._lock:
             taken = self._names.get(name)
-            if taken is not None and taken.digest != digest:
+            if taken is not None and taken.digest != digest and not replace:
                 raise Conflict(
                     f"The name {name!r} is taken by another adapter; delete that first or choose another name."
                 )
-            if taken is not None:
+            if taken is not None and taken.digest == digest:
                 return AdapterRecord(name, taken.created_at_seconds, self._manifest(digest)), False
             self._files.publish(ready, digest)
             alias = Alias(digest, time.time())
@@ -227,7 +241,11 @@ class AdapterStore:
                 self._remove_if_unused(digest)
                 raise
             self._names[name] = alias
-            return AdapterRecord(name, alias.created_at_seconds, self._manifest(digest)), True
+            record = AdapterRecord(name, alias.created_at_seconds, self._manifest(digest))
+            is_gone = taken is not None and self._remove_if_unused(taken.digest)
+        if taken is not None:
+            self._tell_if_gone(taken.digest, is_gone)
+        return record, True
 
     # ---- look-up
 

@@ -1,0 +1,113 @@
+"""/v1/adapters: upload, list, show, delete."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from adapters.records import AdapterRecord
+from adapters.store import AdapterStore
+from service.api.errors import BadRequest, NotReady
+from service.api.openapi import ADMIN_ERRORS, UPLOAD_BODY, UPLOAD_ERRORS, errors
+from service.api.requestlog import note
+from service.api.schemas import AdapterDeleted, AdapterList, AdapterResponse, ModuleReport
+from service.api.state import Services, services_of
+from service.api.upload import receive_upload
+
+router = APIRouter(tags=["adapters"])
+
+
+@router.post(
+    "/v1/adapters",
+    status_code=201,
+    response_model=AdapterResponse,
+    responses={
+        **UPLOAD_ERRORS,
+        200: {"model": AdapterResponse, "description": "The name already stands for the same content."},
+    },
+    openapi_extra={"requestBody": UPLOAD_BODY},
+    summary="Upload an adapter",
+)
+async def upload_adapter(request: Request) -> JSONResponse:
+    """Check, store and name a PEFT LoRA adapter. It can be used in the next step; the answer says what was bound."""
+    services = services_of(request)
+    store = require_store(services)
+    if services.draining:
+        raise NotReady("The server is shutting down; upload to another one.")
+    # The announced bytes include the multipart framing, so the store's own limit is left to its running count.
+    announced = int(request.headers.get("content-length", 0))
+    upload = await asyncio.to_thread(store.begin, declared_bytes=min(announced, store.limits.max_upload_bytes))
+    try:
+        name = await receive_upload(request, store, upload)
+        record, created = await asyncio.to_thread(upload.finish, name)
+    finally:
+        await asyncio.to_thread(upload.discard)
+    note(request, adapter=record.name, digest=record.digest[:12], created=created)
+    services.published(record)
+    answer = describe(services, record)
+    return JSONResponse(answer.model_dump(), status_code=201 if created else 200)
+
+
+@router.get("/v1/adapters", responses=errors((400, 401)), summary="List the adapters")
+async def list_adapters(request: Request) -> AdapterList:
+    """All adapters by name."""
+    services = services_of(request)
+    records = require_store(services).list()
+    return AdapterList(object="list", data=[describe(services, record) for record in records])
+
+
+@router.get("/v1/adapters/{name}", responses=errors((400, 401, 404)), summary="Show an adapter")
+async def get_adapter(request: Request, name: str) -> AdapterResponse:
+    """What the adapter is bound to, and where it is now."""
+    services = services_of(request)
+    return describe(services, require_store(services).get(name))
+
+
+@router.delete("/v1/adapters/{name}", responses=ADMIN_ERRORS, summary="Delete an adapter")
+async def delete_adapter(request: Request, name: str) -> AdapterDeleted:
+    """The name is gone when this returns. Requests that use the adapter finish; its rows, memory and files go with the
+    last of them."""
+    services = services_of(request)
+    record = await asyncio.to_thread(require_store(services).delete, name)
+    services.deleted(record)
+    note(request, adapter=record.name, digest=record.digest[:12])
+    return AdapterDeleted(name=record.name, object="adapter.deleted", digest=record.digest, deleted=True)
+
+
+def require_store(services: Services) -> AdapterStore:
+    """The store. BadRequest where LoRA is off."""
+    if services.store is None:
+        raise BadRequest("LoRA is off, since --adapter-row-bytes is 0; start the server with a row budget.")
+    return services.store
+
+
+def describe(services: Services, record: AdapterRecord) -> AdapterResponse:
+    """The load report of an adapter."""
+    manifest = record.manifest
+    return AdapterResponse(
+        name=record.name,
+        object="adapter",
+        digest=manifest.digest,
+        base=services.settings.base_name,
+        created=int(record.created_at_seconds),
+        rank=manifest.rank,
+        bytes=manifest.num_bytes,
+        rows=manifest.rows,
+        state=_state(services, manifest.digest),
+        has_chat_template=manifest.has_chat_template,
+        modules=[
+            ModuleReport(module=one.module, rank=one.rank, scaling=one.scaling, bytes=one.num_bytes)
+            for one in manifest.modules
+        ],
+        notes=list(manifest.notes),
+    )
+
+
+def _state(services: Services, digest: str) -> Literal["disk", "host", "device"]:
+    stats = services.engine.stats
+    if stats is not None and digest in stats.adapters_on_device:
+        return "device"
+    return "host" if stats is not None and digest in stats.adapters_on_host else "disk"

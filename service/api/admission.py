@@ -1,0 +1,297 @@
+"""From a parsed request to sequences that can be served: name to digest once, text to tokens, limits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import msgspec
+
+from adapters import errors as store_errors
+from adapters.store import Lease
+from service.api.errors import BadRequest, UnknownModel
+from service.api.sampling import build_sampling, seed_of_choice, stop_strings
+from service.api.schemas import ChatMessage, ChatRequest, CompletionRequest
+from service.api.state import Services
+from service.engine.messages import Ready, Sampling
+from service.text.chat_template import RESERVED_VARIABLES, ChatTemplate
+
+DEFAULT_COMPLETION_TOKENS = 16
+# Longer texts are tokenised in a thread, so that they do not hold up the streams of other requests.
+_LONG_TEXT_CHARS = 20_000
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a request's names stand for: the base (no lease) or one adapter's digest, held until `release`."""
+
+    name: str
+    lease: Lease | None
+
+    @property
+    def digest(self) -> str | None:
+        """The adapter's digest, None for the base."""
+        return None if self.lease is None else self.lease.record.digest
+
+    def release(self) -> None:
+        """Give the adapter's files back to the store; exactly once."""
+        if self.lease is not None:
+            self.lease.release()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: its tokens, and the text that `echo` gives back."""
+
+    token_ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One sequence to run: `sampling.seed` is already this choice's own."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: Sampling
+    stop: tuple[str, ...]
+    skip_special_tokens: bool
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """A request that can be served: hand it to a `Job`, or `release` it."""
+
+    target: Target
+    plans: list[Plan]
+
+    def release(self) -> None:
+        """Give the lease back, if no Job has taken it over."""
+        self.target.release()
+
+
+async def admit_completion(services: Services, request: CompletionRequest) -> Admitted:
+    """Everything about a completion request that can be checked before it runs. ApiError leaves nothing behind."""
+    ready = services.require_ready()
+    target = resolve(services, request.model, request.adapter_id)
+    try:
+        prompts = await completion_prompts(services, request)
+        return Admitted(target, plan_sequences(services, ready, request, prompts))
+    except BaseException:
+        target.release()
+        raise
+
+
+async def admit_chat(services: Services, request: ChatRequest) -> Admitted:
+    """Everything about a chat request that can be checked before it runs. ApiError leaves nothing behind."""
+    ready = services.require_ready()
+    target = resolve(services, request.model, request.adapter_id)
+    try:
+        prompt = await chat_prompt(
+            services,
+            target,
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            variables=request.chat_template_kwargs,
+            add_special_tokens=request.add_special_tokens,
+        )
+        return Admitted(target, plan_sequences(services, ready, request, [prompt]))
+    except BaseException:
+        target.release()
+        raise
+
+
+def resolve_name(services: Services, model: str, adapter_id: str | None = None) -> str | None:
+    """The adapter that `model` and `adapter_id` name, None for the base. Whether it exists is not checked."""
+    base = services.settings.base_name
+    if not model:
+        raise BadRequest(f"`model` is empty; send {base!r}, an adapter's name, or '{base}:<adapter>'.", param="model")
+    prefix, _, suffix = model.partition(":")
+    if prefix == base and suffix:
+        named: str | None = suffix
+    else:
+        named = None if model == base else model
+    if adapter_id:
+        if named is not None and named != adapter_id:
+            raise BadRequest(
+                f"`model` names the adapter {named!r} and `adapter_id` names {adapter_id!r}; send one of them.",
+                param="adapter_id",
+            )
+        return adapter_id
+    return named
+
+
+def resolve(services: Services, model: str, adapter_id: str | None = None) -> Target:
+    """Names to a digest, with a lease on it. UnknownModel if there is no such adapter."""
+    name = resolve_name(services, model, adapter_id)
+    if name is None:
+        return Target(services.settings.base_name, None)
+    param = "adapter_id" if adapter_id else "model"
+    if services.store is None:
+        raise BadRequest(
+            f"The adapter {name!r} cannot be used: LoRA is off, since --adapter-row-bytes is 0.", param=param
+        )
+    try:
+        return Target(name, services.store.lease(name))
+    except store_errors.NotFound:
+        raise UnknownModel(
+            f"The model `{adapter_id or model}` does not exist; GET /v1/models lists what does.",
+            param=param,
+        ) from None
+
+
+async def off_loop(work: Callable[[], T], *, size_chars: int) -> T:
+    """Run `work` here, or in a thread if the text is long."""
+    if size_chars < _LONG_TEXT_CHARS:
+        return work()
+    return await asyncio.to_thread(work)
+
+
+def chat_template_of(services: Services, target: Target) -> ChatTemplate:
+    """The adapter's own template, or else the base's. BadRequest if neither has one."""
+    if target.digest is not None and services.store is not None:
+        own = services.adapter_template(target.digest)
+        if own is not None:
+            return own
+    if services.template is None:
+        raise BadRequest("This model has no chat template; send the prompt to /v1/completions instead of messages.")
+    return services.template
+
+
+async def chat_prompt(
+    services: Services,
+    target: Target,
+    messages: Sequence[ChatMessage],
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    variables: dict[str, Any] | None,
+    add_special_tokens: bool | None,
+) -> Prompt:
+    """Messages through the chat template to tokens."""
+    taken = RESERVED_VARIABLES & set(variables or ())
+    if taken:
+        raise BadRequest(f"chat_template_kwargs may not hold {', '.join(sorted(taken))}.", param="chat_template_kwargs")
+    template = chat_template_of(services, target)
+    plain = [message.model_dump(exclude_none=True) for message in messages]
+    final = bool(continue_final_message)
+    generate = not final if add_generation_prompt is None else add_generation_prompt
+
+    def work() -> Prompt:
+        text = template.render(plain, add_generation_prompt=generate, continue_final_message=final, variables=variables)
+        return Prompt(tuple(services.tokenizer.encode(text, add_special_tokens=bool(add_special_tokens))), text)
+
+    return await off_loop(work, size_chars=sum(len(str(message.content)) for message in messages))
+
+
+async def completion_prompts(services: Services, request: CompletionRequest) -> list[Prompt]:
+    """The four forms of `prompt` to tokens."""
+    raw = request.prompt
+    if isinstance(raw, str):
+        texts: list[str | list[int]] = [raw]
+    elif not raw:
+        raise BadRequest("`prompt` is an empty list; send at least one token or text.", param="prompt")
+    elif isinstance(raw[0], int):
+        texts = [raw]
+    else:
+        texts = list(raw)
+    special = request.add_special_tokens is None or request.add_special_tokens
+
+    def work() -> list[Prompt]:
+        return [_completion_prompt(services, text, special=special, echo=bool(request.echo)) for text in texts]
+
+    return await off_loop(work, size_chars=sum(len(text) for text in texts))
+
+
+def _completion_prompt(services: Services, raw: str | list[int], *, special: bool, echo: bool) -> Prompt:
+    tokenizer = services.tokenizer
+    if isinstance(raw, str):
+        return Prompt(tuple(tokenizer.encode(raw, add_special_tokens=special)), raw)
+    # The text is needed for `echo` only; ids that no text can have are refused once the limits are checked.
+    has_text = echo and all(token_id < tokenizer.vocab_size for token_id in raw)
+    return Prompt(tuple(raw), tokenizer.decode(raw, skip_special_tokens=False) if has_text else "")
+
+
+def plan_sequences(
+    services: Services, ready: Ready, request: CompletionRequest | ChatRequest, prompts: Sequence[Prompt]
+) -> list[Plan]:
+    """`n` sequences for each prompt, in order of the choices' index. BadRequest if one could never be served."""
+    num_choices = request.n or 1
+    if num_choices > services.settings.max_choices:
+        raise BadRequest(f"`n` is {num_choices}; this server allows {services.settings.max_choices}.", param="n")
+    if len(prompts) * num_choices > services.gate.limit:
+        raise BadRequest(
+            f"{len(prompts)} prompts with n = {num_choices} are more than the {services.gate.limit} sequences this "
+            "server runs or queues; send fewer.",
+            param="prompt",
+        )
+    plans = []
+    for prompt in prompts:
+        max_tokens = checked_max_tokens(ready, request, prompt.token_ids)
+        sampling = build_sampling(
+            request,
+            max_tokens=max_tokens,
+            vocab_size=ready.vocab_size,
+            eos_token_ids=services.tokenizer.eos_token_ids,
+        )
+        for index in range(num_choices):
+            plans.append(
+                Plan(
+                    request_id=uuid4().hex,
+                    prompt=prompt,
+                    sampling=_replace_seed(sampling, seed_of_choice(request.seed, index)),
+                    stop=stop_strings(request),
+                    skip_special_tokens=request.skip_special_tokens is None or request.skip_special_tokens,
+                )
+            )
+    return plans
+
+
+def _replace_seed(sampling: Sampling, seed: int | None) -> Sampling:
+    return msgspec.structs.replace(sampling, seed=seed)
+
+
+def checked_max_tokens(ready: Ready, request: CompletionRequest | ChatRequest, token_ids: Sequence[int]) -> int:
+    """The request's token limit or its default, once prompt and answer are known to fit."""
+    num_prompt = len(token_ids)
+    field = "messages" if isinstance(request, ChatRequest) else "prompt"
+    if num_prompt == 0:
+        raise BadRequest("The prompt has no tokens; send at least one.", param=field)
+    too_high = next((token_id for token_id in token_ids if token_id >= ready.vocab_size), None)
+    if too_high is not None:
+        raise BadRequest(
+            f"`prompt` holds the token {too_high}, but the vocabulary ends at {ready.vocab_size - 1}.", param=field
+        )
+    limit = min(ready.max_model_len_tokens, ready.kv_capacity_tokens)
+    wanted = _wanted_tokens(request)
+    if wanted is None:
+        wanted = max(1, limit - num_prompt)
+    if num_prompt + wanted > limit:
+        what = "context length" if limit == ready.max_model_len_tokens else "KV cache (--kv-bytes)"
+        raise BadRequest(
+            f"The {what} holds {limit} tokens, but the prompt has {num_prompt} and up to {wanted} are to be generated; "
+            "shorten the prompt or lower the number of tokens.",
+            param=field if num_prompt >= limit else _limit_field(request),
+        )
+    return wanted
+
+
+def _wanted_tokens(request: CompletionRequest | ChatRequest) -> int | None:
+    if isinstance(request, ChatRequest):
+        return request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    wanted = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    if wanted == 0 and not request.echo:
+        raise BadRequest("`max_tokens` is 0; that is allowed with `echo` only.", param="max_tokens")
+    return wanted
+
+
+def _limit_field(request: CompletionRequest | ChatRequest) -> str:
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        return "max_completion_tokens"
+    return "max_tokens"

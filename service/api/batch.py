@@ -1,0 +1,123 @@
+"""POST /v1/completions/batch: requests for any adapters in one call, all admitted at once."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import ValidationError
+
+from service.api.admission import Admitted, admit_chat, admit_completion
+from service.api.chat import ChatAnswer
+from service.api.completions import CompletionAnswer
+from service.api.errors import HANDLED, BadRequest, BodyTooLarge, error_body
+from service.api.openapi import GENERATION_ERRORS
+from service.api.requestlog import note_job
+from service.api.schemas import BatchRequest, BatchResponse, ChatRequest, CompletionRequest
+from service.api.sse import JsonResponse, until_disconnect
+from service.api.state import Services, services_of
+from service.api.validation import bad_request
+from service.logs import LOGGER
+
+router = APIRouter(tags=["multilora"])
+
+_Answer = ChatAnswer | CompletionAnswer
+_Checked = tuple[ChatRequest | CompletionRequest, Admitted]
+
+
+@router.post(
+    "/v1/completions/batch",
+    response_model=BatchResponse,
+    responses=GENERATION_ERRORS,
+    summary="Several requests in one call",
+)
+async def create_batch(request: Request, body: BatchRequest) -> Response:
+    """Each item is a completion or chat completion request with its own `model`. The answers come in the items' order;
+    an item that fails has an error in its place and the others go on."""
+    services = services_of(request)
+    _check_size(len(body.items), services.settings.max_batch_items, "items")
+    services.require_ready()
+    running = _start_all(services, await _check_all(services, body))
+    try:
+        for item, answer in zip(body.items, running, strict=True):
+            if not isinstance(answer, Exception):
+                note_job(request, str(item["model"]), answer.job)
+        answers = await until_disconnect(request, asyncio.gather(*(_answer(one) for one in running)))
+    finally:
+        for answer in running:
+            if not isinstance(answer, Exception):
+                answer.job.close()
+    return JsonResponse({"items": answers})
+
+
+def _check_size(count: int, limit: int, what: str) -> None:
+    if count > limit:
+        raise BodyTooLarge(f"The batch has {count} {what}; this server takes {limit}.", param="items")
+
+
+async def _check_all(services: Services, body: BatchRequest) -> list[_Checked | Exception]:
+    """Each item admitted, or what is wrong with it."""
+    checked: list[_Checked | Exception] = []
+    try:
+        for item in body.items:
+            checked.append(await _check(services, item))
+    except BaseException:
+        _release(checked)
+        raise
+    return checked
+
+
+async def _check(services: Services, item: dict[str, Any]) -> _Checked | Exception:
+    try:
+        if item.get("stream"):
+            raise BadRequest("`stream` is not allowed inside a batch; leave it out.", param="stream")
+        if "messages" in item:
+            chat = ChatRequest.model_validate(item)
+            return chat, await admit_chat(services, chat)
+        completion = CompletionRequest.model_validate(item)
+        return completion, await admit_completion(services, completion)
+    except ValidationError as error:
+        return bad_request(error.errors())
+    except HANDLED as error:
+        return error
+
+
+def _start_all(services: Services, checked: list[_Checked | Exception]) -> list[_Answer | Exception]:
+    """Submit all sequences of the batch between two steps, or, if the queue has not room for all of them, none."""
+    num_sequences = sum(len(one[1].plans) for one in checked if not isinstance(one, Exception))
+    try:
+        _check_size(num_sequences, services.gate.limit, "sequences")
+        services.gate.require(num_sequences)
+    except BaseException:
+        _release(checked)
+        raise
+    return [one if isinstance(one, Exception) else _start(services, *one) for one in checked]
+
+
+def _start(services: Services, request: ChatRequest | CompletionRequest, admitted: Admitted) -> _Answer | Exception:
+    try:
+        if isinstance(request, ChatRequest):
+            return ChatAnswer(services, request, admitted)
+        return CompletionAnswer(services, request, admitted)
+    except HANDLED as error:
+        return error
+
+
+def _release(checked: list[_Checked | Exception]) -> None:
+    for one in checked:
+        if not isinstance(one, Exception):
+            one[1].release()
+
+
+async def _answer(running: _Answer | Exception) -> dict[str, Any]:
+    if isinstance(running, Exception):
+        return error_body(running)
+    try:
+        return await running.whole()
+    except HANDLED as error:
+        return error_body(error)
+    except Exception as error:
+        LOGGER.exception("An item of a batch failed unexpectedly.")
+        return error_body(error)

@@ -1,0 +1,107 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+from uuid import uuid4
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from service.api.admission import Admitted, admit_chat
+from service.api.generation import Job, Piece
+from service.api.logprobs import chat_logprobs
+from service.api.openapi import GENERATION_ERRORS, streamed
+from service.api.requestlog import note_job
+from service.api.schemas import ChatRequest, ChatResponse
+from service.api.sse import EventStream, JsonResponse, until_disconnect
+from service.api.state import Services, services_of
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.post(
+    "/v1/chat/completions",
+    response_model=ChatResponse,
+    responses={**GENERATION_ERRORS, **streamed("ChatChunk")},
+    summary="Answer a chat",
+)
+async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
+    """Answer a conversation, with the base or an adapter."""
+    services = services_of(request)
+    answer = ChatAnswer(services, body, await admit_chat(services, body))
+    note_job(request, body.model, answer.job)
+    if body.stream:
+        return EventStream(answer.chunks(), answer.job.close)
+    try:
+        return JsonResponse(await until_disconnect(request, answer.whole()))
+    finally:
+        answer.job.close()
+
+
+class ChatAnswer:
+    """A running chat request and how its answer is written. Close `job` in the end."""
+
+    def __init__(self, services: Services, request: ChatRequest, admitted: Admitted) -> None:
+        self._services = services
+        self._request = request
+        self._id = f"chatcmpl-{uuid4().hex}"
+        self._created = int(time.time())
+        self.job = Job(services, admitted)
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        pieces = await self.job.collect()
+        choices = [self._whole_choice(index, piece) for index, piece in enumerate(pieces)]
+        answer = {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
+        if self._request.return_token_ids:
+            answer["prompt_token_ids"] = list(self.job.plans[0].prompt.token_ids)
+        return answer
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """The answer as chunks: for each choice the role first, then what comes."""
+        head = self._head("chat.completion.chunk")
+        for index in range(len(self.job.runs)):
+            delta = {"role": "assistant", "content": ""}
+            first = {**head, "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]}
+            if index == 0 and self._request.return_token_ids:
+                first["prompt_token_ids"] = list(self.job.plans[0].prompt.token_ids)
+            yield first
+        async for index, piece in self.job.stream():
+            if piece.text or piece.finish_reason or piece.logprobs or self._request.return_token_ids:
+                delta = {"content": piece.text} if piece.text else {}
+                yield {**head, "choices": [self._choice(index, piece, delta=delta)]}
+        options = self._request.stream_options
+        if options is not None and options.include_usage:
+            yield {**head, "choices": [], "usage": self._usage()}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._request.model}
+
+    def _whole_choice(self, index: int, piece: Piece) -> dict[str, Any]:
+        return self._choice(index, piece, message={"role": "assistant", "content": piece.text})
+
+    def _choice(self, index: int, piece: Piece, **said: dict[str, str]) -> dict[str, Any]:
+        wanted = self._request.logprobs and (piece.logprobs or "message" in said)
+        choice: dict[str, Any] = {
+            "index": index,
+            **said,
+            "logprobs": chat_logprobs(self._services.tokenizer, piece) if wanted else None,
+            "finish_reason": piece.finish_reason,
+        }
+        if piece.stop_reason is not None:
+            choice["stop_reason"] = piece.stop_reason
+        if self._request.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+        return choice
+
+    def _usage(self) -> dict[str, int]:
+        num_prompt = self.job.runs[0].num_prompt_tokens
+        num_completion = self.job.num_completion_tokens
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": num_prompt + num_completion,
+        }

@@ -1,0 +1,134 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+from uuid import uuid4
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from service.api.admission import Admitted, Plan, admit_completion
+from service.api.generation import Job, Piece
+from service.api.logprobs import completion_logprobs, join_columns, prompt_logprobs
+from service.api.openapi import GENERATION_ERRORS, streamed
+from service.api.requestlog import note_job
+from service.api.schemas import CompletionRequest, CompletionResponse
+from service.api.sse import EventStream, JsonResponse, until_disconnect
+from service.api.state import Services, services_of
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.post(
+    "/v1/completions",
+    response_model=CompletionResponse,
+    responses={**GENERATION_ERRORS, **streamed("CompletionResponse")},
+    summary="Complete a text",
+)
+async def create_completion(request: Request, body: CompletionRequest) -> Response:
+    """Complete one prompt or several, with the base or an adapter."""
+    services = services_of(request)
+    answer = CompletionAnswer(services, body, await admit_completion(services, body))
+    note_job(request, body.model, answer.job)
+    if body.stream:
+        return EventStream(answer.chunks(), answer.job.close)
+    try:
+        return JsonResponse(await until_disconnect(request, answer.whole()))
+    finally:
+        answer.job.close()
+
+
+class CompletionAnswer:
+    """A running completion request and how its answer is written. Close `job` in the end."""
+
+    def __init__(self, services: Services, request: CompletionRequest, admitted: Admitted) -> None:
+        self._services = services
+        self._request = request
+        self._head: dict[str, Any] = {
+            "id": f"cmpl-{uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": request.model,
+        }
+        self.job = Job(services, admitted)
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        pieces = await self.job.collect()
+        choices = [
+            self._choice(index, plan, piece, first=True)
+            for index, (plan, piece) in enumerate(zip(self.job.plans, pieces, strict=True))
+        ]
+        return {**self._head, "choices": choices, "usage": self._usage()}
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """The answer as chunks. A choice's first chunk has the prompt if `echo` is asked."""
+        begun: set[int] = set()
+        async for index, piece in self.job.stream():
+            first = index not in begun
+            begun.add(index)
+            if first and piece.finish_reason is None and self._waits_for_prompt(piece):
+                begun.discard(index)
+                continue
+            choice = self._choice(index, self.job.plans[index], piece, first=first)
+            if _is_worth_sending(choice):
+                yield {**self._head, "choices": [choice]}
+        options = self._request.stream_options
+        if options is not None and options.include_usage:
+            yield {**self._head, "choices": [], "usage": self._usage()}
+
+    def _waits_for_prompt(self, piece: Piece) -> bool:
+        """The prompt's log probabilities come with the engine's first message that has tokens or an end."""
+        wanted = self._request.echo and self._request.logprobs is not None
+        return bool(wanted) and piece.prompt_logprobs is None and not piece.token_ids
+
+    def _choice(self, index: int, plan: Plan, piece: Piece, *, first: bool) -> dict[str, Any]:
+        echo = bool(self._request.echo)
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": (plan.prompt.text if echo and first else "") + piece.text,
+            "logprobs": self._logprobs(plan, piece, first=first),
+            "finish_reason": piece.finish_reason,
+        }
+        if piece.stop_reason is not None:
+            choice["stop_reason"] = piece.stop_reason
+        if self._request.return_token_ids:
+            choice["token_ids"] = piece.token_ids
+            if first:
+                choice["prompt_token_ids"] = list(plan.prompt.token_ids)
+        return choice
+
+    def _logprobs(self, plan: Plan, piece: Piece, *, first: bool) -> dict[str, Any] | None:
+        if self._request.logprobs is None:
+            return None
+        tokenizer = self._services.tokenizer
+        echo = bool(self._request.echo)
+        columns = completion_logprobs(tokenizer, piece, len(plan.prompt.text) if echo else 0)
+        if not (echo and first) or piece.prompt_logprobs is None:
+            return columns
+        is_text = isinstance(self._request.prompt, str) or (
+            isinstance(self._request.prompt, list) and isinstance(self._request.prompt[0], str)
+        )
+        before = prompt_logprobs(tokenizer, plan.prompt, piece.prompt_logprobs, skip_special_tokens=is_text)
+        return join_columns(before, columns)
+
+    def _usage(self) -> dict[str, int]:
+        num_choices = self._request.n or 1
+        num_prompt = sum(run.num_prompt_tokens for run in self.job.runs[::num_choices])
+        num_completion = self.job.num_completion_tokens
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_completion,
+            "total_tokens": num_prompt + num_completion,
+        }
+
+
+def _is_worth_sending(choice: dict[str, Any]) -> bool:
+    """A chunk without text, tokens' probabilities, ids or an end tells nothing: its text is still being withheld."""
+    logprobs = choice["logprobs"]
+    return bool(
+        choice["text"] or choice["finish_reason"] or choice.get("token_ids") or (logprobs and logprobs["tokens"])
+    )

@@ -1,0 +1,137 @@
+"""What a client can be told is wrong, and the one table from error to HTTP status.
+
+ApiError
+├── BadRequest          the request itself is wrong
+├── Unauthorized        no key, or a wrong one
+├── Forbidden           the key's scope, or a setting, does not allow it
+├── UnknownModel        no base model or adapter of that name
+├── UnknownRoute        no such path
+├── WrongMethod         the path is there, but not for this method
+├── BodyTooLarge        more bytes or items than the operator allows
+├── QueueFull           as many requests as the operator allows are waiting or running
+├── NotReady            the engine is starting, restarting, draining or down
+└── EngineFailed        the engine died, or failed, while it worked on the request
+
+Errors of the adapter store (`adapters.errors`) and of the texts (`service.text`) are in the table too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from adapters import errors as store_errors
+from service.text.chat_template import TemplateError
+from service.text.tokenizer import TextError
+
+
+class ApiError(Exception):
+    """Base of the tree. `param` names the field that is wrong; the message says what to do about it."""
+
+    def __init__(self, message: str, *, param: str | None = None, headers: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.headers = headers or {}
+
+
+class BadRequest(ApiError):
+    """400: the request itself is wrong."""
+
+
+class Unauthorized(ApiError):
+    """401: no key, or a wrong one."""
+
+
+class Forbidden(ApiError):
+    """403: the key's scope, or a setting, does not allow it."""
+
+
+class UnknownModel(ApiError):
+    """404: no base model or adapter of that name."""
+
+
+class UnknownRoute(ApiError):
+    """404: no such path."""
+
+
+class WrongMethod(ApiError):
+    """405: the path is there, but not for this method."""
+
+
+class BodyTooLarge(ApiError):
+    """413: more bytes or items than the operator allows."""
+
+
+class QueueFull(ApiError):
+    """429: as many requests as the operator allows are waiting or running."""
+
+
+class NotReady(ApiError):
+    """503: the engine is starting, restarting, draining or down."""
+
+
+class EngineFailed(ApiError):
+    """500: the engine died, or failed, while it worked on the request."""
+
+
+class Answer(NamedTuple):
+    """How one class of errors is answered: HTTP status, and `type` and `code` of OpenAI's error object."""
+
+    status: int
+    type: str
+    code: str | None
+
+
+_INVALID = "invalid_request_error"
+
+# Looked up by the class itself, never by a base class: a new error without a row fails the table's test.
+TABLE: dict[type[Exception], Answer] = {
+    BadRequest: Answer(400, _INVALID, "bad_request"),
+    Unauthorized: Answer(401, "authentication_error", "invalid_api_key"),
+    Forbidden: Answer(403, "permission_error", "forbidden"),
+    UnknownModel: Answer(404, "NotFoundError", "model_not_found"),
+    UnknownRoute: Answer(404, "NotFoundError", "unknown_path"),
+    WrongMethod: Answer(405, _INVALID, "method_not_allowed"),
+    BodyTooLarge: Answer(413, _INVALID, "too_large"),
+    QueueFull: Answer(429, "rate_limit_error", "queue_full"),
+    NotReady: Answer(503, "service_unavailable_error", "not_ready"),
+    EngineFailed: Answer(500, "server_error", "engine_failed"),
+    TextError: Answer(400, _INVALID, "unusable_text_files"),
+    TemplateError: Answer(400, _INVALID, "chat_template_refused"),
+    store_errors.Malformed: Answer(400, _INVALID, store_errors.Malformed.code),
+    store_errors.Unsupported: Answer(400, _INVALID, store_errors.Unsupported.code),
+    store_errors.BindingError: Answer(400, _INVALID, store_errors.BindingError.code),
+    store_errors.InvalidName: Answer(400, _INVALID, store_errors.InvalidName.code),
+    store_errors.RowsExceeded: Answer(400, _INVALID, store_errors.RowsExceeded.code),
+    store_errors.TooLarge: Answer(413, _INVALID, store_errors.TooLarge.code),
+    store_errors.NotFound: Answer(404, "NotFoundError", store_errors.NotFound.code),
+    store_errors.Conflict: Answer(409, _INVALID, store_errors.Conflict.code),
+    store_errors.StorageFull: Answer(507, "server_error", store_errors.StorageFull.code),
+    store_errors.StoreBusy: Answer(503, "service_unavailable_error", store_errors.StoreBusy.code),
+}
+HANDLED = tuple(TABLE)
+_UNEXPECTED = Answer(500, "server_error", "internal_error")
+
+
+def status_of(error: Exception) -> int:
+    """The HTTP status that answers `error`."""
+    return TABLE.get(type(error), _UNEXPECTED).status
+
+
+def error_body(error: Exception) -> dict[str, Any]:
+    """OpenAI's error object for `error`. What is not in the table is our own bug: its words stay inside."""
+    answer = TABLE.get(type(error))
+    if answer is None:
+        message = "The server failed on this request; its log says why. The request itself may be fine."
+        return shape(message, _UNEXPECTED.type, None, _UNEXPECTED.code)
+    body = shape(str(error), answer.type, getattr(error, "param", None), answer.code)
+    if isinstance(error, store_errors.BindingError):
+        body["error"]["problems"] = [{"name": name, "reason": reason} for name, reason in error.problems]
+    return body
+
+
+def shape(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    """{"error": {"message", "type", "param", "code"}}; what is not Unicode in the message, which may quote the client,
+    is replaced."""
+    message = message.encode("utf-8", "replace").decode()
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

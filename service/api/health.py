@@ -1,0 +1,67 @@
+"""/health, /ready, /version and /metrics."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse
+
+from service.api.errors import NotReady
+from service.api.openapi import errors
+from service.api.schemas import HealthResponse, ReadyResponse, VersionResponse
+from service.api.state import engine_sentence, services_of
+
+router = APIRouter(tags=["operation"])
+
+_EXPOSITION: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus text."}
+}
+
+
+def server_version() -> str:
+    """Version of the installed distribution."""
+    return version("multilora")
+
+
+@router.get("/health", responses=errors((503,)), summary="Is the process up?")
+async def health(request: Request) -> HealthResponse:
+    """200 while the process can serve or will again; 503 once the engine stays down."""
+    engine = services_of(request).engine
+    if engine.state == "down":
+        raise NotReady(engine_sentence(engine))
+    return HealthResponse(status="ok", engine=engine.state)
+
+
+@router.get("/ready", responses=errors((503,)), summary="Can it serve now?")
+async def ready(request: Request) -> ReadyResponse:
+    """200 once the model is loaded and warm, while the engine is alive and the server is not shutting down."""
+    services = services_of(request)
+    services.require_ready()
+    return ReadyResponse(status="ready", model=services.settings.base_name)
+
+
+@router.get("/version", summary="What runs here")
+async def get_version(request: Request) -> VersionResponse:
+    """Version of the server, and how the base is held once it is loaded."""
+    services = services_of(request)
+    ready = services.engine.ready
+    return VersionResponse(
+        version=server_version(),
+        model=services.settings.base_name,
+        dtype=None if ready is None else ready.dtype,
+        device=None if ready is None else ready.device,
+    )
+
+
+@router.get(
+    "/metrics", response_class=PlainTextResponse, responses={**errors((401,)), **_EXPOSITION}, summary="Prometheus"
+)
+async def metrics(request: Request) -> PlainTextResponse:
+    """All metrics. They name adapters, so where API keys are set this needs one."""
+    services = services_of(request)
+    services.metrics.queue.set(services.gate.num_open)
+    services.metrics.engine_up.set(services.engine.state == "ready")
+    services.metrics.adapters.labels("store").set(len(services.store.list()) if services.store is not None else 0)
+    return PlainTextResponse(services.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")

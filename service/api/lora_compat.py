@@ -1,0 +1,102 @@
+"""vLLM's /v1/load_lora_adapter and /v1/unload_lora_adapter: adapters from a directory that the operator allowed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse
+
+from adapters import errors as store_errors
+from adapters.records import AdapterRecord
+from adapters.store import AdapterStore
+from service.api.adapters import require_store
+from service.api.errors import BadRequest, Forbidden, UnknownModel
+from service.api.openapi import errors
+from service.api.requestlog import note
+from service.api.schemas import LoadLoraRequest, UnloadLoraRequest
+from service.api.state import Services, services_of
+
+router = APIRouter(tags=["vLLM"])
+
+_ANSWER: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Done; a sentence says so."}
+}
+
+
+@router.post(
+    "/v1/load_lora_adapter",
+    response_class=PlainTextResponse,
+    responses={**errors((400, 401, 403, 404, 409, 413, 507)), **_ANSWER},
+    summary="Load an adapter from the operator's directory",
+)
+async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTextResponse:
+    """Copy a PEFT directory below --lora-path-root into the store under a name."""
+    services = services_of(request)
+    root = _require_root(services)
+    store = require_store(services)
+    store.check_name(body.lora_name)
+    record = await asyncio.to_thread(_load, store, _below(root, body.lora_path), body.lora_name, body.load_inplace)
+    services.published(record)
+    note(request, adapter=record.name, digest=record.digest[:12])
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post(
+    "/v1/unload_lora_adapter",
+    response_class=PlainTextResponse,
+    responses={**errors((400, 401, 403, 404)), **_ANSWER},
+    summary="Delete an adapter",
+)
+async def unload_lora_adapter(request: Request, body: UnloadLoraRequest) -> PlainTextResponse:
+    """The same as DELETE /v1/adapters/{name}."""
+    services = services_of(request)
+    _require_root(services)
+    try:
+        record = await asyncio.to_thread(require_store(services).delete, body.lora_name)
+    except store_errors.NotFound:
+        raise UnknownModel(f"The lora adapter '{body.lora_name}' cannot be found.", param="lora_name") from None
+    services.deleted(record)
+    note(request, adapter=record.name, digest=record.digest[:12])
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+
+def _require_root(services: Services) -> Path:
+    root = services.settings.lora_path_root
+    if root is None:
+        raise Forbidden(
+            "Loading by path is off. The operator allows it with --lora-path-root (MULTILORA_LORA_PATH_ROOT); "
+            "without it, upload the adapter to POST /v1/adapters."
+        )
+    return root.resolve()
+
+
+def _below(root: Path, path: str) -> Path:
+    """The directory, with every link resolved, if it is below `root`; nothing is told of what lies elsewhere."""
+    try:
+        resolved = (root / path).resolve()
+    except (OSError, ValueError, RuntimeError) as error:
+        raise BadRequest("`lora_path` is not a path.", param="lora_path") from error
+    if not resolved.is_relative_to(root):
+        raise Forbidden(
+            "`lora_path` is not below the directory that --lora-path-root allows; copy the adapter there.",
+            param="lora_path",
+        )
+    if not resolved.is_dir():
+        raise UnknownModel("There is no directory at `lora_path`; check it.", param="lora_path")
+    return resolved
+
+
+def _load(store: AdapterStore, path: Path, name: str, replace: bool) -> AdapterRecord:
+    taken = any(record.name == name for record in store.list())
+    if taken and not replace:
+        raise BadRequest(
+            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
+            "'load_inplace' to True.",
+            param="lora_name",
+        )
+    with store.begin() as upload:
+        upload.add_directory(path)
+        return upload.finish(name, replace=replace)[0]

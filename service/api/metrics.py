@@ -1,0 +1,171 @@
+"""Prometheus metrics of the server, all named `multilora_*`, in a registry of their own.
+
+Series with an `adapter` label exist for the base (under its own name) and for adapters of the store only; they go when
+the adapter is deleted, and what still runs then counts under "deleted:", which no adapter can be called. So there are
+never more of them than adapters.
+"""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from service.engine.messages import Stats
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_DELETED = "deleted:"
+_COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+
+# Gauges that are a field of Stats: name, field, help.
+_STATS_GAUGES = (
+    ("num_requests_waiting", "num_waiting", "Sequences waiting in the engine."),
+    ("num_requests_running", "num_running", "Sequences running in the engine."),
+    ("kv_blocks_used", "kv_blocks_used", "KV blocks in use."),
+    ("kv_blocks_total", "kv_blocks_total", "KV blocks there are."),
+    ("state_lines_used", "state_lines_used", "Conv-state lines in use."),
+    ("state_lines_total", "state_lines_total", "Conv-state lines there are."),
+    ("adapter_rows_used", "rows_used", "Adapter rows in use on the device."),
+    ("adapter_rows_total", "rows_total", "Adapter rows there are on the device."),
+    ("adapter_row_bytes_used", "row_bytes_used", "Bytes of adapter rows in use on the device."),
+    ("adapter_row_bytes_total", "row_bytes_total", "Bytes of adapter rows there are on the device."),
+)
+# Counters that are a field of Stats and start again at 0 with each engine: name, field, help.
+_STATS_COUNTERS = (
+    ("engine_steps", "num_steps", "Steps of the engine."),
+    ("preemptions", "num_preemptions", "Sequences preempted because KV blocks or state lines ran out."),
+    ("adapter_loads", "num_adapter_loads", "Adapters loaded onto the device."),
+    ("adapter_evictions", "num_adapter_evictions", "Adapters that left the device."),
+)
+
+
+class Metrics:
+    """The counters of one server."""
+
+    def __init__(self, base_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._last_stats: Stats | None = None
+        self._engine_life = 0
+        self._known = {base_name}
+        self._make_request_metrics()
+        self._make_engine_metrics()
+
+    def _make_request_metrics(self) -> None:
+        registry = self.registry
+        self.http_requests = Counter(
+            "multilora_http_requests", "HTTP requests.", ("method", "route", "status"), registry=registry
+        )
+        self.requests = Counter(
+            "multilora_requests",
+            "Sequences that ended, by adapter and how: stop, length, abort or error.",
+            ("adapter", "outcome"),
+            registry=registry,
+        )
+        self.prompt_tokens = Counter("multilora_prompt_tokens", "Prompt tokens.", ("adapter",), registry=registry)
+        self.generation_tokens = Counter(
+            "multilora_generation_tokens", "Tokens generated.", ("adapter",), registry=registry
+        )
+        self.queue = Gauge("multilora_num_requests_open", "Sequences admitted and not ended.", registry=registry)
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "From admission to the first token.", _SECONDS
+        )
+        self.time_per_output_token = self._histogram(
+            "time_per_output_token_seconds", "Mean time between the tokens of a sequence after its first.", _SECONDS
+        )
+        self.request_seconds = self._histogram("request_seconds", "From admission to the last token.", _SECONDS)
+
+    def _make_engine_metrics(self) -> None:
+        self.engine_up = Gauge("multilora_engine_up", "1 while the engine is ready.", registry=self.registry)
+        self.engine_restarts = Counter("multilora_engine_restarts", "Engines started again.", registry=self.registry)
+        self.adapters = Gauge("multilora_adapters", "Adapters by where they are.", ("tier",), registry=self.registry)
+        self._gauges = {
+            field: Gauge(f"multilora_{name}", text, registry=self.registry) for name, field, text in _STATS_GAUGES
+        }
+        self._counters = {
+            field: Counter(f"multilora_{name}", text, registry=self.registry) for name, field, text in _STATS_COUNTERS
+        }
+        self.step_tokens = self._histogram("step_tokens", "Tokens of a step.", _COUNTS)
+        self.step_sequences = self._histogram("step_sequences", "Sequences of a step: the batch size.", _COUNTS)
+        self.step_adapters = self._histogram("step_adapters", "Distinct adapters of a step.", (0, *_COUNTS[:8]))
+        self.step_seconds = self._histogram("step_seconds", "Duration of a step.", _SECONDS)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"multilora_{name}", text, buckets=buckets, registry=self.registry)
+
+    def take_stats(self, stats: Stats, engine_life: int) -> None:
+        """Add what is new in `stats` against the last one of the same engine; each life of the engine counts from 0."""
+        if engine_life != self._engine_life:
+            self.engine_restarts.inc(engine_life - self._engine_life)
+            self._engine_life, self._last_stats = engine_life, None
+        for field, gauge in self._gauges.items():
+            gauge.set(getattr(stats, field))
+        last = self._last_stats
+        for field, counter in self._counters.items():
+            counter.inc(getattr(stats, field) - (getattr(last, field) if last is not None else 0))
+        self._last_stats = stats
+        self.adapters.labels("device").set(len(stats.adapters_on_device))
+        self.adapters.labels("host").set(len(stats.adapters_on_host))
+        for num_tokens, num_sequences, num_adapters, milliseconds in stats.steps:
+            self.step_tokens.observe(num_tokens)
+            self.step_sequences.observe(num_sequences)
+            self.step_adapters.observe(num_adapters)
+            self.step_seconds.observe(milliseconds / 1e3)
+
+    def know_adapter(self, name: str) -> None:
+        """The adapter is in the store, so it may have series."""
+        self._known.add(name)
+
+    def label_of(self, name: str) -> str:
+        """The `adapter` label for the base or an adapter."""
+        return name if name in self._known else _DELETED
+
+    def forget_adapter(self, name: str) -> None:
+        """Drop the series of a deleted adapter."""
+        self._known.discard(name)
+        for metric in (self.requests, self.prompt_tokens, self.generation_tokens):
+            for labels in [labels for labels in metric._metrics if labels[0] == name]:
+                metric.remove(*labels)
+
+    def render(self) -> bytes:
+        """The text exposition."""
+        return generate_latest(self.registry)
+
+
+class SequenceTimer:
+    """Times of one sequence, observed when it ends."""
+
+    def __init__(self, metrics: Metrics, adapter: str, num_prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._adapter = adapter
+        self._started = time.perf_counter()
+        self._first: float | None = None
+        self._last = self._started
+        self._ended = False
+        self.num_tokens = 0
+        metrics.prompt_tokens.labels(metrics.label_of(adapter)).inc(num_prompt_tokens)
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """From admission to the first token."""
+        return None if self._first is None else self._first - self._started
+
+    def tokens(self, count: int) -> None:
+        """So many tokens arrived."""
+        self._last = time.perf_counter()
+        if self._first is None and count:
+            self._first = self._last
+            self._metrics.time_to_first_token.observe(self._first - self._started)
+        self.num_tokens += count
+
+    def end(self, outcome: str) -> None:
+        """The sequence ended: stop, length, abort or error. Only the first call counts."""
+        if self._ended:
+            return
+        self._ended = True
+        metrics = self._metrics
+        label = metrics.label_of(self._adapter)
+        metrics.requests.labels(label, outcome).inc()
+        metrics.generation_tokens.labels(label).inc(self.num_tokens)
+        if self._first is not None and self.num_tokens > 1:
+            metrics.time_per_output_token.observe((self._last - self._first) / (self.num_tokens - 1))
+        metrics.request_seconds.observe(self._last - self._started)

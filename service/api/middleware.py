@@ -1,0 +1,173 @@
+"""What happens to every request before a router sees it, and after: key, size, errors, metrics and the log line.
+
+Plain ASGI, so that nothing of a body is read before the key and the announced size are checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from uuid import uuid4
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.api.auth import KeyRing, required_scope
+from service.api.errors import TABLE, BodyTooLarge, error_body, status_of
+from service.api.metrics import Metrics
+from service.api.requestlog import RequestNotes
+from service.api.sse import JsonResponse
+from service.logs import LOGGER, REQUEST_LOGGER
+
+# The status in logs and metrics of a request whose client went before the answer; nothing is sent.
+CLIENT_GONE = 499
+# How much of a refused body is read and thrown away, so that the client gets to read why.
+_DRAIN_BYTES = 64 << 20
+_DRAIN_SECONDS = 10.0
+
+
+class Door:
+    """The outermost layer of the application.
+
+    body_limit  most bytes of a request's body, by method and path
+    """
+
+    def __init__(self, app: ASGIApp, *, keys: KeyRing, metrics: Metrics, body_limit: Callable[[str, str], int]) -> None:
+        self._app = app
+        self._keys = keys
+        self._metrics = metrics
+        self._body_limit = body_limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        visit = _Visit(scope, receive, send)
+        try:
+            await self._pass(scope, visit)
+        except ClientDisconnect:
+            visit.status = CLIENT_GONE
+        except Exception as error:
+            if type(error) not in TABLE:
+                LOGGER.exception("A request failed unexpectedly.", extra={"fields": {"request_id": visit.request_id}})
+            if visit.status is None:
+                await visit.refuse(error)
+            elif not visit.answered:
+                raise  # half an answer is out: only a broken connection can tell the client
+        finally:
+            self._write_down(scope, visit)
+
+    async def _pass(self, scope: Scope, visit: _Visit) -> None:
+        self._keys.check(required_scope(scope["method"], scope["path"]), visit.headers)
+        visit.limit_body(self._body_limit(scope["method"], scope["path"]))
+        await self._app(scope, visit.receive, visit.send)
+
+    def _write_down(self, scope: Scope, visit: _Visit) -> None:
+        status = visit.status if visit.status is not None else CLIENT_GONE
+        route = getattr(scope.get("route"), "path", "unknown")
+        self._metrics.http_requests.labels(scope["method"], route, str(status)).inc()
+        fields = {
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "ms": round((time.perf_counter() - visit.started) * 1e3, 1),
+            "request_id": visit.request_id,
+            **visit.notes.lines(),
+        }
+        level = logging.DEBUG if route in ("/health", "/ready", "/metrics") and status == 200 else logging.INFO
+        REQUEST_LOGGER.log(level, "request", extra={"fields": fields})
+
+
+class _Visit:
+    """One request: counts the bytes that come, remembers the status that goes."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._receive = receive
+        self._send = send
+        self._limit = 0
+        self._num_bytes = 0
+        self._body_complete = False
+        self.headers = Headers(scope=scope)
+        self.started = time.perf_counter()
+        self.status: int | None = None
+        self.answered = False
+        self.request_id = uuid4().hex
+        self.notes = RequestNotes()
+        scope["multilora.notes"] = self.notes
+        scope["multilora.refuse"] = self.refuse
+
+    def limit_body(self, limit: int) -> None:
+        """BodyTooLarge if the announced size is above `limit`; `receive` raises it if more comes than was announced."""
+        self._limit = limit
+        announced = self.headers.get("content-length", "")
+        if announced.isascii() and announced.isdigit() and int(announced) > limit:
+            raise BodyTooLarge(f"The body has {announced} bytes; this server takes {limit} here.")
+
+    async def receive(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.request":
+            self._num_bytes += len(message.get("body", b""))
+            self._body_complete = not message.get("more_body", False)
+            if self._num_bytes > self._limit:
+                raise BodyTooLarge(f"The body has more than the {self._limit} bytes that this server takes here.")
+        return message
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(raw=message["headers"])
+            headers["X-Request-Id"] = self.request_id
+            message = {**message, "headers": headers.raw}
+        await self._send(message)
+        if message["type"] == "http.response.body":
+            self.answered = not message.get("more_body", False)
+
+    async def refuse(self, error: Exception) -> None:
+        """Answer with the error. If the body is still on its way, the connection is closed after it, and what comes
+        until then is thrown away: a client that is still sending would otherwise see a reset and not the answer."""
+        headers = dict(getattr(error, "headers", {}))
+        drain = not self._body_complete and _announces_body(self.headers)
+        if drain:
+            headers["Connection"] = "close"
+        response = JsonResponse(error_body(error), status_code=status_of(error), headers=headers)
+        await self.send(
+            {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+        )
+        await self.send({"type": "http.response.body", "body": response.body, "more_body": drain})
+        if drain:
+            await self._drain()
+            await self.send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _drain(self) -> None:
+        # A client that waits for "100 Continue" has its answer and sends no body.
+        if self.headers.get("expect", "").lower() == "100-continue" and not self._num_bytes:
+            return
+        thrown_away = 0
+        try:
+            async with asyncio.timeout(_DRAIN_SECONDS):
+                while thrown_away < _DRAIN_BYTES:
+                    message = await self._receive()
+                    thrown_away += len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                        return
+        except TimeoutError:
+            return
+
+
+def _announces_body(headers: Headers) -> bool:
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"
+
+
+class Refusal(Response):
+    """An error as FastAPI's exception handlers return it; sent by `Door`, which knows what of the body is unread."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(status_code=status_of(error))
+        self._error = error
+
+    async def __call__(self, scope: Scope, _receive: Receive, _send: Send) -> None:
+        await scope["multilora.refuse"](self._error)

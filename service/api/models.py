@@ -1,0 +1,62 @@
+"""GET /v1/models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from adapters.records import AdapterRecord
+from service.api.admission import resolve
+from service.api.openapi import errors
+from service.api.schemas import ModelCard, ModelList
+from service.api.state import Services, services_of
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.get("/v1/models", responses=errors((401,)), summary="List the base and its adapters")
+async def list_models(request: Request) -> ModelList:
+    """The base first, then the adapters by name. Adapters have the base as `parent` and their digest as `root`."""
+    services = services_of(request)
+    records = services.store.list() if services.store is not None else ()
+    cards = [_base_card(services), *(_adapter_card(services, record) for record in records)]
+    return ModelList(object="list", data=cards)
+
+
+@router.get("/v1/models/{model}", responses=errors((401, 404)), summary="One model")
+async def get_model(request: Request, model: str) -> ModelCard:
+    """The card of the base or of an adapter, by any name that requests may use."""
+    services = services_of(request)
+    target = resolve(services, model)
+    try:
+        if target.lease is None:
+            return _base_card(services)
+        return _adapter_card(services, target.lease.record)
+    finally:
+        target.release()
+
+
+def _base_card(services: Services) -> ModelCard:
+    name = services.settings.base_name
+    return _card(services, id=name, created=services.started_at_seconds, root=name, parent=None)
+
+
+def _adapter_card(services: Services, record: AdapterRecord) -> ModelCard:
+    return _card(
+        services,
+        id=record.name,
+        created=int(record.created_at_seconds),
+        root=record.digest,
+        parent=services.settings.base_name,
+    )
+
+
+def _card(services: Services, **fields: Any) -> ModelCard:
+    ready = services.engine.ready
+    return ModelCard(
+        object="model",
+        owned_by="multilora",
+        max_model_len=None if ready is None else ready.max_model_len_tokens,
+        **fields,
+    )

@@ -1,0 +1,114 @@
+"""What OpenAPI says beyond the routes' own types: errors, streams, uploads and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from service.api.schemas import ErrorResponse
+
+_REASONS = {
+    400: "The request is wrong; the message says what to change.",
+    401: "No API key, or an unknown one.",
+    403: "The API key, or a setting of the server, does not allow this.",
+    404: "No such model or adapter.",
+    409: "The name is taken by other content, or is the base model's.",
+    413: "The body has more bytes or items than the server allows.",
+    429: "The queue is full; `Retry-After` says when to try again.",
+    500: "The server or its engine failed on this request.",
+    503: "The server is starting, shutting down, or without an engine.",
+    507: "The server's disk would become too full.",
+}
+
+
+def errors(statuses: Iterable[int]) -> dict[int | str, dict[str, Any]]:
+    """OpenAPI responses for these error statuses, all in one shape."""
+    return {status: {"model": ErrorResponse, "description": _REASONS[status]} for status in statuses}
+
+
+INFERENCE_ERRORS = errors((400, 401, 404, 413, 500, 503))
+GENERATION_ERRORS = errors((400, 401, 404, 413, 429, 500, 503))
+ADMIN_ERRORS = errors((400, 401, 403, 404, 500, 503))
+UPLOAD_ERRORS = errors((400, 401, 403, 409, 413, 500, 503, 507))
+
+
+def streamed(chunk_schema: str) -> dict[int | str, dict[str, Any]]:
+    """The second form of a 200: events whose data is a chunk or an error, ended by `data: [DONE]`."""
+    data = {
+        "anyOf": [
+            {"$ref": f"#/components/schemas/{chunk_schema}"},
+            {"$ref": "#/components/schemas/ErrorResponse"},
+        ]
+    }
+    return {
+        200: {
+            "description": "The answer; with `stream` as server-sent events, each with one JSON object after `data: `, "
+            "the last one `data: [DONE]`.",
+            "content": {"text/event-stream": {"schema": data}},
+        }
+    }
+
+
+UPLOAD_BODY = {
+    "required": True,
+    "content": {
+        "multipart/form-data": {
+            "schema": {
+                "type": "object",
+                "required": ["name"],
+                "description": "Send `name`, and either `adapter_config` and `adapter_model` or `archive`. Files are "
+                "also recognised by their file name, whatever the part is called.",
+                "properties": {
+                    "name": {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"},
+                    "adapter_config": {
+                        "type": "string",
+                        "contentMediaType": "application/json",
+                        "description": "PEFT's adapter_config.json",
+                    },
+                    "adapter_model": {
+                        "type": "string",
+                        "contentMediaType": "application/octet-stream",
+                        "description": "PEFT's adapter_model.safetensors",
+                    },
+                    "archive": {
+                        "type": "string",
+                        "contentMediaType": "application/octet-stream",
+                        "description": ".tar.gz or .zip of a PEFT directory",
+                    },
+                    "chat_template": {
+                        "type": "string",
+                        "contentMediaType": "text/plain",
+                        "description": "the adapter's own chat_template.jinja, if it has one",
+                    },
+                },
+                "additionalProperties": {"type": "string", "contentMediaType": "application/octet-stream"},
+            }
+        }
+    },
+}
+
+
+def finish(schema: dict[str, Any], *, with_keys: bool, open_paths: frozenset[str], chunks: dict[str, Any]) -> None:
+    """Complete FastAPI's schema in place: our 400 instead of its 422, the chunks of streams, and the security scheme
+    where keys are set."""
+    schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+    for unused in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(unused, None)
+    for name, chunk in chunks.items():
+        schemas.setdefault(name, chunk)
+    for path, operations in schema["paths"].items():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+            if with_keys:
+                operation["security"] = [] if path in open_paths else [{"apiKey": []}]
+            else:
+                for status in ("401",):
+                    operation["responses"].pop(status, None)
+    if with_keys:
+        schema["components"]["securitySchemes"] = {
+            "apiKey": {
+                "type": "http",
+                "scheme": "bearer",
+                "description": "An inference key; uploads and deletions need an admin key.",
+            }
+        }

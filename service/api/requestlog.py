@@ -1,0 +1,47 @@
+"""What routers add to the one log line of their request. The line itself is written by `service.api.middleware`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+
+from service.api.generation import Job
+
+
+class RequestNotes:
+    """Fields of a request's log line; jobs are read when the line is written, after the answer."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, Any] = {}
+        self.jobs: list[Job] = []
+
+    def lines(self) -> dict[str, Any]:
+        """The fields, with the jobs' token counts added up."""
+        if not self.jobs:
+            return self.fields
+        first = [job.first_token_seconds for job in self.jobs if job.first_token_seconds is not None]
+        return self.fields | {
+            "prompt_tokens": sum(run.num_prompt_tokens for job in self.jobs for run in job.runs),
+            "completion_tokens": sum(job.num_completion_tokens for job in self.jobs),
+            "first_token_ms": round(min(first) * 1e3, 1) if first else None,
+        }
+
+
+def notes_of(request: Request) -> RequestNotes:
+    """The notes of this request."""
+    notes = request.scope["multilora.notes"]
+    assert isinstance(notes, RequestNotes)
+    return notes
+
+
+def note(request: Request, **fields: Any) -> None:
+    """Add fields to the log line. Never anything secret."""
+    notes_of(request).fields.update(fields)
+
+
+def note_job(request: Request, model: str, job: Job) -> None:
+    """Add a generating job to the log line."""
+    notes = notes_of(request)
+    notes.fields["model"] = model if "model" not in notes.fields else f"{notes.fields['model']},{model}"
+    notes.jobs.append(job)

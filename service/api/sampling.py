@@ -1,0 +1,91 @@
+"""A request's sampling fields to the engine's `Sampling`, each checked against the model."""
+
+from __future__ import annotations
+
+from service.api.errors import BadRequest
+from service.api.schemas import ChatRequest, CompletionRequest, Generation
+from service.engine.messages import Sampling
+
+_SEED_RANGE = 2**63
+
+
+def build_sampling(
+    request: CompletionRequest | ChatRequest, *, max_tokens: int, vocab_size: int, eos_token_ids: tuple[int, ...]
+) -> Sampling:
+    """What the engine is told. `eos_token_ids` end the answer unless `ignore_eos`. BadRequest names a wrong field."""
+    min_tokens = request.min_tokens or 0
+    if min_tokens > max_tokens:
+        raise BadRequest(
+            f"min_tokens ({min_tokens}) is larger than max_tokens ({max_tokens}); lower it.", param="min_tokens"
+        )
+    stop_token_ids = _checked_stop_ids(request, vocab_size)
+    if not request.ignore_eos:
+        stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *eos_token_ids)))
+    logprobs, prompt_logprobs = _logprobs(request)
+    return Sampling(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=_or(request.temperature, 1.0),
+        top_p=_or(request.top_p, 1.0),
+        top_k=max(0, request.top_k or 0),
+        min_p=_or(request.min_p, 0.0),
+        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        presence_penalty=_or(request.presence_penalty, 0.0),
+        frequency_penalty=_or(request.frequency_penalty, 0.0),
+        logit_bias=_logit_bias(request, vocab_size),
+        seed=request.seed,
+        stop_token_ids=stop_token_ids,
+        ignore_eos=bool(request.ignore_eos),
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+def seed_of_choice(seed: int | None, index: int) -> int | None:
+    """Each of the `n` answers has a random stream of its own, the first one the request's seed itself."""
+    if seed is None:
+        return None
+    return (seed + index + _SEED_RANGE) % (2 * _SEED_RANGE) - _SEED_RANGE
+
+
+def stop_strings(request: Generation) -> tuple[str, ...]:
+    """The `stop` field as a tuple."""
+    if request.stop is None:
+        return ()
+    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else float(value)
+
+
+def _logprobs(request: CompletionRequest | ChatRequest) -> tuple[int | None, int | None]:
+    """Alternatives for (output tokens, prompt tokens); None means no log probabilities at all."""
+    if isinstance(request, ChatRequest):
+        return (request.top_logprobs or 0) if request.logprobs else None, None
+    # An answer of no tokens is the prompt alone, and the engine runs the prompt for its log probabilities.
+    prompt_logprobs = request.logprobs if request.echo else None
+    if request.max_tokens == 0 and prompt_logprobs is None:
+        prompt_logprobs = 0
+    return request.logprobs, prompt_logprobs
+
+
+def _checked_stop_ids(request: Generation, vocab_size: int) -> tuple[int, ...]:
+    for token_id in request.stop_token_ids or ():
+        if token_id >= vocab_size:
+            raise BadRequest(
+                f"stop_token_ids holds {token_id}, but the vocabulary ends at {vocab_size - 1}.", param="stop_token_ids"
+            )
+    return tuple(request.stop_token_ids or ())
+
+
+def _logit_bias(request: Generation, vocab_size: int) -> dict[int, float]:
+    biases: dict[int, float] = {}
+    for key, bias in (request.logit_bias or {}).items():
+        if not (key.isascii() and key.isdigit()) or int(key) >= vocab_size:
+            raise BadRequest(
+                f"logit_bias has the key {key!r}; keys are token ids from 0 to {vocab_size - 1}, as text.",
+                param="logit_bias",
+            )
+        biases[int(key)] = float(bias)
+    return biases

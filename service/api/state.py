@@ -1,0 +1,183 @@
+"""What the routers share: one object on the application, built by `service.app`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fastapi import Request
+
+from adapters.layout import BaseLayout
+from adapters.records import AdapterRecord
+from adapters.store import AdapterStore
+from service.api.errors import NotReady, QueueFull
+from service.api.metrics import Metrics
+from service.engine.messages import Finished, Ready, Stats, Submit, Tokens
+from service.settings import Settings
+from service.text.chat_template import ChatTemplate
+from service.text.tokenizer import TextTokenizer
+
+
+class Engine(Protocol):
+    """What the routers need of the engine client; `service.engine.client.EngineClient` is the real one."""
+
+    @property
+    def state(self) -> str:
+        """ "starting", "ready", "restarting", "draining" or "down"."""
+
+    @property
+    def state_error(self) -> str | None:
+        """One sentence about the last death of the engine, if it died."""
+
+    @property
+    def ready(self) -> Ready | None:
+        """Sizes of the running engine; None while there is none."""
+
+    @property
+    def stats(self) -> Stats | None:
+        """The last Stats of the running engine."""
+
+    def submit(self, request: Submit) -> AsyncIterator[Tokens | Finished]:
+        """Send at once; the iterator ends with Finished or raises EngineDied."""
+
+    def abort(self, request_id: str) -> None:
+        """Free everything of the request; unknown ids are ignored."""
+
+    def load(self, adapter: str) -> None:
+        """Hint that the adapter will be used."""
+
+    def evict(self, adapter: str) -> None:
+        """Free its rows and host memory."""
+
+
+class Gate:
+    """Counts the sequences that wait or run, so that a full queue answers at once instead of growing."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.num_open = 0
+
+    def enter(self, num_sequences: int) -> None:
+        """Take places. QueueFull if not all of them are free."""
+        self.require(num_sequences)
+        self.num_open += num_sequences
+
+    def require(self, num_sequences: int) -> None:
+        """QueueFull if not so many places are free."""
+        if self.num_open + num_sequences > self.limit:
+            raise QueueFull(
+                f"{self.num_open} of {self.limit} places are taken and this request needs {num_sequences}; "
+                "send it again later, or fewer at a time.",
+                headers={"Retry-After": "1"},
+            )
+
+    def leave(self, num_sequences: int) -> None:
+        """Give places back."""
+        self.num_open -= num_sequences
+        assert self.num_open >= 0, "more places were given back than taken"
+
+
+@dataclass
+class Services:
+    """The parts behind the routers. `store` is None when LoRA is off; `template` when the model has none.
+
+    draining     SIGTERM has come: nothing new is admitted
+    prepared     the operator's adapters are in the store, so that the first request finds them
+    start_error  why the server never got so far, one sentence
+    stop         ends the server; set by who runs it
+    """
+
+    settings: Settings
+    engine: Engine
+    layout: BaseLayout
+    tokenizer: TextTokenizer
+    template: ChatTemplate | None
+    metrics: Metrics
+    store: AdapterStore | None = None
+    draining: bool = False
+    prepared: bool = False
+    start_error: str | None = None
+    started_at_seconds: int = field(default_factory=lambda: int(time.time()))
+    stop: Callable[[], None] | None = None
+    gate: Gate = field(init=False)
+    _templates: dict[str, ChatTemplate | None] = field(default_factory=dict)
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    def __post_init__(self) -> None:
+        self.gate = Gate(self.settings.max_queued_requests)
+
+    def adapter_template(self, digest: str) -> ChatTemplate | None:
+        """The chat template that an adapter ships, compiled once; None if it ships none."""
+        if digest not in self._templates:
+            assert self.store is not None, "an adapter without a store"
+            source = self.store.chat_template(digest)
+            compiled = None if source is None else ChatTemplate(source, self.tokenizer.special_tokens)
+            self._templates[digest] = compiled
+        return self._templates[digest]
+
+    def published(self, record: AdapterRecord) -> None:
+        """An adapter is in the store: it may have metrics, and the engine may bring it in ahead of its first use."""
+        self.metrics.know_adapter(record.name)
+        if self.engine.state == "ready":
+            self.engine.load(record.digest)
+
+    def deleted(self, record: AdapterRecord) -> None:
+        """A name is gone."""
+        self.metrics.forget_adapter(record.name)
+
+    def fail_start(self, error: str) -> None:
+        """The server can never become ready."""
+        self.start_error = error
+        if self.stop is not None:
+            self.stop()
+
+    def bind_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """The loop that the engine client lives in; the store may be called in threads."""
+        self._loop = loop
+
+    def gone(self, digest: str) -> None:
+        """The last request of a deleted adapter has ended and its files are removed. Any thread."""
+        self.on_loop(self._evict, digest)
+
+    def on_loop(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Call something in the engine client's loop, from any thread or signal handler. Nothing without a loop."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+    def _evict(self, digest: str) -> None:
+        self._templates.pop(digest, None)
+        self.engine.evict(digest)
+
+    def require_ready(self) -> Ready:
+        """The running engine's sizes. NotReady with what is going on, if there is none."""
+        if self.draining:
+            raise NotReady("The server is shutting down; send the request to another one.")
+        ready = self.engine.ready
+        if ready is None or self.engine.state != "ready":
+            raise NotReady(engine_sentence(self.engine), headers={"Retry-After": "1"})
+        if not self.prepared:
+            raise NotReady(
+                self.start_error or "The adapters are being loaded; try again in a moment.",
+                headers={"Retry-After": "1"},
+            )
+        return ready
+
+
+def engine_sentence(engine: Engine) -> str:
+    """One sentence about an engine that is not ready."""
+    cause = f" {engine.state_error}" if engine.state_error else ""
+    if engine.state == "down":
+        return f"The engine is down and will not be started again.{cause}"
+    if engine.state == "restarting":
+        return f"The engine is being restarted; try again in a moment.{cause}"
+    return f"The engine is {engine.state}; try again in a moment.{cause}"
+
+
+def services_of(request: Request) -> Services:
+    """The application's `Services`, for routers."""
+    services = request.app.state.services
+    assert isinstance(services, Services)
+    return services

@@ -1,0 +1,63 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+
+from service.api.admission import Prompt, chat_prompt, off_loop, resolve
+from service.api.errors import BadRequest
+from service.api.openapi import INFERENCE_ERRORS
+from service.api.schemas import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from service.api.state import Services, services_of
+
+router = APIRouter(tags=["text"])
+
+
+@router.post("/tokenize", responses=INFERENCE_ERRORS, summary="Text or messages to token ids")
+async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
+    """The token ids that a completion or chat request with this prompt or these messages would run."""
+    services = services_of(request)
+    prompt = await _prompt(services, body)
+    ready = services.engine.ready
+    names = [services.tokenizer.token_name(token_id) for token_id in prompt.token_ids]
+    return TokenizeResponse(
+        tokens=list(prompt.token_ids),
+        count=len(prompt.token_ids),
+        max_model_len=None if ready is None else ready.max_model_len_tokens,
+        token_strs=names if body.return_token_strs else None,
+    )
+
+
+async def _prompt(services: Services, body: TokenizeRequest) -> Prompt:
+    target = resolve(services, services.settings.base_name if body.model is None else body.model)
+    try:
+        if body.messages is not None:
+            return await chat_prompt(
+                services,
+                target,
+                body.messages,
+                add_generation_prompt=body.add_generation_prompt,
+                continue_final_message=body.continue_final_message,
+                variables=body.chat_template_kwargs,
+                add_special_tokens=body.add_special_tokens,
+            )
+        text = body.prompt or ""
+        special = body.add_special_tokens is None or body.add_special_tokens
+        work = lambda: Prompt(tuple(services.tokenizer.encode(text, add_special_tokens=special)), text)  # noqa: E731
+        return await off_loop(work, size_chars=len(text))
+    finally:
+        target.release()
+
+
+@router.post("/detokenize", responses=INFERENCE_ERRORS, summary="Token ids to text")
+async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeResponse:
+    """The text of token ids, special tokens included."""
+    services = services_of(request)
+    if body.model is not None:
+        resolve(services, body.model).release()
+    vocab_size = services.tokenizer.vocab_size
+    unknown = next((token_id for token_id in body.tokens if token_id >= vocab_size), None)
+    if unknown is not None:
+        raise BadRequest(f"`tokens` holds {unknown}, but the vocabulary ends at {vocab_size - 1}.", param="tokens")
+    work = lambda: services.tokenizer.decode(body.tokens, skip_special_tokens=False)  # noqa: E731
+    return DetokenizeResponse(prompt=await off_loop(work, size_chars=len(body.tokens)))

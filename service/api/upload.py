@@ -1,0 +1,143 @@
+"""Multipart uploads straight into the store's staging files: never a whole part in memory, refused early.
+
+The parser's callbacks write to disk, so each chunk is parsed in a thread; one chunk at a time, hence no locks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import Request
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from adapters.store import AdapterStore, Part, Upload
+from service.api.errors import BadRequest
+
+_MAX_NAME_BYTES = 1024
+# The parser is fed at least so much at a time, so that small network reads do not cost a thread switch each.
+_FEED_BYTES = 1 << 20
+
+
+class MultipartUpload:
+    """Feeds one multipart body into an `Upload`; the part `name` is kept apart.
+
+    feed    may write files: call it in a thread. Raises BadRequest and the errors of the store.
+    finish  the adapter's name. BadRequest if the body or the name is incomplete.
+    """
+
+    def __init__(self, store: AdapterStore, upload: Upload, boundary: bytes) -> None:
+        self._store = store
+        self._upload = upload
+        self._part: Part | None = None
+        self._in_name = False
+        self._name: bytearray | None = None
+        self._header_name = b""
+        self._header_value = b""
+        self._disposition = b""
+        self._complete = False
+        try:
+            self._parser = MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._on_part_begin,
+                    "on_header_field": self._on_header_field,
+                    "on_header_value": self._on_header_value,
+                    "on_header_end": self._on_header_end,
+                    "on_headers_finished": self._on_headers_finished,
+                    "on_part_data": self._on_part_data,
+                    "on_part_end": self._on_part_end,
+                    "on_end": self._on_end,
+                },
+            )
+        except FormParserError as error:
+            raise BadRequest(f"The multipart boundary cannot be used: {error}.") from error
+
+    def feed(self, data: bytes) -> None:
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            raise BadRequest(f"The multipart body is broken: {error}.") from error
+
+    def finish(self) -> str:
+        if not self._complete:
+            raise BadRequest("The multipart body ends in the middle; send it whole.")
+        if self._name is None:
+            raise BadRequest("The part `name` is missing; send the adapter's name.", param="name")
+        try:
+            return self._name.decode().strip()
+        except UnicodeDecodeError:
+            raise BadRequest("The part `name` is not UTF-8.", param="name") from None
+
+    def close(self) -> None:
+        """Close the file that is open, if any."""
+        if self._part is not None:
+            self._part.close()
+            self._part = None
+
+    # ---- the parser's callbacks
+
+    def _on_part_begin(self) -> None:
+        self._disposition = b""
+
+    def _on_header_field(self, data: bytes, start: int, end: int) -> None:
+        self._header_name += data[start:end]
+
+    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
+        self._header_value += data[start:end]
+
+    def _on_header_end(self) -> None:
+        if self._header_name.lower() == b"content-disposition":
+            self._disposition = self._header_value
+        self._header_name = self._header_value = b""
+
+    def _on_headers_finished(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        part_name = options.get(b"name", b"").decode("utf-8", "replace")
+        file_name = options.get(b"filename", b"").decode("utf-8", "replace")
+        if part_name == "name" and not file_name:
+            if self._name is not None:
+                raise BadRequest("The part `name` is there twice; send it once.", param="name")
+            self._in_name, self._name = True, bytearray()
+            return
+        self._part = self._upload.open_part(part_name, file_name or None)
+
+    def _on_part_data(self, data: bytes, start: int, end: int) -> None:
+        if self._in_name:
+            assert self._name is not None, "set when the part began"
+            self._name += data[start:end]
+            if len(self._name) > _MAX_NAME_BYTES:
+                raise BadRequest("The part `name` is too long.", param="name")
+            return
+        assert self._part is not None, "opened when the part began"
+        self._part.write(data[start:end])
+
+    def _on_part_end(self) -> None:
+        if self._in_name:
+            self._in_name = False
+            assert self._name is not None, "set when the part began"
+            # Better refused now than after gigabytes, if it comes before the files.
+            self._store.check_name(self._name.decode("utf-8", "replace").strip())
+        self.close()
+
+    def _on_end(self) -> None:
+        self._complete = True
+
+
+async def receive_upload(request: Request, store: AdapterStore, upload: Upload) -> str:
+    """Read the request's body into `upload`; the adapter's name. Raises BadRequest and the errors of the store."""
+    kind, options = parse_options_header(request.headers.get("content-type"))
+    if kind != b"multipart/form-data" or not options.get(b"boundary"):
+        raise BadRequest("Send the adapter as multipart/form-data, for example with curl -F.")
+    parts = MultipartUpload(store, upload, options[b"boundary"])
+    try:
+        waiting = bytearray()
+        async for chunk in request.stream():
+            waiting += chunk
+            if len(waiting) >= _FEED_BYTES:
+                await asyncio.to_thread(parts.feed, bytes(waiting))
+                waiting.clear()
+        await asyncio.to_thread(parts.feed, bytes(waiting))
+        return parts.finish()
+    finally:
+        parts.close()

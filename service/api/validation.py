@@ -1,0 +1,67 @@
+"""What pydantic finds wrong with a body, as one sentence that says what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from service.api.errors import BadRequest
+from service.api.schemas import InertFields
+
+_PROMPT = "`prompt` must be a text, a list of texts, a list of token ids or a list of lists of token ids."
+_CONTENT = '`content` of a message must be a text or a list of parts {"type": "text", "text": ...}'
+_OTHER_PARTS = "; images, audio and files are not supported."
+
+
+def bad_request(faults: Sequence[Mapping[str, Any]], *, prefix: str = "") -> BadRequest:
+    """The first fault as a BadRequest; `prefix` stands before its sentence."""
+    # Of a union's faults the plainest one is worth telling: an unsupported field beats a wrong type.
+    fault = min(faults, key=lambda one: one["type"] not in ("none_required", "extra_forbidden", "json_invalid"))
+    path = [part for part in fault["loc"] if part != "body"]
+    sentence = _sentence(fault, path, faults)
+    return BadRequest(prefix + sentence, param=_dotted(path) or None)
+
+
+def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mapping[str, Any]]) -> str:
+    kind, name = fault["type"], _dotted(path)
+    if kind == "json_invalid":
+        return f"The body is not valid JSON: {fault.get('ctx', {}).get('error', 'it cannot be parsed')}."
+    if path[:1] == ["prompt"]:
+        return _PROMPT
+    if "content" in path:
+        index = path.index("content")
+        parts = [one for one in faults if one["type"] == "literal_error" and "type" in one["loc"]]
+        named = f" (it holds a part of type {parts[0]['input']!r})" if parts else ""
+        return f"{_dotted(path[: index + 1])}: {_CONTENT}{_OTHER_PARTS[:-1]}{named}."
+    if not path:
+        if kind == "missing":
+            return "The request has no body; send a JSON object with Content-Type: application/json."
+        return f"{_words(fault)}."
+    if kind == "missing":
+        return f"`{name}` is missing; send it."
+    if kind == "extra_forbidden":
+        inert = ", ".join(InertFields.model_fields)
+        return f"`{name}` is not a field of this request; leave it out. (Accepted and ignored are: {inert}.)"
+    if kind == "none_required":
+        return f"`{name}` is not supported by this server; leave it out."
+    if name == "response_format.type":
+        return '`response_format` must be {"type": "text"} or left out; other formats are not supported.'
+    if name == "tool_choice":
+        return "`tool_choice` is not supported by this server; leave it out."
+    return f"`{name}`: {_words(fault)}."
+
+
+def _words(fault: Mapping[str, Any]) -> str:
+    message = str(fault["msg"]).removeprefix("Value error, ").rstrip(".")
+    return message.replace("Input should", "it must", 1) if message.startswith("Input should") else message
+
+
+def _dotted(path: Sequence[Any]) -> str:
+    """`messages[0].role`; names of union members, which pydantic puts into paths, are left out."""
+    text = ""
+    for part in path:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part not in ("str", "int", "float", "bool") and not any(mark in part for mark in "[]()"):
+            text += f".{part}" if text else part
+    return text

@@ -1,0 +1,242 @@
+"""The composition root: builds the parts from the settings, joins them, and gives them to the routers."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+import adapters.errors as store_errors
+from adapters.row_plan import plan_rows
+from adapters.store import AdapterStore, StoreLimits
+from service.api import adapters, batch, chat, completions, health, lora_compat, models, tokenize
+from service.api.auth import OPEN_PATHS, KeyRing
+from service.api.errors import HANDLED, BadRequest, UnknownRoute, WrongMethod
+from service.api.metrics import Metrics
+from service.api.middleware import Door, Refusal
+from service.api.openapi import finish
+from service.api.schemas import ChatChunk
+from service.api.state import Services
+from service.api.validation import bad_request
+from service.engine.client import EngineClient, EngineDied
+from service.logs import LOGGER
+from service.models.facts import read_config
+from service.models.layouts import layout_of
+from service.settings import Settings
+from service.text.chat_template import ChatTemplate, template_source
+from service.text.tokenizer import TextTokenizer
+
+ROUTERS = (
+    chat.router,
+    completions.router,
+    batch.router,
+    models.router,
+    tokenize.router,
+    adapters.router,
+    lora_compat.router,
+    health.router,
+)
+
+
+class StartError(ValueError):
+    """The server cannot start; one sentence."""
+
+
+def check_kernels_package() -> None:
+    """StartError if `import kernels` would find another distribution: Hugging Face publishes one of the same name."""
+    found = importlib.util.find_spec("kernels")
+    ours = Path(__file__).resolve().parent.parent / "kernels" / "__init__.py"
+    if found is None or found.origin is None or Path(found.origin).resolve() != ours:
+        raise StartError(
+            f"`import kernels` finds {found.origin if found else 'nothing'} and not multilora's own package; uninstall "
+            "the distribution called kernels (pip uninstall kernels), or put multilora's directory first on the path."
+        )
+
+
+def create_app(settings: Settings, engine: EngineClient | None = None) -> FastAPI:
+    """The application. The engine process starts with the application's lifespan.
+
+    engine  another client than the settings' own, for tests
+
+    Raises StartError and the ValueErrors of the parts, each one sentence, if something is wrong with the model or the
+    store.
+    """
+    check_kernels_package()
+    engine = engine if engine is not None else EngineClient(settings.engine_config())
+    services = _build_services(settings, engine)
+    app = FastAPI(title="multilora", lifespan=_lifespan, redoc_url=None)
+    app.state.services, app.state.engine = services, engine
+    for router in ROUTERS:
+        app.include_router(router)
+    _add_error_handlers(app)
+    keys = KeyRing(settings.api_keys, settings.admin_api_keys)
+    app.add_middleware(Door, keys=keys, metrics=services.metrics, body_limit=_body_limit(settings))
+    app.openapi = _openapi(app, with_keys=keys.enabled)  # type: ignore[method-assign]
+    return app
+
+
+def _build_services(settings: Settings, engine: EngineClient) -> Services:
+    layout = layout_of(read_config(settings.model_dir))
+    tokenizer = TextTokenizer.load(settings.model_dir)
+    source = template_source(settings.model_dir)
+    services = Services(
+        settings=settings,
+        engine=engine,
+        layout=layout,
+        tokenizer=tokenizer,
+        template=None if source is None else ChatTemplate(source, tokenizer.special_tokens),
+        metrics=Metrics(settings.base_name),
+    )
+    if settings.lora_enabled:
+        services.store = AdapterStore(
+            settings.store_root,
+            layout,
+            StoreLimits(
+                max_upload_bytes=int(settings.max_upload_bytes), free_disk_floor_bytes=int(settings.min_free_disk_bytes)
+            ),
+            base_name=settings.base_name,
+            base_dir=settings.model_dir,
+            base_token_id=tokenizer.token_id,
+            check_template=lambda template: _check_template(template, tokenizer),
+            on_gone=services.gone,
+        )
+        for record in services.store.list():
+            services.metrics.know_adapter(record.name)
+    return services
+
+
+def _check_template(source: str, tokenizer: TextTokenizer) -> None:
+    """TextError if an uploaded adapter's chat template does not compile."""
+    ChatTemplate(source, tokenizer.special_tokens)
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    """From the start of the engine to its end."""
+    services: Services = app.state.services
+    engine: EngineClient = app.state.engine
+    services.bind_loop(asyncio.get_running_loop())
+    engine.on_stats(lambda stats: services.metrics.take_stats(stats, engine.num_restarts))
+    await engine.start()
+    preparing = asyncio.create_task(_prepare(services, engine), name="prepare")
+    try:
+        yield
+    finally:
+        preparing.cancel()
+        await engine.drain(0)
+        await asyncio.gather(preparing, return_exceptions=True)
+        if services.store is not None:
+            services.store.close()
+
+
+async def _prepare(services: Services, engine: EngineClient) -> None:
+    """What is left to do once the engine knows its sizes; `/ready` waits for it."""
+    try:
+        ready = await engine.wait_ready()
+    except EngineDied as error:
+        if not services.draining:
+            services.fail_start(str(error))
+        return
+    try:
+        if services.store is not None:
+            services.store.row_plan = plan_rows(
+                services.layout,
+                int(services.settings.adapter_row_bytes),
+                element_bytes=ready.row_element_bytes,
+                alignment=ready.row_alignment,
+            )
+            await asyncio.to_thread(preload, services)
+    except Exception as error:
+        services.fail_start(f"The adapters of --preload-adapters-dir cannot be loaded: {error}")
+        return
+    services.prepared = True
+    LOGGER.info("ready: %s", services.settings.base_name)
+
+
+def preload(services: Services) -> None:
+    """Put the operator's adapters into the store under their folder names. A name that clients have given to other
+    content since is left as it is. Raises StartError and the store's errors."""
+    directory, store = services.settings.preload_dir, services.store
+    if directory is None or store is None:
+        return
+    if not directory.is_dir():
+        raise StartError(f"--preload-adapters-dir {directory} is not a directory.")
+    for path in sorted(path for path in directory.iterdir() if (path / "adapter_config.json").is_file()):
+        with store.begin() as upload:
+            upload.add_directory(path)
+            try:
+                record, created = upload.finish(path.name)
+            except store_errors.Conflict as error:
+                LOGGER.warning("Not preloaded: %s", error)
+                continue
+        services.metrics.know_adapter(record.name)
+        LOGGER.info("adapter %s %s", record.name, "preloaded" if created else "is there already")
+
+
+def _body_limit(settings: Settings) -> Callable[[str, str], int]:
+    """Uploads may be large, other bodies not. Multipart framing comes on top of the upload's own bytes."""
+
+    def limit(_method: str, path: str) -> int:
+        is_upload = path == "/v1/adapters"
+        return int(settings.max_upload_bytes) + (1 << 16) if is_upload else int(settings.max_body_bytes)
+
+    return limit
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Every error leaves in OpenAI's shape, by way of the Door."""
+
+    async def refuse(_request: Request, error: Exception) -> Response:
+        return Refusal(error)
+
+    async def refuse_body(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError), "registered for nothing else"
+        return Refusal(bad_request(error.errors()))
+
+    async def refuse_http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException), "registered for nothing else"
+        cause = error.__cause__
+        if isinstance(cause, ClientDisconnect):
+            raise cause
+        if isinstance(cause, HANDLED):
+            return Refusal(cause)
+        return Refusal(_from_http(request, error))
+
+    for kind in HANDLED:
+        app.add_exception_handler(kind, refuse)
+    app.add_exception_handler(RequestValidationError, refuse_body)
+    app.add_exception_handler(HTTPException, refuse_http)
+    app.add_exception_handler(Exception, refuse)
+
+
+def _from_http(request: Request, error: HTTPException) -> Exception:
+    path = f"{request.method} {request.url.path}"
+    if error.status_code == 404:
+        return UnknownRoute(f"There is no {path} here; /openapi.json lists what there is.")
+    if error.status_code == 405:
+        headers = dict(error.headers or {})
+        return WrongMethod(f"{path} is not allowed; send {headers.get('allow', 'another method')}.", headers=headers)
+    return BadRequest(f"The request cannot be read: {error.detail}.")
+
+
+def _openapi(app: FastAPI, *, with_keys: bool) -> Callable[[], dict[str, Any]]:
+    def build() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            schema = get_openapi(title=app.title, version=health.server_version(), routes=app.routes)
+            chunk = ChatChunk.model_json_schema(ref_template="#/components/schemas/{model}")
+            definitions = chunk.pop("$defs", {})
+            finish(schema, with_keys=with_keys, open_paths=OPEN_PATHS, chunks={**definitions, "ChatChunk": chunk})
+            app.openapi_schema = schema
+        return app.openapi_schema
+
+    return build

@@ -1,0 +1,141 @@
+"""`multilora serve`: settings from flags and environment, then one uvicorn server until SIGTERM.
+
+Imports at the top are light: the engine process, whose start takes longest, is started as early as can be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from service.logs import LOGGER, configure
+from service.settings import Settings, SettingsError, load_settings
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    import uvicorn
+
+# Environment variables of our prefix that are no settings of the server.
+_OTHER_VARIABLES = {"MULTILORA_URL", "MULTILORA_API_KEY"}
+# Answers that are being written when the last sequence has ended get so long to be sent.
+_FLUSH_SECONDS = 5
+
+
+def serve(flags: Sequence[str]) -> int:
+    """Run the server; the exit code."""
+    given = {name: value for name, value in vars(flag_parser().parse_args(flags)).items() if value is not None}
+    try:
+        settings = load_settings(**given)
+        configure(settings.log_format, settings.log_level)
+        _warn_of_unknown_variables()
+        return _run(settings)
+    except ValueError as error:  # SettingsError, StartError, ModelError, TextError, StoreBusy: one sentence each
+        if not _is_for_operator(error):
+            raise
+        print(f"multilora: {error}", file=sys.stderr)
+        return 1
+
+
+def flag_parser() -> argparse.ArgumentParser:
+    """One flag per setting, with the setting's own words."""
+    parser = argparse.ArgumentParser(
+        prog="multilora serve",
+        description="Start the server. Each setting is also an environment variable: --kv-bytes is MULTILORA_KV_BYTES. "
+        "Byte sizes take a number or a text such as 512MiB.",
+    )
+    for name, field in Settings.model_fields.items():
+        default = field.get_default()
+        shown = "" if default in (None, ()) else f" (default {default})"
+        text = f"{field.description}{shown}".replace("%", "%%")
+        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, metavar="VALUE", help=text)
+    return parser
+
+
+def _is_for_operator(error: ValueError) -> bool:
+    from adapters.errors import AdapterError
+    from service.app import StartError
+    from service.models.errors import ModelError
+    from service.text.tokenizer import TextError
+
+    return isinstance(error, SettingsError | StartError | ModelError | TextError | AdapterError)
+
+
+def _warn_of_unknown_variables() -> None:
+    known = {f"MULTILORA_{name.upper()}" for name in Settings.model_fields} | _OTHER_VARIABLES
+    for name in sorted(os.environ):
+        if name.upper().startswith("MULTILORA_") and name.upper() not in known:
+            LOGGER.warning("The environment variable %s is no setting; see multilora serve --help.", name)
+
+
+def _run(settings: Settings) -> int:
+    listener = _listen(settings.host, settings.port)
+    from service.app import create_app
+
+    app = create_app(settings)
+    server = _make_server(app, settings)
+    app.state.services.stop = server.stop
+    host, port = listener.getsockname()[:2]
+    LOGGER.info("listening", extra={"fields": {"url": f"http://{f'[{host}]' if ':' in host else host}:{port}"}})
+    server.run(sockets=[listener])
+    error = app.state.services.start_error
+    if error is not None:
+        print(f"multilora: {error}", file=sys.stderr)
+        return 1
+    return 0 if server.started else 1
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise SettingsError(f"Cannot listen on {host} port {port}: {error.strerror}; set another --port.") from error
+
+
+def _make_server(app: Any, settings: Settings) -> Any:
+    import uvicorn
+
+    config = uvicorn.Config(
+        app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=_FLUSH_SECONDS
+    )
+    return _server_class(uvicorn.Server)(config, app.state.services, app.state.engine, settings.shutdown_limit_seconds)
+
+
+def _server_class(base: type[uvicorn.Server]) -> Any:
+    """uvicorn's server, which is imported late, with a SIGTERM that lets requests finish while /ready says 503."""
+
+    class Server(base):  # type: ignore[misc, valid-type]
+        def __init__(self, config: uvicorn.Config, services: Any, engine: Any, limit_seconds: float) -> None:
+            super().__init__(config)
+            self._services, self._engine = services, engine
+            self._limit_seconds = limit_seconds
+            self._draining: asyncio.Task[None] | None = None
+
+        def handle_exit(self, sig: int, _frame: FrameType | None) -> None:
+            """First signal: drain, then exit 0. Second: exit now."""
+            if self._services.draining:
+                self.force_exit = self.should_exit = True
+                return
+            LOGGER.info("%s: letting requests finish", signal.Signals(sig).name)
+            self._services.draining = True
+            self._services.on_loop(self._start_draining)
+
+        def stop(self) -> None:
+            """End the server, from its own loop."""
+            self.should_exit = True
+
+        def _start_draining(self) -> None:
+            self._draining = asyncio.create_task(self._drain())
+
+        async def _drain(self) -> None:
+            await self._engine.drain(self._limit_seconds)
+            self.should_exit = True
+
+    return Server

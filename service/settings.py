@@ -1,0 +1,174 @@
+"""Every setting of the server, in one place. Environment `MULTILORA_<NAME>`, or `--<name>` of `multilora serve`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from service.engine.config import EngineConfig
+
+MIB = 2**20
+_BUNDLED = Path(__file__).resolve().parent.parent / "examples" / "bundled"
+BUNDLED_MODEL_DIR = _BUNDLED / "base"
+BUNDLED_ADAPTERS_DIR = _BUNDLED / "adapters"
+
+Size = Annotated[ByteSize, Field(ge=0)]
+Keys = Annotated[tuple[SecretStr, ...], NoDecode]
+
+
+class SettingsError(ValueError):
+    """A setting is wrong; the message names it and says what to write."""
+
+
+class Settings(BaseSettings):
+    """Frozen after the start. Byte sizes take a number or a text such as 512MiB; durations are in seconds."""
+
+    model_config = SettingsConfigDict(env_prefix="MULTILORA_", frozen=True, extra="forbid", env_ignore_empty=True)
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one and logs it")
+    model_dir: Path = Field(BUNDLED_MODEL_DIR, description="Hugging Face directory of the base model")
+    model_name: str | None = Field(None, description="name clients use for the base; default: the directory's name")
+    preload_adapters_dir: Path | None = Field(
+        None,
+        description="directory of adapter directories that are put into the store at the start under their folder "
+        "names; default: the bundled adapters for the bundled model, nothing for any other",
+    )
+    adapter_store_dir: Path = Field(
+        Path("data") / "adapters",
+        description="where uploaded adapters live; adapters of several base models may share it",
+    )
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="what the base computes in; auto: the checkpoint's, float16 on a CPU as float32"
+    )
+    device: str = Field("cpu", description="cpu, cuda or npu")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: as torch sees fit")
+    max_model_len_tokens: int | None = Field(
+        None, ge=1, description="prompt and output of one request; default: the model's own limit"
+    )
+    token_budget: int = Field(256, ge=1, description="most tokens in one step, prefill and decode together")
+    max_sequences: int = Field(64, ge=1, description="most sequences that run at the same time")
+    block_size_tokens: int = Field(16, ge=1, description="tokens per KV block")
+    kv_bytes: Size = Field(ByteSize(256 * MIB), description="KV cache, allocated once")
+    state_bytes: Size | None = Field(
+        None, description="conv states, allocated once; default: one line for each of max-sequences"
+    )
+    adapter_row_bytes: Size = Field(
+        ByteSize(256 * MIB), description="adapter rows on the device, allocated once; 0 turns LoRA off"
+    )
+    host_tier_bytes: Size = Field(ByteSize(512 * MIB), description="adapters held in host memory")
+
+    max_queued_requests: int = Field(
+        512, ge=1, description="sequences that may wait or run at the same time; beyond it requests get 429"
+    )
+    max_batch_items: int = Field(256, ge=1, description="most items of one POST /v1/completions/batch")
+    max_choices: int = Field(16, ge=1, description="largest `n` of a request")
+    max_body_bytes: Size = Field(ByteSize(16 * MIB), description="largest JSON request body")
+    max_upload_bytes: Size = Field(ByteSize(2048 * MIB), description="largest adapter upload, packed and unpacked")
+    min_free_disk_bytes: Size = Field(
+        ByteSize(256 * MIB), description="uploads that would leave less than this free on the disk get 507"
+    )
+    lora_path_root: Path | None = Field(
+        None,
+        description="directory below which POST /v1/load_lora_adapter may read; default: that endpoint and "
+        "/v1/unload_lora_adapter are off",
+    )
+
+    api_keys: Keys = Field((), description="keys for inference, separated by commas; default: no key is needed")
+    admin_api_keys: Keys = Field((), description="keys for inference, upload and delete, separated by commas")
+
+    shutdown_limit_seconds: float = Field(30.0, ge=0, description="how long running requests may go on after SIGTERM")
+    engine_start_limit_seconds: float = Field(
+        600.0, gt=0, description="an engine that is not ready after so long counts as dead"
+    )
+    log_format: Literal["text", "json"] = Field("text", description="one line per request as text or as JSON")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+
+    @field_validator("api_keys", "admin_api_keys", mode="before")
+    @classmethod
+    def _split_keys(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return tuple(key.strip() for key in value.split(",") if key.strip())
+        return value
+
+    @field_validator("api_keys", "admin_api_keys")
+    @classmethod
+    def _printable_keys(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+        if any(not key.get_secret_value().isascii() or not key.get_secret_value().isprintable() for key in keys):
+            raise ValueError("keys are printable ASCII")
+        return keys
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Settings:
+        if self.max_batch_items > self.max_queued_requests:
+            raise ValueError(
+                "max_batch_items must not be larger than max_queued_requests, since a batch is admitted whole"
+            )
+        if ":" in self.base_name or "/" in self.base_name or not self.base_name:
+            raise ValueError(f"model_name {self.base_name!r} may not be empty or contain ':' or '/'; set another one")
+        return self
+
+    @property
+    def base_name(self) -> str:
+        """The name of the base model in requests."""
+        return self.model_name if self.model_name is not None else self.model_dir.resolve().name
+
+    @property
+    def store_root(self) -> Path:
+        """Root directory of the adapter store, absolute."""
+        return self.adapter_store_dir.absolute()
+
+    @property
+    def preload_dir(self) -> Path | None:
+        """The directory of adapters to put into the store at the start, if any."""
+        if self.preload_adapters_dir is None and self.model_dir.resolve() == BUNDLED_MODEL_DIR:
+            return BUNDLED_ADAPTERS_DIR if BUNDLED_ADAPTERS_DIR.is_dir() else None
+        return self.preload_adapters_dir
+
+    @property
+    def lora_enabled(self) -> bool:
+        """Whether adapters can be used at all."""
+        return self.adapter_row_bytes > 0
+
+    def engine_config(self) -> EngineConfig:
+        """What the engine process is told. SettingsError if the engine's sizes do not fit together."""
+        try:
+            return EngineConfig(
+                model_dir=str(self.model_dir.absolute()),
+                store_root=str(self.store_root),
+                dtype=self.dtype,
+                device=self.device,
+                token_budget=self.token_budget,
+                max_sequences=self.max_sequences,
+                max_model_len_tokens=self.max_model_len_tokens,
+                block_size_tokens=self.block_size_tokens,
+                kv_bytes=int(self.kv_bytes),
+                state_bytes=None if self.state_bytes is None else int(self.state_bytes),
+                row_bytes=int(self.adapter_row_bytes),
+                host_tier_bytes=int(self.host_tier_bytes),
+                num_threads=self.num_threads,
+                log_level=self.log_level.upper(),
+            )
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+
+
+def load_settings(**given: Any) -> Settings:
+    """Settings from the environment, `given` going first. SettingsError in one sentence per wrong setting."""
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        raise SettingsError("\n".join(_sentence(fault) for fault in error.errors())) from error
+
+
+def _sentence(fault: Any) -> str:
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    if not fault["loc"]:
+        return f"Settings: {message}."
+    name = str(fault["loc"][0])
+    flag = name.lower().removeprefix("multilora_").replace("_", "-")
+    return f"Setting --{flag} (MULTILORA_{flag.replace('-', '_').upper()}): {message}."

@@ -1,0 +1,174 @@
+"""Text to token ids and back, with the `tokenizers` library alone, giving the ids that transformers would give."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, processors
+
+# The named special tokens, in transformers' order; templates see them as variables.
+_NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TextError(ValueError):
+    """A model directory or an adapter has text files that cannot be used; the message says which and why."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`, empty if there is no such file. TextError if it is not a JSON object."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise TextError(f"{path.name} of the model is not readable JSON: {error}.") from error
+    if not isinstance(content, dict):
+        raise TextError(f"{path.name} of the model must hold a JSON object.")
+    return content
+
+
+class TextTokenizer:
+    """The tokenizer of a model directory: tokenizer.json with what tokenizer_config.json adds to it.
+
+    special_tokens  named special tokens (`bos_token`, ...) as text, for chat templates
+    special_ids     ids that `skip_special_tokens` leaves out of text
+    eos_token_ids   ids that end a sequence, from tokenizer_config.json, generation_config.json and config.json
+    """
+
+    def __init__(self, tokenizer: Tokenizer, config: dict[str, Any], eos_token_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self.special_tokens = _named_special_tokens(config)
+        _add_configured_tokens(tokenizer, config, self.special_tokens)
+        _apply_bos_eos(tokenizer, config, self.special_tokens)
+        self._added = tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in self._added.items() if token.special)
+        eos = tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
+        self.eos_token_ids = tuple(dict.fromkeys((*eos_token_ids, *(() if eos is None else (eos,)))))
+        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        self._byte_level = "ByteLevel" in json.dumps(json.loads(tokenizer.to_str()).get("decoder"))
+
+    @classmethod
+    def load(cls, model_dir: Path) -> TextTokenizer:
+        """Read the tokenizer of `model_dir`. TextError if tokenizer.json is missing or unreadable."""
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise TextError(f"{model_dir} has no tokenizer.json; save the model with a fast tokenizer.")
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            raise TextError(f"{path} is not a tokenizer.json that the tokenizers library reads: {error}.") from error
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        config = read_json(model_dir / "tokenizer_config.json")
+        if not _named_special_tokens(config):
+            config = {**read_json(model_dir / "special_tokens_map.json"), **config}
+        eos_token_ids = [
+            *_ids(read_json(model_dir / "generation_config.json").get("eos_token_id")),
+            *_ids(read_json(model_dir / "config.json").get("eos_token_id")),
+        ]
+        return cls(tokenizer, config, tuple(dict.fromkeys(eos_token_ids)))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`, with what the model's post-processor adds (a BOS, say) if `add_special_tokens`.
+
+        TextError if the text is not Unicode: half of a surrogate pair, which JSON can spell.
+        """
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise TextError("The text holds half of a surrogate pair; send valid Unicode.") from error
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; bytes that are not UTF-8 come out as U+FFFD."""
+        return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """Text of one token by itself, special tokens included; for listing alternatives in log probabilities."""
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of one token, which need not be whole characters."""
+        name = self.token_name(token_id)
+        if token_id not in self._added:
+            if self._byte_level and all(char in _BYTE_OF_CHAR for char in name):
+                return bytes(_BYTE_OF_CHAR[char] for char in name)
+            if re.fullmatch(r"<0x[0-9A-F]{2}>", name):
+                return bytes([int(name[3:5], 16)])
+        return self.token_text(token_id).encode()
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token as the vocabulary spells it; None if there is none."""
+        return self._tokenizer.token_to_id(token)
+
+    def token_name(self, token_id: int) -> str:
+        """The token as the vocabulary spells it; empty for an id outside the vocabulary."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
+
+def _byte_of_char() -> dict[str, int]:
+    """GPT-2's spelling of bytes as printable characters, backwards: printable Latin-1 stands for itself, the other
+    bytes in order for the characters from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+def _ids(value: Any) -> list[int]:
+    """An `eos_token_id` as configs write it (absent, a number, a list) as a list."""
+    if value is None:
+        return []
+    values = value if isinstance(value, list) else [value]
+    return [token_id for token_id in values if isinstance(token_id, int)]
+
+
+def _token_content(value: Any) -> str | None:
+    """The text of a token that a config writes as a string or as {"content": ...}."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _named_special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    named = {name: _token_content(config.get(name)) for name in _NAMED_SPECIAL_TOKENS}
+    extra = config.get("extra_special_tokens") or config.get("model_specific_special_tokens")
+    if isinstance(extra, dict):
+        named |= {name: _token_content(value) for name, value in extra.items()}
+    return {name: content for name, content in named.items() if content is not None}
+
+
+def _add_configured_tokens(tokenizer: Tokenizer, config: dict[str, Any], named: dict[str, str]) -> None:
+    """Tokens that tokenizer_config.json declares special are special, also where tokenizer.json does not say so."""
+    declared = [content for content in named.values() if tokenizer.token_to_id(content) is not None]
+    for entry in (config.get("added_tokens_decoder") or {}).values():
+        if isinstance(entry, dict) and entry.get("special") and _token_content(entry) is not None:
+            content = str(entry["content"])
+            if tokenizer.token_to_id(content) is not None:
+                declared.append(content)
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+    missing = [content for content in dict.fromkeys(declared) if content not in known]
+    tokenizer.add_special_tokens([AddedToken(content, special=True, normalized=False) for content in missing])
+
+
+def _apply_bos_eos(tokenizer: Tokenizer, config: dict[str, Any], named: dict[str, str]) -> None:
+    """An explicit `add_bos_token` or `add_eos_token` replaces the post-processor, as transformers does it."""
+    if "add_bos_token" not in config and "add_eos_token" not in config:
+        return
+    bos = named.get("bos_token") if config.get("add_bos_token") else None
+    eos = named.get("eos_token") if config.get("add_eos_token") else None
+    around = [(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token is not None]
+    if any(token_id is None for _, token_id in around):
+        return
+    if not around and tokenizer.post_processor is not None and tokenizer.num_special_tokens_to_add(False) == 0:
+        return  # nothing to add and nothing that adds: keep a byte-level post-processor as it is
+    single = f"{bos + ':0 ' if bos else ''}$A:0{' ' + eos + ':0' if eos else ''}"
+    pair = f"{single}{' ' + bos + ':1' if bos else ''} $B:1{' ' + eos + ':1' if eos else ''}"
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=around)
