@@ -225,17 +225,21 @@ class MockEngine:
         self._note(events)
         return events
 
-    def settle(self, max_steps: int = 2000) -> None:
-        """Step until no request is left; waits for the loader thread where no step is possible."""
+    def settle(self) -> None:
+        """Step until no request is left."""
+        self.step_until(lambda: not self.engine.num_requests)
+
+    def step_until(self, condition: Callable[[], object], max_steps: int = 2000) -> None:
+        """Step until the condition holds; waits for the loader thread where no step is possible."""
         for _ in range(max_steps):
-            if not self.engine.num_requests:
+            if condition():
                 return
             self.engine.wake.clear()
             before = self.engine.num_steps
             self.step()
-            if self.engine.num_requests and self.engine.num_steps == before:
+            if not condition() and self.engine.num_steps == before:
                 assert self.engine.wake.wait(30), "nothing can run, and no load ends"
-        raise AssertionError(f"requests left after {max_steps} steps: {self.engine.num_requests}")
+        raise AssertionError(f"not after {max_steps} steps")
 
     def _note(self, events: list[Event]) -> None:
         for event in events:

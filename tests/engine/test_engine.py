@@ -1,0 +1,370 @@
+"""The engine over a mock model: endings, errors, aborts, evictions, log probabilities, and random operations."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from service.engine.messages import Abort, Evict, Load, Sampling, Submit
+from tests.support.engine_mock import (
+    EOS,
+    VOCAB,
+    MockEngine,
+    adapter_number,
+    expected_tokens,
+    make_mock_engine,
+    next_logits,
+)
+
+
+@pytest.fixture
+def mock() -> Iterator[MockEngine]:
+    made = make_mock_engine()
+    yield made
+    made.host.gate.set()
+    made.engine.close()
+
+
+def holds_nothing(mock: MockEngine) -> bool:
+    scheduler = mock.engine.scheduler
+    num_lines = 0 if scheduler.lines is None else scheduler.lines.num_used
+    no_pins = not any(mock.rows.pins.values())
+    return scheduler.blocks.num_used == num_lines == mock.engine.num_requests == 0 and no_pins
+
+
+# ---- endings
+
+
+def test_a_request_ends_at_max_tokens(mock: MockEngine) -> None:
+    mock.submit("r", max_tokens=5)
+    mock.settle()
+    assert mock.finished["r"].reason == "length"
+    assert mock.output["r"] == expected_tokens((1, 2, 3), None, 5)
+    assert holds_nothing(mock)
+
+
+def test_a_stop_token_ends_it_and_is_part_of_the_output(mock: MockEngine) -> None:
+    expected = expected_tokens((1, 2, 3), None, 4)
+    mock.submit("r", max_tokens=10, stop_token_ids=(expected[2], 77))
+    mock.settle()
+    assert mock.output["r"] == expected[:3]
+    assert (mock.finished["r"].reason, mock.finished["r"].stop_token_id) == ("stop", expected[2])
+
+
+def test_end_of_sequence_ends_it_unless_ignored(mock: MockEngine) -> None:
+    mock.submit("stops", max_tokens=3, logit_bias={EOS: 100.0})
+    mock.submit("goes-on", max_tokens=3, logit_bias={EOS: 100.0}, ignore_eos=True)
+    mock.settle()
+    assert (mock.output["stops"], mock.finished["stops"].stop_token_id) == ([EOS], EOS)
+    assert (mock.output["goes-on"], mock.finished["goes-on"].reason) == ([EOS] * 3, "length")
+
+
+def test_ending_tokens_are_barred_before_min_tokens(mock: MockEngine) -> None:
+    mock.submit("r", max_tokens=9, min_tokens=3, logit_bias={EOS: 100.0, 5: 90.0}, stop_token_ids=(5,))
+    mock.settle()
+    assert len(mock.output["r"]) == 4
+    assert {EOS, 5}.isdisjoint(mock.output["r"][:3])
+    assert mock.output["r"][3] == EOS
+
+
+# ---- errors
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "empty prompt": ({"prompt": ()}, "empty"),
+    "token outside": ({"prompt": (1, VOCAB)}, "vocabulary"),
+    "negative token": ({"prompt": (-1,)}, "vocabulary"),
+    "context": ({"prompt": (1,) * 10, "max_tokens": 600}, "context"),
+    "max_tokens": ({"max_tokens": -1}, "max_tokens"),
+    "temperature": ({"temperature": float("nan")}, "temperature"),
+    "top_p": ({"top_p": 1.5}, "top_p"),
+    "bias": ({"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
+    "stop ids": ({"stop_token_ids": (-3,)}, "stop_token_ids"),
+    "min over max": ({"min_tokens": 9, "max_tokens": 4}, "min_tokens"),
+}
+
+
+@pytest.mark.parametrize(("fields", "word"), BAD.values(), ids=BAD.keys())
+def test_a_bad_request_is_answered_and_stops_nobody(mock: MockEngine, fields: dict[str, Any], word: str) -> None:
+    mock.submit("good")
+    mock.submit("bad", **fields)
+    mock.settle()
+    assert (mock.finished["bad"].reason, mock.finished["bad"].client_fault) == ("error", True)
+    assert word in (mock.finished["bad"].error or "")
+    assert mock.output["good"] == expected_tokens((1, 2, 3), None, 4)
+
+
+def test_a_request_id_in_use_is_refused(mock: MockEngine) -> None:
+    mock.engine.submit(Submit("r", (1,), Sampling(max_tokens=2)))
+    mock.engine.submit(Submit("r", (1,), Sampling(max_tokens=2)))
+    assert mock.engine.num_requests == 1
+    assert [event.reason for event in mock.engine.take_events()] == ["error"]  # type: ignore[union-attr]
+
+
+def test_an_adapter_that_cannot_be_read_fails_its_own_requests_only(mock: MockEngine) -> None:
+    mock.host.broken.add("a1")
+    for name, adapter in (("bad-1", "a1"), ("good", "a2"), ("bad-2", "a1")):
+        mock.submit(name, adapter=adapter)
+    mock.settle()
+    for name in ("bad-1", "bad-2"):
+        assert mock.finished[name].reason == "error"
+        assert "damaged" in (mock.finished[name].error or "")
+        assert not mock.finished[name].client_fault
+    assert mock.output["good"] == expected_tokens((1, 2, 3), "a2", 4)
+    assert ("a1", "failed") in mock.states
+
+
+def test_an_adapter_that_failed_may_be_tried_again(mock: MockEngine) -> None:
+    mock.host.broken.add("a1")
+    mock.submit("first", adapter="a1")
+    mock.settle()
+    mock.host.broken.clear()
+    mock.submit("second", adapter="a1")
+    mock.settle()
+    assert mock.output["second"] == expected_tokens((1, 2, 3), "a1", 4)
+
+
+def test_an_adapter_larger_than_all_rows_is_refused(mock: MockEngine) -> None:
+    mock.submit("huge", adapter="a1-65")
+    mock.submit("good", adapter="a2")
+    mock.settle()
+    assert "row budget" in (mock.finished["huge"].error or "")
+    assert mock.finished["good"].reason == "length"
+
+
+def test_not_a_number_ends_one_request_with_a_sentence(mock: MockEngine) -> None:
+    run = mock.runner.run
+
+    def poisoned(batch: Any) -> torch.Tensor:
+        logits = run(batch)
+        logits[-1] = float("nan")  # the base model's rows come last
+        return logits
+
+    mock.runner.run = poisoned  # type: ignore[method-assign]
+    mock.submit("good", adapter="a1", max_tokens=1)
+    mock.submit("bad")
+    mock.settle()
+    assert "not usable" in (mock.finished["bad"].error or "") or "finite" in (mock.finished["bad"].error or "")
+    assert holds_nothing(mock)
+
+
+def test_without_lora_requests_for_adapters_are_refused(mock: MockEngine) -> None:
+    mock.engine.desk.rows = None
+    mock.submit("r", adapter="a1")
+    mock.engine.handle(Load("a1"))
+    mock.engine.handle(Evict("a1"))
+    mock.settle()
+    mock.step()
+    assert "adapter_row_bytes" in (mock.finished["r"].error or "")
+    assert mock.states == [("a1", "failed"), ("a1", "gone")]
+
+
+# ---- aborts and evictions
+
+
+def test_an_abort_frees_everything_at_once(mock: MockEngine) -> None:
+    mock.submit("r", adapter="a1", max_tokens=50)
+    mock.step_until(lambda: mock.output.get("r"))
+    mock.engine.handle(Abort("r"))
+    assert holds_nothing(mock)
+    mock.engine.check_integrity()
+    assert mock.step() == []
+
+
+def test_aborting_an_unknown_request_does_nothing(mock: MockEngine) -> None:
+    mock.engine.handle(Abort("nobody"))
+    assert mock.step() == []
+
+
+def test_evict_waits_for_the_last_user(mock: MockEngine) -> None:
+    mock.submit("r", adapter="a1", max_tokens=6)
+    mock.step_until(lambda: mock.output.get("r"))
+    mock.engine.handle(Evict("a1"))
+    mock.step()
+    assert mock.rows.resident() == ("a1",)
+    mock.settle()
+    assert mock.output["r"] == expected_tokens((1, 2, 3), "a1", 6)
+    assert mock.rows.resident() == ()
+    mock.step_until(lambda: ("a1", "gone") in mock.states)
+    assert mock.host.dropped == ["a1"]
+    assert mock.states == [("a1", "host"), ("a1", "device"), ("a1", "gone")]
+
+
+def test_evicting_what_nobody_uses_is_answered_too(mock: MockEngine) -> None:
+    mock.engine.handle(Evict("a9"))
+    mock.step_until(lambda: mock.states)
+    assert mock.states == [("a9", "gone")]
+
+
+def test_an_evicted_adapter_may_come_back(mock: MockEngine) -> None:
+    mock.submit("before", adapter="a1")
+    mock.settle()
+    mock.engine.handle(Evict("a1"))
+    mock.submit("after", adapter="a1")
+    mock.settle()
+    assert mock.output["before"] == mock.output["after"]
+
+
+def test_a_hint_loads_ahead_of_any_request(mock: MockEngine) -> None:
+    mock.engine.handle(Load("a1"))
+    mock.step_until(lambda: mock.rows.place_of("a1") is not None)
+    assert mock.states == [("a1", "host"), ("a1", "device")]
+    mock.submit("r", adapter="a1", max_tokens=1)
+    mock.step()
+    assert mock.finished["r"].reason == "length"
+
+
+# ---- log probabilities of the prompt
+
+
+def prompt_logprobs(prompt: tuple[int, ...], adapter: str | None) -> list[float]:
+    rows = [next_logits(list(prompt[:i]), adapter_number(adapter)) for i in range(1, len(prompt))]
+    return [float(row.log_softmax(-1)[token]) for row, token in zip(rows, prompt[1:], strict=True)]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 3])
+@pytest.mark.parametrize("length", [1, 2, 30])
+def test_prompt_logprobs_come_once_and_whole(max_tokens: int, length: int) -> None:
+    mock = make_mock_engine(token_budget=8, max_prompt_logits=3)
+    prompt = tuple(range(length))
+    mock.submit("echo", prompt, max_tokens=max_tokens, prompt_logprobs=2)
+    mock.submit("other", prompt, max_tokens=5)
+    mock.settle()
+    first, *later = mock.messages["echo"]
+    assert first.prompt_logprobs is not None
+    assert first.prompt_logprobs[0] is None
+    found = [entry for entry in first.prompt_logprobs if entry is not None]
+    assert [entry.token_id for entry in found] == list(prompt[1:])
+    assert [entry.logprob for entry in found] == pytest.approx(prompt_logprobs(prompt, None), abs=1e-5)
+    assert all(len(entry.top) == 2 for entry in found)
+    assert all(message.prompt_logprobs is None for message in later)
+    assert mock.output["echo"] == expected_tokens(prompt, None, max_tokens)
+    assert mock.finished["echo"].reason == "length"
+    mock.engine.close()
+
+
+def test_prompt_logprobs_survive_a_preemption_in_the_middle() -> None:
+    mock = make_mock_engine(num_blocks=11, token_budget=8, max_prompt_logits=1)
+    prompt = tuple(range(20))
+    mock.submit("older", (1, 2, 3, 4, 5, 6, 7, 8), max_tokens=30)
+    mock.step()
+    mock.submit("echo", prompt, max_tokens=2, prompt_logprobs=0)
+    mock.settle()
+    assert mock.engine.scheduler.num_preemptions > 0
+    found = [entry.logprob for entry in mock.messages["echo"][0].prompt_logprobs or () if entry is not None]
+    assert found == pytest.approx(prompt_logprobs(prompt, None), abs=1e-5)
+    assert mock.output["echo"] == expected_tokens(prompt, None, 2)
+    mock.engine.close()
+
+
+def test_output_logprobs_follow_each_token(mock: MockEngine) -> None:
+    mock.submit("r", max_tokens=3, logprobs=1)
+    mock.settle()
+    entries = [entry for message in mock.messages["r"] for entry in message.logprobs]
+    assert [entry.token_id for entry in entries] == mock.output["r"]
+    assert [entry.top[0][0] for entry in entries] == mock.output["r"]
+
+
+# ---- sampling inside the engine
+
+
+def test_random_tokens_depend_neither_on_neighbours_nor_on_preemption() -> None:
+    def run(num_others: int, num_blocks: int) -> tuple[list[int], int]:
+        mock = make_mock_engine(num_blocks=num_blocks)
+        for i in range(num_others):
+            mock.submit(f"other-{i}", (i, 2), max_tokens=24, temperature=1.0)
+        mock.submit("r", max_tokens=24, temperature=0.8, top_p=0.9, seed=11, frequency_penalty=0.5)
+        mock.settle()
+        mock.engine.close()
+        return mock.output["r"], mock.engine.scheduler.num_preemptions
+
+    alone, _ = run(0, 64)
+    crowded, num_preemptions = run(5, 16)
+    assert num_preemptions > 0
+    assert alone == crowded
+
+
+def test_without_a_seed_two_requests_differ(mock: MockEngine) -> None:
+    for name in ("x", "y"):
+        mock.submit(name, max_tokens=12, temperature=1.0)
+    mock.settle()
+    assert mock.output["x"] != mock.output["y"]
+
+
+# ---- everything together
+
+
+def test_one_step_holds_eight_adapters_the_base_chunks_and_decode_tokens() -> None:
+    mock = make_mock_engine(max_sequences=16, token_budget=64)
+    for i in range(8):
+        mock.submit(f"a{i}", (1, i), f"a{i}", max_tokens=20)
+        mock.submit(f"base{i}", (1, i), max_tokens=20)
+    mock.step_until(lambda: len(mock.engine.scheduler.running) == 16)
+    mock.engine.abort("base0")
+    mock.submit("late", tuple(range(80)), "a3", max_tokens=3)
+    mock.settle()
+    mixed = [
+        record
+        for record in mock.engine.step_records
+        if len(record.adapters) == 8
+        and record.num_base_tokens
+        and record.num_prefill_tokens
+        and record.num_decode_tokens
+    ]
+    assert mixed
+    assert mock.output["late"] == expected_tokens(tuple(range(80)), "a3", 3)
+    mock.engine.close()
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_random_operations_lose_nothing(seed: int) -> None:
+    """Submits, aborts, hints, evictions and failures in any order; integrity is checked after each."""
+    rng = random.Random(seed)
+    mock = make_mock_engine(
+        num_blocks=rng.randint(10, 30),
+        num_rows=rng.randint(2, 6),
+        max_sequences=rng.randint(1, 6),
+        token_budget=rng.randint(6, 20),
+        has_conv=rng.random() < 0.5,
+        max_steps_waiting_for_rows=rng.randint(1, 6),
+        max_loads_ahead=rng.randint(1, 3),
+    )
+    mock.host.broken.add("a5")
+    requests: dict[str, tuple[tuple[int, ...], str | None, int]] = {}
+    aborted: set[str] = set()
+    for i in range(60):
+        match rng.choice(("submit", "submit", "step", "step", "step", "abort", "evict", "load")):
+            case "submit":
+                prompt = tuple(rng.randrange(90) for _ in range(rng.randint(1, 18)))
+                adapter = rng.choice((None, "a1", "a2-2", "a3", "a4-2", "a5"))
+                requests[f"r{i}"] = (prompt, adapter, rng.randint(1, 16))
+                mock.submit(f"r{i}", prompt, adapter, max_tokens=requests[f"r{i}"][2])
+            case "step":
+                mock.step()
+            case "abort" if requests:
+                name = rng.choice(list(requests))
+                mock.engine.handle(Abort(name))
+                aborted.add(name)
+            case "evict":
+                mock.engine.handle(Evict(rng.choice(("a1", "a2-2", "a5", "a9"))))
+            case "load":
+                mock.engine.handle(Load(rng.choice(("a1", "a3", "a5"))))
+            case _:
+                continue
+        mock.engine.check_integrity()
+    mock.settle()
+    mock.engine.close()
+    assert holds_nothing(mock)
+    for name, (prompt, adapter, num_tokens) in requests.items():
+        expected = [] if adapter == "a5" else expected_tokens(prompt, adapter, num_tokens)
+        if name in aborted and name not in mock.finished:
+            assert mock.output.get(name, []) == expected[: len(mock.output.get(name, []))]
+        else:
+            assert mock.output.get(name, []) == expected
+            assert mock.finished[name].reason == ("error" if adapter == "a5" else "length")

@@ -1,0 +1,188 @@
+"""Who runs when: chunks mixed with decode tokens, preemption, and that nobody waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from service.engine.messages import Finished
+from tests.support.engine_mock import MockEngine, expected_tokens, make_mock_engine
+
+
+@pytest.fixture
+def mocks() -> Iterator[list[MockEngine]]:
+    """Engines that the test makes; their loader threads are ended."""
+    made: list[MockEngine] = []
+    yield made
+    for mock in made:
+        mock.host.gate.set()
+        mock.engine.close()
+
+
+def prompt(length: int, first: int = 1) -> tuple[int, ...]:
+    return tuple((first + i) % 90 for i in range(length))
+
+
+def test_prefill_chunks_share_the_step_with_decode_tokens(mocks: list[MockEngine]) -> None:
+    mock = make_mock_engine(token_budget=8, max_sequences=4)
+    mocks.append(mock)
+    mock.submit("short", prompt(3), max_tokens=10)
+    mock.step()
+    mock.submit("long", prompt(20, 5), max_tokens=3)
+    mock.settle()
+    steps = [(record.num_decode_tokens, record.num_prefill_tokens) for record in mock.engine.step_records]
+    assert steps[:5] == [(0, 3), (1, 7), (1, 7), (1, 6), (2, 0)]
+    assert mock.output["short"] == expected_tokens(prompt(3), None, 10)
+    assert mock.output["long"] == expected_tokens(prompt(20, 5), None, 3)
+
+
+def test_no_step_exceeds_the_token_budget(mocks: list[MockEngine]) -> None:
+    mock = make_mock_engine(token_budget=8, max_sequences=8, num_blocks=200)
+    mocks.append(mock)
+    for i in range(20):
+        mock.submit(f"r{i}", prompt(1 + 3 * i, i), max_tokens=1 + i)
+    mock.settle()
+    assert max(record.num_tokens for record in mock.engine.step_records) == 8
+    for i in range(20):
+        assert mock.output[f"r{i}"] == expected_tokens(prompt(1 + 3 * i, i), None, 1 + i)
+
+
+def test_sequences_join_and_leave_at_every_step(mocks: list[MockEngine]) -> None:
+    mock = make_mock_engine(max_sequences=2)
+    mocks.append(mock)
+    for i in range(4):
+        mock.submit(f"r{i}", prompt(2, i), max_tokens=2 + i)
+    mock.step()
+    assert [sequence.request_id for sequence in mock.engine.scheduler.running] == ["r0", "r1"]
+    mock.step_until(lambda: "r0" in mock.finished)
+    mock.step()
+    # r0 has left after two tokens, and r2 has its place; r1 has taken its third and last.
+    assert [sequence.request_id for sequence in mock.engine.scheduler.running] == ["r2"]
+    mock.settle()
+    assert {finished.reason for finished in mock.finished.values()} == {"length"}
+
+
+def test_the_youngest_is_preempted_and_its_output_does_not_change(mocks: list[MockEngine]) -> None:
+    # 11 blocks of 4 tokens: three sequences of up to 20 tokens cannot all stay.
+    mock = make_mock_engine(num_blocks=12, token_budget=16)
+    mocks.append(mock)
+    for i in range(3):
+        mock.submit(f"r{i}", prompt(6, 10 * i), max_tokens=14)
+    order: list[str] = []
+    while mock.engine.num_requests:
+        order += [event.request_id for event in mock.step() if isinstance(event, Finished)]
+    assert mock.engine.scheduler.num_preemptions > 0
+    assert order[0] == "r0", "the oldest never yields"
+    for i in range(3):
+        assert mock.output[f"r{i}"] == expected_tokens(prompt(6, 10 * i), None, 14)
+
+
+def test_a_preempted_request_goes_before_newer_ones(mocks: list[MockEngine]) -> None:
+    mock = make_mock_engine(num_blocks=9, token_budget=16)
+    mocks.append(mock)
+    for i in range(2):
+        mock.submit(f"r{i}", prompt(8, 10 * i), max_tokens=16)
+    while mock.engine.scheduler.num_preemptions == 0:
+        mock.step()
+    mock.submit("newer", prompt(2, 50), max_tokens=2)
+    assert [sequence.request_id for sequence in mock.engine.scheduler.waiting] == ["r1", "newer"]
+    mock.settle()
+    assert mock.output["r1"] == expected_tokens(prompt(8, 10), None, 16)
+
+
+def test_two_prompts_are_not_admitted_into_blocks_for_one(mocks: list[MockEngine]) -> None:
+    mock = make_mock_engine(num_blocks=11, token_budget=8)
+    mocks.append(mock)
+    for i in range(2):
+        mock.submit(f"r{i}", prompt(30, i), max_tokens=4)
+    mock.settle()
+    assert mock.engine.scheduler.num_preemptions == 0
+
+
+def test_a_slow_load_does_not_hold_up_the_others(mocks: list[MockEngine]) -> None:
+    mock = make_mock_engine()
+    mocks.append(mock)
+    mock.host.gated.add("a1")
+    mock.submit("waits", adapter="a1")
+    for i in range(5):
+        mock.submit(f"r{i}", prompt(3, i))
+    for _ in range(10):
+        mock.step()
+    assert set(mock.finished) == {f"r{i}" for i in range(5)}
+    mock.host.gate.set()
+    mock.settle()
+    assert mock.output["waits"] == expected_tokens((1, 2, 3), "a1", 4)
+
+
+def test_only_so_many_adapters_are_read_ahead(mocks: list[MockEngine]) -> None:
+    mock = make_mock_engine(max_loads_ahead=2)
+    mocks.append(mock)
+    mock.host.gated.add("a0")
+    for i in range(6):
+        mock.submit(f"r{i}", adapter=f"a{i}")
+    mock.step()
+    assert [digest for digest, entry in mock.engine.desk._entries.items() if entry.is_loading] == ["a0", "a1"]
+    mock.host.gate.set()
+    mock.settle()
+    assert sorted(mock.host.reads) == [f"a{i}" for i in range(6)]
+
+
+def test_a_request_that_finds_no_rows_is_served_under_any_load_of_others(mocks: list[MockEngine]) -> None:
+    """Two adapters of small rank keep the rows busy for ever; the one that needs them all must still get its turn."""
+    mock = make_mock_engine(num_rows=4, max_sequences=4, max_steps_waiting_for_rows=5)
+    mocks.append(mock)
+    mock.submit("small-0", adapter="a1-2", max_tokens=6)
+    mock.submit("small-1", adapter="a2-2", max_tokens=6)
+    mock.step_until(lambda: len(mock.engine.scheduler.running) == 2)
+    mock.submit("large", prompt(3), adapter="a3-4", max_tokens=3)
+    for i in range(2, 400):
+        mock.submit(f"small-{i}", prompt(2, i), adapter=f"a{1 + i % 2}-2", max_tokens=6)
+        mock.step()
+        if "large" in mock.finished:
+            break
+    assert mock.output["large"] == expected_tokens(prompt(3), "a3-4", 3)
+    assert any(f"small-{j}" not in mock.finished for j in range(i)), "it had to overtake nobody"
+    mock.settle()
+
+
+def test_the_base_model_goes_on_while_somebody_waits_for_rows(mocks: list[MockEngine]) -> None:
+    mock = make_mock_engine(num_rows=4, max_steps_waiting_for_rows=1)
+    mocks.append(mock)
+    mock.submit("holds", adapter="a1-3", max_tokens=60)
+    mock.step_until(lambda: mock.engine.scheduler.running)
+    mock.submit("waits", adapter="a2-3", max_tokens=2)
+    mock.step_until(lambda: ("a2-3", "host") in mock.states)
+    mock.submit("same", adapter="a1-3", max_tokens=2)
+    for _ in range(4):
+        mock.step()
+    mock.submit("base", prompt(4), max_tokens=2)
+    for _ in range(4):
+        mock.step()
+    assert "base" in mock.finished
+    # The door is closed to younger requests of other adapters, even of the one that runs.
+    assert {"same", "waits"}.isdisjoint(mock.finished)
+    mock.settle()
+    assert mock.output["waits"] == expected_tokens((1, 2, 3), "a2-3", 2)
+
+
+def test_rows_in_use_are_never_taken_and_idle_ones_are(mocks: list[MockEngine]) -> None:
+    mock = make_mock_engine(num_rows=2, max_sequences=8)
+    mocks.append(mock)
+    for i in range(6):
+        mock.submit(f"r{i}", prompt(3, i), adapter=f"a{i}", max_tokens=3 + i)
+    mock.settle()  # checks after every step that running sequences have their rows
+    for i in range(6):
+        assert mock.output[f"r{i}"] == expected_tokens(prompt(3, i), f"a{i}", 3 + i)
+    assert mock.rows.loads == 6
+
+
+def test_a_request_without_any_room_ever_is_refused_not_queued(mocks: list[MockEngine]) -> None:
+    mock = make_mock_engine(num_blocks=5)
+    mocks.append(mock)
+    mock.submit("fits", prompt(10), max_tokens=6)
+    mock.submit("too-long", prompt(10), max_tokens=7)
+    mock.settle()
+    assert mock.finished["fits"].reason == "length"
+    assert mock.finished["too-long"].client_fault
+    assert "16" in (mock.finished["too-long"].error or "")
