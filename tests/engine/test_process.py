@@ -1,0 +1,276 @@
+"""The engine process and its client: messages, deaths, restarts, draining."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from service.engine.build import build_engine
+from service.engine.client import EngineClient, EngineDied
+from service.engine.config import EngineConfig
+from service.engine.messages import AdapterState, Finished, Stats, Tokens
+from tests.support.engine_process import (
+    collect,
+    event_loop_with_client,
+    first_tokens,
+    request,
+    running_client,
+    small_config,
+    until,
+    within,
+)
+from tests.support.tiny_models import make_tiny_model
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
+    model_dir = make_tiny_model("llama", tmp_path_factory.mktemp("tiny"), max_position_embeddings=20_000)
+    return small_config(model_dir, tmp_path_factory.mktemp("store"), kv_bytes=64 * 2**20)
+
+
+@pytest.fixture(scope="module")
+def shared(config: EngineConfig) -> Iterator[tuple[asyncio.Runner, EngineClient]]:
+    """One engine for the tests that leave it alive."""
+    with event_loop_with_client(config) as pair:
+        yield pair
+
+
+def is_alive(pid: int) -> bool:
+    """A process that nobody has waited for yet is dead all the same."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state not in ("Z", "X")
+
+
+def test_tokens_are_those_of_an_engine_in_this_process(
+    config: EngineConfig, shared: tuple[asyncio.Runner, EngineClient]
+) -> None:
+    runner, client = shared
+    engine = build_engine(config)
+    for i in range(4):
+        engine.submit(request(f"r{i}", (1, 2, 3 + i), max_tokens=4 + i))
+    expected: dict[str, list[int]] = {}
+    for event in engine.run_until_idle():
+        if isinstance(event, Tokens):
+            expected.setdefault(event.request_id, []).extend(event.token_ids)
+    engine.close()
+
+    async def drive() -> list[list[int]]:
+        streams = [client.submit(request(f"r{i}", (1, 2, 3 + i), max_tokens=4 + i)) for i in range(4)]
+        return [(await collect(stream))[0] for stream in streams]
+
+    assert runner.run(drive()) == [expected[f"r{i}"] for i in range(4)]
+
+
+def test_ready_tells_what_admission_needs(config: EngineConfig, shared: tuple[asyncio.Runner, EngineClient]) -> None:
+    ready = shared[1].ready
+    assert ready is not None
+    assert ready.max_model_len_tokens == 20_000
+    assert 0 < ready.kv_capacity_tokens <= config.kv_bytes
+    assert (ready.vocab_size, ready.dtype, ready.row_element_bytes, ready.row_alignment) == (304, "float32", 4, 16)
+
+
+def test_a_refused_request_says_whose_fault_it_is(shared: tuple[asyncio.Runner, EngineClient]) -> None:
+    runner, client = shared
+    _, ended = runner.run(collect(client.submit(request("bad", (9999,)))))
+    assert isinstance(ended, Finished)
+    assert (ended.reason, ended.client_fault) == ("error", True)
+
+
+def test_closing_a_stream_early_frees_the_request(shared: tuple[asyncio.Runner, EngineClient]) -> None:
+    runner, client = shared
+
+    async def drive() -> Stats | None:
+        stream = client.submit(request("long", max_tokens=15_000))
+        await first_tokens(stream)
+        await stream.aclose()
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        await until(lambda: client.stats is not None and client.stats.num_running == 0)
+        return client.stats
+
+    stats = runner.run(drive())
+    assert stats is not None
+    assert (stats.kv_blocks_used, stats.num_waiting) == (0, 0)
+
+
+def test_a_slow_reader_delays_nobody(shared: tuple[asyncio.Runner, EngineClient]) -> None:
+    runner, client = shared
+
+    async def drive() -> tuple[int, int]:
+        unread = client.submit(request("unread", max_tokens=300))
+        others = [client.submit(request(f"read-{i}", max_tokens=20)) for i in range(5)]
+        done = [await within(60, collect(stream)) for stream in others]
+        return sum(len(tokens) for tokens, _ in done), len((await collect(unread))[0])
+
+    assert runner.run(drive()) == (100, 300)
+
+
+def test_stats_are_told_and_add_up(shared: tuple[asyncio.Runner, EngineClient]) -> None:
+    runner, client = shared
+    told: list[Stats] = []
+    client.on_stats(told.append)
+
+    async def drive() -> None:
+        assert client.stats is not None
+        before = client.stats.num_steps
+        await collect(client.submit(request("r", (1, 2, 3), max_tokens=8)))
+        await until(lambda: told and told[-1].num_running == 0 and told[-1].num_steps == before + 8)
+
+    runner.run(drive())
+    steps = [step for stats in told for step in stats.steps]
+    assert [(tokens, sequences, adapters) for tokens, sequences, adapters, _ in steps] == [(3, 1, 0)] + [(1, 1, 0)] * 7
+    assert all(milliseconds > 0 for *_, milliseconds in steps)
+
+
+def test_an_eviction_is_answered(shared: tuple[asyncio.Runner, EngineClient]) -> None:
+    runner, client = shared
+    told: list[AdapterState] = []
+    client.on_adapter_state(told.append)
+
+    async def drive() -> None:
+        client.evict("0" * 64)
+        await until(lambda: told)
+
+    runner.run(drive())
+    assert told == [AdapterState("0" * 64, "gone")]
+
+
+def test_an_adapter_that_is_not_in_the_store_is_an_error_of_its_request(
+    shared: tuple[asyncio.Runner, EngineClient],
+) -> None:
+    runner, client = shared
+    submit = request("r")
+    _, ended = runner.run(collect(client.submit(type(submit)("r", (1,), submit.sampling, "f" * 64))))
+    assert isinstance(ended, Finished)
+    assert "f" * 64 in (ended.error or "")
+
+
+def test_killed_thrice_it_restarts_twice_and_then_stays_down(config: EngineConfig) -> None:
+    async def drive() -> list[str]:
+        states: list[str] = []
+        async with running_client(config) as client:
+            for death in range(3):
+                ready = await client.wait_ready()
+                tokens, _ = await collect(client.submit(request("short")))
+                assert len(tokens) == 6
+                streams = [client.submit(request(f"r{i}", max_tokens=15_000)) for i in range(3)]
+                await first_tokens(streams[0])
+                os.kill(ready.pid, signal.SIGKILL)
+                for stream in streams:
+                    _, ended = await within(30, collect(stream))
+                    assert isinstance(ended, EngineDied)
+                    assert "signal 9" in str(ended)
+                if death < 2:
+                    # A request that comes now is told so, at once; it is not kept for the next engine.
+                    _, ended = await collect(client.submit(request("early")))
+                    assert isinstance(ended, EngineDied)
+            await until(lambda: client.state == "down")
+            with pytest.raises(EngineDied, match="3 times within 60 seconds"):
+                await client.wait_ready()
+            _, ended = await collect(client.submit(request("late")))
+            states += [client.state, client.state_error or "", str(ended)]
+            assert client.num_restarts == 2
+        return states
+
+    state, error, refusal = asyncio.run(drive())
+    assert state == "down"
+    assert "3 times within 60 seconds" in error
+    assert refusal == error
+
+
+def test_draining_finishes_what_runs_and_refuses_what_comes(config: EngineConfig) -> None:
+    async def drive() -> None:
+        async with running_client(config) as client:
+            stream = client.submit(request("running", max_tokens=200))
+            await first_tokens(stream)
+            draining = asyncio.create_task(client.drain(60))
+            await asyncio.sleep(0)
+            late = client.submit(request("late"))
+            assert isinstance((await collect(late))[1], EngineDied)
+            tokens, ended = await collect(stream)
+            await draining
+            assert (len(tokens), client.state) == (199, "down")
+            assert isinstance(ended, Finished)
+            assert ended.reason == "length"
+            assert client._process is not None
+            assert client._process.returncode == 0
+
+    asyncio.run(drive())
+
+
+def test_a_drain_ends_at_its_limit(config: EngineConfig) -> None:
+    async def drive() -> None:
+        async with running_client(config) as client:
+            stream = client.submit(request("endless", max_tokens=15_000))
+            await first_tokens(stream)
+            await within(30, client.drain(0.05))
+            _, ended = await collect(stream)
+            assert isinstance(ended, Finished)
+            assert (ended.reason, ended.error) == ("error", "The server is shutting down.")
+            assert client._process is not None
+            assert client._process.returncode == 0
+
+    asyncio.run(drive())
+
+
+def test_an_engine_that_cannot_start_stays_down_and_says_why(tmp_path: Path) -> None:
+    async def drive() -> EngineClient:
+        client = EngineClient(small_config(tmp_path, tmp_path))
+        await client.start()
+        with pytest.raises(EngineDied, match=r"config\.json"):
+            await client.wait_ready()
+        return client
+
+    client = asyncio.run(drive())
+    assert client.state == "down"
+    assert client.num_restarts == 0
+
+
+PARENT = """
+import asyncio, sys
+import msgspec
+from service.engine.client import EngineClient
+from service.engine.config import EngineConfig
+
+async def main():
+    client = EngineClient(msgspec.json.decode(sys.argv[1], type=EngineConfig))
+    await client.start()
+    print((await client.wait_ready()).pid, flush=True)
+    loaded = {"torch", "transformers", "numpy"} & set(sys.modules)
+    print(sorted(loaded), flush=True)
+    await asyncio.sleep(600)
+
+asyncio.run(main())
+"""
+
+
+def test_the_engine_dies_with_its_parent_which_has_no_torch(config: EngineConfig) -> None:
+    import msgspec
+
+    arguments = [sys.executable, "-c", PARENT, msgspec.json.encode(config).decode()]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert parent.stdout.readline().strip() == "[]"
+        assert is_alive(pid)
+        parent.kill()
+    asyncio.run(until(lambda: not is_alive(pid), within_seconds=5.0))
+
+
+def test_signals_to_the_group_do_not_end_the_engine(shared: tuple[asyncio.Runner, EngineClient]) -> None:
+    runner, client = shared
+    assert client.ready is not None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(client.ready.pid, number)
+    tokens, _ = runner.run(collect(client.submit(request("after"))))
+    assert len(tokens) == 6
