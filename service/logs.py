@@ -46,6 +46,7 @@ def configure(log_format: str, log_level: str) -> None:
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
     logging.basicConfig(handlers=[handler], level=log_level.upper(), force=True)
     logging.getLogger("uvicorn.access").disabled = True
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     # The multipart parser logs single bytes of uploads at debug level.
     for noisy in ("python_multipart", "httpx", "httpcore", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -37,7 +37,7 @@ class Settings(BaseSettings):
         description="directory of adapter directories that are put into the store at the start under their folder "
         "names; default: the bundled adapters for the bundled model, nothing for any other",
     )
-    adapter_store_dir: Path = Field(
+    store_dir: Path = Field(
         Path("data") / "adapters",
         description="where uploaded adapters live; adapters of several base models may share it",
     )
@@ -120,7 +120,7 @@ class Settings(BaseSettings):
     @property
     def store_root(self) -> Path:
         """Root directory of the adapter store, absolute."""
-        return self.adapter_store_dir.absolute()
+        return self.store_dir.absolute()
 
     @property
     def preload_dir(self) -> Path | None:

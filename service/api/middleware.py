@@ -26,6 +26,7 @@ from service.logs import LOGGER, REQUEST_LOGGER
 # The status in logs and metrics of a request whose client went before the answer; nothing is sent.
 CLIENT_GONE = 499
 # How much of a refused body is read and thrown away, so that the client gets to read why.
+_PROBES = frozenset({"/health", "/ready", "/metrics"})
 _DRAIN_BYTES = 64 << 20
 _DRAIN_SECONDS = 10.0
 
@@ -78,7 +79,7 @@ class Door:
             "request_id": visit.request_id,
             **visit.notes.lines(),
         }
-        level = logging.DEBUG if route in ("/health", "/ready", "/metrics") and status == 200 else logging.INFO
+        level = logging.DEBUG if route in _PROBES else logging.INFO
         REQUEST_LOGGER.log(level, "request", extra={"fields": fields})
 
 

@@ -87,10 +87,10 @@ class Server:
 def start_server(model_dir: Path, work_dir: Path, *, wait: bool = True, **settings: Any) -> Server:
     """Start a server on a free port; with `wait` it is ready on return. End it with `Server.stop` or kill it."""
     work_dir.mkdir(parents=True, exist_ok=True)
-    store_dir = Path(settings.pop("adapter_store_dir", work_dir / "store"))
+    store_dir = Path(settings.pop("store_dir", work_dir / "store"))
     given = {
         "model_dir": model_dir,
-        "adapter_store_dir": store_dir,
+        "store_dir": store_dir,
         "port": 0,
         "num_threads": 1,
         "kv_bytes": "8MiB",

@@ -1,0 +1,95 @@
+"""The command `multilora`: serve, chat, upload, ls, rm, bench. Each command imports what it needs and no more."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; the exit code. A user's fault is one sentence on stderr, never a traceback."""
+    given = sys.argv[1:] if argv is None else argv
+    if given[:1] == ["serve"]:
+        # Its flags come from the settings, which no other command needs to import.
+        from service.serve import serve
+
+        return serve(given[1:])
+    arguments = _parser().parse_args(given)
+    from service.client import ClientError
+
+    try:
+        return _command(arguments.command)(arguments)
+    except KeyboardInterrupt:
+        return 130
+    except ClientError as error:
+        print(f"multilora: {error}", file=sys.stderr)
+        return 1
+
+
+def _command(name: str) -> Callable[[argparse.Namespace], int]:
+    if name == "bench":
+        from service.load_test import bench
+
+        return bench
+    from service import commands
+
+    table = {"chat": commands.chat, "upload": commands.upload, "ls": commands.ls, "rm": commands.rm}
+    return table[name]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="multilora", description="One base model and any number of LoRA adapters.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("serve", help="start the server; each setting is a flag and MULTILORA_<NAME>", add_help=False)
+    _add_chat(_client_parser(commands, "chat", "talk to the base or an adapter"))
+    upload = _client_parser(commands, "upload", "send an adapter")
+    upload.add_argument("path", type=Path, help="directory that PEFT wrote, or a .tar.gz or .zip of one")
+    upload.add_argument("--name", help="name of the adapter; default: the name of the directory or archive")
+    _client_parser(commands, "ls", "list the adapters")
+    remove = _client_parser(commands, "rm", "delete adapters")
+    remove.add_argument("name", nargs="+", help="name of an adapter")
+    _add_bench(_client_parser(commands, "bench", "load a running server for a while and show its speed"))
+    return parser
+
+
+def _client_parser(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    url = os.environ.get("MULTILORA_URL", DEFAULT_URL)
+    parser.add_argument("--url", default=url, help="the server, also MULTILORA_URL (%(default)s)")
+    key = os.environ.get("MULTILORA_API_KEY")
+    parser.add_argument("--api-key", default=key, help="your key, if the server wants one; also MULTILORA_API_KEY")
+    return parser
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("message", nargs="*", help="one message; without any an interactive chat")
+    parser.add_argument("--adapter", help="name of an adapter; default: the base")
+    parser.add_argument("--system", help="system message")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)")
+    parser.add_argument("--max-tokens", type=_positive, default=256, help="most tokens of an answer (%(default)s)")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", action="append", help="a model name, may be repeated; default: base and adapters")
+    parser.add_argument("--requests", type=_positive, default=64, help="requests in all (%(default)s)")
+    parser.add_argument("--concurrency", type=_positive, default=16, help="requests at a time (%(default)s)")
+    parser.add_argument("--prompt-words", type=_positive, default=32, help="words of a prompt (%(default)s)")
+    parser.add_argument("--max-tokens", type=_positive, default=64, help="tokens of an answer (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
