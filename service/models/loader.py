@@ -58,7 +58,7 @@ def load_model(model_dir: Path, *, dtype: str = "auto", device: str = "cpu") -> 
         model = Decoder(weights, facts, family.build_layer, family.FINAL_NORM)
         unread = [name for name in checkpoint.unread() if not name.endswith(_REDUNDANT)]
     if unread:
-        log.warning("the checkpoint has %d tensors that the model does not use: %s", len(unread), ", ".join(unread))
+        log.warning("the model does not use these tensors of the checkpoint: %s", ", ".join(unread))
     seconds = time.monotonic() - started
     log.info("loaded %s: %.1f MiB of weights in %.2f s", facts.model_type, weights.num_bytes / 2**20, seconds)
     return LoadedModel(model, facts, layout, compute_dtype, torch.device(device), weights.num_bytes)

@@ -1,0 +1,125 @@
+"""Layouts and facts from config.json: every projection of PEFT's module tree, and one sentence for what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from service.models.errors import ModelError
+from service.models.facts import model_facts, read_config
+from service.models.layouts import layout_of
+from tests.support.tiny_models import FAMILIES, make_tiny_model, tiny_config
+
+
+def config_of(family: str, **overrides: Any) -> dict[str, Any]:
+    return json.loads(tiny_config(family, **overrides).to_json_string(use_diff=False))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_slices_are_exactly_the_linear_and_embedding_modules(family: str) -> None:
+    config = tiny_config(family)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    modules = {
+        name: (module.weight.shape[0], module.weight.shape[1])
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+    }
+    layout = layout_of(config_of(family))
+    found = {}
+    for projection in layout.projections:
+        for piece in projection.slices:
+            shape = (piece.out_features, projection.in_features)
+            found[piece.module] = shape[::-1] if projection.kind == "embedding" else shape
+    assert found == modules
+    assert layout.num_layers == config.num_hidden_layers
+    assert all(
+        projection.name.startswith(layout.layer_prefix) == (projection.layer >= 0) for projection in layout.projections
+    )
+    names = [projection.name for projection in layout.projections]
+    assert len(set(names)) == len(names)
+
+
+def test_lfm2_by_hand() -> None:
+    layout = layout_of(config_of("lfm2", num_hidden_layers=2, layer_types=["conv", "full_attention"]))
+    rows = [(p.name, p.group, p.in_features, tuple(s.out_features for s in p.slices)) for p in layout.projections]
+    assert rows == [
+        ("model.embed_tokens", "embeddings", 304, (64,)),
+        ("model.layers.0.conv.in_proj", "operator", 64, (192,)),
+        ("model.layers.0.conv.out_proj", "operator", 64, (64,)),
+        ("model.layers.0.feed_forward.w13", "mlp", 64, (72, 72)),
+        ("model.layers.0.feed_forward.w2", "mlp", 72, (64,)),
+        ("model.layers.1.self_attn.qkv_proj", "attention", 64, (64, 32, 32)),
+        ("model.layers.1.self_attn.out_proj", "attention", 64, (64,)),
+        ("model.layers.1.feed_forward.w13", "mlp", 64, (72, 72)),
+        ("model.layers.1.feed_forward.w2", "mlp", 72, (64,)),
+        ("lm_head", "embeddings", 64, (304,)),
+    ]
+    assert layout.groups == ("attention", "mlp", "operator", "embeddings")
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "unknown-family": (
+        "llama",
+        {"model_type": "lfm2_moe"},
+        "'lfm2_moe'; served are llama, mistral, qwen2, qwen3, lfm2",
+    ),
+    "no-family": ("llama", {"model_type": None}, "model_type None"),
+    "quantised": ("qwen3", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    "activation": ("llama", {"hidden_act": "gelu"}, "activation 'gelu'"),
+    "rope-type": ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
+    "rope-factor": ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' without factor"),
+    "partial-rotation": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "no-size": ("qwen2", {"hidden_size": None}, "hidden_size as a positive integer, and has None"),
+    "zero-size": ("qwen2", {"num_hidden_layers": 0}, "num_hidden_layers as a positive integer, and has 0"),
+    "heads": ("llama", {"num_key_value_heads": 4}, "6 attention heads"),
+    "layer-types": ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "mamba"]}, "mamba"),
+    "layer-count": ("lfm2", {"layer_types": ["conv"]}, "lists 1"),
+    "window-off": ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window is off"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_served_is_named_in_one_sentence(case: str) -> None:
+    family, changes, words = REFUSED[case]
+    with pytest.raises(ModelError) as caught:
+        layout_of({**config_of(family), **changes})
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_old_spelling_of_rope_means_the_same() -> None:
+    config = config_of("llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 777.0})
+    old = {key: value for key, value in config.items() if key != "rope_parameters"}
+    old |= {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 777.0}
+    assert model_facts(old) == model_facts(config)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fields_that_config_json_leaves_out_have_the_familys_defaults(family: str) -> None:
+    """What transformers assumes for a config.json that names only the sizes."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 32}
+    short = {"model_type": family, "vocab_size": 99, **sizes}
+    full = transformers.AutoConfig.for_model(family, vocab_size=99, **sizes)
+    assert model_facts(short) == model_facts(
+        {**json.loads(full.to_json_string(use_diff=False)), "bos_token_id": None, "eos_token_id": None, "dtype": None}
+    )
+
+
+def test_end_of_sequence_ids_of_both_files_are_known(tmp_path: Path) -> None:
+    make_tiny_model("qwen3", tmp_path)
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    (tmp_path / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": [4, 2]}))
+    assert model_facts(read_config(tmp_path)).eos_token_ids == (2, 4)
+
+
+def test_layouts_import_no_torch() -> None:
+    code = "import sys, service.models.layouts; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
