@@ -86,7 +86,7 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
             num_lines = min(num_lines, config.state_bytes // state_bytes_per_line(facts, loaded.dtype))
         if num_lines < 1:
             raise ValueError(f"The state budget of {config.state_bytes} bytes holds no line of convolution state.")
-    limit = facts.max_position_embeddings
+    limit = facts.context_tokens
     return Capacity(
         vocab_size=facts.vocab_size,
         max_model_len_tokens=min(limit, config.max_model_len_tokens or limit),

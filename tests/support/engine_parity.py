@@ -1,0 +1,215 @@
+"""A tiny model with eight adapters in a store, requests over all of them, and what transformers + PEFT say to each.
+
+The oracle judges a whole answer in one forward pass: greedy output is right if each of its tokens is the argmax after
+the prompt and the tokens before it.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peft import PeftModel
+
+from adapters.row_plan import plan_rows
+from adapters.store import AdapterStore
+from service.engine.build import build_engine
+from service.engine.config import EngineConfig
+from service.engine.engine import Engine
+from service.engine.messages import Finished, Sampling, Submit, TokenLogprob, Tokens
+from service.models.caches import kv_bytes_per_token
+from service.models.facts import model_facts, read_config
+from service.models.layouts import layout_of
+from tests.support.tiny_models import LINEAR_MODULES, VOCAB_SIZE, make_adapter, make_tiny_model
+
+BASE = "base"
+BLOCK_SIZE = 4
+
+
+@dataclass(frozen=True)
+class Request:
+    """`adapter`: a name of `World.adapters`, or BASE."""
+
+    name: str
+    adapter: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+
+    def submit(self, digests: dict[str, str], **sampling: Any) -> Submit:
+        fields: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": self.max_tokens} | sampling
+        return Submit(self.name, self.prompt, Sampling(**fields), digests.get(self.adapter))
+
+
+@dataclass
+class Answer:
+    """What the engine said to one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    ended: Finished | None = None
+
+
+@dataclass(frozen=True)
+class World:
+    """The model, its adapters on disk (PEFT's own directories) and in the store."""
+
+    family: str
+    dtype: torch.dtype
+    model_dir: Path
+    store_root: Path
+    adapters: dict[str, Path]
+    digests: dict[str, str]
+
+    @property
+    def tied_targets(self) -> set[str]:
+        """Adapters of the embedding or the head of a model that ties them: PEFT's merged weights mix the two up."""
+        tied = model_facts(read_config(self.model_dir)).tie_word_embeddings
+        return {"head", "embedding"} if tied else set()
+
+
+def adapter_specs(family: str) -> dict[str, dict[str, Any]]:
+    """Mixed ranks and targets: everything, single groups, one projection, the head, the embedding, patterns."""
+    linear = LINEAR_MODULES[family]
+    output = "out_proj" if family == "lfm2" else "o_proj"
+    mlp = ["w1", "w2", "w3"] if family == "lfm2" else ["gate_proj", "up_proj", "down_proj"]
+    return {
+        "all": {"rank": 8, "target_modules": linear},
+        "attention": {"rank": 4, "target_modules": ["q_proj", "v_proj"]},
+        "mlp": {"rank": 16, "target_modules": mlp},
+        "one": {"rank": 1, "target_modules": [output]},
+        "head": {"rank": 6, "target_modules": ["lm_head", "q_proj"]},
+        "embedding": {"rank": 5, "target_modules": ["embed_tokens", "v_proj"]},
+        "rs": {"rank": 32, "target_modules": linear, "use_rslora": True, "lora_alpha": 8},
+        "pattern": {
+            "rank": 3,
+            "target_modules": linear,
+            "rank_pattern": {"q_proj": 12},
+            "alpha_pattern": {"v_proj": 5},
+            "layers_to_transform": [0, 1],
+        },
+    }
+
+
+def make_world(family: str, directory: Path, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> World:
+    """Write the model and its adapters, and publish them as an upload would."""
+    model_dir = make_tiny_model(family, directory / "model", dtype=dtype, **overrides)
+    layout = layout_of(read_config(model_dir))
+    adapters, digests = {}, {}
+    store = AdapterStore(directory / "store", layout, base_name=BASE, base_dir=model_dir)
+    for seed, (name, spec) in enumerate(adapter_specs(family).items(), start=1):
+        adapters[name] = make_adapter(model_dir, directory / name, seed=seed, **spec)
+        upload = store.begin()
+        upload.add_directory(adapters[name])
+        record, _ = upload.finish(name)
+        digests[name] = record.digest
+    store.close()
+    return World(family, dtype, model_dir, directory / "store", adapters, digests)
+
+
+def make_requests(world: World, num: int = 24, *, seed: int = 0, max_prompt: int = 60) -> list[Request]:
+    """Requests over the base and all adapters in turn; the first round asks all of them the same."""
+    rng = random.Random(seed)
+    names = [BASE, *world.adapters]
+    shared = tuple(rng.randrange(5, VOCAB_SIZE) for _ in range(20))
+    requests = []
+    for i in range(num):
+        prompt = tuple(rng.randrange(5, VOCAB_SIZE) for _ in range(rng.randint(1, max_prompt)))
+        prompt = shared if i < len(names) else prompt
+        requests.append(Request(f"r{i}", names[i % len(names)], prompt, rng.randint(8, 20)))
+    return requests
+
+
+def config_of(world: World, *, num_blocks: int = 400, num_rows: int = 128, **fields: Any) -> EngineConfig:
+    """An engine of `num_blocks` KV blocks and at least `num_rows` rows in each group."""
+    facts = model_facts(read_config(world.model_dir))
+    layout = layout_of(read_config(world.model_dir))
+    row_bytes = 2**16
+    while min(plan_rows(layout, row_bytes, element_bytes=4).rows.values()) < num_rows:
+        row_bytes = row_bytes * 9 // 8
+    return EngineConfig(
+        model_dir=str(world.model_dir),
+        store_root=str(world.store_root),
+        block_size_tokens=BLOCK_SIZE,
+        kv_bytes=num_blocks * BLOCK_SIZE * kv_bytes_per_token(facts, world.dtype),
+        row_bytes=row_bytes,
+        host_tier_bytes=64 * 2**20,
+        **fields,
+    )
+
+
+def run_engine(engine: Engine, submits: Sequence[Submit], *, joins_per_step: int | None = None) -> dict[str, Answer]:
+    """All answers, with everything's integrity checked after every step. Closes nothing.
+
+    joins_per_step  submit so many before each step; None: all at once
+    """
+    answers = {submit.request_id: Answer() for submit in submits}
+    left = list(submits)
+    while left or engine.num_requests:
+        count = len(left) if joins_per_step is None else joins_per_step
+        for submit in left[:count]:
+            engine.submit(submit)
+        left = left[count:]
+        engine.wake.clear()
+        before = engine.num_steps
+        events = engine.step()
+        engine.check_integrity()
+        for event in events:
+            if isinstance(event, Tokens):
+                answer = answers[event.request_id]
+                answer.tokens.extend(event.token_ids)
+                answer.logprobs.extend(event.logprobs)
+                answer.prompt_logprobs = event.prompt_logprobs or answer.prompt_logprobs
+            elif isinstance(event, Finished):
+                answers[event.request_id].ended = event
+        if engine.num_requests and engine.num_steps == before:
+            assert engine.wake.wait(30), "nothing can run, and no load ends"
+    return answers
+
+
+def answers_of(world: World, requests: Sequence[Request], *, sampling: Any = None, **config: Any) -> dict[str, Answer]:
+    """Answers of a fresh engine to all requests at once."""
+    engine = build_engine(config_of(world, **config))
+    try:
+        return run_engine(engine, [request.submit(world.digests, **(sampling or {})) for request in requests])
+    finally:
+        engine.close()
+
+
+class Oracle:
+    """transformers + PEFT, one model per adapter, unmerged and (on demand) merged."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._models: dict[tuple[str, bool], Any] = {}
+
+    def logits(self, adapter: str, token_ids: Sequence[int], *, merged: bool = False) -> torch.Tensor:
+        """float32 [len(token_ids), vocab]: logits after each prefix."""
+        key = (adapter, merged)
+        if key not in self._models:
+            self._models[key] = self._load(adapter, merged)
+        with torch.no_grad():
+            return self._models[key](torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
+
+    def _load(self, adapter: str, merged: bool) -> Any:
+        if merged:
+            unmerged = self._models.get((adapter, False)) or self._load(adapter, False)
+            return copy.deepcopy(unmerged).merge_and_unload()
+        model = transformers.AutoModelForCausalLM.from_pretrained(self._world.model_dir, dtype=self._world.dtype)
+        if adapter != BASE:
+            model = PeftModel.from_pretrained(model, self._world.adapters[adapter])
+        return model.eval()
+
+
+def assert_greedy(oracle: Oracle, request: Request, tokens: Sequence[int], *, merged: bool = False) -> None:
+    """Each token of the answer is the oracle's most likely one after all before it."""
+    assert len(tokens) == request.max_tokens
+    logits = oracle.logits(request.adapter, [*request.prompt, *tokens], merged=merged)
+    best = logits[len(request.prompt) - 1 : -1].argmax(-1).tolist()
+    assert list(tokens) == best, f"{request.name} ({request.adapter}{', merged' if merged else ''})"
