@@ -1,0 +1,144 @@
+"""Find launch configurations of the LoRA kernels for the GPU at hand.
+
+    python -m bench.kernels.tune_lora [--json FILE]
+
+For each token bucket of the table: all shrink candidates with the present expand, then all expand candidates with the
+best shrink, by the geometric mean over the bucket's rows. Candidates are compiled by parallel processes beforehand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import multiprocessing
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from bench.kernels.lora import ROWS, Row, check, geometric_mean, make_maps, make_set, make_sets
+from bench.kernels.timing import time_graph
+from kernels.lora.triton_cuda import lora_linear
+from kernels.lora.triton_cuda_configs import ExpandConfig, LoraConfig, ShrinkConfig, config_for
+
+NUM_REPLAYS = 10
+
+
+def shrink_candidates(config: LoraConfig) -> list[ShrinkConfig]:
+    """Variations of the bucket's shrink."""
+    if config.max_tokens > 256:
+        return [
+            ShrinkConfig(splits, block_m, block_k, block_k, 64, 1, stages, warps, 4096, None)
+            for splits, block_m, block_k, stages, warps in itertools.product(
+                (1, 2), (64, 128), (64, 128), (3, 4), (4, 8)
+            )
+            if block_m * block_k <= 128 * 64
+        ]
+    return [
+        ShrinkConfig(splits, block_m, block_k, 256, 16, groups, 3, groups, programs, registers)
+        for splits, block_m, block_k, groups, programs, registers in itertools.product(
+            (4, 8, 16), (16, 32), (256, 512), (4, 8), (32,), (96, 128)
+        )
+        if splits * block_k <= 4096 and (block_m == 16 or config.max_tokens > 4)
+    ]
+
+
+def expand_candidates(config: LoraConfig) -> list[ExpandConfig]:
+    """Variations of the bucket's expand."""
+    if config.max_tokens > 256:
+        return [
+            ExpandConfig(block_m, block_n, 64, 1, warps, 4096, registers)
+            for block_m, block_n, warps, registers in itertools.product(
+                (32, 64, 128), (64, 128), (4, 8), (96, 128, 168)
+            )
+            if block_m * block_n <= warps * 2048
+        ]
+    return [
+        ExpandConfig(block_m, block_n, block_r, 1, warps, 32, registers)
+        for block_m, block_n, block_r, warps, registers in itertools.product(
+            (16, 32), (64, 128, 256), (32, 64), (2, 4, 8), (80, 128)
+        )
+        if (block_m == 16 or config.max_tokens > 4) and 16 <= block_n // warps <= 64
+    ]
+
+
+def _compile(job: tuple[Row, LoraConfig]) -> None:
+    row, config = job
+    try:
+        x, out, stack = make_set(row)
+        lora_linear(x, out, stack, make_maps(row), config=config)
+        torch.cuda.synchronize()
+    except Exception as error:
+        print(f"does not compile: {config}: {str(error)[:100]}")
+
+
+def compile_ahead(jobs: Iterable[tuple[Row, LoraConfig]]) -> None:
+    """Fill the on-disk cache of the compiler with all cores."""
+    with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 2) - 2)) as pool:
+        pool.map(_compile, list(jobs), chunksize=1)
+
+
+def score(rows: list[Row], config: LoraConfig, sets: dict[str, list[tuple[object, ...]]]) -> tuple[float, list[float]]:
+    """Geometric mean of microseconds over the rows, and each; infinite where the result is wrong or does not fit."""
+    linear = functools.partial(lora_linear, config=config)
+    times = []
+    for row in rows:
+        try:
+            check(row, linear)
+            calls = [functools.partial(linear, *arguments) for arguments in sets[row.name]]  # type: ignore[arg-type]
+            times.append(time_graph(calls, NUM_REPLAYS))
+        except Exception as error:
+            print(f"{row.name} {config}: {str(error)[:100]}")
+            return float("inf"), []
+    return geometric_mean(times), times
+
+
+def tune(config: LoraConfig, rows: list[Row]) -> tuple[LoraConfig, list[dict[str, object]]]:
+    """The best configuration of a bucket and everything that was tried."""
+    shrinks, expands = shrink_candidates(config), expand_candidates(config)
+    # Rows that differ in slices, or in how many segments their maps hold, are compiled separately.
+    distinct = list({(len(r.widths), min(r.num_tokens, 64), r.in_features): r for r in rows}.values())
+    compile_ahead((row, replace(config, shrink=s)) for s in shrinks for row in distinct)
+    sets = {row.name: make_sets(row) for row in rows}
+    tried: list[dict[str, object]] = []
+
+    def best_of(candidates: list[LoraConfig]) -> LoraConfig:
+        scored = []
+        for candidate in candidates:
+            mean, times = score(rows, candidate, sets)  # type: ignore[arg-type]
+            scored.append((mean, candidate))
+            tried.append({"config": asdict(candidate), "geometric_mean": mean, "microseconds": times})
+        mean, best = min(scored, key=lambda pair: pair[0])
+        print(f"{config.max_tokens}: {mean:.2f} us {best}", flush=True)
+        return best
+
+    config = best_of([config, *(replace(config, shrink=s) for s in shrinks)])
+    compile_ahead((row, replace(config, expand=e)) for e in expands for row in distinct)
+    return best_of([config, *(replace(config, expand=e) for e in expands)]), tried
+
+
+def main() -> None:
+    """Tune every bucket that rows fall into and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    kind = torch.cuda.get_device_name()
+    buckets: dict[LoraConfig, list[Row]] = {}
+    for row in ROWS:
+        buckets.setdefault(config_for(kind, row.num_tokens), []).append(row)
+    report = {}
+    for config, rows in buckets.items():
+        best, tried = tune(config, rows)
+        report[config.max_tokens] = {"rows": [row.name for row in rows], "best": asdict(best), "tried": tried}
+        if arguments.json:
+            arguments.json.write_text(json.dumps({"device": kind, "buckets": report}))
+        for row, microseconds in zip(rows, score(rows, best, {r.name: make_sets(r) for r in rows})[1], strict=True):
+            print(f"  {row.name:24} {microseconds:8.2f} floor {row.floor_microseconds:6.1f} {row.peer_microseconds}")
+
+
+if __name__ == "__main__":
+    main()

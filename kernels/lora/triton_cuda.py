@@ -1,0 +1,276 @@
+"""The LoRA ops on NVIDIA GPUs: at most two launches for a packed projection, nothing allocated, nothing synchronised.
+
+Grid and tiles follow from the padded token count alone, and the kernels read what is active from the maps on the
+device. A captured step can therefore be replayed with another mix of adapters, ranks and tokens of the same padded size.
+
+The partial products between the two launches lie in one workspace per device, so the LoRA ops of a device must run on
+one stream at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import triton
+
+from kernels.lora.maps import LoraMaps, LoraStack
+from kernels.lora.triton_cuda_configs import ExpandConfig, LoraConfig, ShrinkConfig, config_for
+from kernels.lora.triton_cuda_kernels import lora_embedding_kernel, lora_expand_kernel, lora_shrink_kernel
+from kernels.platform import detect
+
+MAX_RANK = 256
+_HOPPER = (9, 0)
+
+
+def lora_shrink(
+    x: torch.Tensor, stack: LoraStack, maps: LoraMaps, *, out: torch.Tensor, row_index: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `ops.lora_shrink`. One launch, no split of the input."""
+    device = _Device.of(x)
+    whole = replace(device.config(maps.num_tokens).shrink, num_splits=1)
+    _launch_shrink(device, whole, x, out.unsqueeze(0), stack, maps, row_index, dependent=False)
+    return out
+
+
+def lora_expand(
+    h: torch.Tensor,
+    out: torch.Tensor,
+    stack: LoraStack,
+    maps: LoraMaps,
+    *,
+    overwrite: bool = False,
+    row_index: torch.Tensor | None = None,
+) -> None:
+    """See `ops.lora_expand`. One launch."""
+    device = _Device.of(out)
+    expand = device.config(maps.num_tokens).expand
+    _launch_expand(device, expand, h.unsqueeze(0), out, stack, maps, row_index, overwrite, dependent=False)
+
+
+def lora_linear(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    stack: LoraStack,
+    maps: LoraMaps,
+    *,
+    overwrite: bool = False,
+    row_index: torch.Tensor | None = None,
+    config: LoraConfig | None = None,
+) -> None:
+    """See `ops.lora_linear`. Two launches; the second overlaps the first where the GPU can. `config` is for tuning."""
+    device = _Device.of(x)
+    config = config or device.config(maps.num_tokens)
+    h = device.workspace(config.shrink.num_splits, len(stack.a), maps.num_tokens, stack.a[0].dtype)
+    dependent = device.dependent_launch
+    _launch_shrink(device, config.shrink, x, h, stack, maps, row_index, dependent=dependent)
+    _launch_expand(device, config.expand, h, out, stack, maps, row_index, overwrite, dependent=dependent)
+
+
+def lora_embedding(
+    token_ids: torch.Tensor,
+    out: torch.Tensor,
+    stack: LoraStack,
+    maps: LoraMaps,
+    *,
+    overwrite: bool = False,
+    row_index: torch.Tensor | None = None,
+) -> None:
+    """See `ops.lora_embedding`. Two launches."""
+    device = _Device.of(out)
+    h = device.workspace(1, 1, maps.num_tokens, torch.float32)
+    lora_embedding_kernel[(maps.num_tokens,)](
+        token_ids,
+        stack.a[0],
+        h,
+        maps.token_segment,
+        maps.places,
+        maps.first_rows[stack.group],
+        stack.ranks,
+        stack.scalings,
+        row_index,
+        stack.a[0].shape[1],
+        h.stride(2),
+        BLOCK_R=16,
+        HAS_INDEX=row_index is not None,
+    )
+    expand = device.config(maps.num_tokens).expand
+    _launch_expand(device, expand, h, out, stack, maps, row_index, overwrite, dependent=False)
+
+
+def reserve_workspace(device: str, num_slices: int, max_tokens: int, row_dtype: torch.dtype) -> None:
+    """Allocate the workspace for the largest step ahead of graph capture; it never grows while a graph is captured."""
+    state = _Device.of(torch.empty(0, device=device))
+    for config in state.table_up_to(max_tokens):
+        state.workspace(config.shrink.num_splits, num_slices, min(config.max_tokens, max_tokens), row_dtype)
+
+
+class _Device:
+    """What a GPU's launches share: its configurations, its workspace, and whether dependent launch is there."""
+
+    _known: dict[torch.device, _Device] = {}
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self.device = device
+        self.kind = detect(str(device)).kind
+        self.num_cores = detect(str(device)).num_cores if on_gpu else 4
+        self.dependent_launch = on_gpu and torch.cuda.get_device_capability(device) >= _HOPPER
+        self._configs: dict[int, LoraConfig] = {}
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Device:
+        found = cls._known.get(tensor.device)
+        if found is None:
+            found = cls._known[tensor.device] = cls(tensor.device)
+        return found
+
+    def config(self, num_tokens: int) -> LoraConfig:
+        found = self._configs.get(num_tokens)
+        if found is None:
+            found = self._configs[num_tokens] = config_for(self.kind, num_tokens)
+        return found
+
+    def table_up_to(self, max_tokens: int) -> list[LoraConfig]:
+        """The configurations that steps of 1 to max_tokens tokens choose."""
+        found = [self.config(1)]
+        while found[-1].max_tokens < max_tokens:
+            found.append(self.config(found[-1].max_tokens + 1))
+        return found
+
+    def workspace(self, num_splits: int, num_slices: int, num_tokens: int, row_dtype: torch.dtype) -> torch.Tensor:
+        """h as [splits, slices, tokens, MAX_RANK]: float32 where it is summed later, else what expand multiplies with."""
+        dtype = torch.float32 if num_splits > 1 else row_dtype
+        shape = (num_splits, num_slices, num_tokens, MAX_RANK)
+        num_bytes = num_splits * num_slices * num_tokens * MAX_RANK * dtype.itemsize
+        if self._buffer.numel() < num_bytes:
+            capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+            assert not capturing, "the workspace must be reserved before capture: call reserve_workspace"
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        return self._buffer[:num_bytes].view(dtype).view(shape)
+
+
+def _launch_shrink(
+    device: _Device,
+    config: ShrinkConfig,
+    x: torch.Tensor,
+    h: torch.Tensor,
+    stack: LoraStack,
+    maps: LoraMaps,
+    row_index: torch.Tensor | None,
+    *,
+    dependent: bool,
+) -> None:
+    """h: [splits, slices, tokens, width]."""
+    _check_ranks(stack)
+    num_slices, in_features = len(stack.a), stack.a[0].shape[1]
+    grid = _grid(device, config.block_m, maps, num_slices * config.num_splits, config.programs_per_core)
+    lora_shrink_kernel[grid](
+        x,
+        stack.a,
+        h,
+        maps.segment_starts,
+        maps.places,
+        maps.first_rows[stack.group],
+        maps.num_segments,
+        stack.ranks,
+        stack.scalings,
+        row_index,
+        in_features,
+        x.stride(0),
+        h.stride(0),
+        h.stride(1),
+        h.stride(2),
+        stack.ranks.shape[1],
+        NUM_SLICES=num_slices,
+        NUM_SPLITS=config.num_splits,
+        MAX_SEGMENTS=_padded_segments(maps),
+        BLOCK_M=config.block_m,
+        BLOCK_K=config.block_k,
+        BLOCK_K_WIDE=config.block_k_wide,
+        BLOCK_R=config.block_r,
+        GROUPS=config.groups,
+        STAGES=config.stages,
+        EVEN_K=in_features % (config.num_splits * config.block_k) == 0,
+        HAS_INDEX=row_index is not None,
+        DEPENDENT_LAUNCH=dependent,
+        num_warps=config.num_warps,
+        **_launch_options(device, dependent, config.max_registers),
+    )
+
+
+def _launch_expand(
+    device: _Device,
+    config: ExpandConfig,
+    h: torch.Tensor,
+    out: torch.Tensor,
+    stack: LoraStack,
+    maps: LoraMaps,
+    row_index: torch.Tensor | None,
+    overwrite: bool,
+    *,
+    dependent: bool,
+) -> None:
+    """h: [splits, slices, tokens, width]."""
+    _check_ranks(stack)
+    widths = tuple(b.shape[1] for b in stack.b)
+    num_blocks = sum(-(-width // config.block_n) for width in widths)
+    grid = _grid(device, config.block_m, maps, num_blocks, config.programs_per_core)
+    lora_expand_kernel[grid](
+        h,
+        stack.b,
+        out,
+        maps.segment_starts,
+        maps.places,
+        maps.first_rows[stack.group],
+        maps.num_segments,
+        stack.ranks,
+        row_index,
+        widths,
+        stack.slice_starts,
+        out.stride(0),
+        h.stride(0),
+        h.stride(1),
+        h.stride(2),
+        stack.ranks.shape[1],
+        NUM_SLICES=len(widths),
+        NUM_SPLITS=h.shape[0],
+        MAX_SEGMENTS=_padded_segments(maps),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_R=config.block_r,
+        STAGES=config.stages,
+        EVEN_N=all(width % config.block_n == 0 for width in widths),
+        OVERWRITE=overwrite,
+        HAS_INDEX=row_index is not None,
+        DEPENDENT_LAUNCH=dependent,
+        num_warps=config.num_warps,
+        **_launch_options(device, dependent, config.max_registers),
+    )
+
+
+def _launch_options(device: _Device, dependent: bool, max_registers: int | None) -> dict[str, Any]:
+    """Options of the CUDA backend, which the interpreter does not know."""
+    if device.device.type != "cuda":
+        return {}
+    return {"launch_pdl": dependent, "maxnreg": max_registers}
+
+
+def _grid(device: _Device, block_m: int, maps: LoraMaps, items_per_tile: int, programs_per_core: int) -> tuple[int]:
+    """As many programs as there can be items, but no more than the cores hold at once."""
+    num_tokens = maps.num_tokens
+    max_tiles = min(num_tokens, num_tokens // block_m + maps.places.shape[0])
+    return (max(1, min(max_tiles * items_per_tile, programs_per_core * device.num_cores)),)
+
+
+def _padded_segments(maps: LoraMaps) -> int:
+    """Length of the vector that holds all segments; few distinct lengths, since each is a compilation of its own."""
+    num_segments = maps.places.shape[0]
+    return 1 if num_segments <= 1 else max(16, triton.next_power_of_2(num_segments))
+
+
+def _check_ranks(stack: LoraStack) -> None:
+    largest = max((max(ranks, default=0) for ranks in stack.host_ranks), default=0)
+    assert largest <= MAX_RANK, f"the kernels take ranks up to {MAX_RANK}, not {largest}"

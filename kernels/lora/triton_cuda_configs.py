@@ -1,0 +1,91 @@
+"""Launch configurations of the LoRA kernels on NVIDIA GPUs, chosen by the padded token count and the input width alone.
+
+`python -m bench.kernels.tune_lora` prints a table of this form for the GPU it runs on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ShrinkConfig:
+    """Tile and launch shape of the shrink.
+
+    num_splits        parts of the input whose products are summed by the expand; more parts fill more cores
+    block_m           tokens of a tile
+    block_k           inputs of a block for ranks up to 16, loaded ahead of the wait
+    block_k_wide, block_r  inputs and ranks of a block for larger ranks; block_k is a multiple of block_k_wide
+    groups            parts of a block's inputs that warps multiply side by side; 1 lets tiles of 64 tokens use wgmma
+    stages            blocks in flight in the loop over the inputs
+    programs_per_core of the persistent grid
+    max_registers     of a thread; fewer let more programs share a core
+    """
+
+    num_splits: int
+    block_m: int
+    block_k: int
+    block_k_wide: int
+    block_r: int
+    groups: int
+    stages: int
+    num_warps: int
+    programs_per_core: int
+    max_registers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpandConfig:
+    """Tile and launch shape of the expand; fields as in `ShrinkConfig`, block_n columns of a tile."""
+
+    block_m: int
+    block_n: int
+    block_r: int
+    stages: int
+    num_warps: int
+    programs_per_core: int
+    max_registers: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """Configurations for steps of up to `max_tokens` tokens."""
+
+    max_tokens: int
+    shrink: ShrinkConfig
+    expand: ExpandConfig
+
+
+UNBOUNDED = 2**31
+
+# Kind of GPU (the name the driver reports, or "any") -> configurations by ascending token count.
+TABLES: dict[str, tuple[LoraConfig, ...]] = {
+    "any": (
+        LoraConfig(
+            4,
+            ShrinkConfig(8, 16, 512, 256, 16, 4, 3, 4, 32, 96),
+            ExpandConfig(16, 128, 32, 1, 4, 32, 96),
+        ),
+        LoraConfig(
+            64,
+            ShrinkConfig(8, 16, 256, 256, 16, 4, 3, 4, 32, 96),
+            ExpandConfig(16, 128, 32, 1, 4, 32, 96),
+        ),
+        LoraConfig(
+            256,
+            ShrinkConfig(4, 32, 256, 256, 16, 4, 3, 4, 32, 128),
+            ExpandConfig(32, 128, 32, 1, 4, 32, 128),
+        ),
+        LoraConfig(
+            UNBOUNDED,
+            ShrinkConfig(1, 64, 64, 64, 64, 1, 4, 4, 4096, 128),
+            ExpandConfig(64, 64, 64, 1, 4, 4096, 128),
+        ),
+    ),
+}
+
+
+def config_for(kind: str, num_tokens: int) -> LoraConfig:
+    """The configuration for a step of `num_tokens` padded tokens on a GPU of this kind."""
+    table = TABLES.get(kind, TABLES["any"])
+    return next(config for config in table if num_tokens <= config.max_tokens)
