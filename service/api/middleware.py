@@ -25,8 +25,9 @@ from service.logs import LOGGER, REQUEST_LOGGER
 
 # The status in logs and metrics of a request whose client went before the answer; nothing is sent.
 CLIENT_GONE = 499
-# How much of a refused body is read and thrown away, so that the client gets to read why.
+# Asked every few seconds by machines; their lines are debug lines.
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
+# How much of a refused body is read and thrown away, so that the client gets to read why.
 _DRAIN_BYTES = 64 << 20
 _DRAIN_SECONDS = 10.0
 

@@ -150,11 +150,16 @@ class ChatTemplate:
         """
         assert not (continue_final_message and add_generation_prompt), "the schema refuses both"
         plain = [self._plain_message(message) for message in messages]
+        final = plain[-1]
         if continue_final_message:
-            plain[-1] = _tag_final_message(plain[-1])
+            plain[-1] = _tag_final_message(final)
         names = {**self._special_tokens, **(variables or {})}
         text = self._run(messages=plain, add_generation_prompt=add_generation_prompt, **names)
-        return _cut_at_tag(text) if continue_final_message else text
+        if not continue_final_message:
+            return text
+        if "content" not in self.source:
+            raise TemplateError("the chat template does not show the final message, so it cannot be continued")
+        return _cut_at_tag(text, _final_text(final))
 
     def _run(self, **names: Any) -> str:
         try:
@@ -194,10 +199,15 @@ def _tag_final_message(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": (content or "") + _CONTINUE_TAG}
 
 
-def _cut_at_tag(text: str) -> str:
+def _final_text(message: dict[str, Any]) -> str:
+    content = message.get("content") or ""
+    return content[-1]["text"] if isinstance(content, list) else content
+
+
+def _cut_at_tag(text: str, final: str) -> str:
     """The text up to the end of the final message. A template that trims the message trims the tag's space too."""
     at = text.rfind(_CONTINUE_TAG.strip())
-    if at < 0:
+    if at < 0 or final.strip() not in text:
         raise TemplateError("the chat template does not show the final message, so it cannot be continued")
     kept_space = text[at : at + len(_CONTINUE_TAG)] == _CONTINUE_TAG
     return text[:at] if kept_space else text[:at].rstrip()

@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 from service.text.tokenizer import TextTokenizer
 
-_REPLACEMENT = "\ufffd"
 # Prompt tokens decoded ahead of the output, so that the first token keeps its leading space.
 _CONTEXT_TOKENS = 6
 # A window that never ends on a whole character is cut, so that its cost stays bounded.
 _MAX_WINDOW_TOKENS = 64
+_KEPT_TOKENS = 16
 
 
 class IncrementalDetokenizer:
     """Text of a growing list of tokens, given out piece by piece.
 
-    The window `[start, now)` of the tokens is decoded again for each piece, and what is new against the text already
-    given out is the piece. Decoders look at neighbours (spaces, byte runs), so a token is never decoded by itself.
-    A U+FFFD at the end of the window may be the start of a character whose other bytes are still to come: it is kept
-    back until they come, or until `finish`.
+    The window is some tokens whose text is given out already (the context) and the new ones. It is decoded again for
+    each token, and what is new against the text given out is the piece: decoders look at neighbours (spaces, runs of
+    bytes), so a token is never decoded by itself. A U+FFFD at the end may be the start of a character whose other bytes
+    are still to come: it is kept back until they come, or until `finish`.
     """
 
     def __init__(
@@ -28,33 +28,46 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._window = list(prompt_token_ids[-_CONTEXT_TOKENS:])
-        self._given = len(self._decode().rstrip(_REPLACEMENT))
+        self._num_context = len(self._window)
+        self._num_given = len(self._stable(self._decode()))
 
     def push(self, token_id: int) -> str:
         """Add a token; the text that became certain with it, possibly empty."""
         self._window.append(token_id)
         text = self._decode()
-        stable = text.rstrip(_REPLACEMENT)
-        piece = self._take(stable)
-        if len(stable) == len(text) and piece:
-            # Whole characters up to here: the next window starts with this token as its context.
-            self._restart(1)
+        stable = self._stable(text)
+        piece = self._give(stable)
+        if piece and len(stable) == len(text):
+            # Whole characters up to here: the tokens of this piece are the context of the next one.
+            self._window = self._window[self._num_context :]
+            self._num_context = len(self._window)
+            self._num_given = len(self._decode())
         elif len(self._window) > _MAX_WINDOW_TOKENS:
-            self._restart(_MAX_WINDOW_TOKENS // 4)
+            piece += self._cut(text)
         return piece
 
     def finish(self) -> str:
         """What was kept back; incomplete characters come out as U+FFFD."""
-        return self._take(self._decode())
+        return self._give(self._decode())
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special_tokens)
 
-    def _take(self, text: str) -> str:
-        piece = text[self._given :]
-        self._given = max(self._given, len(text))
+    def _stable(self, text: str) -> str:
+        """The text without what further tokens may change: a byte-level decoder shows an incomplete character as one
+        U+FFFD, a byte-fallback decoder the whole run of bytes around it as one U+FFFD each."""
+        return text.removesuffix("\ufffd") if self._tokenizer.is_byte_level else text.rstrip("\ufffd")
+
+    def _give(self, text: str) -> str:
+        piece = text[self._num_given :]
+        self._num_given = max(self._num_given, len(text))
         return piece
 
-    def _restart(self, keep_tokens: int) -> None:
-        self._window = self._window[-keep_tokens:]
-        self._given = len(self._decode().rstrip(_REPLACEMENT))
+    def _cut(self, text: str) -> str:
+        """Go on with the last tokens only; a run of bytes so long is no character, so it is given out."""
+        piece = "" if self._tokenizer.is_byte_level else self._give(text)
+        self._window = self._window[-_KEPT_TOKENS:]
+        self._num_context = _KEPT_TOKENS
+        kept = self._decode()
+        self._num_given = len(self._stable(kept) if self._tokenizer.is_byte_level else kept)
+        return piece

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer
 
 # The named special tokens, in transformers' order; templates see them as variables.
 _NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -32,7 +32,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class TextTokenizer:
-    """The tokenizer of a model directory: tokenizer.json with what tokenizer_config.json adds to it.
+    """The tokenizer of a model directory: tokenizer.json, with the special tokens that tokenizer_config.json names.
+
+    What is added around a text (a BOS, say) is what tokenizer.json's post-processor says, as in transformers 5; the flags
+    `add_bos_token` and `add_eos_token` of tokenizer_config.json say nothing beside it.
 
     special_tokens  named special tokens (`bos_token`, ...) as text, for chat templates
     special_ids     ids that `skip_special_tokens` leaves out of text
@@ -43,13 +46,12 @@ class TextTokenizer:
         self._tokenizer = tokenizer
         self.special_tokens = _named_special_tokens(config)
         _add_configured_tokens(tokenizer, config, self.special_tokens)
-        _apply_bos_eos(tokenizer, config, self.special_tokens)
         self._added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(token_id for token_id, token in self._added.items() if token.special)
         eos = tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
         self.eos_token_ids = tuple(dict.fromkeys((*eos_token_ids, *(() if eos is None else (eos,)))))
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
-        self._byte_level = "ByteLevel" in json.dumps(json.loads(tokenizer.to_str()).get("decoder"))
+        self.is_byte_level = "ByteLevel" in json.dumps(json.loads(tokenizer.to_str()).get("decoder"))
 
     @classmethod
     def load(cls, model_dir: Path) -> TextTokenizer:
@@ -96,7 +98,7 @@ class TextTokenizer:
         """The bytes of one token, which need not be whole characters."""
         name = self.token_name(token_id)
         if token_id not in self._added:
-            if self._byte_level and all(char in _BYTE_OF_CHAR for char in name):
+            if self.is_byte_level and all(char in _BYTE_OF_CHAR for char in name):
                 return bytes(_BYTE_OF_CHAR[char] for char in name)
             if re.fullmatch(r"<0x[0-9A-F]{2}>", name):
                 return bytes([int(name[3:5], 16)])
@@ -156,19 +158,3 @@ def _add_configured_tokens(tokenizer: Tokenizer, config: dict[str, Any], named: 
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
     missing = [content for content in dict.fromkeys(declared) if content not in known]
     tokenizer.add_special_tokens([AddedToken(content, special=True, normalized=False) for content in missing])
-
-
-def _apply_bos_eos(tokenizer: Tokenizer, config: dict[str, Any], named: dict[str, str]) -> None:
-    """An explicit `add_bos_token` or `add_eos_token` replaces the post-processor, as transformers does it."""
-    if "add_bos_token" not in config and "add_eos_token" not in config:
-        return
-    bos = named.get("bos_token") if config.get("add_bos_token") else None
-    eos = named.get("eos_token") if config.get("add_eos_token") else None
-    around = [(token, tokenizer.token_to_id(token)) for token in (bos, eos) if token is not None]
-    if any(token_id is None for _, token_id in around):
-        return
-    if not around and tokenizer.post_processor is not None and tokenizer.num_special_tokens_to_add(False) == 0:
-        return  # nothing to add and nothing that adds: keep a byte-level post-processor as it is
-    single = f"{bos + ':0 ' if bos else ''}$A:0{' ' + eos + ':0' if eos else ''}"
-    pair = f"{single}{' ' + bos + ':1' if bos else ''} $B:1{' ' + eos + ':1' if eos else ''}"
-    tokenizer.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=around)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -136,8 +137,8 @@ def running_server(model_dir: Path, work_dir: Path, **settings: Any) -> Iterator
 
 def _listening_url(server: Server) -> str | None:
     assert server.process.poll() is None, f"the server has ended with {server.process.returncode}:\n{server.log}"
-    line = next((line for line in server.log.splitlines() if " listening url=" in line), None)
-    return None if line is None else line.split("url=")[1].split()[0].strip('"')
+    found = re.search(r"listening.*?(http://[^\s\"]+)", server.log)
+    return None if found is None else found.group(1)
 
 
 def _is_ready(server: Server) -> bool:

@@ -1,0 +1,195 @@
+"""Tokens to text and back: ids as transformers gives them, no half characters, no part of a stop string."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from hypothesis import example, given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+
+from service.text.detokenizer import IncrementalDetokenizer
+from service.text.stop_strings import StopStrings
+from service.text.tokenizer import TextError, TextTokenizer
+from tests.support.tiny_models import BOS_ID, EOS_ID, VOCAB_SIZE, make_tokenizer
+
+MODEL_IDS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=80)
+TEXTS = ["", "the thing", " in and\n\ttab", "ünïcödé 日本 \U0001f600", "<|im_start|>user", "a</s>b"]
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    directory = tmp_path_factory.mktemp("byte_level")
+    make_tokenizer(directory)
+    return TextTokenizer.load(directory)
+
+
+def make_byte_fallback(directory: Path) -> None:
+    """A sentencepiece-like tokenizer as Llama 2 has it: ▁ for spaces, bytes as <0x..> tokens."""
+    vocab: dict[str, int] = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    for piece in ("▁", "▁Hello", "▁world", "lo", "é", "a", "b", "▁a"):
+        vocab[piece] = len(vocab)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": True}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    directory = tmp_path_factory.mktemp("byte_fallback")
+    make_byte_fallback(directory)
+    return TextTokenizer.load(directory)
+
+
+def pieces_of(tokenizer: TextTokenizer, token_ids: list[int], **options: Any) -> list[str]:
+    detokenizer = IncrementalDetokenizer(tokenizer, **options)
+    return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.finish()]
+
+
+class TestTokenizer:
+    @pytest.mark.parametrize("text", TEXTS)
+    def test_ids_are_those_of_transformers(self, tmp_path: Path, text: str) -> None:
+        make_tokenizer(tmp_path)
+        oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        ours = TextTokenizer.load(tmp_path)
+        for special in (True, False):
+            assert ours.encode(text, add_special_tokens=special) == oracle.encode(text, add_special_tokens=special)
+        assert ours.special_tokens == oracle.special_tokens_map
+        assert ours.special_ids == set(oracle.all_special_ids) | {3, 4}
+
+    def test_the_post_processor_alone_says_what_is_added(self, tmp_path: Path) -> None:
+        make_tokenizer(tmp_path)
+        path = tmp_path / "tokenizer_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "add_bos_token": True}))
+        oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        assert TextTokenizer.load(tmp_path).encode("the") == oracle.encode("the")
+        tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS_ID)])
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        oracle = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        ids = TextTokenizer.load(tmp_path).encode("the")
+        assert ids == oracle.encode("the")
+        assert ids[0] == BOS_ID
+
+    def test_end_tokens_come_from_all_three_files(self, tmp_path: Path) -> None:
+        make_tokenizer(tmp_path)
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 7]}))
+        (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
+        assert TextTokenizer.load(tmp_path).eos_token_ids == (4, 7, 5, EOS_ID)
+
+    def test_missing_and_broken_files_are_refused_in_a_sentence(self, tmp_path: Path) -> None:
+        with pytest.raises(TextError, match=r"has no tokenizer\.json"):
+            TextTokenizer.load(tmp_path)
+        (tmp_path / "tokenizer.json").write_text("{}")
+        with pytest.raises(TextError, match="not a tokenizer"):
+            TextTokenizer.load(tmp_path)
+
+    def test_half_a_surrogate_pair_is_refused(self, byte_level: TextTokenizer) -> None:
+        with pytest.raises(TextError, match="surrogate"):
+            byte_level.encode("a\ud800b")
+
+    def test_bytes_of_tokens_add_up_to_the_text(self, byte_level: TextTokenizer, byte_fallback: TextTokenizer) -> None:
+        text = "the 日本 \U0001f600é"
+        ids = byte_level.encode(text, add_special_tokens=False)
+        assert b"".join(byte_level.token_bytes(token_id) for token_id in ids) == text.encode()
+        assert byte_level.token_bytes(EOS_ID) == b"</s>"
+        assert byte_fallback.token_bytes(3 + 0xE6) == b"\xe6"
+
+
+class TestDetokenizer:
+    @given(token_ids=MODEL_IDS)
+    @example(token_ids=[])
+    def test_pieces_add_up_to_the_whole_text(self, byte_level: TextTokenizer, token_ids: list[int]) -> None:
+        assert "".join(pieces_of(byte_level, token_ids)) == byte_level.decode(token_ids)
+
+    @given(text=st.text(max_size=40), cut=st.integers(0, 10))
+    def test_after_a_prompt_the_pieces_are_what_comes_behind_it(
+        self, byte_level: TextTokenizer, text: str, cut: int
+    ) -> None:
+        ids = byte_level.encode(text, add_special_tokens=False)
+        before, after = ids[:cut], ids[cut:]
+        if "\ufffd" not in byte_level.decode(before):
+            pieces = pieces_of(byte_level, after, prompt_token_ids=before)
+            assert byte_level.decode(before) + "".join(pieces) == byte_level.decode(ids)
+
+    def test_no_piece_ends_inside_a_character(self, byte_level: TextTokenizer) -> None:
+        ids = byte_level.encode("a\U0001f600b日本" * 20, add_special_tokens=False)
+        pieces = pieces_of(byte_level, ids)
+        assert all("\ufffd" not in piece for piece in pieces)
+        assert pieces[:3] == ["a", "", ""]
+
+    def test_bytes_that_are_no_character_come_out_at_the_end(self, byte_level: TextTokenizer) -> None:
+        ids = byte_level.encode("\U0001f600", add_special_tokens=False)[:3]
+        assert pieces_of(byte_level, ids) == ["", "", "", "\ufffd"]
+
+    def test_a_long_run_of_broken_bytes_is_decoded_right_and_in_bounded_windows(
+        self, byte_level: TextTokenizer
+    ) -> None:
+        lead = byte_level.encode("\U0001f600", add_special_tokens=False)[0]
+        detokenizer = IncrementalDetokenizer(byte_level)
+        text = "".join(detokenizer.push(lead) for _ in range(300)) + detokenizer.finish()
+        assert text == byte_level.decode([lead] * 300)
+        assert len(detokenizer._window) <= 65
+
+    def test_leading_spaces_stay_after_a_prompt(self, byte_fallback: TextTokenizer) -> None:
+        prompt = byte_fallback.encode("Hello")
+        answer = [byte_fallback.token_id("▁world"), byte_fallback.token_id("▁a"), byte_fallback.token_id("b")]
+        assert pieces_of(byte_fallback, answer, prompt_token_ids=prompt) == [" world", " a", "b", ""]
+
+    def test_byte_tokens_wait_for_their_character(self, byte_fallback: TextTokenizer) -> None:
+        ids = [3 + byte for byte in "é\U0001f600".encode()]
+        assert pieces_of(byte_fallback, ids) == ["", "é", "", "", "", "\U0001f600", ""]
+
+    def test_special_tokens_are_shown_on_request(self, byte_level: TextTokenizer) -> None:
+        ids = [*byte_level.encode("the"), EOS_ID]
+        assert "".join(pieces_of(byte_level, ids)).endswith("the")
+        assert "".join(pieces_of(byte_level, ids, skip_special_tokens=False)).endswith("the</s>")
+
+
+def cut_at(text: str, cuts: list[int]) -> list[str]:
+    bounds = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
+    return [text[start:end] for start, end in pairwise(bounds)]
+
+
+def first_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """What a reader of single characters does: stop as soon as the text ends with a stop string, the longest one."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+class TestStopStrings:
+    @given(
+        text=st.text(alphabet="ab", max_size=20),
+        stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=3),
+        cuts=st.lists(st.integers(0, 20), max_size=6),
+    )
+    @example(text="aab", stops=["ab", "b"], cuts=[1, 2])
+    def test_wherever_the_pieces_are_cut_the_first_stop_ends_the_text(
+        self, text: str, stops: list[str], cuts: list[int]
+    ) -> None:
+        watch = StopStrings(stops)
+        given_out = "".join(watch.push(piece) for piece in cut_at(text, cuts))
+        if watch.matched is None:
+            given_out += watch.finish()
+        assert (given_out, watch.matched) == first_stop(text, stops)
+
+    def test_text_is_held_only_while_it_may_become_a_stop_string(self) -> None:
+        watch = StopStrings(["END"])
+        assert [watch.push(piece) for piece in ("xE", "N", "x", "E")] == ["x", "", "ENx", ""]
+        assert watch.finish() == "E"
