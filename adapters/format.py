@@ -46,9 +46,10 @@ def read_header(path: Path, *, any_dtype: bool = False) -> dict[str, Tensor]:
         if len(prefix) < 8:
             raise Malformed("The tensor file is shorter than a safetensors header; upload a .safetensors file.")
         header_bytes = int.from_bytes(prefix, "little")
-        if prefix[:4] == b"PK\x03\x04" or prefix[:1] == b"\x80":
-            raise Unsupported("The tensor file is a pickle; save the adapter as safetensors and upload that.")
         if header_bytes > MAX_HEADER_BYTES or header_bytes + 8 > size:
+            # Both kinds of torch.save: as a header length, their first bytes are far above the limit.
+            if prefix.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
+                raise Unsupported("The tensor file is a pickle; save the adapter as safetensors and upload that.")
             raise Malformed(
                 f"The safetensors header claims {header_bytes} bytes; the file has {size} and the limit is "
                 f"{MAX_HEADER_BYTES}. The file is damaged or not safetensors."

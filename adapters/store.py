@@ -232,7 +232,7 @@ class AdapterStore:
                     f"The name {name!r} is taken by another adapter; delete that first or choose another name."
                 )
             if taken is not None and taken.digest == digest:
-                return AdapterRecord(name, taken.created_at_seconds, self._manifest(digest)), False
+                return AdapterRecord(name, taken.created_at_seconds, manifest), False
             self._files.publish(ready, digest)
             alias = Alias(digest, time.time())
             try:
@@ -241,7 +241,7 @@ class AdapterStore:
                 self._remove_if_unused(digest)
                 raise
             self._names[name] = alias
-            record = AdapterRecord(name, alias.created_at_seconds, self._manifest(digest))
+            record = AdapterRecord(name, alias.created_at_seconds, manifest)
             is_gone = taken is not None and self._remove_if_unused(taken.digest)
         if taken is not None:
             self._tell_if_gone(taken.digest, is_gone)

@@ -1,0 +1,143 @@
+"""Run by test_kill.py in a process of its own: kills children of itself inside the store, and looks at what is left.
+
+Every file-system operation of a fixed scenario is a point of death (an audit hook counts them and sends SIGKILL before
+the chosen one); then the moments between, by sleeping for part of the scenario's time. Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from adapters.store import AdapterStore, StoreLimits
+from tests.support.adapter_files import (
+    config_bytes,
+    lora_tensors,
+    modules_ending,
+    safetensors_bytes,
+    small_layout,
+    upload_bytes,
+)
+
+LAYOUT = small_layout()
+TENSORS = [safetensors_bytes(lora_tensors(LAYOUT, modules_ending(LAYOUT, "q_proj"), 4, seed=seed)) for seed in range(3)]
+EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.listdir", "os.scandir", "shutil.rmtree"}
+
+
+def open_store(root: Path) -> AdapterStore:
+    return AdapterStore(root, LAYOUT, StoreLimits(free_disk_floor_bytes=0), base_name="base")
+
+
+def put(store: AdapterStore, name: str, seed: int) -> None:
+    upload_bytes(store, name, config_bytes(), TENSORS[seed], chunk_bytes=200)
+
+
+def scenario(store: AdapterStore) -> None:
+    """From {old: 0} through the states of STATES."""
+    put(store, "new", 1)
+    lease = store.lease("old")
+    store.delete("old")
+    lease.release()
+    put(store, "old", 2)
+    put(store, "again", 1)
+    store.delete("new")
+
+
+STATES = [
+    {"old": 0},
+    {"old": 0, "new": 1},
+    {"new": 1},
+    {"new": 1, "old": 2},
+    {"new": 1, "old": 2, "again": 1},
+    {"old": 2, "again": 1},
+]
+
+
+def die_at(count: int) -> None:
+    """SIGKILL this process right before its file-system operation number `count`."""
+    seen = 0
+
+    def hook(event: str, _: object) -> None:
+        nonlocal seen
+        if event in EVENTS:
+            if seen == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+            seen += 1
+
+    sys.addaudithook(hook)
+
+
+def child(root: Path, die_at_operation: int | None) -> int:
+    """Fork; the child opens the store and plays the scenario."""
+    pid = os.fork()
+    if pid == 0:
+        if die_at_operation is not None:
+            die_at(die_at_operation)
+        scenario(open_store(root))
+        os._exit(0)
+    return pid
+
+
+def prepare(root: Path, digests: dict[str, int]) -> None:
+    store = open_store(root)
+    put(store, "old", 0)
+    digests[store.get("old").digest] = 0
+    store.close()
+
+
+def look(root: Path, digests: dict[str, int]) -> dict[str, int]:
+    """Reopen, and return name -> seed. Whatever is there is whole."""
+    store = open_store(root)
+    store.check_integrity()
+    found = {}
+    for record in store.list():
+        directory = store.path_of(record.digest)
+        stored = (directory / "adapter_model.safetensors").read_bytes()
+        payloads = [content[8 + int.from_bytes(content[:8], "little") :] for content in TENSORS]
+        seed = next(i for i, payload in enumerate(payloads) if sorted(payload) == sorted(stored[-len(payload) :]))
+        assert digests.setdefault(record.digest, seed) == seed
+        assert {path.name for path in directory.iterdir()} == {
+            "adapter_config.json",
+            "adapter_model.safetensors",
+            "manifest.json",
+        }
+        found[record.name] = seed
+    assert list(root.glob("*/staging/*")) == [], "leftovers"
+    for name, seed in found.items():  # the store still works
+        put(store, name, seed)
+    put(store, "after", 0)
+    store.close()
+    return found
+
+
+def main(root: Path) -> None:
+    digests: dict[str, int] = {}
+    seen: list[dict[str, int]] = []
+    deaths = 0
+    for point in range(10_000):
+        place = root / f"point{point}"
+        prepare(place, digests)
+        _, status = os.waitpid(child(place, point), 0)
+        seen.append(look(place, digests))
+        if not os.WIFSIGNALED(status):
+            assert os.waitstatus_to_exitcode(status) == 0
+            break
+        deaths += 1
+    for part in range(10):
+        place = root / f"time{part}"
+        prepare(place, digests)
+        pid = child(place, None)
+        time.sleep(0.004 * part)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        seen.append(look(place, digests))
+    assert all(state in STATES for state in seen), [state for state in seen if state not in STATES]
+    print(json.dumps({"deaths": deaths, "states": sum(state in seen for state in STATES), "all": len(STATES)}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,257 @@
+"""Archives: whole adapters come in, tricks do not come out."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import tarfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from adapters.errors import AdapterError, Malformed, TooLarge, Unsupported
+from adapters.records import AdapterRecord
+from adapters.store import AdapterStore, StoreLimits
+from tests.support.adapter_files import config_bytes, lora_tensors, modules_ending, safetensors_bytes, small_layout
+
+LAYOUT = small_layout()
+TENSORS = safetensors_bytes(lora_tensors(LAYOUT, modules_ending(LAYOUT, "q_proj"), 4))
+GOOD = {"adapter_config.json": config_bytes(), "adapter_model.safetensors": TENSORS}
+LIMITS = StoreLimits(max_upload_bytes=3 << 20, max_files=20, free_disk_floor_bytes=0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[AdapterStore]:
+    opened = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
+    yield opened
+    opened.check_integrity()
+    outside = [
+        path for path in tmp_path.rglob("*") if path.is_file() and "store" not in path.relative_to(tmp_path).parts
+    ]
+    assert outside == []
+    assert list((tmp_path / "store").glob("*/staging/*")) == []
+    opened.close()
+
+
+def tar_gz(files: dict[str, bytes], *members: tarfile.TarInfo) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as tar:
+        for member in members:
+            tar.addfile(member)
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    return out.getvalue()
+
+
+def zip_of(files: dict[str, bytes], *members: tuple[zipfile.ZipInfo, bytes]) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, data in files.items():
+            packed.writestr(name, data)
+        for member, data in members:
+            packed.writestr(member, data)
+    return out.getvalue()
+
+
+PACKERS = [tar_gz, zip_of]
+
+
+def send(store: AdapterStore, archive: bytes, name: str = "x") -> AdapterRecord:
+    with store.begin() as upload:
+        with upload.open_part("archive", "adapter.tar.gz") as part:
+            part.write(archive)
+        return upload.finish(name)[0]
+
+
+@pytest.mark.parametrize("pack", PACKERS)
+@pytest.mark.parametrize("inside", ["", "my-adapter/", "./", "a/b/c/"])
+def test_an_adapter_is_found_wherever_it_lies(store: AdapterStore, pack: type, inside: str) -> None:
+    files = {"README.md": b"top", **{inside + name: data for name, data in GOOD.items()}, inside + "notes.txt": b"x"}
+    record = send(store, pack(files))
+    assert sorted(note.split()[2] for note in record.manifest.notes) == sorted(
+        ["README.md", str(Path(inside + "notes.txt"))]
+    )
+
+
+@pytest.mark.parametrize("pack", PACKERS)
+def test_what_a_mac_adds_is_not_mentioned(store: AdapterStore, pack: type) -> None:
+    record = send(store, pack({**GOOD, "__MACOSX/._adapter_config.json": b"x", ".DS_Store": b"x", "._x": b"x"}))
+    assert record.manifest.notes == ()
+
+
+def test_directories_in_archives_are_fine(store: AdapterStore) -> None:
+    directory = tarfile.TarInfo("my-adapter")
+    directory.type = tarfile.DIRTYPE
+    assert send(store, tar_gz({f"my-adapter/{name}": data for name, data in GOOD.items()}, directory))
+    folder = zipfile.ZipInfo("my-adapter/")
+    assert send(store, zip_of(GOOD, (folder, b"")))
+
+
+@pytest.mark.parametrize("pack", PACKERS)
+@pytest.mark.parametrize(
+    "name", ["../evil.txt", "/etc/evil", "a/../../evil", "..", "a\\..\\evil", "C:/evil", "a/../adapter_config.json"]
+)
+def test_names_that_lead_out_are_refused(store: AdapterStore, pack: type, name: str) -> None:
+    with pytest.raises(Malformed, match="outside"):
+        send(store, pack({**GOOD, name: b"evil"}))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE, tarfile.GNUTYPE_SPARSE],
+)
+@pytest.mark.parametrize("name", ["link", "adapter_model.safetensors"])
+def test_links_and_devices_in_tars_are_refused(store: AdapterStore, kind: bytes, name: str) -> None:
+    member = tarfile.TarInfo(name)
+    member.type, member.linkname = kind, "/etc/passwd"
+    with pytest.raises((Unsupported, Malformed)):
+        send(store, tar_gz({"adapter_config.json": config_bytes()}, member))
+
+
+def test_links_in_zips_are_refused(store: AdapterStore) -> None:
+    member = zipfile.ZipInfo("link")
+    member.create_system, member.external_attr = 3, 0o120777 << 16
+    with pytest.raises(Unsupported, match="link"):
+        send(store, zip_of(GOOD, (member, b"/etc/passwd")))
+
+
+@pytest.mark.parametrize("pack", PACKERS)
+@pytest.mark.parametrize("name", ["adapter_model.bin", "deep/optimizer.pt", "x.pkl", "other.safetensors"])
+def test_pickles_and_other_weights_are_refused_by_name(store: AdapterStore, pack: type, name: str) -> None:
+    with pytest.raises(Unsupported, match=Path(name).name):
+        send(store, pack({**GOOD, name: b"x"}))
+
+
+@pytest.mark.parametrize("pack", PACKERS)
+def test_two_adapters_in_one_archive_are_refused(store: AdapterStore, pack: type) -> None:
+    files = {f"{directory}/{name}": data for directory in ("a", "b") for name, data in GOOD.items()}
+    with pytest.raises(Malformed, match="2 adapters"):
+        send(store, pack(files))
+
+
+@pytest.mark.parametrize("pack", PACKERS)
+def test_tensors_apart_from_their_config_are_refused(store: AdapterStore, pack: type) -> None:
+    with pytest.raises(Malformed, match="apart"):
+        send(store, pack({"a/adapter_config.json": config_bytes(), "b/adapter_model.safetensors": TENSORS}))
+
+
+@pytest.mark.parametrize("pack", PACKERS)
+def test_an_archive_without_a_config_is_refused(store: AdapterStore, pack: type) -> None:
+    with pytest.raises(Malformed, match="holds no adapter_config"):
+        send(store, pack({"adapter_model.safetensors": TENSORS}))
+
+
+def test_a_file_twice_in_an_archive_is_refused(store: AdapterStore) -> None:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:gz") as tar:
+        for name, data in [*GOOD.items(), ("adapter_config.json", config_bytes(lora_alpha=1))]:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
+    with pytest.raises(Malformed, match="same purpose"):
+        send(store, out.getvalue())
+
+
+def test_an_archive_beside_single_files_is_refused(store: AdapterStore) -> None:
+    with store.begin() as upload:
+        for part_name, data in (("archive", tar_gz(GOOD)), ("adapter_config", config_bytes())):
+            with upload.open_part(part_name) as part:
+                part.write(data)
+        with pytest.raises(Malformed, match="either"):
+            upload.finish("x")
+
+
+# ---- bombs
+
+
+@pytest.mark.parametrize("pack", PACKERS)
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "README.md"])
+def test_what_unpacks_beyond_the_limit_is_stopped(store: AdapterStore, pack: type, name: str) -> None:
+    archive = pack({"adapter_config.json": config_bytes(), name: bytes(LIMITS.max_upload_bytes + 1)})
+    assert len(archive) < 20_000
+    with pytest.raises(TooLarge):
+        send(store, archive)
+
+
+@pytest.mark.parametrize("pack", PACKERS)
+def test_too_many_members_are_stopped(store: AdapterStore, pack: type) -> None:
+    with pytest.raises(TooLarge, match="entries"):
+        send(store, pack({**GOOD, **{f"{index}.txt": b"" for index in range(LIMITS.max_files)}}))
+
+
+def test_a_bomb_below_the_byte_limit_is_stopped_by_its_ratio(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path / "store", LAYOUT, StoreLimits(free_disk_floor_bytes=0), base_name="base")
+    with pytest.raises(TooLarge):
+        send(store, tar_gz({**GOOD, "README.md": bytes(17 << 20)}))
+    store.close()
+
+
+def test_a_tar_header_that_claims_gigabytes_is_not_read_in_one_piece(store: AdapterStore) -> None:
+    header = tarfile.TarInfo("pax")
+    header.type, header.size = tarfile.XHDTYPE, 8 << 30
+    content = header.tobuf(tarfile.GNU_FORMAT) + bytes(1024)
+    with pytest.raises(Malformed, match="absurd"):
+        send(store, gzip.compress(content))
+
+
+def test_adapters_of_zeros_are_no_bomb(store: AdapterStore) -> None:
+    layout_modules = modules_ending(LAYOUT, "q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "in_proj")
+    tensors = {name: np.zeros_like(data) for name, data in lora_tensors(LAYOUT, layout_modules, 128).items()}
+    config = config_bytes(r=128, target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "down_proj", "in_proj"])
+    files = {"adapter_config.json": config, "adapter_model.safetensors": safetensors_bytes(tensors)}
+    assert send(store, tar_gz(files))
+
+
+# ---- damage
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"x" * 100, b"\x1f\x8b", b"\x1f\x8b" + b"x" * 100, b"PK\x03\x04" + b"x" * 100]
+)
+def test_what_is_no_archive_is_refused(store: AdapterStore, content: bytes) -> None:
+    with pytest.raises(Malformed):
+        send(store, content)
+
+
+@pytest.mark.parametrize("pack", PACKERS)
+def test_encrypted_and_exotic_members_are_refused(store: AdapterStore, pack: type) -> None:
+    if pack is tar_gz:
+        out = io.BytesIO()
+        with tarfile.open(fileobj=out, mode="w:xz") as tar:
+            tar.addfile(tarfile.TarInfo("adapter_config.json"))
+        with pytest.raises(Malformed, match="neither"):
+            send(store, out.getvalue())
+    else:
+        out = io.BytesIO()
+        with zipfile.ZipFile(out, "w", zipfile.ZIP_LZMA) as packed:
+            packed.writestr("adapter_config.json", config_bytes())
+        with pytest.raises(Unsupported, match="deflated"):
+            send(store, out.getvalue())
+
+
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_damage_is_an_error_of_ours_or_harmless(store: AdapterStore, data: st.DataObject) -> None:
+    """Bytes flipped and cut anywhere in either kind of archive."""
+    content = bytearray(data.draw(st.sampled_from([pack(GOOD) for pack in PACKERS])))
+    if data.draw(st.booleans()):
+        plain = bytearray(gzip.decompress(tar_gz(GOOD)))
+        for position in data.draw(st.lists(st.integers(0, 1600), min_size=1, max_size=4)):
+            plain[position] ^= data.draw(st.integers(1, 255))
+        content = bytearray(gzip.compress(bytes(plain), compresslevel=1))
+    else:
+        for position in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=4)):
+            content[position] ^= data.draw(st.integers(1, 255))
+        del content[data.draw(st.integers(0, len(content))) :]
+    try:
+        send(store, bytes(content))
+    except AdapterError:
+        return
+    store.delete("x")

@@ -1,0 +1,635 @@
+"""The store: uploads in, by content; names as aliases; leases; limits. Real files, real threads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from adapters import upload as upload_module
+from adapters.errors import (
+    AdapterError,
+    BindingError,
+    Conflict,
+    InvalidName,
+    Malformed,
+    NotFound,
+    RowsExceeded,
+    StorageFull,
+    StoreBusy,
+    TooLarge,
+    Unsupported,
+)
+from adapters.row_plan import plan_rows
+from adapters.store import AdapterStore, StoreLimits
+from tests.support.adapter_files import (
+    HIDDEN,
+    VOCAB,
+    config_bytes,
+    lora_tensors,
+    modules_ending,
+    safetensors_bytes,
+    small_layout,
+    upload_bytes,
+    upload_small,
+    write_peft_directory,
+)
+
+LAYOUT = small_layout()
+Q = modules_ending(LAYOUT, "q_proj")
+LIMITS = StoreLimits(max_upload_bytes=200_000, max_files=20, free_disk_floor_bytes=0)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[AdapterStore]:
+    opened = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
+    yield opened
+    opened.check_integrity()
+    assert staged(tmp_path) == [], "an upload left something behind"
+    opened.close()
+
+
+def staged(tmp_path: Path) -> list[Path]:
+    return list((tmp_path / "store").glob("*/staging/*"))
+
+
+def good_tensors(seed: int = 0) -> dict[str, np.ndarray]:
+    return lora_tensors(LAYOUT, Q, 4, seed=seed)
+
+
+# ---- content
+
+
+def test_an_upload_is_published_as_a_peft_directory(store: AdapterStore) -> None:
+    tensors = good_tensors()
+    record, created = upload_bytes(store, "mine", config_bytes(), safetensors_bytes(tensors))
+    assert created
+    directory = store.path_of(record.digest)
+    assert (directory / "adapter_config.json").read_bytes() == config_bytes()
+    with safe_open(directory / "adapter_model.safetensors", framework="numpy") as opened:
+        assert set(opened.keys()) == set(tensors)
+        assert all((opened.get_tensor(name) == data).all() for name, data in tensors.items())
+
+
+def test_the_load_report_says_rank_scaling_and_bytes_per_module(store: AdapterStore) -> None:
+    record, _ = upload_bytes(store, "mine", config_bytes(), safetensors_bytes(good_tensors()))
+    num_bytes = 4 * 4 * (HIDDEN + 8)
+    assert [(m.module, m.rank, m.scaling, m.num_bytes) for m in record.manifest.modules] == [
+        (module, 4, 2.0, num_bytes) for module in Q
+    ]
+    assert record.manifest.num_bytes == 2 * num_bytes
+    assert record.manifest.rows == {"attention": 4}
+    assert store.get("mine") == record
+
+
+def test_the_digest_ignores_what_changes_no_answer(store: AdapterStore) -> None:
+    tensors = good_tensors()
+    first, _ = upload_bytes(store, "a", config_bytes(), safetensors_bytes(tensors))
+    reordered = safetensors_bytes(dict(reversed(tensors.items())), {"format": "pt", "by": "someone"})
+    config = json.dumps(
+        {"inference_mode": True, "target_modules": ["q_proj"], "lora_dropout": 0.1, "lora_alpha": 8, "r": 4}
+        | {"peft_type": "LORA", "base_model_name_or_path": "elsewhere"},
+        indent=3,
+    ).encode()
+    renamed = {name.replace(".weight", ".default.weight"): data for name, data in tensors.items()}
+    for index, content in enumerate((reordered, safetensors_bytes(renamed))):
+        record, created = upload_bytes(store, f"b{index}", config, content)
+        assert record.digest == first.digest
+        assert created  # the name is new, the content is not
+    assert upload_bytes(store, "a", config, reordered) == (first, False)
+
+
+def test_the_digest_changes_with_whatever_changes_an_answer(store: AdapterStore) -> None:
+    tensors = good_tensors()
+    other_data = {name: data.copy() for name, data in tensors.items()}
+    next(iter(other_data.values()))[0, 0] += 1
+    half = {name: data.astype("<f2") for name, data in tensors.items()}
+    swapped = dict(zip(tensors, [*list(tensors.values())[2:], *list(tensors.values())[:2]], strict=True))
+    variants = [
+        (config_bytes(), tensors),
+        (config_bytes(lora_alpha=9), tensors),
+        (config_bytes(use_rslora=True), tensors),
+        (config_bytes(alpha_pattern={"layers.1.self_attn.q_proj": 1}), tensors),
+        (config_bytes(), other_data),
+        (config_bytes(), half),
+        (config_bytes(), swapped),
+        (config_bytes(layers_to_transform=[1]), dict(list(tensors.items())[2:])),
+    ]
+    digests = {
+        upload_bytes(store, f"v{index}", config, safetensors_bytes(content))[0].digest
+        for index, (config, content) in enumerate(variants)
+    }
+    assert len(digests) == len(variants)
+
+
+@pytest.mark.parametrize("dtype", ["<f4", "<f2", "<u2"])
+def test_every_dtype_is_stored_as_it_came(store: AdapterStore, dtype: str) -> None:
+    tensors = lora_tensors(LAYOUT, Q, 4, dtype=dtype)
+    record, _ = upload_bytes(store, "x", config_bytes(), safetensors_bytes(tensors))
+    stored = (store.path_of(record.digest) / "adapter_model.safetensors").read_bytes()
+    assert all(data.tobytes() in stored for data in tensors.values())
+
+
+@pytest.mark.parametrize(
+    "bits", [("<f4", 0x7FC00000), ("<f4", 0xFF800000), ("<f2", 0x7C00), ("<u2", 0x7F80), ("<u2", 0xFFC1)]
+)
+def test_nan_and_infinity_are_refused_by_tensor_name(store: AdapterStore, bits: tuple[str, int]) -> None:
+    dtype, pattern = bits
+    tensors = lora_tensors(LAYOUT, Q, 4, dtype=dtype)
+    name = list(tensors)[-1]
+    tensors[name].view("<u4" if dtype == "<f4" else "<u2")[-1, -1] = pattern
+    with pytest.raises(Malformed, match="NaN or infinity") as caught:
+        upload_bytes(store, "x", config_bytes(), safetensors_bytes(tensors))
+    assert name in str(caught.value)
+
+
+def test_an_adapter_beyond_the_row_budget_is_refused_with_both_sizes(tmp_path: Path) -> None:
+    plan = plan_rows(LAYOUT, 100_000, element_bytes=4, alignment=16)
+    rank = plan.rows["attention"] + 1
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base", row_plan=plan)
+    tensors = safetensors_bytes(lora_tensors(LAYOUT, Q, rank))
+    with pytest.raises(RowsExceeded) as caught:
+        upload_bytes(store, "x", config_bytes(r=rank), tensors)
+    size = plan.row_bytes["attention"]
+    assert f"{(rank + 15) * size} bytes" in str(caught.value)
+    assert f"{plan.rows['attention'] * size} bytes" in str(caught.value)
+    store.close()
+
+
+# ---- names
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "-a", "_a", ".a", "a/b", "a b", "a:b", "a\0", "a\n", "é", "a" * 129, "a\\b"]
+)
+def test_names_outside_the_rule_are_refused(store: AdapterStore, name: str) -> None:
+    with pytest.raises(InvalidName):
+        store.check_name(name)
+    with pytest.raises(InvalidName):
+        upload_small(store, LAYOUT, name)
+
+
+@pytest.mark.parametrize("name", ["a", "0", "A.b_c-d", "a" * 128, "names", "con"])
+def test_names_inside_the_rule_are_taken(store: AdapterStore, name: str) -> None:
+    upload_small(store, LAYOUT, name)
+    assert store.get(name).name == name
+
+
+def test_the_base_models_name_is_taken(store: AdapterStore) -> None:
+    with pytest.raises(Conflict, match="base model"):
+        upload_small(store, LAYOUT, "base")
+
+
+def test_a_name_with_other_content_is_a_conflict_and_keeps_what_it_had(store: AdapterStore) -> None:
+    record, _ = upload_small(store, LAYOUT, "mine", seed=1)
+    with pytest.raises(Conflict, match="taken"):
+        upload_small(store, LAYOUT, "mine", seed=2)
+    assert store.get("mine") == record
+    assert [r.name for r in store.list()] == ["mine"]
+
+
+def test_a_deleted_name_is_gone_at_once_and_free_again(store: AdapterStore) -> None:
+    upload_small(store, LAYOUT, "mine", seed=1)
+    store.delete("mine")
+    with pytest.raises(NotFound):
+        store.get("mine")
+    with pytest.raises(NotFound):
+        store.delete("mine")
+    with pytest.raises(NotFound):
+        store.lease("mine")
+    assert upload_small(store, LAYOUT, "mine", seed=2)[1]
+
+
+def test_a_name_moves_in_one_step_when_asked_to(store: AdapterStore) -> None:
+    gone: list[str] = []
+    store.on_gone = gone.append
+    old, _ = upload_small(store, LAYOUT, "mine", seed=1)
+    lease = store.lease("mine")
+    tensors = lora_tensors(LAYOUT, Q, 4, seed=2)
+    with store.begin() as upload:
+        for part_name, data in (("adapter_config", config_bytes()), ("adapter_model", safetensors_bytes(tensors))):
+            with upload.open_part(part_name) as part:
+                part.write(data)
+        new, created = upload.finish("mine", replace=True)
+    assert created
+    assert store.get("mine").digest == new.digest != old.digest
+    assert gone == []
+    lease.release()
+    assert gone == [old.digest]
+
+
+@pytest.mark.parametrize("digest", ["", "x", "../names", "0" * 64, "A" * 64])
+def test_unknown_digests_are_not_found(store: AdapterStore, digest: str) -> None:
+    with pytest.raises(NotFound):
+        store.path_of(digest)
+    with pytest.raises(NotFound):
+        store.manifest(digest)
+
+
+# ---- leases
+
+
+def test_files_stay_while_leased_and_go_with_the_last_lease(store: AdapterStore) -> None:
+    gone: list[str] = []
+    store.on_gone = gone.append
+    record, _ = upload_small(store, LAYOUT, "mine")
+    first, second = store.lease("mine"), store.lease("mine")
+    directory = store.path_of(record.digest)
+    store.delete("mine")
+    store.check_integrity()
+    first.release()
+    assert directory.is_dir()
+    assert gone == []
+    assert store.num_leases(record.digest) == 1
+    second.release()
+    assert not directory.exists()
+    assert gone == [record.digest]
+
+
+def test_a_second_name_keeps_the_files(store: AdapterStore) -> None:
+    gone: list[str] = []
+    store.on_gone = gone.append
+    record, _ = upload_small(store, LAYOUT, "one")
+    upload_small(store, LAYOUT, "two")
+    store.delete("one")
+    with store.lease("two"):
+        pass
+    assert store.path_of(record.digest).is_dir()
+    assert gone == []
+    store.delete("two")
+    assert gone == [record.digest]
+
+
+def test_content_that_comes_back_while_leased_is_the_same_directory(store: AdapterStore) -> None:
+    record, _ = upload_small(store, LAYOUT, "one")
+    lease = store.lease("one")
+    store.delete("one")
+    upload_small(store, LAYOUT, "two")
+    lease.release()
+    assert store.get("two").digest == record.digest
+    assert store.path_of(record.digest).is_dir()
+
+
+# ---- parts
+
+
+@pytest.mark.parametrize(
+    "name", ["adapter_model.bin", "x.pt", "x.PTH", "x.pkl", "training_args.bin", "a.ckpt", "x.npz"]
+)
+def test_pickles_are_refused_by_name(store: AdapterStore, name: str) -> None:
+    with store.begin() as upload, pytest.raises(Unsupported, match=name):
+        upload.open_part("adapter_model", name)
+
+
+@pytest.mark.parametrize("name", ["new_embeddings.safetensors", "model.gguf", "adapter_model.safetensors.index.json"])
+def test_other_weights_in_a_directory_are_refused_by_name(store: AdapterStore, tmp_path: Path, name: str) -> None:
+    directory = write_peft_directory(tmp_path / "in", config_bytes(), safetensors_bytes(good_tensors()))
+    (directory / name).write_bytes(b"x")
+    with store.begin() as upload, pytest.raises(Unsupported, match=name):
+        upload.add_directory(directory)
+
+
+@pytest.mark.parametrize(
+    ("part", "file_name"),
+    [
+        ("adapter_config", None),
+        ("adapter_config.json", "blob"),
+        ("file", "adapter_config.json"),
+        ("files", "some/dir/adapter_config.json"),
+    ],
+)
+def test_parts_are_known_by_part_name_or_file_name(store: AdapterStore, part: str, file_name: str | None) -> None:
+    with store.begin() as upload:
+        with upload.open_part(part, file_name) as config:
+            config.write(config_bytes())
+        with upload.open_part("file", "anything.safetensors") as tensors:
+            tensors.write(safetensors_bytes(good_tensors()))
+        assert upload.finish("x")[1]
+
+
+def test_unknown_parts_are_refused_by_name(store: AdapterStore) -> None:
+    with store.begin() as upload, pytest.raises(Malformed, match="mystery"):
+        upload.open_part("mystery", "x.dat")
+
+
+def test_a_part_given_twice_is_refused(store: AdapterStore) -> None:
+    with store.begin() as upload:
+        upload.open_part("adapter_config").close()
+        with pytest.raises(Malformed, match="same purpose"):
+            upload.open_part("file", "adapter_config.json")
+
+
+@pytest.mark.parametrize("missing", ["adapter_config", "adapter_model"])
+def test_a_missing_part_is_named(store: AdapterStore, missing: str) -> None:
+    parts = {"adapter_config": config_bytes(), "adapter_model": safetensors_bytes(good_tensors())}
+    with store.begin() as upload:
+        for name, data in parts.items():
+            if name != missing:
+                with upload.open_part(name) as part:
+                    part.write(data)
+        with pytest.raises(Malformed, match=f"no {missing}"):
+            upload.finish("x")
+
+
+def test_a_directory_is_taken_and_the_rest_is_reported(store: AdapterStore, tmp_path: Path) -> None:
+    directory = write_peft_directory(tmp_path / "in", config_bytes(), safetensors_bytes(good_tensors()))
+    (directory / "README.md").write_text("hello")
+    (directory / "checkpoint-5").mkdir()
+    with store.begin() as upload:
+        upload.add_directory(directory)
+        record, _ = upload.finish("x")
+    assert [note.split()[2] for note in record.manifest.notes] == ["README.md", "checkpoint-5"]
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "README.md"])
+def test_a_link_out_of_a_directory_is_refused(store: AdapterStore, tmp_path: Path, name: str) -> None:
+    directory = write_peft_directory(tmp_path / "in", config_bytes(), safetensors_bytes(good_tensors()))
+    (tmp_path / "secret").write_bytes(safetensors_bytes(good_tensors()))
+    (directory / name).unlink(missing_ok=True)
+    (directory / name).symlink_to(tmp_path / "secret")
+    with store.begin() as upload, pytest.raises(Unsupported, match="link"):
+        upload.add_directory(directory)
+
+
+def test_a_fifo_in_a_directory_is_refused_without_opening_it(store: AdapterStore, tmp_path: Path) -> None:
+    directory = write_peft_directory(tmp_path / "in", config_bytes(), safetensors_bytes(good_tensors()))
+    os.mkfifo(directory / "a.txt")
+    with store.begin() as upload, pytest.raises(Unsupported, match="device"):
+        upload.add_directory(directory)
+
+
+# ---- tokenizer files
+
+
+def upload_with(store: AdapterStore, files: dict[str, bytes]) -> Any:
+    with store.begin() as upload:
+        for name, data in {
+            "adapter_config.json": config_bytes(),
+            "adapter_model.safetensors": safetensors_bytes(good_tensors()),
+            **files,
+        }.items():
+            with upload.open_part("file", name) as part:
+                part.write(data)
+        return upload.finish("x")[0]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"chat_template.jinja": b"hello {{ x }}"},
+        {"tokenizer_config.json": json.dumps({"chat_template": "hello {{ x }}"}).encode()},
+        {
+            "tokenizer_config.json": json.dumps(
+                {"chat_template": [{"name": "rag", "template": "no"}, {"name": "default", "template": "hello {{ x }}"}]}
+            ).encode()
+        },
+        {"chat_template.jinja": b"hello {{ x }}", "tokenizer_config.json": b'{"chat_template": "other"}'},
+    ],
+    ids=lambda files: "+".join(files),
+)
+def test_an_adapters_chat_template_is_kept(store: AdapterStore, files: dict[str, bytes]) -> None:
+    record = upload_with(store, files)
+    assert record.manifest.has_chat_template
+    assert store.chat_template(record.digest) == "hello {{ x }}"
+    plain, _ = upload_bytes(store, "plain", config_bytes(), safetensors_bytes(good_tensors()))
+    assert plain.digest != record.digest
+    assert store.chat_template(plain.digest) is None
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"added_tokens.json": json.dumps({"<new>": VOCAB}).encode()},
+        {"added_tokens.json": json.dumps({"<other>": 3}).encode()},
+        {"added_tokens.json": json.dumps({"<known>": 4}).encode()},
+        {"tokenizer_config.json": json.dumps({"added_tokens_decoder": {"14": {"content": "<new>"}}}).encode()},
+        {"tokenizer.json": json.dumps({"version": "1.0", "added_tokens": [{"id": 14, "content": "<new>"}]}).encode()},
+    ],
+    ids=str,
+)
+def test_an_adapter_that_changes_the_vocabulary_is_refused(tmp_path: Path, files: dict[str, bytes]) -> None:
+    known = {"<known>": 3}
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base", base_token_id=known.get)
+    with pytest.raises(Unsupported, match="adds the token '<"):
+        upload_with(store, files)
+    same = {
+        "added_tokens.json": b'{"<known>": 3}',
+        "tokenizer.json": b'{"added_tokens": [{"id": 3, "content": "<known>"}]}',
+    }
+    assert upload_with(store, same)
+    store.close()
+
+
+# ---- limits
+
+
+def test_a_declared_size_over_the_limit_is_refused_before_anything_is_written(store: AdapterStore) -> None:
+    with pytest.raises(TooLarge):
+        store.begin(declared_bytes=LIMITS.max_upload_bytes + 1)
+
+
+def test_a_running_count_stops_an_upload_that_declared_nothing(store: AdapterStore) -> None:
+    written = 0
+    with store.begin() as upload, upload.open_part("adapter_model") as part:
+        for _ in range(LIMITS.max_upload_bytes // 1000):
+            written += part.write(b"x" * 1000)
+        with pytest.raises(TooLarge):
+            part.write(b"x")
+    assert written == LIMITS.max_upload_bytes
+
+
+def test_a_config_over_its_own_limit_is_refused(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path / "store", LAYOUT, StoreLimits(free_disk_floor_bytes=0), base_name="base")
+    with store.begin() as upload, upload.open_part("adapter_config") as part, pytest.raises(TooLarge, match="config"):
+        part.write(b" " * (2 << 20))
+    store.close()
+
+
+def test_too_many_files_are_refused(store: AdapterStore, tmp_path: Path) -> None:
+    directory = write_peft_directory(tmp_path / "in", config_bytes(), safetensors_bytes(good_tensors()))
+    for index in range(LIMITS.max_files):
+        (directory / f"{index}.txt").touch()
+    with store.begin() as upload, pytest.raises(TooLarge, match="files"):
+        upload.add_directory(directory)
+
+
+def test_the_free_disk_floor_refuses_before_and_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    floor = StoreLimits(free_disk_floor_bytes=1 << 60)
+    store = AdapterStore(tmp_path / "store", LAYOUT, floor, base_name="base")
+    with pytest.raises(StorageFull):
+        store.begin()
+    store.close()
+
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
+    monkeypatch.setattr(upload_module, "DISK_CHECK_BYTES", 1000)
+    with store.begin() as upload, upload.open_part("adapter_model") as part:
+        part.write(b"x" * 2000)
+        free = os.statvfs(tmp_path)
+        upload._open_staging().budget._limits = StoreLimits(free_disk_floor_bytes=2 * free.f_bavail * free.f_frsize)
+        with pytest.raises(StorageFull):
+            part.write(b"x" * 2000)
+    assert staged(tmp_path) == []
+    store.close()
+
+
+def test_refused_uploads_leave_nothing(store: AdapterStore, tmp_path: Path) -> None:
+    bad = [
+        (config_bytes(use_dora=True), safetensors_bytes(good_tensors()), Unsupported),
+        (config_bytes(), b"nonsense", Malformed),
+        (config_bytes(r=9), safetensors_bytes(good_tensors()), BindingError),
+    ]
+    for config, tensors, error in bad:
+        with pytest.raises(error):
+            upload_bytes(store, "x", config, tensors)
+        assert staged(tmp_path) == []
+    assert store.list() == ()
+
+
+def test_no_message_holds_a_path_of_the_server(store: AdapterStore, tmp_path: Path) -> None:
+    with store.begin() as upload:
+        with pytest.raises(AdapterError) as caught:
+            upload.add_directory(tmp_path / "nowhere")
+        assert str(tmp_path) not in str(caught.value)
+
+
+# ---- threads and processes
+
+
+def test_of_many_uploads_under_one_name_one_content_wins(store: AdapterStore) -> None:
+    start = threading.Barrier(8)
+    outcomes: list[tuple[int, Any]] = []
+
+    def one(seed: int) -> None:
+        start.wait()
+        try:
+            outcomes.append((seed, upload_small(store, LAYOUT, "same", seed=seed % 3)))
+        except Conflict as error:
+            outcomes.append((seed, error))
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(one, range(8)))
+    done = [(seed, outcome) for seed, outcome in outcomes if not isinstance(outcome, Conflict)]
+    assert sum(created for _, (_, created) in done) == 1
+    assert len({record.digest for _, (record, _) in done}) == 1
+    winner = done[0][0] % 3
+    assert all((seed % 3 == winner) == (not isinstance(outcome, Conflict)) for seed, outcome in outcomes)
+
+
+def test_uploads_deletes_and_leases_from_many_threads_keep_the_books(store: AdapterStore) -> None:
+    def work(worker: int) -> None:
+        generator = np.random.default_rng(worker)
+        for _ in range(15):
+            name = f"n{generator.integers(3)}"
+            try:
+                upload_small(store, LAYOUT, name, seed=int(generator.integers(2)))
+                with store.lease(name) as lease:
+                    assert (store.path_of(lease.record.digest) / "adapter_model.safetensors").is_file()
+                    store.delete(name)
+                    assert (store.path_of(lease.record.digest) / "adapter_model.safetensors").is_file()
+            except (Conflict, NotFound):
+                pass
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
+    store.check_integrity()
+
+
+@pytest.mark.usefixtures("store")
+def test_two_servers_cannot_share_a_store(tmp_path: Path) -> None:
+    with pytest.raises(StoreBusy):
+        AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
+
+
+def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
+    records = [upload_small(store, LAYOUT, name, seed=index)[0] for index, name in enumerate(("a", "b", "c"))]
+    held = store.lease("b")
+    store.delete("b")
+    unfinished = store.begin()
+    unfinished.open_part("adapter_config").close()
+    store.close()  # as a killed process would, with a lease held and an upload under way
+    assert staged(tmp_path)
+
+    again = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
+    again.check_integrity()
+    assert again.list() == (records[0], records[2])
+    assert staged(tmp_path) == []
+    with pytest.raises(NotFound):
+        again.path_of(held.record.digest)
+    again.close()
+
+
+def test_adapters_of_another_base_are_left_alone(tmp_path: Path) -> None:
+    other = small_layout(num_layers=3)
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
+    record, _ = upload_small(store, LAYOUT, "a")
+    store.close()
+    elsewhere = AdapterStore(tmp_path / "store", other, LIMITS, base_name="base")
+    assert elsewhere.list() == ()
+    elsewhere.close()
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
+    assert store.list() == (record,)
+    store.close()
+
+
+def test_damaged_files_of_names_stop_no_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
+    record, _ = upload_small(store, LAYOUT, "a")
+    lost, _ = upload_small(store, LAYOUT, "lost", seed=5)
+    names = store.path_of(record.digest).parent.parent / "names"
+    store.close()
+    (names / "broken").write_bytes(b"{")
+    (names / "evil").write_text(json.dumps({"digest": "../../x", "created_at_seconds": 1.0}))
+    (names.parent / "adapters" / lost.digest / "manifest.json").unlink()
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
+    assert store.list() == (record,)
+    assert "broken" in caplog.text
+    assert "lost" in caplog.text
+    store.close()
+
+
+# ---- copies of base weights
+
+
+def test_a_copy_of_the_base_embedding_is_left_out_and_a_changed_one_refused(tmp_path: Path) -> None:
+    embedding = np.random.default_rng(0).standard_normal((VOCAB, HIDDEN)).astype("<f4")
+    base = tmp_path / "base"
+    base.mkdir()
+    bf16 = (embedding.view("<u4") >> 16).astype("<u2")
+    (base / "model.safetensors").write_bytes(safetensors_bytes({"model.embed_tokens.weight": bf16}))
+    widened = (bf16.astype("<u4") << 16).view("<f4")
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base", base_dir=base)
+    config = config_bytes(r=3, target_modules=["embed_tokens"])
+    lora = lora_tensors(LAYOUT, ["model.embed_tokens"], 3)
+    name = "base_model.model.model.embed_tokens.base_layer.weight"
+    plain, _ = upload_bytes(store, "plain", config, safetensors_bytes(lora))
+    for copy in (bf16, widened, widened.astype("<f2")):
+        record, _ = upload_bytes(store, "copy", config, safetensors_bytes({**lora, name: copy}))
+        assert record.digest == plain.digest
+        assert name in record.manifest.notes[0]
+        store.delete("copy")
+    changed = widened.copy()
+    changed[-1, -1] *= 1.5
+    with pytest.raises(BindingError, match="differs from the base's"):
+        upload_bytes(store, "changed", config, safetensors_bytes({**lora, name: changed}))
+    store.close()
+
+
+def test_the_digest_is_what_it_was_in_earlier_versions(store: AdapterStore) -> None:
+    """Stored adapters are found by it: a change of how it is made needs a migration."""
+    module = Q[0]
+    a, b = np.ones((1, HIDDEN), "<f4"), np.full((8, 1), 2, "<f4")
+    tensors = {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    config = config_bytes(r=1, lora_alpha=3, layers_to_transform=[0])
+    record, _ = upload_bytes(store, "x", config, safetensors_bytes(tensors))
+    head = f'["multilora adapter 1",[["{module}","{(3.0).hex()}","F32",[1,6],"F32",[8,1]]],null]\n'
+    assert record.digest == hashlib.sha256(head.encode() + a.tobytes() + b.tobytes()).hexdigest()
