@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,63 +17,77 @@ from safetensors import SafetensorError, safe_open
 from service.models.errors import ModelError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_MAPPED_BYTES = 128 << 20
 
 
 class Checkpoint:
     """The tensors of an open checkpoint by name; see `open_checkpoint`."""
 
-    def __init__(self, model_dir: Path, files: dict[str, Any]) -> None:
-        """files  safetensors file name -> open handle"""
+    def __init__(self, model_dir: Path) -> None:
         self._model_dir = model_dir
-        self._files = files
-        self._file_of = {name: file for file, handle in files.items() for name in handle.keys()}  # noqa: SIM118
+        self._files = {file: _open(model_dir, file) for file in _file_names(model_dir)}
+        self._file_of = {name: file for file, handle in self._files.items() for name in handle.keys()}  # noqa: SIM118
         self._read: set[str] = set()
+        self._mapped_bytes = 0
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor as it is stored, perhaps still in the memory map. Raises ModelError."""
-        if name not in self._file_of:
-            raise ModelError(f"the checkpoint in {self._model_dir} has no tensor {name}")
-        file = self._file_of[name]
+        file = self._find(name)
         header = self._files[file].get_slice(name)
         if tuple(header.get_shape()) != shape:
             raise ModelError(
                 f"tensor {name} in {file} has the shape {header.get_shape()}, and config.json calls for {list(shape)}"
             )
-        try:
-            tensor: torch.Tensor = self._files[file].get_tensor(name)
-        except (SafetensorError, AttributeError, KeyError) as error:
-            raise ModelError(f"tensor {name} in {file} cannot be read: {error}") from error
-        if tensor.dtype not in _DTYPES:
-            raise ModelError(f"tensor {name} in {file} is {header.get_dtype()}; served are F32, BF16 and F16")
+        if header.get_dtype() not in _DTYPES:
+            raise ModelError(f"tensor {name} in {file} is {header.get_dtype()}; served are {', '.join(_DTYPES)}")
+        self._give_back_pages(file)
+        tensor: torch.Tensor = self._files[file].get_tensor(name)
+        self._mapped_bytes += tensor.nbytes
         self._read.add(name)
         return tensor
 
     def dtype(self, name: str) -> str:
-        """The stored dtype in torch's spelling, or safetensors' where torch has none of ours. Raises ModelError."""
-        if name not in self._file_of:
-            raise ModelError(f"the checkpoint in {self._model_dir} has no tensor {name}")
-        stored: str = self._files[self._file_of[name]].get_slice(name).get_dtype()
-        return {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}.get(stored, stored)
+        """The stored dtype in torch's spelling, or safetensors' where it is none of ours. Raises ModelError."""
+        stored: str = self._files[self._find(name)].get_slice(name).get_dtype()
+        return _DTYPES.get(stored, stored)
 
     def unread(self) -> list[str]:
         """Names of tensors that nobody asked for, in order."""
         return sorted(set(self._file_of) - self._read)
 
+    def close(self) -> None:
+        self._files.clear()
+
+    def _find(self, name: str) -> str:
+        if name not in self._file_of:
+            raise ModelError(f"the checkpoint in {self._model_dir} has no tensor {name}")
+        return self._file_of[name]
+
+    def _give_back_pages(self, file: str) -> None:
+        """Map the file anew now and then: the pages of tensors read so far would count as this process's memory."""
+        if self._mapped_bytes > _MAPPED_BYTES:
+            self._files[file] = _open(self._model_dir, file)
+            self._mapped_bytes = 0
+
 
 @contextmanager
 def open_checkpoint(model_dir: Path) -> Iterator[Checkpoint]:
     """Open the safetensors files of `model_dir`; the memory maps end with the context. Raises ModelError."""
-    with ExitStack() as stack:
-        files = {}
-        for file in _file_names(model_dir):
-            try:
-                files[file] = stack.enter_context(safe_open(model_dir / file, framework="pt", device="cpu"))
-            except FileNotFoundError:
-                raise ModelError(f"{_INDEX} names {file}, which {model_dir} does not have") from None
-            except (SafetensorError, OSError) as error:
-                raise ModelError(f"{model_dir / file} cannot be read as safetensors: {error}") from error
-        yield Checkpoint(model_dir, files)
+    checkpoint = Checkpoint(model_dir)
+    try:
+        yield checkpoint
+    finally:
+        checkpoint.close()
+
+
+def _open(model_dir: Path, file: str) -> Any:
+    try:
+        return safe_open(model_dir / file, framework="pt", device="cpu")
+    except FileNotFoundError:
+        raise ModelError(f"{_INDEX} names {file}, which {model_dir} does not have") from None
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{model_dir / file} cannot be read as safetensors: {error}") from error
 
 
 def _file_names(model_dir: Path) -> list[str]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.lora.maps import LoraMaps
 from service.engine.batch import StepBatch
 from service.models.caches import Caches, ConvStates, KvCache
 from service.models.facts import ModelFacts
@@ -25,10 +26,13 @@ class DecoderLayer:
     mlp_norm: RmsNorm
     mlp: GatedMlp
 
-    def __call__(self, hidden: torch.Tensor, batch: StepBatch, rotation: Rotation, cache: KvCache | ConvStates) -> None:
+    def mix(self, hidden: torch.Tensor, batch: StepBatch, rotation: Rotation, cache: KvCache | ConvStates) -> None:
         """Adds to hidden [tokens, hidden_size] in place."""
         hidden.add_(self.mixer(self.mixer_norm(hidden), batch, rotation, cache))  # type: ignore[arg-type]
-        hidden.add_(self.mlp(self.mlp_norm(hidden), batch))
+
+    def transform(self, hidden: torch.Tensor, lora: LoraMaps | None) -> None:
+        """Adds to hidden [tokens, hidden_size] in place; `lora` are the maps of these tokens."""
+        hidden.add_(self.mlp(self.mlp_norm(hidden), lora))
 
 
 # How a family names and builds the layer with this index.
@@ -60,7 +64,12 @@ class Decoder:
         """Logits float32 [num_rows, vocabulary] of `batch.logits_rows`; advances the caches by the step's tokens."""
         hidden = self._embedding(batch.token_ids, batch.lora)
         rotation = self._rope.rotation(batch.positions, batch.rope_limits, hidden.dtype)
-        for layer, cache in zip(self._layers, caches.layers, strict=True):
-            layer(hidden, batch, rotation, cache)
+        for layer, cache in zip(self._layers[:-1], caches.layers[:-1], strict=True):
+            layer.mix(hidden, batch, rotation, cache)
+            layer.transform(hidden, batch.lora)
+        # What the last mixer leaves is read by nobody but the tokens whose logits are wanted.
+        last = self._layers[-1]
+        last.mix(hidden, batch, rotation, caches.layers[-1])
         wanted = hidden.index_select(0, batch.logits_rows)
+        last.transform(wanted, batch.logits_lora)
         return self._head(self._norm(wanted), batch.logits_lora).float()

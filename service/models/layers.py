@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 
 from kernels.causal_conv1d.ops import causal_conv1d_prefill, causal_conv1d_update
+from kernels.lora.maps import LoraMaps
 from kernels.paged_attention.ops import paged_attention, write_kv
 from service.engine.batch import StepBatch
 from service.models.caches import ConvStates, KvCache
@@ -110,6 +111,6 @@ class GatedMlp:
     def __init__(self, gate_up: Projection, down: Projection) -> None:
         self._gate_up, self._down = gate_up, down
 
-    def __call__(self, x: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        gate, up = self._gate_up(x, batch.lora).chunk(2, dim=1)
-        return self._down(functional.silu(gate).mul_(up), batch.lora)
+    def __call__(self, x: torch.Tensor, lora: LoraMaps | None) -> torch.Tensor:
+        gate, up = self._gate_up(x, lora).chunk(2, dim=1)
+        return self._down(functional.silu(gate).mul_(up), lora)
