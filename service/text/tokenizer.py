@@ -34,8 +34,8 @@ def read_json(path: Path) -> dict[str, Any]:
 class TextTokenizer:
     """The tokenizer of a model directory: tokenizer.json, with the special tokens that tokenizer_config.json names.
 
-    What is added around a text (a BOS, say) is what tokenizer.json's post-processor says, as in transformers 5; the flags
-    `add_bos_token` and `add_eos_token` of tokenizer_config.json say nothing beside it.
+    What is added around a text (a BOS, say) is what tokenizer.json's post-processor says, as in transformers 5; the
+    flags `add_bos_token` and `add_eos_token` of tokenizer_config.json say nothing beside it.
 
     special_tokens  named special tokens (`bos_token`, ...) as text, for chat templates
     special_ids     ids that `skip_special_tokens` leaves out of text

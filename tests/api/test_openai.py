@@ -1,0 +1,350 @@
+"""The OpenAI interface, driven by the real client against a real server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+import transformers
+
+from tests.api.conftest import ADAPTERS, BASE, Checkpoints
+from tests.support.server import Server
+from tests.support.tiny_models import VOCAB_SIZE
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
+CHAT: list[Any] = [{"role": "user", "content": "the thing in the tin"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(checkpoints: Checkpoints) -> transformers.PreTrainedTokenizerFast:
+    return transformers.AutoTokenizer.from_pretrained(checkpoints.base)
+
+
+class TestModels:
+    def test_the_base_and_its_adapters_are_listed(self, client: openai.OpenAI) -> None:
+        cards = {card.id: card for card in client.models.list().data}
+        assert {BASE, *ADAPTERS} <= set(cards)
+        extra = cards["alpha"].model_extra or {}
+        assert extra["parent"] == BASE
+        assert len(extra["root"]) == 64
+        assert (cards[BASE].model_extra or {})["max_model_len"] == 512
+
+    def test_one_model_is_found_by_each_of_its_names(self, client: openai.OpenAI) -> None:
+        assert client.models.retrieve(BASE).id == BASE
+        assert client.models.retrieve("alpha").id == client.models.retrieve(f"{BASE}:alpha").id == "alpha"
+        with pytest.raises(openai.NotFoundError, match="nobody"):
+            client.models.retrieve("nobody")
+
+
+class TestNames:
+    def test_every_adapter_changes_the_answer_and_no_two_agree(self, client: openai.OpenAI) -> None:
+        texts = [
+            client.completions.create(model=name, prompt="the", **GREEDY).choices[0].text for name in (BASE, *ADAPTERS)
+        ]
+        assert len(set(texts)) == len(texts)
+
+    def test_all_ways_to_name_an_adapter_are_one(self, client: openai.OpenAI) -> None:
+        def text(model: str, **extra: str) -> str:
+            return client.completions.create(model=model, prompt="the", extra_body=extra, **GREEDY).choices[0].text
+
+        expected = text("beta")
+        assert text(f"{BASE}:beta") == text(BASE, adapter_id="beta") == text("beta", adapter_id="beta") == expected
+        assert text(f"{BASE}:beta", adapter_id="beta") == expected
+
+    def test_two_different_names_are_refused(self, client: openai.OpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match=r"alpha.*beta"):
+            client.completions.create(model="alpha", prompt="the", extra_body={"adapter_id": "beta"})
+
+    @pytest.mark.parametrize("name", ["nobody", f"{BASE}:nobody", "other:alpha", f"{BASE}:", "../alpha"])
+    def test_unknown_names_are_not_found(self, client: openai.OpenAI, name: str) -> None:
+        with pytest.raises(openai.NotFoundError, match="does not exist") as caught:
+            client.completions.create(model=name, prompt="the")
+        assert caught.value.param == "model"
+
+
+class TestCompletions:
+    def test_the_four_forms_of_a_prompt_give_one_answer(
+        self, client: openai.OpenAI, tokenizer: transformers.PreTrainedTokenizerFast
+    ) -> None:
+        ids = tokenizer.encode("the tin")
+        forms: list[Any] = ["the tin", ["the tin"], ids, [ids]]
+        answers = [client.completions.create(model="alpha", prompt=form, **GREEDY).choices[0].text for form in forms]
+        assert len(set(answers)) == 1
+
+    def test_several_prompts_with_several_answers_come_in_order(self, client: openai.OpenAI) -> None:
+        answer = client.completions.create(model=BASE, prompt=["the", "and", "in"], n=2, **GREEDY)
+        single = [client.completions.create(model=BASE, prompt=prompt, **GREEDY) for prompt in ("the", "and", "in")]
+        assert [choice.index for choice in answer.choices] == list(range(6))
+        expected = [one.choices[0].text for one in single for _ in range(2)]
+        assert [choice.text for choice in answer.choices] == expected
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens == sum(one.usage.prompt_tokens for one in single if one.usage)
+        assert answer.usage.completion_tokens == 6 * 12
+
+    def test_tokens_ids_and_text_agree(
+        self, client: openai.OpenAI, tokenizer: transformers.PreTrainedTokenizerFast
+    ) -> None:
+        answer = client.completions.create(model="gamma", prompt="and", extra_body={"return_token_ids": True}, **GREEDY)
+        choice = answer.choices[0].model_extra or {}
+        assert choice["prompt_token_ids"] == tokenizer.encode("and")
+        assert tokenizer.decode(choice["token_ids"], skip_special_tokens=True) == answer.choices[0].text
+        assert len(choice["token_ids"]) == 12
+
+    def test_the_default_is_sixteen_tokens(self, client: openai.OpenAI) -> None:
+        answer = client.completions.create(model=BASE, prompt="the", temperature=0, extra_body={"ignore_eos": True})
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 16
+        assert answer.choices[0].finish_reason == "length"
+
+    @pytest.mark.parametrize("prompt", ["the tin", "ünï", ["in", "an"]])
+    def test_a_stream_is_the_whole_answer_in_pieces(self, client: openai.OpenAI, prompt: Any) -> None:
+        whole = client.completions.create(model="beta", prompt=prompt, n=2, temperature=0, max_tokens=20)
+        texts = [""] * len(whole.choices)
+        reasons = {}
+        usage = None
+        options: Any = {"include_usage": True}
+        for chunk in client.completions.create(
+            model="beta", prompt=prompt, n=2, temperature=0, max_tokens=20, stream=True, stream_options=options
+        ):
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+                if choice.finish_reason:
+                    reasons[choice.index] = choice.finish_reason
+        assert texts == [choice.text for choice in whole.choices]
+        assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
+        assert usage == whole.usage
+
+    def test_usage_is_streamed_only_on_request(self, client: openai.OpenAI) -> None:
+        assert all(
+            chunk.usage is None and chunk.choices
+            for chunk in client.completions.create(model=BASE, prompt="the", stream=True, **GREEDY)
+        )
+
+
+class TestLogprobs:
+    def test_completions_tell_the_chosen_and_the_likely(self, client: openai.OpenAI) -> None:
+        answer = client.completions.create(model=BASE, prompt="the", logprobs=3, **GREEDY)
+        columns = answer.choices[0].logprobs
+        assert columns is not None
+        assert columns.tokens is not None
+        assert columns.token_logprobs is not None
+        assert columns.top_logprobs is not None
+        assert len(columns.tokens) == len(columns.token_logprobs) == len(columns.text_offset or ()) == 12
+        for token, logprob, top in zip(columns.tokens, columns.token_logprobs, columns.top_logprobs, strict=True):
+            assert 1 <= len(top) <= 3
+            assert top[token] == pytest.approx(logprob)
+            assert max(top.values()) == pytest.approx(logprob)
+
+    def test_echo_gives_the_prompt_and_its_probabilities(self, client: openai.OpenAI) -> None:
+        prompt = "the tin in"
+        answer = client.completions.create(model="alpha", prompt=prompt, logprobs=1, echo=True, **GREEDY)
+        plain = client.completions.create(model="alpha", prompt=prompt, logprobs=1, **GREEDY)
+        both, alone = answer.choices[0].logprobs, plain.choices[0].logprobs
+        assert both is not None
+        assert alone is not None
+        assert answer.choices[0].text == prompt + plain.choices[0].text
+        num_prompt = answer.usage.prompt_tokens if answer.usage else 0
+        assert both.token_logprobs is not None
+        assert both.token_logprobs[0] is None
+        assert all(logprob < 0 for logprob in both.token_logprobs[1:])
+        assert "".join((both.tokens or [])[:num_prompt]) == prompt
+        assert both.token_logprobs[num_prompt:] == pytest.approx(alone.token_logprobs)
+        offsets = both.text_offset or []
+        assert offsets[:num_prompt] == sorted(offsets[:num_prompt])
+        assert offsets[num_prompt:] == [len(prompt) + offset for offset in alone.text_offset or []]
+
+    def test_echo_of_the_prompt_alone_scores_it(self, client: openai.OpenAI) -> None:
+        answer = client.completions.create(model="alpha", prompt="the tin", logprobs=0, echo=True, max_tokens=0)
+        assert answer.choices[0].text == "the tin"
+        assert answer.choices[0].logprobs is not None
+        assert len(answer.choices[0].logprobs.tokens or ()) == (answer.usage.prompt_tokens if answer.usage else 0)
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == 0
+
+    def test_a_streamed_echo_is_the_whole_one(self, client: openai.OpenAI) -> None:
+        options: Any = {"model": "alpha", "prompt": ["the", "in an"], "logprobs": 2, "echo": True, **GREEDY}
+        whole = client.completions.create(**options)
+        texts, tokens = ["", ""], [[], []]  # type: ignore[var-annotated]
+        for chunk in client.completions.create(stream=True, **options):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.text
+                tokens[choice.index] += (choice.logprobs.tokens or []) if choice.logprobs else []
+        assert texts == [choice.text for choice in whole.choices]
+        assert tokens == [choice.logprobs.tokens for choice in whole.choices if choice.logprobs]
+
+    def test_chats_tell_bytes_and_alternatives(self, client: openai.OpenAI) -> None:
+        answer = client.chat.completions.create(
+            model="beta", messages=CHAT, logprobs=True, top_logprobs=4, temperature=0, max_tokens=6
+        )
+        content = answer.choices[0].logprobs.content if answer.choices[0].logprobs else None
+        assert content is not None
+        assert len(content) == 6
+        for token in content:
+            assert token.bytes is not None
+            assert len(token.top_logprobs) == 4
+            assert token.top_logprobs[0].logprob == pytest.approx(token.logprob)
+        streamed = []
+        for chunk in client.chat.completions.create(
+            model="beta", messages=CHAT, logprobs=True, top_logprobs=4, temperature=0, max_tokens=6, stream=True
+        ):
+            for choice in chunk.choices:
+                streamed += (choice.logprobs.content or []) if choice.logprobs else []
+        assert streamed == content
+
+
+class TestChat:
+    def test_a_chat_is_the_completion_of_its_rendered_messages(
+        self, client: openai.OpenAI, tokenizer: transformers.PreTrainedTokenizerFast
+    ) -> None:
+        messages: list[Any] = [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": [{"type": "text", "text": "the tin"}]},
+            {"role": "assistant", "content": "and?"},
+            {"role": "user", "content": "in"},
+        ]
+        plain = [{**message, "content": "the tin"} if index == 1 else message for index, message in enumerate(messages)]
+        ids = tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
+        chat = client.chat.completions.create(model="alpha", messages=messages, **GREEDY)
+        completion = client.completions.create(model="alpha", prompt=ids, **GREEDY)
+        assert chat.choices[0].message.content == completion.choices[0].text
+        assert chat.choices[0].message.role == "assistant"
+        assert chat.usage is not None
+        assert chat.usage.prompt_tokens == len(ids)
+
+    def test_a_stream_is_the_whole_answer_in_pieces(self, client: openai.OpenAI) -> None:
+        options: Any = {"model": "gamma", "messages": CHAT, "n": 3, "seed": 7, "max_tokens": 15}
+        whole = client.chat.completions.create(**options)
+        texts = [""] * 3
+        roles = []
+        usage = None
+        for chunk in client.chat.completions.create(stream=True, stream_options={"include_usage": True}, **options):
+            usage = chunk.usage or usage
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                roles += [(choice.index, choice.delta.role)] if choice.delta.role else []
+        assert texts == [choice.message.content for choice in whole.choices]
+        assert roles == [(index, "assistant") for index in range(3)]
+        assert usage == whole.usage
+
+    def test_the_default_is_what_the_context_has_left(self, client: openai.OpenAI) -> None:
+        answer = client.chat.completions.create(
+            model=BASE, messages=CHAT, temperature=0, extra_body={"ignore_eos": True}
+        )
+        assert answer.usage is not None
+        assert answer.usage.total_tokens == 512
+        assert answer.choices[0].finish_reason == "length"
+
+    def test_both_names_of_the_limit_hold(self, client: openai.OpenAI) -> None:
+        for limit in ({"max_tokens": 3}, {"max_completion_tokens": 3}, {"max_tokens": 3, "max_completion_tokens": 3}):
+            answer = client.chat.completions.create(model=BASE, messages=CHAT, extra_body={"ignore_eos": True}, **limit)  # type: ignore[arg-type]
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 3
+
+    def test_the_last_message_can_be_continued(self, client: openai.OpenAI, server: Server) -> None:
+        messages = [*CHAT, {"role": "assistant", "content": "well, the"}]
+        ids = server.post("/tokenize", json={"messages": messages, "continue_final_message": True}).json()["tokens"]
+        text = server.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+        assert text.endswith("<|im_start|>assistant\nwell, the")
+        answer = client.chat.completions.create(
+            model=BASE, messages=messages, extra_body={"continue_final_message": True}, **GREEDY
+        )
+        completion = client.completions.create(model=BASE, prompt=ids, **GREEDY)
+        assert answer.choices[0].message.content == completion.choices[0].text
+
+
+class TestSampling:
+    def test_a_seed_repeats_and_choices_differ(self, client: openai.OpenAI) -> None:
+        options: Any = {"model": BASE, "prompt": "the", "max_tokens": 12, "seed": 11, "n": 3}
+        first, second = (client.completions.create(**options) for _ in range(2))
+        texts = [choice.text for choice in first.choices]
+        assert texts == [choice.text for choice in second.choices]
+        assert len(set(texts)) == 3
+        alone = client.completions.create(**{**options, "n": 1})
+        assert alone.choices[0].text == texts[0]
+
+    def test_a_bias_of_a_hundred_decides(self, client: openai.OpenAI) -> None:
+        answer = client.completions.create(
+            model=BASE, prompt="the", logit_bias={"50": 100}, extra_body={"return_token_ids": True}, **GREEDY
+        )
+        assert (answer.choices[0].model_extra or {})["token_ids"] == [50] * 12
+
+    def test_stop_strings_end_the_answer_and_are_no_part_of_it(self, client: openai.OpenAI) -> None:
+        # A forced run of one token makes a text whose stop string spans tokens.
+        token = {"logit_bias": {"50": 100}, "max_tokens": 10, "temperature": 0}
+        whole = client.completions.create(model=BASE, prompt="the", **token).choices[0].text  # type: ignore[arg-type]
+        stop = whole[0] * 3
+        cut: Any = client.completions.create(model=BASE, prompt="the", stop=[stop, "nothing"], **token)  # type: ignore[arg-type]
+        assert cut.choices[0].text == ""
+        assert cut.choices[0].finish_reason == "stop"
+        assert cut.choices[0].model_extra["stop_reason"] == stop
+        assert cut.usage.completion_tokens == 3
+        chunks: Any = client.completions.create(model=BASE, prompt="the", stop=stop, stream=True, **token)  # type: ignore[arg-type]
+        assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == ""
+
+    def test_stop_strings_wait_for_min_tokens(self, client: openai.OpenAI) -> None:
+        forced: Any = {"logit_bias": {"50": 100}, "max_tokens": 10, "temperature": 0, "model": BASE, "prompt": "the"}
+        char = client.completions.create(**forced).choices[0].text[0]
+        answer = client.completions.create(stop=char, extra_body={"min_tokens": 4}, **forced)
+        assert answer.choices[0].text == char * 4
+
+    def test_a_stop_token_ends_the_answer(self, client: openai.OpenAI) -> None:
+        answer: Any = client.completions.create(
+            model=BASE, prompt="the", logit_bias={"50": 100}, extra_body={"stop_token_ids": [50]}, **GREEDY
+        )
+        assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "stop")
+        assert answer.choices[0].model_extra["stop_reason"] == 50
+        assert answer.usage.completion_tokens == 1
+
+    def test_the_end_token_stops_unless_it_is_ignored(self, client: openai.OpenAI) -> None:
+        forced: Any = {"model": BASE, "prompt": "the", "logit_bias": {"2": 100}, **GREEDY}
+        stopped = client.completions.create(**forced)
+        assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == ("", "stop")
+        ignored = client.completions.create(extra_body={"ignore_eos": True, "skip_special_tokens": False}, **forced)
+        assert (ignored.choices[0].text, ignored.choices[0].finish_reason) == ("</s>" * 12, "length")
+
+
+class TestBatch:
+    def test_items_of_all_adapters_come_in_order_and_fail_alone(self, server: Server, client: openai.OpenAI) -> None:
+        items: list[dict[str, Any]] = [{"model": name, "prompt": "the", **GREEDY} for name in (BASE, *ADAPTERS)] + [
+            {"model": "alpha", "messages": CHAT, **GREEDY},
+            {"model": "nobody", "prompt": "the"},
+            {"model": "alpha", "prompt": "the", "stream": True},
+            {"model": "alpha", "prompt": "the", "temperature": "hot"},
+            {"prompt": "the"},
+            {},
+        ]
+        answer = server.post("/v1/completions/batch", json={"items": items})
+        assert answer.status_code == 200
+        got = answer.json()["items"]
+        assert len(got) == len(items)
+        for name, one in zip((BASE, *ADAPTERS), got, strict=False):
+            alone = client.completions.create(model=name, prompt="the", **GREEDY)
+            assert one["choices"][0]["text"] == alone.choices[0].text
+            assert one["object"] == "text_completion"
+        assert got[4]["object"] == "chat.completion"
+        assert [one["error"]["code"] for one in got[5:]] == ["model_not_found", *["bad_request"] * 4]
+        assert [one["error"]["param"] for one in got[5:8]] == ["model", "stream", "temperature"]
+
+    def test_too_many_items_are_too_large(self, server: Server) -> None:
+        answer = server.post("/v1/completions/batch", json={"items": [{}] * 257})
+        assert answer.status_code == 413
+        assert "257" in answer.json()["error"]["message"]
+
+
+class TestTokenize:
+    def test_prompts_and_messages_give_the_ids_of_the_tokenizer(
+        self, server: Server, tokenizer: transformers.PreTrainedTokenizerFast
+    ) -> None:
+        answer = server.post("/tokenize", json={"prompt": "the tin ü", "return_token_strs": True}).json()
+        assert answer["tokens"] == tokenizer.encode("the tin ü")
+        assert answer["token_strs"] == tokenizer.convert_ids_to_tokens(answer["tokens"])
+        assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 512)
+        chat = server.post("/tokenize", json={"model": "alpha", "messages": CHAT}).json()["tokens"]
+        assert chat == tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
+
+    def test_detokenize_is_the_way_back(self, server: Server) -> None:
+        ids = server.post("/tokenize", json={"prompt": "the tin ü"}).json()["tokens"]
+        assert server.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "the tin ü"}
+        assert server.post("/detokenize", json={"tokens": [VOCAB_SIZE + 9]}).status_code == 400
