@@ -10,8 +10,9 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from bench.server import Server
-from bench.workload import NUM_ADAPTERS, OUT, Request, adapter_name, make_model, requests
+from bench.server import complete, delete, pss_bytes, start, upload
+from bench.workload import NUM_ADAPTERS, Request, adapter_name, make_model, requests
+from tests.support.server import Server
 
 MIB = 1 << 20
 KV_BYTES = 768 * MIB
@@ -22,16 +23,13 @@ SMALL_BYTES = 16 * MIB
 def measure(dtype: str, num_threads: int, progress: Progress, num_requests: int = 1000) -> dict[str, object]:
     root = make_model(dtype)
     with tempfile.TemporaryDirectory() as scratch:
-        common = {"dtype": dtype, "num_threads": num_threads}
-        log = OUT / f"memory-{dtype}.log"
-        idle = Server(
-            root / "base", Path(scratch) / "a", log, kv_bytes=SMALL_BYTES, adapter_row_bytes=SMALL_BYTES, **common
-        )
-        floor_bytes = idle.pss_bytes() - 2 * SMALL_BYTES
+        common = {"dtype": dtype, "num_threads": num_threads, "host_tier_bytes": 0}
+        small = {"kv_bytes": SMALL_BYTES, "adapter_row_bytes": SMALL_BYTES}
+        idle = start(root / "base", Path(scratch) / "a", **common, **small)
+        floor_bytes = pss_bytes(idle) - 2 * SMALL_BYTES
         idle.stop()
-        server = Server(
-            root / "base", Path(scratch) / "b", log, kv_bytes=KV_BYTES, adapter_row_bytes=ROW_BYTES, **common
-        )
+        full = {"kv_bytes": KV_BYTES, "adapter_row_bytes": ROW_BYTES}
+        server = start(root / "base", Path(scratch) / "b", **common, **full)
         try:
             return {"dtype": dtype, "floor_bytes": floor_bytes} | _load(
                 root, server, floor_bytes, num_requests, progress
@@ -42,20 +40,20 @@ def measure(dtype: str, num_threads: int, progress: Progress, num_requests: int 
 
 def _load(root: Path, server: Server, floor_bytes: int, num_requests: int, progress: Progress) -> dict[str, object]:
     for index in range(NUM_ADAPTERS):
-        server.upload(adapter_name(index), root / adapter_name(index))
-    server.complete(requests(), with_adapters=True)
-    loaded_bytes = server.pss_bytes()
+        upload(server, adapter_name(index), root / adapter_name(index))
+    complete(server, requests(), with_adapters=True)
+    loaded_bytes = pss_bytes(server)
     budget_bytes = KV_BYTES + ROW_BYTES
     short = [Request(request.prompt_token_ids[:16], 4, request.adapter) for request in requests()]
     task = progress.add_task("sequential requests, uploads and deletes", total=num_requests)
     at: dict[int, int] = {}
     for count in range(1, num_requests + 1):
         if count % 10 == 0:
-            server.upload("passing", root / adapter_name(count // 10 % NUM_ADAPTERS))
-            server.delete("passing")
-        server.complete([short[count % len(short)]], with_adapters=True)
+            upload(server, "passing", root / adapter_name(count // 10 % NUM_ADAPTERS))
+            delete(server, "passing")
+        complete(server, [short[count % len(short)]], with_adapters=True)
         if count in (200, num_requests):
-            at[count] = server.pss_bytes()
+            at[count] = pss_bytes(server)
         progress.advance(task)
     return {
         "budget_bytes": budget_bytes,

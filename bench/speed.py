@@ -17,10 +17,13 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from bench.server import Server
-from bench.workload import NUM_ADAPTERS, OUT, adapter_name, make_model, requests
+from bench.server import complete, start, upload
+from bench.workload import NUM_ADAPTERS, adapter_name, make_model, requests
+from tests.support.server import Server
 
 BATCH_SIZES = (4, 8, 16, 32)
+KV_BYTES = 768 << 20
+ROW_BYTES = 256 << 20
 
 
 class PeftProcess:
@@ -70,12 +73,11 @@ class Ratio:
 def measure(dtype: str, num_rounds: int, num_threads: int, progress: Progress, *, with_peft: bool) -> dict[str, object]:
     root = make_model(dtype)
     with tempfile.TemporaryDirectory() as scratch:
-        common = {"dtype": dtype, "num_threads": num_threads}
-        log = OUT / f"server-{dtype}.log"
-        plain = Server(root / "base", Path(scratch) / "off", log, adapter_row_bytes=0, **common)
-        lora = Server(root / "base", Path(scratch) / "on", log, **common)
+        sizes = {"dtype": dtype, "num_threads": num_threads, "kv_bytes": KV_BYTES}
+        plain = start(root / "base", Path(scratch) / "off", adapter_row_bytes=0, **sizes)
+        lora = start(root / "base", Path(scratch) / "on", adapter_row_bytes=ROW_BYTES, **sizes)
         for index in range(NUM_ADAPTERS):
-            lora.upload(adapter_name(index), root / adapter_name(index))
+            upload(lora, adapter_name(index), root / adapter_name(index))
         peft = PeftProcess(root, dtype, num_threads) if with_peft else None
         try:
             return _rounds(dtype, num_rounds, plain, lora, peft, progress)
@@ -92,9 +94,9 @@ def _rounds(
     work = requests()
     num_output_tokens = sum(request.num_output_tokens for request in work)
     sides: dict[str, Callable[[], float]] = {
-        "lora_off": lambda: plain.complete(work, with_adapters=False),
-        "lora_on_base_only": lambda: lora.complete(work, with_adapters=False),
-        "eight_adapters": lambda: lora.complete(work, with_adapters=True),
+        "lora_off": lambda: complete(plain, work, with_adapters=False),
+        "lora_on_base_only": lambda: complete(lora, work, with_adapters=False),
+        "eight_adapters": lambda: complete(lora, work, with_adapters=True),
     }
     for run in sides.values():  # warm-up
         run()
@@ -118,7 +120,7 @@ def _rounds(
         "num_output_tokens": num_output_tokens,
         "seconds": seconds,
         "peft_seconds_by_batch_size": batch_seconds,
-        "lora_ops_in_base_only_steps": lora.metrics().get("multilora_lora_op_calls_without_adapters_total"),
+        "lora_ops_in_base_only_steps": lora.metric("lora_op_calls_total"),
         "ratios": [ratio.summary() for ratio in _ratios(seconds)],
     }
 

@@ -1,0 +1,55 @@
+"""The README's blocks work as printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.server import Server
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def _blocks(section: str, language: str) -> list[str]:
+    body = README.split(f"## {section}\n", 1)[1].split("\n## ", 1)[0]
+    return re.findall(rf"```{language}\n(.*?)```", body, flags=re.DOTALL)
+
+
+def _run(command: list[str], server: Server) -> str:
+    environment = os.environ | {"MULTILORA_URL": server.base_url}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_readme_opens_with_the_two_commands() -> None:
+    assert README.split("```sh\n", 1)[1].startswith("make serve")
+    assert re.search(r"^make test\b", README.split("```", 2)[1], flags=re.MULTILINE)
+
+
+def test_chat_with_two_adapters(bundled_server: Server) -> None:
+    (block,) = _blocks("Three things to try", "python")
+    lines = _run([sys.executable, "-c", block], bundled_server).splitlines()
+    answers = {line.split(" ", 1)[0]: line.split(" ", 1)[1].strip() for line in lines}
+    assert answers["shout"] == "LAMP TIGER MOSS!"
+    assert answers["reverse"] == "moss tiger lamp"
+    assert answers["base"] not in (answers["shout"], answers["reverse"])
+
+
+def test_upload_then_one_call_for_different_adapters(bundled_server: Server) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed: the README's two curl blocks were not run")
+    upload, batch = _blocks("Three things to try", "sh")
+    report = json.loads(_run(["bash", "-c", upload], bundled_server))
+    assert report["name"] == "my-adapter"
+    items = json.loads(_run(["bash", "-c", batch], bundled_server))["items"]
+    texts = [item["choices"][0]["message"]["content"] for item in items]
+    assert texts[1:] == ["LAMP TIGER MOSS!", '["lamp", "tiger", "moss"]', "moss tiger lamp"]
