@@ -16,6 +16,7 @@ from service.models.checkpoint import Checkpoint, open_checkpoint
 from service.models.decoder import Decoder
 from service.models.errors import ModelError
 from service.models.facts import ModelFacts, model_facts, read_config
+from service.models.heap import trim_heap
 from service.models.layouts import layout_of_facts
 from service.models.weights import Weights
 
@@ -57,6 +58,7 @@ def load_model(model_dir: Path, *, dtype: str = "auto", device: str = "cpu") -> 
         weights = Weights(checkpoint, layout, compute_dtype, torch.device(device))
         model = Decoder(weights, facts, family.build_layer, family.FINAL_NORM)
         unread = [name for name in checkpoint.unread() if not name.endswith(_REDUNDANT)]
+    trim_heap()
     if unread:
         log.warning("the model does not use these tensors of the checkpoint: %s", ", ".join(unread))
     seconds = time.monotonic() - started
