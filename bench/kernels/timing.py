@@ -25,6 +25,7 @@ def num_sets(bytes_per_set: int) -> int:
 def time_graph(calls: Sequence[Callable[[], object]], num_replays: int = NUM_REPLAYS) -> float:
     """Median microseconds per call over the replays of a graph of max(20, len(calls)) calls, one set after another."""
     num_calls = max(20, len(calls))
+    torch.cuda.synchronize()  # the arguments were filled on another stream than the one that is timed
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for call in calls:

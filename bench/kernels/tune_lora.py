@@ -30,39 +30,42 @@ NUM_REPLAYS = 10
 
 def shrink_candidates(config: LoraConfig) -> list[ShrinkConfig]:
     """Variations of the bucket's shrink."""
+    present = config.shrink
     if config.max_tokens > 256:
+        splits = sorted({max(1, present.num_splits // 2), present.num_splits, present.num_splits * 2})
         return [
-            ShrinkConfig(splits, block_m, block_k, block_k, 64, 1, stages, warps, 4096, None)
-            for splits, block_m, block_k, stages, warps in itertools.product(
-                (1, 2), (64, 128), (64, 128), (3, 4), (4, 8)
+            ShrinkConfig(num_splits, block_m, block_k, 64, 1, stages, warps, programs)
+            for num_splits, block_m, block_k, stages, warps, programs in itertools.product(
+                splits, (64, 128), (64, 128), (3, 4), (4, 8), (2, 4)
             )
-            if block_m * block_k <= 128 * 64
+            if block_m * block_k <= 128 * 64 and warps * 32 >= block_m * 2
         ]
     return [
-        ShrinkConfig(splits, block_m, block_k, 256, 16, groups, 3, groups, programs, registers)
-        for splits, block_m, block_k, groups, programs, registers in itertools.product(
-            (4, 8, 16), (16, 32), (256, 512), (4, 8), (32,), (96, 128)
+        ShrinkConfig(num_splits, present.block_m, block_k, block_r, groups, stages, groups, programs)
+        for num_splits, block_k, block_r, groups, stages, programs in itertools.product(
+            (8, 16, 32), (128, 256), (32, 64), (2, 4), (2, 3), (4,)
         )
-        if splits * block_k <= 4096 and (block_m == 16 or config.max_tokens > 4)
+        if num_splits * block_k <= 4096
     ]
 
 
 def expand_candidates(config: LoraConfig) -> list[ExpandConfig]:
     """Variations of the bucket's expand."""
+    present = config.expand
     if config.max_tokens > 256:
         return [
-            ExpandConfig(block_m, block_n, 64, 1, warps, 4096, registers)
-            for block_m, block_n, warps, registers in itertools.product(
-                (32, 64, 128), (64, 128), (4, 8), (96, 128, 168)
+            ExpandConfig(block_m, block_n, 64, stages, warps, programs, registers)
+            for block_m, block_n, stages, warps, programs, registers in itertools.product(
+                (64, 128), (64, 128), (2, 3), (4, 8), (2, 4), (128, None)
             )
             if block_m * block_n <= warps * 2048
         ]
     return [
-        ExpandConfig(block_m, block_n, block_r, 1, warps, 32, registers)
-        for block_m, block_n, block_r, warps, registers in itertools.product(
-            (16, 32), (64, 128, 256), (32, 64), (2, 4, 8), (80, 128)
+        ExpandConfig(present.block_m, block_n, block_r, stages, warps, programs, registers)
+        for block_n, block_r, stages, warps, programs, registers in itertools.product(
+            (64, 128, 256), (64,), (2, 4), (2, 4, 8), (4, 8), (96, None)
         )
-        if (block_m == 16 or config.max_tokens > 4) and 16 <= block_n // warps <= 64
+        if 16 <= block_n // warps <= 64
     ]
 
 
@@ -100,8 +103,8 @@ def score(rows: list[Row], config: LoraConfig, sets: dict[str, list[tuple[object
 def tune(config: LoraConfig, rows: list[Row]) -> tuple[LoraConfig, list[dict[str, object]]]:
     """The best configuration of a bucket and everything that was tried."""
     shrinks, expands = shrink_candidates(config), expand_candidates(config)
-    # Rows that differ in slices, or in how many segments their maps hold, are compiled separately.
-    distinct = list({(len(r.widths), min(r.num_tokens, 64), r.in_features): r for r in rows}.values())
+    # Rows that differ in these are compiled separately.
+    distinct = list({(len(r.widths), r.num_tokens == 1, r.in_features): r for r in rows}.values())
     compile_ahead((row, replace(config, shrink=s)) for s in shrinks for row in distinct)
     sets = {row.name: make_sets(row) for row in rows}
     tried: list[dict[str, object]] = []
@@ -125,6 +128,7 @@ def main() -> None:
     """Tune every bucket that rows fall into and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--buckets", type=int, nargs="*", help="largest token counts of the buckets to tune")
     arguments = parser.parse_args()
     kind = torch.cuda.get_device_name()
     buckets: dict[LoraConfig, list[Row]] = {}
@@ -132,6 +136,8 @@ def main() -> None:
         buckets.setdefault(config_for(kind, row.num_tokens), []).append(row)
     report = {}
     for config, rows in buckets.items():
+        if arguments.buckets and config.max_tokens not in arguments.buckets:
+            continue
         best, tried = tune(config, rows)
         report[config.max_tokens] = {"rows": [row.name for row in rows], "best": asdict(best), "tried": tried}
         if arguments.json:

@@ -14,6 +14,7 @@ Both kernels keep rows of channels [BLOCK_D] in tuples, which unroll at compile 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -22,7 +23,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 NULL_LINE = tl.constexpr(0)
 SEARCH_BLOCK = tl.constexpr(128)
-USE_PDL = False
 
 _METADATA = [
     "starts_ptr",
@@ -65,14 +65,47 @@ def _taps(weight_ptr, bias_ptr, dim, channel, mask, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _output(rows, first: tl.constexpr, taps, bias, SILU: tl.constexpr, WIDTH: tl.constexpr):
+def _silu(total, NATIVE: tl.constexpr):
+    """total / (1 + exp(-total)), with the chip's exp2 and reciprocal: under half the instructions of `exp` and `/`."""
+    if NATIVE:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .f32 t;
+            mul.f32 t, $1, 0fBFB8AA3B;
+            ex2.approx.ftz.f32 t, t;
+            add.f32 t, t, 0f3F800000;
+            rcp.approx.ftz.f32 t, t;
+            mul.f32 $0, $1, t;
+            }""",
+            "=f,f",
+            [total],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return total / (1.0 + tl.exp(-total))
+
+
+@triton.jit
+def _output(rows, first: tl.constexpr, taps, bias, SILU: tl.constexpr, NATIVE: tl.constexpr, WIDTH: tl.constexpr):
     """act(bias + sum_i taps[i] * rows[first + i]): the bias first, then the taps, oldest first."""
     total = bias
     for tap in tl.static_range(WIDTH):
         total += rows[first + tap].to(tl.float32) * taps[tap]
     if SILU:
-        total = total / (1.0 + tl.exp(-total))
+        total = _silu(total, NATIVE)
     return total
+
+
+@triton.jit
+def _channels(block, dim, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr):
+    """The channels of a block, and which of them exist."""
+    channel = block * BLOCK_D + tl.arange(0, BLOCK_D)
+    if EVEN_D:
+        return channel, tl.full([BLOCK_D], True, tl.int1)
+    else:
+        return channel, channel < dim
 
 
 @triton.jit
@@ -97,63 +130,78 @@ def _line(lines_ptr, block_ptr, sequence, stride_lines, pad_slot, mask):
 
 
 @triton.jit
-def _write_state(states_ptr, line, end, start, history, x_ptr, gate_in_ptr, stride_x, stride_gate_in, stride_line,
-                 stride_row, channel, mask, HALO: tl.constexpr):  # fmt: skip
-    """Keep the HALO inputs before the sequence's token `end`, which are history where the sequence is shorter."""
+def _state(end, start, history, x_ptr, gate_in_ptr, stride_x, stride_gate_in, channel, mask, HALO: tl.constexpr):
+    """The HALO inputs before the sequence's token `end`, which are history where that is less than HALO."""
+    kept = ()
     for row in tl.static_range(HALO):
         position = end + row  # in concat(history, inputs)
-        kept = _row(x_ptr, gate_in_ptr, start + position - HALO, stride_x, stride_gate_in, channel,
-                    mask & (position >= HALO)).to(states_ptr.dtype.element_ty)  # fmt: skip
+        is_input = mask & (position >= HALO)
+        value = _row(x_ptr, gate_in_ptr, start + position - HALO, stride_x, stride_gate_in, channel, is_input)
+        value = value.to(tl.float32)
         for past in tl.static_range(HALO):
-            kept = tl.where(position == past, history[past], kept)
-        tl.store(states_ptr + line * stride_line + row * stride_row + channel, kept, mask=mask)
+            value = tl.where(position == past, history[past].to(tl.float32), value)
+        kept = kept + (value,)
+    return kept
 
 
 @triton.jit
-def _head(x_ptr, states_ptr, initial_ptr, gate_in_ptr, gate_out_ptr, out_ptr, lines_ptr, first_block_ptr,
-          last_block_ptr, computed_ptr, sequence, start, end, source, taps, bias, block_size_tokens, pad_slot, stride_x,
+def _write_state(kept, states_ptr, line, stride_line, stride_row, channel, mask, HALO: tl.constexpr):
+    for row in tl.static_range(HALO):
+        address = states_ptr + line * stride_line + row * stride_row + channel
+        tl.store(address, kept[row].to(states_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _head(x_ptr, states_ptr, gate_in_ptr, gate_out_ptr, out_ptr, starts_ptr, lines_ptr, initial_ptr, source_block_ptr,
+          first_block_ptr, last_block_ptr, computed_ptr, sequence, taps, bias, block_size_tokens, pad_slot, stride_x,
           stride_gate_in, stride_gate_out, stride_out, stride_line, stride_row, stride_lines, channel, mask,
-          SILU: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+          SILU: tl.constexpr, NATIVE: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """The first WIDTH - 1 tokens of a sequence, which reach into its history, and every state it leaves behind.
 
     One program reads the old state and writes all new ones, so that no other can overtake it.
     """
     HALO: tl.constexpr = WIDTH - 1
-    rows = ()
-    if states_ptr is not None:
-        has_history = False
-        if initial_ptr is not None:
-            has_history = tl.load(initial_ptr + sequence) != 0
-        for row in tl.static_range(HALO):
+    start = tl.load(starts_ptr + sequence)
+    length = tl.load(starts_ptr + sequence + 1) - start
+    source, is_live = _line(lines_ptr, source_block_ptr, sequence, stride_lines, pad_slot, True)
+    is_live = is_live & (length > 0)
+    has_history = is_live
+    if initial_ptr is not None:
+        has_history = has_history & (tl.load(initial_ptr + sequence) != 0)
+    history = ()
+    for row in tl.static_range(HALO):
+        if states_ptr is not None and initial_ptr is not None:
             address = states_ptr + source * stride_line + row * stride_row + channel
-            rows = rows + (tl.load(address, mask=mask & has_history, other=0.0),)
-    else:
-        for _ in tl.static_range(HALO):
-            rows = rows + (tl.zeros(channel.shape, tl.float32),)
-    history = rows
+            history = history + (tl.load(address, mask=mask & has_history, other=0.0),)
+        else:
+            history = history + (tl.zeros(channel.shape, tl.float32),)
+    rows = history
     for row in tl.static_range(HALO):
-        is_token = mask & (start + row < end)
+        is_token = mask & is_live & (row < length)
         rows = rows + (_row(x_ptr, gate_in_ptr, start + row, stride_x, stride_gate_in, channel, is_token),)
-    for row in tl.static_range(HALO):
-        total = _output(rows, row, taps, bias, SILU, WIDTH)
-        _store_output(total, out_ptr, gate_out_ptr, start + row, stride_out, stride_gate_out, channel,
-                      mask & (start + row < end))  # fmt: skip
     if states_ptr is not None:
-        # The new state may land on the old one, which other threads may still be reading.
-        tl.debug_barrier()
-        length = end - start
-        if first_block_ptr is not None:
-            computed = tl.load(computed_ptr + sequence)
-            for block in range(tl.load(first_block_ptr + sequence), tl.load(last_block_ptr + sequence)):
-                boundary = (block + 1) * block_size_tokens - computed
-                line = tl.load(lines_ptr + sequence.to(tl.int64) * stride_lines + block)
-                if (boundary > 0) & (boundary <= length) & (line > NULL_LINE) & (line != pad_slot):
-                    _write_state(states_ptr, line.to(tl.int64), boundary, start, history, x_ptr, gate_in_ptr, stride_x,
-                                 stride_gate_in, stride_line, stride_row, channel, mask, HALO)  # fmt: skip
         target, is_kept = _line(lines_ptr, last_block_ptr, sequence, stride_lines, pad_slot, True)
-        if is_kept:
-            _write_state(states_ptr, target, length, start, history, x_ptr, gate_in_ptr, stride_x, stride_gate_in,
-                         stride_line, stride_row, channel, mask, HALO)  # fmt: skip
+        final = _state(length, start, history, x_ptr, gate_in_ptr, stride_x, stride_gate_in, channel, mask & is_live,
+                       HALO)  # fmt: skip
+    for row in tl.static_range(HALO):
+        total = _output(rows, row, taps, bias, SILU, NATIVE, WIDTH)
+        _store_output(total, out_ptr, gate_out_ptr, start + row, stride_out, stride_gate_out, channel,
+                      mask & is_live & (row < length))  # fmt: skip
+    if states_ptr is not None:
+        # A new state may land on the old one, which other threads may still be reading.
+        tl.debug_barrier()
+        if first_block_ptr is not None:  # noqa: SIM102 - settled when compiling, the inner one is not
+            if is_live:
+                computed = tl.load(computed_ptr + sequence)
+                for block in range(tl.load(first_block_ptr + sequence), tl.load(last_block_ptr + sequence)):
+                    boundary = (block + 1) * block_size_tokens - computed
+                    line = tl.load(lines_ptr + sequence.to(tl.int64) * stride_lines + block)
+                    is_written = (boundary > 0) & (boundary <= length) & (line > NULL_LINE) & (line != pad_slot)
+                    kept = _state(boundary, start, history, x_ptr, gate_in_ptr, stride_x, stride_gate_in, channel,
+                                  mask & is_written, HALO)  # fmt: skip
+                    _write_state(kept, states_ptr, line.to(tl.int64), stride_line, stride_row, channel,
+                                 mask & is_written, HALO)  # fmt: skip
+        _write_state(final, states_ptr, target, stride_line, stride_row, channel, mask & is_live & is_kept, HALO)
 
 
 @triton.jit(do_not_specialize=_METADATA)
@@ -187,27 +235,48 @@ def _prefill_kernel(
     WIDTH: tl.constexpr,
     SILU: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    FEW_TOKENS: tl.constexpr,  # fewer than BLOCK_T
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     HALO: tl.constexpr = WIDTH - 1
-    first_token = tl.program_id(0) * BLOCK_T
-    channel = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask = channel < dim
-    if PDL:
+    tile = tl.program_id(0)
+    channel, mask = _channels(tl.program_id(1), dim, BLOCK_D, EVEN_D)
+    if NATIVE:
+        # The launch overlaps the end of the kernel before; nothing is read or written until that one has finished.
         gdc_wait()
         gdc_launch_dependents()
     taps, bias = _taps(weight_ptr, bias_ptr, dim, channel, mask, WIDTH)
-    rows = ()  # tokens [first_token - HALO, first_token + BLOCK_T)
-    for row in tl.static_range(BLOCK_T + HALO):
-        token = first_token + row - HALO
-        is_token = mask & (token >= 0) & (token < num_tokens)
-        rows = rows + (_row(x_ptr, gate_in_ptr, token, stride_x, stride_gate_in, channel, is_token),)
+    if tile < num_sequences:
+        _head(x_ptr, states_ptr, gate_in_ptr, gate_out_ptr, out_ptr, starts_ptr, lines_ptr, initial_ptr,
+              source_block_ptr, first_block_ptr, last_block_ptr, computed_ptr, tile, taps, bias, block_size_tokens,
+              pad_slot, stride_x, stride_gate_in, stride_gate_out, stride_out, stride_line, stride_row, stride_lines,
+              channel, mask, SILU, NATIVE, WIDTH)  # fmt: skip
+        return
+    # The last tile reaches back over its neighbour, and both write the same: so no tile has to mask its rows.
+    first_token = tl.maximum(tl.minimum((tile - num_sequences) * BLOCK_T, num_tokens - BLOCK_T), 0)
+    end_token = tl.minimum(first_token + BLOCK_T, num_tokens)
+    rows = ()  # tokens [first_token - HALO, first_token + BLOCK_T); where there are none, any others: nobody uses them
+    for row in tl.static_range(HALO):
+        token = tl.maximum(first_token + row - HALO, 0)
+        rows = rows + (_row(x_ptr, gate_in_ptr, token, stride_x, stride_gate_in, channel, mask),)
+    x_rows = x_ptr + first_token.to(tl.int64) * stride_x + channel
+    for row in tl.static_range(BLOCK_T):
+        is_token = mask
+        if FEW_TOKENS:
+            is_token = mask & (row < num_tokens)
+        value = tl.load(x_rows + row * stride_x, mask=is_token, other=0.0)
+        if gate_in_ptr is not None:
+            gate_rows = gate_in_ptr + first_token.to(tl.int64) * stride_gate_in + channel
+            gate = tl.load(gate_rows + row * stride_gate_in, mask=is_token, other=0.0)
+            value = (value.to(tl.float32) * gate.to(tl.float32)).to(value.dtype)
+        rows = rows + (value,)
 
     # Sequences [first, last) have tokens in this tile; empty ones at the end of a captured batch are not walked over.
     num_real_tokens = tl.load(starts_ptr + num_sequences)
-    stop = tl.minimum(first_token + BLOCK_T, num_real_tokens)
+    stop = tl.minimum(end_token, num_real_tokens)
     first = -1
     last = 0
     for base in range(0, num_sequences, SEARCH_BLOCK):
@@ -215,27 +284,37 @@ def _prefill_kernel(
         starts = tl.load(starts_ptr + index, mask=index < num_sequences, other=2147483647)
         first += tl.sum((starts <= first_token).to(tl.int32), 0)
         last += tl.sum((starts < stop).to(tl.int32), 0)
+    outputs = ()
+    gate_rows = gate_out_ptr
+    if gate_out_ptr is not None:
+        gate_rows = gate_out_ptr + first_token.to(tl.int64) * stride_gate_out + channel
+    for row in tl.static_range(BLOCK_T):
+        total = _output(rows, row, taps, bias, SILU, NATIVE, WIDTH)
+        if gate_out_ptr is not None:
+            is_token = mask
+            if FEW_TOKENS:
+                is_token = mask & (row < num_tokens)
+            total = total * tl.load(gate_rows + row * stride_gate_out, mask=is_token, other=0.0).to(tl.float32)
+        outputs = outputs + (total.to(out_ptr.dtype.element_ty),)
+
+    out_rows = out_ptr + first_token.to(tl.int64) * stride_out + channel
     for index in range(last - first):
         sequence = first + index
         start = tl.load(starts_ptr + sequence)
         end = tl.load(starts_ptr + sequence + 1)
-        source, is_live = _line(lines_ptr, source_block_ptr, sequence, stride_lines, pad_slot, True)
-        if is_live:
+        _, is_live = _line(lines_ptr, source_block_ptr, sequence, stride_lines, pad_slot, True)
+        lowest = start + HALO - first_token  # the rows before belong to the head
+        highest = end - first_token
+        if is_live & (lowest <= 0) & (highest >= BLOCK_T):
             for row in tl.static_range(BLOCK_T):
-                token = first_token + row
-                total = _output(rows, row, taps, bias, SILU, WIDTH)
-                _store_output(total, out_ptr, gate_out_ptr, token, stride_out, stride_gate_out, channel,
-                              mask & (token >= start + HALO) & (token < end))  # fmt: skip
-            if (start >= first_token) & (start < end):
-                _head(x_ptr, states_ptr, initial_ptr, gate_in_ptr, gate_out_ptr, out_ptr, lines_ptr, first_block_ptr,
-                      last_block_ptr, computed_ptr, sequence, start, end, source, taps, bias, block_size_tokens,
-                      pad_slot, stride_x, stride_gate_in, stride_gate_out, stride_out, stride_line, stride_row,
-                      stride_lines, channel, mask, SILU, WIDTH)  # fmt: skip
+                tl.store(out_rows + row * stride_out, outputs[row], mask=mask)
+        elif is_live:
+            for row in tl.static_range(BLOCK_T):
+                tl.store(out_rows + row * stride_out, outputs[row], mask=mask & (row >= lowest) & (row < highest))
         elif not IN_PLACE:
             _zero_rows(out_ptr, tl.maximum(start, first_token), tl.minimum(end, stop), stride_out, channel, mask)
     if not IN_PLACE:
-        _zero_rows(out_ptr, tl.maximum(num_real_tokens, first_token), tl.minimum(first_token + BLOCK_T, num_tokens),
-                   stride_out, channel, mask)  # fmt: skip
+        _zero_rows(out_ptr, tl.maximum(num_real_tokens, first_token), end_token, stride_out, channel, mask)
 
 
 @triton.jit
@@ -276,13 +355,13 @@ def _update_kernel(
     SILU: tl.constexpr,
     IN_PLACE: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    NATIVE: tl.constexpr,
 ):
     HALO: tl.constexpr = WIDTH - 1
     sequence = tl.program_id(0)
-    channel = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask = channel < dim
-    if PDL:
+    channel, mask = _channels(tl.program_id(1), dim, BLOCK_D, EVEN_D)
+    if NATIVE:
         gdc_wait()
         gdc_launch_dependents()
     taps, bias = _taps(weight_ptr, bias_ptr, dim, channel, mask, WIDTH)
@@ -305,7 +384,7 @@ def _update_kernel(
         rows = rows + (_row(x_ptr, gate_in_ptr, start + row, stride_x, stride_gate_in, channel, is_token),)
 
     for row in tl.static_range(TOKENS):
-        total = _output(rows, row, taps, bias, SILU, WIDTH)
+        total = _output(rows, row, taps, bias, SILU, NATIVE, WIDTH)
         total = tl.where(is_live, total, 0.0)
         is_written = mask & (row < length)
         if IN_PLACE:
@@ -369,8 +448,8 @@ def causal_conv1d_prefill(
     if in_place:
         x = x.clone()
     num_tokens, dim = x.shape
-    block_t, block_d, num_warps = prefill_tile(num_tokens, dim, is_gated=gate_in is not None or gate_out is not None)
-    grid = (triton.cdiv(num_tokens, block_t), triton.cdiv(dim, block_d))
+    tile = prefill_tile(x, weight.shape[0], is_gated=gate_in is not None or gate_out is not None)
+    grid = (num_sequences + triton.cdiv(num_tokens, tile.tokens), triton.cdiv(dim, tile.channels))
     _prefill_kernel[grid](
         x,
         weight,
@@ -401,11 +480,14 @@ def causal_conv1d_prefill(
         WIDTH=weight.shape[0],
         SILU=activation in ("silu", "swish", True),
         IN_PLACE=in_place,
-        BLOCK_T=block_t,
-        BLOCK_D=block_d,
-        PDL=USE_PDL,
-        num_warps=num_warps,
-        launch_pdl=USE_PDL,
+        FEW_TOKENS=num_tokens < tile.tokens,
+        BLOCK_T=tile.tokens,
+        BLOCK_D=tile.channels,
+        EVEN_D=dim % tile.channels == 0,
+        NATIVE=x.is_cuda,
+        num_warps=tile.num_warps,
+        launch_pdl=x.is_cuda,
+        **({} if tile.max_registers is None else {"maxnreg": tile.max_registers}),
     )
     return out
 
@@ -443,8 +525,8 @@ def causal_conv1d_update(
     if num_sequences == 0:
         return out if in_place else out.zero_()
     dim = x.shape[-1]
-    block_d, num_warps = update_tile(num_sequences, dim)
-    _update_kernel[(num_sequences, triton.cdiv(dim, block_d))](
+    tile = update_tile(dim)
+    _update_kernel[(num_sequences, triton.cdiv(dim, tile.channels))](
         x,
         weight,
         bias,
@@ -472,22 +554,41 @@ def causal_conv1d_update(
         TOKENS=tokens_each,
         SILU=activation in ("silu", "swish", True),
         IN_PLACE=in_place,
-        BLOCK_D=block_d,
-        PDL=USE_PDL,
-        num_warps=num_warps,
-        launch_pdl=USE_PDL,
+        BLOCK_D=tile.channels,
+        EVEN_D=dim % tile.channels == 0,
+        NATIVE=x.is_cuda,
+        num_warps=tile.num_warps,
+        launch_pdl=x.is_cuda,
     )
     return out
 
 
-def prefill_tile(num_tokens: int, dim: int, *, is_gated: bool) -> tuple[int, int, int]:
-    """(tokens, channels, warps) of a tile, from the padded shapes alone."""
-    return 16, min(1024, triton.next_power_of_2(dim)), 4
+@dataclass(frozen=True)
+class Tile:
+    """What one program works on, chosen from what a captured graph fixes; measured on an H200.
+
+    tokens         of a prefill tile
+    channels       of a tile, 4 a thread where there are enough
+    max_registers  of a thread, where more threads on a multiprocessor are worth a few spilled values; None: as it comes
+    """
+
+    tokens: int
+    channels: int
+    num_warps: int
+    max_registers: int | None = None
 
 
-def update_tile(num_sequences: int, dim: int) -> tuple[int, int]:
-    """(channels, warps) of a program, from the padded shapes alone."""
-    return min(512, triton.next_power_of_2(dim)), 2
+def prefill_tile(x: torch.Tensor, width: int, *, is_gated: bool) -> Tile:
+    """Narrow convolutions are bound by how many loads are in flight, hence by threads; wide ones would spill."""
+    channels = min(512, triton.next_power_of_2(x.shape[1]))
+    if width > 4:
+        return Tile(8, channels, 4)
+    return Tile(8, channels, 4, 64 if x.element_size() == 2 and not is_gated else 80)
+
+
+def update_tile(dim: int) -> Tile:
+    """A program advances one sequence."""
+    return Tile(1, min(512, triton.next_power_of_2(dim)), 4)
 
 
 def _row_stride(tensor: torch.Tensor | None) -> int:
