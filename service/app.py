@@ -225,7 +225,7 @@ def _from_http(request: Request, error: HTTPException) -> Exception:
         return UnknownRoute(f"There is no {path} here; /openapi.json lists what there is.")
     if error.status_code == 405:
         headers = dict(error.headers or {})
-        return WrongMethod(f"{path} is not allowed; send {headers.get('allow', 'another method')}.", headers=headers)
+        return WrongMethod(f"{path} is not allowed; send {headers.get('Allow', 'another method')}.", headers=headers)
     return BadRequest(f"The request cannot be read: {error.detail}.")
 
 

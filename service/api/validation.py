@@ -26,6 +26,11 @@ def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mappin
     kind, name = fault["type"], _dotted(path)
     if kind == "json_invalid":
         return f"The body is not valid JSON: {fault.get('ctx', {}).get('error', 'it cannot be parsed')}."
+    if path[:1] == ["response_format"] and kind != "none_required":
+        return '`response_format` must be {"type": "text"} or left out; other formats are not supported.'
+    if kind == "extra_forbidden":
+        inert = ", ".join(InertFields.model_fields)
+        return f"`{name}` is not a field of this request; leave it out. Accepted without effect are: {inert}."
     if path[:1] == ["prompt"]:
         return _PROMPT
     if "content" in path:
@@ -39,13 +44,8 @@ def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mappin
         return f"{_words(fault)}."
     if kind == "missing":
         return f"`{name}` is missing; send it."
-    if kind == "extra_forbidden":
-        inert = ", ".join(InertFields.model_fields)
-        return f"`{name}` is not a field of this request; leave it out. (Accepted and ignored are: {inert}.)"
     if kind == "none_required":
         return f"`{name}` is not supported by this server; leave it out."
-    if name == "response_format.type":
-        return '`response_format` must be {"type": "text"} or left out; other formats are not supported.'
     if name == "tool_choice":
         return "`tool_choice` is not supported by this server; leave it out."
     return f"`{name}`: {_words(fault)}."
@@ -62,6 +62,6 @@ def _dotted(path: Sequence[Any]) -> str:
     for part in path:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part not in ("str", "int", "float", "bool") and not any(mark in part for mark in "[]()"):
+        elif part not in ("str", "int", "float", "bool") and not any(mark in part for mark in "[]()-"):
             text += f".{part}" if text else part
     return text

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,8 @@ class Server:
     url: str
     log_path: Path
     store_dir: Path
+    # One client for all calls: building one costs more than most requests.
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=120), repr=False)
 
     @property
     def log(self) -> str:
@@ -59,11 +61,11 @@ class Server:
 
     def get(self, path: str, **options: Any) -> httpx.Response:
         """GET a path."""
-        return httpx.get(f"{self.url}{path}", timeout=60, **options)
+        return self.http.get(f"{self.url}{path}", **options)
 
     def post(self, path: str, **options: Any) -> httpx.Response:
         """POST to a path."""
-        return httpx.post(f"{self.url}{path}", timeout=120, **options)
+        return self.http.post(f"{self.url}{path}", **options)
 
     def metric(self, name: str, **labels: str) -> float:
         """Sum of the samples of `multilora_<name>` whose labels include `labels`; 0 without any."""
@@ -144,6 +146,6 @@ def _listening_url(server: Server) -> str | None:
 def _is_ready(server: Server) -> bool:
     assert server.process.poll() is None, f"the server has ended with {server.process.returncode}:\n{server.log}"
     try:
-        return httpx.get(f"{server.url}/ready", timeout=10).status_code == 200
+        return server.get("/ready").status_code == 200
     except httpx.TransportError:
         return False

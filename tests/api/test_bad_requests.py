@@ -1,0 +1,219 @@
+"""What clients do wrong: the right status, OpenAI's shape, and a sentence that names the thing."""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from tests.api.conftest import BASE
+from tests.support.server import Server, wait_for
+
+COMPLETION = {"model": BASE, "prompt": "the", "max_tokens": 2}
+CHAT = {"model": BASE, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+
+
+def with_message(**message: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "hi", **message}]}
+
+
+IMAGE = [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]
+AUDIO = [{"type": "text", "text": "hear"}, {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]
+
+# (what is added to a good body, the `param`, words of the message)
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"prompt": None}, "prompt", "must be a text"),
+    ({"prompt": []}, "prompt", "empty"),
+    ({"prompt": [[]]}, "prompt", "no tokens"),
+    ({"prompt": ["a", 1]}, "prompt", "must be a text"),
+    ({"prompt": [-1]}, "prompt", "must be a text"),
+    ({"prompt": [10**6]}, "prompt", "vocabulary ends at 303"),
+    ({"prompt": ""}, "prompt", "no tokens"),
+    ({"prompt": {"text": "a"}}, "prompt", "must be a text"),
+    ({"prompt": "x " * 2000}, "prompt", "holds 512 tokens"),
+    ({"max_tokens": 5000}, "max_tokens", "holds 512 tokens"),
+    ({"max_tokens": 0}, "max_tokens", "`echo`"),
+    ({"max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
+    ({"max_tokens": "2"}, "max_tokens", "valid integer"),
+    ({"max_tokens": 2.5}, "max_tokens", "valid integer"),
+    ({"min_tokens": 3}, "min_tokens", "lower it"),
+    ({"model": ""}, "model", "empty"),
+    ({"model": 3}, "model", "valid string"),
+    ({"model": "\ud800"}, "model", "`?` does not exist"),
+    ({"prompt": "\ud800"}, None, "surrogate"),
+    ({"temperature": -0.1}, "temperature", "greater than or equal to 0"),
+    ({"temperature": 2.1}, "temperature", "less than or equal to 2"),
+    ({"temperature": float("nan")}, "temperature", "finite"),
+    ({"temperature": True}, "temperature", "valid number"),
+    ({"top_p": 0}, "top_p", "greater than 0"),
+    ({"top_p": 1.5}, "top_p", "less than or equal to 1"),
+    ({"top_k": -2}, "top_k", "greater than or equal to -1"),
+    ({"min_p": 2}, "min_p", "less than or equal to 1"),
+    ({"presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    ({"n": 0}, "n", "greater than or equal to 1"),
+    ({"n": 17}, "n", "allows 16"),
+    ({"seed": 2**63}, "seed", "less than"),
+    ({"seed": 1.5}, "seed", "valid integer"),
+    ({"stop": ""}, "stop", "at least 1 character"),
+    ({"stop": ["a"] * 33}, None, "at most 32"),
+    ({"stop": [1]}, "stop", "valid string"),
+    ({"stop_token_ids": [9999]}, "stop_token_ids", "vocabulary ends at 303"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "token ids from 0 to 303"),
+    ({"logit_bias": {"400": 1}}, "logit_bias", "token ids from 0 to 303"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1", "less than or equal to 100"),
+    ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
+    ({"stream_options": {"include_usage": True}}, None, "only allowed with `stream`"),
+    ({"stream": "yes"}, "stream", "valid boolean"),
+    ({"suffix": "x"}, "suffix", "not supported"),
+    ({"best_of": 1}, "best_of", "not supported"),
+    ({"response_format": {"type": "text"}}, "response_format", "not supported"),
+    ({"temprature": 1}, "temprature", "not a field"),
+    ({"messages": []}, "messages", "not a field"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"adapter_id": "nobody"}, "adapter_id", "does not exist"),
+]
+BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({"messages": []}, "messages", "at least 1 item"),
+    ({"messages": None}, "messages", "valid list"),
+    (with_message(role="robot"), "messages[0].role", "'system', 'developer', 'user' or 'assistant'"),
+    (with_message(role="tool"), "messages[0].role", "'system', 'developer', 'user' or 'assistant'"),
+    (with_message(content=None), "messages[0].content", "must be a text or a list of parts"),
+    (with_message(content=[]), "messages[0].content", "must be a text or a list of parts"),
+    (with_message(content=IMAGE), None, "image_url"),
+    (with_message(content=AUDIO), None, "input_audio"),
+    (with_message(tool_calls=[]), "messages[0].tool_calls", "not supported"),
+    (with_message(colour="red"), "messages[0].colour", "not a field"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
+    ({"tool_choice": "auto"}, "tool_choice", "not supported"),
+    ({"functions": []}, "functions", "not supported"),
+    ({"response_format": {"type": "json_object"}}, "response_format.type", '{"type": "text"}'),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, None, '{"type": "text"}'),
+    ({"audio": {"voice": "x"}}, "audio", "not supported"),
+    ({"modalities": ["audio"]}, "modalities[0]", "'text'"),
+    ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
+    ({"prompt": "x"}, "prompt", "not a field"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, None, "differ"),
+    ({"max_tokens": 0}, None, "at least 1"),
+    ({"top_logprobs": 2}, None, "only allowed with `logprobs`"),
+    ({"logprobs": 2}, "logprobs", "valid boolean"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, None, "exclude each other"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "may not hold messages"),
+    ({"max_completion_tokens": 5000, "max_tokens": None}, "max_completion_tokens", "holds 512 tokens"),
+    (with_message(content="x " * 2000), "messages", "holds 512 tokens"),
+]
+
+
+def check_error(answer: Any, status: int, param: str | None, words: str) -> None:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert words in error["message"]
+    assert error["message"].endswith(".")
+    if param is not None:
+        assert error["param"] == param
+
+
+@pytest.mark.parametrize(("change", "param", "words"), BAD_COMPLETIONS, ids=lambda value: str(value)[:40])
+def test_a_bad_completion_is_refused(server: Server, change: dict[str, Any], param: str | None, words: str) -> None:
+    body = json.dumps({**COMPLETION, **change})
+    answer = server.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    check_error(answer, 404 if "does not exist" in words else 400, param, words)
+
+
+@pytest.mark.parametrize(("change", "param", "words"), BAD_CHATS, ids=lambda value: str(value)[:40])
+def test_a_bad_chat_is_refused(server: Server, change: dict[str, Any], param: str | None, words: str) -> None:
+    check_error(server.post("/v1/chat/completions", json={**CHAT, **change}), 400, param, words)
+
+
+def test_fields_without_effect_are_accepted(server: Server) -> None:
+    inert = {
+        "user": "ann", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "x",
+        "prompt_cache_key": "k", "prompt_cache_retention": "24h",
+    }  # fmt: skip
+    nothing = {"suffix": None, "best_of": None, "logit_bias": None, "stop": None, "n": None, "stream": None}
+    assert server.post("/v1/completions", json={**COMPLETION, **inert, **nothing}).status_code == 200
+    nothing = {"tools": None, "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]}
+    assert server.post("/v1/chat/completions", json={**CHAT, **inert, **nothing}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"null", b"[" * 100_000, b'{"model": "a", "model"}']
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/completions/batch", "/tokenize"])
+def test_a_body_that_is_no_json_object_is_refused(server: Server, path: str, body: bytes) -> None:
+    answer = server.post(path, content=body, headers={"Content-Type": "application/json"})
+    check_error(answer, 400, None, "")
+
+
+@pytest.mark.parametrize("items", [None, {}, [], [1], ["x"], [[]]])
+def test_a_batch_that_is_no_list_of_objects_is_refused(server: Server, items: Any) -> None:
+    check_error(server.post("/v1/completions/batch", json={"items": items}), 400, None, "items")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"prompt": "a", "messages": [{"role": "user", "content": "a"}]},
+        {"prompt": "a", "add_generation_prompt": True},
+        {"prompt": "a", "model": 5},
+        {"messages": [{"role": "user", "content": "a"}], "continue_final_message": True, "add_generation_prompt": True},
+    ],
+)
+def test_bad_tokenize_requests_are_refused(server: Server, body: dict[str, Any]) -> None:
+    check_error(server.post("/tokenize", json=body), 400, None, "")
+
+
+@pytest.mark.parametrize("tokens", [None, "x", [-1], [999], [1.5], ["1"]])
+def test_bad_detokenize_requests_are_refused(server: Server, tokens: Any) -> None:
+    check_error(server.post("/detokenize", json={"tokens": tokens}), 400, None, "tokens")
+
+
+def test_unknown_paths_and_methods_have_the_same_shape(server: Server) -> None:
+    check_error(server.get("/v1/nothing"), 404, None, "/openapi.json")
+    answer = server.get("/v1/completions")
+    check_error(answer, 405, None, "POST")
+    assert answer.headers["allow"] == "POST"
+
+
+def test_a_json_body_too_large_is_refused_before_it_is_read(server: Server) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n")
+        answer = connection.makefile("rb").read(2000)
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b"16777216" in answer
+
+
+def test_a_chunked_body_too_large_is_stopped(server: Server) -> None:
+    def endless() -> Any:
+        yield b'{"model": "' + b"x" * 100
+        for _ in range(40):
+            yield b"x" * (1 << 20)
+
+    answer = server.post("/v1/completions", content=endless(), headers={"Content-Type": "application/json"})
+    check_error(answer, 413, None, "16777216")
+
+
+def test_broken_http_does_not_hurt_the_server(server: Server) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    for garbage in (
+        b"\x00\x01\x02\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+    ):
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            connection.sendall(garbage)
+            assert b" 400 " in connection.makefile("rb").readline()
+    assert server.get("/health").status_code == 200
+
+
+def test_every_answer_names_its_request(server: Server) -> None:
+    for answer in (server.get("/health"), server.get("/nothing"), server.post("/v1/completions", json={})):
+        request_id = answer.headers["x-request-id"]
+        assert len(request_id) == 32
+        if answer.status_code != 200:
+            wait_for(lambda request_id=request_id: request_id in server.log, "the request's log line")
