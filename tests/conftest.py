@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,12 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device of the op tests: cpu (default) or cuda")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Without a GPU, Triton kernels run in Triton's interpreter, which must be chosen before Triton is imported."""
+    if config.getoption("--device") == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
-"""The LoRA ops on NVIDIA GPUs: at most two launches for a packed projection, nothing allocated, nothing synchronised.
+"""The LoRA ops on NVIDIA GPUs: at most two launches for a packed projection, no allocation, no synchronisation.
 
 Grid and tiles follow from the padded token count alone, and the kernels read what is active from the maps on the
-device. A captured step can therefore be replayed with another mix of adapters, ranks and tokens of the same padded size.
+device. A captured step can therefore be replayed with another mix of adapters, ranks and tokens of its padded size.
 
 The partial products between the two launches lie in one workspace per device, so the LoRA ops of a device must run on
 one stream at a time.
@@ -106,10 +106,14 @@ def reserve_workspace(device: str, num_slices: int, max_tokens: int, row_dtype: 
         state.workspace(config.shrink.num_splits, num_slices, min(config.max_tokens, max_tokens), row_dtype)
 
 
+def compiled_count() -> int:
+    """Number of compiled variants of the LoRA kernels in this process; it must not rise after warm-up."""
+    kernels = (lora_shrink_kernel, lora_expand_kernel, lora_embedding_kernel)
+    return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
+
+
 class _Device:
     """What a GPU's launches share: its configurations, its workspace, and whether dependent launch is there."""
-
-    _known: dict[torch.device, _Device] = {}
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -120,14 +124,16 @@ class _Device:
         self._configs: dict[int, LoraConfig] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Device:
-        found = cls._known.get(tensor.device)
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Device:
+        """The device a tensor lives on."""
+        found = _devices.get(tensor.device)
         if found is None:
-            found = cls._known[tensor.device] = cls(tensor.device)
+            found = _devices[tensor.device] = _Device(tensor.device)
         return found
 
     def config(self, num_tokens: int) -> LoraConfig:
+        """The configuration of this GPU for a padded token count."""
         found = self._configs.get(num_tokens)
         if found is None:
             found = self._configs[num_tokens] = config_for(self.kind, num_tokens)
@@ -141,7 +147,7 @@ class _Device:
         return found
 
     def workspace(self, num_splits: int, num_slices: int, num_tokens: int, row_dtype: torch.dtype) -> torch.Tensor:
-        """h as [splits, slices, tokens, MAX_RANK]: float32 where it is summed later, else what expand multiplies with."""
+        """h as [splits, slices, tokens, MAX_RANK]: float32 where it is summed later, else in the dtype of the rows."""
         dtype = torch.float32 if num_splits > 1 else row_dtype
         shape = (num_splits, num_slices, num_tokens, MAX_RANK)
         num_bytes = num_splits * num_slices * num_tokens * MAX_RANK * dtype.itemsize
@@ -150,6 +156,9 @@ class _Device:
             assert not capturing, "the workspace must be reserved before capture: call reserve_workspace"
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return self._buffer[:num_bytes].view(dtype).view(shape)
+
+
+_devices: dict[torch.device, _Device] = {}
 
 
 def _launch_shrink(
@@ -167,6 +176,8 @@ def _launch_shrink(
     _check_ranks(stack)
     num_slices, in_features = len(stack.a), stack.a[0].shape[1]
     grid = _grid(device, config.block_m, maps, num_slices * config.num_splits, config.programs_per_core)
+    block_k = _even_block(in_features, config.num_splits, config.block_k)
+    blocks_per_split = -(-in_features // (config.num_splits * block_k))
     lora_shrink_kernel[grid](
         x,
         stack.a,
@@ -188,12 +199,12 @@ def _launch_shrink(
         NUM_SPLITS=config.num_splits,
         MAX_SEGMENTS=_padded_segments(maps),
         BLOCK_M=config.block_m,
-        BLOCK_K=config.block_k,
-        BLOCK_K_WIDE=config.block_k_wide,
+        BLOCK_K=block_k,
+        BLOCKS_PER_SPLIT=blocks_per_split,
         BLOCK_R=config.block_r,
         GROUPS=config.groups,
         STAGES=config.stages,
-        EVEN_K=in_features % (config.num_splits * config.block_k) == 0,
+        EVEN_K=in_features == config.num_splits * block_k * blocks_per_split,
         HAS_INDEX=row_index is not None,
         DEPENDENT_LAUNCH=dependent,
         num_warps=config.num_warps,
@@ -265,10 +276,18 @@ def _grid(device: _Device, block_m: int, maps: LoraMaps, items_per_tile: int, pr
     return (max(1, min(max_tiles * items_per_tile, programs_per_core * device.num_cores)),)
 
 
+def _even_block(in_features: int, num_splits: int, block_k: int) -> int:
+    """The table's block, or the half or quarter of it that covers the inputs without masks where it does not."""
+    for block in (block_k, block_k // 2, block_k // 4):
+        if block >= 64 and in_features % (num_splits * block) == 0:
+            return block
+    return block_k
+
+
 def _padded_segments(maps: LoraMaps) -> int:
     """Length of the vector that holds all segments; few distinct lengths, since each is a compilation of its own."""
     num_segments = maps.places.shape[0]
-    return 1 if num_segments <= 1 else max(16, triton.next_power_of_2(num_segments))
+    return 1 if num_segments <= 1 else max(64, triton.next_power_of_2(num_segments))
 
 
 def _check_ranks(stack: LoraStack) -> None:

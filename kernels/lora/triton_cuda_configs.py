@@ -14,8 +14,8 @@ class ShrinkConfig:
 
     num_splits        parts of the input whose products are summed by the expand; more parts fill more cores
     block_m           tokens of a tile
-    block_k           inputs of a block for ranks up to 16, loaded ahead of the wait
-    block_k_wide, block_r  inputs and ranks of a block for larger ranks; block_k is a multiple of block_k_wide
+    block_k           inputs of a block
+    block_r           ranks of a block where an adapter has more than 16
     groups            parts of a block's inputs that warps multiply side by side; 1 lets tiles of 64 tokens use wgmma
     stages            blocks in flight in the loop over the inputs
     programs_per_core of the persistent grid
@@ -25,7 +25,6 @@ class ShrinkConfig:
     num_splits: int
     block_m: int
     block_k: int
-    block_k_wide: int
     block_r: int
     groups: int
     stages: int
@@ -36,7 +35,11 @@ class ShrinkConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExpandConfig:
-    """Tile and launch shape of the expand; fields as in `ShrinkConfig`, block_n columns of a tile."""
+    """Tile and launch shape of the expand; fields as in `ShrinkConfig`.
+
+    block_n  columns of a tile
+    block_r  largest rank whose part of h stays on chip for a run of blocks
+    """
 
     block_m: int
     block_n: int
@@ -61,26 +64,12 @@ UNBOUNDED = 2**31
 # Kind of GPU (the name the driver reports, or "any") -> configurations by ascending token count.
 TABLES: dict[str, tuple[LoraConfig, ...]] = {
     "any": (
-        LoraConfig(
-            4,
-            ShrinkConfig(8, 16, 512, 256, 16, 4, 3, 4, 32, 96),
-            ExpandConfig(16, 128, 32, 1, 4, 32, 96),
-        ),
-        LoraConfig(
-            64,
-            ShrinkConfig(8, 16, 256, 256, 16, 4, 3, 4, 32, 96),
-            ExpandConfig(16, 128, 32, 1, 4, 32, 96),
-        ),
-        LoraConfig(
-            256,
-            ShrinkConfig(4, 32, 256, 256, 16, 4, 3, 4, 32, 128),
-            ExpandConfig(32, 128, 32, 1, 4, 32, 128),
-        ),
-        LoraConfig(
-            UNBOUNDED,
-            ShrinkConfig(1, 64, 64, 64, 64, 1, 4, 4, 4096, 128),
-            ExpandConfig(64, 64, 64, 1, 4, 4096, 128),
-        ),
+        LoraConfig(4, ShrinkConfig(16, 16, 256, 64, 4, 2, 4, 4), ExpandConfig(16, 128, 64, 3, 4, 4)),
+        LoraConfig(64, ShrinkConfig(16, 16, 128, 32, 4, 3, 4, 4), ExpandConfig(16, 128, 64, 3, 4, 4, 128)),
+        LoraConfig(256, ShrinkConfig(8, 32, 128, 32, 4, 3, 4, 3), ExpandConfig(32, 128, 64, 3, 4, 3, 168)),
+        LoraConfig(1024, ShrinkConfig(8, 64, 64, 64, 1, 4, 4, 2), ExpandConfig(64, 128, 64, 3, 8, 2, 128)),
+        LoraConfig(4096, ShrinkConfig(4, 64, 64, 64, 1, 4, 4, 2), ExpandConfig(64, 128, 64, 3, 8, 2, 128)),
+        LoraConfig(UNBOUNDED, ShrinkConfig(1, 64, 64, 64, 1, 4, 4, 4), ExpandConfig(64, 128, 64, 3, 8, 2, 128)),
     ),
 }
 

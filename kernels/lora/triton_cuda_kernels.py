@@ -1,7 +1,8 @@
 """Triton kernels of the LoRA ops for NVIDIA GPUs: one shrink, one expand, one embedding gather.
 
-Work items are tiles: BLOCK_M tokens of one segment. Each program counts the tiles from the segment starts on the device,
-so one launch shape serves every mix of adapters of one padded size, and programs without an item leave at once.
+A tile is BLOCK_M tokens of one segment. Programs count tiles from the segment starts on the device and share the work
+out evenly, each taking consecutive items, so that one launch shape serves every mix of adapters of one padded size,
+loads stay in flight from item to item, and programs without an item leave at once.
 
 Order of events under programmatic dependent launch (DEPENDENT_LAUNCH): a kernel may begin while the kernel before it
 still runs. Before `gdc_wait` it reads only maps and rows, which no kernel of a step writes. Shrink lets its dependents
@@ -11,7 +12,7 @@ and expand may also read `out` before it waits for h.
 Shape comments: M tokens of a tile, R ranks, K inputs, N columns.
 """
 
-# Triton turns parameters into compile-time constants by annotation; names of constants are upper case, as is its custom.
+# Triton makes a parameter a constant of the compilation by annotation; their names are upper case, as is its custom.
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
@@ -126,6 +127,49 @@ def _store_h(h_rows, ranks, rank, token_mask, products, scaling, GROUPS: tl.cons
 
 
 @triton.jit
+def _prefetch_rows(row_ptrs, COLUMNS: tl.constexpr):
+    """Ask for the first COLUMNS two-byte columns of the rows to be brought into the L2 cache."""
+    lines = row_ptrs[:, None] + tl.arange(0, COLUMNS // 64)[None, :] * 64
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _shrink_run(
+    x_rows,
+    a_rows,
+    h_rows,
+    ranks,
+    rank,
+    token_mask,
+    scaling,
+    first_split,
+    num_splits,
+    in_features,
+    h_split_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCKS_PER_SPLIT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """Partial products of one block of ranks for consecutive splits, each stored when its last block is added."""
+    products = _zero_products(BLOCK_M, BLOCK_R, GROUPS)
+    for step in tl.range(0, num_splits * BLOCKS_PER_SPLIT, num_stages=STAGES):
+        first_k = (first_split * BLOCKS_PER_SPLIT + step) * BLOCK_K
+        a = _load_block(a_rows, ranks < rank, first_k, in_features, BLOCK_K, GROUPS, EVEN_K)
+        x = _load_block(x_rows, token_mask, first_k, in_features, BLOCK_K, GROUPS, EVEN_K)
+        products = _multiply_block(x, a, products, GROUPS)
+        if step % BLOCKS_PER_SPLIT == BLOCKS_PER_SPLIT - 1:
+            split = first_split + step // BLOCKS_PER_SPLIT
+            _store_h(h_rows + split * h_split_stride, ranks, rank, token_mask, products, scaling, GROUPS)
+            products = _zero_products(BLOCK_M, BLOCK_R, GROUPS)
+
+
+@triton.jit
 def lora_shrink_kernel(
     x_ptr,
     a_ptrs,
@@ -148,7 +192,7 @@ def lora_shrink_kernel(
     MAX_SEGMENTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_K_WIDE: tl.constexpr,
+    BLOCKS_PER_SPLIT: tl.constexpr,
     BLOCK_R: tl.constexpr,
     GROUPS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -158,75 +202,150 @@ def lora_shrink_kernel(
 ):
     """h[split, slice, t, :n] = scaling * x[row(t), part of the split] @ A[r : r + n, part of the split].T
 
-    EVEN_K: every split has the same number of inputs, a multiple of BLOCK_K and of BLOCK_K_WIDE.
-    Ranks up to 16 load their first block of A ahead of the wait; larger ranks go in blocks of BLOCK_R.
+    An item is one split of one slice of one tile. EVEN_K: the blocks of all splits cover the inputs exactly.
     """
     num_segments = tl.load(num_segments_ptr)
     running = _count_tiles(starts_ptr, num_segments, BLOCK_M, MAX_SEGMENTS)
     num_items = tl.max(running, 0) * (NUM_SLICES * NUM_SPLITS)
-    # A split is a whole number of the larger block, so that both blocks divide it where K allows.
-    split_size = tl.cdiv(tl.cdiv(in_features, NUM_SPLITS), BLOCK_K) * BLOCK_K
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
+    share = tl.cdiv(num_items, tl.num_programs(0))
+    item = tl.program_id(0) * share
+    last = tl.minimum(item + share, num_items)
+    while item < last:
         tile = item // (NUM_SLICES * NUM_SPLITS)
         slice_id = (item // NUM_SPLITS) % NUM_SLICES
-        split = item % NUM_SPLITS
+        first_split = item % NUM_SPLITS
+        num_splits = tl.minimum(NUM_SPLITS - first_split, last - item)
+        item += num_splits
         segment, start, end = _find_tile(running, tile, starts_ptr, BLOCK_M, MAX_SEGMENTS)
         place, first_row, rank = _rows_of(segment, slice_id, places_ptr, first_rows_ptr, ranks_ptr, num_places)
         if rank > 0:
             a_ptr = _pick(a_ptrs, slice_id, NUM_SLICES) + first_row * in_features
+            if DEPENDENT_LAUNCH:
+                near = tl.minimum(tl.arange(0, 16), rank - 1).to(tl.int64)
+                _prefetch_rows(a_ptr + near * in_features + first_split * (BLOCKS_PER_SPLIT * BLOCK_K), BLOCK_K)
+                gdc_wait()
+                gdc_launch_dependents()
             scaling = tl.load(scalings_ptr + slice_id * num_places + place)
             tokens = start + tl.arange(0, BLOCK_M)
             token_mask = tokens < end
-            rows = _token_rows(tokens, token_mask, row_index_ptr, HAS_INDEX)
-            x_rows = x_ptr + rows * x_stride
-            first_k = split * split_size
-            end_k = tl.minimum(first_k + split_size, in_features)
-            h_rows = h_ptr + split * h_split_stride + slice_id * h_slice_stride + tokens.to(tl.int64) * h_token_stride
+            x_rows = x_ptr + _token_rows(tokens, token_mask, row_index_ptr, HAS_INDEX) * x_stride
+            h_rows = h_ptr + slice_id * h_slice_stride + tokens.to(tl.int64) * h_token_stride
             if rank <= 16:
                 ranks = tl.arange(0, 16)
-                a_rows = a_ptr + ranks.to(tl.int64) * in_features
-                a = _load_block(a_rows, ranks < rank, first_k, end_k, BLOCK_K, GROUPS, EVEN_K)
-                if DEPENDENT_LAUNCH:
-                    gdc_wait()
-                    gdc_launch_dependents()
-                x = _load_block(x_rows, token_mask, first_k, end_k, BLOCK_K, GROUPS, EVEN_K)
-                narrow = _multiply_block(x, a, _zero_products(BLOCK_M, 16, GROUPS), GROUPS)
-                for block in tl.range(first_k + BLOCK_K, end_k, BLOCK_K, num_stages=STAGES):
-                    a = _load_block(a_rows, ranks < rank, block, end_k, BLOCK_K, GROUPS, EVEN_K)
-                    x = _load_block(x_rows, token_mask, block, end_k, BLOCK_K, GROUPS, EVEN_K)
-                    narrow = _multiply_block(x, a, narrow, GROUPS)
-                _store_h(h_rows, ranks, rank, token_mask, narrow, scaling, GROUPS)
+                _shrink_run(
+                    x_rows,
+                    a_ptr + ranks.to(tl.int64) * in_features,
+                    h_rows,
+                    ranks,
+                    rank,
+                    token_mask,
+                    scaling,
+                    first_split,
+                    num_splits,
+                    in_features,
+                    h_split_stride,
+                    BLOCK_M,
+                    16,
+                    BLOCK_K,
+                    BLOCKS_PER_SPLIT,
+                    GROUPS,
+                    STAGES,
+                    EVEN_K,
+                )
             else:
-                if DEPENDENT_LAUNCH:
-                    gdc_wait()
-                    gdc_launch_dependents()
                 for first_rank in tl.range(0, rank, BLOCK_R, num_stages=1):
                     ranks = first_rank + tl.arange(0, BLOCK_R)
-                    a_rows = a_ptr + ranks.to(tl.int64) * in_features
-                    wide = _zero_products(BLOCK_M, BLOCK_R, GROUPS)
-                    for block in tl.range(first_k, end_k, BLOCK_K_WIDE, num_stages=STAGES):
-                        a = _load_block(a_rows, ranks < rank, block, end_k, BLOCK_K_WIDE, GROUPS, EVEN_K)
-                        x = _load_block(x_rows, token_mask, block, end_k, BLOCK_K_WIDE, GROUPS, EVEN_K)
-                        wide = _multiply_block(x, a, wide, GROUPS)
-                    _store_h(h_rows, ranks, rank, token_mask, wide, scaling, GROUPS)
+                    _shrink_run(
+                        x_rows,
+                        a_ptr + ranks.to(tl.int64) * in_features,
+                        h_rows,
+                        ranks,
+                        rank,
+                        token_mask,
+                        scaling,
+                        first_split,
+                        num_splits,
+                        in_features,
+                        h_split_stride,
+                        BLOCK_M,
+                        BLOCK_R,
+                        BLOCK_K,
+                        BLOCKS_PER_SPLIT,
+                        GROUPS,
+                        STAGES,
+                        EVEN_K,
+                    )
 
 
 @triton.jit
-def _load_h(
-    h_ptr,
-    tokens,
-    ranks,
-    mask,
-    h_split_stride,
-    h_token_stride,
-    NUM_SPLITS: tl.constexpr,
-):
+def _load_h(h_rows, ranks, rank, token_mask, h_split_stride, NUM_SPLITS: tl.constexpr):
     """Sum of the splits' partial products, [M, R], always in the same order."""
-    pointers = h_ptr + tokens.to(tl.int64)[:, None] * h_token_stride + ranks[None, :]
+    pointers = h_rows[:, None] + ranks[None, :]
+    mask = token_mask[:, None] & (ranks < rank)[None, :]
     h = tl.load(pointers, mask=mask, other=0.0)
     for split in tl.static_range(1, NUM_SPLITS):
         h += tl.load(pointers + split * h_split_stride, mask=mask, other=0.0)
     return h
+
+
+@triton.jit
+def _load_out(out_rows, column, token_mask, width, has_block, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr):
+    """out of one block of columns, [M, N]."""
+    columns = column + tl.arange(0, BLOCK_N)
+    mask = (token_mask & has_block)[:, None]
+    if not EVEN_N:
+        mask = mask & (columns < width)[None, :]
+    return tl.load(out_rows[:, None] + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_b(b_ptr, ranks, rank, column, width, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr):
+    """B of one block of ranks and columns, [R, N]."""
+    columns = column + tl.arange(0, BLOCK_N)
+    mask = (ranks < rank)[:, None]
+    if not EVEN_N:
+        mask = mask & (columns < width)[None, :]
+    return tl.load(b_ptr + ranks.to(tl.int64)[:, None] * width + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_out(out_rows, column, token_mask, width, values, BLOCK_N: tl.constexpr, EVEN_N: tl.constexpr):
+    columns = column + tl.arange(0, BLOCK_N)
+    mask = token_mask[:, None]
+    if not EVEN_N:
+        mask = mask & (columns < width)[None, :]
+    tl.store(out_rows[:, None] + columns[None, :], values.to(out_rows.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _expand_run(
+    h,
+    base,
+    b_ptr,
+    out_rows,
+    ranks,
+    rank,
+    token_mask,
+    first_column,
+    num_blocks,
+    width,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    OVERWRITE: tl.constexpr,
+):
+    """Consecutive blocks of columns, all ranks in one block; `base` is out of the first block, loaded by the caller."""
+    for step in tl.range(0, num_blocks, num_stages=STAGES):
+        column = first_column + step * BLOCK_N
+        b = _load_b(b_ptr, ranks, rank, column, width, BLOCK_N, EVEN_N)
+        delta = _multiply(h.to(b.dtype), b, tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32))
+        if not OVERWRITE:
+            # The next block of `out` is asked for before this one is finished.
+            following = _load_out(out_rows, column + BLOCK_N, token_mask, width, step + 1 < num_blocks, BLOCK_N, EVEN_N)
+            delta += base.to(tl.float32)
+            base = following
+        _store_out(out_rows, column, token_mask, width, delta, BLOCK_N, EVEN_N)
 
 
 @triton.jit
@@ -261,26 +380,35 @@ def lora_expand_kernel(
 ):
     """out[row(t), columns of slice] (+)= sum over splits of h[split, slice, t, :n] @ B[r : r + n]
 
-    EVEN_N: every slice's width is a multiple of BLOCK_N.
+    An item is one block of columns of one tile. EVEN_N: every slice's width is a multiple of BLOCK_N.
+    Ranks up to BLOCK_R keep h on chip for a run of blocks; larger ones go through it in blocks of BLOCK_R.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
     num_segments = tl.load(num_segments_ptr)
     running = _count_tiles(starts_ptr, num_segments, BLOCK_M, MAX_SEGMENTS)
-    num_blocks = tl.cdiv(widths[0], BLOCK_N)
+    blocks_of_tile = tl.cdiv(widths[0], BLOCK_N)
     for i in tl.static_range(1, NUM_SLICES):
-        num_blocks += tl.cdiv(widths[i], BLOCK_N)
-    num_items = tl.max(running, 0) * num_blocks
-    for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
-        tile = item // num_blocks
-        block = item % num_blocks
+        blocks_of_tile += tl.cdiv(widths[i], BLOCK_N)
+    num_items = tl.max(running, 0) * blocks_of_tile
+    share = tl.cdiv(num_items, tl.num_programs(0))
+    item = tl.program_id(0) * share
+    last = tl.minimum(item + share, num_items)
+    while item < last:
+        tile = item // blocks_of_tile
+        block = item % blocks_of_tile
         slice_id = 0
         first_block = 0
         next_first = tl.cdiv(widths[0], BLOCK_N)
+        end_block = next_first
         for i in tl.static_range(1, NUM_SLICES):
-            slice_id = tl.where(block >= next_first, i, slice_id)
-            first_block = tl.where(block >= next_first, next_first, first_block)
+            behind = block >= next_first
+            slice_id = tl.where(behind, i, slice_id)
+            first_block = tl.where(behind, next_first, first_block)
             next_first += tl.cdiv(widths[i], BLOCK_N)
+            end_block = tl.where(behind, next_first, end_block)
+        num_blocks = tl.minimum(end_block - block, last - item)
+        item += num_blocks
         segment, start, end = _find_tile(running, tile, starts_ptr, BLOCK_M, MAX_SEGMENTS)
         _place, first_row, rank = _rows_of(segment, slice_id, places_ptr, first_rows_ptr, ranks_ptr, num_places)
         if OVERWRITE or rank > 0:
@@ -288,64 +416,72 @@ def lora_expand_kernel(
             tokens = start + tl.arange(0, BLOCK_M)
             token_mask = tokens < end
             rows = _token_rows(tokens, token_mask, row_index_ptr, HAS_INDEX)
-            columns = (block - first_block) * BLOCK_N + tl.arange(0, BLOCK_N)
-            column_mask = columns < width
-            if EVEN_N:
-                out_mask = token_mask[:, None]
-            else:
-                out_mask = token_mask[:, None] & column_mask[None, :]
-            first_column = _pick(slice_starts, slice_id, NUM_SLICES)
-            out_tile = out_ptr + rows[:, None] * out_stride + (first_column + columns)[None, :]
-            b_tile = _pick(b_ptrs, slice_id, NUM_SLICES) + first_row * width + columns[None, :]
-            h_slice = h_ptr + slice_id * h_slice_stride
-            # `out` first: it is the longest way, and with few tokens B of rank 16 joins it before the wait.
+            out_rows = out_ptr + rows * out_stride + _pick(slice_starts, slice_id, NUM_SLICES)
+            column = (block - first_block) * BLOCK_N
+            b_ptr = _pick(b_ptrs, slice_id, NUM_SLICES) + first_row * width
+            h_rows = h_ptr + slice_id * h_slice_stride + tokens.to(tl.int64) * h_token_stride
+            base = tl.zeros([BLOCK_M, BLOCK_N], dtype=out_ptr.dtype.element_ty)
             if not OVERWRITE:
-                base = tl.load(out_tile, mask=out_mask, other=0.0)  # [M, N]
+                base = _load_out(out_rows, column, token_mask, width, True, BLOCK_N, EVEN_N)
+            if DEPENDENT_LAUNCH:
+                near = tl.minimum(tl.arange(0, 16), tl.maximum(rank - 1, 0)).to(tl.int64)
+                _prefetch_rows(b_ptr + near * width + column, BLOCK_N)
+                gdc_wait()
             if rank <= 16:
                 ranks = tl.arange(0, 16)
-                rank_mask = ranks < rank
-                if EVEN_N:
-                    b_mask = rank_mask[:, None]
-                else:
-                    b_mask = rank_mask[:, None] & column_mask[None, :]
-                b = tl.load(b_tile + ranks[:, None] * width, mask=b_mask, other=0.0)  # [R, N]
-                if DEPENDENT_LAUNCH:
-                    gdc_wait()
-                h = _load_h(
-                    h_slice,
-                    tokens,
+                h = _load_h(h_rows, ranks, rank, token_mask, h_split_stride, NUM_SPLITS)
+                _expand_run(
+                    h,
+                    base,
+                    b_ptr,
+                    out_rows,
                     ranks,
-                    token_mask[:, None] & rank_mask[None, :],
-                    h_split_stride,
-                    h_token_stride,
-                    NUM_SPLITS,
+                    rank,
+                    token_mask,
+                    column,
+                    num_blocks,
+                    width,
+                    BLOCK_M,
+                    BLOCK_N,
+                    STAGES,
+                    EVEN_N,
+                    OVERWRITE,
                 )
-                delta = _multiply(h.to(b.dtype), b, tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32))
+            elif rank <= BLOCK_R:
+                ranks = tl.arange(0, BLOCK_R)
+                h = _load_h(h_rows, ranks, rank, token_mask, h_split_stride, NUM_SPLITS)
+                _expand_run(
+                    h,
+                    base,
+                    b_ptr,
+                    out_rows,
+                    ranks,
+                    rank,
+                    token_mask,
+                    column,
+                    num_blocks,
+                    width,
+                    BLOCK_M,
+                    BLOCK_N,
+                    STAGES,
+                    EVEN_N,
+                    OVERWRITE,
+                )
             else:
-                if DEPENDENT_LAUNCH:
-                    gdc_wait()
-                delta = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-                for first_rank in tl.range(0, rank, BLOCK_R, num_stages=STAGES):
-                    ranks = first_rank + tl.arange(0, BLOCK_R)
-                    rank_mask = ranks < rank
-                    if EVEN_N:
-                        b_mask = rank_mask[:, None]
-                    else:
-                        b_mask = rank_mask[:, None] & column_mask[None, :]
-                    b = tl.load(b_tile + ranks[:, None] * width, mask=b_mask, other=0.0)
-                    h = _load_h(
-                        h_slice,
-                        tokens,
-                        ranks,
-                        token_mask[:, None] & rank_mask[None, :],
-                        h_split_stride,
-                        h_token_stride,
-                        NUM_SPLITS,
-                    )
-                    delta = _multiply(h.to(b.dtype), b, delta)
-            if not OVERWRITE:
-                delta += base.to(tl.float32)
-            tl.store(out_tile, delta.to(out_ptr.dtype.element_ty), mask=out_mask)
+                for step in tl.range(0, num_blocks, num_stages=1):
+                    here = column + step * BLOCK_N
+                    delta = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+                    for first_rank in tl.range(0, rank, BLOCK_R, num_stages=1):
+                        ranks = first_rank + tl.arange(0, BLOCK_R)
+                        b = _load_b(b_ptr, ranks, rank, here, width, BLOCK_N, EVEN_N)
+                        h = _load_h(h_rows, ranks, rank, token_mask, h_split_stride, NUM_SPLITS)
+                        delta = _multiply(h.to(b.dtype), b, delta)
+                    if not OVERWRITE:
+                        delta += base.to(tl.float32)
+                        base = _load_out(
+                            out_rows, here + BLOCK_N, token_mask, width, step + 1 < num_blocks, BLOCK_N, EVEN_N
+                        )
+                    _store_out(out_rows, here, token_mask, width, delta, BLOCK_N, EVEN_N)
 
 
 @triton.jit

@@ -1,0 +1,214 @@
+"""The Triton LoRA kernels for NVIDIA GPUs: in Triton's interpreter on a CPU, on a GPU with `--device cuda`.
+
+tests/ops/test_lora.py covers the ops by themselves, and with `--device cuda` it covers these kernels too. Here are tests
+of what only the kernels have: splits, persistent grids, padding of the maps, configurations, replay.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.lora import ops
+from kernels.lora.maps import LoraMaps, LoraStack
+from kernels.lora.triton_cuda_configs import TABLES, UNBOUNDED, ExpandConfig, LoraConfig, ShrinkConfig, config_for
+from tests.ops.test_lora import assert_right, expected_linear
+from tests.support.lora_cases import Case, Step, make_step, popularity
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+# Small tiles and grids, so that small cases have several tiles, blocks, splits, and items per program.
+SMALL = (
+    LoraConfig(UNBOUNDED, ShrinkConfig(3, 16, 32, 16, 2, 2, 2, 1), ExpandConfig(16, 32, 16, 1, 4, 1)),
+    LoraConfig(UNBOUNDED, ShrinkConfig(1, 16, 64, 32, 1, 2, 4, 2), ExpandConfig(32, 64, 32, 2, 4, 2)),
+)
+
+
+@pytest.fixture(scope="module")
+def triton_cuda(device: str) -> Iterator[ModuleType]:
+    """The implementation; in the interpreter with bfloat16 products made right."""
+    from kernels.lora import triton_cuda as module
+
+    patch = pytest.MonkeyPatch()
+    if device == "cpu":
+        _multiply_bfloat16_in_the_interpreter(patch)
+    yield module
+    patch.undo()
+
+
+def _multiply_bfloat16_in_the_interpreter(patch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter holds bfloat16 as its bits in uint16, and its `dot` multiplies those bits as integers."""
+    import numpy as np
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
+
+    original = InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return original(self, widened(a), widened(b), *rest)
+
+    patch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+def run(module: ModuleType, step: Step, config: LoraConfig, **options: Any) -> None:
+    out = step.out.clone()
+    if options.get("overwrite"):
+        out[step.maps.token_segment >= 0] = float("nan")
+    module.lora_linear(step.x, out, step.stack, step.maps, config=config, **options)
+    assert_right(out, expected_linear(step, overwrite=options.get("overwrite", False)), step, step.out)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[Case, int]:
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    num_adapters, num_slices = draw(st.integers(0, 4)), draw(st.integers(1, 3))
+    name = draw(st.sampled_from(["distinct", "uniform", "zipf", "identical"]))
+    lengths = popularity(name, draw(st.integers(1, 24)), num_adapters, rng) if num_adapters else ()
+    largest = draw(st.sampled_from([4, 16, 40]))
+    case = Case(
+        in_features=draw(st.sampled_from([8, 96, 129])),
+        widths=tuple(draw(st.sampled_from([8, 32, 50])) for _ in range(num_slices)),
+        ranks=tuple(tuple(rng.choice([0, rng.randint(1, largest), largest]) for _ in lengths) for _ in range(num_slices)),
+        lengths=lengths,
+        num_base_tokens=draw(st.integers(1, 3)),
+        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        seed=rng.randrange(2**32),
+    )
+    return case, draw(st.sampled_from([0, 5, 17]))
+
+
+@settings(max_examples=30, deadline=None)
+@given(step=steps(), config=st.sampled_from(SMALL), overwrite=st.booleans())
+def test_kernels_equal_float64(
+    step: tuple[Case, int], config: LoraConfig, overwrite: bool, triton_cuda: ModuleType, device: str
+) -> None:
+    case, pad_to = step
+    run(triton_cuda, make_step(case, device=device, pad_to=pad_to), config, overwrite=overwrite)
+
+
+@pytest.mark.parametrize("num_tokens", sorted({min(c.max_tokens, 300) for table in TABLES.values() for c in table}))
+def test_every_table_entry_is_right(num_tokens: int, triton_cuda: ModuleType, device: str) -> None:
+    for kind in TABLES:
+        lengths = (num_tokens - num_tokens // 4, num_tokens // 4)
+        case = Case(160, (40, 8), ((16, 40), (3, 0)), lengths, num_base_tokens=0, seed=num_tokens)
+        run(triton_cuda, make_step(case, device=device), config_for(kind, num_tokens))
+
+
+def test_largest_rank(triton_cuda: ModuleType, device: str) -> None:
+    run(triton_cuda, make_step(Case(64, (8,), ((256, 250),), (2, 1)), device=device), SMALL[0])
+
+
+def test_row_index(triton_cuda: ModuleType, device: str) -> None:
+    step = make_step(Case(40, (24,), ((16, 4),), (3, 2), num_base_tokens=1), device=device)
+    order = torch.tensor([4, 0, 5, 1, 3, 2], device=device)
+    x, out = torch.empty_like(step.x), torch.empty_like(step.out)
+    x[order], out[order] = step.x, step.out
+    triton_cuda.lora_linear(x, out, step.stack, step.maps, row_index=order.int(), config=SMALL[0])
+    assert_right(out[order], expected_linear(step), step, step.out)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_embedding(overwrite: bool, triton_cuda: ModuleType, device: str) -> None:
+    step = make_step(Case(50, (24,), ((16, 3),), (4, 1), num_base_tokens=2), device=device)
+    token_ids = torch.tensor([0, 49, 7, 7, 3, 2, 1], device=device)
+    one_hot = torch.nn.functional.one_hot(token_ids, 50).to(step.x.dtype)
+    expected = expected_linear(Step(one_hot, step.out, step.stack, step.maps), overwrite=overwrite)
+    out = step.out.clone()
+    triton_cuda.lora_embedding(token_ids, out, step.stack, step.maps, overwrite=overwrite)
+    assert_right(out, expected, step, step.out)
+
+
+def test_shrink_then_expand(triton_cuda: ModuleType, device: str) -> None:
+    step = make_step(Case(70, (24, 8), ((16, 3), (0, 20)), (3, 1), num_base_tokens=1), device=device)
+    h = torch.full((2, 5, ops.shrink_width(step.stack)), float("nan"), device=device)
+    out = step.out.clone()
+    triton_cuda.lora_shrink(step.x, step.stack, step.maps, out=h)
+    triton_cuda.lora_expand(h, out, step.stack, step.maps)
+    assert_right(out, expected_linear(step), step, step.out)
+
+
+def test_tables_are_usable() -> None:
+    for table in TABLES.values():
+        bounds = [config.max_tokens for config in table]
+        assert bounds == sorted(bounds)
+        assert bounds[-1] == UNBOUNDED
+        for config in table:
+            assert config.shrink.block_k % config.shrink.groups == 0
+
+
+def copy_into(target: LoraMaps, source: LoraMaps) -> None:
+    for name in ("segment_starts", "places", "first_rows", "token_segment", "num_segments"):
+        getattr(target, name).copy_(getattr(source, name))
+
+
+def mixed_step(seed: int, num_tokens: int, device: str) -> Step:
+    """A random mix of up to 8 adapters, always of the same padded size."""
+    rng = random.Random(seed)
+    num_adapters = rng.randint(1, 8)
+    active = rng.randint(num_adapters, num_tokens)
+    lengths = [1] * num_adapters
+    for _ in range(active - num_adapters):
+        lengths[rng.randrange(num_adapters)] += 1
+    lengths += [0] * (8 - num_adapters)
+    ranks = tuple(tuple(rng.choice([0, 1, 8, 16, 64, 100]) for _ in lengths) for _ in range(2))
+    case = Case(512, (256, 72), ranks, tuple(lengths), num_tokens - active, torch.bfloat16, seed=seed)
+    return make_step(case, device=device, pad_to=8)
+
+
+def fill(rows: LoraStack, step: Step) -> None:
+    """Copy a step's rows and tables into tensors that a graph reads."""
+    for target, source in zip((*rows.a, *rows.b), (*step.stack.a, *step.stack.b), strict=True):
+        target[: len(source)].copy_(source)
+    rows.ranks.copy_(step.stack.ranks)
+    rows.scalings.copy_(step.stack.scalings)
+
+
+@pytest.mark.parametrize("num_tokens", [8, 64, 200, 400])
+def test_captured_once_replayed_with_other_mixes(num_tokens: int, triton_cuda: ModuleType, device: str) -> None:
+    """One capture, 50 random mixes of adapters, ranks and tokens: bit-equal to eager, and nothing is compiled."""
+    if device == "cpu":
+        pytest.skip("graphs need a GPU")
+    step = mixed_step(0, num_tokens, device)
+    num_rows, group = 8 * 112 + 32, step.stack.group
+    rows = LoraStack(
+        tuple(a.new_zeros(num_rows, a.shape[1]) for a in step.stack.a),
+        tuple(b.new_zeros(num_rows, b.shape[1]) for b in step.stack.b),
+        step.stack.ranks.clone(),
+        step.stack.scalings.clone(),
+        group,
+        step.stack.slice_starts,
+        step.stack.host_ranks,
+        step.stack.host_scalings,
+    )
+    x, out, maps = step.x.clone(), step.out.clone(), step.maps
+    fill(rows, step)
+    triton_cuda.lora_linear(x, out, rows, maps)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        triton_cuda.lora_linear(x, out, rows, maps)
+    compiled = triton_cuda.compiled_count()
+    for seed in range(50):
+        other = mixed_step(seed, num_tokens, device)
+        eager = other.out.clone()
+        triton_cuda.lora_linear(other.x, eager, other.stack, other.maps)
+        x.copy_(other.x)
+        out.copy_(other.out)
+        copy_into(maps, other.maps)
+        fill(rows, other)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, eager), seed
+        assert_right(out, expected_linear(other), other, other.out)
+    assert triton_cuda.compiled_count() == compiled
