@@ -2,7 +2,8 @@
 # The Ascend gate: compiles every Triton kernel for Ascend NPUs on this (x86-64, NPU-less) machine and checks what came
 # out. Makes .venv-ascend on first use (about 3 GB); arguments go to pytest. With CI=true no cached result is trusted.
 #
-#   PYTHON=python3.11   the interpreter that makes the environment (triton-ascend 3.2.0 has no later wheels for this)
+#   PYTHON=PATH       interpreter that makes the environment, python3.11 unless told
+#   TORCH_INDEX=URL   package index to take torch from, as in the Makefile
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -24,7 +25,8 @@ install_venv() {
     cmp -s "$constraints" "$stamp" && return
     echo "test-ascend: making $venv"
     "${PYTHON:-python3.11}" -m venv "$venv"
-    "$venv/bin/pip" install -q -c "$constraints" torch numpy pybind11 pytest hypothesis
+    "$venv/bin/pip" install -q -c "$constraints" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
+    "$venv/bin/pip" install -q -c "$constraints" numpy pybind11 pytest pytest-xdist hypothesis
     # Without its dependencies: they would bring another copy of torch's build for a device that is not here.
     "$venv/bin/pip" install -q --no-deps -c "$constraints" triton-ascend
     # Only the compiler's binaries are used, so the wheel is unpacked beside the environment, not installed into it.
@@ -39,4 +41,8 @@ install_venv() {
 
 install_system_tools
 install_venv
-exec "$venv/bin/python" -m pytest tests/ascend "$@"
+# Compiled results are kept by content, for the developer's sake only.
+if [ "${CI:-}" = true ]; then
+    rm -rf "$venv/gate-cache"
+fi
+exec "$venv/bin/python" -m pytest tests/ascend -n "$(nproc)" "$@"

@@ -3,25 +3,91 @@
 `plan_shrink` and `plan_expand` are pure: they turn tensors and maps into a `Launch`, and look at sizes, never at
 values, so that captured and eager steps of one size take one path. The gate under tests/ascend runs the same plans.
 
-Between the two kernels h is float32 [slices, tokens, splits, width]: partial sums over parts of the input, which the
-expand adds up. A packed projection is one shrink and one expand.
+Between the two kernels h is [slices, tokens, splits, width]: partial sums over parts of the input, which the expand
+adds up. It lies in one workspace per device, so the LoRA ops of a device must run on one stream at a time. A packed
+projection is one shrink and one expand.
+
+This module needs no Triton to be imported; launching does.
 """
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from types import ModuleType
+from typing import Any, Literal
 
 import torch
 
 from kernels.lora.maps import LoraMaps, LoraStack
+from kernels.platform import BackendError, detect
 
+MAX_RANK = 256
 RANK_BLOCK = 16
-# The few-tokens kernels take tiles of this many tokens.
-FEW_TILE_TOKENS = 16
-# Inputs or columns of a block: from the largest that fits the unified buffer twice to the smallest worth a transfer.
-BLOCKS = (512, 256, 128)
+# Partial sums of one token that are read at once; more than a step of 64 tokens has.
+SPLITS_BLOCK = 16
+# Steps of up to this many (padded) tokens run on the vector cores, larger ones on the cube cores.
+FEW_TOKENS = 64
+# No split of the input is smaller, so that a transfer is worth its latency.
+SMALLEST_SPLIT = 64
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile sizes of one regime.
+
+    tokens   of a tile
+    inputs   of a shrink's block, candidates from large to small
+    columns  of an expand's block, likewise
+    """
+
+    tokens: int
+    inputs: tuple[int, ...]
+    columns: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LaunchTable:
+    """Tiles for every chip with at least this much unified buffer. The gate compiles each of them."""
+
+    on_chip_bytes: int
+    few: Tiles
+    many: Tiles
+
+
+TABLES = (LaunchTable(192 * 1024, Tiles(16, (512, 256, 128), (512, 256, 128)), Tiles(128, (256, 128, 64), (128,))),)
+
+
+@dataclass(frozen=True)
+class Regime:
+    """How a step of one padded size runs: which pair of kernels, with which tiles, on how many cores."""
+
+    name: Literal["few", "many"]
+    tiles: Tiles
+    num_cores: int
+
+    def num_splits(self, in_features: int, num_tokens: int, num_slices: int) -> int:
+        """Parts of the input, enough for every core to get one of some slice and tile of tokens."""
+        num_items = -(-num_tokens // self.tiles.tokens) * num_slices
+        size = self.split_size(in_features, max(1, self.num_cores // num_items))
+        return -(-in_features // size)
+
+    def split_size(self, in_features: int, num_splits: int) -> int:
+        """Inputs of a part; the cube's kernel takes whole blocks only."""
+        granule = self.block(in_features) if self.name == "many" else SMALLEST_SPLIT
+        return -(-in_features // (num_splits * granule)) * granule
+
+    def block(self, extent: int) -> int:
+        """Inputs of a shrink's block: one that divides the extent for the cube, one that covers it for the others."""
+        if self.name == "many":
+            return next(block for block in self.tiles.inputs if extent % block == 0)
+        return next((block for block in reversed(self.tiles.inputs) if block >= extent), self.tiles.inputs[0])
+
+    def columns(self, num_columns: int, num_tokens: int) -> int:
+        """Columns of an expand's block, so that every core gets one where that is possible."""
+        wanted = -(-num_columns * -(-num_tokens // self.tiles.tokens) // self.num_cores)
+        return next((block for block in reversed(self.tiles.columns) if block >= wanted), self.tiles.columns[0])
 
 
 @dataclass(frozen=True)
@@ -34,39 +100,93 @@ class Launch:
 
     def run(self) -> None:
         """Launch it."""
-        kernels = importlib.import_module("kernels.lora.triton_ascend_kernels")
-        getattr(kernels, self.kernel)[self.grid](**self.arguments)
+        getattr(_kernels(), self.kernel)[self.grid](**self.arguments)
 
 
-def split_inputs(in_features: int, num_items: int, num_cores: int) -> tuple[int, int]:
-    """(number of splits, inputs of a split): enough splits for every core to get an item, none below a block."""
-    smallest = BLOCKS[-1]
-    wanted = min(-(-num_cores // num_items), -(-in_features // smallest))
-    size = -(-in_features // (max(wanted, 1) * smallest)) * smallest
-    return -(-in_features // size), size
+def lora_shrink(
+    x: torch.Tensor, stack: LoraStack, maps: LoraMaps, *, out: torch.Tensor, row_index: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `ops.lora_shrink`. One launch, no split of the input."""
+    x = _ordered(x, row_index).to(stack.a[0].dtype)
+    plan_shrink(x, out.unsqueeze(2), stack, maps, _regime(x, maps)).run()
+    return out
 
 
-def _block(extent: int) -> int:
-    """The smallest block that covers the extent, or the largest one."""
-    return next((block for block in reversed(BLOCKS) if block >= extent), BLOCKS[0])
+def lora_expand(
+    h: torch.Tensor,
+    out: torch.Tensor,
+    stack: LoraStack,
+    maps: LoraMaps,
+    *,
+    overwrite: bool = False,
+    row_index: torch.Tensor | None = None,
+) -> None:
+    """See `ops.lora_expand`. One launch; the cube multiplies h in the rows' type."""
+    regime = choose(maps.num_tokens, RANK_BLOCK * SMALLEST_SPLIT, *_chip(str(out.device)))
+    partials = h.unsqueeze(2).to(_partials_dtype(stack, regime))
+    _expand(partials, out, stack, maps, regime, overwrite, row_index)
 
 
-def allocate_partials(x: torch.Tensor, stack: LoraStack, maps: LoraMaps, width: int, num_cores: int) -> torch.Tensor:
-    """h, uninitialised, with as many splits as a shrink of x wants."""
-    num_slices = len(stack.a)
-    num_items = -(-maps.num_tokens // FEW_TILE_TOKENS) * num_slices
-    num_splits, _ = split_inputs(x.shape[1], num_items, num_cores)
-    return x.new_empty(num_slices, maps.num_tokens, num_splits, width, dtype=torch.float32)
+def lora_linear(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    stack: LoraStack,
+    maps: LoraMaps,
+    *,
+    overwrite: bool = False,
+    row_index: torch.Tensor | None = None,
+) -> None:
+    """See `ops.lora_linear`. Two launches; a row index costs a copy of x and of out before and after them."""
+    x = _ordered(x, row_index).to(stack.a[0].dtype)
+    regime = _regime(x, maps)
+    h = _workspace(x, stack, maps.num_tokens, regime)
+    plan_shrink(x, h, stack, maps, regime).run()
+    _expand(h, out, stack, maps, regime, overwrite, row_index)
 
 
-def plan_shrink(x: torch.Tensor, h: torch.Tensor, stack: LoraStack, maps: LoraMaps, num_cores: int) -> Launch:
+def lora_embedding(
+    token_ids: torch.Tensor,
+    out: torch.Tensor,
+    stack: LoraStack,
+    maps: LoraMaps,
+    *,
+    overwrite: bool = False,
+    row_index: torch.Tensor | None = None,
+) -> None:
+    """See `ops.lora_embedding`. Columns of A are gathered by torch, once per step; the expand is a launch."""
+    ids = token_ids if row_index is None else token_ids[row_index.long()]
+    segments = maps.token_segment.long().clamp_min(0)
+    places = maps.places[segments].long()
+    first_rows = maps.first_rows[stack.group][segments].long()
+    ranks = torch.arange(MAX_RANK, device=out.device)
+    present = ranks < stack.ranks[0][places][:, None]
+    rows = torch.where(present, first_rows[:, None] + ranks, 0)  # [tokens, MAX_RANK]
+    columns = stack.a[0][rows, ids[:, None]].float() * stack.scalings[0][places][:, None]
+    lora_expand(columns.unsqueeze(0).contiguous(), out, stack, maps, overwrite=overwrite, row_index=row_index)
+
+
+def choose(num_tokens: int, in_features: int, num_vector_cores: int, on_chip_bytes: int) -> Regime:
+    """The regime, from sizes that a captured graph fixes. Inputs that no cube block divides stay on the vector cores.
+
+    Raises BackendError for a chip with less on-chip memory than any table is made for.
+    """
+    table = next((table for table in TABLES if table.on_chip_bytes <= on_chip_bytes), None)
+    if table is None:
+        raise BackendError(f"the LoRA kernels have no tiles for an NPU with {on_chip_bytes} bytes of unified buffer")
+    if num_tokens <= FEW_TOKENS or in_features % table.many.inputs[-1]:
+        return Regime("few", table.few, num_vector_cores)
+    # Two vector cores belong to one cube core.
+    return Regime("many", table.many, max(1, num_vector_cores // 2))
+
+
+def plan_shrink(x: torch.Tensor, h: torch.Tensor, stack: LoraStack, maps: LoraMaps, regime: Regime) -> Launch:
     """h[s, t, split, :n] = scaling * x[t, split] @ A[r : r + n, split].T
 
-    x in the dtype of the rows; h from `allocate_partials`, changed in place.
+    x  in the rows' type, tokens in adapter order
+    h  [slices, tokens, splits, width], changed in place in the columns below an adapter's rank
     """
     num_slices, num_tokens, num_splits, width = h.shape
-    smallest = BLOCKS[-1]
-    split_size = -(-x.shape[1] // (num_splits * smallest)) * smallest
+    split_size = regime.split_size(x.shape[1], num_splits)
     arguments = {
         "x_ptr": x,
         "a_table": _addresses(stack.a),
@@ -82,21 +202,22 @@ def plan_shrink(x: torch.Tensor, h: torch.Tensor, stack: LoraStack, maps: LoraMa
         "max_segments": maps.places.shape[0],
         "num_places": stack.ranks.shape[1],
         "num_slices": num_slices,
-        "T": FEW_TILE_TOKENS,
+        "T": regime.tiles.tokens,
         "R": RANK_BLOCK,
-        "K": _block(split_size),
+        "K": regime.block(split_size),
     }
-    return Launch("lora_shrink_few", (num_cores,), arguments)
+    return Launch(f"lora_shrink_{regime.name}", (regime.num_cores,), arguments)
 
 
 def plan_expand(
-    h: torch.Tensor, out: torch.Tensor, stack: LoraStack, maps: LoraMaps, num_cores: int, *, overwrite: bool
+    h: torch.Tensor, out: torch.Tensor, stack: LoraStack, maps: LoraMaps, regime: Regime, *, overwrite: bool
 ) -> Launch:
-    """out[t, slice s] += (sum over splits of h[s, t, split, :n]) @ B[r : r + n]; out changes in place."""
+    """out[t, slice s] += (sum over splits of h[s, t, split, :n]) @ B[r : r + n]; out changes in place.
+
+    h in float32 for the vector cores, in the rows' type for the cube.
+    """
     _, num_tokens, num_splits, width = h.shape
-    num_tiles = -(-num_tokens // FEW_TILE_TOKENS)
-    columns = max(sum(b.shape[1] for b in stack.b) * num_tiles // num_cores, 1)
-    block = _block(columns)
+    block = regime.columns(sum(b.shape[1] for b in stack.b), num_tokens)
     chunks = _column_chunks(stack, block)
     arguments = {
         "h_ptr": h,
@@ -111,13 +232,44 @@ def plan_expand(
         "max_segments": maps.places.shape[0],
         "num_places": stack.ranks.shape[1],
         "num_chunks": chunks.shape[0],
-        "T": FEW_TILE_TOKENS,
+        "T": regime.tiles.tokens,
         "R": RANK_BLOCK,
         "N": block,
-        "SPLITS": 1 << (num_splits - 1).bit_length(),
         "OVERWRITE": overwrite,
     }
-    return Launch("lora_expand_few", (num_cores,), arguments)
+    if regime.name == "few":
+        arguments["SPLITS"] = SPLITS_BLOCK
+    return Launch(f"lora_expand_{regime.name}", (regime.num_cores,), arguments)
+
+
+def partials_shape(in_features: int, num_tokens: int, num_slices: int, width: int, regime: Regime) -> tuple[int, ...]:
+    """Shape of h between a shrink and an expand."""
+    return num_slices, num_tokens, regime.num_splits(in_features, num_tokens, num_slices), width
+
+
+def _partials_dtype(stack: LoraStack, regime: Regime) -> torch.dtype:
+    """The cube multiplies what it loads, so it gets the rows' type; the vector cores sum in float32."""
+    return stack.a[0].dtype if regime.name == "many" else torch.float32
+
+
+def _expand(
+    h: torch.Tensor,
+    out: torch.Tensor,
+    stack: LoraStack,
+    maps: LoraMaps,
+    regime: Regime,
+    overwrite: bool,
+    row_index: torch.Tensor | None,
+) -> None:
+    ordered = _ordered(out, row_index)
+    plan_expand(h, ordered, stack, maps, regime, overwrite=overwrite).run()
+    if row_index is not None:
+        out.index_copy_(0, row_index.long(), ordered)
+
+
+def _ordered(tensor: torch.Tensor, row_index: torch.Tensor | None) -> torch.Tensor:
+    """Rows in adapter order: an NPU wants tiles of neighbouring rows, so others are brought together first."""
+    return tensor if row_index is None else tensor.index_select(0, row_index.long())
 
 
 def _map_arguments(stack: LoraStack, maps: LoraMaps) -> dict[str, torch.Tensor]:
@@ -130,11 +282,41 @@ def _map_arguments(stack: LoraStack, maps: LoraMaps) -> dict[str, torch.Tensor]:
     }
 
 
-# Tables that depend only on where a stack's rows lie, which does not change while a model serves; by their own content.
+# ---------------------------------------------------------------- what a device keeps between launches
+def _kernels() -> ModuleType:
+    return importlib.import_module("kernels.lora.triton_ascend_kernels")
+
+
+@cache
+def _chip(device: str) -> tuple[int, int]:
+    """(vector cores, bytes of unified buffer)"""
+    platform = detect(device)
+    return platform.num_cores, platform.on_chip_bytes
+
+
+def _regime(x: torch.Tensor, maps: LoraMaps) -> Regime:
+    return choose(maps.num_tokens, x.shape[1], *_chip(str(x.device)))
+
+
+_workspaces: dict[torch.device, torch.Tensor] = {}
+
+
+def _workspace(x: torch.Tensor, stack: LoraStack, num_tokens: int, regime: Regime) -> torch.Tensor:
+    """h, uninitialised. It is as wide as any rank, so that a captured graph stays valid when other adapters come."""
+    assert all(rank <= MAX_RANK for ranks in stack.host_ranks for rank in ranks), f"ranks above {MAX_RANK}"
+    shape = partials_shape(x.shape[1], num_tokens, len(stack.a), MAX_RANK, regime)
+    dtype = _partials_dtype(stack, regime)
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    if x.device not in _workspaces or _workspaces[x.device].numel() < num_bytes:
+        _workspaces[x.device] = torch.empty(num_bytes, dtype=torch.uint8, device=x.device)
+    return _workspaces[x.device][:num_bytes].view(dtype).view(shape)
+
+
+# Tables that depend only on where a stack's rows lie, which does not change while a model serves; by their content.
 _tables: dict[tuple[Any, ...], torch.Tensor] = {}
 
 
-def _table(values: tuple[tuple[int, ...], ...] | tuple[int, ...], device: torch.device) -> torch.Tensor:
+def _table(values: tuple[Any, ...], device: torch.device) -> torch.Tensor:
     key = (device, values)
     if key not in _tables:
         _tables[key] = torch.tensor(values, dtype=torch.int64, device=device)
@@ -148,7 +330,7 @@ def _addresses(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
 def _column_chunks(stack: LoraStack, block: int) -> torch.Tensor:
     """int64 [chunks, 3]: address of B at the chunk's first column; that column in the output; and, packed from the low
     end, slice (8 bits), columns of the chunk (16 bits), columns of the slice."""
-    chunks: list[tuple[int, ...]] = []
+    chunks: list[tuple[int, int, int]] = []
     for s, (b, start) in enumerate(zip(stack.b, stack.slice_starts, strict=True)):
         slice_width = b.shape[1]
         for column in range(0, slice_width, block):

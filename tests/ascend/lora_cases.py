@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -14,6 +15,7 @@ from tests.ascend.gate.cases import Case, Launch
 from tests.tolerances import OP
 
 NUM_VECTOR_CORES = 40
+ON_CHIP_BYTES = 192 * 1024
 MAPS = frozenset({"token_segment", "segment_starts", "places", "first_rows", "ranks", "scalings", "a_table", "chunks"})
 
 
@@ -104,19 +106,29 @@ def _row_bytes(step: Step, features: Sequence[int]) -> int:
     return sum(sum(of_segments) * wide for of_segments, wide in ranks) * step.dtype.itemsize
 
 
-def _visits(data: Data) -> int:
+def _visits(data: Data, tile: int) -> int:
     """Pairs of a token tile and a segment that meet; a tile of base tokens counts as one."""
-    tile = triton_ascend.FEW_TILE_TOKENS
     pairs = {(t // tile, s) for t, s in enumerate(data.maps.token_segment.tolist())}
     return len(pairs)
 
 
-def shrink(step: Step, judge_traffic: bool = False) -> Launch:
+def _regime(data: Data) -> triton_ascend.Regime:
+    return triton_ascend.choose(data.maps.num_tokens, data.step.in_features, NUM_VECTOR_CORES, ON_CHIP_BYTES)
+
+
+def _partials(data: Data, regime: triton_ascend.Regime) -> torch.Tensor:
+    """h as the launcher makes it, but only as wide as needed, and NaN."""
+    step = data.step
+    shape = triton_ascend.partials_shape(step.in_features, data.maps.num_tokens, len(step.widths), _width(step), regime)
+    return torch.full(shape, torch.nan, dtype=step.dtype if regime.name == "many" else torch.float32)
+
+
+def shrink(step: Step, regime: triton_ascend.Regime | None = None, judge_traffic: bool = False) -> Launch:
     """A shrink of the step, against the reference split by split."""
     data = make_data(step)
-    h = triton_ascend.allocate_partials(data.x, data.stack, data.maps, _width(step), NUM_VECTOR_CORES)
-    h.fill_(torch.nan)
-    plan = triton_ascend.plan_shrink(data.x, h, data.stack, data.maps, NUM_VECTOR_CORES)
+    regime = regime or _regime(data)
+    h = _partials(data, regime)
+    plan = triton_ascend.plan_shrink(data.x, h, data.stack, data.maps, regime)
     split_size = plan.arguments["split_size"]
     expected = h.clone()
     for split in range(h.shape[2]):
@@ -125,10 +137,6 @@ def shrink(step: Step, judge_traffic: bool = False) -> Launch:
         columns = torch.full(h.shape[:2] + h.shape[3:], torch.nan)
         reference.lora_shrink(data.x[:, part], stack, data.maps, out=columns)
         expected[:, :, split] = columns
-    for segment in data.maps.segments:  # the last block of an adapter's ranks is written in full, with zeros
-        for s, of_segments in enumerate(step.ranks):
-            rank = of_segments[segment.place]
-            expected[s, segment.start : segment.end, :, rank : -(-rank // 16) * 16] = 0
     tokens = sum(step.lengths)
     h_bytes = sum(r * n for ranks in step.ranks for r, n in zip(ranks, step.lengths, strict=True)) * 4
     minimum = tokens * step.in_features * step.dtype.itemsize + h_bytes
@@ -138,24 +146,26 @@ def shrink(step: Step, judge_traffic: bool = False) -> Launch:
         plan.grid,
         {"h_ptr": expected},
         MAPS,
-        _visits(data) * h.shape[0] * h.shape[2],
+        _visits(data, plan.arguments["T"]) * h.shape[0] * h.shape[2],
         {f"a{s}": a for s, a in enumerate(data.stack.a)},
         minimum if judge_traffic else None,
-        (1e-4, 1e-4),
+        OP[step.dtype] if h.dtype == step.dtype else (1e-4, 1e-4),
     )
 
 
-def expand(step: Step, overwrite: bool = False, judge_traffic: bool = False) -> Launch:
+def expand(
+    step: Step, regime: triton_ascend.Regime | None = None, overwrite: bool = False, judge_traffic: bool = False
+) -> Launch:
     """An expand of the step from partial sums that are NaN wherever it has no business."""
     data = make_data(step)
-    h = triton_ascend.allocate_partials(data.x, data.stack, data.maps, _width(step), NUM_VECTOR_CORES)
-    h.fill_(torch.nan)
+    regime = regime or _regime(data)
+    h = _partials(data, regime)
     random = torch.Generator().manual_seed(1)
     for segment in data.maps.segments:
         for s, of_segments in enumerate(step.ranks):
             mine = h[s, segment.start : segment.end, :, : of_segments[segment.place]]
             mine.copy_(torch.randn(mine.shape, generator=random))
-    plan = triton_ascend.plan_expand(h, data.out, data.stack, data.maps, NUM_VECTOR_CORES, overwrite=overwrite)
+    plan = triton_ascend.plan_expand(h, data.out, data.stack, data.maps, regime, overwrite=overwrite)
     expected = data.out.clone()
     reference.lora_expand(h.double().sum(2), expected, data.stack, data.maps, overwrite=overwrite)
     tokens = sum(step.lengths)
@@ -167,7 +177,7 @@ def expand(step: Step, overwrite: bool = False, judge_traffic: bool = False) -> 
         plan.grid,
         {"out_ptr": expected},
         MAPS,
-        _visits(data) * plan.arguments["num_chunks"],
+        _visits(data, plan.arguments["T"]) * plan.arguments["num_chunks"],
         {f"b{s}": b for s, b in enumerate(data.stack.b)},
         minimum if judge_traffic else None,
         OP[step.dtype],
@@ -179,21 +189,57 @@ SIXTY_FOUR = Step([1] * 64, [[16] * 64], 4096, [4096])
 ODD = Step([3, 20, 1], [[16, 5, 40]], 1000, [777], num_base=4)
 PACKED = Step([2, 1, 5], [[16, 8, 0], [16, 0, 0], [3, 33, 0]], 500, [300, 40, 8], num_base=1)
 ONE = Step([1], [[8]], 4096, [4096])
+PREFILL = Step([100, 3, 60, 1], [[16, 40, 8, 16]], 1024, [600], num_base=8)
+LONG = Step([256], [[16]], 2048, [2048])
+PACKED_PREFILL = Step([70, 9], [[16, 0], [3, 33]], 192, [300, 40], num_base=1)
 
-_Maker = Callable[..., Launch]
+_FEW = {"4 adapters": FOUR, "64 adapters": SIXTY_FOUR, "odd sizes": ODD, "packed": PACKED, "one token": ONE}
+_MANY = {"long": LONG, "mixed": PREFILL, "packed": PACKED_PREFILL}
+# Small steps for trying one configuration: several ranks, an untargeted slice, base tokens, odd widths.
+_SMALL = {
+    "few": Step([3, 14, 1], [[16, 5, 24], [0, 16, 8]], 600, [333, 9], num_base=2),
+    "many": Step([30, 101], [[16, 24], [0, 7]], 512, [130, 24], num_base=3),
+}
+# Two loops stand around a visit: over the tiles of a core, and over the segments of a tile.
+_DEPTH = 2
 
 
-def _launches(make: _Maker) -> dict[str, Callable[[], Launch]]:
-    return {
-        "4 adapters": partial(make, FOUR, judge_traffic=True),
-        "64 adapters": partial(make, SIXTY_FOUR, judge_traffic=True),
-        "odd sizes": partial(make, ODD),
-        "packed": partial(make, PACKED),
-        "one token": partial(make, ONE),
-    }
+def _kernel(name: str) -> Any:
+    return getattr(triton_ascend_kernels, name)
+
+
+def _case(name: str, make: Callable[..., Launch], steps: dict[str, Step]) -> Case:
+    judged = ("4 adapters", "64 adapters")
+    launches = {key: partial(make, step, judge_traffic=key in judged) for key, step in steps.items()}
+    return Case(name, _kernel(name), launches, work_loop_depth=_DEPTH)
+
+
+def _configurations() -> list[Case]:
+    """Each kernel with each block that a launch table holds, in each type, adding and overwriting."""
+    cases: list[Case] = []
+    for table in triton_ascend.TABLES:
+        for regime_name, tiles in (("few", table.few), ("many", table.many)):
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                step = dataclasses.replace(_SMALL[regime_name], dtype=dtype)
+                makers: dict[str, Callable[[], Launch]] = {}
+                for block in tiles.inputs:
+                    regime = triton_ascend.Regime(regime_name, dataclasses.replace(tiles, inputs=(block,)), 2)
+                    makers[f"shrink_{regime_name}-{block}"] = partial(shrink, step, regime)
+                for block in tiles.columns:
+                    regime = triton_ascend.Regime(regime_name, dataclasses.replace(tiles, columns=(block,)), 2)
+                    for mode, overwrite in (("add", False), ("overwrite", True)):
+                        makers[f"expand_{regime_name}-{block}-{mode}"] = partial(expand, step, regime, overwrite)
+                for key, make in makers.items():
+                    name = f"lora_{key.partition('-')[0]}"
+                    launches = {f"{key.partition('-')[2]} {str(dtype).removeprefix('torch.')}": make}
+                    cases.append(Case(name, _kernel(name), launches, work_loop_depth=_DEPTH))
+    return cases
 
 
 CASES = [
-    Case("lora_shrink_few", triton_ascend_kernels.lora_shrink_few, _launches(shrink), work_loop_depth=2),
-    Case("lora_expand_few", triton_ascend_kernels.lora_expand_few, _launches(expand), work_loop_depth=2),
+    _case("lora_shrink_few", shrink, _FEW),
+    _case("lora_expand_few", expand, _FEW),
+    _case("lora_shrink_many", shrink, _MANY),
+    _case("lora_expand_many", expand, _MANY),
+    *_configurations(),
 ]
