@@ -12,7 +12,7 @@ from adapters.config import AdapterConfig
 from adapters.errors import BindingError
 from adapters.format import Tensor
 from adapters.layout import BaseLayout, Projection, Slice
-from adapters.patterns import pattern_values, targeted
+from adapters.patterns import endings, pattern_values, targeted
 
 # Path components that wrap a model without being part of it; training frameworks stack them in any order.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -230,12 +230,8 @@ def _rows(slices: list[BoundSlice]) -> dict[str, int]:
 def _notes(config: AdapterConfig, known: _Known, copies: list[BaseCopy]) -> tuple[str, ...]:
     notes = [f"{copy.tensor.name} repeats the base's own weight and is not stored." for copy in copies]
     names = config.target_modules if isinstance(config.target_modules, tuple) else ()
-    tails = {_tail(name): name for name in names}
-    unused = [
-        name
-        for tail, name in tails.items()
-        if not any(f".{known_tail}".endswith(f".{tail}") for known_tail in known.by_tail)
-    ]
+    known_endings = {ending for tail in known.by_tail for ending in endings(tail)}
+    unused = [name for name in names if _tail(name) not in known_endings]
     if unused:
         notes.append(f"target_modules names nothing in this base model with: {', '.join(unused)[:500]}.")
     return tuple(notes)

@@ -11,6 +11,7 @@ from adapters.format import parse_json_object
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_RANK = 1 << 16
+MAX_PATTERNS = 4096
 
 # Settings that only matter during training or name where something came from: any value means the same adapter.
 INERT = frozenset(
@@ -185,6 +186,8 @@ def _pattern(fields: dict[str, Any], what: str) -> list[tuple[str, Any]]:
     value = fields.get(what)
     if not isinstance(value, dict | None):
         raise Malformed(f"adapter_config.json: {what} is {_show(value)}; it must map module names to numbers.")
+    if len(value or ()) > MAX_PATTERNS:
+        raise Malformed(f"adapter_config.json: {what} has more than {MAX_PATTERNS} entries.")
     return list((value or {}).items())
 
 

@@ -15,6 +15,7 @@ ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 MAX_HEADER_BYTES = 8 << 20
 MAX_TENSORS = 65_536
 MAX_DIMENSIONS = 8
+MAX_NAME_LENGTH = 1000
 CHUNK_BYTES = 1 << 20
 
 
@@ -113,6 +114,8 @@ def _parse(text: bytes) -> dict[str, Any]:
 
 
 def _tensor(name: str, entry: Any, data_start: int, any_dtype: bool) -> Tensor:
+    if len(name) > MAX_NAME_LENGTH:
+        raise Malformed(f"The tensor name {name[:100]!r}... is longer than {MAX_NAME_LENGTH} characters.")
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise Malformed(f"Tensor {name[:200]!r}: the header entry needs exactly dtype, shape and data_offsets.")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]

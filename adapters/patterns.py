@@ -48,12 +48,14 @@ def targeted(config: AdapterConfig, paths: Sequence[str], linear_paths: Iterable
         else:
             found = _full_matches(config.target_modules, paths, "target_modules")
     else:
-        found = {path for path in paths if _in_targets(config, config.target_modules, path)}
+        names = frozenset(config.target_modules)
+        found = {path for path in paths if _in_targets(config, names, path)}
     if isinstance(config.exclude_modules, str):
         return found - (
             _full_matches(config.exclude_modules, sorted(found), "exclude_modules") if config.exclude_modules else set()
         )
-    return {path for path in found if not _ends_with_any(path, config.exclude_modules)}
+    excluded = frozenset(config.exclude_modules)
+    return {path for path in found if not _ends_with_any(path, excluded)}
 
 
 def pattern_values(keys: Sequence[str], paths: Sequence[str], what: str) -> dict[str, str]:
@@ -72,6 +74,12 @@ def pattern_values(keys: Sequence[str], paths: Sequence[str], what: str) -> dict
     return found
 
 
+def endings(path: str) -> list[str]:
+    """The path and what follows each of its dots: "a.b.c", "b.c", "c"."""
+    parts = path.split(".")
+    return [".".join(parts[index:]) for index in range(len(parts))]
+
+
 def _plain_key_matches(key: str, path: str) -> bool:
     """re.match(rf"(.*\\.)?({key})$", path) for a key of word characters and dots, a dot matching any character."""
     before, tail = path[: -len(key)], path[-len(key) :]
@@ -80,7 +88,7 @@ def _plain_key_matches(key: str, path: str) -> bool:
     return tail == key or all(wanted in (".", found) for wanted, found in zip(key, tail, strict=True))
 
 
-def _in_targets(config: AdapterConfig, names: Sequence[str], path: str) -> bool:
+def _in_targets(config: AdapterConfig, names: frozenset[str], path: str) -> bool:
     if path in names:
         return True  # PEFT does not look at the layers of a path given in full
     if not _ends_with_any(path, names):
@@ -99,8 +107,8 @@ def _layer_of(path: str, layers_pattern: Sequence[str]) -> int | None:
     return None
 
 
-def _ends_with_any(path: str, names: Sequence[str]) -> bool:
-    return any(path == name or path.endswith(f".{name}") for name in names)
+def _ends_with_any(path: str, names: frozenset[str]) -> bool:
+    return not names.isdisjoint(endings(path))
 
 
 def _full_matches(pattern: str, paths: Sequence[str], what: str) -> set[str]:

@@ -21,8 +21,9 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -36,6 +37,9 @@ from adapters.records import AdapterRecord, Manifest
 from adapters.row_plan import RowPlan
 from adapters.upload import Budget, Part, Staging, StoreLimits, disk_full_is_ours
 from adapters.validate import check_headers, module_reports, write_canonical
+
+# A manifest lists every module: thousands of adapters would fill memory with them. The rest is read when asked for.
+MAX_MANIFESTS_KEPT = 256
 
 __all__ = ["AdapterStore", "Lease", "Part", "StoreLimits", "Upload"]
 
@@ -156,7 +160,7 @@ class AdapterStore:
         self._lock = threading.Lock()
         # Guarded by the lock: the three tables, and every change of names/ and adapters/ on disk.
         self._names: dict[str, Alias] = self._files.recover()
-        self._manifests: dict[str, Manifest] = {}
+        self._manifests: OrderedDict[str, Manifest] = OrderedDict()
         self._leases: Counter[str] = Counter()
 
     def close(self) -> None:
@@ -255,9 +259,14 @@ class AdapterStore:
             return self._record(name)
 
     def list(self) -> tuple[AdapterRecord, ...]:
-        """All names, sorted."""
+        """All names, sorted; one by one, so that a long list holds up nobody."""
         with self._lock:
-            return tuple(self._record(name) for name in sorted(self._names))
+            names = sorted(self._names)
+        records = []
+        for name in names:
+            with suppress(NotFound):  # deleted meanwhile
+                records.append(self.get(name))
+        return tuple(records)
 
     def manifest(self, digest: str) -> Manifest:
         """Raises NotFound."""
@@ -281,8 +290,12 @@ class AdapterStore:
         return AdapterRecord(name, alias.created_at_seconds, self._manifest(alias.digest))
 
     def _manifest(self, digest: str) -> Manifest:
+        """Under the lock."""
         if digest not in self._manifests:
             self._manifests[digest] = self._files.read_manifest(digest)
+            if len(self._manifests) > MAX_MANIFESTS_KEPT:
+                self._manifests.popitem(last=False)
+        self._manifests.move_to_end(digest)
         return self._manifests[digest]
 
     # ---- leases and deletion

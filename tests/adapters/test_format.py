@@ -74,6 +74,7 @@ def test_a_file_of_ours_is_read_by_the_safetensors_library(tmp_path: Path) -> No
         (file_bytes(b'{"a":' + b"9" * 5000 + b"}", b""), "not valid JSON"),
         (file_bytes({"__metadata__": {"x": 1}}, b""), "__metadata__"),
         (file_bytes({"a": 5}, b""), "exactly"),
+        (file_bytes({"a" * 2000: 5}, b""), "longer"),
         (file_bytes(edited(extra=1), DATA), "exactly"),
         (file_bytes(edited(shape=[-4]), DATA), "sizes"),
         (file_bytes(edited(shape=[True]), DATA), "sizes"),

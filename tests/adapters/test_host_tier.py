@@ -101,6 +101,15 @@ def test_a_budget_of_zero_keeps_nothing(store: AdapterStore, tmp_path: Path) -> 
     tier.check_integrity()
 
 
+def test_an_adapter_larger_than_the_budget_drives_nobody_out(store: AdapterStore, tmp_path: Path) -> None:
+    small = upload_small(store, LAYOUT, "small", rank=2)[0].digest
+    large = upload_small(store, LAYOUT, "large", rank=40)[0].digest
+    tier = HostTier(tmp_path, LAYOUT, 10 * read_adapter(tmp_path, LAYOUT, small, torch.float32).num_bytes)
+    tier.get(small)
+    assert tier.get(large).rows == {"attention": 40}
+    assert tier.resident() == (small,)
+
+
 def test_an_adapter_lives_on_after_its_files_are_gone(store: AdapterStore, tmp_path: Path) -> None:
     digest = upload_small(store, LAYOUT, "x")[0].digest
     tier = HostTier(tmp_path, LAYOUT, 1 << 20)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
+from adapters import store as store_module
 from adapters import upload as upload_module
 from adapters.errors import (
     AdapterError,
@@ -566,6 +567,14 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
     with pytest.raises(NotFound):
         again.path_of(held.record.digest)
     again.close()
+
+
+def test_more_adapters_than_manifests_in_memory(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "MAX_MANIFESTS_KEPT", 2)
+    records = [upload_small(store, LAYOUT, f"n{index}", seed=index)[0] for index in range(5)]
+    assert store.list() == tuple(records)
+    assert store.get("n0") == records[0]
+    assert len(store._manifests) == 2
 
 
 def test_adapters_of_another_base_are_left_alone(tmp_path: Path) -> None:
