@@ -1,0 +1,1 @@
+"""The bundled model: its data, its training and its evaluation. Run the scripts as modules, from the project root."""
