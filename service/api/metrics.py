@@ -36,6 +36,7 @@ _STATS_COUNTERS = (
     ("preemptions", "num_preemptions", "Sequences preempted because KV blocks or state lines ran out."),
     ("adapter_loads", "num_adapter_loads", "Adapters loaded onto the device."),
     ("adapter_evictions", "num_adapter_evictions", "Adapters that left the device."),
+    ("lora_op_calls", "num_lora_op_calls", "LoRA ops that ran; steps without adapters run none."),
 )
 
 

@@ -18,6 +18,7 @@ from collections import deque
 import torch
 
 from adapters.row_pool import PoolUsage
+from kernels.lora import ops as lora_ops
 from service.engine import admission
 from service.engine.adapter_desk import AdapterDesk, HostSource, Rows
 from service.engine.block_pool import BlockPool
@@ -202,6 +203,7 @@ class Engine:
             num_preemptions=self.scheduler.num_preemptions,
             num_adapter_loads=usage.num_loads,
             num_adapter_evictions=usage.num_evictions,
+            num_lora_op_calls=lora_ops.call_count(),
             steps=self.records.take_new(),
         )
 

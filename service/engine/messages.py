@@ -155,6 +155,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     num_preemptions: int
     num_adapter_loads: int
     num_adapter_evictions: int
+    num_lora_op_calls: int
     # One entry per step since the last Stats: (tokens, sequences, distinct adapters, milliseconds).
     steps: tuple[tuple[int, int, int, float], ...] = ()
 
