@@ -2,14 +2,13 @@
 
 Order, as in vLLM: repetition, presence and frequency penalties; logit_bias; min_tokens (ending tokens barred);
 temperature; min_p; top_k; top_p over what is left, renormalised. Temperature 0 takes the most likely token after
-penalties and bias.
-Log probabilities are those of the model's own distribution, before any of this.
+penalties and bias. Log probabilities are those of the model's own distribution, before any of this.
 
 Randomness: one uniform number per token, a hash of (seed of the request, index of the output token), used for inverse
 transform sampling. Hence a request's tokens depend neither on its neighbours nor on preemption.
 
-Cost: all-greedy steps are one `max` over the logits. Rows with top_k or top_p look at their most likely candidates
-only, and are sorted whole only if those do not reach top_p.
+Cost: all-greedy steps are one `max` over the logits; random ones add an `exp` and a sum. Rows with top_k or top_p are
+cut one by one, by a sort of the few tokens that can matter.
 """
 
 from __future__ import annotations
@@ -18,12 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from service.engine.messages import Sampling, TokenLogprob
 from service.engine.penalties import TokenCounts, apply_penalties
-
-# Enough that top_p 0.95 of a trained model nearly always lies within; a full sort of 32k logits costs 30 times as much.
-NUM_CANDIDATES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +62,12 @@ def sample(logits: torch.Tensor, requests: Sequence[RowRequest]) -> list[Choice]
     logprobs = _RowLogprobs(logits, logprob_rows) if logprob_rows else None
     _adjust(logits, requests)
     best_values, best_tokens = logits.max(dim=-1)
-    tokens: list[int | None] = [*best_tokens.tolist()]
-    drawn = [row for row, request in enumerate(requests) if request.sampling.temperature > 0.0]
+    is_finite = best_values.isfinite().tolist()
+    tokens = [token if fine else None for token, fine in zip(best_tokens.tolist(), is_finite, strict=True)]
+    drawn = [row for row, request in enumerate(requests) if request.sampling.temperature > 0.0 and is_finite[row]]
     if drawn:
-        for row, token in zip(drawn, _draw(logits, drawn, requests), strict=True):
+        for row, token in zip(drawn, _draw(logits, best_values, drawn, requests), strict=True):
             tokens[row] = token
-    for row, is_finite in enumerate(best_values.isfinite().tolist()):
-        if not is_finite:
-            tokens[row] = None
     if logprobs is None:
         return [Choice(token) for token in tokens]
     return [Choice(token, logprobs.of(row, token)) for row, token in enumerate(tokens)]
@@ -151,75 +146,73 @@ def _index(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64, device=like.device)
 
 
-def _draw(logits: torch.Tensor, rows: Sequence[int], requests: Sequence[RowRequest]) -> list[int]:
-    """Random tokens of `rows`, in their order."""
+def _draw(
+    logits: torch.Tensor, best_values: torch.Tensor, rows: Sequence[int], requests: Sequence[RowRequest]
+) -> list[int]:
+    """Random tokens of `rows`, in their order; their logits are spent."""
     samplings = [requests[row].sampling for row in rows]
     numbers = [uniform(requests[row].seed, requests[row].index) for row in rows]
     temperatures = torch.tensor([max(sampling.temperature, 1e-5) for sampling in samplings], device=logits.device)
-    selected = logits if len(rows) == len(requests) else logits[_index(rows, logits)]
-    # The largest logit becomes 0 before the division, so that a tiny temperature cannot overflow.
-    scaled = (selected - selected.max(dim=-1, keepdim=True).values) / temperatures[:, None]
-    probs = scaled.softmax(dim=-1)
-    tokens = [0] * len(rows)
-    plain = [i for i, s in enumerate(samplings) if s.top_p >= 1.0 and s.top_k <= 0 and s.min_p <= 0.0]
-    cut = [i for i, s in enumerate(samplings) if not (s.top_p >= 1.0 and s.top_k <= 0 and s.min_p <= 0.0)]
-    if plain:
-        picked = _pick(probs[_index(plain, probs)], [numbers[i] for i in plain])
-        for i, token in zip(plain, picked.tolist(), strict=True):
-            tokens[i] = token
-    if cut:
-        picked_cut = _draw_cut(probs[_index(cut, probs)], [samplings[i] for i in cut], [numbers[i] for i in cut])
-        for i, token in zip(cut, picked_cut, strict=True):
-            tokens[i] = token
-    return tokens
+    if len(rows) < len(requests):
+        logits, best_values = logits[_index(rows, logits)], best_values[_index(rows, logits)]
+    # Relative to the most likely token, whose weight is 1: no temperature can overflow.
+    weights = logits.sub_(best_values[:, None]).div_(temperatures[:, None]).exp_()
+    for row, sampling in zip(weights, samplings, strict=True):
+        _cut(row, sampling)
+    return _pick(weights, numbers).tolist()
 
 
-def _draw_cut(probs: torch.Tensor, samplings: Sequence[Sampling], numbers: Sequence[float]) -> list[int]:
-    """Rows with min_p, top_k or top_p: only their most likely candidates matter."""
-    vocab = probs.shape[-1]
-    num_candidates = min(NUM_CANDIDATES, vocab)
-    values, tokens = probs.topk(num_candidates, dim=-1)
-    kept, is_complete = _cut(values, samplings, num_candidates == vocab)
-    chosen = tokens.gather(1, _pick(kept, numbers)[:, None])[:, 0].tolist()
-    rest = [i for i, complete in enumerate(is_complete) if not complete]
-    if rest:
-        values, tokens = probs[_index(rest, probs)].sort(dim=-1, descending=True)
-        kept, _ = _cut(values, [samplings[i] for i in rest], True)
-        picked = tokens.gather(1, _pick(kept, [numbers[i] for i in rest])[:, None])[:, 0].tolist()
-        for i, token in zip(rest, picked, strict=True):
-            chosen[i] = token
-    return chosen
+def _cut(weights: torch.Tensor, sampling: Sampling) -> None:
+    """Zero what min_p, top_k and top_p exclude, in place; equals of the last token kept stay too.
 
-
-def _cut(values: torch.Tensor, samplings: Sequence[Sampling], is_whole: bool) -> tuple[torch.Tensor, list[bool]]:
-    """Zero what min_p, top_k and top_p exclude of the descending `values` [rows, n]; and whether the n most likely tell
-    all: whether nothing outside of them would be kept."""
-    n = values.shape[-1]
-
-    def column(numbers: list[float]) -> torch.Tensor:
-        return torch.tensor(numbers, device=values.device)[:, None]
-
-    rank = torch.arange(n, device=values.device)[None]
-    top_k = column([float(s.top_k if s.top_k > 0 else 2**31) for s in samplings])
-    kept = (rank < top_k) & (values >= column([s.min_p for s in samplings]) * values[:, :1])
-    left = torch.where(kept, values, 0.0).double()
-    cumulated = left.cumsum(dim=-1)
-    # top_p is a share of what min_p and top_k leave: of the candidates, if that ends among them, else of all tokens.
-    ends_inside = ~kept[:, -1] | (top_k[:, 0] <= n) | is_whole
-    total = torch.where(ends_inside, cumulated[:, -1], 1.0)
-    top_p = column([s.top_p for s in samplings])
-    left = torch.where(cumulated - left < top_p * total[:, None], left, 0.0)
-    left[:, 0] = values[:, 0]  # the most likely token always stays
-    cut_by_top_p_alone = torch.tensor([s.top_k <= 0 and s.min_p <= 0.0 for s in samplings], device=values.device)
-    is_complete = ends_inside | (cut_by_top_p_alone & (left[:, -1] == 0.0))
-    return left, is_complete.tolist()
+    weights  [vocab], the largest being 1
+    """
+    if sampling.min_p > 0.0:
+        weights.masked_fill_(weights < sampling.min_p, 0.0)
+    if 0 < sampling.top_k < len(weights):
+        weights.masked_fill_(weights < weights.topk(sampling.top_k).values[-1], 0.0)
+    if sampling.top_p < 1.0:
+        wanted = sampling.top_p * weights.sum(dtype=torch.float64)
+        # Tokens below this weight sum to less than what top_p leaves out, so the sort can do without them.
+        floor = (weights.sum(dtype=torch.float64) - wanted) / len(weights)
+        ranked = weights[weights >= floor.float()].sort(descending=True).values
+        num_kept = int(torch.searchsorted(ranked.cumsum(0, dtype=torch.float64), wanted)) + 1
+        weights.masked_fill_(weights < ranked[min(num_kept, len(ranked)) - 1], 0.0)
 
 
 def _pick(weights: torch.Tensor, numbers: Sequence[float]) -> torch.Tensor:
-    """int64 [rows]: inverse transform sampling from rows of unnormalised weights; a weight of 0 is never picked."""
-    cumulated = weights.double().cumsum(dim=-1)
+    """int64 [rows]: inverse transform sampling from rows of unnormalised weights; a weight of 0 is never picked.
+
+    First the block of tokens, by the blocks' sums, then the token within it: a running sum over the whole vocabulary
+    costs ten times as much.
+    """
+    num_rows, vocab = weights.shape
+    padded = functional.pad(weights, (0, -vocab % _BLOCK)) if vocab % _BLOCK else weights
+    blocks = padded.view(num_rows, -1, _BLOCK)
+    sums = blocks.sum(dim=-1).double()
+    numbers_column = torch.tensor(numbers, dtype=torch.float64, device=weights.device)[:, None]
+    block, left = _pick_column(sums, numbers_column)
+    within = blocks[torch.arange(num_rows, device=weights.device), block].double()
+    token, _ = _pick_column(within, left)
+    return block * _BLOCK + token
+
+
+_BLOCK = 256
+
+
+def _pick_column(weights: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [rows], float64 [rows, 1]: the column that each number in [0, 1) falls on, and where in it, in [0, 1).
+
+    weights float64 [rows, n], numbers float64 [rows, 1]
+    """
+    cumulated = weights.cumsum(dim=-1)
     total = cumulated[:, -1:]
-    target = torch.tensor(numbers, dtype=torch.float64, device=weights.device)[:, None] * total
-    # Rounding must not carry the target up to the total, which would pick the last token whatever its weight.
-    target = target.minimum(torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulated, target, right=True)[:, 0].clamp(max=weights.shape[-1] - 1)
+    # Rounding must not carry the target up to the total, which would pick the last column whatever its weight.
+    target = (numbers * total).minimum(torch.nextafter(total, torch.zeros_like(total)))
+    column = torch.searchsorted(cumulated, target, right=True).clamp(max=weights.shape[-1] - 1)
+    weight = weights.gather(1, column)
+    start = cumulated.gather(1, column) - weight
+    return column[:, 0], ((target - start) / weight).clamp(0.0, _BELOW_ONE)
+
+
+_BELOW_ONE = 1.0 - 2.0**-53
