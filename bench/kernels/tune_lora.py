@@ -34,38 +34,33 @@ def shrink_candidates(config: LoraConfig) -> list[ShrinkConfig]:
     if config.max_tokens > 256:
         splits = sorted({max(1, present.num_splits // 2), present.num_splits, present.num_splits * 2})
         return [
-            ShrinkConfig(num_splits, block_m, block_k, 64, 1, stages, warps, programs)
-            for num_splits, block_m, block_k, stages, warps, programs in itertools.product(
-                splits, (64, 128), (64, 128), (3, 4), (4, 8), (2, 4)
-            )
-            if block_m * block_k <= 128 * 64 and warps * 32 >= block_m * 2
+            ShrinkConfig(num_splits, 64, block_k, 64, 1, stages, 4, programs)
+            for num_splits, block_k, stages, programs in itertools.product(splits, (64, 128), (3, 4), (2, 4))
         ]
     return [
-        ShrinkConfig(num_splits, present.block_m, block_k, block_r, groups, stages, groups, programs)
-        for num_splits, block_k, block_r, groups, stages, programs in itertools.product(
-            (8, 16, 32), (128, 256), (32, 64), (2, 4), (2, 3), (4,)
+        ShrinkConfig(num_splits, 16, block_k, block_r, warps, stages, warps, programs)
+        for num_splits, block_k, block_r, warps, stages, programs in itertools.product(
+            (4, 8), (128, 256), (32, 64), (1, 2), (3, 4), (4,)
         )
-        if num_splits * block_k <= 4096
+        if block_k * stages <= 768
     ]
 
 
 def expand_candidates(config: LoraConfig) -> list[ExpandConfig]:
     """Variations of the bucket's expand."""
-    present = config.expand
     if config.max_tokens > 256:
         return [
-            ExpandConfig(block_m, block_n, 64, stages, warps, programs, registers)
-            for block_m, block_n, stages, warps, programs, registers in itertools.product(
-                (64, 128), (64, 128), (2, 3), (4, 8), (2, 4), (128, None)
+            ExpandConfig(64, block_n, block_n, 64, stages, warps, programs, registers)
+            for block_n, stages, warps, programs, registers in itertools.product(
+                (64, 128), (2, 3), (4, 8), (2, 3, 4), (128, None)
             )
-            if block_m * block_n <= warps * 2048
+            if (block_n, warps) != (64, 8)
         ]
     return [
-        ExpandConfig(present.block_m, block_n, block_r, stages, warps, programs, registers)
-        for block_n, block_r, stages, warps, programs, registers in itertools.product(
-            (64, 128, 256), (64,), (2, 4), (2, 4, 8), (4, 8), (96, None)
+        ExpandConfig(16, 128, block_n_tall, block_r, stages, 4, programs, registers)
+        for block_n_tall, block_r, stages, programs, registers in itertools.product(
+            (64, 128), (64, 128), (3, 4), (3, 4), (128, 160)
         )
-        if 16 <= block_n // warps <= 64
     ]
 
 

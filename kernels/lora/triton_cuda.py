@@ -251,6 +251,7 @@ def _launch_expand(
         MAX_SEGMENTS=_padded_segments(maps),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
+        BLOCK_N_TALL=config.block_n_tall,
         BLOCK_R=config.block_r,
         STAGES=config.stages,
         EVEN_N=all(width % config.block_n == 0 for width in widths),

@@ -37,12 +37,14 @@ class ShrinkConfig:
 class ExpandConfig:
     """Tile and launch shape of the expand; fields as in `ShrinkConfig`.
 
-    block_n  columns of a tile
-    block_r  largest rank whose part of h stays on chip for a run of blocks
+    block_n       columns of a block for ranks up to 16
+    block_n_tall  columns of a block for larger ranks, a divisor of block_n
+    block_r       largest rank whose part of h stays on the chip for a run of blocks
     """
 
     block_m: int
     block_n: int
+    block_n_tall: int
     block_r: int
     stages: int
     num_warps: int
@@ -64,12 +66,12 @@ UNBOUNDED = 2**31
 # Kind of GPU (the name the driver reports, or "any") -> configurations by ascending token count.
 TABLES: dict[str, tuple[LoraConfig, ...]] = {
     "any": (
-        LoraConfig(4, ShrinkConfig(16, 16, 256, 64, 4, 2, 4, 4), ExpandConfig(16, 128, 64, 3, 4, 4)),
-        LoraConfig(64, ShrinkConfig(16, 16, 128, 32, 4, 3, 4, 4), ExpandConfig(16, 128, 64, 3, 4, 4, 128)),
-        LoraConfig(256, ShrinkConfig(8, 32, 128, 32, 4, 3, 4, 3), ExpandConfig(32, 128, 64, 3, 4, 3, 168)),
-        LoraConfig(1024, ShrinkConfig(8, 64, 64, 64, 1, 4, 4, 2), ExpandConfig(64, 128, 64, 3, 8, 2, 128)),
-        LoraConfig(4096, ShrinkConfig(4, 64, 64, 64, 1, 4, 4, 2), ExpandConfig(64, 128, 64, 3, 8, 2, 128)),
-        LoraConfig(UNBOUNDED, ShrinkConfig(1, 64, 64, 64, 1, 4, 4, 4), ExpandConfig(64, 128, 64, 3, 8, 2, 128)),
+        LoraConfig(4, ShrinkConfig(16, 16, 256, 64, 4, 2, 4, 4), ExpandConfig(16, 128, 64, 64, 3, 4, 4)),
+        LoraConfig(64, ShrinkConfig(8, 16, 128, 32, 2, 3, 2, 4), ExpandConfig(16, 128, 64, 128, 3, 4, 4, 128)),
+        LoraConfig(256, ShrinkConfig(8, 16, 128, 32, 2, 3, 2, 4), ExpandConfig(16, 128, 64, 128, 3, 4, 4, 128)),
+        LoraConfig(1024, ShrinkConfig(8, 64, 64, 64, 1, 4, 4, 2), ExpandConfig(64, 128, 128, 64, 3, 8, 2, 128)),
+        LoraConfig(4096, ShrinkConfig(4, 64, 64, 64, 1, 4, 4, 2), ExpandConfig(64, 128, 128, 64, 3, 8, 2, 128)),
+        LoraConfig(UNBOUNDED, ShrinkConfig(1, 64, 64, 64, 1, 4, 4, 4), ExpandConfig(64, 128, 128, 64, 3, 8, 2, 128)),
     ),
 }
 

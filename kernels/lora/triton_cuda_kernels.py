@@ -320,7 +320,6 @@ def _store_out(out_rows, column, token_mask, width, values, BLOCK_N: tl.constexp
 @triton.jit
 def _expand_run(
     h,
-    base,
     b_ptr,
     out_rows,
     ranks,
@@ -335,7 +334,10 @@ def _expand_run(
     EVEN_N: tl.constexpr,
     OVERWRITE: tl.constexpr,
 ):
-    """Consecutive blocks of columns, all ranks in one block; `base` is out of the first block, loaded by the caller."""
+    """Consecutive blocks of columns, all ranks in one block."""
+    base = tl.zeros([BLOCK_M, BLOCK_N], dtype=out_rows.dtype.element_ty)
+    if not OVERWRITE:
+        base = _load_out(out_rows, first_column, token_mask, width, num_blocks > 0, BLOCK_N, EVEN_N)
     for step in tl.range(0, num_blocks, num_stages=STAGES):
         column = first_column + step * BLOCK_N
         b = _load_b(b_ptr, ranks, rank, column, width, BLOCK_N, EVEN_N)
@@ -371,6 +373,7 @@ def lora_expand_kernel(
     MAX_SEGMENTS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_N_TALL: tl.constexpr,
     BLOCK_R: tl.constexpr,
     STAGES: tl.constexpr,
     EVEN_N: tl.constexpr,
@@ -381,7 +384,8 @@ def lora_expand_kernel(
     """out[row(t), columns of slice] (+)= sum over splits of h[split, slice, t, :n] @ B[r : r + n]
 
     An item is one block of columns of one tile. EVEN_N: every slice's width is a multiple of BLOCK_N.
-    Ranks up to BLOCK_R keep h on chip for a run of blocks; larger ones go through it in blocks of BLOCK_R.
+    Ranks up to 16 take blocks [16, BLOCK_N] of B, ranks up to BLOCK_R tall ones [BLOCK_R, BLOCK_N_TALL]; both keep h on
+    the chip for a run of blocks. Larger ranks go through h again for each block. BLOCK_N_TALL divides BLOCK_N.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -420,9 +424,6 @@ def lora_expand_kernel(
             column = (block - first_block) * BLOCK_N
             b_ptr = _pick(b_ptrs, slice_id, NUM_SLICES) + first_row * width
             h_rows = h_ptr + slice_id * h_slice_stride + tokens.to(tl.int64) * h_token_stride
-            base = tl.zeros([BLOCK_M, BLOCK_N], dtype=out_ptr.dtype.element_ty)
-            if not OVERWRITE:
-                base = _load_out(out_rows, column, token_mask, width, True, BLOCK_N, EVEN_N)
             if DEPENDENT_LAUNCH:
                 near = tl.minimum(tl.arange(0, 16), tl.maximum(rank - 1, 0)).to(tl.int64)
                 _prefetch_rows(b_ptr + near * width + column, BLOCK_N)
@@ -432,7 +433,6 @@ def lora_expand_kernel(
                 h = _load_h(h_rows, ranks, rank, token_mask, h_split_stride, NUM_SPLITS)
                 _expand_run(
                     h,
-                    base,
                     b_ptr,
                     out_rows,
                     ranks,
@@ -452,36 +452,32 @@ def lora_expand_kernel(
                 h = _load_h(h_rows, ranks, rank, token_mask, h_split_stride, NUM_SPLITS)
                 _expand_run(
                     h,
-                    base,
                     b_ptr,
                     out_rows,
                     ranks,
                     rank,
                     token_mask,
                     column,
-                    num_blocks,
+                    tl.minimum(num_blocks * (BLOCK_N // BLOCK_N_TALL), tl.cdiv(width - column, BLOCK_N_TALL)),
                     width,
                     BLOCK_M,
-                    BLOCK_N,
+                    BLOCK_N_TALL,
                     STAGES,
                     EVEN_N,
                     OVERWRITE,
                 )
             else:
-                for step in tl.range(0, num_blocks, num_stages=1):
-                    here = column + step * BLOCK_N
-                    delta = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+                for step in tl.range(0, num_blocks * (BLOCK_N // BLOCK_N_TALL), num_stages=1):
+                    here = column + step * BLOCK_N_TALL
+                    delta = tl.zeros([BLOCK_M, BLOCK_N_TALL], dtype=tl.float32)
                     for first_rank in tl.range(0, rank, BLOCK_R, num_stages=1):
                         ranks = first_rank + tl.arange(0, BLOCK_R)
-                        b = _load_b(b_ptr, ranks, rank, here, width, BLOCK_N, EVEN_N)
+                        b = _load_b(b_ptr, ranks, rank, here, width, BLOCK_N_TALL, False)
                         h = _load_h(h_rows, ranks, rank, token_mask, h_split_stride, NUM_SPLITS)
                         delta = _multiply(h.to(b.dtype), b, delta)
                     if not OVERWRITE:
-                        delta += base.to(tl.float32)
-                        base = _load_out(
-                            out_rows, here + BLOCK_N, token_mask, width, step + 1 < num_blocks, BLOCK_N, EVEN_N
-                        )
-                    _store_out(out_rows, here, token_mask, width, delta, BLOCK_N, EVEN_N)
+                        delta += _load_out(out_rows, here, token_mask, width, True, BLOCK_N_TALL, False).to(tl.float32)
+                    _store_out(out_rows, here, token_mask, width, delta, BLOCK_N_TALL, False)
 
 
 @triton.jit

@@ -26,8 +26,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 # Small tiles and grids, so that small cases have several tiles, blocks, splits, and items per program.
 SMALL = (
-    LoraConfig(UNBOUNDED, ShrinkConfig(3, 16, 32, 16, 2, 2, 2, 1), ExpandConfig(16, 32, 16, 1, 4, 1)),
-    LoraConfig(UNBOUNDED, ShrinkConfig(1, 16, 64, 32, 1, 2, 4, 2), ExpandConfig(32, 64, 32, 2, 4, 2)),
+    LoraConfig(UNBOUNDED, ShrinkConfig(3, 16, 32, 16, 2, 2, 2, 1), ExpandConfig(16, 32, 16, 16, 1, 4, 1)),
+    LoraConfig(UNBOUNDED, ShrinkConfig(1, 16, 64, 32, 1, 2, 4, 2), ExpandConfig(32, 64, 64, 32, 2, 4, 2)),
 )
 
 
@@ -145,6 +145,7 @@ def test_tables_are_usable() -> None:
         assert bounds[-1] == UNBOUNDED
         for config in table:
             assert config.shrink.block_k % config.shrink.groups == 0
+            assert config.expand.block_n % config.expand.block_n_tall == 0
 
 
 def copy_into(target: LoraMaps, source: LoraMaps) -> None:
