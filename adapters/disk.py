@@ -116,11 +116,15 @@ class StoreFiles:
         (self._names / name).unlink()
         _sync_directory(self._names)
 
-    def remove_adapter(self, digest: str) -> None:
-        """Out of sight by one rename, then deleted."""
+    def remove_adapter(self, digest: str) -> bool:
+        """Out of sight by one rename, then deleted. False when it is not there."""
         out = self.staging / f"gone-{uuid.uuid4().hex}"
-        (self._adapters / digest).rename(out)
+        try:
+            (self._adapters / digest).rename(out)
+        except FileNotFoundError:
+            return False
         shutil.rmtree(out, ignore_errors=True)
+        return True
 
 
 def _write_synced(path: Path, data: bytes) -> None:

@@ -157,9 +157,12 @@ class AdapterStore:
         self._check_template = check_template
         self._base_token_id = base_token_id
         self._files = StoreFiles(root / self._fingerprint)
+        # Two locks, always taken in this order. `_disk` is held through every change of names/ and adapters/, which
+        # syncs and may take long; `_lock` guards the tables below and is held for moments, so that leases are quick.
+        self._disk = threading.Lock()
         self._lock = threading.Lock()
-        # Guarded by the lock: the three tables, and every change of names/ and adapters/ on disk.
         self._names: dict[str, Alias] = self._files.recover()
+        self._num_names = Counter(alias.digest for alias in self._names.values())
         self._manifests: OrderedDict[str, Manifest] = OrderedDict()
         self._leases: Counter[str] = Counter()
 
@@ -229,14 +232,14 @@ class AdapterStore:
 
     def _publish(self, name: str, manifest: Manifest, ready: Path, *, replace: bool) -> tuple[AdapterRecord, bool]:
         digest = manifest.digest
-        with self._lock:
+        with self._disk:
             taken = self._names.get(name)
-            if taken is not None and taken.digest != digest and not replace:
+            if taken is not None and taken.digest == digest:
+                return AdapterRecord(name, taken.created_at_seconds, manifest), False
+            if taken is not None and not replace:
                 raise Conflict(
                     f"The name {name!r} is taken by another adapter; delete that first or choose another name."
                 )
-            if taken is not None and taken.digest == digest:
-                return AdapterRecord(name, taken.created_at_seconds, manifest), False
             self._files.publish(ready, digest)
             alias = Alias(digest, time.time())
             try:
@@ -244,12 +247,21 @@ class AdapterStore:
             except OSError:
                 self._remove_if_unused(digest)
                 raise
-            self._names[name] = alias
-            record = AdapterRecord(name, alias.created_at_seconds, manifest)
+            self._point(name, alias)
             is_gone = taken is not None and self._remove_if_unused(taken.digest)
         if taken is not None:
             self._tell_if_gone(taken.digest, is_gone)
-        return record, True
+        return AdapterRecord(name, alias.created_at_seconds, manifest), True
+
+    def _point(self, name: str, alias: Alias | None) -> None:
+        """Change what a name points at in memory; None removes it."""
+        with self._lock:
+            before = self._names.pop(name, None)
+            if before is not None:
+                self._num_names[before.digest] -= 1
+            if alias is not None:
+                self._names[name] = alias
+                self._num_names[alias.digest] += 1
 
     # ---- look-up
 
@@ -314,10 +326,10 @@ class AdapterStore:
     def delete(self, name: str) -> AdapterRecord:
         """Remove the name at once; the files go with the last lease, or now if nobody holds one and no other name
         points at them. Raises NotFound."""
-        with self._lock:
-            record = self._record(name)
+        with self._disk:
+            record = self.get(name)
             self._files.remove_name(name)
-            del self._names[name]
+            self._point(name, None)
             is_gone = self._remove_if_unused(record.digest)
         self._tell_if_gone(record.digest, is_gone)
         return record
@@ -326,18 +338,25 @@ class AdapterStore:
         with self._lock:
             assert self._leases[digest] > 0, digest
             self._leases[digest] -= 1
-            if self._leases[digest] == 0:
-                del self._leases[digest]
-            is_gone = self._remove_if_unused(digest)
-        self._tell_if_gone(digest, is_gone)
+            is_used = self._is_used(digest)
+        if not is_used:
+            with self._disk:
+                is_gone = self._remove_if_unused(digest)
+            self._tell_if_gone(digest, is_gone)
+
+    def _is_used(self, digest: str) -> bool:
+        """Under `_lock`."""
+        return self._leases[digest] > 0 or self._num_names[digest] > 0
 
     def _remove_if_unused(self, digest: str) -> bool:
-        """Under the lock."""
-        if self._leases.get(digest, 0) or any(alias.digest == digest for alias in self._names.values()):
-            return False
-        self._manifests.pop(digest, None)
-        self._files.remove_adapter(digest)
-        return True
+        """Under `_disk`, so that no name, and hence no lease, can come to the digest meanwhile. False when it is used
+        or gone already."""
+        with self._lock:
+            if self._is_used(digest):
+                return False
+            del self._leases[digest], self._num_names[digest]
+            self._manifests.pop(digest, None)
+        return self._files.remove_adapter(digest)
 
     def _tell_if_gone(self, digest: str, is_gone: bool) -> None:
         if is_gone and self.on_gone is not None:
@@ -345,9 +364,10 @@ class AdapterStore:
 
     def check_integrity(self) -> None:
         """Assert that names, leases and directories agree, on disk and in memory."""
-        with self._lock:
+        with self._disk, self._lock:
             assert self._files.names() == self._names
-            wanted = {alias.digest for alias in self._names.values()} | set(self._leases)
+            assert +self._num_names == Counter(alias.digest for alias in self._names.values())
+            assert all(count >= 0 for count in self._leases.values())
+            wanted = set(+self._num_names) | set(+self._leases)
             assert self._files.digests() == wanted
             assert set(self._manifests) <= wanted
-            assert all(count > 0 for count in self._leases.values())

@@ -187,6 +187,21 @@ def test_idle_ranges_slide_together_before_anything_is_evicted() -> None:
         assert_holds(pool, layout, adapter)
 
 
+def test_pinned_ranges_stay_where_they_are_while_idle_ones_can_make_room() -> None:
+    layout = churn_layout()
+    pool = RowPool(layout, budget_for(layout, 64, 16))
+    adapters = {name: make_host_adapter(layout, name, {"q": 16}) for name in "abcd"}
+    for name, adapter in adapters.items():
+        pool.load(name, adapter)
+    pool.pin("b")
+    before = pool.first_rows(pool.place_of("b"))
+    pool.drop("a")
+    pool.drop("c")  # free: 0-16 and 32-48, with b between them and idle d at the end
+    assert pool.load("wide", make_host_adapter(layout, "wide", {"q": 32}))
+    assert pool.first_rows(pool.place_of("b")) == before
+    assert set(pool.resident()) == {"b", "wide"}
+
+
 def test_pinned_ranges_in_the_way_slide_as_a_last_resort_and_keep_their_places() -> None:
     layout = churn_layout()
     pool = RowPool(layout, budget_for(layout, 64, 16))
