@@ -45,4 +45,6 @@ install_venv
 if [ "${CI:-}" = true ]; then
     rm -rf "$venv/gate-cache"
 fi
-exec "$venv/bin/python" -m pytest tests/ascend -n "$(nproc)" "$@"
+pytest=("$venv/bin/python" -m pytest tests/ascend -n "$(nproc)" "$@")
+"${pytest[@]}"
+TRITON_INTERPRET=1 "${pytest[@]}"

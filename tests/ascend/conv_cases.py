@@ -103,6 +103,71 @@ def update(
     )
 
 
+def prefill(
+    dim: int = 300,
+    width: int = 4,
+    lines: tuple[int, ...] | None = (2, 0, 1, 3, -1),
+    lengths: tuple[int, ...] = (20, 5, 2, 33, 3),
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    state_dtype: torch.dtype = torch.bfloat16,
+    block_size_tokens: int | None = None,
+    has_states: bool = True,
+    is_gated: bool = False,
+    judge_traffic: bool = False,
+) -> Launch:
+    """A prefill of sequences of these lengths, every second one with an initial state, two tokens of padding behind."""
+    num_sequences, num_tokens = len(lengths), sum(lengths) + (0 if judge_traffic else 2)
+    num_blocks = 1
+    num_lines = num_sequences + 2
+    if block_size_tokens is not None:
+        num_blocks = max(lengths) // block_size_tokens + 3
+        num_lines = num_sequences * num_blocks + 1
+    call = _tensors(dim, width, num_tokens, num_lines, width - 1, dtype, state_dtype)
+    call |= {
+        "query_start_loc": _int32([sum(lengths[:n]) for n in range(num_sequences + 1)]),
+        "has_initial_state": torch.tensor([n % 2 == 0 for n in range(num_sequences)]),
+    }
+    if lines is not None:
+        call["state_indices"] = _int32(lines)
+    if block_size_tokens is not None:
+        computed = [n % 2 * 3 for n in range(num_sequences)]
+        last = [(before + length - 1) // block_size_tokens for before, length in zip(computed, lengths, strict=True)]
+        call |= {
+            "state_indices": _int32(range(1, num_lines)).view(num_sequences, num_blocks).flip(1).contiguous(),
+            "initial_state_idx": _int32([max(before - 1, 0) // block_size_tokens for before in computed]),
+            "block_idx_first_scheduled_token": _int32([before // block_size_tokens for before in computed]),
+            "block_idx_last_scheduled_token": _int32(last),
+            "num_computed_tokens": _int32(computed),
+            "block_size_tokens": block_size_tokens,
+        }
+    if is_gated:
+        call |= {"gate_in": call["x"].flip(0).contiguous(), "gate_out": call["x"].roll(1, 0)}
+    if not has_states:
+        call |= {"conv_states": None, "state_indices": None, "has_initial_state": None}
+        expected, states = reference.causal_conv1d_prefill(**call), None
+    else:
+        expected, states = _expected(reference.causal_conv1d_prefill, call)
+    plan = triton_ascend.plan_prefill(**call, out=torch.full_like(call["x"], torch.nan), num_cores=NUM_VECTOR_CORES)
+    minimum = 2 * call["x"].nbytes + call["weight"].nbytes + call["bias"].nbytes
+    minimum += sum(2 * (width - 1) * dim * state_dtype.itemsize for length in lengths if length)
+    tile = plan.arguments["BLOCK_T"]
+    starts = call["query_start_loc"].tolist()
+    pieces = sum(
+        (end - 1) // tile - start // tile + 1 for start, end in zip(starts[:-1], starts[1:], strict=True) if end > start
+    )
+    boundaries = num_sequences * num_blocks if block_size_tokens is not None else 0
+    return Launch(
+        plan.arguments,
+        plan.grid,
+        {"out_ptr": expected} | ({} if states is None else {"states_ptr": states}),
+        MAPS,
+        (pieces + boundaries + 1) * -(-dim // plan.arguments["BLOCK_D"]),
+        minimum_bytes=minimum if judge_traffic else None,
+        tolerance=OP[dtype],
+    )
+
+
 _UPDATES = {
     "32 sequences": partial(update, judge_traffic=True),
     "padding and odd channels": partial(update, 600, 3, (3, 0, 1, -1, 2), is_gated=True),
@@ -113,6 +178,22 @@ _UPDATES = {
     "prefix cache": partial(update, 300, 3, (3, 1, 0, 2), is_paged=True),
 }
 
+_PREFILLS = {
+    "mixed": prefill,
+    "long": partial(prefill, 512, 4, (1, 2), (400, 240), judge_traffic=True),
+    "gated, width 3": partial(prefill, 600, 3, is_gated=True),
+    "width 8, fp32": partial(prefill, 130, 8, dtype=torch.float32, state_dtype=torch.float32),
+    "width 2, no states": partial(prefill, 77, 2, None, has_states=False),
+    "own lines": partial(prefill, 77, 4, None, (3, 0, 18), state_dtype=torch.float32),
+}
+_PREFIX_CACHE = {
+    "blocks of 8": partial(prefill, 300, 4, None, (20, 5, 2, 33), block_size_tokens=8),
+    "blocks of 1": partial(prefill, 40, 4, None, (5, 2), block_size_tokens=1),
+}
+
 CASES = [
     Case("conv_update", triton_ascend.conv_update, _UPDATES, work_loop_depth=2, on_chip_fraction=0.85),
+    # An item is what one sequence has in a tile; a block boundary of the prefix cache is one of its own.
+    Case("conv_prefill", triton_ascend.conv_prefill, _PREFILLS, work_loop_depth=3, on_chip_fraction=0.85),
+    Case("conv_prefix", triton_ascend.conv_prefill, _PREFIX_CACHE, work_loop_depth=4, on_chip_fraction=0.85),
 ]

@@ -1,0 +1,90 @@
+"""The Ascend LoRA kernels in triton-ascend's interpreter, through the public ops, against float64 on random steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.lora import ops, triton_ascend
+from kernels.platform import BackendError
+from tests.ops.test_lora import assert_right, cases, check_linear, expected_linear
+from tests.support.lora_cases import Case, make_step
+
+NUM_VECTOR_CORES = 4
+UNIFIED_BUFFER_BYTES = 192 * 1024
+
+
+@pytest.fixture(autouse=True)
+def _pretend_npu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ops._modules, "cpu", triton_ascend)
+    monkeypatch.setattr(triton_ascend, "_chip", lambda _device: (NUM_VECTOR_CORES, UNIFIED_BUFFER_BYTES))
+
+
+@settings(max_examples=25, deadline=None)
+@given(case=cases(), overwrite=st.booleans())
+def test_few_tokens_equal_float64(case: Case, overwrite: bool) -> None:
+    check_linear(case, "cpu", overwrite=overwrite)
+
+
+@settings(max_examples=10, deadline=None)
+@given(case=cases(), overwrite=st.booleans())
+def test_many_tokens_equal_float64(case: Case, overwrite: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_ascend, "FEW_TOKENS", 0)
+        check_linear(case, "cpu", overwrite=overwrite)
+
+
+@pytest.mark.parametrize("few_tokens", [0, 64], ids=["cube", "vector"])
+def test_shrink_then_expand_equals_float64(few_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_ascend, "FEW_TOKENS", few_tokens)
+    step = make_step(Case(128, (40, 8), ((16, 5, 0), (3, 20, 9)), (3, 1, 4), num_base_tokens=1))
+    out = step.out.clone()
+    h = ops.lora_shrink(step.x, step.stack, step.maps)
+    ops.lora_expand(h, out, step.stack, step.maps)
+    assert_right(out, expected_linear(step), step, step.out)
+
+
+def test_tokens_out_of_order_equal_tokens_in_order() -> None:
+    step = make_step(Case(64, (24,), ((16, 7),), (3, 4), num_base_tokens=2))
+    order = torch.randperm(step.maps.num_tokens, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    x, out, expected = torch.empty_like(step.x), torch.empty_like(step.out), step.out.clone()
+    x[order.long()], out[order.long()] = step.x, step.out
+    ops.lora_linear(x, out, step.stack, step.maps, row_index=order)
+    ops.lora_linear(step.x, expected, step.stack, step.maps)
+    assert torch.equal(out[order.long()], expected)
+
+
+def test_embedding_equals_one_hot_linear() -> None:
+    step = make_step(Case(50, (24,), ((16, 7, 0),), (3, 4, 2), num_base_tokens=2))
+    ids = torch.randint(50, (step.maps.num_tokens,), generator=torch.Generator().manual_seed(0))
+    out, expected = step.out.clone(), step.out.clone()
+    ops.lora_embedding(ids, out, step.stack, step.maps)
+    one_hot = torch.nn.functional.one_hot(ids, 50).float()
+    ops.lora_linear(one_hot, expected, step.stack, step.maps)
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_spare_segments_are_skipped() -> None:
+    case = Case(64, (24,), ((16, 7),), (3, 4), num_base_tokens=2)
+    plain, spare = make_step(case), make_step(case, pad_to=9)
+    for step in (plain, spare):
+        ops.lora_linear(step.x, step.out, step.stack, step.maps)
+    assert torch.equal(plain.out, spare.out)
+
+
+def test_a_chip_too_small_for_every_table_is_refused() -> None:
+    with pytest.raises(BackendError, match="no tiles for an NPU with 65536 bytes"):
+        triton_ascend.choose(8, 4096, 40, 65536)
+
+
+def test_regime_and_grid_follow_from_sizes_alone() -> None:
+    sizes = [(1, 4096), (64, 4096), (65, 4096), (4096, 4096), (4096, 1000)]
+    regimes = [triton_ascend.choose(tokens, features, 40, UNIFIED_BUFFER_BYTES) for tokens, features in sizes]
+    assert [(regime.name, regime.num_cores) for regime in regimes] == [
+        ("few", 40), ("few", 40), ("many", 20), ("many", 20), ("few", 40),
+    ]  # fmt: skip
+    # One token still occupies every core; many tokens need no split.
+    assert regimes[0].num_splits(4096, 1, 1) >= 32
+    assert regimes[3].num_splits(4096, 4096, 1) == 1
