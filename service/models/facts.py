@@ -153,6 +153,8 @@ def model_facts(config: dict[str, Any]) -> ModelFacts:
             "the heads must be a multiple of the key/value heads and their width even"
         )
     layer_kinds = _layer_kinds(config)
+    if "attention" not in layer_kinds:
+        raise ModelError("config.json has no attention layer; served are models with at least one")
     attention_bias = bool(config.get("attention_bias", False)) and family in ("llama", "qwen3")
     return ModelFacts(
         model_type=family,

@@ -81,6 +81,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "zero-size": ("qwen2", {"num_hidden_layers": 0}, "num_hidden_layers as a positive integer, and has 0"),
     "heads": ("llama", {"num_key_value_heads": 4}, "6 attention heads"),
     "layer-types": ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "mamba"]}, "mamba"),
+    "no-attention": ("lfm2", {"layer_types": ["conv"] * 4}, "no attention layer"),
     "layer-count": ("lfm2", {"layer_types": ["conv"]}, "lists 1"),
     "window-off": ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window is off"),
 }
@@ -100,6 +101,14 @@ def test_the_old_spelling_of_rope_means_the_same() -> None:
     old = {key: value for key, value in config.items() if key != "rope_parameters"}
     old |= {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 777.0}
     assert model_facts(old) == model_facts(config)
+
+
+def test_the_old_spelling_of_lfm2_means_what_transformers_reads_in_it() -> None:
+    old = {key: value for key, value in config_of("lfm2").items() if key not in ("layer_types", "tie_word_embeddings")}
+    old |= {"full_attn_idxs": [1, 2], "tie_embedding": False, "block_ff_dim": 200, "intermediate_size": 7}
+    read = transformers.AutoConfig.for_model(**old)
+    assert model_facts(old) == model_facts(json.loads(read.to_json_string(use_diff=False)))
+    assert model_facts(old).layer_kinds == ("conv", "attention", "attention", "conv")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -20,7 +20,7 @@ from service.engine.maps import BASE, MapLimits, Part, adapter_order, build_step
 from service.models.caches import allocate_caches
 from service.models.loader import LoadedModel, load_model
 from tests.support.tiny_models import FAMILIES, LINEAR_MODULES, VOCAB_SIZE, make_adapter, make_tiny_model
-from tests.tolerances import LOGITS
+from tests.tolerances import LOGITS, LOGITS_RMS
 
 EMBEDDINGS = ["embed_tokens", "lm_head"]
 # Per adapter: rank and which of the family's modules it targets.
@@ -65,11 +65,11 @@ class Served:
 
 @torch.inference_mode()
 def peft_logits(
-    model_dir: Path, adapter_dirs: dict[str, Path], prompts: dict[str, list[int]]
+    model_dir: Path, adapter_dirs: dict[str, Path], prompts: dict[str, list[int]], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """Logits [tokens, vocabulary] by adapter name; "base" is the model without any."""
-    base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    logits = {"base": base(torch.tensor([prompts["base"]])).logits[0]}
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+    logits = {"base": base(torch.tensor([prompts["base"]])).logits[0].float()}
     model: PeftModel | None = None
     for name, directory in adapter_dirs.items():
         if model is None:
@@ -77,16 +77,21 @@ def peft_logits(
         else:
             model.load_adapter(str(directory), adapter_name=name)
         model.set_adapter(name)
-        logits[name] = model(torch.tensor([prompts[name]])).logits[0]
+        logits[name] = model(torch.tensor([prompts[name]])).logits[0].float()
     return logits
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+SETTINGS = [(family, dtype) for dtype in (torch.float32, torch.bfloat16) for family in FAMILIES]
+
+
+@pytest.fixture(scope="module", params=SETTINGS, ids=[f"{family}-{dtype}" for family, dtype in SETTINGS])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    family, root = request.param, tmp_path_factory.mktemp(request.param)
-    model_dir = make_tiny_model(family, root / "model")
+    family, dtype = request.param
+    root = tmp_path_factory.mktemp(family)
+    model_dir = make_tiny_model(family, root / "model", dtype=dtype)
     loaded = load_model(model_dir)
-    pool = RowPool(loaded.layout, 4 << 20)
+    # PEFT holds the rows of a half-precision model in float32 too.
+    pool = RowPool(loaded.layout, 4 << 20, dtype=torch.float32)
     adapter_dirs = {}
     for seed, (name, (rank, targets)) in enumerate(TARGETS.items()):
         modules = targets if isinstance(targets, list) else LINEAR_MODULES[family][targets]
@@ -97,7 +102,16 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, VOCAB_SIZE, (PROMPT_TOKENS,), generator=generator).tolist()
     prompts = dict.fromkeys([*TARGETS, "base"], tokens)
-    return Served(loaded, pool, prompts, peft_logits(model_dir, adapter_dirs, prompts))
+    return Served(loaded, pool, prompts, peft_logits(model_dir, adapter_dirs, prompts, dtype))
+
+
+def assert_equals_peft(served: Served, logits: dict[str, torch.Tensor]) -> None:
+    dtype = served.loaded.dtype
+    for name, expected in served.expected.items():
+        torch.testing.assert_close(
+            logits[name], expected, atol=LOGITS[dtype], rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
+        assert (logits[name] - expected).square().mean().sqrt() < LOGITS_RMS[dtype], name
 
 
 def run(served: Served, chunk_starts: list[dict[str, int]]) -> dict[str, torch.Tensor]:
@@ -133,13 +147,11 @@ def test_each_adapter_changes_the_output_and_all_differ(served: Served) -> None:
     for i, first in enumerate(names):
         for second in names[:i]:
             difference = (served.expected[first] - served.expected[second]).abs().max()
-            assert difference > 1000 * LOGITS[torch.float32], f"{first} and {second} say the same"
+            assert difference > 2 * LOGITS[served.loaded.dtype], f"{first} and {second} say the same"
 
 
 def test_one_step_of_all_adapters_equals_peft(served: Served) -> None:
-    logits = run(served, [dict.fromkeys(served.prompts, 0)])
-    for name, expected in served.expected.items():
-        torch.testing.assert_close(logits[name], expected, atol=LOGITS[torch.float32], rtol=0, msg=name)
+    assert_equals_peft(served, run(served, [dict.fromkeys(served.prompts, 0)]))
 
 
 def test_chunks_and_decode_steps_of_mixed_adapters_equal_peft(served: Served) -> None:
@@ -147,15 +159,13 @@ def test_chunks_and_decode_steps_of_mixed_adapters_equal_peft(served: Served) ->
     # Each sequence starts elsewhere, then all of them decode side by side.
     steps = [{name: min(i * (5 + k), 15) for k, name in enumerate(names)} for i in range(4)]
     steps += [dict.fromkeys(names, position) for position in range(16, PROMPT_TOKENS)]
-    logits = run(served, steps)
-    for name, expected in served.expected.items():
-        torch.testing.assert_close(logits[name], expected, atol=LOGITS[torch.float32], rtol=0, msg=name)
+    assert_equals_peft(served, run(served, steps))
 
 
 def test_a_step_without_adapters_calls_no_lora_op(served: Served) -> None:
     before = call_count()
     logits = run(served, [{"base": 0}, {"base": 9}])
     assert call_count() == before
-    torch.testing.assert_close(logits["base"], served.expected["base"], atol=LOGITS[torch.float32], rtol=0)
+    torch.testing.assert_close(logits["base"], served.expected["base"], atol=LOGITS[served.loaded.dtype], rtol=0)
     run(served, [{"base": 0, "first": 0}])
     assert call_count() > before

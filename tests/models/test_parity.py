@@ -127,8 +127,9 @@ def test_bfloat16_is_no_farther_from_float32_than_transformers_is(family: str, t
     assert (ours - exact).square().mean() < 1.25 * (rounded - exact).square().mean()
 
 
-def test_float16_when_asked(tmp_path: Path) -> None:
-    assert_parity(make_tiny_model("qwen3", tmp_path, dtype=torch.float16), torch.float16)
+@pytest.mark.parametrize("family", ["qwen3", "lfm2"])
+def test_float16_when_asked(family: str, tmp_path: Path) -> None:
+    assert_parity(make_tiny_model(family, tmp_path, dtype=torch.float16), torch.float16)
 
 
 def test_shards_equal_transformers(tmp_path: Path) -> None:
