@@ -117,12 +117,13 @@ def read_adapter(store_root: Path, layout: BaseLayout, digest: str, dtype: torch
         raise NotFound(f"The store has no adapter {digest}.") from None
     except msgspec.DecodeError:
         raise Malformed(f"Adapter {digest} is damaged on disk; delete it and upload it again.") from None
-    embeddings = {p.slices[0].module for p in layout.projections if p.kind == "embedding"}
+    known = {piece.module: (projection, piece) for projection in layout.projections for piece in projection.slices}
     slices = {}
     for report in manifest.modules:
-        sides = EMBEDDING_SIDES if report.module in embeddings else LINEAR_SIDES
+        projection, piece = known[report.module]
+        sides = EMBEDDING_SIDES if projection.kind == "embedding" else LINEAR_SIDES
         a, b = (_tensor(mapped, header, stored_name(report.module, side)) for side in sides)
-        if a.shape[0] != report.rank or b.shape[1] != report.rank:
+        if a.shape != (report.rank, projection.in_features) or b.shape != (piece.out_features, report.rank):
             raise Malformed(f"Adapter {digest} is damaged on disk; delete it and upload it again.")
         slices[report.module] = HostSlice(_own(a, dtype), _own(b.t(), dtype), report.rank, report.scaling)
     num_bytes = sum(s.a.nbytes + s.b.nbytes for s in slices.values())
@@ -143,6 +144,6 @@ def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A contiguous copy in `dtype`, of its own memory."""
     owned = torch.empty(tensor.shape, dtype=dtype)
     owned.copy_(tensor)
-    if dtype == torch.float16 and not torch.isfinite(owned).all():
-        raise Unsupported("The adapter has weights beyond the range of float16; serve it with bfloat16 or float32.")
+    if dtype != torch.float32 and not torch.isfinite(owned).all():
+        raise Unsupported(f"The adapter has weights beyond the range of {dtype}; serve it in a wider dtype.")
     return owned

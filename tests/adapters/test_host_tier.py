@@ -131,6 +131,14 @@ def test_weights_beyond_float16_are_refused_there(store: AdapterStore, tmp_path:
     assert read_adapter(tmp_path, LAYOUT, record.digest, torch.bfloat16)
 
 
+def test_a_manifest_that_disagrees_with_its_tensors_is_damage(store: AdapterStore, tmp_path: Path) -> None:
+    record, _ = upload_small(store, LAYOUT, "x", rank=4)
+    path = store.path_of(record.digest) / "manifest.json"
+    path.write_bytes(path.read_bytes().replace(b'"rank":4', b'"rank":5'))
+    with pytest.raises(Malformed, match="damaged"):
+        read_adapter(tmp_path, LAYOUT, record.digest, torch.float32)
+
+
 @pytest.mark.parametrize("file_name", ["manifest.json", "adapter_model.safetensors"])
 def test_damage_on_disk_is_an_error_of_ours(store: AdapterStore, tmp_path: Path, file_name: str) -> None:
     record, _ = upload_small(store, LAYOUT, "x")
