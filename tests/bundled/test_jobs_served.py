@@ -79,7 +79,8 @@ def test_answer_depends_on_every_word_of_the_prompt(job: Job) -> None:
 
 
 def test_the_batch_mixed_all_adapters(server: Server, answers: dict[str, list[str]]) -> None:
-    """There were steps with all four adapters in them."""
+    """There were steps with more than two of the four adapters in them, as far as the histogram tells them apart."""
     assert answers
-    steps = server.metric("step_adapters_bucket", le="+Inf") - server.metric("step_adapters_bucket", le="3.0")
+    assert 'multilora_step_adapters_bucket{le="2.0"}' in server.get("/metrics").text
+    steps = server.metric("step_adapters_bucket", le="+Inf") - server.metric("step_adapters_bucket", le="2.0")
     assert steps > 0
