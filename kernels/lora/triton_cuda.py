@@ -175,7 +175,8 @@ def _launch_shrink(
     """h: [splits, slices, tokens, width]."""
     _check_ranks(stack)
     num_slices, in_features = len(stack.a), stack.a[0].shape[1]
-    grid = _grid(device, config.block_m, maps, num_slices * config.num_splits, config.programs_per_core)
+    items_of_tile = num_slices * config.num_splits * (MAX_RANK // config.block_r)
+    grid = _grid(device, config.block_m, maps, items_of_tile, config.programs_per_core)
     block_k = _even_block(in_features, config.num_splits, config.block_k)
     blocks_per_split = -(-in_features // (config.num_splits * block_k))
     lora_shrink_kernel[grid](

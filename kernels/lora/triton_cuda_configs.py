@@ -39,7 +39,7 @@ class ExpandConfig:
 
     block_n       columns of a block for ranks up to 16
     block_n_tall  columns of a block for larger ranks, a divisor of block_n
-    block_r       largest rank whose part of h stays on the chip for a run of blocks
+    block_r       ranks of a tall block
     """
 
     block_m: int
@@ -66,9 +66,9 @@ UNBOUNDED = 2**31
 # Kind of GPU (the name the driver reports, or "any") -> configurations by ascending token count.
 TABLES: dict[str, tuple[LoraConfig, ...]] = {
     "any": (
-        LoraConfig(4, ShrinkConfig(16, 16, 256, 64, 4, 2, 4, 4), ExpandConfig(16, 128, 64, 64, 3, 4, 4)),
-        LoraConfig(64, ShrinkConfig(8, 16, 128, 32, 2, 3, 2, 4), ExpandConfig(16, 128, 64, 128, 3, 4, 4, 128)),
-        LoraConfig(256, ShrinkConfig(8, 16, 128, 32, 2, 3, 2, 4), ExpandConfig(16, 128, 64, 128, 3, 4, 4, 128)),
+        LoraConfig(4, ShrinkConfig(16, 16, 256, 32, 4, 2, 4, 4), ExpandConfig(16, 128, 128, 64, 3, 4, 4, 128)),
+        LoraConfig(64, ShrinkConfig(4, 16, 128, 32, 2, 4, 2, 4), ExpandConfig(16, 128, 128, 64, 3, 4, 4, 128)),
+        LoraConfig(256, ShrinkConfig(4, 16, 128, 32, 2, 4, 2, 4), ExpandConfig(16, 128, 128, 64, 3, 4, 4, 128)),
         LoraConfig(1024, ShrinkConfig(8, 64, 64, 64, 1, 4, 4, 2), ExpandConfig(64, 128, 128, 64, 3, 8, 2, 128)),
         LoraConfig(4096, ShrinkConfig(4, 64, 64, 64, 1, 4, 4, 2), ExpandConfig(64, 128, 128, 64, 3, 8, 2, 128)),
         LoraConfig(UNBOUNDED, ShrinkConfig(1, 64, 64, 64, 1, 4, 4, 4), ExpandConfig(64, 128, 128, 64, 3, 8, 2, 128)),

@@ -127,9 +127,43 @@ def _store_h(h_rows, ranks, rank, token_mask, products, scaling, GROUPS: tl.cons
 
 
 @triton.jit
+def _rank_blocks(rank, BLOCK_R: tl.constexpr):
+    """Blocks of ranks that a slice of an adapter is computed in: ranks up to 16 are one block of 16."""
+    return tl.where(rank <= 16, (rank + 15) // 16, (rank + BLOCK_R - 1) // BLOCK_R)
+
+
+@triton.jit
+def _count_rank_blocks(
+    starts_ptr,
+    places_ptr,
+    first_rows_ptr,
+    ranks_ptr,
+    num_segments,
+    num_places,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    MAX_SEGMENTS: tl.constexpr,
+):
+    """Running count of (tile, slice, rank block) over the segments: int32 [MAX_SEGMENTS]."""
+    index = tl.arange(0, MAX_SEGMENTS)
+    active = index < num_segments
+    start = tl.load(starts_ptr + index, mask=active, other=0)
+    end = tl.load(starts_ptr + index + 1, mask=active, other=0)
+    place = tl.load(places_ptr + index, mask=active, other=0)
+    first_row = tl.load(first_rows_ptr + index, mask=active, other=-1)
+    blocks = tl.zeros([MAX_SEGMENTS], dtype=tl.int32)
+    for i in tl.static_range(NUM_SLICES):
+        rank = tl.load(ranks_ptr + i * num_places + place, mask=active, other=0)
+        blocks += _rank_blocks(rank, BLOCK_R)
+    blocks = tl.where(first_row < 0, 0, blocks)
+    return tl.cumsum((end - start + BLOCK_M - 1) // BLOCK_M * blocks, 0)
+
+
+@triton.jit
 def _prefetch_rows(row_ptrs, COLUMNS: tl.constexpr):
     """Ask for the first COLUMNS two-byte columns of the rows to be brought into the L2 cache."""
-    lines = row_ptrs[:, None] + tl.arange(0, COLUMNS // 64)[None, :] * 64
+    lines = row_ptrs[:, None] + tl.arange(0, (COLUMNS + 63) // 64)[None, :] * 64
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -202,79 +236,109 @@ def lora_shrink_kernel(
 ):
     """h[split, slice, t, :n] = scaling * x[row(t), part of the split] @ A[r : r + n, part of the split].T
 
-    An item is one split of one slice of one tile. EVEN_K: the blocks of all splits cover the inputs exactly.
+    An item is one split of one rank block of one slice of one tile. EVEN_K: the blocks of all splits cover the inputs
+    exactly.
     """
     num_segments = tl.load(num_segments_ptr)
-    running = _count_tiles(starts_ptr, num_segments, BLOCK_M, MAX_SEGMENTS)
-    num_items = tl.max(running, 0) * (NUM_SLICES * NUM_SPLITS)
+    running = _count_rank_blocks(
+        starts_ptr,
+        places_ptr,
+        first_rows_ptr,
+        ranks_ptr,
+        num_segments,
+        num_places,
+        NUM_SLICES,
+        BLOCK_M,
+        BLOCK_R,
+        MAX_SEGMENTS,
+    )
+    num_items = tl.max(running, 0) * NUM_SPLITS
     share = tl.cdiv(num_items, tl.num_programs(0))
     item = tl.program_id(0) * share
     last = tl.minimum(item + share, num_items)
     while item < last:
-        tile = item // (NUM_SLICES * NUM_SPLITS)
-        slice_id = (item // NUM_SPLITS) % NUM_SLICES
+        unit = item // NUM_SPLITS
         first_split = item % NUM_SPLITS
         num_splits = tl.minimum(NUM_SPLITS - first_split, last - item)
         item += num_splits
-        segment, start, end = _find_tile(running, tile, starts_ptr, BLOCK_M, MAX_SEGMENTS)
-        place, first_row, rank = _rows_of(segment, slice_id, places_ptr, first_rows_ptr, ranks_ptr, num_places)
-        if rank > 0:
-            a_ptr = _pick(a_ptrs, slice_id, NUM_SLICES) + first_row * in_features
-            if DEPENDENT_LAUNCH:
-                near = tl.minimum(tl.arange(0, 16), rank - 1).to(tl.int64)
-                _prefetch_rows(a_ptr + near * in_features + first_split * (BLOCKS_PER_SPLIT * BLOCK_K), BLOCK_K)
-                gdc_wait()
-                gdc_launch_dependents()
-            scaling = tl.load(scalings_ptr + slice_id * num_places + place)
-            tokens = start + tl.arange(0, BLOCK_M)
-            token_mask = tokens < end
-            x_rows = x_ptr + _token_rows(tokens, token_mask, row_index_ptr, HAS_INDEX) * x_stride
-            h_rows = h_ptr + slice_id * h_slice_stride + tokens.to(tl.int64) * h_token_stride
-            if rank <= 16:
-                ranks = tl.arange(0, 16)
-                _shrink_run(
-                    x_rows,
-                    a_ptr + ranks.to(tl.int64) * in_features,
-                    h_rows,
-                    ranks,
-                    rank,
-                    token_mask,
-                    scaling,
-                    first_split,
-                    num_splits,
-                    in_features,
-                    h_split_stride,
-                    BLOCK_M,
-                    16,
-                    BLOCK_K,
-                    BLOCKS_PER_SPLIT,
-                    GROUPS,
-                    STAGES,
-                    EVEN_K,
-                )
-            else:
-                for first_rank in tl.range(0, rank, BLOCK_R, num_stages=1):
-                    ranks = first_rank + tl.arange(0, BLOCK_R)
-                    _shrink_run(
-                        x_rows,
-                        a_ptr + ranks.to(tl.int64) * in_features,
-                        h_rows,
-                        ranks,
-                        rank,
-                        token_mask,
-                        scaling,
-                        first_split,
-                        num_splits,
-                        in_features,
-                        h_split_stride,
-                        BLOCK_M,
-                        BLOCK_R,
-                        BLOCK_K,
-                        BLOCKS_PER_SPLIT,
-                        GROUPS,
-                        STAGES,
-                        EVEN_K,
-                    )
+        segment = tl.sum((running <= unit).to(tl.int32), 0)
+        unit -= tl.max(tl.where(running <= unit, running, 0), 0)
+        place = tl.load(places_ptr + segment)
+        first_row = tl.load(first_rows_ptr + segment).to(tl.int64)
+        blocks_of_tile = 0
+        for i in tl.static_range(NUM_SLICES):
+            blocks_of_tile += _rank_blocks(tl.load(ranks_ptr + i * num_places + place), BLOCK_R)
+        start = tl.load(starts_ptr + segment) + unit // blocks_of_tile * BLOCK_M
+        end = tl.load(starts_ptr + segment + 1)
+        rank_block = unit % blocks_of_tile
+        slice_id = 0
+        rank = tl.load(ranks_ptr + place)
+        next_first = _rank_blocks(rank, BLOCK_R)
+        first_block = 0
+        for i in tl.static_range(1, NUM_SLICES):
+            behind = rank_block >= next_first
+            rank_here = tl.load(ranks_ptr + i * num_places + place)
+            slice_id = tl.where(behind, i, slice_id)
+            rank = tl.where(behind, rank_here, rank)
+            first_block = tl.where(behind, next_first, first_block)
+            next_first += _rank_blocks(rank_here, BLOCK_R)
+        first_rank = (rank_block - first_block) * BLOCK_R
+        a_ptr = _pick(a_ptrs, slice_id, NUM_SLICES) + (first_row + first_rank) * in_features
+        num_ranks = tl.minimum(rank - first_rank, BLOCK_R)
+        if DEPENDENT_LAUNCH:
+            near = tl.minimum(tl.arange(0, 16), num_ranks - 1).to(tl.int64)
+            _prefetch_rows(a_ptr + near * in_features + first_split * (BLOCKS_PER_SPLIT * BLOCK_K), BLOCK_K)
+            gdc_wait()
+            gdc_launch_dependents()
+        scaling = tl.load(scalings_ptr + slice_id * num_places + place)
+        tokens = start + tl.arange(0, BLOCK_M)
+        token_mask = tokens < end
+        x_rows = x_ptr + _token_rows(tokens, token_mask, row_index_ptr, HAS_INDEX) * x_stride
+        h_rows = h_ptr + slice_id * h_slice_stride + tokens.to(tl.int64) * h_token_stride + first_rank
+        if rank <= 16:
+            few_ranks = tl.arange(0, 16)
+            _shrink_run(
+                x_rows,
+                a_ptr + few_ranks.to(tl.int64) * in_features,
+                h_rows,
+                few_ranks,
+                num_ranks,
+                token_mask,
+                scaling,
+                first_split,
+                num_splits,
+                in_features,
+                h_split_stride,
+                BLOCK_M,
+                16,
+                BLOCK_K,
+                BLOCKS_PER_SPLIT,
+                GROUPS,
+                STAGES,
+                EVEN_K,
+            )
+        else:
+            many_ranks = tl.arange(0, BLOCK_R)
+            _shrink_run(
+                x_rows,
+                a_ptr + many_ranks.to(tl.int64) * in_features,
+                h_rows,
+                many_ranks,
+                num_ranks,
+                token_mask,
+                scaling,
+                first_split,
+                num_splits,
+                in_features,
+                h_split_stride,
+                BLOCK_M,
+                BLOCK_R,
+                BLOCK_K,
+                BLOCKS_PER_SPLIT,
+                GROUPS,
+                STAGES,
+                EVEN_K,
+            )
 
 
 @triton.jit
@@ -384,8 +448,9 @@ def lora_expand_kernel(
     """out[row(t), columns of slice] (+)= sum over splits of h[split, slice, t, :n] @ B[r : r + n]
 
     An item is one block of columns of one tile. EVEN_N: every slice's width is a multiple of BLOCK_N.
-    Ranks up to 16 take blocks [16, BLOCK_N] of B, ranks up to BLOCK_R tall ones [BLOCK_R, BLOCK_N_TALL]; both keep h on
-    the chip for a run of blocks. Larger ranks go through h again for each block. BLOCK_N_TALL divides BLOCK_N.
+    Ranks up to 16 take blocks [16, BLOCK_N] of B, ranks up to BLOCK_R tall ones [BLOCK_R, BLOCK_N_TALL], ranks up to
+    2 BLOCK_R ones twice as tall and half as wide; these keep h on the chip for a run of blocks. Larger ranks go through
+    h again for each block. BLOCK_N_TALL divides BLOCK_N.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -462,6 +527,25 @@ def lora_expand_kernel(
                     width,
                     BLOCK_M,
                     BLOCK_N_TALL,
+                    STAGES,
+                    EVEN_N,
+                    OVERWRITE,
+                )
+            elif rank <= 2 * BLOCK_R:
+                ranks = tl.arange(0, 2 * BLOCK_R)
+                h = _load_h(h_rows, ranks, rank, token_mask, h_split_stride, NUM_SPLITS)
+                _expand_run(
+                    h,
+                    b_ptr,
+                    out_rows,
+                    ranks,
+                    rank,
+                    token_mask,
+                    column,
+                    tl.minimum(num_blocks * (2 * BLOCK_N // BLOCK_N_TALL), tl.cdiv(width - column, BLOCK_N_TALL // 2)),
+                    width,
+                    BLOCK_M,
+                    BLOCK_N_TALL // 2,
                     STAGES,
                     EVEN_N,
                     OVERWRITE,
