@@ -1,0 +1,200 @@
+"""Adapters over HTTP: what is taken, what is refused and when, and what becomes of a deleted one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.api.conftest import ADAPTERS, BASE, Checkpoints
+from tests.support.server import Server, wait_for
+from tests.support.tiny_models import make_adapter
+from tests.support.uploads import CONFIG, MULTIPART, multipart, parts_of, tar_of, upload, zip_of
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
+
+
+@pytest.fixture
+def gone(server: Server) -> Iterator[list[str]]:
+    """Names to delete after the test, whatever happened."""
+    names: list[str] = []
+    yield names
+    for name in names:
+        server.http.delete(f"{server.url}/v1/adapters/{name}")
+
+
+class TestUpload:
+    def test_parts_and_archives_of_one_adapter_are_one_content(
+        self, server: Server, checkpoints: Checkpoints, gone: list[str]
+    ) -> None:
+        gone += ["parts", "by-file-name", "tar", "zip"]
+        spare = checkpoints.spare
+        answers = [
+            upload(server, "parts", spare),
+            server.post(
+                "/v1/adapters",
+                data={"name": "by-file-name"},
+                files=[("file", content) for content in parts_of(spare).values()],
+            ),
+            server.post(
+                "/v1/adapters", data={"name": "tar"}, files={"archive": ("x.tar.gz", tar_of(spare, prefix="d/"))}
+            ),
+            server.post("/v1/adapters", data={"name": "zip"}, files={"file": ("x.zip", zip_of(spare))}),
+        ]
+        assert [answer.status_code for answer in answers] == [201] * 4, [answer.text for answer in answers]
+        reports = [answer.json() for answer in answers]
+        assert len({report["digest"] for report in reports}) == 1
+        assert [report["name"] for report in reports] == gone
+        modules = {module["module"]: module for module in reports[0]["modules"]}
+        assert set(modules) >= {"model.layers.1.self_attn.q_proj", "model.layers.0.feed_forward.w1"}
+        assert all(module["rank"] == 2 and module["scaling"] == 2.0 for module in modules.values())
+        assert sum(module["bytes"] for module in modules.values()) == reports[0]["bytes"]
+
+    def test_the_same_again_is_200_and_other_content_409(
+        self, server: Server, checkpoints: Checkpoints, gone: list[str]
+    ) -> None:
+        gone.append("again")
+        assert upload(server, "again", checkpoints.spare).status_code == 201
+        assert upload(server, "again", checkpoints.spare).status_code == 200
+        answer = upload(server, "again", checkpoints.adapters / "alpha")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conflict")
+
+    def test_an_adapter_serves_as_soon_as_the_upload_has_returned(
+        self, server: Server, client: openai.OpenAI, checkpoints: Checkpoints, gone: list[str], tmp_path: Path
+    ) -> None:
+        gone.append("fresh")
+        fresh = make_adapter(
+            checkpoints.base, tmp_path / "fresh", rank=5, target_modules=["q_proj", "in_proj"], seed=77
+        )
+        assert upload(server, "fresh", fresh).status_code == 201
+        base = client.completions.create(model=BASE, prompt="the", **GREEDY).choices[0].text
+        assert client.completions.create(model="fresh", prompt="the", **GREEDY).choices[0].text != base
+        shown = server.get("/v1/adapters/fresh").json()
+        assert shown["base"] == BASE
+        assert shown["rank"] == 5
+        wait_for(lambda: server.get("/v1/adapters/fresh").json()["state"] == "device", "the adapter to be resident")
+
+    def test_an_adapter_brings_its_own_chat_template(
+        self, server: Server, checkpoints: Checkpoints, gone: list[str]
+    ) -> None:
+        gone += ["speaker", "broken"]
+        template = ("chat_template.jinja", b"TALK {{ messages[0].content }}")
+        files = {**parts_of(checkpoints.spare), "chat_template": template}
+        answer = server.post("/v1/adapters", data={"name": "speaker"}, files=files)
+        assert answer.json()["has_chat_template"]
+        chat = {"messages": [{"role": "user", "content": "hi"}]}
+        tokens = server.post("/tokenize", json={**chat, "model": "speaker"}).json()["tokens"]
+        assert server.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == "TALK hi"
+        files["chat_template"] = ("chat_template.jinja", b"{% for")
+        answer = server.post("/v1/adapters", data={"name": "broken"}, files=files)
+        assert answer.status_code == 400
+        assert "jinja2" in answer.json()["error"]["message"]
+
+
+def broken_config(directory: Path, **change: Any) -> dict[str, tuple[str, bytes]]:
+    config = {**json.loads((directory / CONFIG).read_text()), **change}
+    return {**parts_of(directory), "adapter_config": (CONFIG, json.dumps(config).encode())}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(("name", "status"), [("../x", 400), ("", 400), (".x", 400), ("a" * 129, 400), (BASE, 409)])
+    def test_names(self, server: Server, checkpoints: Checkpoints, name: str, status: int) -> None:
+        assert upload(server, name, checkpoints.spare).status_code == status
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"use_dora": True}, {"bias": "all"}, {"peft_type": "IA3"}, {"modules_to_save": ["lm_head"]}, {"r": 0}],
+    )
+    def test_configurations(self, server: Server, checkpoints: Checkpoints, change: dict[str, Any]) -> None:
+        files = broken_config(checkpoints.spare, **change)
+        answer = server.post("/v1/adapters", data={"name": "bad"}, files=files)
+        assert answer.status_code == 400
+        assert next(iter(change)).removesuffix("_type") in answer.json()["error"]["message"].replace("`", "")
+
+    def test_tensors_that_bind_to_nothing_are_all_named(self, server: Server, checkpoints: Checkpoints) -> None:
+        files = broken_config(checkpoints.spare, target_modules=["q_proj"])
+        answer = server.post("/v1/adapters", data={"name": "bad"}, files=files)
+        assert answer.status_code == 400
+        problems = answer.json()["error"]["problems"]
+        assert len(problems) == 4
+        assert all("w1" in problem["name"] for problem in problems)
+
+    def test_pickles(self, server: Server, checkpoints: Checkpoints) -> None:
+        parts = [parts_of(checkpoints.spare)["adapter_config"], ("adapter_model.bin", b"\x80\x04")]
+        answer = server.post("/v1/adapters", data={"name": "bad"}, files=[("file", part) for part in parts])
+        assert answer.status_code == 400
+        assert "safetensors" in answer.json()["error"]["message"]
+
+    @pytest.mark.parametrize(
+        ("body", "headers", "words"),
+        [
+            (b"{}", {"Content-Type": "application/json"}, "multipart/form-data"),
+            (b"", {}, "multipart/form-data"),
+            (b"x", {"Content-Type": "multipart/form-data"}, "multipart/form-data"),
+            (b"", MULTIPART, "ends in the middle"),
+            (b"garbage", MULTIPART, "broken"),
+            (multipart([('name="name"', b"n")])[:-8], MULTIPART, "ends in the middle"),
+            (multipart([]), MULTIPART, ""),
+            (multipart([('name="name"', b"n")]), MULTIPART, "adapter_config"),
+            (multipart([('name="name"', b"n"), ('name="name"', b"m")]), MULTIPART, "twice"),
+            (multipart([('name="name"', b"n" * 2000)]), MULTIPART, "too long"),
+            (multipart([('name="name"', b"\xff")]), MULTIPART, ""),
+            (multipart([('name="readme"; filename="x.exe"', b"x")]), MULTIPART, ""),
+            (multipart([(f'name="adapter_config"; filename="{CONFIG}"', b"{}")]), MULTIPART, "name"),
+            (multipart([('name="x"; filename="../../etc/passwd"', b"x")]), MULTIPART, ""),
+            (multipart([("x" * 100_000, b"x")]), MULTIPART, "broken"),
+            (multipart([('name="name"', b"n"), ('name="archive"; filename="a.zip"', b"PK no")]), MULTIPART, ""),
+        ],
+    )
+    def test_bodies(self, server: Server, body: bytes, headers: dict[str, str], words: str) -> None:
+        answer = server.post("/v1/adapters", content=body, headers=headers)
+        assert answer.status_code == 400, answer.text
+        assert words in answer.json()["error"]["message"]
+
+    def test_nothing_of_a_refused_upload_stays(self, server: Server) -> None:
+        names = {adapter["name"] for adapter in server.get("/v1/adapters").json()["data"]}
+        assert names == set(ADAPTERS)
+        staging = list(server.store_dir.glob("*/staging"))
+        assert len(staging) == 1
+        assert list(staging[0].iterdir()) == []
+
+
+class TestDelete:
+    def test_the_name_goes_at_once_and_the_rest_with_the_last_request(
+        self, server: Server, client: openai.OpenAI, checkpoints: Checkpoints, tmp_path: Path
+    ) -> None:
+        doomed = make_adapter(checkpoints.base, tmp_path / "doomed", rank=32, target_modules="all-linear", seed=5)
+        digest = upload(server, "doomed", doomed).json()["digest"]
+        options: Any = {"model": "doomed", "prompt": "the", "temperature": 0, "extra_body": {"ignore_eos": True}}
+        expected = client.completions.create(max_tokens=400, **options).choices[0].text
+        rows_with = server.metric("adapter_row_bytes_used")
+        stream = client.completions.create(max_tokens=400, stream=True, **options)
+        text = next(stream).choices[0].text
+        answer = server.http.delete(f"{server.url}/v1/adapters/doomed")
+        assert answer.json() == {"name": "doomed", "object": "adapter.deleted", "digest": digest, "deleted": True}
+        assert server.get("/v1/adapters/doomed").status_code == 404
+        with pytest.raises(openai.NotFoundError):
+            client.completions.create(**options)
+        text += "".join(chunk.choices[0].text for chunk in stream)
+        assert text == expected
+        wait_for(lambda: not list(server.store_dir.glob(f"*/adapters/{digest}")), "the files to go")
+        wait_for(lambda: server.metric("adapter_row_bytes_used") < rows_with, "the rows to be free")
+        assert 'adapter="doomed"' not in server.get("/metrics").text
+
+    def test_a_deleted_content_can_come_back_under_its_digest(
+        self, server: Server, client: openai.OpenAI, checkpoints: Checkpoints, gone: list[str]
+    ) -> None:
+        gone.append("phoenix")
+        texts = []
+        for _ in range(3):
+            assert upload(server, "phoenix", checkpoints.spare).status_code == 201
+            texts.append(client.completions.create(model="phoenix", prompt="the", **GREEDY).choices[0].text)
+            assert server.http.delete(f"{server.url}/v1/adapters/phoenix").status_code == 200
+        assert len(set(texts)) == 1
+
+    def test_an_unknown_name_is_404(self, server: Server) -> None:
+        assert server.http.delete(f"{server.url}/v1/adapters/nobody").status_code == 404

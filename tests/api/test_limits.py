@@ -1,0 +1,197 @@
+"""What a server with keys and small limits refuses, and what vLLM's endpoints may read."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.conftest import BASE, Checkpoints
+from tests.support.server import Server, running_server, wait_for
+from tests.support.tiny_models import make_adapter
+from tests.support.uploads import CONFIG, MULTIPART, TENSORS, multipart, upload
+
+
+@pytest.fixture(scope="module")
+def strict(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With keys, small limits, and a directory to load from."""
+    root = tmp_path_factory.mktemp("strict")
+    (root / "allowed").mkdir()
+    (root / "allowed" / "alpha").symlink_to(checkpoints.adapters / "alpha")
+    for name in ("beta", "spare"):
+        source = checkpoints.adapters / name if name == "beta" else checkpoints.spare
+        (root / "allowed" / name).mkdir()
+        for file in (CONFIG, TENSORS):
+            (root / "allowed" / name / file).write_bytes((source / file).read_bytes())
+    settings: dict[str, Any] = {
+        "model_name": BASE,
+        "api_keys": "reader,other",
+        "admin_api_keys": "writer",
+        "max_upload_bytes": 1_000_000,
+        "max_queued_requests": 4,
+        "max_batch_items": 4,
+        "lora_path_root": root / "allowed",
+        "adapter_row_bytes": 300_000,
+    }
+    with running_server(checkpoints.base, root / "server", **settings) as running:
+        running.http.headers["Authorization"] = "Bearer writer"
+        yield running
+
+
+@pytest.fixture(scope="module")
+def anyone() -> Iterator[httpx.Client]:
+    """A client without a key."""
+    with httpx.Client(timeout=120) as made:
+        yield made
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"}
+
+
+class TestKeys:
+    @pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/openapi.json"])
+    def test_what_probes_need_is_open(self, strict: Server, anyone: httpx.Client, path: str) -> None:
+        assert anyone.get(f"{strict.url}{path}").status_code == 200
+
+    @pytest.mark.parametrize(
+        ("method", "path", "open_to"),
+        [
+            ("GET", "/v1/models", ("reader", "writer")),
+            ("GET", "/v1/adapters", ("reader", "writer")),
+            ("GET", "/metrics", ("reader", "writer")),
+            ("POST", "/v1/completions", ("reader", "writer")),
+            ("POST", "/v1/completions/batch", ("reader", "writer")),
+            ("POST", "/tokenize", ("reader", "writer")),
+            ("POST", "/v1/adapters", ("writer",)),
+            ("DELETE", "/v1/adapters/nobody", ("writer",)),
+            ("POST", "/v1/load_lora_adapter", ("writer",)),
+            ("POST", "/v1/unload_lora_adapter", ("writer",)),
+            ("GET", "/nothing", ("reader", "writer")),
+        ],
+    )
+    def test_each_path_wants_its_scope(
+        self, strict: Server, anyone: httpx.Client, method: str, path: str, open_to: tuple[str, ...]
+    ) -> None:
+        url = f"{strict.url}{path}"
+        for headers in (
+            {},
+            bearer("wrong"),
+            {"Authorization": "Bearer"},
+            {"Authorization": "Basic cmVhZGVy"},
+            bearer("writer2"),
+        ):
+            answer = anyone.request(method, url, headers=headers)
+            assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error")
+            assert answer.headers["www-authenticate"] == "Bearer"
+        for key in ("reader", "other", "writer"):
+            answer = anyone.request(method, url, headers=bearer(key))
+            if ("reader" if key == "other" else key) in open_to:
+                assert answer.status_code not in (401, 403)
+            else:
+                assert (answer.status_code, answer.json()["error"]["type"]) == (403, "permission_error")
+
+    def test_no_key_is_in_the_log(self, strict: Server, anyone: httpx.Client) -> None:
+        anyone.get(f"{strict.url}/v1/models", headers=bearer("almost-a-key"))
+        wait_for(lambda: "status=401" in strict.log, "the refusal to be logged")
+        assert not any(key in strict.log for key in ("reader", "writer", "almost-a-key"))
+
+
+class TestLimits:
+    def test_key_and_size_are_checked_before_the_body_is_read(self, strict: Server) -> None:
+        for key, size, status in (("reader", 10, 403), ("nobody", 10, 401), ("writer", 10**9, 413)):
+            head = {**bearer(key), **MULTIPART, "Content-Length": str(size), "Expect": "100-continue"}
+            host, port = strict.url.removeprefix("http://").split(":")
+            answer = raw_exchange(host, int(port), "POST /v1/adapters HTTP/1.1\r\nHost: x\r\n", head)
+            assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
+            assert b"100 Continue" not in answer
+
+    @pytest.mark.parametrize("chunked", [False, True])
+    def test_an_upload_too_large_is_stopped(self, strict: Server, chunked: bool) -> None:
+        zeros = b"\0" * 3_000_000
+        body = multipart([('name="name"', b"big"), (f'name="adapter_model"; filename="{TENSORS}"', zeros)])
+        content: Any = (body[at : at + 65536] for at in range(0, len(body), 65536)) if chunked else body
+        answer = strict.post("/v1/adapters", content=content, headers=MULTIPART)
+        assert answer.status_code == 413
+        assert "1000000" in answer.json()["error"]["message"] or "1065536" in answer.json()["error"]["message"]
+
+    def test_an_adapter_that_can_never_fit_is_refused_with_both_sizes(
+        self, strict: Server, checkpoints: Checkpoints, tmp_path: Path
+    ) -> None:
+        wide = make_adapter(checkpoints.base, tmp_path / "wide", rank=64, target_modules="all-linear", seed=1)
+        answer = upload(strict, "wide", wide)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "rows_exceeded")
+        assert sum(char.isdigit() for char in answer.json()["error"]["message"]) >= 6
+
+    def test_a_full_queue_is_429_at_once_and_says_when(self, strict: Server) -> None:
+        body = {"model": BASE, "prompt": "the", "max_tokens": 300, "ignore_eos": True}
+        running = threading.Thread(target=strict.post, args=["/v1/completions"], kwargs={"json": {**body, "n": 3}})
+        running.start()
+        wait_for(lambda: strict.metric("num_requests_open") == 3, "three sequences to run")
+        refused = strict.post("/v1/completions", json={**body, "n": 2})
+        batch = strict.post("/v1/completions/batch", json={"items": [body, body]})
+        fits = strict.post("/v1/completions", json={**body, "max_tokens": 1})
+        running.join()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
+        assert int(refused.headers["retry-after"]) >= 1
+        assert batch.status_code == 429
+        assert fits.status_code == 200
+        wait_for(lambda: strict.metric("num_requests_open") == 0, "the queue to be empty")
+
+    def test_more_than_the_queue_can_ever_hold_is_refused_for_good(self, strict: Server) -> None:
+        body = {"model": BASE, "prompt": ["a", "b", "c"], "n": 2}
+        assert strict.post("/v1/completions", json=body).status_code == 400
+        assert strict.post("/v1/completions/batch", json={"items": [body]}).status_code in (200, 413)
+        items = [{**body, "n": 1}, {**body, "n": 1}]
+        assert strict.post("/v1/completions/batch", json={"items": items}).status_code == 413
+
+
+def raw_exchange(host: str, port: int, head: str, headers: dict[str, str]) -> bytes:
+    """Send a request's head alone and read the answer's."""
+    with socket.create_connection((host, port), timeout=30) as connection:
+        connection.sendall(
+            (head + "".join(f"{name}: {value}\r\n" for name, value in headers.items()) + "\r\n").encode()
+        )
+        return connection.recv(4000)
+
+
+class TestLoadByPath:
+    def test_off_by_default_with_the_setting_s_name(self, server: Server) -> None:
+        for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+            answer = server.post(
+                path, json={"lora_name": "x", "lora_path": "x"} if "un" not in path else {"lora_name": "x"}
+            )
+            assert answer.status_code == 403
+            assert "--lora-path-root" in answer.json()["error"]["message"]
+
+    def test_vllm_s_shapes(self, strict: Server) -> None:
+        loaded = strict.post("/v1/load_lora_adapter", json={"lora_name": "one", "lora_path": "beta"})
+        assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'one' added successfully.")
+        assert loaded.headers["content-type"].startswith("text/plain")
+        again = strict.post("/v1/load_lora_adapter", json={"lora_name": "one", "lora_path": "spare"})
+        assert again.status_code == 400
+        assert "load_inplace" in again.json()["error"]["message"]
+        before = strict.get("/v1/adapters/one").json()["digest"]
+        body = {"lora_name": "one", "lora_path": "spare", "load_inplace": True}
+        assert strict.post("/v1/load_lora_adapter", json=body).status_code == 200
+        assert strict.get("/v1/adapters/one").json()["digest"] != before
+        gone = strict.post("/v1/unload_lora_adapter", json={"lora_name": "one"})
+        assert (gone.status_code, gone.text) == (200, "Success: LoRA adapter 'one' removed successfully.")
+        missing = strict.post("/v1/unload_lora_adapter", json={"lora_name": "one"})
+        assert (missing.status_code, missing.json()["error"]["type"]) == (404, "NotFoundError")
+
+    @pytest.mark.parametrize("path", ["..", "/etc", "../allowed/../..", "alpha", "\x00", "beta/../../server"])
+    def test_nothing_outside_is_read_not_even_through_a_link(self, strict: Server, path: str) -> None:
+        answer = strict.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": path})
+        assert answer.status_code in (400, 403)
+        assert strict.get("/v1/adapters/x").status_code == 404
+
+    def test_a_path_that_is_not_there_is_404_and_missing_fields_400(self, strict: Server) -> None:
+        answer = strict.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "nothing"})
+        assert answer.status_code == 404
+        assert strict.post("/v1/load_lora_adapter", json={"lora_name": "x"}).status_code == 400

@@ -1,0 +1,243 @@
+"""The life of the processes: lean imports, refusals to start, disconnects, a killed engine, SIGTERM."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.api.conftest import ADAPTERS, BASE, Checkpoints
+from tests.support.server import Server, running_server, start_server, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+LONG: dict[str, Any] = {"model": "alpha", "prompt": "the", "max_tokens": 450, "ignore_eos": True, "temperature": 0}
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+class TestLeanProcess:
+    def test_the_api_imports_neither_torch_nor_transformers(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
+        code = f"""
+import sys
+from pathlib import Path
+from service.app import create_app
+from service.settings import load_settings
+app = create_app(load_settings(model_dir=Path({str(checkpoints.base)!r}), store_dir=Path({str(tmp_path)!r})))
+app.openapi()
+print(sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "transformers", "peft", "triton"}}))
+"""
+        done = run_python(code)
+        assert done.stdout.strip() == "[]", done.stderr
+
+    def test_nor_does_the_process_that_has_served(self, server: Server) -> None:
+        assert server.post("/v1/completions", json={**LONG, "max_tokens": 1}).status_code == 200
+        maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+        assert "libtorch" not in maps
+        assert "libtorch" in Path(f"/proc/{server.engine_pid()}/maps").read_text()
+
+
+class TestRefusalToStart:
+    def serve(self, *flags: str, prelude: str = "") -> subprocess.CompletedProcess[str]:
+        return run_python(
+            f"{prelude}\nimport sys\nfrom service.cli import main\nsys.exit(main(['serve', *{list(flags)!r}]))"
+        )
+
+    @pytest.mark.parametrize(
+        ("flags", "words"),
+        [
+            (["--port=high"], "--port"),
+            (["--token-budget=1"], "token_budget"),
+            (["--model-dir=/nowhere"], "config.json"),
+            (["--kv-bytes=much"], "--kv-bytes"),
+            (["--api-keys=a\x07"], "printable"),
+        ],
+    )
+    def test_wrong_settings_are_one_sentence(self, flags: list[str], words: str, tmp_path: Path) -> None:
+        done = self.serve("--port=0", f"--store-dir={tmp_path}", *flags)
+        assert done.returncode == 1
+        assert done.stderr.startswith("multilora: ")
+        assert words in done.stderr
+        assert "Traceback" not in done.stderr
+
+    def test_an_unknown_model_type_is_named(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
+        config = json.loads((checkpoints.base / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "mamba9"}))
+        done = self.serve("--port=0", f"--model-dir={tmp_path}", f"--store-dir={tmp_path}")
+        assert done.returncode == 1
+        assert "mamba9" in done.stderr
+        assert "Traceback" not in done.stderr
+
+    def test_a_missing_tensor_is_named(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
+        from safetensors.numpy import load_file, save_file
+
+        for source in checkpoints.base.iterdir():
+            (tmp_path / source.name).write_bytes(source.read_bytes())
+        tensors = load_file(tmp_path / "model.safetensors")
+        missing = next(name for name in tensors if "out_proj" in name)
+        del tensors[missing]
+        save_file(tensors, tmp_path / "model.safetensors")
+        done = self.serve("--port=0", f"--model-dir={tmp_path}", f"--store-dir={tmp_path / 'store'}")
+        assert done.returncode == 1
+        assert missing.removesuffix(".weight") in done.stderr.splitlines()[-1]
+
+    def test_another_package_called_kernels_is_refused(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
+        (tmp_path / "kernels").mkdir()
+        (tmp_path / "kernels" / "__init__.py").write_text("")
+        prelude = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+        done = self.serve("--port=0", f"--model-dir={checkpoints.base}", f"--store-dir={tmp_path}", prelude=prelude)
+        assert done.returncode == 1
+        assert "pip uninstall kernels" in done.stderr
+
+    def test_a_taken_port_and_a_taken_store_are_named(
+        self, server: Server, checkpoints: Checkpoints, tmp_path: Path
+    ) -> None:
+        port = server.url.rsplit(":", 1)[1]
+        done = self.serve(f"--port={port}", f"--model-dir={checkpoints.base}", f"--store-dir={tmp_path}")
+        assert (done.returncode, f"port {port}" in done.stderr) == (1, True)
+        done = self.serve("--port=0", f"--model-dir={checkpoints.base}", f"--store-dir={server.store_dir}")
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1].startswith("multilora: ")
+
+
+class TestDisconnect:
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            ("/v1/completions", {**LONG, "stream": True}),
+            ("/v1/completions", LONG),
+            ("/v1/completions", {**LONG, "n": 3, "stream": True}),
+            (
+                "/v1/chat/completions",
+                {"model": "beta", "messages": [{"role": "user", "content": "x"}], "ignore_eos": True},
+            ),
+            ("/v1/completions/batch", {"items": [LONG, {**LONG, "model": BASE}]}),
+        ],
+        ids=["stream", "whole", "choices", "chat", "batch"],
+    )
+    def test_a_client_that_goes_frees_everything(self, server: Server, path: str, body: dict[str, Any]) -> None:
+        aborted = server.metric("requests_total", outcome="abort")
+        with httpx.Client(timeout=60) as gone:
+            request = gone.build_request("POST", f"{server.url}{path}", json=body)
+            thread = threading.Thread(target=_send_quietly, args=[gone, request], daemon=True)
+            thread.start()
+            wait_for(lambda: server.metric("num_requests_running") > 0, "the request to run")
+        thread.join(60)
+        wait_for(lambda: server.metric("num_requests_open") == 0, "the places to be free")
+        wait_for(lambda: server.metric("num_requests_running") == 0, "the engine to forget the request")
+        assert server.metric("kv_blocks_used") == server.metric("state_lines_used") == 0
+        assert server.metric("requests_total", outcome="abort") > aborted
+
+
+def _send_quietly(client: httpx.Client, request: httpx.Request) -> None:
+    """Send and do not read on: closing the client from outside cuts the connection."""
+    with contextlib.suppress(httpx.TransportError, httpx.StreamError, RuntimeError):
+        client.send(request, stream=True).read()
+
+
+class TestKilledEngine:
+    def test_requests_end_with_an_error_and_the_server_is_ready_again(
+        self, checkpoints: Checkpoints, tmp_path: Path
+    ) -> None:
+        with running_server(
+            checkpoints.base, tmp_path, model_name=BASE, preload_adapters_dir=checkpoints.adapters
+        ) as server:
+            whole: list[httpx.Response] = []
+            thread = threading.Thread(
+                target=lambda: whole.append(httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=60))
+            )
+            with httpx.stream(
+                "POST", f"{server.url}/v1/completions", json={**LONG, "stream": True}, timeout=60
+            ) as stream:
+                lines = stream.iter_lines()
+                assert '"text"' in next(lines)
+                thread.start()
+                wait_for(lambda: server.metric("num_requests_open") == 2, "both requests to run")
+                os.kill(server.engine_pid(), signal.SIGKILL)
+                rest = [line for line in lines if line]
+            thread.join()
+            assert rest[-1] == "data: [DONE]"
+            assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "engine_failed"
+            assert (whole[0].status_code, whole[0].json()["error"]["code"]) == (500, "engine_failed")
+            assert "signal 9" in whole[0].json()["error"]["message"]
+            assert server.get("/health").status_code == 200
+            refused = server.post("/v1/completions", json=LONG)
+            assert refused.status_code in (200, 503)
+            wait_for(lambda: server.get("/ready").status_code == 200, "the engine to be back", 120)
+            assert {card["id"] for card in server.get("/v1/models").json()["data"]} == {BASE, *ADAPTERS}
+            for name in ADAPTERS:
+                assert server.post("/v1/completions", json={**LONG, "model": name, "max_tokens": 2}).status_code == 200
+            assert server.metric("engine_restarts_total") == 1
+            self.dies_for_good(server)
+
+    def dies_for_good(self, server: Server) -> None:
+        """Killed as soon as it is there again, until it stays down."""
+        while server.get("/health").status_code == 200:
+            children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children").read_text().split()
+            for child in children:
+                os.kill(int(child), signal.SIGKILL)
+        message = server.get("/health").json()["error"]["message"]
+        assert "died 3 times" in message
+        assert message.count("\n") == 0
+        answer = server.post("/v1/completions", json=LONG)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+
+
+class TestSigterm:
+    def test_running_requests_finish_and_the_rest_is_refused(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
+        server = start_server(checkpoints.base, tmp_path, model_name=BASE, preload_adapters_dir=checkpoints.adapters)
+        try:
+            client = openai.OpenAI(base_url=server.openai_url, api_key="unused", max_retries=0, timeout=60)
+            stream = client.completions.create(
+                model="alpha", prompt="the", max_tokens=450, stream=True, extra_body={"ignore_eos": True}
+            )
+            next(stream)
+            server.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: server.get("/ready").status_code == 503, "/ready to turn")
+            refused = server.post("/v1/completions", json=LONG)
+            assert (refused.status_code, "shutting down" in refused.text) == (503, True)
+            last = list(stream)[-1]
+            assert last.choices[0].finish_reason == "length"
+            assert server.process.wait(60) == 0
+        finally:
+            server.process.kill()
+        again = start_server(checkpoints.base, tmp_path, model_name=BASE, wait=False)
+        try:
+            assert {card["id"] for card in again.get("/v1/models").json()["data"]} == {BASE, *ADAPTERS}
+            assert again.get("/ready").status_code == 503
+            assert again.get("/health").status_code == 200
+            assert again.stop() == 0
+        finally:
+            again.process.kill()
+
+    def test_what_does_not_finish_in_time_is_told(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
+        server = start_server(checkpoints.base, tmp_path, model_name=BASE, shutdown_limit_seconds=0)
+        try:
+            body = {**LONG, "model": BASE, "stream": True}
+            with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                server.process.send_signal(signal.SIGTERM)
+                rest = [line for line in lines if line]
+            assert "error" in json.loads(rest[-2].removeprefix("data: "))
+            assert server.process.wait(60) == 0
+        finally:
+            server.process.kill()
