@@ -9,6 +9,7 @@ here. Nothing needs to be put away on kill -9: the engine only reads the store.
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import queue
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING
 from service.engine.config import EngineConfig
 from service.engine.messages import Drain, Fatal, Finished, FromEngine, Sampling, Submit, ToEngine
 from service.engine.wire import EngineSide
+from service.models.heap import trim_heap
 
 if TYPE_CHECKING:
     from service.engine.engine import Engine
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("multilora.engine")
 
 _PR_SET_PDEATHSIG = 1
+TRIM_INTERVAL_SECONDS = 10.0
 SHUTTING_DOWN = "The server is shutting down."
 
 
@@ -42,6 +45,8 @@ class EngineProcess:
         self._refused: list[FromEngine] = []
         self._stats_sent_at = 0.0
         self._stats_are_due = True
+        self._trimmed_at = 0.0
+        self._trim_is_due = False
 
     def run(self) -> None:
         """Until a drain has ended."""
@@ -60,7 +65,21 @@ class EngineProcess:
             if messages:
                 self._side.write(messages)
             if is_idle:
-                engine.wake.wait(self._seconds_to_deadline())
+                self._rest()
+            else:
+                self._trim_is_due = True
+
+    def _rest(self) -> None:
+        """Wait for news. What past steps have freed goes back to the system, now and then."""
+        timeout_seconds = self._seconds_to_deadline()
+        if self._trim_is_due:
+            left_seconds = self._trimmed_at + TRIM_INTERVAL_SECONDS - time.monotonic()
+            if left_seconds <= 0:
+                trim_heap()
+                self._trim_is_due, self._trimmed_at = False, time.monotonic()
+            else:
+                timeout_seconds = left_seconds if timeout_seconds is None else min(left_seconds, timeout_seconds)
+        self._engine.wake.wait(timeout_seconds)
 
     def _take_messages(self) -> None:
         while not self._inbox.empty():
@@ -130,6 +149,9 @@ def _start(config: EngineConfig) -> Engine:
         torch.set_num_threads(config.num_threads)
     engine = build_engine(config)
     warm_up(engine)
+    # What lives now lives on: the collector need not walk through all of torch each time.
+    gc.collect()
+    gc.freeze()
     return engine
 
 

@@ -321,6 +321,22 @@ def test_one_step_holds_eight_adapters_the_base_chunks_and_decode_tokens() -> No
     mock.engine.close()
 
 
+def test_nothing_is_left_of_many_requests(mock: MockEngine) -> None:
+    for i in range(300):
+        mock.submit(f"r{i}", (i % 90, 3), f"a{i % 7}" if i % 2 else None, max_tokens=1 + i % 3)
+        if i % 10 == 9:
+            mock.settle()
+    for i in range(7):
+        mock.engine.handle(Evict(f"a{i}"))
+    mock.step_until(lambda: sum(state == "gone" for _, state in mock.states) == 7)
+    assert holds_nothing(mock)
+    assert not mock.engine.desk._entries
+    assert not mock.rows.residents
+    assert mock.host.resident() == ()
+    assert mock.engine.take_events() == []
+    assert mock.engine.step_records.maxlen is not None
+
+
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_operations_lose_nothing(seed: int) -> None:

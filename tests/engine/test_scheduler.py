@@ -91,8 +91,9 @@ def test_a_preempted_request_goes_before_newer_ones(mocks: list[MockEngine]) -> 
     assert mock.output["r1"] == expected_tokens(prompt(8, 10), None, 16)
 
 
-def test_two_prompts_are_not_admitted_into_blocks_for_one(mocks: list[MockEngine]) -> None:
-    mock = make_mock_engine(num_blocks=11, token_budget=8)
+@pytest.mark.parametrize("token_budget", [8, 64], ids=["in-chunks", "at-once"])
+def test_two_prompts_are_not_admitted_into_blocks_for_one(mocks: list[MockEngine], token_budget: int) -> None:
+    mock = make_mock_engine(num_blocks=11, token_budget=token_budget)
     mocks.append(mock)
     for i in range(2):
         mock.submit(f"r{i}", prompt(30, i), max_tokens=4)

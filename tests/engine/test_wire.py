@@ -1,0 +1,84 @@
+"""Frames between the processes, and the configuration that travels in the first of them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+
+import pytest
+
+from service.engine.config import EngineConfig
+from service.engine.messages import Abort, Finished, FromEngine, Sampling, Submit, ToEngine, TokenLogprob, Tokens
+from service.engine.wire import EngineSide, frame, read_from_engine
+from tests.support.engine_mock import make_mock_engine
+
+TO_ENGINE: list[ToEngine] = [
+    Submit("r1", (1, 2, 3), Sampling(max_tokens=4, logit_bias={5: -1.5}, stop_token_ids=(7, 8), seed=2**62), "digest"),
+    Abort("r1"),
+]
+FROM_ENGINE: list[FromEngine] = [
+    Tokens("r1", (5,), (TokenLogprob(5, -0.25, ((5, -0.25), (6, -2.0))),), (None, TokenLogprob(2, -1.0))),
+    Finished("r1", "stop", stop_token_id=5),
+    make_mock_engine().engine.stats(),
+]
+
+
+def config(**fields: object) -> EngineConfig:
+    return EngineConfig(model_dir="/model", store_root="/store", **fields)  # type: ignore[arg-type]
+
+
+def test_the_engine_reads_what_was_sent_however_it_was_cut() -> None:
+    ours, theirs = socket.socketpair()
+    side = EngineSide(theirs.detach())
+    content = frame(config(num_threads=3)) + frame(TO_ENGINE) + frame([]) + frame(TO_ENGINE[:1])
+
+    def send_in_pieces() -> None:
+        for start in range(0, len(content), 3):
+            ours.sendall(content[start : start + 3])
+        ours.close()
+
+    sender = threading.Thread(target=send_in_pieces)
+    sender.start()
+    assert side.read_config() == config(num_threads=3)
+    assert [side.read() for _ in range(4)] == [TO_ENGINE, [], TO_ENGINE[:1], None]
+    sender.join()
+
+
+def test_the_client_reads_what_the_engine_wrote() -> None:
+    async def drive() -> list[list[FromEngine] | None]:
+        ours, theirs = socket.socketpair()
+        side = EngineSide(theirs.detach())
+        side.write(FROM_ENGINE)
+        side.write(FROM_ENGINE[1:])
+        reader, writer = await asyncio.open_connection(sock=ours)
+        first, second = await read_from_engine(reader), await read_from_engine(reader)
+        side._socket.close()
+        third = await read_from_engine(reader)
+        writer.close()
+        return [first, second, third]
+
+    assert asyncio.run(drive()) == [FROM_ENGINE, FROM_ENGINE[1:], None]
+
+
+def test_a_frame_cut_off_by_death_is_the_end() -> None:
+    ours, theirs = socket.socketpair()
+    side = EngineSide(theirs.detach())
+    ours.sendall(frame(TO_ENGINE)[:-1])
+    ours.close()
+    assert side.read() is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"token_budget": 0}, "token_budget"),
+        ({"max_sequences": 0}, "max_sequences"),
+        ({"kv_bytes": 0}, "kv_bytes"),
+        ({"row_bytes": -1}, "row_bytes"),
+        ({"token_budget": 8, "max_sequences": 9}, "at least max_sequences"),
+    ],
+)
+def test_a_configuration_is_checked_when_it_is_made(fields: dict[str, int], word: str) -> None:
+    with pytest.raises(ValueError, match=word):
+        config(**fields)
