@@ -1,14 +1,18 @@
 """`make bench`: prints a table and writes `bench/out/result.json`.
 
-python -m bench [--dtype float32 bfloat16] [--rounds 7] [--threads 2] [--only speed|memory] [--no-peft]
+python -m bench [--dtype float32 bfloat16] [--rounds 7] [--threads 2] [--only speed|memory]
+                    [--peft-batch-sizes 4 8 16 32] [--out bench/out/result.json]
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -25,39 +29,49 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds; a figure is their median")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", choices=["speed", "memory"])
-    parser.add_argument("--no-peft", action="store_true", help="leave PEFT out (most of the time is PEFT's)")
+    parser.add_argument(
+        "--peft-batch-sizes",
+        type=int,
+        nargs="*",
+        default=[4, 8, 16, 32],
+        help="PEFT runs with the fastest of these; one alone is taken without a try, none leaves PEFT out",
+    )
+    parser.add_argument("--out", type=Path, default=OUT / "result.json", help="where the figures go, as JSON")
     arguments = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
-    result: dict[str, object] = {
+    speeds: dict[str, dict[str, object]] = {}
+    memories: dict[str, dict[str, object]] = {}
+    result: dict[str, Any] = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, {arguments.threads} threads",
         "torch": torch.__version__,
-        "speed": [],
-        "memory": [],
+        "speed": speeds,
+        "memory": memories,
     }
+
+    def save(figures: dict[str, dict[str, object]], dtype: str, new: dict[str, object]) -> None:
+        figures[dtype] = new
+        arguments.out.write_text(json.dumps(result, indent=1))
+
     with Progress() as progress:
         for dtype in arguments.dtype:
             if arguments.only != "memory":
-                figures = speed.measure(
-                    dtype, arguments.rounds, arguments.threads, progress, with_peft=not arguments.no_peft
-                )
-                result["speed"].append(figures)  # type: ignore[attr-defined]
+                keep = functools.partial(save, speeds, dtype)
+                speed.measure(dtype, arguments.rounds, arguments.threads, arguments.peft_batch_sizes, progress, keep)
             if arguments.only != "speed":
-                result["memory"].append(memory.measure(dtype, arguments.threads, progress))  # type: ignore[attr-defined]
-    (OUT / "result.json").write_text(json.dumps(result, indent=1))
+                save(memories, dtype, memory.measure(dtype, arguments.threads, progress))
     _print(result)
 
 
-def _print(result: dict) -> None:
+def _print(result: dict[str, Any]) -> None:
     table = Table(title=f"{result['machine']}, torch {result['torch']}")
     for column in ("dtype", "figure", "median", "min - max", "bar"):
         table.add_column(column)
-    for figures in result["speed"]:
+    for dtype, figures in result["speed"].items():
         for ratio in figures["ratios"]:
             spread = f"{ratio['min']:.3f} - {ratio['max']:.3f}"
-            table.add_row(figures["dtype"], ratio["name"], f"{ratio['median']:.3f}", spread, ratio["bar"])
-    for figures in result["memory"]:
-        dtype = figures["dtype"]
+            table.add_row(dtype, ratio["name"], f"{ratio['median']:.3f}", spread, ratio["bar"])
+    for dtype, figures in result["memory"].items():
         table.add_row(dtype, "memory above floor / budgets", f"{figures['above_floor_over_budget']:.3f}", "", "<= 1.10")
         table.add_row(dtype, "growth, requests 200 to 1000", f"{figures['growth']:.3%}", "", "<= 2 %")
     Console().print(table)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from rich.progress import Progress
 
@@ -23,12 +24,12 @@ SMALL_BYTES = 16 * MIB
 def measure(dtype: str, num_threads: int, progress: Progress, num_requests: int = 1000) -> dict[str, object]:
     root = make_model(dtype)
     with tempfile.TemporaryDirectory() as scratch:
-        common = {"dtype": dtype, "num_threads": num_threads, "host_tier_bytes": 0}
-        small = {"kv_bytes": SMALL_BYTES, "adapter_row_bytes": SMALL_BYTES}
+        common: dict[str, Any] = {"dtype": dtype, "num_threads": num_threads, "host_tier_bytes": 0}
+        small: dict[str, Any] = {"kv_bytes": SMALL_BYTES, "adapter_row_bytes": SMALL_BYTES}
         idle = start(root / "base", Path(scratch) / "a", **common, **small)
         floor_bytes = pss_bytes(idle) - 2 * SMALL_BYTES
         idle.stop()
-        full = {"kv_bytes": KV_BYTES, "adapter_row_bytes": ROW_BYTES}
+        full: dict[str, Any] = {"kv_bytes": KV_BYTES, "adapter_row_bytes": ROW_BYTES}
         server = start(root / "base", Path(scratch) / "b", **common, **full)
         try:
             return {"dtype": dtype, "floor_bytes": floor_bytes} | _load(

@@ -7,13 +7,15 @@ not move them.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rich.progress import Progress
 
@@ -21,7 +23,6 @@ from bench.server import complete, start, upload
 from bench.workload import NUM_ADAPTERS, adapter_name, make_model, requests
 from tests.support.server import Server
 
-BATCH_SIZES = (4, 8, 16, 32)
 KV_BYTES = 768 << 20
 ROW_BYTES = 256 << 20
 
@@ -70,62 +71,82 @@ class Ratio:
         }
 
 
-def measure(dtype: str, num_rounds: int, num_threads: int, progress: Progress, *, with_peft: bool) -> dict[str, object]:
+def measure(
+    dtype: str,
+    num_rounds: int,
+    num_threads: int,
+    peft_batch_sizes: Sequence[int],
+    progress: Progress,
+    save: Callable[[dict[str, object]], None],
+) -> None:
+    """Run the rounds; `save` gets the figures so far after each. Without batch sizes PEFT is left out."""
     root = make_model(dtype)
-    with tempfile.TemporaryDirectory() as scratch:
-        sizes = {"dtype": dtype, "num_threads": num_threads, "kv_bytes": KV_BYTES}
+    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
+        sizes: dict[str, Any] = {"dtype": dtype, "num_threads": num_threads, "kv_bytes": KV_BYTES}
         plain = start(root / "base", Path(scratch) / "off", adapter_row_bytes=0, **sizes)
+        stack.callback(plain.stop)
         lora = start(root / "base", Path(scratch) / "on", adapter_row_bytes=ROW_BYTES, **sizes)
+        stack.callback(lora.stop)
         for index in range(NUM_ADAPTERS):
             upload(lora, adapter_name(index), root / adapter_name(index))
-        peft = PeftProcess(root, dtype, num_threads) if with_peft else None
-        try:
-            return _rounds(dtype, num_rounds, plain, lora, peft, progress)
-        finally:
-            plain.stop()
-            lora.stop()
-            if peft is not None:
-                peft.stop()
+        work = requests()
+        sides: dict[str, Callable[[], float]] = {
+            "lora_off": lambda: complete(plain, work, with_adapters=False),
+            "lora_on_base_only": lambda: complete(lora, work, with_adapters=False),
+            "eight_adapters": lambda: complete(lora, work, with_adapters=True),
+        }
+        facts: dict[str, object] = {
+            "dtype": dtype,
+            "num_output_tokens": sum(request.num_output_tokens for request in work),
+            "lora_op_calls_of_base_only_requests": _warm_up(sides, lora),
+        }
+        if peft_batch_sizes:
+            peft = PeftProcess(root, dtype, num_threads)
+            stack.callback(peft.stop)
+            chosen = _choose(peft, dtype, peft_batch_sizes, progress)
+            facts["peft_seconds_by_batch_size"] = chosen
+            best = min(chosen, key=chosen.__getitem__)
+            sides["peft"] = lambda: peft.run(best)
+        _rounds(sides, num_rounds, facts, progress, save)
+
+
+def _warm_up(sides: dict[str, Callable[[], float]], lora: Server) -> float:
+    """Run each side of the server once; LoRA ops that ran for base-only requests (there must be none)."""
+    before = lora.metric("lora_op_calls_total")
+    sides["lora_off"]()
+    sides["lora_on_base_only"]()
+    after = lora.metric("lora_op_calls_total")
+    sides["eight_adapters"]()
+    return after - before
+
+
+def _choose(peft: PeftProcess, dtype: str, batch_sizes: Sequence[int], progress: Progress) -> dict[int, float]:
+    """Seconds by batch size; a single size is not run, but taken."""
+    if len(batch_sizes) == 1:
+        return {batch_sizes[0]: 0.0}
+    task = progress.add_task(f"{dtype}: PEFT's best batch size", total=len(batch_sizes))
+    seconds = {}
+    for batch_size in batch_sizes:
+        seconds[batch_size] = peft.run(batch_size)
+        progress.advance(task)
+    return seconds
 
 
 def _rounds(
-    dtype: str, num_rounds: int, plain: Server, lora: Server, peft: PeftProcess | None, progress: Progress
-) -> dict[str, object]:
-    work = requests()
-    num_output_tokens = sum(request.num_output_tokens for request in work)
-    sides: dict[str, Callable[[], float]] = {
-        "lora_off": lambda: complete(plain, work, with_adapters=False),
-        "lora_on_base_only": lambda: complete(lora, work, with_adapters=False),
-        "eight_adapters": lambda: complete(lora, work, with_adapters=True),
-    }
-    calls_before = lora.metric("lora_op_calls_total")
-    sides["lora_off"]()  # these three also warm up
-    sides["lora_on_base_only"]()
-    base_only_calls = lora.metric("lora_op_calls_total") - calls_before
-    sides["eight_adapters"]()
-    batch_seconds: dict[int, float] = {}
-    if peft is not None:
-        choosing = progress.add_task(f"{dtype}: PEFT's best batch size", total=len(BATCH_SIZES))
-        for batch_size in BATCH_SIZES:
-            batch_seconds[batch_size] = peft.run(batch_size)
-            progress.advance(choosing)
-        best = min(batch_seconds, key=batch_seconds.__getitem__)
-        sides["peft"] = lambda: peft.run(best)
+    sides: dict[str, Callable[[], float]],
+    num_rounds: int,
+    facts: dict[str, object],
+    progress: Progress,
+    save: Callable[[dict[str, object]], None],
+) -> None:
+    """All sides one after another, in alternating order, `num_rounds` times."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    task = progress.add_task(f"{dtype}: rounds", total=num_rounds)
+    task = progress.add_task(f"{facts['dtype']}: rounds", total=num_rounds)
     for index in range(num_rounds):
-        order = list(sides) if index % 2 == 0 else list(reversed(sides))
-        for name in order:
+        for name in list(sides) if index % 2 == 0 else list(reversed(sides)):
             seconds[name].append(sides[name]())
         progress.advance(task)
-    return {
-        "dtype": dtype,
-        "num_output_tokens": num_output_tokens,
-        "seconds": seconds,
-        "peft_seconds_by_batch_size": batch_seconds,
-        "lora_op_calls_of_base_only_requests": base_only_calls,
-        "ratios": [ratio.summary() for ratio in _ratios(seconds)],
-    }
+        save(facts | {"seconds": seconds, "ratios": [ratio.summary() for ratio in _ratios(seconds)]})
 
 
 def _ratios(seconds: dict[str, list[float]]) -> list[Ratio]:

@@ -105,4 +105,4 @@ def _write_adapter(root: Path, index: int, dtype: str) -> None:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.02)
-    model.save_pretrained(root / adapter_name(index))
+    model.save_pretrained(str(root / adapter_name(index)))
