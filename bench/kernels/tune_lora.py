@@ -34,15 +34,19 @@ def shrink_candidates(config: LoraConfig) -> list[ShrinkConfig]:
     if config.max_tokens > 256:
         splits = sorted({max(1, present.num_splits // 2), present.num_splits, present.num_splits * 2})
         return [
-            ShrinkConfig(num_splits, 64, block_k, 64, 1, stages, 4, programs)
-            for num_splits, block_k, stages, programs in itertools.product(splits, (64, 128), (3, 4), (2, 4))
+            ShrinkConfig(num_splits, block_m, block_k, 64, 1, stages, block_m // 16, programs)
+            for num_splits, block_m, block_k, stages, programs in itertools.product(
+                splits, (64, 128), (64, 128), (3, 4), (2, 4)
+            )
+            if block_m * block_k <= 128 * 64
         ]
+    splits = (4, 8, 16) if config.max_tokens <= 4 else (4, 8)
     return [
-        ShrinkConfig(num_splits, 16, block_k, block_r, warps, stages, warps, programs)
-        for num_splits, block_k, block_r, warps, stages, programs in itertools.product(
-            (4, 8), (128, 256), (32, 64), (1, 2), (3, 4), (4,)
+        ShrinkConfig(num_splits, 16, block_k, block_r, warps, stages, warps, 4)
+        for num_splits, block_k, block_r, warps, stages in itertools.product(
+            splits, (128, 256), (32, 64), (2, 4), (2, 4)
         )
-        if block_k * stages <= 768
+        if block_k * stages <= 512
     ]
 
 
@@ -50,17 +54,18 @@ def expand_candidates(config: LoraConfig) -> list[ExpandConfig]:
     """Variations of the bucket's expand."""
     if config.max_tokens > 256:
         return [
-            ExpandConfig(64, block_n, block_n, 64, stages, warps, programs, registers)
-            for block_n, stages, warps, programs, registers in itertools.product(
-                (64, 128), (2, 3), (4, 8), (2, 3, 4), (128, None)
+            ExpandConfig(block_m, block_n, block_n, 64, stages, warps, programs, registers)
+            for block_m, block_n, stages, warps, programs, registers in itertools.product(
+                (64, 128), (64, 128), (2, 3), (4, 8), (2, 3, 4), (128, None)
             )
-            if (block_n, warps) != (64, 8)
+            if warps * 1024 <= block_m * block_n <= warps * 2048
         ]
     return [
-        ExpandConfig(16, 128, block_n_tall, block_r, stages, 4, programs, registers)
-        for block_n_tall, block_r, stages, programs, registers in itertools.product(
-            (64, 128), (64, 128), (3, 4), (3, 4), (128, 160)
+        ExpandConfig(block_m, block_n, block_n_tall, 64, stages, 4, programs, registers)
+        for block_m, block_n, block_n_tall, stages, programs, registers in itertools.product(
+            (16,) if config.max_tokens <= 64 else (16, 32), (64, 128), (64, 128), (2, 3), (3, 4, 6), (128, 168)
         )
+        if block_n_tall <= block_n
     ]
 
 
@@ -74,8 +79,18 @@ def _compile(job: tuple[Row, LoraConfig]) -> None:
         print(f"does not compile: {config}: {str(error)[:100]}")
 
 
+def _without_grid(config: LoraConfig) -> LoraConfig:
+    """Configurations that differ in their grids only are one compilation."""
+    return replace(
+        config,
+        shrink=replace(config.shrink, programs_per_core=1),
+        expand=replace(config.expand, programs_per_core=1),
+    )
+
+
 def compile_ahead(jobs: Iterable[tuple[Row, LoraConfig]]) -> None:
     """Fill the on-disk cache of the compiler with all cores."""
+    jobs = {(row, _without_grid(config)): None for row, config in jobs}
     with multiprocessing.get_context("spawn").Pool(max(1, (os.cpu_count() or 2) - 2)) as pool:
         pool.map(_compile, list(jobs), chunksize=1)
 

@@ -119,7 +119,7 @@ class _Device:
         on_gpu = device.type == "cuda"
         self.device = device
         self.kind = detect(str(device)).kind
-        self.num_cores = detect(str(device)).num_cores if on_gpu else 4
+        self.num_cores = detect(str(device)).num_cores if on_gpu else 2
         self.dependent_launch = on_gpu and torch.cuda.get_device_capability(device) >= _HOPPER
         self._configs: dict[int, LoraConfig] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)

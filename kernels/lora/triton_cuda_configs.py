@@ -63,17 +63,17 @@ class LoraConfig:
 
 UNBOUNDED = 2**31
 
-# Kind of GPU (the name the driver reports, or "any") -> configurations by ascending token count.
-TABLES: dict[str, tuple[LoraConfig, ...]] = {
-    "any": (
-        LoraConfig(4, ShrinkConfig(16, 16, 256, 32, 4, 2, 4, 4), ExpandConfig(16, 128, 128, 64, 3, 4, 4, 128)),
-        LoraConfig(64, ShrinkConfig(4, 16, 128, 32, 2, 4, 2, 4), ExpandConfig(16, 128, 128, 64, 3, 4, 4, 128)),
-        LoraConfig(256, ShrinkConfig(4, 16, 128, 32, 2, 4, 2, 4), ExpandConfig(16, 128, 128, 64, 3, 4, 4, 128)),
-        LoraConfig(1024, ShrinkConfig(8, 64, 64, 64, 1, 4, 4, 2), ExpandConfig(64, 128, 128, 64, 3, 8, 2, 128)),
-        LoraConfig(4096, ShrinkConfig(4, 64, 64, 64, 1, 4, 4, 2), ExpandConfig(64, 128, 128, 64, 3, 8, 2, 128)),
-        LoraConfig(UNBOUNDED, ShrinkConfig(1, 64, 64, 64, 1, 4, 4, 4), ExpandConfig(64, 128, 128, 64, 3, 8, 2, 128)),
-    ),
-}
+_H200 = (
+    LoraConfig(4, ShrinkConfig(8, 16, 128, 32, 2, 4, 2, 4), ExpandConfig(16, 128, 128, 64, 3, 4, 4, 128)),
+    LoraConfig(128, ShrinkConfig(4, 16, 128, 32, 2, 4, 2, 4), ExpandConfig(16, 128, 128, 64, 3, 4, 4, 128)),
+    LoraConfig(256, ShrinkConfig(4, 16, 128, 32, 2, 4, 2, 4), ExpandConfig(16, 128, 128, 64, 3, 4, 3, 168)),
+    LoraConfig(1024, ShrinkConfig(4, 64, 128, 64, 1, 4, 4, 2), ExpandConfig(64, 128, 128, 64, 3, 4, 2)),
+    LoraConfig(4096, ShrinkConfig(2, 64, 128, 64, 1, 4, 4, 4), ExpandConfig(64, 64, 64, 64, 3, 4, 2)),
+    LoraConfig(UNBOUNDED, ShrinkConfig(1, 64, 64, 64, 1, 4, 4, 4), ExpandConfig(64, 128, 128, 64, 3, 8, 4, 128)),
+)
+
+# Kind of GPU, by the name its driver reports -> configurations by ascending token count; "any" serves the rest.
+TABLES: dict[str, tuple[LoraConfig, ...]] = {"NVIDIA H200": _H200, "any": _H200}
 
 
 def config_for(kind: str, num_tokens: int) -> LoraConfig:

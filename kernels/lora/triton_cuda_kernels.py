@@ -7,7 +7,8 @@ loads stay in flight from item to item, and programs without an item leave at on
 Order of events under programmatic dependent launch (DEPENDENT_LAUNCH): a kernel may begin while the kernel before it
 still runs. Before `gdc_wait` it reads only maps and rows, which no kernel of a step writes. Shrink lets its dependents
 start after its own wait, so when expand starts, whatever ran before shrink (the base product into `out`) is complete,
-and expand may also read `out` before it waits for h.
+and expand may also read `out` before it waits for h. Every program waits before it ends, one without items too, so
+that whoever waits for this kernel has waited for all before it.
 
 Shape comments: M tokens of a tile, R ranks, K inputs, N columns.
 """
@@ -56,7 +57,7 @@ def _find_tile(running, tile, starts_ptr, BLOCK_M: tl.constexpr, MAX_SEGMENTS: t
 
 @triton.jit
 def _rows_of(segment, slice_id, places_ptr, first_rows_ptr, ranks_ptr, num_places):
-    """(place, first row, rank) of a segment in a slice; rank 0 where the adapter leaves the group or the slice alone."""
+    """(place, first row, rank) of a segment in a slice; rank 0 where the adapter leaves group or slice alone."""
     place = tl.load(places_ptr + segment)
     first_row = tl.load(first_rows_ptr + segment)
     rank = tl.load(ranks_ptr + slice_id * num_places + place)
@@ -339,6 +340,8 @@ def lora_shrink_kernel(
                 STAGES,
                 EVEN_K,
             )
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
 
 
 @triton.jit
@@ -562,6 +565,8 @@ def lora_expand_kernel(
                     if not OVERWRITE:
                         delta += _load_out(out_rows, here, token_mask, width, True, BLOCK_N_TALL, False).to(tl.float32)
                     _store_out(out_rows, here, token_mask, width, delta, BLOCK_N_TALL, False)
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
 
 
 @triton.jit

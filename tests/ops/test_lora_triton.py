@@ -1,13 +1,18 @@
 """The Triton LoRA kernels for NVIDIA GPUs: in Triton's interpreter on a CPU, on a GPU with `--device cuda`.
 
-tests/ops/test_lora.py covers the ops by themselves, and with `--device cuda` it covers these kernels too. Here are tests
+tests/ops/test_lora.py covers the ops by themselves, and these kernels too with `--device cuda`. Here are tests
 of what only the kernels have: splits, persistent grids, padding of the maps, configurations, replay.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -79,7 +84,9 @@ def steps(draw: st.DrawFn) -> tuple[Case, int]:
     case = Case(
         in_features=draw(st.sampled_from([8, 96, 129])),
         widths=tuple(draw(st.sampled_from([8, 32, 50])) for _ in range(num_slices)),
-        ranks=tuple(tuple(rng.choice([0, rng.randint(1, largest), largest]) for _ in lengths) for _ in range(num_slices)),
+        ranks=tuple(
+            tuple(rng.choice([0, rng.randint(1, largest), largest]) for _ in lengths) for _ in range(num_slices)
+        ),
         lengths=lengths,
         num_base_tokens=draw(st.integers(1, 3)),
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
@@ -88,7 +95,7 @@ def steps(draw: st.DrawFn) -> tuple[Case, int]:
     return case, draw(st.sampled_from([0, 5, 17]))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(step=steps(), config=st.sampled_from(SMALL), overwrite=st.booleans())
 def test_kernels_equal_float64(
     step: tuple[Case, int], config: LoraConfig, overwrite: bool, triton_cuda: ModuleType, device: str
@@ -97,12 +104,20 @@ def test_kernels_equal_float64(
     run(triton_cuda, make_step(case, device=device, pad_to=pad_to), config, overwrite=overwrite)
 
 
-@pytest.mark.parametrize("num_tokens", sorted({min(c.max_tokens, 300) for table in TABLES.values() for c in table}))
-def test_every_table_entry_is_right(num_tokens: int, triton_cuda: ModuleType, device: str) -> None:
-    for kind in TABLES:
-        lengths = (num_tokens - num_tokens // 4, num_tokens // 4)
-        case = Case(160, (40, 8), ((16, 40), (3, 0)), lengths, num_base_tokens=0, seed=num_tokens)
-        run(triton_cuda, make_step(case, device=device), config_for(kind, num_tokens))
+@pytest.mark.parametrize("config", sorted({c for table in TABLES.values() for c in table}, key=lambda c: c.max_tokens))
+def test_every_table_entry_is_right(config: LoraConfig, triton_cuda: ModuleType, device: str) -> None:
+    """Two slices, three kinds of rank (few, tall, taller), a segment of several tiles."""
+    num_tokens = config.shrink.block_m + 3
+    case = Case(160, (40, 8), ((16, 40, 100), (3, 0, 70)), (num_tokens, 2, 1), num_base_tokens=1, seed=num_tokens)
+    run(triton_cuda, make_step(case, device=device), config)
+
+
+def test_configuration_follows_from_the_token_count() -> None:
+    table = TABLES["any"]
+    for config, following in pairwise(table):
+        assert config_for("unknown", config.max_tokens) is config
+        assert config_for("unknown", config.max_tokens + 1) is following
+    assert config_for("NVIDIA H200", 1) is TABLES["NVIDIA H200"][0]
 
 
 def test_largest_rank(triton_cuda: ModuleType, device: str) -> None:
@@ -146,6 +161,19 @@ def test_tables_are_usable() -> None:
         for config in table:
             assert config.shrink.block_k % config.shrink.groups == 0
             assert config.expand.block_n % config.expand.block_n_tall == 0
+
+
+def test_compiles_for_hopper_without_a_gpu(device: str) -> None:
+    """Every kernel, with few tokens and with many, down to machine code within the shared memory of a core."""
+    if device != "cpu":
+        pytest.skip("the GPU compiles for itself")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).parents[1] / "support" / "compile_lora.py"
+    result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    sizes = [int(line.split()[-1]) for line in result.stdout.splitlines()]
+    assert len(sizes) == 5
+    assert max(sizes) <= 227 * 1024
 
 
 def copy_into(target: LoraMaps, source: LoraMaps) -> None:

@@ -1,0 +1,133 @@
+"""Compile the Triton LoRA kernels for compute capability 9.0 on a machine without a GPU; print shared memory bytes.
+
+Run as a script, without TRITON_INTERPRET: which of the two Triton is, is settled when it is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kernels.lora import triton_cuda_kernels as kernels
+from kernels.lora.triton_cuda_configs import ExpandConfig, ShrinkConfig, config_for
+
+DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
+MAPS = dict.fromkeys(("starts_ptr", "places_ptr", "first_rows_ptr", "num_segments_ptr", "ranks_ptr"), "*i32")
+STRIDES = dict.fromkeys(("h_split_stride", "h_slice_stride", "h_token_stride", "num_places"), "i32")
+NUM_SLICES = 2
+
+
+def compile_kernel(kernel: Any, types: dict[str, Any], constants: dict[str, Any], options: dict[str, Any]) -> None:
+    """Compile for arguments of these types, pointers and sizes divisible by 16; print name and shared memory."""
+    signature, attributes, values = {}, {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name], values[(index,)] = "constexpr", constants[name]
+            continue
+        signature[name] = types[name]
+        paths = [(index, i) for i in range(len(types[name]))] if isinstance(types[name], tuple) else [(index,)]
+        attributes.update(dict.fromkeys(paths, DIVISIBLE_BY_16))
+    source = ASTSource(kernel, signature, values, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert compiled.asm["cubin"]
+    print(kernel.__name__, compiled.metadata.shared)
+
+
+def compile_shrink(config: ShrinkConfig) -> None:
+    """The shrink of a bfloat16 model with an input width of 4096."""
+    compile_kernel(
+        kernels.lora_shrink_kernel,
+        {
+            "x_ptr": "*bf16",
+            "a_ptrs": ("*bf16",) * NUM_SLICES,
+            "h_ptr": "*fp32" if config.num_splits > 1 else "*bf16",
+            "scalings_ptr": "*fp32",
+            "in_features": "i32",
+            "x_stride": "i32",
+            **MAPS,
+            **STRIDES,
+        },
+        {
+            "row_index_ptr": None,
+            "NUM_SLICES": NUM_SLICES,
+            "NUM_SPLITS": config.num_splits,
+            "MAX_SEGMENTS": 64,
+            "BLOCK_M": config.block_m,
+            "BLOCK_K": config.block_k,
+            "BLOCKS_PER_SPLIT": 4096 // (config.num_splits * config.block_k),
+            "BLOCK_R": config.block_r,
+            "GROUPS": config.groups,
+            "STAGES": config.stages,
+            "EVEN_K": True,
+            "HAS_INDEX": False,
+            "DEPENDENT_LAUNCH": True,
+        },
+        {"num_warps": config.num_warps, "maxnreg": config.max_registers, "launch_pdl": True},
+    )
+
+
+def compile_expand(config: ExpandConfig, num_splits: int) -> None:
+    """The expand of a bfloat16 model into slices of even width."""
+    compile_kernel(
+        kernels.lora_expand_kernel,
+        {
+            "h_ptr": "*fp32" if num_splits > 1 else "*bf16",
+            "b_ptrs": ("*bf16",) * NUM_SLICES,
+            "out_ptr": "*bf16",
+            "widths": ("i32",) * NUM_SLICES,
+            "slice_starts": ("i32",) * NUM_SLICES,
+            "out_stride": "i32",
+            **MAPS,
+            **STRIDES,
+        },
+        {
+            "row_index_ptr": None,
+            "NUM_SLICES": NUM_SLICES,
+            "NUM_SPLITS": num_splits,
+            "MAX_SEGMENTS": 64,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n,
+            "BLOCK_N_TALL": config.block_n_tall,
+            "BLOCK_R": config.block_r,
+            "STAGES": config.stages,
+            "EVEN_N": True,
+            "OVERWRITE": False,
+            "HAS_INDEX": False,
+            "DEPENDENT_LAUNCH": True,
+        },
+        {"num_warps": config.num_warps, "maxnreg": config.max_registers, "launch_pdl": True},
+    )
+
+
+def compile_embedding() -> None:
+    """The embedding's gather."""
+    compile_kernel(
+        kernels.lora_embedding_kernel,
+        {
+            "token_ids_ptr": "*i64",
+            "a_ptr": "*bf16",
+            "h_ptr": "*fp32",
+            "token_segment_ptr": "*i32",
+            "scalings_ptr": "*fp32",
+            "vocabulary": "i32",
+            **MAPS,
+            **STRIDES,
+        },
+        {"row_index_ptr": None, "BLOCK_R": 16, "HAS_INDEX": False},
+        {"num_warps": 4},
+    )
+
+
+if __name__ == "__main__":
+    for num_tokens in (32, 8192):
+        chosen = config_for("any", num_tokens)
+        compile_shrink(chosen.shrink)
+        compile_expand(chosen.expand, chosen.shrink.num_splits)
+    compile_embedding()
