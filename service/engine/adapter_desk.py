@@ -261,6 +261,7 @@ class AdapterDesk:
         self._states.append(AdapterState(digest, "failed", error))
         if entry.num_users:
             self._failures[digest] = error
+            self._wake()  # there may be no step to come that would answer them
 
     def _settle_entry(self, digest: str, entry: _Entry) -> None:
         """Let go of what nobody needs: the host copy, and after `evict` everything."""

@@ -15,8 +15,6 @@ import threading
 import time
 from collections import deque
 
-import torch
-
 from adapters.row_pool import PoolUsage
 from kernels.lora import ops as lora_ops
 from service.engine import admission
@@ -33,12 +31,12 @@ from service.engine.messages import (
     Ready,
     Stats,
     Submit,
-    TokenLogprob,
     Tokens,
 )
+from service.engine.output import sample_step, tokens_message
 from service.engine.records import StepRecord, StepRecords, record_of
 from service.engine.runner import Runner
-from service.engine.sampler import Choice, RowRequest, sample, token_logprobs
+from service.engine.sampler import Choice
 from service.engine.scheduler import Scheduler
 from service.engine.sequence import Sequence, Share
 from service.engine.state_lines import StateLines
@@ -166,7 +164,7 @@ class Engine:
             shares, parts = self._in_adapter_order(shares)
             batch = build_step(parts, self._map_limits)
             logits = self._runner.run(batch)
-            choices = self._sample(logits, shares)
+            choices = sample_step(logits, shares)
             self._publish(choices)
             self._settle(shares, choices, started)
         return self.take_events()
@@ -263,60 +261,10 @@ class Engine:
         assert rows is not None and place is not None, "a running sequence has lost its rows"
         return place, rows.first_rows(place)
 
-    def _sample(self, logits: torch.Tensor, shares: list[Share]) -> list[tuple[Sequence, Choice]]:
-        """The next token of each sequence that is computed up to its end; on the way, prompt log probabilities."""
-        last_rows: list[int] = []
-        chosen: list[Sequence] = []
-        row = 0
-        for share in shares:
-            sequence = share.sequence
-            if share.num_logits and sequence.num_prompt_logprobs_missing:
-                self._note_prompt_logprobs(sequence, logits[row : row + share.num_logits])
-            row += share.num_logits
-            if sequence.num_computed + share.num_tokens == sequence.num_tokens:
-                last_rows.append(row - 1)
-                chosen.append(sequence)
-        if not chosen:
-            return []
-        if len(last_rows) < len(logits):
-            logits = logits[torch.tensor(last_rows, device=logits.device)]
-        with torch.inference_mode():
-            choices = sample(logits, [self._row_request(sequence) for sequence in chosen])
-        return list(zip(chosen, choices, strict=True))
-
-    def _note_prompt_logprobs(self, sequence: Sequence, logits: torch.Tensor) -> None:
-        """Row i of the logits tells of the i-th prompt token that is still missing."""
-        num_top = sequence.request.sampling.prompt_logprobs
-        assert num_top is not None
-        first = len(sequence.prompt_logprobs)
-        targets = sequence.token_ids[first : min(first + len(logits), sequence.num_prompt)]
-        with torch.inference_mode():
-            sequence.prompt_logprobs += token_logprobs(logits[: len(targets)], targets, num_top)
-
-    def _row_request(self, sequence: Sequence) -> RowRequest:
-        is_too_short = sequence.num_output < sequence.request.sampling.min_tokens
-        return RowRequest(
-            sampling=sequence.request.sampling,
-            seed=sequence.seed,
-            index=sequence.num_output,
-            barred=sequence.stop_ids if is_too_short else frozenset(),
-            counts=sequence.counts,
-        )
-
     def _publish(self, choices: list[tuple[Sequence, Choice]]) -> None:
-        """Append the new tokens and tell of them."""
-        for sequence, choice in choices:
-            prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-            if sequence.prompt_logprobs and not sequence.prompt_logprobs_sent:
-                sequence.prompt_logprobs_sent = True
-                prompt_logprobs = tuple(sequence.prompt_logprobs)
-            tokens: tuple[int, ...] = ()
-            logprobs: tuple[TokenLogprob, ...] = ()
-            if choice.token_id is not None and sequence.request.sampling.max_tokens > 0:
-                tokens = (choice.token_id,)
-                logprobs = () if choice.logprob is None else (choice.logprob,)
-            if tokens or prompt_logprobs is not None:
-                self._events.append(Tokens(sequence.request_id, tokens, logprobs, prompt_logprobs))
+        """Tell of the new tokens."""
+        messages = [tokens_message(sequence, choice) for sequence, choice in choices]
+        self._events += [message for message in messages if message is not None]
 
     def _settle(self, shares: list[Share], choices: list[tuple[Sequence, Choice]], started: float) -> None:
         """Count what is computed, end what has ended, write the record of the step."""

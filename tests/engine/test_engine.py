@@ -137,6 +137,13 @@ def test_an_adapter_larger_than_all_rows_is_refused(mock: MockEngine) -> None:
     assert mock.finished["good"].reason == "length"
 
 
+def test_a_request_that_alone_waits_for_too_many_rows_is_answered(mock: MockEngine) -> None:
+    mock.submit("huge", adapter="a1-65")
+    mock.settle()
+    assert mock.finished["huge"].reason == "error"
+    assert mock.engine.num_steps == 0
+
+
 def test_not_a_number_ends_one_request_with_a_sentence(mock: MockEngine) -> None:
     run = mock.runner.run
 
