@@ -329,28 +329,32 @@ def lora_expand_many(
                 valid = (tokens < end - begin)[:, None] & (columns < num_columns)[None, :]
                 here = out_chunk + begin.to(tl.int64) * out_stride + (tokens[:, None] * out_stride + columns[None, :])
                 h_rows = h_ptr + (slice_index * num_tokens + begin).to(tl.int64) * num_splits * width
-                delta = tl.zeros((T, N), dtype=tl.float32)
-                for r in range(0, rank, R):
-                    b = tl.load(
-                        b_chunk
-                        + (first_row + r).to(tl.int64) * slice_width
-                        + (rows[:, None] * slice_width + columns[None, :]),
-                        mask=(r + rows < rank)[:, None] & (columns < num_columns)[None, :],
-                        other=0.0,
-                    )  # [R, N]
-                    for split in range(num_splits):
-                        h = tl.load(
-                            h_rows + split * width + r + (tokens[:, None] * (num_splits * width) + rows[None, :]),
-                            mask=(tokens < end - begin)[:, None] & (r + rows < rank)[None, :],
+                # Only where the loops run: after no iteration the cube's accumulator is not the zeros it began with.
+                if rank > 0:
+                    delta = tl.zeros((T, N), dtype=tl.float32)
+                    for r in range(0, rank, R):
+                        b = tl.load(
+                            b_chunk
+                            + (first_row + r).to(tl.int64) * slice_width
+                            + (rows[:, None] * slice_width + columns[None, :]),
+                            mask=(r + rows < rank)[:, None] & (columns < num_columns)[None, :],
                             other=0.0,
-                        )  # [T, R]
-                        delta = tl.dot(h, b, delta)
-                if OVERWRITE:
-                    tl.store(here, delta.to(out_ptr.dtype.element_ty), mask=valid)
-                else:
-                    if rank > 0:
+                        )  # [R, N]
+                        for split in range(num_splits):
+                            h = tl.load(
+                                h_rows + split * width + r + (tokens[:, None] * (num_splits * width) + rows[None, :]),
+                                mask=(tokens < end - begin)[:, None] & (r + rows < rank)[None, :],
+                                other=0.0,
+                            )  # [T, R]
+                            delta = tl.dot(h, b, delta)
+                    if OVERWRITE:
+                        tl.store(here, delta.to(out_ptr.dtype.element_ty), mask=valid)
+                    else:
                         before = tl.load(here, mask=valid, other=0.0)
                         tl.store(here, (before.to(tl.float32) + delta).to(out_ptr.dtype.element_ty), mask=valid)
+                else:
+                    if OVERWRITE:
+                        tl.store(here, tl.zeros((T, N), dtype=out_ptr.dtype.element_ty), mask=valid)
                 begin = end
                 segment += 1
                 more = (end < stop) & (segment < max_segments)
