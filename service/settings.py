@@ -82,9 +82,6 @@ class Settings(BaseSettings):
     admin_api_keys: Keys = Field((), description="keys for inference, upload and delete, separated by commas")
 
     shutdown_limit_seconds: float = Field(30.0, ge=0, description="how long running requests may go on after SIGTERM")
-    engine_start_limit_seconds: float = Field(
-        600.0, gt=0, description="an engine that is not ready after so long counts as dead"
-    )
     log_format: Literal["text", "json"] = Field("text", description="one line per request as text or as JSON")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
 

@@ -16,6 +16,8 @@ from service.engine.messages import Finished, Submit, TokenLogprob, Tokens
 from service.text.detokenizer import IncrementalDetokenizer
 from service.text.stop_strings import StopStrings
 
+_SHUT_DOWN = "The server was shut down before the answer was complete; ask another one."
+
 
 @dataclass
 class Piece:
@@ -75,7 +77,7 @@ class SequenceRun:
         except EngineDied as error:
             self.close("error")
             if self._services.draining:
-                raise NotReady("The server was shut down before the answer was complete; ask another one.") from error
+                raise NotReady(_SHUT_DOWN) from error
             raise EngineFailed(f"{error} The request was lost; send it again.") from error
 
     async def collect(self) -> Piece:
@@ -131,6 +133,8 @@ class SequenceRun:
     def _finished(self, message: Finished) -> Piece:
         if message.reason == "error":
             self.timer.end("error")
+            if self._services.draining:
+                raise NotReady(_SHUT_DOWN)
             sentence = message.error or "The engine failed on this request."
             raise BadRequest(sentence) if message.client_fault else EngineFailed(sentence)
         piece = Piece(text=self._give(self._detokenizer.finish()), finish_reason=message.reason)
