@@ -45,6 +45,11 @@ def scenario(store: AdapterStore) -> None:
     put(store, "old", 2)
     put(store, "again", 1)
     store.delete("new")
+    with store.begin() as upload:  # a name that moves never points at nothing
+        for part_name, data in (("adapter_config", config_bytes()), ("adapter_model", TENSORS[0])):
+            with upload.open_part(part_name) as part:
+                part.write(data)
+        upload.finish("again", replace=True)
 
 
 STATES = [
@@ -54,6 +59,7 @@ STATES = [
     {"new": 1, "old": 2},
     {"new": 1, "old": 2, "again": 1},
     {"old": 2, "again": 1},
+    {"old": 2, "again": 0},
 ]
 
 

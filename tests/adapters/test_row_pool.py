@@ -267,6 +267,15 @@ def test_the_plan_never_exceeds_its_budget(budget: int, alignment: int) -> None:
     assert plan.rows["attention"] == plan.rows["mlp"] == plan.rows["operator"] >= plan.rows["embeddings"]
 
 
+def test_embeddings_get_as_many_rows_as_the_layers_but_at_most_an_eighth_of_the_budget() -> None:
+    budget = 1 << 20
+    wide = plan_rows(small_layout(), budget, element_bytes=4, alignment=1)
+    assert 0.05 * budget < wide.rows["embeddings"] * wide.row_bytes["embeddings"] <= budget / 8
+    assert wide.rows["embeddings"] < wide.rows["mlp"]
+    deep = plan_rows(small_layout(num_layers=20), budget, element_bytes=4, alignment=1)
+    assert deep.rows["embeddings"] == deep.rows["mlp"]
+
+
 def test_most_of_a_budget_is_used() -> None:
     plan = plan_rows(small_layout(), 1_000_000, element_bytes=4)
     assert plan.total_bytes > 900_000
