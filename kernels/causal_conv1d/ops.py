@@ -17,8 +17,7 @@ from types import ModuleType
 import torch
 
 from kernels.causal_conv1d.checks import check_indices, check_lines, check_tensors, expect
-
-_IMPLEMENTATIONS = {"cpu": "cpu", "cuda": "triton_cuda", "npu": "triton_ascend"}
+from kernels.platform import detect
 
 
 def causal_conv1d_prefill(
@@ -211,6 +210,5 @@ def causal_conv1d_update(
 
 
 def _implementation(x: torch.Tensor) -> ModuleType:
-    name = _IMPLEMENTATIONS.get(x.device.type)
-    expect(name is not None, f"there is no causal convolution for device {x.device}: use one of {[*_IMPLEMENTATIONS]}")
-    return importlib.import_module(f"kernels.causal_conv1d.{name}")
+    """The module that serves x's device; raises BackendError (a ValueError) where none does."""
+    return importlib.import_module(f"kernels.causal_conv1d.{detect(str(x.device)).implementations['causal_conv1d']}")

@@ -10,8 +10,9 @@ Rows are named by age, because the compiler has no tuples: w0 is the newest tap,
 one token back. Names beyond the width stand for h1 or w0 and are never used.
 """
 
-# Triton's functions are untyped.
+# Triton's functions are untyped; of two nested ifs the outer one is often settled when compiling, the inner one not.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# ruff: noqa: SIM102
 
 from __future__ import annotations
 
@@ -22,6 +23,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
+from kernels.platform import detect
 
 NULL_LINE = tl.constexpr(0)
 SEARCH_BLOCK = tl.constexpr(128)
@@ -288,6 +291,210 @@ def conv_update(
                         _zero_rows(out_ptr, start + length, num_tokens, stride_out, channel, dim)
 
 
+@triton.jit
+def _before(age: tl.constexpr, x_ptr, gate_in_ptr, states_ptr, token, line, stride_x, stride_gate_in, stride_line,
+            stride_row, channel, x_bound, state_bound, WIDTH: tl.constexpr):  # fmt: skip
+    """The row of that age before a token: an input or a row of the state, whichever has a bound other than 0."""
+    row = _row(x_ptr, gate_in_ptr, tl.maximum(token - age, 0), stride_x, stride_gate_in, channel, x_bound)
+    if states_ptr is not None:
+        row += _state_row(states_ptr, line, WIDTH - 1 - age, stride_line, stride_row, channel, state_bound)
+    return row
+
+
+@triton.jit
+def _copy_state(states_ptr, target, source, end, start, x_ptr, gate_in_ptr, stride_x, stride_gate_in, stride_line,
+                stride_row, channel, dim, state_bound, WIDTH: tl.constexpr):  # fmt: skip
+    """Keep in line `target` the inputs before token `end` of a sequence whose history, before `start`, is in `source`.
+
+    Rows go from old to new, so that source and target may be one line.
+    """
+    for row in range(WIDTH - 1):
+        token = end - (WIDTH - 1) + row
+        is_input = token >= start
+        kept = _row(x_ptr, gate_in_ptr, tl.maximum(token, 0), stride_x, stride_gate_in, channel,
+                    tl.where(is_input, dim, 0))  # fmt: skip
+        past = tl.maximum(tl.minimum(token - start + WIDTH - 1, WIDTH - 2), 0)
+        kept += _state_row(states_ptr, source, past, stride_line, stride_row, channel,
+                           tl.where(is_input, 0, state_bound))  # fmt: skip
+        _store_state(kept, states_ptr, target, row, stride_line, stride_row, channel, dim)
+
+
+_PREFILL = ["x_ptr", "weight_ptr", "bias_ptr", "states_ptr", "gate_in_ptr", "gate_out_ptr", "out_ptr", "starts_ptr",
+            "lines_ptr", "initial_ptr", "source_block_ptr", "first_block_ptr", "last_block_ptr", "computed_ptr",
+            "num_tokens", "num_sequences", "block_size_tokens", "pad_slot", "stride_lines", "dim", "stride_x",
+            "stride_gate_in", "stride_gate_out", "stride_out", "stride_line", "stride_row"]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_PREFILL)
+def conv_prefill(
+    x_ptr,  # [num_tokens, dim]
+    weight_ptr,  # [WIDTH, dim]
+    bias_ptr,  # [dim] or None
+    states_ptr,  # [lines, state_len, dim] or None
+    gate_in_ptr,  # like x or None
+    gate_out_ptr,  # like x or None
+    out_ptr,  # like x
+    starts_ptr,  # [num_sequences + 1]
+    lines_ptr,  # [num_sequences] or [num_sequences, blocks] or None
+    initial_ptr,  # int8 [num_sequences] or None
+    source_block_ptr,  # [num_sequences] or None, like the next three
+    first_block_ptr,
+    last_block_ptr,
+    computed_ptr,
+    num_tokens,
+    num_sequences,
+    block_size_tokens,
+    pad_slot,
+    stride_lines,
+    dim,
+    stride_x,
+    stride_gate_in,
+    stride_gate_out,
+    stride_out,
+    stride_line,
+    stride_row,
+    WIDTH: tl.constexpr,
+    SILU: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    HALO: tl.constexpr = WIDTH - 1
+    num_tiles = tl.cdiv(num_tokens, BLOCK_T)
+    num_items = tl.cdiv(dim, BLOCK_D) * num_tiles
+    share = tl.cdiv(num_items, tl.num_programs(0))
+    first_item = tl.program_id(0) * share
+    last_item = tl.minimum(first_item + share, num_items)
+    for block in range(first_item // num_tiles, tl.cdiv(last_item, num_tiles)):
+        channel = block * BLOCK_D + tl.arange(0, BLOCK_D)
+        bias, w0, w1, w2, w3, w4, w5, w6, w7 = _taps(weight_ptr, bias_ptr, dim, channel, WIDTH)
+        num_real_tokens = tl.load(starts_ptr + num_sequences)
+        for tile in range(tl.maximum(first_item - block * num_tiles, 0),
+                          tl.minimum(last_item - block * num_tiles, num_tiles)):  # fmt: skip
+            first_token = tile * BLOCK_T
+            end_token = tl.minimum(first_token + BLOCK_T, num_tokens)
+            stop = tl.minimum(end_token, num_real_tokens)
+            # Sequences [first, last) have tokens in this tile; empty ones behind the last token are not walked over.
+            first = -1
+            last = 0
+            for base in range(0, num_sequences, SEARCH_BLOCK):
+                index = base + tl.arange(0, SEARCH_BLOCK)
+                starts = tl.load(starts_ptr + index, mask=index < num_sequences, other=FAR)
+                first += tl.sum((starts <= first_token).to(tl.int32), 0)
+                last += tl.sum((starts < stop).to(tl.int32), 0)
+            for sequence in range(first, last):
+                start = tl.load(starts_ptr + sequence)
+                end = tl.load(starts_ptr + sequence + 1)
+                source = tl.cast(sequence, tl.int32)
+                is_live = end > start
+                if lines_ptr is not None:
+                    column = 0
+                    if source_block_ptr is not None:
+                        column = tl.load(source_block_ptr + sequence)
+                    source = tl.load(lines_ptr + sequence * stride_lines + column)
+                    is_live = (source > NULL_LINE) & (source != pad_slot) & (end > start)
+                if is_live:
+                    # The head's program has the first HALO tokens, wherever they lie: it alone reads and writes states.
+                    is_head = start >= first_token
+                    walk_start = tl.where(is_head, start, tl.maximum(first_token, start + HALO))
+                    walk_end = tl.minimum(end, end_token)
+                    if is_head:
+                        walk_end = tl.minimum(end, tl.maximum(end_token, start + HALO))
+                    line = source.to(tl.int64)
+                    x_bound = tl.where(is_head | (walk_start >= walk_end), 0, dim)
+                    state_bound = 0
+                    if initial_ptr is not None:
+                        state_bound = tl.where(tl.load(initial_ptr + sequence) != 0, dim, 0)
+                    head_bound = tl.where(is_head, state_bound, 0)
+                    if WIDTH > 7:
+                        h7 = _before(7, x_ptr, gate_in_ptr, states_ptr, walk_start, line, stride_x, stride_gate_in,
+                                     stride_line, stride_row, channel, x_bound, head_bound, WIDTH)  # fmt: skip
+                    if WIDTH > 6:
+                        h6 = _before(6, x_ptr, gate_in_ptr, states_ptr, walk_start, line, stride_x, stride_gate_in,
+                                     stride_line, stride_row, channel, x_bound, head_bound, WIDTH)  # fmt: skip
+                    if WIDTH > 5:
+                        h5 = _before(5, x_ptr, gate_in_ptr, states_ptr, walk_start, line, stride_x, stride_gate_in,
+                                     stride_line, stride_row, channel, x_bound, head_bound, WIDTH)  # fmt: skip
+                    if WIDTH > 4:
+                        h4 = _before(4, x_ptr, gate_in_ptr, states_ptr, walk_start, line, stride_x, stride_gate_in,
+                                     stride_line, stride_row, channel, x_bound, head_bound, WIDTH)  # fmt: skip
+                    if WIDTH > 3:
+                        h3 = _before(3, x_ptr, gate_in_ptr, states_ptr, walk_start, line, stride_x, stride_gate_in,
+                                     stride_line, stride_row, channel, x_bound, head_bound, WIDTH)  # fmt: skip
+                    if WIDTH > 2:
+                        h2 = _before(2, x_ptr, gate_in_ptr, states_ptr, walk_start, line, stride_x, stride_gate_in,
+                                     stride_line, stride_row, channel, x_bound, head_bound, WIDTH)  # fmt: skip
+                    h1 = _before(1, x_ptr, gate_in_ptr, states_ptr, walk_start, line, stride_x, stride_gate_in,
+                                 stride_line, stride_row, channel, x_bound, head_bound, WIDTH)  # fmt: skip
+                    if WIDTH <= 2:
+                        h2 = h1
+                    if WIDTH <= 3:
+                        h3 = h1
+                    if WIDTH <= 4:
+                        h4 = h1
+                    if WIDTH <= 5:
+                        h5 = h1
+                    if WIDTH <= 6:
+                        h6 = h1
+                    if WIDTH <= 7:
+                        h7 = h1
+                    for token in range(walk_start, walk_end):
+                        x = _row(x_ptr, gate_in_ptr, token, stride_x, stride_gate_in, channel, dim)
+                        total = _output(x, bias, w0, w1, w2, w3, w4, w5, w6, w7, h1, h2, h3, h4, h5, h6, h7, SILU,
+                                        WIDTH)  # fmt: skip
+                        _store_output(total, out_ptr, gate_out_ptr, token, stride_out, stride_gate_out, channel, dim)
+                        if WIDTH > 7:
+                            h7 = h6
+                        if WIDTH > 6:
+                            h6 = h5
+                        if WIDTH > 5:
+                            h5 = h4
+                        if WIDTH > 4:
+                            h4 = h3
+                        if WIDTH > 3:
+                            h3 = h2
+                        if WIDTH > 2:
+                            h2 = h1
+                        h1 = x
+                    if states_ptr is not None:
+                        if is_head:
+                            target = line
+                            is_kept = True
+                            if last_block_ptr is not None:
+                                last_block = tl.load(last_block_ptr + sequence)
+                                target = tl.load(lines_ptr + sequence * stride_lines + last_block).to(tl.int64)
+                                is_kept = (target > NULL_LINE) & (target != pad_slot)
+                            if is_kept:
+                                if walk_end == end:
+                                    for row in tl.static_range(HALO):
+                                        _store_state(_past(HALO - row, h1, h2, h3, h4, h5, h6, h7), states_ptr, target,
+                                                     row, stride_line, stride_row, channel, dim)  # fmt: skip
+                                if walk_end < end:
+                                    _copy_state(states_ptr, target, line, end, start, x_ptr, gate_in_ptr, stride_x,
+                                                stride_gate_in, stride_line, stride_row, channel, dim, state_bound,
+                                                WIDTH)  # fmt: skip
+                            if last_block_ptr is not None:
+                                # From the last to the first, which alone may share the line of the old state.
+                                computed = tl.load(computed_ptr + sequence)
+                                num_crossed = last_block - tl.load(first_block_ptr + sequence)
+                                for back in range(num_crossed):
+                                    crossed = last_block - 1 - back
+                                    boundary = (crossed + 1) * block_size_tokens - computed
+                                    kept_line = tl.load(lines_ptr + sequence * stride_lines + crossed)
+                                    if (boundary > 0) & (boundary <= end - start):
+                                        if (kept_line > NULL_LINE) & (kept_line != pad_slot):
+                                            _copy_state(states_ptr, kept_line.to(tl.int64), line, start + boundary,
+                                                        start, x_ptr, gate_in_ptr, stride_x, stride_gate_in,
+                                                        stride_line, stride_row, channel, dim, state_bound,
+                                                        WIDTH)  # fmt: skip
+                if not IN_PLACE:
+                    if is_live == 0:
+                        _zero_rows(out_ptr, tl.maximum(start, first_token), tl.minimum(end, stop), stride_out, channel,
+                                   dim)  # fmt: skip
+            if not IN_PLACE:
+                _zero_rows(out_ptr, tl.maximum(num_real_tokens, first_token), end_token, stride_out, channel, dim)
+
+
 @dataclass(frozen=True)
 class Launch:
     """A kernel of this file, its grid, and all of its arguments by name."""
@@ -299,6 +506,77 @@ class Launch:
     def run(self) -> None:
         """Launch it."""
         self.kernel[self.grid](**self.arguments)
+
+
+def causal_conv1d_prefill(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_states: torch.Tensor | None,
+    query_start_loc: torch.Tensor,
+    state_indices: torch.Tensor | None = None,
+    has_initial_state: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    query_starts: Sequence[int] | None = None,  # noqa: ARG001 - the kernel reads query_start_loc
+    **options: Any,
+) -> torch.Tensor:
+    """See `ops.causal_conv1d_prefill`. In place, x is copied first: tiles read tokens that their neighbours write."""
+    in_place = out is not None and out.data_ptr() == x.data_ptr()
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel() == 0:
+        return out
+    if query_start_loc.shape[0] == 1:
+        return out if in_place else out.zero_()
+    plan_prefill(
+        x.clone() if in_place else x,
+        weight,
+        bias,
+        conv_states,
+        query_start_loc,
+        state_indices,
+        has_initial_state,
+        out=out,
+        num_cores=detect(str(x.device)).num_cores,
+        is_copy=in_place,
+        **options,
+    ).run()
+    return out
+
+
+def causal_conv1d_update(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_states: torch.Tensor,
+    state_indices: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    query_start_loc: torch.Tensor | None = None,
+    query_starts: Sequence[int] | None = None,  # noqa: ARG001 - the kernel reads query_start_loc
+    **options: Any,
+) -> torch.Tensor:
+    """See `ops.causal_conv1d_update`."""
+    in_place = out is not None and out.data_ptr() == x.data_ptr()
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel() == 0:
+        return out
+    if query_start_loc is not None and query_start_loc.shape[0] == 1:
+        return out if in_place else out.zero_()
+    plan_update(
+        x,
+        weight,
+        bias,
+        conv_states,
+        state_indices,
+        out=out,
+        num_cores=detect(str(x.device)).num_cores,
+        query_start_loc=query_start_loc,
+        **options,
+    ).run()
+    return out
 
 
 def plan_update(
@@ -355,14 +633,88 @@ def plan_update(
         "TOKENS": tokens_each,
         "SILU": activation in ("silu", "swish", True),
         "IN_PLACE": out.data_ptr() == x.data_ptr(),
-        "BLOCK_D": _block(dim),
+        "BLOCK_D": _update_block(dim),
     }
     return Launch(conv_update, (num_cores,), arguments)
 
 
-def _block(dim: int) -> int:
-    """Channels of an item: long rows for the DMA engine, within a core's memory at width 8."""
+def plan_prefill(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_states: torch.Tensor | None,
+    query_start_loc: torch.Tensor,
+    state_indices: torch.Tensor | None = None,
+    has_initial_state: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor,
+    num_cores: int,
+    is_copy: bool = False,
+    activation: str | bool | None = None,
+    gate_in: torch.Tensor | None = None,
+    gate_out: torch.Tensor | None = None,
+    initial_state_idx: torch.Tensor | None = None,
+    block_idx_first_scheduled_token: torch.Tensor | None = None,
+    block_idx_last_scheduled_token: torch.Tensor | None = None,
+    num_computed_tokens: torch.Tensor | None = None,
+    block_size_tokens: int | None = None,
+    pad_slot_id: int | None = -1,
+) -> Launch:
+    """The launch of a prefill with at least one token and one sequence; looks at sizes, never at values.
+
+    x must not be out; is_copy says that it is a copy of what out holds, so that padding is left alone.
+    """
+    num_tokens, dim = x.shape
+    block = _prefill_block(dim, weight.shape[0])
+    arguments = {
+        "x_ptr": x,
+        "weight_ptr": weight,
+        "bias_ptr": bias,
+        "states_ptr": conv_states,
+        "gate_in_ptr": gate_in,
+        "gate_out_ptr": gate_out,
+        "out_ptr": out,
+        "starts_ptr": query_start_loc,
+        "lines_ptr": state_indices,
+        "initial_ptr": None if has_initial_state is None else has_initial_state.view(torch.int8),
+        "source_block_ptr": initial_state_idx,
+        "first_block_ptr": block_idx_first_scheduled_token,
+        "last_block_ptr": block_idx_last_scheduled_token,
+        "computed_ptr": num_computed_tokens,
+        "num_tokens": num_tokens,
+        "num_sequences": query_start_loc.shape[0] - 1,
+        "block_size_tokens": block_size_tokens or 0,
+        "pad_slot": pad_slot_id if pad_slot_id is not None else 0,
+        "stride_lines": 0 if state_indices is None else state_indices.stride(0),
+        "dim": dim,
+        "stride_x": x.stride(0),
+        "stride_gate_in": _row_stride(gate_in),
+        "stride_gate_out": _row_stride(gate_out),
+        "stride_out": out.stride(0),
+        "stride_line": 0 if conv_states is None else conv_states.stride(0),
+        "stride_row": 0 if conv_states is None else conv_states.stride(1),
+        "WIDTH": weight.shape[0],
+        "SILU": activation in ("silu", "swish", True),
+        "IN_PLACE": is_copy,
+        "BLOCK_T": _tile_tokens(triton.cdiv(dim, block) * num_tokens, num_cores),
+        "BLOCK_D": block,
+    }
+    return Launch(conv_prefill, (num_cores,), arguments)
+
+
+def _update_block(dim: int) -> int:
+    """Channels of an update's item."""
     return min(512, triton.next_power_of_2(dim))
+
+
+def _prefill_block(dim: int, width: int) -> int:
+    """Channels of a prefill's item: as many as its rows of history and taps leave room for on the chip."""
+    return min(512 if width <= 4 else 256, triton.next_power_of_2(dim))
+
+
+def _tile_tokens(num_items: int, num_cores: int) -> int:
+    """Tokens of a prefill tile, given items of one token: long, as a tile reads back, but an item for every core."""
+    return next((tokens for tokens in (256, 128, 64, 32) if num_items >= tokens * num_cores), 16)
 
 
 def _row_stride(tensor: torch.Tensor | None) -> int:

@@ -7,9 +7,10 @@ read back, so that a call can be captured in a graph; what changes with the batc
 Both kernels keep rows of channels [BLOCK_D] in tuples, which unroll at compile time.
 """
 
-# Triton's functions are untyped, and its tuples grow by `+` alone.
+# Triton's functions are untyped, its tuples grow by `+` alone, and of two nested ifs the outer one is often settled
+# when compiling, the inner one not.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment, var-annotated"
-# ruff: noqa: RUF005
+# ruff: noqa: RUF005, SIM102
 
 from __future__ import annotations
 
@@ -190,7 +191,7 @@ def _head(x_ptr, states_ptr, gate_in_ptr, gate_out_ptr, out_ptr, starts_ptr, lin
     if states_ptr is not None:
         # A new state may land on the old one, which other threads may still be reading.
         tl.debug_barrier()
-        if first_block_ptr is not None:  # noqa: SIM102 - settled when compiling, the inner one is not
+        if first_block_ptr is not None:
             if is_live:
                 computed = tl.load(computed_ptr + sequence)
                 for block in range(tl.load(first_block_ptr + sequence), tl.load(last_block_ptr + sequence)):
@@ -410,7 +411,7 @@ def _update_kernel(
                 for shorter in tl.static_range(1, TOKENS):
                     kept = tl.where(length == shorter, rows[row + shorter].to(states_ptr.dtype.element_ty), kept)
             tl.store(target_ptr + row * stride_row, kept, mask=mask & is_kept)
-    if starts_ptr is not None and not IN_PLACE:  # noqa: SIM102 - settled when compiling, the inner one is not
+    if starts_ptr is not None and not IN_PLACE:
         if sequence == num_sequences - 1:
             _zero_rows(out_ptr, start + length, num_tokens, stride_out, channel, mask)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -153,9 +154,7 @@ def prefill(
     minimum += sum(2 * (width - 1) * dim * state_dtype.itemsize for length in lengths if length)
     tile = plan.arguments["BLOCK_T"]
     starts = call["query_start_loc"].tolist()
-    pieces = sum(
-        (end - 1) // tile - start // tile + 1 for start, end in zip(starts[:-1], starts[1:], strict=True) if end > start
-    )
+    pieces = sum((end - 1) // tile - start // tile + 1 for start, end in pairwise(starts) if end > start)
     boundaries = num_sequences * num_blocks if block_size_tokens is not None else 0
     return Launch(
         plan.arguments,
