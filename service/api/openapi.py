@@ -99,11 +99,11 @@ def finish(schema: dict[str, Any], *, with_keys: bool, open_paths: frozenset[str
     for path, operations in schema["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)
+            _errors_are_json(operation["responses"])
             if with_keys:
                 operation["security"] = [] if path in open_paths else [{"apiKey": []}]
             else:
-                for status in ("401",):
-                    operation["responses"].pop(status, None)
+                operation["responses"].pop("401", None)
     if with_keys:
         schema["components"]["securitySchemes"] = {
             "apiKey": {
@@ -112,3 +112,10 @@ def finish(schema: dict[str, Any], *, with_keys: bool, open_paths: frozenset[str
                 "description": "An inference key; uploads and deletions need an admin key.",
             }
         }
+
+
+def _errors_are_json(responses: dict[str, Any]) -> None:
+    """FastAPI gives the errors of a route that answers with text the route's own media type."""
+    for status, response in responses.items():
+        if status >= "400":
+            response["content"] = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
