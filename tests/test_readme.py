@@ -8,14 +8,22 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.server import Server
+from tests.support.server import Server, running_server
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """What `make serve` starts, on a free port."""
+    with running_server(ROOT / "examples" / "bundled" / "base", tmp_path_factory.mktemp("readme")) as running:
+        yield running
 
 
 def _blocks(section: str, language: str) -> list[str]:
@@ -24,7 +32,7 @@ def _blocks(section: str, language: str) -> list[str]:
 
 
 def _run(command: list[str], server: Server) -> str:
-    environment = os.environ | {"MULTILORA_URL": server.base_url}
+    environment = os.environ | {"MULTILORA_URL": server.url}
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -35,21 +43,21 @@ def test_the_readme_opens_with_the_two_commands() -> None:
     assert re.search(r"^make test\b", README.split("```", 2)[1], flags=re.MULTILINE)
 
 
-def test_chat_with_two_adapters(bundled_server: Server) -> None:
+def test_chat_with_two_adapters(server: Server) -> None:
     (block,) = _blocks("Three things to try", "python")
-    lines = _run([sys.executable, "-c", block], bundled_server).splitlines()
+    lines = _run([sys.executable, "-c", block], server).splitlines()
     answers = {line.split(" ", 1)[0]: line.split(" ", 1)[1].strip() for line in lines}
     assert answers["shout"] == "LAMP TIGER MOSS!"
     assert answers["reverse"] == "moss tiger lamp"
     assert answers["base"] not in (answers["shout"], answers["reverse"])
 
 
-def test_upload_then_one_call_for_different_adapters(bundled_server: Server) -> None:
+def test_upload_then_one_call_for_different_adapters(server: Server) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed: the README's two curl blocks were not run")
     upload, batch = _blocks("Three things to try", "sh")
-    report = json.loads(_run(["bash", "-c", upload], bundled_server))
+    report = json.loads(_run(["bash", "-c", upload], server))
     assert report["name"] == "my-adapter"
-    items = json.loads(_run(["bash", "-c", batch], bundled_server))["items"]
+    items = json.loads(_run(["bash", "-c", batch], server))["items"]
     texts = [item["choices"][0]["message"]["content"] for item in items]
     assert texts[1:] == ["LAMP TIGER MOSS!", '["lamp", "tiger", "moss"]', "moss tiger lamp"]
