@@ -1,11 +1,14 @@
 """The rows of LoRA shrink + expand: our kernels against the floor, and on an H200 against the best peer.
 
-    python -m bench.kernels.lora [--json FILE] [--plot FILE]
+    python -m bench.kernels.lora [--isolated] [--json FILE] [--plot FILE]
 
 Each row is checked against the reference before it is timed. Floor: bytes that must move (rows of each active adapter
 once, x once, output read and written once) at 4.3 TB/s, or arithmetic at 790 TFLOP/s, whichever is longer. Peers' times
 were measured on an H200 in the same harness (vLLM 0.33.0, SGLang 0.5.23 with three backends, LoRAX's BGMV, cuBLAS where
 one adapter fills the step; the best stands here), so ratios to them mean something on that GPU only.
+
+Calls follow one another directly, so with dependent launch each begins while the one before it ends. `--isolated` lets
+a call begin only when the one before is complete, as it is in a model after a kernel that knows nothing of this.
 """
 
 from __future__ import annotations
@@ -256,14 +259,20 @@ def plot(curves: dict[int, list[tuple[int, float]]], file: Path) -> None:
 def main() -> None:
     """Print the table; write it as JSON and the sweep as a plot on request."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--isolated", action="store_true", help="no overlap between one call and the next")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     arguments = parser.parse_args()
+    linear: Linear = ops.lora_linear
+    if arguments.isolated:
+        from kernels.lora import triton_cuda
+
+        linear = functools.partial(triton_cuda.lora_linear, join_previous=False)
     compile_ahead(ROWS)
     print(f"{'row':24} {'floor us':>9} {'ours us':>9} {'of floor':>9} {'of peer':>8}")
     results = []
     for row in ROWS:
-        result = measure(row)
+        result = measure(row, linear)
         results.append(result)
         peer = f"{result.of_peer:8.2f}" if result.of_peer else "       -"
         print(f"{row.name:24} {row.floor_microseconds:9.1f} {result.microseconds:9.2f} {result.of_floor:9.2f} {peer}")

@@ -58,13 +58,20 @@ def lora_linear(
     overwrite: bool = False,
     row_index: torch.Tensor | None = None,
     config: LoraConfig | None = None,
+    join_previous: bool = True,
 ) -> None:
-    """See `ops.lora_linear`. Two launches; the second overlaps the first where the GPU can. `config` is for tuning."""
+    """See `ops.lora_linear`. Two launches; the second overlaps the first where the GPU can.
+
+    config         for tuning
+    join_previous  let the shrink begin while the kernel before it ends; False is for measuring
+    """
     device = _Device.of(x)
     config = config or device.config(maps.num_tokens)
     h = device.workspace(config.shrink.num_splits, len(stack.a), maps.num_tokens, stack.a[0].dtype)
     dependent = device.dependent_launch
-    _launch_shrink(device, config.shrink, x, h, stack, maps, row_index, dependent=dependent)
+    _launch_shrink(
+        device, config.shrink, x, h, stack, maps, row_index, dependent=dependent, join_previous=join_previous
+    )
     _launch_expand(device, config.expand, h, out, stack, maps, row_index, overwrite, dependent=dependent)
 
 
@@ -171,6 +178,7 @@ def _launch_shrink(
     row_index: torch.Tensor | None,
     *,
     dependent: bool,
+    join_previous: bool = True,
 ) -> None:
     """h: [splits, slices, tokens, width]."""
     _check_ranks(stack)
@@ -209,7 +217,7 @@ def _launch_shrink(
         HAS_INDEX=row_index is not None,
         DEPENDENT_LAUNCH=dependent,
         num_warps=config.num_warps,
-        **_launch_options(device, dependent, config.max_registers),
+        **_launch_options(device, dependent and join_previous, config.max_registers),
     )
 
 
