@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from service.engine.messages import Abort, Evict, Load, Sampling, Submit
+from service.engine.penalties import TokenCounts
+from service.engine.sampler import RowRequest, sample
 from tests.support.engine_mock import (
     EOS,
     VOCAB,
@@ -296,6 +298,21 @@ def test_random_tokens_depend_neither_on_neighbours_nor_on_preemption() -> None:
     assert alone == crowded
 
 
+def test_each_token_is_drawn_from_its_own_place_in_the_stream_with_all_counts_so_far(mock: MockEngine) -> None:
+    sampling = Sampling(max_tokens=12, temperature=0.8, frequency_penalty=4.0, seed=5)
+    prompt = (1, 2, 3)
+    history, counts = list(prompt), TokenCounts(prompt)
+    for index in range(sampling.max_tokens):
+        logits = next_logits(history, -1)[None]
+        (choice,) = sample(logits, [RowRequest(sampling, seed=5, index=index, counts=counts)])
+        assert choice.token_id is not None
+        history.append(choice.token_id)
+        counts.add(choice.token_id)
+    mock.submit("r", prompt, max_tokens=12, temperature=0.8, frequency_penalty=4.0, seed=5)
+    mock.settle()
+    assert mock.output["r"] == history[3:]
+
+
 def test_without_a_seed_two_requests_differ(mock: MockEngine) -> None:
     for name in ("x", "y"):
         mock.submit(name, max_tokens=12, temperature=1.0)
@@ -304,6 +321,19 @@ def test_without_a_seed_two_requests_differ(mock: MockEngine) -> None:
 
 
 # ---- everything together
+
+
+def test_the_record_of_a_step_counts_who_was_in_it(mock: MockEngine) -> None:
+    mock.engine.handle(Load("a1"))
+    mock.step_until(lambda: mock.rows.place_of("a1") is not None)
+    mock.submit("base", (1, 2, 3))
+    mock.submit("adapter", (1, 2, 3, 4, 5), "a1")
+    mock.step()
+    mock.step()
+    first, second = mock.engine.step_records
+    assert (first.num_tokens, first.num_base_tokens, first.num_decode_tokens) == (8, 3, 0)
+    assert (second.num_tokens, second.num_base_tokens, second.num_decode_tokens) == (2, 1, 2)
+    assert (first.adapters, first.num_sequences) == (("a1",), 2)
 
 
 def test_one_step_holds_eight_adapters_the_base_chunks_and_decode_tokens() -> None:

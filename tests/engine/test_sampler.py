@@ -153,6 +153,8 @@ def test_logit_bias_is_added_before_the_choice() -> None:
     ]
     untouched = int(logits[2].argmax())
     assert tokens_of(sample(logits, requests)) == [17, 18, untouched]
+    close = torch.tensor([[0.0, 2.0, 2.5]])
+    assert tokens_of(sample(close, [row_request(temperature=0.0, logit_bias={1: 1.0})])) == [1]
 
 
 def test_barred_tokens_are_never_chosen() -> None:
