@@ -23,7 +23,7 @@ from tests.support.engine_parity import (
     make_world,
     run_engine,
 )
-from tests.support.tiny_models import VOCAB_SIZE
+from tests.support.tiny_models import FAMILIES, VOCAB_SIZE
 from tests.tolerances import LOGITS, LOGITS_RMS
 
 
@@ -136,7 +136,7 @@ def test_dynamic_rope_takes_the_scaling_of_each_requests_own_limit(tmp_path_fact
             assert_greedy(oracle, request, together[request.name].tokens)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "lfm2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_stays_within_the_tolerances(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Greedy tokens may part at near ties, so the log probabilities along the engine's own answers are compared."""
     world = make_world(family, tmp_path_factory.mktemp(family), dtype=torch.bfloat16)
