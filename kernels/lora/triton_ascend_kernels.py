@@ -167,34 +167,41 @@ def lora_expand_few(
                 rank = tl.load(ranks + slice_index * num_places + place)
                 if first_row < 0:
                     rank = 0
-                last = rank
+                # One block of ranks: B is loaded once for all tokens. More: the blocks of a token are added up on the
+                # chip, so that its output is rounded once, and B is loaded again for the next token.
+                group = end - begin
+                if rank > R:
+                    group = 1
+                last_row = first_row + rank
                 if OVERWRITE:
-                    last = tl.maximum(rank, 1)
-                for r in range(0, last, R):
-                    b = tl.load(
-                        b_chunk
-                        + (first_row + r) * slice_width
-                        + (rows[:, None] * slice_width.to(tl.int32) + columns[None, :]),
-                        mask=(r + rows < rank)[:, None] & inside[None, :],
-                        other=0.0,
-                    ).to(tl.float32)  # [R, N]
-                    for t in range(begin, end):
-                        h_row = h_ptr + (tl.cast(slice_index * num_tokens + t, tl.int64) * num_splits * width + r)
-                        h = tl.zeros((R,), dtype=tl.float32)
-                        for split in range(0, num_splits, SPLITS):
-                            parts = tl.load(
-                                h_row + split * width + (splits[:, None] * width + rows[None, :]),
-                                mask=(split + splits < num_splits)[:, None] & (r + rows < rank)[None, :],
-                                other=0.0,
-                            )  # [SPLITS, R]
-                            h += tl.sum(parts, axis=0)
-                        delta = tl.sum(b * h[:, None], axis=0)  # [N]
-                        here = out_chunk + tl.cast(t, tl.int64) * out_stride + columns
-                        if OVERWRITE:
-                            before = tl.load(here, mask=inside & (r > 0), other=0.0)
-                        else:
-                            before = tl.load(here, mask=inside, other=0.0)
-                        tl.store(here, (before.to(tl.float32) + delta).to(out_ptr.dtype.element_ty), mask=inside)
+                    rank = tl.maximum(rank, 1)
+                for group_begin in range(begin, end, group):
+                    delta = tl.zeros((N,), dtype=tl.float32)
+                    for r in range(0, rank, R):
+                        row = first_row + r
+                        b = tl.load(
+                            b_chunk + row * slice_width + (rows[:, None] * slice_width.to(tl.int32) + columns[None, :]),
+                            mask=(row + rows < last_row)[:, None] & inside[None, :],
+                            other=0.0,
+                        ).to(tl.float32)  # [R, N]
+                        for t in range(group_begin, group_begin + group):
+                            h_row = h_ptr + (tl.cast(slice_index * num_tokens + t, tl.int64) * num_splits * width + r)
+                            h = tl.zeros((R,), dtype=tl.float32)
+                            for split in range(0, num_splits, SPLITS):
+                                parts = tl.load(
+                                    h_row + split * width + (splits[:, None] * width + rows[None, :]),
+                                    mask=(split + splits < num_splits)[:, None] & (row + rows < last_row)[None, :],
+                                    other=0.0,
+                                )  # [SPLITS, R]
+                                h += tl.sum(parts, axis=0)
+                            delta = tl.where(row > first_row, delta, 0.0) + tl.sum(b * h[:, None], axis=0)  # [N]
+                            here = out_chunk + tl.cast(t, tl.int64) * out_stride + columns
+                            complete = inside & (row + R >= last_row)
+                            if OVERWRITE:
+                                tl.store(here, delta.to(out_ptr.dtype.element_ty), mask=complete)
+                            else:
+                                before = tl.load(here, mask=complete, other=0.0).to(tl.float32)
+                                tl.store(here, (before + delta).to(out_ptr.dtype.element_ty), mask=complete)
                 begin = end
                 segment += 1
                 more = (end < stop) & (segment < max_segments)

@@ -180,14 +180,13 @@ _UPDATES = {
 _PREFILLS = {
     "mixed": prefill,
     "long": partial(prefill, 512, 4, (1, 2), (400, 240), judge_traffic=True),
-    "gated, width 3": partial(prefill, 600, 3, is_gated=True),
+    "gated, width 3, own lines": partial(prefill, 600, 3, None, (3, 0, 18), is_gated=True, state_dtype=torch.float32),
     "width 8, fp32": partial(prefill, 130, 8, dtype=torch.float32, state_dtype=torch.float32),
     "width 2, no states": partial(prefill, 77, 2, None, has_states=False),
-    "own lines": partial(prefill, 77, 4, None, (3, 0, 18), state_dtype=torch.float32),
 }
 _PREFIX_CACHE = {
     "blocks of 8": partial(prefill, 300, 4, None, (20, 5, 2, 33), block_size_tokens=8),
-    "blocks of 1": partial(prefill, 40, 4, None, (5, 2), block_size_tokens=1),
+    "blocks of 1": partial(prefill, 300, 4, None, (5, 2), block_size_tokens=1),
 }
 
 CASES = [
