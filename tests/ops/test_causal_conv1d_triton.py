@@ -23,7 +23,7 @@ from kernels.causal_conv1d import triton_cuda  # noqa: E402 - needs Triton
 DEVICE = "cuda" if ON_GPU else "cpu"
 # The interpreter cuts float32 to bfloat16 instead of rounding.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) if ON_GPU else (torch.float32, torch.float16)
-SEEDS = range(40) if ON_GPU else range(5)
+SEEDS = range(80) if ON_GPU else range(30)
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="NOT RUN: no NVIDIA GPU")
 
 
@@ -43,16 +43,14 @@ def check_call(name: str, call: Call, *, in_place: bool) -> None:
         assert torch.equal(call["conv_states"].cpu(), expected_states)
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["out", "in_place"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_prefill_gives_the_float64_truth(seed: int, in_place: bool) -> None:
-    check_call("causal_conv1d_prefill", prefill_call(seed, dtypes=DTYPES), in_place=in_place)
+def test_prefill_gives_the_float64_truth(seed: int) -> None:
+    check_call("causal_conv1d_prefill", prefill_call(seed, dtypes=DTYPES), in_place=seed % 3 == 0)
 
 
-@pytest.mark.parametrize("in_place", [False, True], ids=["out", "in_place"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_update_gives_the_float64_truth(seed: int, in_place: bool) -> None:
-    check_call("causal_conv1d_update", update_call(seed, dtypes=DTYPES), in_place=in_place)
+def test_update_gives_the_float64_truth(seed: int) -> None:
+    check_call("causal_conv1d_update", update_call(seed, dtypes=DTYPES), in_place=seed % 3 == 0)
 
 
 @pytest.mark.parametrize("width", [2, 4, 7] if ON_GPU else [3])

@@ -1,4 +1,7 @@
-"""Random calls of the causal convolution ops, one for every seed, and what float64 says they should do."""
+"""Random calls of the causal convolution ops, one for every seed, and what float64 says they should do.
+
+Neighbouring seeds take the forms of a call in turn, so that a few of them cover all.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ def prefill_call(seed: int, *, max_dim: int = 40, dtypes: tuple[torch.dtype, ...
     call |= {"query_start_loc": _starts(lengths)}
     if rng.random() < 0.8:
         call["has_initial_state"] = torch.tensor([rng.random() < 0.6 for _ in lengths], dtype=torch.bool)
-    form = rng.choice(["lines", "lines", "blocks", "batch", "none"])
+    form = ("lines", "blocks", "lines", "batch", "lines", "blocks", "lines", "none")[seed % 8]
     if form == "none":
         return call | {"conv_states": None, "has_initial_state": None}
     state_len = width - 1 + rng.choice([0, 0, 2])
@@ -38,7 +41,7 @@ def update_call(seed: int, *, max_dim: int = 40, dtypes: tuple[torch.dtype, ...]
     rng = random.Random(seed)
     width, dim = rng.randint(2, 8), rng.choice([1, 2, 3, 17, 32, rng.randint(1, max_dim)])
     num_sequences, tokens_each = rng.randint(0, 6), rng.randint(1, 5)
-    form = rng.choice(["one", "several", "varlen"])
+    form = ("one", "several", "varlen")[seed % 3]
     if form == "one":
         tokens_each = 1
     lengths = [tokens_each] * num_sequences
@@ -54,7 +57,7 @@ def update_call(seed: int, *, max_dim: int = 40, dtypes: tuple[torch.dtype, ...]
         call |= {"query_start_loc": _starts(lengths), "max_query_len": tokens_each}
     max_accepted = 1
     state_len = width - 1 + rng.choice([0, 2])
-    if rng.random() < 0.5:
+    if seed // 3 % 2:
         draft = rng.randint(tokens_each - 1, tokens_each + 2)
         state_len, max_accepted = width - 1 + draft, draft + 1
         call["num_accepted_tokens"] = _int32([rng.randint(1, max_accepted) for _ in lengths])
@@ -133,13 +136,16 @@ def _paged_lines(
     block_size = rng.choice([1, 2, 3, 8, 16])
     computed = [rng.randint(0, 3 * block_size) for _ in lengths]
     last = [max(before + length - 1, 0) // block_size for before, length in zip(computed, lengths, strict=True)]
+    # Some ask for blocks whose boundaries do not lie in this chunk: those must not be written.
+    first = [max(before // block_size - rng.choice([0, 0, 1]), 0) for before in computed]
+    last = [block + rng.choice([0, 0, 1]) for block in last]
     num_blocks = max(last, default=0) + 2 + max(computed, default=0) // block_size
     num_lines = len(lengths) * num_blocks + 2
     return {
         "conv_states": _states(rng, num_lines, state_len, dim, dtypes),
         "state_indices": _lines(rng, len(lengths) * num_blocks, num_lines).view(len(lengths), num_blocks),
         "initial_state_idx": _int32([max(before - 1, 0) // block_size for before in computed]),
-        "block_idx_first_scheduled_token": _int32([before // block_size for before in computed]),
+        "block_idx_first_scheduled_token": _int32(first),
         "block_idx_last_scheduled_token": _int32(last),
         "num_computed_tokens": _int32(computed),
         "block_size_tokens": block_size,
