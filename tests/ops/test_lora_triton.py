@@ -124,6 +124,13 @@ def test_largest_rank(triton_cuda: ModuleType, device: str) -> None:
     run(triton_cuda, make_step(Case(64, (8,), ((256, 250),), (2, 1)), device=device), SMALL[0])
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_one_program_takes_many_blocks(overwrite: bool, triton_cuda: ModuleType, device: str) -> None:
+    """Runs of column blocks, with few ranks, tall ones, and none in a slice."""
+    case = Case(40, (150, 33), ((16, 20), (3, 0)), (3, 2), num_base_tokens=1)
+    run(triton_cuda, make_step(case, device=device), SMALL[0], overwrite=overwrite)
+
+
 def test_row_index(triton_cuda: ModuleType, device: str) -> None:
     step = make_step(Case(40, (24,), ((16, 4),), (3, 2), num_base_tokens=1), device=device)
     order = torch.tensor([4, 0, 5, 1, 3, 2], device=device)
