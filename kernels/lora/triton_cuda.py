@@ -181,7 +181,7 @@ def _launch_shrink(
     join_previous: bool = True,
 ) -> None:
     """h: [splits, slices, tokens, width]."""
-    _check_ranks(stack)
+    _check_ranks(stack, maps)
     num_slices, in_features = len(stack.a), stack.a[0].shape[1]
     items_of_tile = num_slices * config.num_splits * (MAX_RANK // config.block_r)
     grid = _grid(device, config.block_m, maps, items_of_tile, config.programs_per_core)
@@ -234,7 +234,7 @@ def _launch_expand(
     dependent: bool,
 ) -> None:
     """h: [splits, slices, tokens, width]."""
-    _check_ranks(stack)
+    _check_ranks(stack, maps)
     widths = tuple(b.shape[1] for b in stack.b)
     num_blocks = sum(-(-width // config.block_n) for width in widths)
     grid = _grid(device, config.block_m, maps, num_blocks, config.programs_per_core)
@@ -300,6 +300,7 @@ def _padded_segments(maps: LoraMaps) -> int:
     return 1 if num_segments <= 1 else max(64, triton.next_power_of_2(num_segments))
 
 
-def _check_ranks(stack: LoraStack) -> None:
-    largest = max((max(ranks, default=0) for ranks in stack.host_ranks), default=0)
+def _check_ranks(stack: LoraStack, maps: LoraMaps) -> None:
+    """Look at the active adapters only: this runs for every launch that is not replayed."""
+    largest = max((ranks[segment.place] for ranks in stack.host_ranks for segment in maps.segments), default=0)
     assert largest <= MAX_RANK, f"the kernels take ranks up to {MAX_RANK}, not {largest}"
