@@ -34,9 +34,9 @@ FAR = tl.constexpr(2147483647)
 @triton.jit
 def _row(ptr, gate_ptr, token, stride, stride_gate, channel, bound):
     """One input row [BLOCK_D] in float32: x, or B * x rounded to x's dtype; zero from channel `bound` on."""
-    row = tl.load(ptr + token.to(tl.int64) * stride + channel, mask=channel < bound, other=0.0)
+    row = tl.load(ptr + tl.cast(token, tl.int64) * stride + channel, mask=channel < bound, other=0.0)
     if gate_ptr is not None:
-        gate = tl.load(gate_ptr + token.to(tl.int64) * stride_gate + channel, mask=channel < bound, other=0.0)
+        gate = tl.load(gate_ptr + tl.cast(token, tl.int64) * stride_gate + channel, mask=channel < bound, other=0.0)
         row = (row.to(tl.float32) * gate.to(tl.float32)).to(row.dtype)
     return row.to(tl.float32)
 
@@ -103,10 +103,10 @@ def _output(x, bias, w0, w1, w2, w3, w4, w5, w6, w7, h1, h2, h3, h4, h5, h6, h7,
 @triton.jit
 def _store_output(total, out_ptr, gate_ptr, token, stride_out, stride_gate, channel, dim):
     if gate_ptr is not None:
-        gate = tl.load(gate_ptr + token.to(tl.int64) * stride_gate + channel, mask=channel < dim, other=0.0)
+        gate = tl.load(gate_ptr + tl.cast(token, tl.int64) * stride_gate + channel, mask=channel < dim, other=0.0)
         total = total * gate.to(tl.float32)
     total = total.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + token.to(tl.int64) * stride_out + channel, total, mask=channel < dim)
+    tl.store(out_ptr + tl.cast(token, tl.int64) * stride_out + channel, total, mask=channel < dim)
 
 
 @triton.jit
