@@ -27,7 +27,7 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def layout_fingerprint(layout: BaseLayout) -> str:
-    """16 hex digits that change whenever an adapter could bind differently."""
+    """16 hex digits that change with the base: its weights, or how an adapter binds to it."""
     return hashlib.sha256(msgspec.json.encode(asdict(layout))).hexdigest()[:16]
 
 

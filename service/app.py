@@ -30,8 +30,7 @@ from service.api.state import Services
 from service.api.validation import bad_request
 from service.engine.client import EngineClient, EngineDied
 from service.logs import LOGGER
-from service.models.facts import read_config
-from service.models.layouts import layout_of
+from service.models.layouts import layout_in
 from service.settings import Settings
 from service.text.chat_template import ChatTemplate, template_source
 from service.text.tokenizer import TextTokenizer
@@ -86,7 +85,7 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> FastAP
 
 
 def _build_services(settings: Settings, engine: EngineClient) -> Services:
-    layout = layout_of(read_config(settings.model_dir))
+    layout = layout_in(settings.model_dir)
     tokenizer = TextTokenizer.load(settings.model_dir)
     source = template_source(settings.model_dir)
     services = Services(

@@ -6,15 +6,42 @@ projection, in the order in which the model multiplies them.
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from adapters.layout import BaseLayout, Group, Projection, Slice
 from service.models.errors import ModelError
-from service.models.facts import ModelFacts, model_facts
+from service.models.facts import ModelFacts, model_facts, read_config
 
-__all__ = ["ModelError", "ModelFacts", "layout_of", "layout_of_facts", "model_facts"]
+__all__ = ["ModelError", "ModelFacts", "layout_in", "layout_of", "layout_of_facts", "model_facts"]
 
 LAYER_PREFIX = "model.layers."
+
+_NUM_SAMPLES = 32
+_SAMPLE_BYTES = 4096
+
+
+def layout_in(model_dir: Path) -> BaseLayout:
+    """Layout of the checkpoint in `model_dir`, with the fingerprint of its weights. Raises ModelError."""
+    return replace(layout_of(read_config(model_dir)), weights=weights_fingerprint(model_dir))
+
+
+def weights_fingerprint(model_dir: Path) -> str:
+    """64 hex digits over size, start and evenly spaced samples of each safetensors file.
+
+    Training changes every matrix, so samples tell two trainings apart, at a cost that does not grow with the model.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(model_dir.glob("*.safetensors")):
+        num_bytes = path.stat().st_size
+        digest.update(f"{path.name} {num_bytes}\n".encode())
+        with path.open("rb") as file:
+            for index in range(_NUM_SAMPLES):
+                file.seek(num_bytes * index // _NUM_SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def layout_of(config: dict[str, Any]) -> BaseLayout:

@@ -17,7 +17,7 @@ from service.models.decoder import Decoder
 from service.models.errors import ModelError
 from service.models.facts import ModelFacts, model_facts, read_config
 from service.models.heap import trim_heap
-from service.models.layouts import layout_of_facts
+from service.models.layouts import layout_in
 from service.models.weights import Weights
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def load_model(model_dir: Path, *, dtype: str = "auto", device: str = "cpu") -> 
     """
     started = time.monotonic()
     facts = model_facts(read_config(model_dir))
-    layout = layout_of_facts(facts)
+    layout = layout_in(model_dir)
     family = _FAMILIES[facts.model_type]
     with open_checkpoint(model_dir) as checkpoint:
         compute_dtype = _compute_dtype(dtype, device, facts, checkpoint)

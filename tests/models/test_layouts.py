@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
+from adapters.paths import layout_fingerprint
 from service.models.errors import ModelError
 from service.models.facts import model_facts, read_config
-from service.models.layouts import layout_of
+from service.models.layouts import layout_in, layout_of
 from tests.support.tiny_models import FAMILIES, make_tiny_model, tiny_config
 
 
@@ -132,3 +135,15 @@ def test_end_of_sequence_ids_of_both_files_are_known(tmp_path: Path) -> None:
 def test_layouts_import_no_torch() -> None:
     code = "import sys, service.models.layouts; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_two_trainings_of_one_shape_have_layouts_of_their_own(tmp_path: Path) -> None:
+    """Adapters of one base must not be served on another that happens to have the same shape."""
+    one = make_tiny_model("llama", tmp_path / "one")
+    same = shutil.copytree(one, tmp_path / "same")
+    other = shutil.copytree(one, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    save_file({name: tensor + 0.01 for name, tensor in weights.items()}, other / "model.safetensors")
+    assert layout_in(one) == layout_in(same)
+    assert layout_in(one).weights != layout_in(other).weights
+    assert layout_fingerprint(layout_in(one)) != layout_fingerprint(layout_in(other))

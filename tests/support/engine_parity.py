@@ -25,7 +25,7 @@ from service.engine.engine import Engine
 from service.engine.messages import Finished, Sampling, Submit, TokenLogprob, Tokens
 from service.models.caches import kv_bytes_per_token
 from service.models.facts import model_facts, read_config
-from service.models.layouts import layout_of
+from service.models.layouts import layout_in
 from tests.support.tiny_models import LINEAR_MODULES, VOCAB_SIZE, make_adapter, make_tiny_model
 
 BASE = "base"
@@ -100,7 +100,7 @@ def adapter_specs(family: str) -> dict[str, dict[str, Any]]:
 def make_world(family: str, directory: Path, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> World:
     """Write the model and its adapters, and publish them as an upload would."""
     model_dir = make_tiny_model(family, directory / "model", dtype=dtype, **overrides)
-    layout = layout_of(read_config(model_dir))
+    layout = layout_in(model_dir)
     adapters, digests = {}, {}
     store = AdapterStore(directory / "store", layout, base_name=BASE, base_dir=model_dir)
     for seed, (name, spec) in enumerate(adapter_specs(family).items(), start=1):
@@ -129,7 +129,7 @@ def make_requests(world: World, num: int = 24, *, seed: int = 0, max_prompt: int
 def config_of(world: World, *, num_blocks: int = 400, num_rows: int = 128, **fields: Any) -> EngineConfig:
     """An engine of `num_blocks` KV blocks and at least `num_rows` rows in each group."""
     facts = model_facts(read_config(world.model_dir))
-    layout = layout_of(read_config(world.model_dir))
+    layout = layout_in(world.model_dir)
     row_bytes = 2**16
     while min(plan_rows(layout, row_bytes, element_bytes=4).rows.values()) < num_rows:
         row_bytes = row_bytes * 9 // 8
