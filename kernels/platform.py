@@ -69,9 +69,10 @@ class Platform:
     def row_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Dtype in which LoRA rows are held beside a model of `model_dtype`.
 
-        A CPU without bfloat16 instructions holds them in float32, which is exact and spares a conversion in every step.
+        A CPU holds them in float32: exact, without a conversion in every step, and, for products as small as these,
+        faster even where the CPU has bfloat16 instructions.
         """
-        return model_dtype if self.native_bfloat16 else torch.float32
+        return torch.float32 if self.device == "cpu" else model_dtype
 
 
 def detect(device: str, wanted: Mapping[str, str] | None = None) -> Platform:
