@@ -29,7 +29,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def _poisoned_memory() -> Iterator[None]:
-    """Fill fresh floating-point memory with NaN (integers: their largest value), so that an unwritten cell shows."""
+    """Fill fresh floating-point memory with NaN (integers: their largest value), so unwritten cells show."""
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True

@@ -13,7 +13,7 @@ OP: dict[torch.dtype, tuple[float, float]] = {
 
 # Logits of a whole tiny model (standard deviation about 1) against transformers (+ PEFT) computing in the same dtype:
 # largest absolute difference, and root of the mean square. In half precision both sides are rounded, each in its own
-# order; the bounds are twice the distance of transformers' own logits from its float32 ones (0.15 and 0.025 in bfloat16).
+# order; the bounds are twice the distance of transformers' own logits from its float32 ones (bfloat16: 0.15, 0.025).
 LOGITS: dict[torch.dtype, float] = {
     torch.float32: 1e-4,
     torch.float16: 4e-2,
