@@ -45,7 +45,7 @@ class BaseLayout:
 
     num_layers   hidden layers (for `layers_to_transform`)
     layer_prefix what stands before the layer index in module paths, e.g. `model.layers.`
-    weights      fingerprint of the base's weights: an adapter fits the weights it was trained on, so the adapters of two
+    weights      fingerprint of the base's weights: an adapter fits the weights it was trained on, so adapters of two
                  bases of one shape are kept apart by it
     """
 
