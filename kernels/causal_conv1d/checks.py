@@ -70,11 +70,17 @@ def check_lines(
         state_indices.dim() == (2 if is_paged else 1) and state_indices.shape[0] == num_sequences,
         f"state_indices is {list(state_indices.shape)}; it must be {shape} for {num_sequences} sequences",
     )
+    expect(state_indices.dtype in (torch.int32, torch.int64), f"state_indices is {state_indices.dtype}, not int32")
+    expect(not is_paged or state_indices.stride(1) == 1, "the blocks of a sequence must be contiguous in state_indices")
 
 
 def check_indices(num_sequences: int, **indices: torch.Tensor | None) -> None:
     for name, value in indices.items():
+        if value is None:
+            continue
         expect(
-            value is None or value.shape == (num_sequences,),
-            f"{name} does not fit {num_sequences} sequences: {None if value is None else list(value.shape)}",
+            value.shape == (num_sequences,), f"{name} is {list(value.shape)}, which is not [{num_sequences}] sequences"
         )
+        wanted = (torch.bool,) if name == "has_initial_state" else (torch.int32, torch.int64)
+        expect(value.dtype in wanted, f"{name} is {value.dtype}; it must be {wanted[0]}")
+        expect(value.is_contiguous(), f"{name} must be contiguous")

@@ -117,6 +117,13 @@ def causal_conv1d_update(
         return out
     inputs = _inputs(x, gate_in).reshape(-1, dim)  # [tokens, dim]
     rows = weight.shape[0] - 1
+    is_plain = query_start_loc is None and num_accepted_tokens is None and initial_state_idx is None
+    if is_plain and state_indices is not None and bool((state_indices > NULL_LINE).all()) and (pad_slot_id or 0) <= 0:
+        lines, states = state_indices.long(), conv_states[:, :rows]
+        line_of_inputs = torch.cat([states.index_select(0, lines).float(), inputs.reshape(x.shape[0], -1, dim)], dim=1)
+        states.index_copy_(0, lines, line_of_inputs[:, -rows:].to(states.dtype))
+        total = _windows_sum(line_of_inputs, weight.float(), None if bias is None else bias.float())
+        return out.copy_(_finish(total.reshape(x.shape), activation, gate_out))
     if query_start_loc is None:
         tokens_each = 1 if x.dim() == 2 else x.shape[1]
         starts = torch.arange(x.shape[0]) * tokens_each

@@ -193,6 +193,8 @@ def wrong(**changes: Any) -> Call:
         (wrong(state_indices=None, x=torch.zeros(6, 6)), "line of its own"),
         (wrong(num_accepted_tokens=torch.tensor([1, 2])), "num_accepted_tokens"),
         (wrong(x=torch.zeros(4, 3, 6), num_accepted_tokens=torch.ones(4, dtype=torch.int32)), "draft"),
+        (wrong(num_accepted_tokens=torch.ones(8, dtype=torch.int32)[::2]), "contiguous"),
+        (wrong(num_accepted_tokens=torch.ones(4)), "int32"),
         (wrong(initial_state_idx=torch.zeros(4, dtype=torch.int32)), "both or neither"),
         (wrong(query_start_loc=torch.tensor([0, 1, 2, 3, 4])), "max_query_len"),
     ],
