@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kernels.lora import reference, triton_ascend, triton_ascend_kernels
+from kernels.lora import reference, triton_ascend, triton_ascend_kernels, triton_ascend_tiles
 from kernels.lora.maps import LoraMaps, LoraStack, Segment
 from tests.ascend.gate.cases import Case, Launch
 from tests.tolerances import OP
@@ -112,18 +112,18 @@ def _visits(data: Data, tile: int) -> int:
     return len(pairs)
 
 
-def _regime(data: Data) -> triton_ascend.Regime:
-    return triton_ascend.choose(data.maps.num_tokens, data.step.in_features, NUM_VECTOR_CORES, ON_CHIP_BYTES)
+def _regime(data: Data) -> triton_ascend_tiles.Regime:
+    return triton_ascend_tiles.choose(data.maps.num_tokens, data.step.in_features, NUM_VECTOR_CORES, ON_CHIP_BYTES)
 
 
-def _partials(data: Data, regime: triton_ascend.Regime) -> torch.Tensor:
+def _partials(data: Data, regime: triton_ascend_tiles.Regime) -> torch.Tensor:
     """h as the launcher makes it, but only as wide as needed, and NaN."""
     step = data.step
     shape = triton_ascend.partials_shape(step.in_features, data.maps.num_tokens, len(step.widths), _width(step), regime)
     return torch.full(shape, torch.nan, dtype=step.dtype if regime.name == "many" else torch.float32)
 
 
-def shrink(step: Step, regime: triton_ascend.Regime | None = None, judge_traffic: bool = False) -> Launch:
+def shrink(step: Step, regime: triton_ascend_tiles.Regime | None = None, judge_traffic: bool = False) -> Launch:
     """A shrink of the step, against the reference split by split."""
     data = make_data(step)
     regime = regime or _regime(data)
@@ -154,7 +154,7 @@ def shrink(step: Step, regime: triton_ascend.Regime | None = None, judge_traffic
 
 
 def expand(
-    step: Step, regime: triton_ascend.Regime | None = None, overwrite: bool = False, judge_traffic: bool = False
+    step: Step, regime: triton_ascend_tiles.Regime | None = None, overwrite: bool = False, judge_traffic: bool = False
 ) -> Launch:
     """An expand of the step from partial sums that are NaN wherever it has no business."""
     data = make_data(step)
@@ -217,16 +217,16 @@ def _case(name: str, make: Callable[..., Launch], steps: dict[str, Step]) -> Cas
 def _configurations() -> list[Case]:
     """Each kernel with each block that a launch table holds, in each type, adding and overwriting."""
     cases: list[Case] = []
-    for table in triton_ascend.TABLES:
+    for table in triton_ascend_tiles.TABLES:
         for regime_name, tiles in (("few", table.few), ("many", table.many)):
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
                 step = dataclasses.replace(_SMALL[regime_name], dtype=dtype)
                 makers: dict[str, Callable[[], Launch]] = {}
                 for block in tiles.inputs:
-                    regime = triton_ascend.Regime(regime_name, dataclasses.replace(tiles, inputs=(block,)), 2)
+                    regime = triton_ascend_tiles.Regime(regime_name, dataclasses.replace(tiles, inputs=(block,)), 2)
                     makers[f"shrink_{regime_name}-{block}"] = partial(shrink, step, regime)
                 for block in tiles.columns:
-                    regime = triton_ascend.Regime(regime_name, dataclasses.replace(tiles, columns=(block,)), 2)
+                    regime = triton_ascend_tiles.Regime(regime_name, dataclasses.replace(tiles, columns=(block,)), 2)
                     for mode, overwrite in (("add", False), ("overwrite", True)):
                         makers[f"expand_{regime_name}-{block}-{mode}"] = partial(expand, step, regime, overwrite)
                 for key, make in makers.items():

@@ -339,6 +339,9 @@ def test_the_record_of_a_step_counts_who_was_in_it(mock: MockEngine) -> None:
 def test_one_step_holds_eight_adapters_the_base_chunks_and_decode_tokens() -> None:
     mock = make_mock_engine(max_sequences=16, token_budget=64)
     for i in range(8):
+        mock.engine.handle(Load(f"a{i}"))
+    mock.step_until(lambda: all(mock.rows.place_of(f"a{i}") is not None for i in range(8)))
+    for i in range(8):
         mock.submit(f"a{i}", (1, i), f"a{i}", max_tokens=20)
         mock.submit(f"base{i}", (1, i), max_tokens=20)
     mock.step_until(lambda: len(mock.engine.scheduler.running) == 16)

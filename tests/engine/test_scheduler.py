@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from service.engine.messages import Finished
+from service.engine.messages import Finished, Load
 from tests.support.engine_mock import MockEngine, expected_tokens, make_mock_engine
 
 
@@ -133,9 +133,13 @@ def test_a_request_that_finds_no_rows_is_served_under_any_load_of_others(mocks: 
     """Two adapters of small rank keep the rows busy for ever; the one that needs them all must still get its turn."""
     mock = make_mock_engine(num_rows=4, max_sequences=4, max_steps_waiting_for_rows=5)
     mocks.append(mock)
+    for adapter in ("a1-2", "a2-2"):
+        mock.engine.handle(Load(adapter))
+    mock.step_until(lambda: {("a1-2", "device"), ("a2-2", "device")} <= set(mock.states))
     mock.submit("small-0", adapter="a1-2", max_tokens=6)
     mock.submit("small-1", adapter="a2-2", max_tokens=6)
-    mock.step_until(lambda: len(mock.engine.scheduler.running) == 2)
+    mock.step()
+    assert len(mock.engine.scheduler.running) == 2
     mock.submit("large", prompt(3), adapter="a3-4", max_tokens=3)
     for i in range(2, 400):
         mock.submit(f"small-{i}", prompt(2, i), adapter=f"a{1 + i % 2}-2", max_tokens=6)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from kernels.lora import ops, triton_ascend
+from kernels.lora import ops, triton_ascend, triton_ascend_tiles
 from kernels.platform import BackendError
 from tests.ops.test_lora import assert_right, cases, check_linear, expected_linear
 from tests.support.lora_cases import Case, make_step
@@ -39,13 +39,13 @@ def test_many_tokens_equal_float64(case: Case, overwrite: bool) -> None:
         # This interpreter multiplies bfloat16 matrices as integers; the gate runs them as compiled.
         case = dataclasses.replace(case, dtype=torch.float16, row_dtype=torch.float16)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_ascend, "FEW_TOKENS", 0)
+        patch.setattr(triton_ascend_tiles, "FEW_TOKENS", 0)
         check_linear(case, "cpu", overwrite=overwrite)
 
 
 @pytest.mark.parametrize("few_tokens", [0, 64], ids=["cube", "vector"])
 def test_shrink_then_expand_equals_float64(few_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_ascend, "FEW_TOKENS", few_tokens)
+    monkeypatch.setattr(triton_ascend_tiles, "FEW_TOKENS", few_tokens)
     step = make_step(Case(128, (40, 8), ((16, 5, 0), (3, 20, 9)), (3, 1, 4), num_base_tokens=1))
     out = step.out.clone()
     h = ops.lora_shrink(step.x, step.stack, step.maps)
@@ -83,12 +83,12 @@ def test_spare_segments_are_skipped() -> None:
 
 def test_a_chip_too_small_for_every_table_is_refused() -> None:
     with pytest.raises(BackendError, match="no tiles for an NPU with 65536 bytes"):
-        triton_ascend.choose(8, 4096, 40, 65536)
+        triton_ascend_tiles.choose(8, 4096, 40, 65536)
 
 
 def test_regime_and_grid_follow_from_sizes_alone() -> None:
     sizes = [(1, 4096), (64, 4096), (65, 4096), (4096, 4096), (4096, 1000)]
-    regimes = [triton_ascend.choose(tokens, features, 40, UNIFIED_BUFFER_BYTES) for tokens, features in sizes]
+    regimes = [triton_ascend_tiles.choose(tokens, features, 40, UNIFIED_BUFFER_BYTES) for tokens, features in sizes]
     assert [(regime.name, regime.num_cores) for regime in regimes] == [
         ("few", 40), ("few", 40), ("many", 20), ("many", 20), ("few", 40),
     ]  # fmt: skip
