@@ -1,0 +1,84 @@
+"""Tiles, grids and splits of the LoRA kernels on Ascend NPUs: one table, chosen from by sizes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kernels.platform import BackendError
+
+# Steps of up to this many (padded) tokens run on the vector cores, larger ones on the cube cores.
+FEW_TOKENS = 64
+# No split of the input is smaller, so that a transfer is worth its latency.
+SMALLEST_SPLIT = 128
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile sizes of one regime.
+
+    tokens   of a tile
+    inputs   of a shrink's block, candidates from large to small
+    columns  of an expand's block, likewise
+    """
+
+    tokens: int
+    inputs: tuple[int, ...]
+    columns: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class LaunchTable:
+    """Tiles for every chip with at least this much unified buffer. The gate compiles each of them."""
+
+    on_chip_bytes: int
+    few: Tiles
+    many: Tiles
+
+
+TABLES = (LaunchTable(192 * 1024, Tiles(16, (512, 256, 128), (512, 256, 128)), Tiles(128, (256, 128, 64), (128,))),)
+
+
+@dataclass(frozen=True)
+class Regime:
+    """How a step of one padded size runs: which pair of kernels, with which tiles, on how many cores."""
+
+    name: Literal["few", "many"]
+    tiles: Tiles
+    num_cores: int
+
+    def num_splits(self, in_features: int, num_tokens: int, num_slices: int) -> int:
+        """Parts of the input, enough for every core to get one of some slice and tile of tokens."""
+        num_items = -(-num_tokens // self.tiles.tokens) * num_slices
+        size = self.split_size(in_features, max(1, self.num_cores // num_items))
+        return -(-in_features // size)
+
+    def split_size(self, in_features: int, num_splits: int) -> int:
+        """Inputs of a part; the cube's kernel takes whole blocks only."""
+        granule = self.block(in_features) if self.name == "many" else SMALLEST_SPLIT
+        return -(-in_features // (num_splits * granule)) * granule
+
+    def block(self, extent: int) -> int:
+        """Inputs of a shrink's block: one that divides the extent for the cube, one that covers it for the others."""
+        if self.name == "many":
+            return next(block for block in self.tiles.inputs if extent % block == 0)
+        return next((block for block in reversed(self.tiles.inputs) if block >= extent), self.tiles.inputs[0])
+
+    def columns(self, num_columns: int, num_tokens: int) -> int:
+        """Columns of an expand's block, so that every core gets one where that is possible."""
+        wanted = -(-num_columns * -(-num_tokens // self.tiles.tokens) // self.num_cores)
+        return next((block for block in reversed(self.tiles.columns) if block >= wanted), self.tiles.columns[0])
+
+
+def choose(num_tokens: int, in_features: int, num_vector_cores: int, on_chip_bytes: int) -> Regime:
+    """The regime, from sizes that a captured graph fixes. Inputs that no cube block divides stay on the vector cores.
+
+    Raises BackendError for a chip with less on-chip memory than any table is made for.
+    """
+    table = next((table for table in TABLES if table.on_chip_bytes <= on_chip_bytes), None)
+    if table is None:
+        raise BackendError(f"the LoRA kernels have no tiles for an NPU with {on_chip_bytes} bytes of unified buffer")
+    if num_tokens <= FEW_TOKENS or in_features % table.many.inputs[-1]:
+        return Regime("few", table.few, num_vector_cores)
+    # Two vector cores belong to one cube core.
+    return Regime("many", table.many, max(1, num_vector_cores // 2))
