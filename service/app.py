@@ -115,8 +115,8 @@ def _build_services(settings: Settings, engine: EngineClient) -> Services:
 
 
 def _check_template(source: str, tokenizer: TextTokenizer) -> None:
-    """TextError if an uploaded adapter's chat template does not compile."""
-    ChatTemplate(source, tokenizer.special_tokens)
+    """TextError if an uploaded adapter's chat template does not compile, or costs too much for a short message."""
+    ChatTemplate(source, tokenizer.special_tokens, trusted=False).check_cost()
 
 
 @asynccontextmanager
@@ -156,7 +156,7 @@ async def _prepare(services: Services, engine: EngineClient) -> None:
             )
             await asyncio.to_thread(preload, services)
     except Exception as error:
-        services.fail_start(f"The adapters of --preload-adapters-dir cannot be loaded: {error}")
+        services.fail_start(str(error))
         return
     services.prepared = True
     LOGGER.info("ready: %s", services.settings.base_name)
@@ -178,6 +178,8 @@ def preload(services: Services) -> None:
             except store_errors.Conflict as error:
                 LOGGER.warning("Not preloaded: %s", error)
                 continue
+            except store_errors.AdapterError as error:
+                raise StartError(f"The adapter {path.name!r} in {directory} cannot be loaded: {error}") from error
         services.metrics.know_adapter(record.name)
         LOGGER.info("adapter %s %s", record.name, "preloaded" if created else "is there already")
 

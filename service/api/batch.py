@@ -69,19 +69,30 @@ async def _check_all(services: Services, body: BatchRequest) -> list[_Checked | 
     return checked
 
 
-async def _check(services: Services, item: dict[str, Any]) -> _Checked | Exception:
+async def _check(services: Services, item: Any) -> _Checked | Exception:
     try:
+        if not isinstance(item, dict):
+            raise BadRequest("An item must be an object: a completion or chat completion request.")
         if item.get("stream"):
             raise BadRequest("`stream` is not allowed inside a batch; leave it out.", param="stream")
-        if "messages" in item:
+        if item.get("messages") is not None:
+            if item.get("prompt") is not None:
+                raise BadRequest("`messages` and `prompt` are both given; send one of them.", param="messages")
             chat = ChatRequest.model_validate(item)
             return chat, await admit_chat(services, chat)
         completion = CompletionRequest.model_validate(item)
         return completion, await admit_completion(services, completion)
     except ValidationError as error:
         return bad_request(error.errors())
-    except HANDLED as error:
-        return error
+    except Exception as error:
+        return _surprise(error)
+
+
+def _surprise(error: Exception) -> Exception:
+    """The error of one item, which the others survive; one that nobody foresaw is logged."""
+    if not isinstance(error, HANDLED):
+        LOGGER.error("An item of a batch failed unexpectedly.", exc_info=error)
+    return error
 
 
 def _start_all(services: Services, checked: list[_Checked | Exception]) -> list[_Answer | Exception]:
@@ -101,8 +112,8 @@ def _start(services: Services, request: ChatRequest | CompletionRequest, admitte
         if isinstance(request, ChatRequest):
             return ChatAnswer(services, request, admitted)
         return CompletionAnswer(services, request, admitted)
-    except HANDLED as error:
-        return error
+    except Exception as error:  # the Job has given everything back
+        return _surprise(error)
 
 
 def _release(checked: list[_Checked | Exception]) -> None:
@@ -116,8 +127,5 @@ async def _answer(running: _Answer | Exception) -> dict[str, Any]:
         return error_body(running)
     try:
         return await running.whole()
-    except HANDLED as error:
-        return error_body(error)
     except Exception as error:
-        LOGGER.exception("An item of a batch failed unexpectedly.")
-        return error_body(error)
+        return error_body(_surprise(error))

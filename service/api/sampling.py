@@ -7,6 +7,7 @@ from service.api.schemas import ChatRequest, CompletionRequest, Generation
 from service.engine.messages import Sampling
 
 _SEED_RANGE = 2**63
+_MAX_ID_DIGITS = 10
 
 
 def build_sampling(
@@ -21,13 +22,18 @@ def build_sampling(
     stop_token_ids = _checked_stop_ids(request, vocab_size)
     if not request.ignore_eos:
         stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *eos_token_ids)))
+    if min_tokens and len(set(stop_token_ids)) >= vocab_size:
+        raise BadRequest(
+            "min_tokens needs a token that does not end the answer, but stop_token_ids names the whole vocabulary.",
+            param="stop_token_ids",
+        )
     logprobs, prompt_logprobs = _logprobs(request)
     return Sampling(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
         temperature=_or(request.temperature, 1.0),
         top_p=_or(request.top_p, 1.0),
-        top_k=max(0, request.top_k or 0),
+        top_k=min(max(0, request.top_k or 0), vocab_size),
         min_p=_or(request.min_p, 0.0),
         repetition_penalty=_or(request.repetition_penalty, 1.0),
         presence_penalty=_or(request.presence_penalty, 0.0),
@@ -82,9 +88,10 @@ def _checked_stop_ids(request: Generation, vocab_size: int) -> tuple[int, ...]:
 def _logit_bias(request: Generation, vocab_size: int) -> dict[int, float]:
     biases: dict[int, float] = {}
     for key, bias in (request.logit_bias or {}).items():
-        if not (key.isascii() and key.isdigit()) or int(key) >= vocab_size:
+        if not (key.isascii() and key.isdigit() and len(key) <= _MAX_ID_DIGITS) or int(key) >= vocab_size:
             raise BadRequest(
-                f"logit_bias has the key {key!r}; keys are token ids from 0 to {vocab_size - 1}, as text.",
+                f"logit_bias has the key {key[:_MAX_ID_DIGITS]!r}; keys are token ids from 0 to {vocab_size - 1}, "
+                "as text.",
                 param="logit_bias",
             )
         biases[int(key)] = float(bias)

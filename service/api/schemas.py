@@ -53,7 +53,9 @@ class Generation(InertFields):
     """What completions and chat completions have in common; null is the same as leaving a field out."""
 
     model: str = Field(description="the base's name, an adapter's name, or `base:adapter`")
-    adapter_id: str | None = Field(None, description="an adapter's name; if `model` names one too it must be the same")
+    adapter_id: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="an adapter's name; if `model` names one too it must be the same"
+    )
     stream: bool | None = Field(None, description="answer with server-sent events")
     stream_options: StreamOptions | None = Field(None, description="only with `stream`")
     n: Annotated[int, Field(ge=1)] | None = Field(None, description="independent answers per prompt, 1 by default")
@@ -63,7 +65,7 @@ class Generation(InertFields):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="1 by default")
     top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="0 or -1 is off, the default")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="0 by default")
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = Field(None, description="1 by default")
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = Field(None, description="1 by default")
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(None, description="0 by default")
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(None, description="0 by default")
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
@@ -183,7 +185,7 @@ class ChatRequest(Generation):
 class BatchRequest(Request):
     """Body of POST /v1/completions/batch. Each item is checked by itself, so that one wrong item fails alone."""
 
-    items: Annotated[list[dict[str, Any]], Field(min_length=1)] = Field(
+    items: Annotated[list[Any], Field(min_length=1)] = Field(
         description="completion or chat completion requests, each with its own `model`, without `stream`"
     )
 

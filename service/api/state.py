@@ -53,6 +53,10 @@ class Engine(Protocol):
         """Free its rows and host memory."""
 
 
+# Compiled templates of adapters kept at the same time; each source is up to 1 MiB.
+_MAX_TEMPLATES = 256
+
+
 class Gate:
     """Counts the sequences that wait or run, so that a full queue answers at once instead of growing."""
 
@@ -111,12 +115,15 @@ class Services:
 
     def adapter_template(self, digest: str) -> ChatTemplate | None:
         """The chat template that an adapter ships, compiled once; None if it ships none."""
-        if digest not in self._templates:
-            assert self.store is not None, "an adapter without a store"
-            source = self.store.chat_template(digest)
-            compiled = None if source is None else ChatTemplate(source, self.tokenizer.special_tokens)
-            self._templates[digest] = compiled
-        return self._templates[digest]
+        if digest in self._templates:
+            return self._templates[digest]
+        assert self.store is not None, "an adapter without a store"
+        source = self.store.chat_template(digest)
+        compiled = None if source is None else ChatTemplate(source, self.tokenizer.special_tokens, trusted=False)
+        if len(self._templates) >= _MAX_TEMPLATES:
+            self._templates.clear()
+        self._templates[digest] = compiled
+        return compiled
 
     def published(self, record: AdapterRecord) -> None:
         """An adapter is in the store: it may have metrics, and the engine may bring it in ahead of its first use."""

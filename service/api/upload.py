@@ -65,7 +65,7 @@ class MultipartUpload:
         if self._name is None:
             raise BadRequest("The part `name` is missing; send the adapter's name.", param="name")
         try:
-            return self._name.decode().strip()
+            return self._name.decode()
         except UnicodeDecodeError:
             raise BadRequest("The part `name` is not UTF-8.", param="name") from None
 
@@ -117,7 +117,7 @@ class MultipartUpload:
             self._in_name = False
             assert self._name is not None, "set when the part began"
             # Better refused now than after gigabytes, if it comes before the files.
-            self._store.check_name(self._name.decode("utf-8", "replace").strip())
+            self._store.check_name(self._name.decode("utf-8", "replace"))
         self.close()
 
     def _on_end(self) -> None:

@@ -16,10 +16,17 @@ _OTHER_PARTS = "; images, audio and files are not supported."
 def bad_request(faults: Sequence[Mapping[str, Any]], *, prefix: str = "") -> BadRequest:
     """The first fault as a BadRequest; `prefix` stands before its sentence."""
     # Of a union's faults the plainest one is worth telling: an unsupported field beats a wrong type.
-    fault = min(faults, key=lambda one: one["type"] not in ("none_required", "extra_forbidden", "json_invalid"))
+    fault = min(faults, key=_rank)
     path = [part for part in fault["loc"] if part != "body"]
     sentence = _sentence(fault, path, faults)
     return BadRequest(prefix + sentence, param=_dotted(path) or None)
+
+
+def _rank(fault: Mapping[str, Any]) -> int:
+    """What is told first: a role or a part of content that is not served, then an unsupported field, then the rest."""
+    if fault["type"] == "literal_error" and fault["loc"][-1] in ("role", "type"):
+        return 0
+    return 1 if fault["type"] in ("none_required", "extra_forbidden", "json_invalid") else 2
 
 
 def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mapping[str, Any]]) -> str:
@@ -28,20 +35,22 @@ def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mappin
         return f"The body is not valid JSON: {fault.get('ctx', {}).get('error', 'it cannot be parsed')}."
     if path[:1] == ["response_format"] and kind != "none_required":
         return '`response_format` must be {"type": "text"} or left out; other formats are not supported.'
-    if kind == "extra_forbidden":
-        inert = ", ".join(InertFields.model_fields)
-        return f"`{name}` is not a field of this request; leave it out. Accepted without effect are: {inert}."
-    if path[:1] == ["prompt"]:
-        return _PROMPT
     if "content" in path:
         index = path.index("content")
         parts = [one for one in faults if one["type"] == "literal_error" and "type" in one["loc"]]
         named = f" (it holds a part of type {parts[0]['input']!r})" if parts else ""
         return f"{_dotted(path[: index + 1])}: {_CONTENT}{_OTHER_PARTS[:-1]}{named}."
+    if kind == "extra_forbidden":
+        inert = ", ".join(InertFields.model_fields)
+        return f"`{name}` is not a field of this request; leave it out. Accepted without effect are: {inert}."
+    if path[:1] == ["prompt"]:
+        return _PROMPT
     if not path:
         if kind == "missing":
             return "The request has no body; send a JSON object with Content-Type: application/json."
-        return f"{_words(fault)}."
+        if kind == "value_error":
+            return f"{_words(fault)}."
+        return "The body must be a JSON object; send it with Content-Type: application/json."
     if kind == "missing":
         return f"`{name}` is missing; send it."
     if kind == "none_required":

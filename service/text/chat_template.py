@@ -7,7 +7,9 @@ see plain JSON data only, and neither load nor write anything.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,12 +21,16 @@ import jinja2.parser
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from service.text.template_limits import MAX_ITEMS, limited
 from service.text.tokenizer import TextError, read_json
 
 # What `render` gives to a template; a request's own variables may not take these names.
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_REPEATED_ITEMS = 1_000_000
+_MAX_REPLACED_ITEMS = 1 << 30
+_WIDE_FORMAT = re.compile(r"\d{5,}|\*")
+_PADDING_METHODS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _PROBE = "probe of the content format"
 
@@ -44,13 +50,33 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with repetition bounded: `"x" * 10**10` and `10 ** 10**10` would take the process down."""
+    """The sandbox, with repetition bounded: `"x" * 10**10`, `10 ** 10**10`, `"%9999999999s" % 1` and their like would
+    take the process down."""
 
-    intercepted_binops = frozenset(("*", "**"))
+    intercepted_binops = frozenset(("*", "**", "%"))
+
+    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        name, text = getattr(obj, "__name__", ""), getattr(obj, "__self__", None)
+        if isinstance(text, str):
+            sizes = [value for value in (*args, *kwargs.values()) if isinstance(value, int)]
+            if name in _PADDING_METHODS and any(size > _MAX_REPEATED_ITEMS for size in sizes):
+                raise jinja2.exceptions.SecurityError("the template pads a text too far")
+            if name == "replace" and len(args) > 1 and (len(text) + 1) * len(str(args[1])) > _MAX_REPLACED_ITEMS:
+                raise jinja2.exceptions.SecurityError("the template replaces with too long a text")
+        return super().call(context, obj, *args, **kwargs)
+
+    def wrap_str_format(self, value: Any) -> Any:
+        wrapped = super().wrap_str_format(value)
+        # A width may be a number, or come from an argument: "{:>{}}".
+        if wrapped is not None and re.search(r"\d{5,}|:[^{}]*\{", value.__self__):
+            raise jinja2.exceptions.SecurityError("the template formats a text too wide")
+        return wrapped
 
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**" and not all(isinstance(side, int | float) and abs(side) <= 1024 for side in (left, right)):
             raise jinja2.exceptions.SecurityError("the template raises a number to too high a power")
+        if operator == "%" and isinstance(left, str) and _WIDE_FORMAT.search(left):
+            raise jinja2.exceptions.SecurityError("the template formats a text too wide")
         for items, count in ((left, right), (right, left)):
             repeats = hasattr(items, "__len__") and isinstance(count, int)
             if operator == "*" and repeats and len(items) * count > _MAX_REPEATED_ITEMS:
@@ -70,6 +96,8 @@ class _Namespace(jinja2.utils.Namespace):
 
     def __setitem__(self, name: str, value: Any) -> None:
         _refuse_underscore(name)
+        if isinstance(value, str | list | tuple | dict) and len(value) > MAX_ITEMS:
+            raise jinja2.exceptions.SecurityError("the template makes too large a text")
         super().__setitem__(name, value)
 
 
@@ -103,6 +131,18 @@ def _tojson(
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
+def _center(value: str, width: int = 80) -> str:
+    if width > _MAX_REPEATED_ITEMS:
+        raise jinja2.exceptions.SecurityError("the template pads a text too far")
+    return str(value).center(width)
+
+
+def _format(value: str, *args: Any, **kwargs: Any) -> str:
+    if _WIDE_FORMAT.search(str(value)):
+        raise jinja2.exceptions.SecurityError("the template formats a text too wide")
+    return str(value) % (kwargs or args)
+
+
 def _strftime_now(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
@@ -112,6 +152,8 @@ def _environment() -> _Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _tojson
+    environment.filters["center"] = _center
+    environment.filters["format"] = _format
     environment.globals.update(
         raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
     )
@@ -123,18 +165,30 @@ class ChatTemplate:
 
     takes_parts  whether the template itself understands a message whose content is a list of text parts; where it does
                  not, the texts of the parts are joined with a newline before it sees them (as vLLM does).
+    trusted      the operator chose it, with the model; one that came with an adapter runs under `template_limits`
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str], *, trusted: bool = True) -> None:
         if len(source.encode()) > _MAX_TEMPLATE_BYTES:
             raise TextError("The chat template is larger than 1 MiB.")
         self.source = source
         self._special_tokens = dict(special_tokens)
+        self._trusted = trusted
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
             raise TextError(f"The chat template is not valid jinja2: {error}.") from error
         self.takes_parts = self._probe_parts()
+
+    def check_cost(self) -> None:
+        """TextError if the template exceeds its limits already on a short message."""
+        try:
+            self._run(
+                messages=[{"role": "user", "content": _PROBE}], add_generation_prompt=True, **self._special_tokens
+            )
+        except TemplateError as error:
+            if isinstance(error.__cause__, jinja2.exceptions.SecurityError):
+                raise TextError(f"The chat template is refused: {error}.") from error
 
     def render(
         self,
@@ -163,7 +217,8 @@ class ChatTemplate:
 
     def _run(self, **names: Any) -> str:
         try:
-            return self._template.render(tools=None, documents=None, **names)
+            with nullcontext() if self._trusted else limited():
+                return self._template.render(tools=None, documents=None, **names)
         except TemplateError:
             raise
         except Exception as error:  # a template may fail in any way that Python can
