@@ -110,10 +110,15 @@ def _channels(block, dim, BLOCK_D: tl.constexpr, EVEN_D: tl.constexpr):
 
 
 @triton.jit
-def _store_output(total, out_ptr, gate_ptr, token, stride_out, stride_gate, channel, mask):
+def _gated(total, gate_ptr, token, stride_gate, channel, mask):
     if gate_ptr is not None:
         gate = tl.load(gate_ptr + token.to(tl.int64) * stride_gate + channel, mask=mask, other=0.0)
         total = total * gate.to(tl.float32)
+    return total
+
+
+@triton.jit
+def _store_output(total, out_ptr, token, stride_out, channel, mask):
     tl.store(out_ptr + token.to(tl.int64) * stride_out + channel, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -186,8 +191,9 @@ def _head(x_ptr, states_ptr, gate_in_ptr, gate_out_ptr, out_ptr, starts_ptr, lin
                        HALO)  # fmt: skip
     for row in tl.static_range(HALO):
         total = _output(rows, row, taps, bias, SILU, NATIVE, WIDTH)
-        _store_output(total, out_ptr, gate_out_ptr, start + row, stride_out, stride_gate_out, channel,
-                      mask & is_live & (row < length))  # fmt: skip
+        is_written = mask & is_live & (row < length)
+        total = _gated(total, gate_out_ptr, start + row, stride_gate_out, channel, is_written)
+        _store_output(total, out_ptr, start + row, stride_out, channel, is_written)
     if states_ptr is not None:
         # A new state may land on the old one, which other threads may still be reading.
         tl.debug_barrier()
@@ -386,11 +392,13 @@ def _update_kernel(
 
     for row in tl.static_range(TOKENS):
         total = _output(rows, row, taps, bias, SILU, NATIVE, WIDTH)
-        total = tl.where(is_live, total, 0.0)
         is_written = mask & (row < length)
         if IN_PLACE:
             is_written = is_written & is_live
-        _store_output(total, out_ptr, gate_out_ptr, start + row, stride_out, stride_gate_out, channel, is_written)
+        # A padding row's gate may hold anything; its output is zero all the same.
+        total = _gated(total, gate_out_ptr, start + row, stride_gate_out, channel, is_written & is_live)
+        total = tl.where(is_live, total, 0.0)
+        _store_output(total, out_ptr, start + row, stride_out, channel, is_written)
 
     target = source
     is_kept = is_live & (length > 0)

@@ -226,6 +226,7 @@ def _regime(x: torch.Tensor, maps: LoraMaps) -> Regime:
 
 
 _workspaces: dict[torch.device, torch.Tensor] = {}
+_outgrown: list[torch.Tensor] = []
 
 
 def _workspace(x: torch.Tensor, stack: LoraStack, num_tokens: int, regime: Regime) -> torch.Tensor:
@@ -235,6 +236,8 @@ def _workspace(x: torch.Tensor, stack: LoraStack, num_tokens: int, regime: Regim
     dtype = _partials_dtype(stack, regime)
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     if x.device not in _workspaces or _workspaces[x.device].numel() < num_bytes:
+        if x.device in _workspaces:  # a graph captured earlier goes on writing to the buffer that it saw
+            _outgrown.append(_workspaces[x.device])
         _workspaces[x.device] = torch.empty(num_bytes, dtype=torch.uint8, device=x.device)
     return _workspaces[x.device][:num_bytes].view(dtype).view(shape)
 

@@ -130,6 +130,7 @@ class _Device:
         self.dependent_launch = on_gpu and torch.cuda.get_device_capability(device) >= _HOPPER
         self._configs: dict[int, LoraConfig] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._outgrown: list[torch.Tensor] = []
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Device:
@@ -161,6 +162,8 @@ class _Device:
         if self._buffer.numel() < num_bytes:
             capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             assert not capturing, "the workspace must be reserved before capture: call reserve_workspace"
+            # A graph captured earlier goes on writing to the buffer that it saw.
+            self._outgrown.append(self._buffer)
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
         return self._buffer[:num_bytes].view(dtype).view(shape)
 

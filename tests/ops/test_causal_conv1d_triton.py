@@ -53,6 +53,24 @@ def test_update_gives_the_float64_truth(seed: int) -> None:
     check_call("causal_conv1d_update", update_call(seed, dtypes=DTYPES), in_place=seed % 3 == 0)
 
 
+@pytest.mark.parametrize("name", ["causal_conv1d_update", "causal_conv1d_prefill"])
+def test_garbage_in_padding_rows_stays_there(name: str) -> None:
+    """Rows of the null line and of no line may hold anything in a captured graph: their outputs are zero."""
+    x, gate_in, gate_out = torch.randn(3, 4, 8).unbind(0)
+    for tensor in (x, gate_in, gate_out):
+        tensor[0], tensor[2] = torch.nan, torch.inf
+    states = torch.randn(4, 2, 8)
+    lines = torch.tensor([0, 2, -1, 3], dtype=torch.int32)
+    call: Call = {"x": x, "weight": torch.randn(3, 8), "bias": None, "conv_states": states.clone(), "gate_in": gate_in,
+                  "gate_out": gate_out, "state_indices": lines}  # fmt: skip
+    if name == "causal_conv1d_prefill":
+        starts, initial = torch.arange(5, dtype=torch.int32), torch.ones(4, dtype=torch.bool)
+        call |= {"query_start_loc": starts, "has_initial_state": initial}
+    result = getattr(triton_cuda, name)(**on_device(call), out=torch.full_like(x, torch.nan).to(DEVICE))
+    assert torch.equal(result[[0, 2]].cpu(), torch.zeros(2, 8))
+    assert result.isfinite().all()
+
+
 @pytest.mark.parametrize("width", [2, 4, 7] if ON_GPU else [3])
 def test_any_chunking_and_token_by_token_give_the_same_bits(width: int) -> None:
     rng = random.Random(width)
