@@ -43,7 +43,8 @@ from service.engine.state_lines import StateLines
 
 Event = Tokens | Finished | AdapterState
 NO_ROWS = PoolUsage(0, 0, 0, 0, 0, 0, 0, 0)
-NOT_FINITE = "The model gave no finite logits for this request; its adapter, or its logit_bias, is not usable."
+NOT_FINITE = "The model gave no finite logits for this request."
+ADAPTER_NOT_FINITE = "The adapter gives no finite logits for this request: its weights or its scaling are too large."
 
 
 class Engine:
@@ -280,7 +281,9 @@ class Engine:
         """The sequence has its next token (None: there was none to choose); end it if that was the last."""
         request_id, sampling = sequence.request_id, sequence.request.sampling
         if token is None:
-            self._finish(sequence, Finished(request_id, "error", error=NOT_FINITE))
+            is_adapters = sequence.adapter is not None
+            error = ADAPTER_NOT_FINITE if is_adapters else NOT_FINITE
+            self._finish(sequence, Finished(request_id, "error", error=error, client_fault=is_adapters))
             return
         if sampling.max_tokens > 0:
             sequence.token_ids.append(token)

@@ -158,8 +158,18 @@ def test_not_a_number_ends_one_request_with_a_sentence(mock: MockEngine) -> None
     mock.submit("good", adapter="a1", max_tokens=1)
     mock.submit("bad")
     mock.settle()
-    assert "not usable" in (mock.finished["bad"].error or "") or "finite" in (mock.finished["bad"].error or "")
+    assert "finite" in (mock.finished["bad"].error or "")
+    assert not mock.finished["bad"].client_fault
     assert holds_nothing(mock)
+
+
+def test_an_adapter_that_overflows_is_its_owners_fault(mock: MockEngine) -> None:
+    run = mock.runner.run
+    mock.runner.run = lambda batch: run(batch) * float("nan")  # type: ignore[method-assign]
+    mock.submit("bad", adapter="a1")
+    mock.settle()
+    assert "adapter" in (mock.finished["bad"].error or "")
+    assert mock.finished["bad"].client_fault
 
 
 def test_without_lora_requests_for_adapters_are_refused(mock: MockEngine) -> None:
