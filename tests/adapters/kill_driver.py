@@ -137,7 +137,7 @@ def main(root: Path) -> None:
         place = root / f"time{part}"
         prepare(place, digests)
         pid = child(place, None)
-        time.sleep(0.004 * part)
+        time.sleep(0.004 * part)  # picks the moment of the kill; nothing waits for anything
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         seen.append(look(place, digests))

@@ -173,7 +173,7 @@ def test_tables_are_usable() -> None:
 def test_compiles_for_hopper_without_a_gpu(device: str) -> None:
     """Every kernel, with few tokens and with many, down to machine code within the shared memory of a core."""
     if device != "cpu":
-        pytest.skip("the GPU compiles for itself")
+        pytest.skip("NOT RUN: on a GPU the other tests compile for that GPU")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).parents[1] / "support" / "compile_lora.py"
     result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
@@ -214,7 +214,7 @@ def fill(rows: LoraStack, step: Step) -> None:
 def test_captured_once_replayed_with_other_mixes(num_tokens: int, triton_cuda: ModuleType, device: str) -> None:
     """One capture, 50 random mixes of adapters, ranks and tokens: bit-equal to eager, and nothing is compiled."""
     if device == "cpu":
-        pytest.skip("graphs need a GPU")
+        pytest.skip("NOT RUN: no NVIDIA GPU, and graphs need one")
     step = mixed_step(0, num_tokens, device)
     num_rows, group = 8 * 112 + 32, step.stack.group
     rows = LoraStack(
