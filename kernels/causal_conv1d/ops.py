@@ -55,8 +55,8 @@ def causal_conv1d_prefill(
         bias: [dim] or None.
         conv_states: [lines, state_len >= width - 1, dim], dim contiguous, any dtype of x's list; changed in place.
             Rows from width - 1 on are left alone. None: histories are zero and nothing is kept.
-        query_start_loc: int32 [sequences + 1], ascending from 0. Empty sequences read and write nothing; outputs of tokens of
-            no sequence are as for padding.
+        query_start_loc: int32 [sequences + 1], ascending from 0. Empty sequences read and write nothing; outputs of
+            tokens of no sequence are as for padding.
         state_indices: int32 [sequences], the lines, each at most once beside padding; None: sequence n owns line n and
             none is padding (line 0 too is an ordinary line then). With block indices (below): [sequences, blocks].
         has_initial_state: bool [sequences]; None: no sequence continues an earlier chunk.
