@@ -6,11 +6,12 @@ An implementation is named after its module: `kernels/<op>/<implementation>.py`.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType, ModuleType
 
 import torch
 
@@ -22,19 +23,31 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "lora": ("cpu", "reference"),
         "causal_conv1d": ("cpu", "reference"),
         "paged_attention": ("sdpa", "reference"),
+        "kv_write": ("reference",),
         "linear": ("cpu", "reference"),
+        "rms_norm": ("reference",),
+        "rotary": ("reference",),
+        "swiglu": ("reference",),
     },
     "cuda": {
         "lora": ("triton_cuda", "reference"),
         "causal_conv1d": ("triton_cuda", "reference"),
         "paged_attention": ("sdpa", "reference"),
+        "kv_write": ("reference",),
         "linear": ("reference",),
+        "rms_norm": ("reference",),
+        "rotary": ("reference",),
+        "swiglu": ("reference",),
     },
     "npu": {
         "lora": ("triton_ascend", "reference"),
         "causal_conv1d": ("triton_ascend", "reference"),
         "paged_attention": ("sdpa", "reference"),
+        "kv_write": ("reference",),
         "linear": ("reference",),
+        "rms_norm": ("reference",),
+        "rotary": ("reference",),
+        "swiglu": ("reference",),
     },
 }
 
@@ -66,6 +79,11 @@ class Platform:
     fallbacks: tuple[str, ...] = field(default=())
     native_bfloat16: bool = True
 
+    def with_fallback(self, op: str, implementation: str, reason: str) -> Platform:
+        """This platform with `op` served by another implementation; `reason` is one sentence that names the op."""
+        implementations = MappingProxyType({**self.implementations, op: implementation})
+        return replace(self, implementations=implementations, fallbacks=(*self.fallbacks, reason))
+
     def row_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Dtype in which LoRA rows are held beside a model of `model_dtype`.
 
@@ -73,6 +91,33 @@ class Platform:
         faster even where the CPU has bfloat16 instructions.
         """
         return torch.float32 if self.device == "cpu" else model_dtype
+
+
+def implementation(op: str, device: torch.device) -> ModuleType:
+    """The module that serves `op` on `device` in this process."""
+    module = _modules.get((op, device.type))
+    if module is None:
+        module = importlib.import_module(f"kernels.{op}.{in_use(device).implementations[op]}")
+        _modules[op, device.type] = module
+    return module
+
+
+def in_use(device: torch.device) -> Platform:
+    """The platform that serves tensors on `device` in this process: the installed one, else what `detect` finds."""
+    return _installed.get(device.type) or detect(str(device))
+
+
+def install(platform: Platform, device_type: str | None = None) -> None:
+    """Let `platform` serve all tensors on its kind of device in this process, which uses one device of a kind.
+
+    device_type  serve tensors there instead: lets tests run an NPU's path on a CPU
+    """
+    _installed[device_type or platform.device] = platform
+    _modules.clear()
+
+
+_installed: dict[str, Platform] = {}
+_modules: dict[tuple[str, str], ModuleType] = {}
 
 
 def detect(device: str, wanted: Mapping[str, str] | None = None) -> Platform:

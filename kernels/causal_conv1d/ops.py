@@ -9,15 +9,13 @@ Every implementation adds the bias first, then the taps, oldest first, in float3
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from itertools import pairwise
-from types import ModuleType
 
 import torch
 
 from kernels.causal_conv1d.checks import check_indices, check_lines, check_tensors, expect
-from kernels.platform import detect
+from kernels.platform import implementation
 
 
 def causal_conv1d_prefill(
@@ -94,7 +92,7 @@ def causal_conv1d_prefill(
     expect(
         block_size_tokens is None or block_size_tokens > 0, f"block_size_tokens {block_size_tokens} must be positive"
     )
-    return _implementation(x).causal_conv1d_prefill(
+    return implementation("causal_conv1d", x.device).causal_conv1d_prefill(
         x,
         weight,
         bias,
@@ -189,7 +187,7 @@ def causal_conv1d_update(
         conv_states.shape[1] >= needed,
         f"conv_states keeps {conv_states.shape[1]} tokens a line, but {tokens_each} draft tokens need {needed}",
     )
-    return _implementation(x).causal_conv1d_update(
+    return implementation("causal_conv1d", x.device).causal_conv1d_update(
         x,
         weight,
         bias,
@@ -207,8 +205,3 @@ def causal_conv1d_update(
         pad_slot_id=pad_slot_id,
         query_starts=query_starts,
     )
-
-
-def _implementation(x: torch.Tensor) -> ModuleType:
-    """The module that serves x's device; raises BackendError (a ValueError) where none does."""
-    return importlib.import_module(f"kernels.causal_conv1d.{detect(str(x.device)).implementations['causal_conv1d']}")

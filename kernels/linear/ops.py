@@ -12,7 +12,7 @@ from types import ModuleType
 
 import torch
 
-from kernels.platform import detect
+from kernels.platform import in_use
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +39,7 @@ def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packe
     assert weight.dim() == 2, "a weight is [out_features, in_features]"
     assert weight.dtype in (torch.float32, torch.bfloat16, torch.float16), f"unsupported dtype {weight.dtype}"
     assert bias is None or (bias.shape == weight.shape[:1] and bias.dtype == weight.dtype), "bias does not fit"
-    implementation = detect(str(weight.device)).implementations["linear"]
+    implementation = in_use(weight.device).implementations["linear"]
     return _module(implementation).pack_weight(weight, bias)
 
 

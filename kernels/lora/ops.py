@@ -12,13 +12,10 @@ Rows of base tokens (segment -1) are neither read nor written, in overwrite mode
 
 from __future__ import annotations
 
-import importlib
-from types import ModuleType
-
 import torch
 
 from kernels.lora.maps import LoraMaps, LoraStack
-from kernels.platform import detect
+from kernels.platform import implementation
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -54,7 +51,7 @@ def lora_shrink(
     _check_h(out, stack, maps)
     assert out.shape[2] >= shrink_width(stack), "h is narrower than a resident adapter's rank"
     if maps.segments:
-        _implementation(x).lora_shrink(x, stack, maps, out=out, row_index=row_index)
+        implementation("lora", x.device).lora_shrink(x, stack, maps, out=out, row_index=row_index)
     return out
 
 
@@ -76,7 +73,7 @@ def lora_expand(
     _check(None, out, stack, maps, row_index)
     _check_h(h, stack, maps)
     if maps.segments:
-        _implementation(out).lora_expand(h, out, stack, maps, overwrite=overwrite, row_index=row_index)
+        implementation("lora", out.device).lora_expand(h, out, stack, maps, overwrite=overwrite, row_index=row_index)
 
 
 def lora_linear(
@@ -99,7 +96,7 @@ def lora_linear(
     _check(x, out, stack, maps, row_index)
     assert all(a.shape[1] == x.shape[1] for a in stack.a), "x and A disagree about the input width"
     if maps.segments:
-        _implementation(x).lora_linear(x, out, stack, maps, overwrite=overwrite, row_index=row_index)
+        implementation("lora", x.device).lora_linear(x, out, stack, maps, overwrite=overwrite, row_index=row_index)
 
 
 def lora_embedding(
@@ -122,7 +119,9 @@ def lora_embedding(
     assert token_ids.dim() == 1, "token_ids is one-dimensional"
     assert row_index is not None or token_ids.shape[0] == maps.num_tokens, "token_ids does not cover the step"
     if maps.segments:
-        _implementation(out).lora_embedding(token_ids, out, stack, maps, overwrite=overwrite, row_index=row_index)
+        implementation("lora", out.device).lora_embedding(
+            token_ids, out, stack, maps, overwrite=overwrite, row_index=row_index
+        )
 
 
 def shrink_width(stack: LoraStack) -> int:
@@ -161,15 +160,3 @@ def _check_h(h: torch.Tensor, stack: LoraStack, maps: LoraMaps) -> None:
     assert h.dtype == torch.float32, "h is float32"
     assert h.is_contiguous(), "h is contiguous"
     assert h.shape[:2] == (len(stack.a), maps.num_tokens), "h is [slices, tokens, width]"
-
-
-def _implementation(tensor: torch.Tensor) -> ModuleType:
-    device = str(tensor.device)
-    module = _modules.get(device)
-    if module is None:
-        module = importlib.import_module(f"kernels.lora.{detect(device).implementations['lora']}")
-        _modules[device] = module
-    return module
-
-
-_modules: dict[str, ModuleType] = {}

@@ -11,30 +11,10 @@ where query head h reads key/value head h // (num_heads / kv_heads), and positio
 
 from __future__ import annotations
 
-import functools
-import importlib
-from types import ModuleType
-
 import torch
 
 from kernels.paged_attention.maps import AttentionMaps
-from kernels.platform import detect
-
-
-def write_kv(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slot_mapping: torch.Tensor
-) -> None:
-    """k_cache[s // block_size, s % block_size] = k[t] with s = slot_mapping[t]; v likewise.
-
-    k, v              [tokens, kv_heads, head_dim], any strides
-    k_cache, v_cache  [num_blocks, block_size, kv_heads, head_dim], contiguous, same dtype as k and v; changed in place
-    slot_mapping      int64 [tokens], no slot twice
-    """
-    for cache, new in ((k_cache, k), (v_cache, v)):
-        assert cache.dim() == 4 and cache.is_contiguous(), "the cache is [num_blocks, block_size, kv_heads, head_dim]"
-        assert new.shape == (slot_mapping.shape[0], *cache.shape[2:]), "k and v are [tokens, kv_heads, head_dim]"
-        assert new.dtype == cache.dtype, f"the cache holds {cache.dtype}, not {new.dtype}"
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new)
+from kernels.platform import implementation
 
 
 def paged_attention(
@@ -66,11 +46,6 @@ def paged_attention(
     if out is None:
         out = q.new_empty(num_tokens, num_heads, head_dim)
     assert out.shape == q.shape and out.is_contiguous() and out.dtype == q.dtype, "out is like q, and contiguous"
-    implementation = _implementation(str(q.device))
-    implementation.paged_attention(q, k_cache, v_cache, maps, scale=scale, sliding_window=sliding_window, out=out)
+    module = implementation("paged_attention", q.device)
+    module.paged_attention(q, k_cache, v_cache, maps, scale=scale, sliding_window=sliding_window, out=out)
     return out
-
-
-@functools.cache
-def _implementation(device: str) -> ModuleType:
-    return importlib.import_module(f"kernels.paged_attention.{detect(device).implementations['paged_attention']}")

@@ -9,8 +9,9 @@ import torch
 from torch.nn import functional
 
 from kernels.causal_conv1d.ops import causal_conv1d_prefill, causal_conv1d_update
+from kernels.kv_write.ops import write_kv
 from kernels.lora.maps import LoraMaps
-from kernels.paged_attention.ops import paged_attention, write_kv
+from kernels.paged_attention.ops import paged_attention
 from service.engine.batch import StepBatch
 from service.models.caches import ConvStates, KvCache
 from service.models.facts import ModelFacts

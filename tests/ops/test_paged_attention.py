@@ -7,9 +7,10 @@ import random
 import pytest
 import torch
 
+from kernels.kv_write.ops import write_kv
 from kernels.paged_attention import reference, sdpa
 from kernels.paged_attention.maps import AttentionMaps
-from kernels.paged_attention.ops import paged_attention, write_kv
+from kernels.paged_attention.ops import paged_attention
 from tests.tolerances import OP
 
 # (tokens in this step, tokens in the cache after it) per sequence.

@@ -9,6 +9,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from kernels import platform
 from kernels.lora import ops, triton_ascend, triton_ascend_tiles
 from kernels.platform import BackendError
 from tests.ops.test_lora import assert_right, cases, check_linear, expected_linear
@@ -22,7 +23,7 @@ PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 
 @pytest.fixture(autouse=True)
 def _pretend_npu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ops._modules, "cpu", triton_ascend)
+    monkeypatch.setitem(platform._modules, ("lora", "cpu"), triton_ascend)
     monkeypatch.setattr(triton_ascend, "_chip", lambda _device: (NUM_VECTOR_CORES, UNIFIED_BUFFER_BYTES))
 
 
