@@ -62,5 +62,5 @@ def _load(root: Path, server: Server, floor_bytes: int, num_requests: int, progr
         "above_floor_over_budget": (loaded_bytes - floor_bytes) / budget_bytes,
         "after_200_bytes": at[200],
         "after_all_bytes": at[num_requests],
-        "growth": at[num_requests] / at[200] - 1,
+        "growth": (at[num_requests] - floor_bytes) / (at[200] - floor_bytes) - 1,
     }
