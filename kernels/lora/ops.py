@@ -12,8 +12,11 @@ Rows of base tokens (segment -1) are neither read nor written, in overwrite mode
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from kernels.lora.idle import idle_maps, idle_matrix
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.platform import implementation
 
@@ -124,6 +127,45 @@ def lora_embedding(
         )
 
 
+def warm_up(
+    stacks: Sequence[LoraStack],
+    max_tokens: int,
+    dtype: torch.dtype,
+    *,
+    embeddings: Sequence[LoraStack] = (),
+    max_segments: int = 64,
+) -> int:
+    """Compile all that `lora_linear` (of `stacks`) and `lora_embedding` (of `embeddings`) can need, and reserve memory.
+
+    Afterwards steps of 1 to max_tokens tokens, whatever their mix of adapters, compile nothing and grow no workspace,
+    so that they can be captured in graphs. Covers calls that add, without a row index.
+
+    max_tokens    largest (padded) step
+    dtype         of x and out
+    max_segments  padded length of the step's maps
+
+    Returns the number of variants that were compiled; 0 where nothing is ever compiled (on a CPU), and for a second
+    call of the same kind. Changes nothing else: the ops run on steps without an active adapter.
+    """
+    num_compiled = 0
+    for stack, embeds in [*((stack, False) for stack in stacks), *((stack, True) for stack in embeddings)]:
+        module = implementation("lora", stack.a[0].device)
+        if not hasattr(module, "compiled_count"):
+            continue
+        before = module.compiled_count()
+        module.reserve_workspace(stack, max_tokens)
+        for num_tokens in module.step_sizes(stack, max_tokens):
+            maps = idle_maps(num_tokens, max_segments, stack)
+            out = idle_matrix(num_tokens, _output_width(stack), dtype, stack)
+            if embeds:
+                ids = torch.zeros(num_tokens, dtype=torch.int64, device=out.device)
+                module.lora_embedding(ids, out, stack, maps)
+            else:
+                module.lora_linear(idle_matrix(num_tokens, stack.a[0].shape[1], dtype, stack), out, stack, maps)
+        num_compiled += module.compiled_count() - before
+    return num_compiled
+
+
 def shrink_width(stack: LoraStack) -> int:
     """Columns of h that any resident adapter needs: the largest rank, rounded up to 16."""
     largest = max((max(ranks, default=0) for ranks in stack.host_ranks), default=0)
@@ -149,11 +191,15 @@ def _check(
     assert len(stack.a) == len(stack.b) == len(stack.slice_starts) == len(stack.host_ranks), "slices disagree"
     assert all(t.is_contiguous() for t in (*stack.a, *stack.b)), "rows are contiguous"
     if out is not None:
-        ends = [start + b.shape[1] for start, b in zip(stack.slice_starts, stack.b, strict=True)]
-        assert max(ends) <= out.shape[1], "a slice ends beyond the output"
+        assert _output_width(stack) <= out.shape[1], "a slice ends beyond the output"
     if row_index is not None:
         assert row_index.dtype in (torch.int32, torch.int64), "row_index is int32 or int64"
         assert row_index.shape == (maps.num_tokens,), "row_index has one entry per token of the step"
+
+
+def _output_width(stack: LoraStack) -> int:
+    """The column after the last one of any slice."""
+    return max(start + b.shape[1] for start, b in zip(stack.slice_starts, stack.b, strict=True))
 
 
 def _check_h(h: torch.Tensor, stack: LoraStack, maps: LoraMaps) -> None:

@@ -13,6 +13,7 @@ This module needs no Triton to be imported; launching does.
 from __future__ import annotations
 
 import importlib
+import math
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -80,7 +81,7 @@ def lora_linear(
     """See `ops.lora_linear`. Two launches; a row index costs a copy of x and of out before and after them."""
     x = _ordered(x, row_index).to(stack.a[0].dtype)
     regime = _regime(x, maps)
-    h = _workspace(x, stack, maps.num_tokens, regime)
+    h = _workspace(stack, x.shape[1], maps.num_tokens, regime)
     plan_shrink(x, h, stack, maps, regime).run()
     _expand(h, out, stack, maps, regime, overwrite, row_index)
 
@@ -104,6 +105,40 @@ def lora_embedding(
     rows = torch.where(present, first_rows[:, None] + ranks, 0)  # [tokens, MAX_RANK]
     columns = stack.a[0][rows, ids[:, None]].float() * stack.scalings[0][places][:, None]
     lora_expand(columns.unsqueeze(0).contiguous(), out, stack, maps, overwrite=overwrite, row_index=row_index)
+
+
+def reserve_workspace(stack: LoraStack, max_tokens: int) -> None:
+    """Allocate what `lora_linear` of a stack needs for steps of up to max_tokens tokens, before graph capture."""
+    in_features, chip = stack.a[0].shape[1], _chip(str(stack.a[0].device))
+    needs = [
+        (_partials_bytes(in_features, num_tokens, stack, regime), num_tokens, regime)
+        for num_tokens in range(1, max_tokens + 1)
+        for regime in (choose(num_tokens, in_features, *chip),)
+    ]
+    _, num_tokens, regime = max(needs, key=lambda need: need[0])
+    _workspace(stack, in_features, num_tokens, regime)
+
+
+def step_sizes(stack: LoraStack, max_tokens: int) -> list[int]:
+    """Token counts that choose, between them, every variant that steps of 1 to max_tokens tokens can choose."""
+    in_features, num_slices = stack.a[0].shape[1], len(stack.a)
+    num_columns, chip = sum(b.shape[1] for b in stack.b), _chip(str(stack.a[0].device))
+    first_of: dict[tuple[Any, ...], int] = {}
+    for num_tokens in range(1, max_tokens + 1):
+        regime = choose(num_tokens, in_features, *chip)
+        split_size = regime.split_size(in_features, regime.num_splits(in_features, num_tokens, num_slices))
+        of_embedding = choose(num_tokens, 0, *chip)
+        first_of.setdefault(("shrink", regime.name, regime.block(split_size)), num_tokens)
+        first_of.setdefault(("expand", regime.name, regime.columns(num_columns, num_tokens)), num_tokens)
+        first_of.setdefault(("expand", of_embedding.name, of_embedding.columns(num_columns, num_tokens)), num_tokens)
+    return sorted(set(first_of.values()))
+
+
+def compiled_count() -> int:
+    """Number of compiled variants of the LoRA kernels in this process; it must not rise after warm-up."""
+    kernels = [kernel for name, kernel in vars(_kernels()).items() if name.startswith("lora_")]
+    caches = [getattr(kernel, "cache", {}) for kernel in kernels]  # the interpreter has none
+    return sum(len(variants) for of_devices in caches for variants in of_devices.values())
 
 
 def plan_shrink(x: torch.Tensor, h: torch.Tensor, stack: LoraStack, maps: LoraMaps, regime: Regime) -> Launch:
@@ -229,17 +264,22 @@ _workspaces: dict[torch.device, torch.Tensor] = {}
 _outgrown: list[torch.Tensor] = []
 
 
-def _workspace(x: torch.Tensor, stack: LoraStack, num_tokens: int, regime: Regime) -> torch.Tensor:
+def _workspace(stack: LoraStack, in_features: int, num_tokens: int, regime: Regime) -> torch.Tensor:
     """h, uninitialised. It is as wide as any rank, so that a captured graph stays valid when other adapters come."""
     assert all(rank <= MAX_RANK for ranks in stack.host_ranks for rank in ranks), f"ranks above {MAX_RANK}"
-    shape = partials_shape(x.shape[1], num_tokens, len(stack.a), MAX_RANK, regime)
-    dtype = _partials_dtype(stack, regime)
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    if x.device not in _workspaces or _workspaces[x.device].numel() < num_bytes:
-        if x.device in _workspaces:  # a graph captured earlier goes on writing to the buffer that it saw
-            _outgrown.append(_workspaces[x.device])
-        _workspaces[x.device] = torch.empty(num_bytes, dtype=torch.uint8, device=x.device)
-    return _workspaces[x.device][:num_bytes].view(dtype).view(shape)
+    device = stack.a[0].device
+    num_bytes = _partials_bytes(in_features, num_tokens, stack, regime)
+    if device not in _workspaces or _workspaces[device].numel() < num_bytes:
+        if device in _workspaces:  # a graph captured earlier goes on writing to the buffer that it saw
+            _outgrown.append(_workspaces[device])
+        _workspaces[device] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    shape = partials_shape(in_features, num_tokens, len(stack.a), MAX_RANK, regime)
+    return _workspaces[device][:num_bytes].view(_partials_dtype(stack, regime)).view(shape)
+
+
+def _partials_bytes(in_features: int, num_tokens: int, stack: LoraStack, regime: Regime) -> int:
+    shape = partials_shape(in_features, num_tokens, len(stack.a), MAX_RANK, regime)
+    return math.prod(shape) * _partials_dtype(stack, regime).itemsize
 
 
 # Tables that depend only on where a stack's rows lie, which does not change while a model serves; by their content.

@@ -106,17 +106,32 @@ def lora_embedding(
     _launch_expand(device, expand, h, out, stack, maps, row_index, overwrite, dependent=False)
 
 
-def reserve_workspace(device: str, num_slices: int, max_tokens: int, row_dtype: torch.dtype) -> None:
-    """Allocate the workspace for the largest step ahead of graph capture; it never grows while a graph is captured."""
-    state = _Device.of(torch.empty(0, device=device))
-    for config in state.table_up_to(max_tokens):
-        state.workspace(config.shrink.num_splits, num_slices, min(config.max_tokens, max_tokens), row_dtype)
+def reserve_workspace(stack: LoraStack, max_tokens: int) -> None:
+    """Allocate what `lora_linear` and `lora_embedding` of a stack need for any step of up to max_tokens tokens.
+
+    To be called before a graph is captured: the workspace never grows meanwhile.
+    """
+    device = _Device.of(stack.a[0])
+    num_slices, row_dtype = len(stack.a), stack.a[0].dtype
+    shapes = [(1, 1, max_tokens, torch.float32)]  # of the embedding
+    for config in device.table_up_to(max_tokens):
+        shapes.append((config.shrink.num_splits, num_slices, min(config.max_tokens, max_tokens), row_dtype))
+    # The largest first: a buffer that is outgrown is kept.
+    for shape in sorted(shapes, key=lambda shape: _workspace_bytes(*shape), reverse=True):
+        device.workspace(*shape)
+
+
+def step_sizes(stack: LoraStack, max_tokens: int) -> list[int]:
+    """Token counts that choose, between them, every variant that steps of 1 to max_tokens tokens can choose."""
+    # Tiles and splits follow from the bucket of the table alone.
+    return [min(config.max_tokens, max_tokens) for config in _Device.of(stack.a[0]).table_up_to(max_tokens)]
 
 
 def compiled_count() -> int:
     """Number of compiled variants of the LoRA kernels in this process; it must not rise after warm-up."""
     kernels = (lora_shrink_kernel, lora_expand_kernel, lora_embedding_kernel)
-    return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
+    caches = [getattr(kernel, "device_caches", {}) for kernel in kernels]  # the interpreter has none
+    return sum(len(cache[0]) for of_devices in caches for cache in of_devices.values())
 
 
 class _Device:
@@ -156,9 +171,9 @@ class _Device:
 
     def workspace(self, num_splits: int, num_slices: int, num_tokens: int, row_dtype: torch.dtype) -> torch.Tensor:
         """h as [splits, slices, tokens, MAX_RANK]: float32 where it is summed later, else in the dtype of the rows."""
-        dtype = torch.float32 if num_splits > 1 else row_dtype
+        dtype = _workspace_dtype(num_splits, row_dtype)
         shape = (num_splits, num_slices, num_tokens, MAX_RANK)
-        num_bytes = num_splits * num_slices * num_tokens * MAX_RANK * dtype.itemsize
+        num_bytes = _workspace_bytes(num_splits, num_slices, num_tokens, row_dtype)
         if self._buffer.numel() < num_bytes:
             capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
             assert not capturing, "the workspace must be reserved before capture: call reserve_workspace"
@@ -169,6 +184,14 @@ class _Device:
 
 
 _devices: dict[torch.device, _Device] = {}
+
+
+def _workspace_dtype(num_splits: int, row_dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if num_splits > 1 else row_dtype
+
+
+def _workspace_bytes(num_splits: int, num_slices: int, num_tokens: int, row_dtype: torch.dtype) -> int:
+    return num_splits * num_slices * num_tokens * MAX_RANK * _workspace_dtype(num_splits, row_dtype).itemsize
 
 
 def _launch_shrink(

@@ -21,11 +21,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels import platform
 from kernels.lora import ops
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.lora.triton_cuda_configs import TABLES, UNBOUNDED, ExpandConfig, LoraConfig, ShrinkConfig, config_for
 from tests.ops.test_lora import assert_right, expected_linear
-from tests.support.lora_cases import Case, Step, make_step, popularity
+from tests.support.lora_cases import Case, Step, make_step, poison_workspaces, popularity
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -66,10 +67,18 @@ def _multiply_bfloat16_in_the_interpreter(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
+def reserve(module: ModuleType, step: Step, config: LoraConfig) -> None:
+    """The workspace that `lora_linear` will take, so that it can be poisoned before."""
+    rows, num_tokens = step.stack.a[0], step.maps.num_tokens
+    module._Device.of(rows).workspace(config.shrink.num_splits, len(step.stack.a), num_tokens, rows.dtype)
+
+
 def run(module: ModuleType, step: Step, config: LoraConfig, **options: Any) -> None:
     out = step.out.clone()
     if options.get("overwrite"):
         out[step.maps.token_segment >= 0] = float("nan")
+    reserve(module, step, config)
+    poison_workspaces(module)
     module.lora_linear(step.x, out, step.stack, step.maps, config=config, **options)
     assert_right(out, expected_linear(step, overwrite=options.get("overwrite", False)), step, step.out)
 
@@ -160,6 +169,19 @@ def test_shrink_then_expand(triton_cuda: ModuleType, device: str) -> None:
     assert_right(out, expected_linear(step), step, step.out)
 
 
+def test_warm_up_changes_no_result_and_reserves_the_workspace(triton_cuda: ModuleType, device: str) -> None:
+    step = make_step(Case(64, (24, 8), ((16, 40), (0, 7)), (30, 2), num_base_tokens=1), device=device)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(platform._modules, ("lora", step.x.device.type), triton_cuda)
+        ops.warm_up([step.stack], 33, step.x.dtype, max_segments=2)
+        buffer = triton_cuda._devices[step.x.device]._buffer
+        poison_workspaces(triton_cuda)
+        out = step.out.clone()
+        ops.lora_linear(step.x, out, step.stack, step.maps)
+    assert triton_cuda._devices[step.x.device]._buffer is buffer
+    assert_right(out, expected_linear(step), step, step.out)
+
+
 def test_tables_are_usable() -> None:
     for table in TABLES.values():
         bounds = [config.max_tokens for config in table]
@@ -174,13 +196,27 @@ def test_compiles_for_hopper_without_a_gpu(device: str) -> None:
     """Every kernel, with few tokens and with many, down to machine code within the shared memory of a core."""
     if device != "cpu":
         pytest.skip("NOT RUN: on a GPU the other tests compile for that GPU")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).parents[1] / "support" / "compile_lora.py"
-    result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-2000:]
-    sizes = [int(line.split()[-1]) for line in result.stdout.splitlines()]
+    sizes = [int(line.split()[-1]) for line in run_compiling("compile_lora.py").splitlines()]
     assert len(sizes) == 5
     assert max(sizes) <= 227 * 1024
+
+
+def test_nothing_is_compiled_after_warm_up(device: str) -> None:
+    """As Triton's launch path sees it; the test of captured graphs counts what really is compiled, on a GPU."""
+    if device != "cpu":
+        pytest.skip("NOT RUN: the count is made for the machine without a GPU")
+    num_warm, num_later = map(int, run_compiling("count_lora_variants.py").split())
+    assert num_warm > 10
+    assert num_later == 0
+
+
+def run_compiling(script: str) -> str:
+    """Standard output of a script of tests/support, in a process whose Triton compiles rather than interprets."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    file = Path(__file__).parents[1] / "support" / script
+    result = subprocess.run([sys.executable, file], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout
 
 
 def copy_into(target: LoraMaps, source: LoraMaps) -> None:

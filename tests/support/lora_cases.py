@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 
@@ -133,3 +134,10 @@ def popularity(name: str, num_tokens: int, num_adapters: int, rng: random.Random
     weights = [1.0 if name == "uniform" else 1.0 / (i + 1) for i in range(num_adapters)]
     picks = rng.choices(range(num_adapters), weights, k=num_tokens)
     return tuple(picks.count(i) for i in range(num_adapters))
+
+
+def poison_workspaces(module: ModuleType) -> None:
+    """Fill what a LoRA implementation keeps between its launches with NaN (all bits ones, in any type)."""
+    buffers = [device._buffer for device in getattr(module, "_devices", {}).values()]
+    for buffer in (*buffers, *getattr(module, "_workspaces", {}).values()):
+        buffer.fill_(0xFF)
