@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.platform import detect
+from kernels.platform import in_use
 
 NULL_LINE = tl.constexpr(0)
 SEARCH_BLOCK = tl.constexpr(128)
@@ -538,7 +538,7 @@ def causal_conv1d_prefill(
         state_indices,
         has_initial_state,
         out=out,
-        num_cores=detect(str(x.device)).num_cores,
+        num_cores=in_use(x.device).num_cores,
         is_copy=in_place,
         **options,
     ).run()
@@ -572,7 +572,7 @@ def causal_conv1d_update(
         conv_states,
         state_indices,
         out=out,
-        num_cores=detect(str(x.device)).num_cores,
+        num_cores=in_use(x.device).num_cores,
         query_start_loc=query_start_loc,
         **options,
     ).run()

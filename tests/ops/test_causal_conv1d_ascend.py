@@ -28,7 +28,7 @@ DTYPES = (torch.float32, torch.float16)
 @pytest.fixture(autouse=True)
 def _three_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small chip, so that a program has several items."""
-    monkeypatch.setattr(triton_ascend, "detect", lambda _device: SimpleNamespace(num_cores=3))
+    monkeypatch.setattr(triton_ascend, "in_use", lambda _device: SimpleNamespace(num_cores=3))
 
 
 def check_call(name: str, call: Call, *, in_place: bool) -> None:
