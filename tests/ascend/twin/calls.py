@@ -1,0 +1,204 @@
+"""Finds the calls of torch_npu in the project's source, and lets others be compiled in their place.
+
+A call of an operator is a call of `torch_npu.<name>` or `torch.ops.npu.<name>` whose name torch knows as an `npu::`
+operator. All else that is reached through torch_npu or torch.npu is the runtime's, and must exist in the wheel.
+"""
+
+from __future__ import annotations
+
+import ast
+import gc
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[3]
+PACKAGES = ("kernels", "service", "adapters")
+# The name under which a compiled-in hook is found by the code around it.
+HOOK = "__twin_hook__"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator in the source."""
+
+    module: str
+    line: int
+    column: int
+    op: str
+    function: str  # qualified name of the outermost function around it
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.line} {self.op}"
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of the project; `dotted` holds every chain of names that begins at torch_npu or torch.npu."""
+
+    module: str
+    path: Path
+    tree: ast.Module
+    calls: tuple[Call, ...]
+    dotted: frozenset[str]
+    escapes: tuple[str, ...]
+
+
+def sources() -> list[Source]:
+    """Every file that mentions torch_npu or torch.npu."""
+    files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+    found = [read(path) for path in files]
+    return [source for source in found if source.calls or source.dotted or source.escapes]
+
+
+def read(path: Path) -> Source:
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    tree = ast.parse(path.read_text(), str(path))
+    return Source(module, path, tree, tuple(_calls(tree, module)), *_mentions(tree, module))
+
+
+def op_of(node: ast.AST) -> str | None:
+    """Name of the operator that the node is a call of."""
+    if not isinstance(node, ast.Call):
+        return None
+    name = _op_name(_chain(node.func))
+    return name if name and _is_operator(name) else None
+
+
+def call_nodes(tree: ast.Module) -> dict[tuple[int, int], ast.Call]:
+    """The calls of operators by line and column."""
+    return {
+        (node.lineno, node.col_offset): node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and op_of(node) is not None
+    }
+
+
+class Patched:
+    """The functions of a module that call operators, which can be given other code and their own again.
+
+    Code is exchanged within the function objects, so that whoever has imported one sees it.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self._module: ModuleType = importlib.import_module(source.module)
+        self._names = sorted({call.function for call in source.calls})
+        self._own = {name: _functions(self._module, name) for name in self._names}
+        for name, functions in self._own.items():
+            assert functions, f"no living function {source.module}.{name}"
+        self._code = {function: function.__code__ for functions in self._own.values() for function in functions}
+
+    def exchange(self, tree: ast.Module, hook: Callable[..., object] | None = None) -> None:
+        """Let the functions run what `tree`, a variant of the module's own, says; it may call HOOK."""
+        compiled = compile(ast.fix_missing_locations(tree), str(self.source.path), "exec", dont_inherit=True)
+        self._module.__dict__[HOOK] = hook
+        for name, functions in self._own.items():
+            code = next(code for code in _codes(compiled) if code.co_qualname == name)
+            for function in functions:
+                function.__code__ = code
+
+    def restore(self) -> None:
+        for function, code in self._code.items():
+            function.__code__ = code
+        self._module.__dict__.pop(HOOK, None)
+
+
+def _is_operator(name: str) -> bool:
+    return any(known.partition(".")[0] == f"npu::{name}" for known in _known())
+
+
+def _known() -> frozenset[str]:
+    global _known_operators
+    if not _known_operators:
+        _known_operators = frozenset(torch._C._dispatch_get_all_op_names())
+    return _known_operators
+
+
+_known_operators: frozenset[str] = frozenset()
+
+
+def _chain(node: ast.AST) -> str:
+    """`a.b.c` of an attribute chain that begins at a name; empty for anything else."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.append(node.attr)
+        node = node.value
+    return ".".join(reversed([*names, node.id])) if isinstance(node, ast.Name) else ""
+
+
+def _op_name(chain: str) -> str | None:
+    for prefix in ("torch_npu.", "torch.ops.npu."):
+        if chain.startswith(prefix):
+            return chain.removeprefix(prefix).partition(".")[0]
+    return None
+
+
+def _calls(tree: ast.Module, module: str) -> Iterator[Call]:
+    for names, node in _with_functions(tree, ()):
+        op = op_of(node)
+        if op is not None:
+            assert names, f"{module}:{node.lineno} calls {op} while it is imported"  # type: ignore[attr-defined]
+            yield Call(module, node.lineno, node.col_offset, op, _outermost(names))  # type: ignore[attr-defined]
+
+
+def _with_functions(node: ast.AST, around: tuple[ast.AST, ...]) -> Iterator[tuple[tuple[ast.AST, ...], ast.AST]]:
+    """Every node with the classes and functions around it."""
+    for child in ast.iter_child_nodes(node):
+        yield around, child
+        is_scope = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+        yield from _with_functions(child, (*around, child) if is_scope else around)
+
+
+def _outermost(around: tuple[ast.AST, ...]) -> str:
+    names = []
+    for scope in around:
+        names.append(scope.name)  # type: ignore[attr-defined]
+        if not isinstance(scope, ast.ClassDef):
+            break
+    return ".".join(names)
+
+
+def _mentions(tree: ast.Module, module: str) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Dotted names, and uses of torch_npu that escape the search: other names for it, and operators not called."""
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    dotted, escapes = set(), []
+    for node in ast.walk(tree):
+        where = f"{module}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch_npu":
+            escapes.append(f"{where} imports from torch_npu")
+        elif isinstance(node, ast.Import):
+            escapes += [f"{where} renames {a.name}" for a in node.names if a.name.startswith("torch_npu") and a.asname]
+        elif isinstance(node, ast.Name) and node.id == "torch_npu" and id(node) not in inner:
+            escapes.append(f"{where} hands torch_npu on")
+        elif isinstance(node, ast.Attribute) and id(node) not in inner:
+            chain = _chain(node)
+            name = _op_name(chain)
+            if name and _is_operator(name):
+                if id(node) not in called:
+                    escapes.append(f"{where} names {name} without calling it")
+            elif chain.startswith(("torch_npu.", "torch.npu.")):
+                dotted.add(chain)
+    return frozenset(dotted), tuple(escapes)
+
+
+def _functions(module: ModuleType, name: str) -> list[FunctionType]:
+    return [
+        found
+        for found in gc.get_objects()
+        if type(found) is FunctionType  # isinstance would wake lazy objects
+        and found.__code__.co_qualname == name
+        and found.__globals__ is module.__dict__
+    ]
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _codes(constant)

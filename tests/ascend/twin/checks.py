@@ -1,0 +1,166 @@
+"""Small calls of every op that the NPU serves, each against float64: what tells a mutant from the real thing.
+
+Sizes differ from one another, so that no exchanged axis or argument goes unnoticed. The tensors lie on the CPU; the
+platform installed there says which implementation is called (see `conftest.npu`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kernels.kv_write.ops import write_kv
+from kernels.paged_attention import reference as attention_reference
+from kernels.paged_attention.maps import AttentionMaps
+from kernels.paged_attention.ops import paged_attention
+from kernels.rms_norm.ops import add_rms_norm, rms_norm, rms_norm_heads
+from kernels.rotary.ops import rotary
+from kernels.swiglu.ops import swiglu
+from tests.tolerances import OP
+
+BLOCK_SIZE, NUM_BLOCKS = 128, 9
+NUM_HEADS, KV_HEADS, HEAD_DIM = 6, 2, 64
+# (tokens in this step, tokens in the cache after it): a decode token, a chunk over the end of a block, a new prompt.
+STEP = ((1, 40), (5, 131), (3, 3))
+EPS = 1e-5
+
+
+def attend(dtype: torch.dtype, sliding_window: int | None) -> None:
+    random = _Random(dtype)
+    maps = attention_maps(STEP)
+    shape = (NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    # What no position of a sequence has is never to be read.
+    k_cache, v_cache = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
+    for blocks, (_, kv_len) in zip(maps.block_tables, STEP, strict=True):
+        slots = [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(kv_len)]
+        for cache in (k_cache, v_cache):
+            cache.view(-1, KV_HEADS, HEAD_DIM)[slots] = random(kv_len, KV_HEADS, HEAD_DIM)
+    q = random(maps.query_starts[-1], NUM_HEADS + KV_HEADS, HEAD_DIM)[:, :NUM_HEADS]
+    out = paged_attention(q, k_cache, v_cache, maps, scale=0.3, sliding_window=sliding_window)
+    expected = torch.empty(out.shape, dtype=torch.float64)
+    attention_reference.paged_attention(
+        q, k_cache, v_cache, maps, scale=0.3, sliding_window=sliding_window, out=expected
+    )
+    assert_close(out, expected, dtype)
+
+
+def attention_maps(step: tuple[tuple[int, int], ...]) -> AttentionMaps:
+    """Blocks in no order; rows of the table are padded with the null block."""
+    starts = [sum(new for new, _ in step[:i]) for i in range(len(step) + 1)]
+    free = [5, 7, 3, 1, 8, 2]
+    tables = tuple(tuple(free.pop() for _ in range(-(-kv_len // BLOCK_SIZE))) for _, kv_len in step)
+    width = max(len(table) for table in tables)
+    kv_lens = [kv_len for _, kv_len in step]
+    positions = [(s, kv_len - new + t) for s, (new, kv_len) in enumerate(step) for t in range(new)]
+    return AttentionMaps(
+        query_starts=tuple(starts),
+        kv_lens=tuple(kv_lens),
+        block_tables=tables,
+        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+        kv_lens_device=torch.tensor(kv_lens, dtype=torch.int32),
+        block_table=torch.tensor([[*table, 0, 0][:width] for table in tables], dtype=torch.int32),
+        slot_mapping=torch.tensor([tables[s][p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for s, p in positions]),
+    )
+
+
+def write(dtype: torch.dtype) -> None:
+    random = _Random(dtype)
+    shape = (NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    caches, slots = [random(*shape), random(*shape)], torch.tensor([255, 256, 899, 640, 3])
+    packed = random(len(slots), 2 * KV_HEADS, HEAD_DIM)
+    new = [packed[:, :KV_HEADS], packed[:, KV_HEADS:]]
+    expected = [cache.clone() for cache in caches]
+    for cache, values in zip(expected, new, strict=True):
+        for slot, value in zip(slots.tolist(), values, strict=True):
+            cache[slot // BLOCK_SIZE, slot % BLOCK_SIZE] = value
+    write_kv(*new, *caches, slots)
+    for cache, right in zip(caches, expected, strict=True):
+        assert torch.equal(cache, right), "the cache does not hold what was written"
+
+
+def norm(dtype: torch.dtype) -> None:
+    x, weight = _small_and_large(dtype, 5, 48), _Random(dtype)(48)
+    assert_close(rms_norm(x, weight, EPS), _norm(x, weight), dtype)
+
+
+def norm_of_sum(dtype: torch.dtype) -> None:
+    x, residual, weight = _small_and_large(dtype, 5, 48), _small_and_large(dtype, 5, 48, seed=1), _Random(dtype)(48)
+    # The sum is rounded before anybody reads it.
+    total = x + residual
+    normed, stream = add_rms_norm(x, residual, weight, EPS)
+    assert_close(normed, _norm(total, weight), dtype)
+    assert_close(stream, total.double(), dtype)
+
+
+def norm_of_heads(dtype: torch.dtype) -> None:
+    packed = _small_and_large(dtype, 5, NUM_HEADS + 2 * KV_HEADS, HEAD_DIM)
+    x, weight = packed[:, : NUM_HEADS + KV_HEADS], _Random(dtype)(NUM_HEADS + KV_HEADS, HEAD_DIM)
+    assert_close(rms_norm_heads(x, weight, EPS), _norm(x, weight), dtype)
+
+
+def rotate(dtype: torch.dtype) -> None:
+    random = _Random(dtype)
+    qk = random(5, NUM_HEADS + 2 * KV_HEADS, HEAD_DIM)[:, : NUM_HEADS + KV_HEADS]
+    angles = 10.0 * random(5, 1, HEAD_DIM // 2).float()
+    angles = torch.cat((angles, angles), -1)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    q, k = rotary(qk, cos, sin, NUM_HEADS)
+    first, second = qk.double().chunk(2, -1)
+    expected = qk.double() * cos.double() + torch.cat((-second, first), -1) * sin.double()
+    assert_close(q, expected[:, :NUM_HEADS], dtype)
+    assert_close(k, expected[:, NUM_HEADS:], dtype)
+
+
+def gate(dtype: torch.dtype) -> None:
+    gate_up = 3.0 * _Random(dtype)(6, 96)
+    first, second = gate_up.double().chunk(2, -1)
+    assert_close(swiglu(gate_up), first * first.sigmoid() * second, dtype)
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """Within the table of tolerances, relative to the size of the expected values; `actual` is in `dtype`."""
+    assert actual.dtype == dtype, f"{actual.dtype} instead of {dtype}"
+    atol, rtol = OP[dtype]
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(actual.double(), expected.double(), atol=atol * scale, rtol=rtol)
+
+
+HALVES = (torch.float16, torch.bfloat16)
+CHECKS: dict[str, Callable[[], None]] = {
+    f"{check.__name__} {name} {str(dtype).removeprefix('torch.')}".replace("  ", " "): (
+        lambda check=check, dtype=dtype, options=options: check(dtype, *options)
+    )
+    for check, name, options in (
+        (attend, "all", (None,)),
+        (attend, "window", (7,)),
+        (write, "", ()),
+        (norm, "", ()),
+        (norm_of_sum, "", ()),
+        (norm_of_heads, "", ()),
+        (rotate, "", ()),
+        (gate, "", ()),
+    )
+    for dtype in HALVES
+}
+
+
+class _Random:
+    """Standard normal values of one dtype, the same in each run."""
+
+    def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
+        self._dtype, self._generator = dtype, torch.Generator().manual_seed(seed)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator).to(self._dtype)
+
+
+def _small_and_large(dtype: torch.dtype, num_rows: int, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Rows whose squares are far above, about as large as, and far below the epsilon of a norm."""
+    sizes = torch.tensor([1.0, 30.0, 3e-3, 1e-3, 3e-4])[:num_rows].view(-1, *(1 for _ in shape))
+    return _Random(torch.float32, seed)(num_rows, *shape).mul_(sizes).to(dtype)
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x.double()
+    return wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()

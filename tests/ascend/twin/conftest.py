@@ -1,0 +1,30 @@
+"""The twin: the NPU path of the service on a CPU. scripts/test-ascend.sh runs it, where torch_npu can be found."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from kernels.platform import Platform
+
+if importlib.util.find_spec("torch_npu") is None:
+    collect_ignore_glob = ["*"]
+else:
+    from tests.ascend.twin.install import import_torch_npu
+
+    import_torch_npu()
+
+
+@pytest.fixture
+def npu() -> Iterator[Platform]:
+    """Tensors on the CPU are served as if they lay on an NPU."""
+    from kernels.platform import installed
+    from tests.ascend.twin.install import npu_platform
+
+    platform = npu_platform()
+    with installed(platform, "cpu"):
+        yield platform

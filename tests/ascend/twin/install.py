@@ -1,0 +1,39 @@
+"""Makes this process, and those it starts, a twin: torch_npu without CANN, and stand-ins for what the service calls."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+import torch
+
+from kernels.platform import IMPLEMENTATIONS, Platform
+from tests.ascend.twin import stand_ins
+from tests.ascend.twin.cann import provide_stub_cann
+
+# Few, since the interpreter visits one core after the other.
+NUM_CORES = 4
+UNIFIED_BUFFER_BYTES = 192 * 1024
+
+_registrations: list[torch.library.Library] = []  # each ends with its object
+
+
+def import_torch_npu() -> None:
+    """Import torch_npu and register the stand-ins; once per process."""
+    if not _registrations:
+        provide_stub_cann()
+        import torch_npu  # noqa: F401 - registers the operators
+
+        _registrations.append(stand_ins.register())
+
+
+def npu_platform() -> Platform:
+    """An Ascend910B4 with every implementation that is wished for, to be installed for the CPU."""
+    wished = {op: names[0] for op, names in IMPLEMENTATIONS["npu"].items()}
+    return Platform(
+        "npu",
+        "twin of Ascend910B4",
+        NUM_CORES,
+        UNIFIED_BUFFER_BYTES,
+        row_alignment=16,
+        implementations=MappingProxyType(wished),
+    )

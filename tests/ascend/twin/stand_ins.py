@@ -1,0 +1,309 @@
+"""CPU stand-ins of the fused NPU operators that the service calls, registered for the real torch_npu's own schemas.
+
+Each computes what the operator's documentation says, and refuses what it forbids: the operators themselves check little
+of it, and on a device a broken rule is a fault of the vector core, or a wrong number. Rules come from the documentation
+inside the torch_npu 2.13.0 wheel (`torch_npu/_op_plugin_docs.py`) and in Ascend/op-plugin. Before it computes, each
+call is replayed on meta tensors, so that the wheel's own shape function sees it; the result must have those shapes.
+
+Numerics are those of float32 with one rounding at the end. Not verified on an NPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+MASK_SIZE = 2048
+INT_MAX = 2147483647
+
+
+class BrokenRule(AssertionError):
+    """A call that the operator's documentation forbids."""
+
+
+def rule(condition: bool, sentence: str) -> None:
+    if not condition:
+        raise BrokenRule(sentence)
+
+
+def fused_infer_attention_score(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    atten_mask: torch.Tensor | None = None,
+    actual_seq_lengths: Sequence[int] | None = None,
+    actual_seq_lengths_kv: Sequence[int] | None = None,
+    block_table: torch.Tensor | None = None,
+    num_heads: int = 1,
+    scale: float = 1.0,
+    pre_tokens: int = INT_MAX,
+    next_tokens: int = INT_MAX,
+    input_layout: str = "BSH",
+    num_key_value_heads: int = 0,
+    sparse_mode: int = 0,
+    inner_precise: int = 0,
+    block_size: int = 0,
+    **others: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of T query tokens of B requests, one after the other, over a paged cache (layout TND).
+
+    query       [T, num_heads, head_dim]
+    key, value  [num_blocks, block_size, num_key_value_heads * head_dim]
+    A request's last query stands at its last key. sparse_mode 3: each query sees all keys up to its own; 4 (band): of
+    these the `pre_tokens` before its own, and its own.
+    """
+    rule(input_layout == "TND", f"this service uses the layout TND, not {input_layout!r}")
+    rule(not any(others.values()), f"not used by this service: {sorted(name for name in others if others[name])}")
+    _check_attention_tensors(query, key, value, num_heads, num_key_value_heads or num_heads, block_size)
+    rule(actual_seq_lengths is not None, "TND needs actual_seq_lengths")
+    rule(actual_seq_lengths_kv is not None, "a paged cache needs actual_seq_lengths_kv")
+    assert actual_seq_lengths is not None and actual_seq_lengths_kv is not None
+    starts, kv_lens = [0, *actual_seq_lengths], list(actual_seq_lengths_kv)
+    _check_lengths(starts, kv_lens, query.shape[0])
+    rule(block_table is not None, "the cache is paged, so there is a block_table")
+    assert block_table is not None
+    _check_block_table(block_table, kv_lens, key.shape[0], block_size)
+    rule(sparse_mode in (3, 4), "causal attention is sparse_mode 3, or 4 within a window")
+    rule(sparse_mode == 3 or pre_tokens >= 0, "a band reaches back, so pre_tokens is not negative")
+    rule(sparse_mode == 3 or next_tokens == 0, "a causal band ends at the token itself: next_tokens is 0")
+    rule(inner_precise == 0, "high precision, without corrections of rows that see nothing: there are none")
+    rule(atten_mask is not None, "sparse modes 3 and 4 need the mask")
+    assert atten_mask is not None
+    _check_mask(atten_mask)
+    out = torch.empty_like(query)
+    kv_shape = (num_key_value_heads or num_heads, query.shape[2])
+    for request, kv_len in enumerate(kv_lens):
+        q = query[starts[request] : starts[request + 1]].float()
+        blocks = block_table[request, : -(-kv_len // block_size)].long()
+        k, v = (cache[blocks].view(-1, *kv_shape)[:kv_len].float() for cache in (key, value))
+        out[starts[request] : starts[request + 1]] = _attend(
+            q, k, v, scale, pre_tokens if sparse_mode == 4 else INT_MAX
+        )
+    return out, torch.empty(0, dtype=torch.float32)
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, reach: int) -> torch.Tensor:
+    """q [queries, heads, head_dim], k and v [keys, kv_heads, head_dim], all float32."""
+    num_queries, num_keys, groups = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
+    distance = torch.arange(num_keys - num_queries, num_keys)[:, None] - torch.arange(num_keys)
+    hidden = (distance < 0) | (distance > reach)
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(groups, 1)) * scale
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(groups, 1))
+
+
+def _check_attention_tensors(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_heads: int, num_kv_heads: int, block_size: int
+) -> None:
+    for tensor in (query, key, value):
+        rule(tensor.dim() == 3, "query, key and value have three dimensions")
+        rule(tensor.is_contiguous(), "query, key and value are contiguous")
+        rule(tensor.dtype == query.dtype, "query, key and value have one dtype")
+        rule(tensor.numel() < 2**31, "a cache has fewer than 2**31 elements")
+    known = (torch.float16, torch.bfloat16)
+    rule(query.dtype in known or (_float32_attention and query.dtype == torch.float32), "attention computes in 16 bits")
+    head_dim = query.shape[2]
+    rule(head_dim in (64, 128, 192, 256), f"TND takes head sizes 64, 128, 192 (256 in practice), not {head_dim}")
+    rule(query.shape[1] == num_heads, "num_heads is the query's")
+    rule(num_heads <= 256 and num_heads % num_kv_heads == 0, "heads are shared evenly, 256 at most")
+    rule(num_heads // num_kv_heads <= 64, "at most 64 query heads share a key/value head")
+    rule(num_kv_heads * head_dim <= 65535, "a token's keys have at most 65535 elements")
+    rule(128 <= block_size <= 512 and block_size % 128 == 0, "block_size is 128, 256, 384 or 512")
+    rule(key.shape == value.shape, "key and value have one shape")
+    rule(
+        key.shape[1:] == (block_size, num_kv_heads * head_dim), "the cache is [blocks, block_size, kv_heads * head_dim]"
+    )
+
+
+def _check_lengths(starts: list[int], kv_lens: list[int], num_tokens: int) -> None:
+    """starts: 0 and the cumulative lengths of the queries."""
+    rule(1 <= len(kv_lens) <= 4096, "TND takes 1 to 4096 requests")
+    rule(len(starts) == len(kv_lens) + 1, "one length of queries and one of keys per request")
+    rule(all(a <= b for a, b in itertools.pairwise(starts)), "actual_seq_lengths is cumulative")
+    rule(starts[-1] == num_tokens, "the last of actual_seq_lengths is the number of tokens")
+    q_lens = [end - start for start, end in itertools.pairwise(starts)]
+    rule(all(kv_len >= 1 for kv_len in kv_lens), "every request has a key")
+    rule(all(q <= kv for q, kv in zip(q_lens, kv_lens, strict=True)), "a request has no more queries than keys")
+
+
+def _check_block_table(block_table: torch.Tensor, kv_lens: list[int], num_blocks: int, block_size: int) -> None:
+    rule(block_table.dtype == torch.int32, "block_table is int32")
+    rule(block_table.dim() == 2 and block_table.is_contiguous(), "block_table is a contiguous matrix")
+    rule(block_table.shape[0] == len(kv_lens), "block_table has one row per request")
+    needed = [-(-kv_len // block_size) for kv_len in kv_lens]
+    rule(max(needed) <= block_table.shape[1], "block_table is wide enough for the longest request")
+    rule(sum(needed) <= num_blocks, "the cache has the blocks of all requests")
+    for row, count in zip(block_table.tolist(), needed, strict=True):
+        rule(all(0 <= block < num_blocks for block in row[:count]), "block_table names blocks of the cache")
+
+
+def _check_mask(mask: torch.Tensor) -> None:
+    """The compressed mask of all sparse modes: always 2048 x 2048, true above the diagonal."""
+    rule(mask.dtype in (torch.bool, torch.int8, torch.uint8), "the mask is bool, int8 or uint8")
+    rule(mask.shape == (MASK_SIZE, MASK_SIZE), "the compressed mask is 2048 x 2048")
+    rule(mask.is_contiguous(), "the mask is contiguous")
+    key = (mask.data_ptr(), mask.dtype)
+    if key not in _good_masks:
+        right = torch.ones(MASK_SIZE, MASK_SIZE, dtype=torch.bool).triu_(1)
+        rule(bool(torch.equal(mask.to(torch.int64), right.to(torch.int64))), "the mask is 1 above its diagonal, else 0")
+        _good_masks[key] = mask  # kept alive, so that its address belongs to no other
+
+
+_good_masks: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+_float32_attention = False
+
+
+@contextlib.contextmanager
+def float32_attention() -> Iterator[None]:
+    """Lift the rule that attention computes in 16 bits; for the run that is compared token by token."""
+    global _float32_attention
+    _float32_attention = True
+    yield
+    _float32_attention = False
+
+
+def scatter_pa_kv_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    compress_lens: torch.Tensor | None = None,
+    compress_seq_offsets: torch.Tensor | None = None,
+    seq_lens: torch.Tensor | None = None,
+    cache_mode: str | None = "PA_NZ",
+) -> None:
+    """cache[slot // block_size, slot % block_size] = new for each token, in place.
+
+    key, value              [T, kv_heads, head_dim]
+    key_cache, value_cache  [num_blocks, block_size, kv_heads, head_dim]
+    """
+    rule(
+        cache_mode in (None, "Norm"), f"this cache has the plain layout, which is cache_mode 'Norm', not {cache_mode!r}"
+    )
+    rule(compress_lens is None and compress_seq_offsets is None and seq_lens is None, "nothing here is compressed")
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        rule(new.dim() == 3 and cache.dim() == 4, "tokens have three dimensions, caches four")
+        rule(new.is_contiguous() and cache.is_contiguous(), "key, value and caches are contiguous")
+        rule(new.dtype == cache.dtype == key.dtype, "key, value and caches have one dtype")
+        rule(new.shape[:2] == key.shape[:2] and new.shape[1:] == cache.shape[2:], "tokens fit the cache")
+    rule(key_cache.shape[:2] == value_cache.shape[:2], "key and value cache have the same blocks")
+    rule(key.dtype in FLOATS, "keys and values are floating-point numbers")
+    rule(slot_mapping.dtype in (torch.int32, torch.int64), "slot_mapping is int32 or int64")
+    rule(slot_mapping.shape == key.shape[:1] and slot_mapping.is_contiguous(), "one slot per token")
+    slots = slot_mapping.tolist()
+    num_slots = key_cache.shape[0] * key_cache.shape[1]
+    rule(all(0 <= slot < num_slots for slot in slots), "slots lie in the cache")
+    rule(len(set(slots)) == len(slots), "no slot twice")
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        cache.view(-1, *cache.shape[2:])[slot_mapping.long()] = new
+
+
+def rms_norm(input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
+    """Norm over the dimensions that gamma has, which are the last ones: (y, 1 / rms in float32)."""
+    rule(2 <= input.dim() <= 8, "the input has 2 to 8 dimensions")
+    rule(input.dtype in FLOATS, "the input is float16, bfloat16 or float32")
+    rule(gamma.dtype == input.dtype, "gamma has the input's dtype")
+    rule(1 <= gamma.dim() < input.dim(), "gamma has fewer dimensions than the input")
+    rule(gamma.shape == input.shape[-gamma.dim() :], "gamma has the shape of the input's last dimensions")
+    x = input.float()
+    dims = tuple(range(-gamma.dim(), 0))
+    rstd = (x.square().mean(dims, keepdim=True) + epsilon).rsqrt()
+    return (x * rstd * gamma.float()).to(input.dtype), rstd
+
+
+def add_rms_norm(
+    x1: torch.Tensor, x2: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(norm of x1 + x2, 1 / rms in float32, x1 + x2); all three are new tensors."""
+    rule(x1.shape == x2.shape and x1.dtype == x2.dtype, "both summands have one shape and dtype")
+    total = x1 + x2
+    return *rms_norm(total, gamma, epsilon), total
+
+
+def rotary_mul(
+    input: torch.Tensor,
+    r1: torch.Tensor,
+    r2: torch.Tensor,
+    rotary_mode: str = "half",
+    rotate: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """input * r1 + (-second half, first half) * r2, over the whole last dimension.
+
+    input   [T, heads, head_dim] or, with a batch of one before it, [1, T, heads, head_dim]
+    r1, r2  cosine and sine with one head: [T, 1, head_dim] or [1, T, 1, head_dim]
+    """
+    rule(rotary_mode == "half" and rotate is None, "halves are rotated, not pairs")
+    rule(input.dim() == 3 or (input.dim() == 4 and input.shape[0] == 1), "the input is [T, N, D] or [1, T, N, D]")
+    rule(input.dtype in FLOATS, "the input is float16, bfloat16 or float32")
+    heads, head_dim = input.shape[-2:]
+    rule(head_dim % 2 == 0 and head_dim < 896, "head_dim is even and below 896")
+    rule(heads < 1000, "fewer than 1000 heads")
+    for factor in (r1, r2):
+        rule(factor.dtype == input.dtype, "cosine and sine have the input's dtype")
+        rule(factor.shape == (*input.shape[:-2], 1, head_dim), "cosine and sine are [T, 1, head_dim], in full width")
+        rule(factor.numel() == 0 or float(factor.abs().max()) <= 1.0, "cosine and sine lie in [-1, 1]")
+    first, second = input.float().chunk(2, -1)
+    turned = torch.cat((-second, first), -1)
+    return (input.float() * r1.float() + turned * r2.float()).to(input.dtype)
+
+
+def swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """silu(first half) * second half along `dim`."""
+    rule(1 <= input.dim() <= 8, "the input has 1 to 8 dimensions")
+    rule(input.dtype in FLOATS, "the input is float16, bfloat16 or float32")
+    rule(-input.dim() <= dim < input.dim(), "dim is a dimension of the input")
+    rule(input.shape[dim] % 2 == 0, "the halves are equal")
+    gate, up = input.float().chunk(2, dim)
+    return (torch.nn.functional.silu(gate) * up).to(input.dtype)
+
+
+STAND_INS: dict[str, Callable[..., Any]] = {
+    "npu_fused_infer_attention_score": fused_infer_attention_score,
+    "npu_scatter_pa_kv_cache": scatter_pa_kv_cache,
+    "npu_rms_norm": rms_norm,
+    "npu_add_rms_norm": add_rms_norm,
+    "npu_rotary_mul": rotary_mul,
+    "npu_swiglu": swiglu,
+}
+
+# Calls of each operator in this process.
+num_calls: Counter[str] = Counter()
+
+
+def register() -> torch.library.Library:
+    """Make every stand-in the operator's implementation for CPU tensors, while the returned object lives."""
+    library = torch.library.Library("npu", "IMPL")
+    for name, stand_in in STAND_INS.items():
+        library.impl(name, _with_shape_function(name, stand_in), "CPU")
+    return library
+
+
+def _with_shape_function(name: str, stand_in: Callable[..., Any]) -> Callable[..., Any]:
+    """The stand-in, after the wheel's own shape function, with which it must agree."""
+
+    @functools.wraps(stand_in)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        num_calls[name] += 1
+        meta_args, meta_kwargs = pytree.tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
+        expected = getattr(torch.ops.npu, name)(*meta_args, **meta_kwargs)
+        result = stand_in(*args, **kwargs)
+        shapes = [[(t.shape, t.dtype) for t in pytree.tree_leaves(r) if t is not None] for r in (result, expected)]
+        assert shapes[0] == shapes[1], f"{name}: the stand-in gives {shapes[0]}, the wheel says {shapes[1]}"
+        return result
+
+    return call
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
