@@ -42,12 +42,12 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "npu": {
         "lora": ("triton_ascend", "reference"),
         "causal_conv1d": ("triton_ascend", "reference"),
-        "paged_attention": ("sdpa", "reference"),
-        "kv_write": ("reference",),
+        "paged_attention": ("npu", "sdpa", "reference"),
+        "kv_write": ("npu", "reference"),
         "linear": ("reference",),
-        "rms_norm": ("reference",),
-        "rotary": ("reference",),
-        "swiglu": ("reference",),
+        "rms_norm": ("npu", "reference"),
+        "rotary": ("npu", "reference"),
+        "swiglu": ("npu", "reference"),
     },
 }
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.lora.maps import LoraMaps
 from service.engine.batch import StepBatch
 from service.models.caches import Caches, ConvStates, KvCache
 from service.models.facts import ModelFacts
@@ -26,13 +25,11 @@ class DecoderLayer:
     mlp_norm: RmsNorm
     mlp: GatedMlp
 
-    def mix(self, hidden: torch.Tensor, batch: StepBatch, rotation: Rotation, cache: KvCache | ConvStates) -> None:
-        """Adds to hidden [tokens, hidden_size] in place."""
-        hidden.add_(self.mixer(self.mixer_norm(hidden), batch, rotation, cache))  # type: ignore[arg-type]
-
-    def transform(self, hidden: torch.Tensor, lora: LoraMaps | None) -> None:
-        """Adds to hidden [tokens, hidden_size] in place; `lora` are the maps of these tokens."""
-        hidden.add_(self.mlp(self.mlp_norm(hidden), lora))
+    def mix(
+        self, normed: torch.Tensor, batch: StepBatch, rotation: Rotation, cache: KvCache | ConvStates
+    ) -> torch.Tensor:
+        """normed [tokens, hidden_size] -> fresh, same shape, to be added to the residual stream."""
+        return self.mixer(normed, batch, rotation, cache)  # type: ignore[arg-type]
 
 
 # How a family names and builds the layer with this index.
@@ -62,14 +59,16 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: StepBatch, caches: Caches) -> torch.Tensor:
         """Logits float32 [num_rows, vocabulary] of `batch.logits_rows`; advances the caches by the step's tokens."""
-        hidden = self._embedding(batch.token_ids, batch.lora)
-        rotation = self._rope.rotation(batch.positions, batch.rope_limits, hidden.dtype)
-        for layer, cache in zip(self._layers[:-1], caches.layers[:-1], strict=True):
-            layer.mix(hidden, batch, rotation, cache)
-            layer.transform(hidden, batch.lora)
+        stream = self._embedding(batch.token_ids, batch.lora)
+        rotation = self._rope.rotation(batch.positions, batch.rope_limits, stream.dtype)
+        *inner, last = self._layers
+        normed = self._layers[0].mixer_norm(stream)
+        # Each sum on the residual stream is taken together with the norm that reads it next.
+        for layer, following, cache in zip(inner, self._layers[1:], caches.layers[:-1], strict=True):
+            normed, stream = layer.mlp_norm.add(layer.mix(normed, batch, rotation, cache), stream)
+            normed, stream = following.mixer_norm.add(layer.mlp(normed, batch.lora), stream)
         # What the last mixer leaves is read by nobody but the tokens whose logits are wanted.
-        last = self._layers[-1]
-        last.mix(hidden, batch, rotation, caches.layers[-1])
-        wanted = hidden.index_select(0, batch.logits_rows)
-        last.transform(wanted, batch.logits_lora)
-        return self._head(self._norm(wanted), batch.logits_lora).float()
+        mixed = last.mix(normed, batch, rotation, caches.layers[-1]).index_select(0, batch.logits_rows)
+        normed, stream = last.mlp_norm.add(mixed, stream.index_select(0, batch.logits_rows))
+        normed, _ = self._norm.add(last.mlp(normed, batch.logits_lora), stream)
+        return self._head(normed, batch.logits_lora).float()

@@ -6,12 +6,14 @@ Shapes: hidden [tokens, hidden_size], the tokens of all sequences of the step on
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from kernels.causal_conv1d.ops import causal_conv1d_prefill, causal_conv1d_update
 from kernels.kv_write.ops import write_kv
 from kernels.lora.maps import LoraMaps
 from kernels.paged_attention.ops import paged_attention
+from kernels.rms_norm.ops import add_rms_norm, rms_norm, rms_norm_heads
+from kernels.rotary.ops import rotary
+from kernels.swiglu.ops import swiglu
 from service.engine.batch import StepBatch
 from service.models.caches import ConvStates, KvCache
 from service.models.facts import ModelFacts
@@ -28,7 +30,11 @@ class RmsNorm:
         self._eps = facts.norm_eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return functional.rms_norm(x, self._weight.shape, self._weight, self._eps)
+        return rms_norm(x, self._weight, self._eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of the sum, the sum) of x and the residual stream, which is spent: its memory may hold the sum."""
+        return add_rms_norm(x, residual, self._weight, self._eps)
 
 
 class HeadNorm:
@@ -42,7 +48,7 @@ class HeadNorm:
 
     def __call__(self, qk: torch.Tensor) -> torch.Tensor:
         """qk [tokens, num_heads + kv_heads, head_dim] -> fresh, same shape"""
-        return functional.rms_norm(qk, qk.shape[-1:], None, self._eps).mul_(self._weight)
+        return rms_norm_heads(qk, self._weight, self._eps)
 
 
 class Attention:
@@ -62,12 +68,10 @@ class Attention:
         qk, v = qkv[:, :num_qk_heads], qkv[:, num_qk_heads:]
         if self._head_norm is not None:
             qk = self._head_norm(qk)
-        qk = rotation.apply(qk)
-        q, k = qk[:, : self._num_heads], qk[:, self._num_heads :]
+        q, k = rotary(qk, rotation.cos, rotation.sin, self._num_heads)
         write_kv(k, v, cache.k, cache.v, batch.attention.slot_mapping)
-        mixed = paged_attention(
-            q, cache.k, cache.v, batch.attention, scale=self._head_dim**-0.5, sliding_window=self._sliding_window
-        )
+        scale = rotation.score_factor * self._head_dim**-0.5
+        mixed = paged_attention(q, cache.k, cache.v, batch.attention, scale=scale, sliding_window=self._sliding_window)
         return self._out(mixed.view(x.shape[0], -1), batch.lora)
 
 
@@ -113,5 +117,4 @@ class GatedMlp:
         self._gate_up, self._down = gate_up, down
 
     def __call__(self, x: torch.Tensor, lora: LoraMaps | None) -> torch.Tensor:
-        gate, up = self._gate_up(x, lora).chunk(2, dim=1)
-        return self._down(functional.silu(gate).mul_(up), lora)
+        return self._down(swiglu(self._gate_up(x, lora)), lora)

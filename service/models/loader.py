@@ -54,11 +54,12 @@ def load_model(model_dir: Path, *, dtype: str = "auto", device: str = "cpu") -> 
     layout = layout_in(model_dir)
     family = _FAMILIES[facts.model_type]
     with open_checkpoint(model_dir) as checkpoint:
-        compute_dtype = _compute_dtype(dtype, device, facts, checkpoint)
+        compute_dtype, reason = choose_dtype(dtype, device, facts, checkpoint)
         weights = Weights(checkpoint, layout, compute_dtype, torch.device(device))
         model = Decoder(weights, facts, family.build_layer, family.FINAL_NORM)
         unread = [name for name in checkpoint.unread() if not name.endswith(_REDUNDANT)]
     trim_heap()
+    log.info("computing in %s, %s", str(compute_dtype).removeprefix("torch."), reason)
     if unread:
         log.warning("the model does not use these tensors of the checkpoint: %s", ", ".join(unread))
     seconds = time.monotonic() - started
@@ -66,17 +67,15 @@ def load_model(model_dir: Path, *, dtype: str = "auto", device: str = "cpu") -> 
     return LoadedModel(model, facts, layout, compute_dtype, torch.device(device), weights.num_bytes)
 
 
-def _compute_dtype(wanted: str, device: str, facts: ModelFacts, checkpoint: Checkpoint) -> torch.dtype:
+def choose_dtype(wanted: str, device: str, facts: ModelFacts, checkpoint: Checkpoint) -> tuple[torch.dtype, str]:
+    """What the model computes in, and why, as the end of a sentence. Raises ModelError for what is not served."""
     if wanted != "auto":
         if wanted not in _DTYPES:
             raise ModelError(f"the dtype {wanted!r} is not served; choose auto, {', '.join(_DTYPES)}")
-        log.info("computing in %s, as asked for", wanted)
-        return _DTYPES[wanted]
+        return _DTYPES[wanted], "as asked for"
     stored = facts.checkpoint_dtype or checkpoint.dtype("model.embed_tokens.weight")
     if stored not in _DTYPES:
         raise ModelError(f"the checkpoint's dtype {stored!r} is not served; name one of {', '.join(_DTYPES)} instead")
     if stored == "float16" and torch.device(device).type == "cpu":
-        log.info("computing in float32: the checkpoint is float16, slow on a CPU (--dtype float16 insists on it)")
-        return torch.float32
-    log.info("computing in %s, the checkpoint's dtype", stored)
-    return _DTYPES[stored]
+        return torch.float32, "since the checkpoint's float16 is slow on a CPU (--dtype float16 insists on it)"
+    return _DTYPES[stored], "the checkpoint's dtype"

@@ -12,18 +12,15 @@ from service.models.rope_facts import RopeFacts
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
-    """How far each token of a step is turned. cos [tokens, 1, head_dim], sin [tokens, 1, head_dim / 2]."""
+    """How far each token of a step is turned: cos, sin [tokens, 1, head_dim], both halves of a row being the same.
+
+    score_factor  what attention scores are to be multiplied with: yarn sharpens attention over a stretched context.
+                  Here rather than in cos and sin, which fused rotations want within [-1, 1].
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
-
-    def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """x * cos + rotate_half(x) * sin for x [tokens, heads, head_dim]; returns a fresh contiguous tensor."""
-        half = x.shape[-1] // 2
-        turned = x * self.cos
-        turned[..., :half].addcmul_(x[..., half:], self.sin, value=-1)
-        turned[..., half:].addcmul_(x[..., :half], self.sin)
-        return turned
+    score_factor: float
 
 
 class RotaryEmbedding:
@@ -35,7 +32,7 @@ class RotaryEmbedding:
         # [head_dim / 2], in (0, 1]
         self._exponents = (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim).to(device)
         self._frequencies = _frequencies(facts, self._exponents)
-        self._attention_factor = _attention_factor(facts)
+        self._score_factor = _attention_factor(facts) ** 2
 
     def rotation(self, positions: torch.Tensor, limits: torch.Tensor | None, dtype: torch.dtype) -> Rotation:
         """positions int64 [tokens]; limits float32 [tokens] (`StepBatch.rope_limits`), used by dynamic scaling only."""
@@ -44,9 +41,8 @@ class RotaryEmbedding:
             assert limits is not None, "dynamic rope scaling needs each token's length limit"
             frequencies = self._dynamic_frequencies(limits)
         angles = positions.unsqueeze(1).float() * frequencies
-        cos, sin = angles.cos() * self._attention_factor, angles.sin() * self._attention_factor
-        cos = torch.cat((cos, cos), dim=1)
-        return Rotation(cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1))
+        angles = torch.cat((angles, angles), dim=1).unsqueeze(1)
+        return Rotation(angles.cos().to(dtype), angles.sin().to(dtype), self._score_factor)
 
     def _dynamic_frequencies(self, limits: torch.Tensor) -> torch.Tensor:
         """NTK scaling by a request's own limit, from its first token on: [tokens, head_dim / 2]."""
@@ -97,7 +93,7 @@ def _yarn_frequencies(facts: RopeFacts, frequencies: torch.Tensor) -> torch.Tens
 
 
 def _attention_factor(facts: RopeFacts) -> float:
-    """Factor of cosine and sine: yarn sharpens attention over a stretched context."""
+    """Factor of rotated queries and keys: yarn sharpens attention over a stretched context."""
     if facts.kind != "yarn":
         return 1.0
     if facts.attention_factor is not None:

@@ -1,0 +1,91 @@
+"""Paged attention with torch_npu's fused attention: prefill, chunks and decode in one call. Not verified on an NPU.
+
+The lengths go to the operator as host integers, so they come from the maps' host side: reading them back from the
+device would stall every layer.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch_npu
+
+from kernels.paged_attention.maps import AttentionMaps
+
+# What the operator takes in the layout TND with a paged cache. 256 is not documented, but used in production.
+_DTYPES = (torch.float16, torch.bfloat16)
+_HEAD_DIMS = (64, 128, 192, 256)
+_BLOCK_SIZES_TOKENS = (128, 256, 384, 512)
+_MAX_SEQUENCES = 4096
+_MAX_HEADS = 256
+_MAX_GROUPS = 64
+_MAX_TOKEN_ELEMENTS = 65_535
+_MAX_CACHE_ELEMENTS = 2**31 - 1
+
+_CAUSAL, _BAND = 3, 4
+_MASK_SIZE = 2048
+_ALL_TOKENS = 2**31 - 1
+
+
+def refusal(k_cache_shape: tuple[int, ...], dtype: torch.dtype, num_heads: int, max_sequences: int) -> str | None:
+    """Why the operator cannot serve a model and its cache, as part of a sentence; None if it can.
+
+    k_cache_shape  (num_blocks, block_size, kv_heads, head_dim)
+    max_sequences  most sequences of one step
+    """
+    num_blocks, block_size, kv_heads, head_dim = k_cache_shape
+    if dtype not in _DTYPES:
+        return f"it computes in 16 bits, not in {dtype}".replace("torch.", "")
+    if head_dim not in _HEAD_DIMS:
+        return f"it takes heads of {', '.join(map(str, _HEAD_DIMS))} elements, not {head_dim}"
+    if block_size not in _BLOCK_SIZES_TOKENS:
+        return f"it takes blocks of {', '.join(map(str, _BLOCK_SIZES_TOKENS))} tokens, not {block_size}"
+    if num_heads > _MAX_HEADS or num_heads // kv_heads > _MAX_GROUPS:
+        return f"it takes at most {_MAX_HEADS} query heads and {_MAX_GROUPS} of them for each key head"
+    if kv_heads * head_dim > _MAX_TOKEN_ELEMENTS or num_blocks * block_size * kv_heads * head_dim > _MAX_CACHE_ELEMENTS:
+        return f"it takes caches of less than 2**31 elements, {_MAX_TOKEN_ELEMENTS} of them for each token"
+    if max_sequences > _MAX_SEQUENCES:
+        return f"it takes at most {_MAX_SEQUENCES} sequences in a step, not {max_sequences}"
+    return None
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    maps: AttentionMaps,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    out: torch.Tensor,
+) -> None:
+    """See `ops.paged_attention`; writes all of `out`. What `refusal` names must have been kept away."""
+    num_blocks, block_size, kv_heads, head_dim = k_cache.shape
+    flat_shape = (num_blocks, block_size, kv_heads * head_dim)
+    # A band reaches `pre_tokens` back from the query's own token, which the window counts too.
+    pre_tokens = _ALL_TOKENS if sliding_window is None else sliding_window - 1
+    mixed, _ = torch_npu.npu_fused_infer_attention_score(
+        query=q.contiguous(),
+        key=k_cache.view(flat_shape),
+        value=v_cache.view(flat_shape),
+        atten_mask=_mask(q.device),
+        actual_seq_lengths=maps.query_starts[1:],
+        actual_seq_lengths_kv=maps.kv_lens,
+        block_table=maps.block_table,
+        num_heads=q.shape[1],
+        scale=scale,
+        pre_tokens=pre_tokens,
+        next_tokens=0,
+        input_layout="TND",
+        num_key_value_heads=kv_heads,
+        sparse_mode=_CAUSAL if sliding_window is None else _BAND,
+        block_size=block_size,
+    )
+    out.copy_(mixed)
+
+
+@cache
+def _mask(device: torch.device) -> torch.Tensor:
+    """The compressed mask of the causal modes: one size for all lengths, 1 = hidden."""
+    return torch.ones(_MASK_SIZE, _MASK_SIZE, dtype=torch.int8).triu_(1).to(device)

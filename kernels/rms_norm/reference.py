@@ -1,0 +1,24 @@
+"""`kernels.rms_norm.ops` in plain torch."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `ops.rms_norm`."""
+    return functional.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `ops.add_rms_norm`; the sum is written over the residual."""
+    residual.add_(x)
+    return functional.rms_norm(residual, weight.shape, weight, eps), residual
+
+
+def rms_norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """See `ops.rms_norm_heads`."""
+    return functional.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)
