@@ -1,4 +1,4 @@
-"""Logging of the API process: one line per request, as text or JSON, without secrets."""
+"""Logging of both processes, as text or JSON, without secrets; the API process adds one line per request."""
 
 from __future__ import annotations
 

@@ -149,6 +149,7 @@ class Settings(BaseSettings):
                 host_tier_bytes=int(self.host_tier_bytes),
                 num_threads=self.num_threads,
                 log_level=self.log_level.upper(),
+                log_format=self.log_format,
             )
         except ValueError as error:
             raise SettingsError(str(error)) from error

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, Protocol
 
 from adapters.row_pool import PoolUsage
+from service.engine.brief_thread import BriefThread
 from service.engine.messages import AdapterState
 
 
@@ -96,7 +97,7 @@ class AdapterDesk:
         self._max_loads_ahead = max_loads_ahead
         self._wake = wake
         self._entries: dict[str, _Entry] = {}
-        self._loader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-loader")
+        self._loader = BriefThread("adapter-loader")
         self._done: queue.SimpleQueue[tuple[_Work, str, Any, str | None]] = queue.SimpleQueue()
         self._states: list[AdapterState] = []
         self._failures: dict[str, str] = {}
@@ -204,7 +205,7 @@ class AdapterDesk:
 
     def close(self) -> None:
         """End the loader thread after what it is reading now."""
-        self._loader.shutdown(wait=True, cancel_futures=True)
+        self._loader.close()
 
     # ---- inner parts
 
@@ -217,7 +218,7 @@ class AdapterDesk:
             self._settle_entry(digest, entry)
             return False
         entry.is_loading = True
-        self._loader.submit(self._read, digest)
+        self._loader.submit(partial(self._read, digest))
         return True
 
     def _read(self, digest: str) -> None:
@@ -271,4 +272,4 @@ class AdapterDesk:
         if entry.evict_asked:
             assert self.rows is not None
             self.rows.drop(digest)
-            self._loader.submit(self._drop_from_host, digest)
+            self._loader.submit(partial(self._drop_from_host, digest))

@@ -30,7 +30,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_loads_ahead             adapters that are read from disk, or wait in host memory for rows, at the same time
     max_prompt_logits           logits of prompt tokens (prompt logprobs) in one step; bounds the memory of a step
     stats_interval_seconds      shortest time between two Stats of a busy engine
-    log_level                   of the engine process, which logs to stderr
+    log_level, log_format       of the engine process, which logs to stderr
     """
 
     model_dir: str
@@ -51,6 +51,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_prompt_logits: int = 64
     stats_interval_seconds: float = 0.5
     log_level: str = "INFO"
+    log_format: Literal["text", "json"] = "text"
 
     def __post_init__(self) -> None:
         for name in (

@@ -19,10 +19,11 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from service import logs
 from service.engine.config import EngineConfig
 from service.engine.messages import Drain, Fatal, Finished, FromEngine, Sampling, Submit, ToEngine
 from service.engine.wire import EngineSide
-from service.models.heap import trim_heap
+from service.models.heap import keep_freed_memory, trim_heap
 
 if TYPE_CHECKING:
     from service.engine.engine import Engine
@@ -118,7 +119,7 @@ def main() -> int:
     config = side.read_config()
     if config is None:
         return 0
-    logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.configure(config.log_format, config.log_level)
     inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
     wake: list[threading.Event] = []
     threading.Thread(target=_read, args=(side, inbox, wake), name="reader", daemon=True).start()
@@ -148,6 +149,7 @@ def _start(config: EngineConfig) -> Engine:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     engine = build_engine(config)
+    keep_freed_memory()
     warm_up(engine)
     # What lives now lives on: the collector need not walk through all of torch each time.
     gc.collect()

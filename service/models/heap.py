@@ -10,7 +10,7 @@ _KEPT_BYTES = 512 << 20
 
 
 def keep_freed_memory() -> None:
-    """Let what a step frees serve the next step, instead of going back to the system and coming anew, filled with zeros.
+    """Let what a step frees serve the next step, instead of going back to the system and coming anew, full of zeros.
 
     glibc maps large blocks one by one, and gives back the free end of its heap, beyond thresholds that depend on what
     the process has freed before: by luck, each activation of each layer costs page faults, a fifth of a step's time.

@@ -146,6 +146,12 @@ def test_a_request_is_one_json_line(server: Server) -> None:
     assert "a b c" not in lines[0]
 
 
+def test_every_line_of_both_processes_is_json(server: Server) -> None:
+    """The fixture's server logs JSON; its engine tells of the loaded model."""
+    loggers = {json.loads(line)["logger"] for line in server.log.splitlines()}
+    assert "service.models.loader" in loggers
+
+
 class TestSettings:
     def test_each_is_described_and_frozen(self) -> None:
         assert all(field.description for field in Settings.model_fields.values())

@@ -1,0 +1,56 @@
+"""The loader's thread works in order, and is there only while there is work."""
+
+from __future__ import annotations
+
+import threading
+
+from service.engine.brief_thread import BriefThread
+from tests.support.server import wait_for
+
+LIMIT_SECONDS = 30
+
+
+class _Gate:
+    """Work that says when and where it has begun, and ends when told."""
+
+    def __init__(self) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+        self.thread = threading.current_thread()
+
+    def __call__(self) -> None:
+        self.thread = threading.current_thread()
+        self.begun.set()
+        assert self.go.wait(LIMIT_SECONDS)
+
+
+def test_work_is_done_in_order_and_the_thread_ends() -> None:
+    brief, gate, done = BriefThread("brief"), _Gate(), list[int]()
+    brief.submit(gate)
+    for number in range(100):
+        brief.submit(lambda number=number: done.append(number))  # type: ignore[misc]
+    assert gate.begun.wait(LIMIT_SECONDS)
+    gate.go.set()
+    gate.thread.join(LIMIT_SECONDS)
+    assert not gate.thread.is_alive()
+    assert done == list(range(100))
+    later = _Gate()
+    later.go.set()
+    brief.submit(later)
+    assert later.begun.wait(LIMIT_SECONDS)
+    assert later.thread is not gate.thread
+
+
+def test_closing_drops_what_has_not_begun_and_waits_for_what_has() -> None:
+    brief, gate, done = BriefThread("brief"), _Gate(), list[int]()
+    brief.submit(gate)
+    brief.submit(lambda: done.append(1))
+    assert gate.begun.wait(LIMIT_SECONDS)
+    closer = threading.Thread(target=brief.close)
+    closer.start()
+    wait_for(lambda: not brief._work, "the queue to be empty")
+    assert closer.is_alive()
+    gate.go.set()
+    closer.join(LIMIT_SECONDS)
+    assert not closer.is_alive()
+    assert not gate.thread.is_alive()
+    assert done == []
