@@ -71,6 +71,8 @@ async def delete_adapter(request: Request, name: str) -> AdapterDeleted:
     """The name is gone when this returns. Requests that use the adapter finish; its rows, memory and files go with the
     last of them."""
     services = services_of(request)
+    if name == services.settings.base_name:
+        raise BadRequest(f"{name!r} is the base model, which cannot be deleted; name an adapter.")
     record = await asyncio.to_thread(require_store(services).delete, name)
     services.deleted(record)
     note(request, adapter=record.name, digest=record.digest[:12])

@@ -42,6 +42,11 @@ async def ready(request: Request) -> ReadyResponse:
     return ReadyResponse(status="ready", model=services.settings.base_name)
 
 
+# Load balancers probe with HEAD; the schema speaks of GET alone.
+router.head("/health", include_in_schema=False)(health)
+router.head("/ready", include_in_schema=False)(ready)
+
+
 @router.get("/version", summary="What runs here")
 async def get_version(request: Request) -> VersionResponse:
     """Version of the server, and how the base is held once it is loaded."""

@@ -198,3 +198,5 @@ class TestDelete:
 
     def test_an_unknown_name_is_404(self, server: Server) -> None:
         assert server.http.delete(f"{server.url}/v1/adapters/nobody").status_code == 404
+        answer = server.http.delete(f"{server.url}/v1/adapters/{BASE}")
+        assert (answer.status_code, "base model" in answer.json()["error"]["message"]) == (400, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,23 @@ def test_the_sandbox_holds(special_tokens: dict[str, str], source: str) -> None:
     template = ChatTemplate(source, special_tokens)
     with pytest.raises(TemplateError):
         template.render([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{% set ns = namespace(a='x') %}{% for i in range(99999) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}", "large"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "longer than"),
+        ("{% set a = 'x' * 1000000 %}{{ " + " ~ ".join(["a"] * 20_000) + " }}", "failed on these"),
+    ],
+)
+def test_an_uploaded_template_has_limits(special_tokens: dict[str, str], source: str, words: str) -> None:
+    """The last one would take 20 GB in one expression; what stops it is the address space."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    template = ChatTemplate(source, special_tokens, trusted=False)
+    with pytest.raises(TemplateError, match=words):
+        template.render([{"role": "user", "content": "x"}])
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
 def test_a_template_that_does_not_parse_is_refused_when_it_is_made(special_tokens: dict[str, str]) -> None:

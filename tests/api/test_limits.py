@@ -59,6 +59,11 @@ class TestKeys:
     def test_what_probes_need_is_open(self, strict: Server, anyone: httpx.Client, path: str) -> None:
         assert anyone.get(f"{strict.url}{path}").status_code == 200
 
+    @pytest.mark.parametrize("path", ["/health", "/ready"])
+    def test_probes_may_ask_for_the_head_alone(self, strict: Server, anyone: httpx.Client, path: str) -> None:
+        answer = anyone.head(f"{strict.url}{path}")
+        assert (answer.status_code, answer.content) == (200, b"")
+
     @pytest.mark.parametrize(
         ("method", "path", "open_to"),
         [
@@ -149,6 +154,15 @@ class TestLimits:
         assert strict.post("/v1/completions/batch", json={"items": [body]}).status_code in (200, 413)
         items = [{**body, "n": 1}, {**body, "n": 1}]
         assert strict.post("/v1/completions/batch", json={"items": items}).status_code == 413
+
+
+def test_a_disk_that_would_be_too_full_answers_507(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    with running_server(checkpoints.base, tmp_path, min_free_disk_bytes=1 << 60) as server:
+        answer = upload(server, "spare", checkpoints.spare)
+        assert answer.status_code == 507
+        assert "disk is too full" in answer.json()["error"]["message"]
+        assert server.get("/v1/adapters").json()["data"] == []
+        assert not [path for path in server.store_dir.rglob("*") if path.name == TENSORS]
 
 
 def raw_exchange(host: str, port: int, head: str, headers: dict[str, str]) -> bytes:
