@@ -49,3 +49,21 @@ def paged_attention(
     module = implementation("paged_attention", q.device)
     module.paged_attention(q, k_cache, v_cache, maps, scale=scale, sliding_window=sliding_window, out=out)
     return out
+
+
+def warm_up(k_cache: torch.Tensor, num_heads: int, *, sliding_window: int | None = None) -> int:
+    """Compile all that `paged_attention` over this cache can need, and reserve memory, so that steps can be captured.
+
+    Afterwards no step of any size compiles anything. To be called once for each distinct sliding window of a model.
+
+    k_cache    [num_blocks, block_size, kv_heads, head_dim]; neither read nor changed
+    num_heads  query heads; rows of q are taken to stand num_heads + kv_heads heads apart, beside their keys
+
+    Returns the number of variants that were compiled; 0 where nothing is ever compiled (on a CPU).
+    """
+    module = implementation("paged_attention", k_cache.device)
+    if not hasattr(module, "compiled_count"):
+        return 0
+    before: int = module.compiled_count()
+    module.warm_up(k_cache, num_heads, sliding_window=sliding_window)
+    return int(module.compiled_count()) - before

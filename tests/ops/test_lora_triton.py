@@ -27,6 +27,7 @@ from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.lora.triton_cuda_configs import TABLES, UNBOUNDED, ExpandConfig, LoraConfig, ShrinkConfig, config_for
 from tests.ops.test_lora import assert_right, expected_linear
 from tests.support.lora_cases import Case, Step, make_step, poison_workspaces, popularity
+from tests.support.triton_interpreter import multiply_bfloat16
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -44,27 +45,9 @@ def triton_cuda(device: str) -> Iterator[ModuleType]:
 
     patch = pytest.MonkeyPatch()
     if device == "cpu":
-        _multiply_bfloat16_in_the_interpreter(patch)
+        multiply_bfloat16(patch)
     yield module
     patch.undo()
-
-
-def _multiply_bfloat16_in_the_interpreter(patch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter holds bfloat16 as its bits in uint16, and its `dot` multiplies those bits as integers."""
-    import numpy as np
-    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, tl
-
-    original = InterpreterBuilder.create_dot
-
-    def widened(handle: Any) -> Any:
-        if handle.dtype.scalar != tl.bfloat16:
-            return handle
-        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return original(self, widened(a), widened(b), *rest)
-
-    patch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
 def reserve(module: ModuleType, step: Step, config: LoraConfig) -> None:

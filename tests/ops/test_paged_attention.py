@@ -1,17 +1,17 @@
-"""Paged attention against its float64 reference: mixed lengths, blocks in and out of order, windows, shared heads."""
+"""Paged attention against its float64 reference: mixed lengths, blocks in and out of order, windows, shared heads.
+
+Runs the implementation of the device that `--device` names.
+"""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 import torch
 
 from kernels.kv_write.ops import write_kv
-from kernels.paged_attention import reference, sdpa
-from kernels.paged_attention.maps import AttentionMaps
-from kernels.paged_attention.ops import paged_attention
-from tests.tolerances import OP
+from kernels.paged_attention import sdpa
+from kernels.paged_attention.ops import paged_attention, warm_up
+from tests.support.attention_cases import SCALE, Case, Step, check, make_step
 
 # (tokens in this step, tokens in the cache after it) per sequence.
 STEPS = {
@@ -23,27 +23,10 @@ STEPS = {
 }
 
 
-def make_maps(step: tuple[tuple[int, int], ...], block_size: int, num_blocks: int, scatter: bool) -> AttentionMaps:
-    """Blocks in order, with a hole between sequences, or drawn at random; the maps' device half is not read here."""
-    free = list(range(1, num_blocks))
-    if scatter:
-        random.Random(0).shuffle(free)
-    starts, tables = [0], []
-    for num_new, kv_len in step:
-        starts.append(starts[-1] + num_new)
-        tables.append(tuple(free.pop(0) for _ in range(-(-kv_len // block_size))))
-        free.pop(0)
-    unread = torch.empty(0, dtype=torch.int32)
-    kv_lens = tuple(kv_len for _, kv_len in step)
-    return AttentionMaps(tuple(starts), kv_lens, tuple(tables), unread, unread, unread, unread)
-
-
-def slots_of(maps: AttentionMaps, block_size: int) -> list[list[int]]:
-    """Per sequence the slot of each of its positions."""
-    return [
-        [table[p // block_size] * block_size + p % block_size for p in range(kv_len)]
-        for table, kv_len in zip(maps.block_tables, maps.kv_lens, strict=True)
-    ]
+def attend(step: Step, out: torch.Tensor) -> None:
+    maps, window = step.maps, step.sliding_window
+    result = paged_attention(step.q, step.k_cache, step.v_cache, maps, scale=SCALE, sliding_window=window, out=out)
+    assert result is out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -60,46 +43,30 @@ def test_equals_float64(
     kv_heads: int,
     head_dim: int,
     block_size: int,
+    device: str,
 ) -> None:
-    generator = torch.Generator().manual_seed(1)
-    num_blocks = 40 + sum(kv_len for _, kv_len in STEPS[step]) // block_size
-    maps = make_maps(STEPS[step], block_size, num_blocks, scatter)
-    # Slots that no position of a sequence has keep the NaN of fresh memory: reading one shows.
-    shape = (num_blocks, block_size, kv_heads, head_dim)
-    k_cache, v_cache = (torch.full(shape, torch.nan, dtype=dtype) for _ in range(2))
-    for slots in slots_of(maps, block_size):
-        k, v = (torch.randn(len(slots), kv_heads, head_dim, generator=generator).to(dtype) for _ in range(2))
-        write_kv(k, v, k_cache, v_cache, torch.tensor(slots))
-    num_tokens = maps.query_starts[-1]
-    # Queries come as a slice of a packed product, so the rows are wider than the heads.
-    packed = torch.randn(num_tokens, num_heads + 2 * kv_heads, head_dim, generator=generator).to(dtype)
-    q = packed[:, :num_heads]
-    out = paged_attention(q, k_cache, v_cache, maps, scale=0.3, sliding_window=sliding_window)
-    expected = torch.empty_like(out)
-    reference.paged_attention(q, k_cache, v_cache, maps, scale=0.3, sliding_window=sliding_window, out=expected)
-    atol, rtol = OP[dtype]
-    torch.testing.assert_close(out, expected, atol=atol, rtol=rtol)
+    case = Case(STEPS[step], num_heads, kv_heads, head_dim, block_size, dtype, sliding_window, scatter)
+    check(case, device, attend)
 
 
-def test_writes_only_the_slots_of_the_step() -> None:
-    k_cache, v_cache = torch.zeros(5, 4, 2, 3), torch.zeros(5, 4, 2, 3)
-    packed = torch.randn(3, 4, 3)
-    slots = torch.tensor([7, 12, 8])
+def test_writes_only_the_slots_of_the_step(device: str) -> None:
+    k_cache, v_cache = torch.zeros(2, 5, 4, 2, 3, device=device).unbind(0)
+    packed = torch.randn(3, 4, 3, device=device)
+    slots = torch.tensor([7, 12, 8], device=device)
     write_kv(packed[:, :2], packed[:, 2:], k_cache, v_cache, slots)
     torch.testing.assert_close(k_cache.view(20, 2, 3)[slots], packed[:, :2], atol=0, rtol=0)
     torch.testing.assert_close(v_cache.view(20, 2, 3)[slots], packed[:, 2:], atol=0, rtol=0)
-    others = torch.ones(20, dtype=torch.bool).index_fill_(0, slots, False)
+    others = torch.ones(20, dtype=torch.bool, device=device).index_fill_(0, slots, False)
     assert not k_cache.view(20, 2, 3)[others].any()
     assert not v_cache.view(20, 2, 3)[others].any()
 
 
-def test_writes_into_the_given_out() -> None:
-    maps = make_maps(STEPS["decode"], 4, 60, False)
-    k_cache, v_cache = torch.randn(60, 4, 2, 8), torch.randn(60, 4, 2, 8)
-    q, out = torch.randn(4, 4, 8), torch.empty(4, 4, 8)
-    result = paged_attention(q, k_cache, v_cache, maps, scale=1.0, out=out)
-    assert result is out
-    torch.testing.assert_close(out, paged_attention(q, k_cache, v_cache, maps, scale=1.0), atol=0, rtol=0)
+def test_makes_out_where_none_is_given(device: str) -> None:
+    step = make_step(Case(STEPS["decode"])).to(device)
+    out = torch.empty_like(step.q, memory_format=torch.contiguous_format)
+    attend(step, out)
+    made = paged_attention(step.q, step.k_cache, step.v_cache, step.maps, scale=SCALE)
+    torch.testing.assert_close(made, out, atol=0, rtol=0)
 
 
 def test_adjoining_blocks_are_read_without_a_copy() -> None:
@@ -113,9 +80,14 @@ def test_adjoining_blocks_are_read_without_a_copy() -> None:
 
 
 def test_refuses_what_does_not_fit() -> None:
-    maps = make_maps(STEPS["decode"], 4, 60, False)
-    k_cache, v_cache = torch.randn(60, 4, 2, 8), torch.randn(60, 4, 2, 8)
+    step = make_step(Case(STEPS["decode"], num_heads=4))
     with pytest.raises(AssertionError, match="fit the cache"):
-        paged_attention(torch.randn(4, 3, 8), k_cache, v_cache, maps, scale=1.0)
+        paged_attention(torch.randn(4, 3, 16), step.k_cache, step.v_cache, step.maps, scale=1.0)
     with pytest.raises(AssertionError, match="cover"):
-        paged_attention(torch.randn(5, 4, 8), k_cache, v_cache, maps, scale=1.0)
+        paged_attention(torch.randn(5, 4, 16), step.k_cache, step.v_cache, step.maps, scale=1.0)
+
+
+def test_a_cpu_has_nothing_to_compile(device: str) -> None:
+    if device != "cpu":
+        pytest.skip("NOT RUN: this is about the CPU")
+    assert warm_up(make_step(Case(STEPS["decode"])).k_cache, 6) == 0

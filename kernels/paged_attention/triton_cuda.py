@@ -1,0 +1,131 @@
+"""Paged attention on NVIDIA GPUs: one launch for chunks and decode tokens together, and one more where keys are split.
+
+Grids, tiles and the number of splits follow from padded sizes alone and the kernels read the lengths from the maps on
+the device, so that a captured step can be replayed with other sequences of its padded size. Nothing is read back.
+
+The partial results of splits lie in one workspace per device, so the attention of a device must run on one stream at a
+time. Not run on a GPU yet: tested in Triton's interpreter, and compiled for compute capability 9.0.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import triton
+
+from kernels.paged_attention.maps import AttentionMaps
+from kernels.paged_attention.triton_cuda_configs import MAX_SPLITS, WORKSPACE_BYTES, Heads, Plan, plan_for
+from kernels.paged_attention.triton_cuda_kernels import paged_attention_kernel, sum_splits_kernel
+from kernels.platform import in_use
+
+_LOG2_E = math.log2(math.e)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    maps: AttentionMaps,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    out: torch.Tensor,
+    plan: Plan | None = None,
+) -> None:
+    """See `ops.paged_attention`; writes all of `out`. Of `maps` the device half is read.
+
+    Tokens behind the last sequence, and those of a sequence whose kv_lens is 0, pad a captured step: they become zero.
+
+    plan  for tuning and tests
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_sequences, max_blocks = maps.block_table.shape
+    _, block_size, kv_heads, _ = k_cache.shape
+    if num_tokens == 0:
+        return
+    if plan is None:
+        heads = Heads(num_heads, kv_heads, head_dim, q.element_size(), sliding_window)
+        plan = plan_for(in_use(q.device), heads, num_tokens, num_sequences, max_blocks * block_size)
+    tile, groups, is_split = plan.tile, num_heads // kv_heads, plan.num_splits > 1
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    target, lse = out, None
+    if is_split:
+        target, lse = _split_buffers(plan.num_splits * num_tokens * num_heads, head_dim, q.device)
+    paged_attention_kernel[num_tokens // (tile.block_m // groups) + num_sequences + 1, kv_heads, plan.num_splits](
+        q,
+        k_cache,
+        v_cache,
+        target,
+        lse,
+        maps.query_start_loc,
+        maps.kv_lens_device,
+        maps.block_table,
+        num_tokens,
+        num_sequences,
+        plan.num_splits,
+        plan.min_split_blocks,
+        sliding_window or 0,
+        max_blocks,
+        q.stride(0),
+        scale * _LOG2_E,
+        KV_HEADS=kv_heads,
+        GROUPS=groups,
+        HEAD_DIM=head_dim,
+        BLOCK_SIZE=block_size,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_D=block_d,
+        STAGES=tile.stages,
+        HAS_WINDOW=sliding_window is not None,
+        SPLIT=is_split,
+        PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        num_warps=tile.num_warps,
+    )
+    if is_split:
+        sum_splits_kernel[num_tokens, num_heads](
+            target, lse, out, plan.num_splits, HEAD_DIM=head_dim, BLOCK_D=block_d, MAX_SPLITS=MAX_SPLITS, num_warps=4
+        )
+
+
+def warm_up(k_cache: torch.Tensor, num_heads: int, *, sliding_window: int | None) -> None:
+    """See `ops.warm_up`. The workspace is allocated too, so that steps can be captured afterwards."""
+    _, block_size, kv_heads, head_dim = k_cache.shape
+    platform = in_use(k_cache.device)
+    heads = Heads(num_heads, kv_heads, head_dim, k_cache.element_size(), sliding_window)
+    # Rows as far apart as those of the models, whose queries stand beside their keys.
+    packed = k_cache.new_zeros(2, num_heads + kv_heads, head_dim)
+    zeros = torch.zeros(3, dtype=torch.int32, device=k_cache.device)
+    for num_tokens in (1, 2):  # of one sequence: the two kinds of tile
+        tile = plan_for(platform, heads, num_tokens, 1, block_size).tile
+        q = packed[:num_tokens, :num_heads]
+        # No tokens, so that no slot is read: all queries are padding behind the only sequence.
+        maps = AttentionMaps((0, 0), (0,), ((),), zeros[:2], zeros[:1], zeros[:1, None], zeros[:0].long())
+        for num_splits in (1, 2):
+            plan = Plan(tile, num_splits, 1)
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            paged_attention(q, k_cache, k_cache, maps, scale=1.0, sliding_window=sliding_window, out=out, plan=plan)
+
+
+def compiled_count() -> int:
+    """Number of compiled variants of the attention kernels in this process; it must not rise after warm-up."""
+    kernels = (paged_attention_kernel, sum_splits_kernel)
+    caches = [getattr(kernel, "device_caches", {}) for kernel in kernels]  # the interpreter has none
+    return sum(len(cache[0]) for of_devices in caches for cache in of_devices.values())
+
+
+@functools.cache
+def _workspace(device: torch.device) -> torch.Tensor:
+    """float32 [WORKSPACE_BYTES / 4], for ever: a captured graph goes on writing there."""
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    assert not capturing, "the workspace must be there before capture: call warm_up"
+    return torch.empty(WORKSPACE_BYTES // 4, dtype=torch.float32, device=device)
+
+
+def _split_buffers(num_rows: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results [num_rows, head_dim] and logarithms [num_rows] of all splits, heads and tokens."""
+    workspace = _workspace(device)
+    num_partials = -(-num_rows * head_dim // 16) * 16  # the logarithms begin aligned
+    assert num_partials + num_rows <= len(workspace), "the plan splits more than the workspace holds"
+    return workspace[:num_partials], workspace[num_partials : num_partials + num_rows]

@@ -1,0 +1,139 @@
+"""Launch configurations of the paged attention on NVIDIA GPUs. Chosen by reasoning, not tuned: nothing here was timed.
+
+How a call is launched follows from the padded sizes of a step and the GPU alone, never from the lengths of its
+sequences, so that a captured step fits all steps of its size.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from kernels.platform import Platform
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """Tile and launch shape of one program.
+
+    block_m  rows of a tile: queries, times the query heads that share a key/value head
+    block_n  keys of a block
+    stages   blocks of keys and values in flight
+    """
+
+    block_m: int
+    block_n: int
+    stages: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionTable:
+    """How a kind of GPU runs paged attention.
+
+    decode, chunks     (bytes of an element, largest head_dim) -> tile, by ascending head_dim; `decode` serves steps
+                       of at most one token per sequence, `chunks` all others
+    programs_per_core  keys are split among programs until there are so many
+    min_split_tokens   keys that a split is worth
+    max_split_tokens   keys after which a sequence is split even among many, so that it does not end long after them
+    """
+
+    decode: Mapping[tuple[int, int], TileConfig]
+    chunks: Mapping[tuple[int, int], TileConfig]
+    programs_per_core: int
+    min_split_tokens: int
+    max_split_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What all calls of a layer have in common."""
+
+    num_heads: int
+    kv_heads: int
+    head_dim: int
+    element_bytes: int
+    sliding_window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one call is launched.
+
+    num_splits        programs that share the keys of a tile; 1 writes `out` without a sum
+    min_split_blocks  blocks of keys that a split takes at least
+    """
+
+    tile: TileConfig
+    num_splits: int
+    min_split_blocks: int
+
+
+MAX_SPLITS = 64
+# Partial results of split sequences; fewer splits where more would not fit.
+WORKSPACE_BYTES = 64 * 2**20
+
+# Two programs share a multiprocessor (228 KiB of shared memory on compute capability 9.0), chunks of the largest heads
+# excepted. float32 has no tensor cores at full precision: its tiles are small, since each product is an instruction.
+_HOPPER = AttentionTable(
+    decode=MappingProxyType(
+        {
+            (2, 64): TileConfig(16, 64, 4, 4),
+            (2, 128): TileConfig(16, 64, 3, 4),
+            (2, 256): TileConfig(16, 32, 3, 4),
+            (4, 128): TileConfig(16, 32, 2, 8),
+            (4, 256): TileConfig(16, 16, 2, 8),
+        }
+    ),
+    chunks=MappingProxyType(
+        {
+            (2, 64): TileConfig(64, 64, 3, 4),
+            (2, 128): TileConfig(64, 64, 2, 4),
+            (2, 256): TileConfig(64, 32, 2, 8),
+            (4, 128): TileConfig(32, 32, 2, 8),
+            (4, 256): TileConfig(16, 16, 2, 8),
+        }
+    ),
+    programs_per_core=4,
+    min_split_tokens=256,
+    max_split_tokens=16384,
+)
+
+# Kind of GPU, by the name its driver reports; "any" serves the rest.
+TABLES: dict[str, AttentionTable] = {"any": _HOPPER}
+
+
+def tile_for(table: AttentionTable, heads: Heads, *, is_decode: bool) -> TileConfig:
+    """The tile for these heads; it holds at least one query of all heads of a group."""
+    tiles = table.decode if is_decode else table.chunks
+    sizes = [size for size in tiles if size[0] == heads.element_bytes and size[1] >= heads.head_dim]
+    assert sizes, f"the kernel has no tile for heads of {heads.head_dim} elements of {heads.element_bytes} bytes"
+    tile = tiles[sizes[0]]
+    groups = heads.num_heads // heads.kv_heads
+    return replace(tile, block_m=max(tile.block_m, 1 << (groups - 1).bit_length()))
+
+
+def plan_for(platform: Platform, heads: Heads, num_tokens: int, num_sequences: int, max_kv_tokens: int) -> Plan:
+    """The launch of a step of these padded sizes.
+
+    max_kv_tokens  that a row of the block table has room for
+    """
+    return _plan(platform.kind, platform.num_cores, heads, num_tokens, num_sequences, max_kv_tokens)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(kind: str, num_cores: int, heads: Heads, num_tokens: int, num_sequences: int, max_kv_tokens: int) -> Plan:
+    table = TABLES.get(kind, TABLES["any"])
+    tile = tile_for(table, heads, is_decode=num_tokens <= num_sequences)
+    queries = tile.block_m * heads.kv_heads // heads.num_heads
+    num_programs = heads.kv_heads * min(num_tokens, num_tokens // queries + num_sequences)
+    if heads.sliding_window is not None:
+        max_kv_tokens = min(max_kv_tokens, heads.sliding_window + queries - 1)
+    wanted = max(num_cores * table.programs_per_core // num_programs, -(-max_kv_tokens // table.max_split_tokens))
+    worth = -(-max_kv_tokens // table.min_split_tokens)
+    fitting = WORKSPACE_BYTES // (4 * num_tokens * heads.num_heads * (heads.head_dim + 1))
+    num_splits = max(1, min(wanted, worth, fitting, MAX_SPLITS))
+    # Few distinct numbers, so that captured sizes share their launch.
+    return Plan(tile, 1 << (num_splits.bit_length() - 1), table.min_split_tokens // tile.block_n)

@@ -1,0 +1,253 @@
+"""Triton kernels of the paged attention for NVIDIA GPUs: tiles of queries against blocks of keys, sums of splits.
+
+The query heads of one key/value head are folded into the rows of a tile: row m is query m // GROUPS of the tile and
+head m % GROUPS of the group. A tile never crosses from one sequence to the next. Tile numbers follow from the starts of
+the sequences alone: sequence i begins with tile starts[i] // BLOCK_Q + i, which leaves it enough numbers, and some
+numbers without a tile.
+
+Softmax is computed in base 2, block by block, in float32. No slot outside of the keys that a tile may see is read: what
+other sequences, freed blocks or the null block hold there does not matter.
+"""
+
+# Triton's functions are untyped.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SEARCH_BLOCK = tl.constexpr(256)
+SPLIT_BLOCK = tl.constexpr(8)
+
+# What changes from step to step must not lead to another compilation.
+_STEP_ARGUMENTS = [
+    "starts_ptr",
+    "kv_lens_ptr",
+    "table_ptr",
+    "num_tokens",
+    "num_sequences",
+    "num_splits",
+    "min_split_blocks",
+    "window",
+    "table_stride",
+]
+
+
+@triton.jit
+def _find_tile(starts_ptr, num_tokens, num_sequences, tile, BLOCK_Q: tl.constexpr):
+    """Sequence of a tile, the end of its tokens, and the tile's first token, which is not before `end` if it has none.
+
+    The tokens behind the last sequence, which pad a step, count as a sequence of their own: number num_sequences.
+    """
+    sequence = -1
+    for base in range(0, num_sequences + 1, SEARCH_BLOCK):
+        index = base + tl.arange(0, SEARCH_BLOCK)
+        is_sequence = index <= num_sequences
+        starts = tl.load(starts_ptr + index, mask=is_sequence, other=0)
+        sequence += tl.sum((is_sequence & (starts // BLOCK_Q + index <= tile)).to(tl.int32), 0)
+    start = tl.load(starts_ptr + sequence)
+    end = tl.load(starts_ptr + sequence + 1, mask=sequence < num_sequences, other=num_tokens)
+    return sequence, end, start + (tile - start // BLOCK_Q - sequence) * BLOCK_Q
+
+
+@triton.jit
+def _attend(
+    q,  # [BLOCK_M, BLOCK_D]
+    mixed,  # [BLOCK_M, BLOCK_D] float32: sum of weights * values so far
+    row_max,  # [BLOCK_M] float32
+    row_sum,  # [BLOCK_M] float32
+    block,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    position,
+    first_key,
+    end_key,
+    window,
+    scale,
+    dims,
+    ROW_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Takes one block of keys into account. MASKED: not all of its keys are seen by all rows."""
+    keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_key = (keys >= first_key) & (keys < end_key)
+    if BLOCK_SIZE % BLOCK_N == 0:
+        page = tl.load(table_ptr + block * BLOCK_N // BLOCK_SIZE).to(tl.int64)
+        slots = page * BLOCK_SIZE + block * BLOCK_N % BLOCK_SIZE + tl.arange(0, BLOCK_N)
+    elif MASKED:
+        pages = tl.load(table_ptr + keys // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+        slots = pages * BLOCK_SIZE + keys % BLOCK_SIZE
+    else:
+        pages = tl.load(table_ptr + keys // BLOCK_SIZE).to(tl.int64)
+        slots = pages * BLOCK_SIZE + keys % BLOCK_SIZE
+    offsets = slots[:, None] * ROW_STRIDE + dims[None, :]
+    if MASKED:
+        mask = is_key[:, None] & (dims < HEAD_DIM)[None, :]
+        k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
+        v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+    elif EVEN_D:
+        k = tl.load(k_ptr + offsets)
+        v = tl.load(v_ptr + offsets)
+    else:
+        mask = (dims < HEAD_DIM)[None, :]
+        k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
+        v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if MASKED:
+        is_seen = is_key[None, :] & (keys[None, :] <= position[:, None])
+        if HAS_WINDOW:
+            is_seen = is_seen & (keys[None, :] > position[:, None] - window)
+        scores = tl.where(is_seen, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    # A row that has seen no key yet has no maximum to subtract.
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - shift[:, None])
+    shrunk = tl.exp2(row_max - shift)
+    mixed = tl.dot(weights.to(v.dtype), v, mixed * shrunk[:, None], input_precision=PRECISION)
+    return mixed, new_max, row_sum * shrunk + tl.sum(weights, 1)
+
+
+@triton.jit(do_not_specialize=_STEP_ARGUMENTS)
+def paged_attention_kernel(
+    q_ptr,  # [num_tokens, KV_HEADS * GROUPS, HEAD_DIM], rows of q_stride
+    k_ptr,  # [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM], v likewise
+    v_ptr,
+    out_ptr,  # [num_tokens, KV_HEADS * GROUPS, HEAD_DIM]; SPLIT: float32, one such per split
+    lse_ptr,  # SPLIT: float32 [splits, num_tokens, KV_HEADS * GROUPS]: log2 of the sum of the weights
+    starts_ptr,  # [num_sequences + 1]
+    kv_lens_ptr,  # [num_sequences]
+    table_ptr,  # [num_sequences, table_stride]
+    num_tokens,
+    num_sequences,
+    num_splits,
+    min_split_blocks,
+    window,
+    table_stride,
+    q_stride,
+    scale,  # times log2(e)
+    KV_HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (tiles, KV_HEADS, splits). Rows that see no key, and those of padding, become zero."""
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUPS
+    ROW_STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
+    EVEN_D: tl.constexpr = BLOCK_D == HEAD_DIM
+    # Later tiles of a sequence see more keys, and start first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    sequence, end, first_token = _find_tile(starts_ptr, num_tokens, num_sequences, tile, BLOCK_Q)
+    if first_token >= end:
+        return
+    kv_len = tl.load(kv_lens_ptr + sequence, mask=sequence < num_sequences, other=0)
+
+    # Keys [first_key, end_key) are seen by some row of the tile, those of blocks [full_block, end_full) by all rows.
+    first_position = kv_len - end + first_token
+    end_key = tl.maximum(kv_len - end + tl.minimum(first_token + BLOCK_Q, end), 0)
+    first_key = 0
+    if HAS_WINDOW:
+        first_key = tl.maximum(first_position + 1 - window, 0)
+    block = first_key // BLOCK_N
+    end_block = tl.cdiv(end_key, BLOCK_N)
+    if SPLIT:
+        share = tl.maximum(tl.cdiv(end_block - block, num_splits), min_split_blocks)
+        block += split * share
+        end_block = tl.minimum(end_block, block + share)
+    full_block = block
+    if HAS_WINDOW:
+        full_block = tl.maximum(block, tl.cdiv(tl.maximum(end_key - window, 0), BLOCK_N))
+    full_block = tl.minimum(full_block, end_block)
+    end_full = tl.maximum(tl.minimum(end_block, tl.maximum(first_position + 1, 0) // BLOCK_N), full_block)
+
+    row = tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    token = first_token + row // GROUPS
+    is_row = (row // GROUPS < BLOCK_Q) & (token < end)
+    head = kv_head * GROUPS + row % GROUPS
+    position = kv_len - end + token
+    q_offsets = token.to(tl.int64)[:, None] * q_stride + (head * HEAD_DIM)[:, None] + dims[None, :]
+    q_mask = (is_row & (block < end_block))[:, None] & (dims < HEAD_DIM)[None, :]
+    q = tl.load(q_ptr + q_offsets, mask=q_mask, other=0.0)
+    k_ptr += kv_head * HEAD_DIM
+    v_ptr += kv_head * HEAD_DIM
+    table_ptr += sequence.to(tl.int64) * table_stride
+
+    mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    # Keys are found through pages, which Triton fetches as many stages ahead again.
+    for full in tl.range(full_block, end_full, num_stages=2 * STAGES + 1):
+        mixed, row_max, row_sum = _attend(
+            q, mixed, row_max, row_sum, full, k_ptr, v_ptr, table_ptr, position, first_key, end_key, window, scale,
+            dims, ROW_STRIDE, BLOCK_SIZE, BLOCK_N, EVEN_D, HEAD_DIM, HAS_WINDOW, PRECISION, False)  # fmt: skip
+    # The blocks before and behind, of which a row sees a part.
+    num_full = end_full - full_block
+    for edge in tl.range(block, end_block - num_full, num_stages=1):
+        edge += tl.where(edge >= full_block, num_full, 0)
+        mixed, row_max, row_sum = _attend(
+            q, mixed, row_max, row_sum, edge, k_ptr, v_ptr, table_ptr, position, first_key, end_key, window, scale,
+            dims, ROW_STRIDE, BLOCK_SIZE, BLOCK_N, EVEN_D, HEAD_DIM, HAS_WINDOW, PRECISION, True)  # fmt: skip
+
+    has_keys = row_sum != 0.0
+    mixed = mixed / tl.where(has_keys, row_sum, 1.0)[:, None]
+    out_row = token.to(tl.int64) * (KV_HEADS * GROUPS) + head
+    out_mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
+    if SPLIT:
+        out_row += split.to(tl.int64) * num_tokens * (KV_HEADS * GROUPS)
+        lse = tl.where(has_keys, row_max + tl.log2(tl.where(has_keys, row_sum, 1.0)), float("-inf"))
+        tl.store(lse_ptr + out_row, lse, mask=is_row)
+        out_mask = out_mask & has_keys[:, None]
+    out_offsets = out_row[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_ptr + out_offsets, mixed.to(out_ptr.dtype.element_ty), mask=out_mask)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def sum_splits_kernel(
+    partial_ptr,  # float32 [num_splits, num_tokens, num_heads, HEAD_DIM]
+    lse_ptr,  # float32 [num_splits, num_tokens, num_heads]
+    out_ptr,  # [num_tokens, num_heads, HEAD_DIM]
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """out = the splits' results, weighted by their shares of the softmax, always summed in one order.
+
+    Grid (num_tokens, num_heads). A split that saw no key has written nothing but its -inf.
+    """
+    num_rows = tl.num_programs(0) * tl.num_programs(1)
+    row = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    dims = tl.arange(0, BLOCK_D)
+    splits = tl.arange(0, MAX_SPLITS)
+    lse = tl.load(lse_ptr + splits * num_rows + row, mask=splits < num_splits, other=float("-inf"))
+    top = tl.max(lse, 0)
+    shift = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(lse - shift), 0)
+    mixed = tl.zeros([BLOCK_D], tl.float32)
+    for base in range(0, num_splits, SPLIT_BLOCK):
+        near = base + tl.arange(0, SPLIT_BLOCK)
+        near_lse = tl.load(lse_ptr + near * num_rows + row, mask=near < num_splits, other=float("-inf"))
+        offsets = (near * num_rows + row)[:, None] * HEAD_DIM + dims[None, :]
+        mask = (near_lse != float("-inf"))[:, None] & (dims < HEAD_DIM)[None, :]
+        partial = tl.load(partial_ptr + offsets, mask=mask, other=0.0)
+        mixed += tl.sum(partial * tl.exp2(near_lse - shift)[:, None], 0)
+    mixed = mixed / tl.where(total == 0.0, 1.0, total)
+    out_offsets = row.to(tl.int64) * HEAD_DIM + dims
+    tl.store(out_ptr + out_offsets, mixed.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
