@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# The part of the image that changes least: compiler, user, directories and an empty virtual environment.
+#
+#   prepare.sh [--compiler] [--driver-gid GID]
+#
+# --compiler    a C++ compiler and Python's headers, which Triton needs at run time; what the base has is not installed
+# --driver-gid  group that owns the device nodes on the host; the user becomes a member
+set -euo pipefail
+
+uid=10001
+compiler=false
+driver_gid=
+while [ $# -gt 0 ]; do
+    case $1 in
+    --compiler) compiler=true ;;
+    --driver-gid) driver_gid=$2 && shift ;;
+    *) echo "prepare.sh: unknown argument $1" >&2 && exit 2 ;;
+    esac
+    shift
+done
+
+install_packages() {
+    if command -v apt-get >/dev/null; then
+        apt-get update
+        DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@"
+        rm -rf /var/lib/apt/lists/*
+    elif command -v dnf >/dev/null; then
+        dnf install -y --setopt=install_weak_deps=False "$@"
+        dnf clean all
+    else
+        echo "prepare.sh: neither apt-get nor dnf is here to install $*" >&2
+        exit 1
+    fi
+}
+
+install_compiler() {
+    local family=0 missing=()
+    command -v apt-get >/dev/null || family=1
+    local compilers=(g++ gcc-c++) headers=(python3.11-dev python3-devel)
+    command -v g++ >/dev/null || missing+=("${compilers[$family]}")
+    local header
+    header=$(python3.11 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h
+    [ -e "$header" ] || missing+=("${headers[$family]}")
+    [ ${#missing[@]} -eq 0 ] || install_packages "${missing[@]}"
+    [ -e "$header" ] && g++ --version >/dev/null
+}
+
+make_user() {
+    groupadd --gid $uid multilora
+    useradd --uid $uid --gid $uid --create-home --shell /bin/bash multilora
+    if [ -n "$driver_gid" ]; then
+        getent group "$driver_gid" >/dev/null || groupadd --gid "$driver_gid" HwHiAiUser
+        usermod --append --groups "$(getent group "$driver_gid" | cut -d: -f1)" multilora
+    fi
+    install -d -o $uid -g $uid /var/lib/multilora /var/lib/multilora/adapters /var/cache/multilora /var/cache/multilora/triton
+}
+
+if $compiler; then install_compiler; fi
+make_user
+python3.11 -m venv /opt/multilora/venv

@@ -1,0 +1,97 @@
+"""The image's entry point, run with a made-up CANN whose scripts are as careless as the real ones."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ENTRYPOINT = Path(__file__).parents[2] / "deploy" / "image" / "entrypoint.sh"
+
+
+@pytest.fixture
+def ascend(tmp_path: Path) -> Path:
+    """An installation of CANN: scripts that read unset variables and end with a test that fails."""
+    root = tmp_path / "Ascend"
+    home = root / "cann-9.1.0"
+    (home / "bin").mkdir(parents=True)
+    (home / "version.info").write_text("Version=9.1.0\n")
+    compiler = home / "bin" / "bishengir-compile"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    _script(root / "ascend-toolkit" / "set_env.sh", f"export ASCEND_HOME_PATH={home} PATH={home}/bin:$PATH")
+    _script(home / "share" / "info" / "ascendnpu-ir" / "bin" / "set_env.sh", "export BISHENG=yes")
+    _script(root / "nnal" / "atb" / "set_env.sh", 'export ATB_ARGUMENTS="$*"')
+    return root
+
+
+def _script(path: Path, line: str) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text(f'{line}\nUNSET_BEFORE="$NEVER_SET"\n[ -n "$NEVER_SET" ]\n')
+
+
+def _run(ascend: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": os.environ["PATH"], "ASCEND_INSTALL_PATH": str(ascend), **variables}
+    return subprocess.run(
+        ["bash", str(ENTRYPOINT), *command], env=environment, capture_output=True, text=True, timeout=60
+    )
+
+
+def _environment(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
+    assert done.returncode == 0, done.stderr
+    return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+
+
+def test_cann_is_set_up_before_the_command(ascend: Path) -> None:
+    environment = _environment(_run(ascend, "env", LD_LIBRARY_PATH="/before"))
+    assert environment["ASCEND_HOME_PATH"] == str(ascend / "cann-9.1.0")
+    assert environment["BISHENG"] == "yes"
+    assert environment["ATB_ARGUMENTS"] == "--cxx_abi=1"
+    driver = ascend / "driver" / "lib64"
+    assert environment["LD_LIBRARY_PATH"] == f"{driver}:{driver}/common:{driver}/driver:/before"
+
+
+def test_without_cann_the_command_runs_all_the_same(tmp_path: Path) -> None:
+    environment = _environment(_run(tmp_path / "nothing", "env", TRITON_CACHE_DIR=str(tmp_path / "cache")))
+    assert "LD_LIBRARY_PATH" not in environment
+    assert not (tmp_path / "cache").exists()
+
+
+def test_without_nnal_the_toolkit_is_set_up(ascend: Path) -> None:
+    (ascend / "nnal" / "atb" / "set_env.sh").unlink()
+    environment = _environment(_run(ascend, "env"))
+    assert environment["BISHENG"] == "yes"
+    assert "ATB_ARGUMENTS" not in environment
+
+
+def test_the_command_takes_the_place_of_the_entry_point(ascend: Path) -> None:
+    """So that SIGTERM reaches it, and its exit code is the container's."""
+    done = _run(ascend, "sh", "-c", "tr '\\0' ' ' </proc/$$/cmdline; exit 7")
+    assert done.stdout.startswith("sh -c")
+    assert done.returncode == 7
+
+
+@pytest.mark.parametrize("changed", ["version.info", "bin/bishengir-compile"])
+def test_compiled_kernels_are_dropped_when_cann_changes(ascend: Path, tmp_path: Path, changed: str) -> None:
+    cache = tmp_path / "cache"
+    kernel = cache / "abc" / "kernel.o"
+    assert _run(ascend, "true", TRITON_CACHE_DIR=str(cache)).returncode == 0
+    kernel.parent.mkdir()
+    kernel.write_text("compiled")
+    assert _run(ascend, "true", TRITON_CACHE_DIR=str(cache)).stderr == ""
+    assert kernel.exists()
+
+    with (ascend / "cann-9.1.0" / changed).open("a") as file:
+        file.write("# changed\n")
+    done = _run(ascend, "true", TRITON_CACHE_DIR=str(cache))
+    assert done.returncode == 0
+    assert "CANN has changed" in done.stderr
+    assert not kernel.exists()
+
+
+def test_two_allocator_settings_are_refused_by_name(ascend: Path) -> None:
+    done = _run(ascend, "true", PYTORCH_ALLOC_CONF="a:1", PYTORCH_NPU_ALLOC_CONF="a:1")
+    assert done.returncode == 1
+    assert "unset one" in done.stderr

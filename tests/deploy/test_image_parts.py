@@ -1,0 +1,104 @@
+"""What the Dockerfile is made of, as far as it can be checked without building; `make image-test` builds it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from deploy.image.patch_triton_ascend import without_simt_limits
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+TARGETS = {text.split(None, 1)[0]: text for text in re.split(r"^FROM \S+ AS ", DOCKERFILE, flags=re.MULTILINE)[1:]}
+
+TABLE = """
+static const std::unordered_map<std::string, rtLimitType_t> LimitTypeMap = {
+\t{"LOW_POWER_TIMEOUT", rtLimitType_t::RT_LIMIT_TYPE_LOW_POWER_TIMEOUT},
+\t{"WARP_STACK_SIZE", rtLimitType_t::RT_LIMIT_TYPE_SIMT_WARP_STACK_SIZE},
+\t{"STACK_SIZE", rtLimitType_t::RT_LIMIT_TYPE_STACK_SIZE}
+  };
+"""
+
+
+def pins(name: str) -> dict[str, str]:
+    """Distribution -> version of a constraints file; AssertionError for a line that is no exact pin."""
+    lines = [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
+    found = {canonicalize_name(line.split("==")[0]): line.split("==")[1] for line in lines if line.count("==") == 1}
+    assert len(found) == len(lines), [line for line in lines if line.count("==") != 1]
+    return found
+
+
+def test_npu_versions_are_those_of_the_tests() -> None:
+    """numpy is held back by triton-ascend's interpreter, and then as the gate's environment does."""
+    tested, image = pins("constraints.txt"), pins("constraints-npu.txt")
+    assert {name for name in image.keys() & tested.keys() if image[name] != tested[name]} == {"numpy"}
+    gate = {Requirement(line) for line in (ROOT / "constraints-ascend.txt").read_text().splitlines() if "#" not in line}
+    unlike = [str(wanted) for wanted in gate if (name := canonicalize_name(wanted.name)) in image
+              and not wanted.specifier.contains(image[name])]  # fmt: skip
+    assert unlike == []
+
+
+def test_cuda_pins_are_beside_the_others() -> None:
+    assert pins("constraints-cuda.txt").keys() & pins("constraints.txt").keys() == set()
+
+
+@pytest.mark.parametrize(("extra", "constraints"), [("", "constraints.txt"), ("npu", "constraints-npu.txt")])
+def test_every_dependency_is_pinned(extra: str, constraints: str) -> None:
+    command = [sys.executable, str(ROOT / "deploy/image/dependencies.py"), str(ROOT / "pyproject.toml")]
+    printed = subprocess.run([*command, *extra.split()], check=True, capture_output=True, text=True).stdout
+    named = {canonicalize_name(Requirement(line).name) for line in printed.splitlines()}
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert named >= {canonicalize_name(Requirement(line).name) for line in listed}
+    assert named <= pins(constraints).keys()
+
+
+@pytest.mark.parametrize("target", ["cpu", "npu"])
+def test_torch_comes_from_the_index_of_its_cpu_builds(target: str) -> None:
+    assert "ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu\n" in TARGETS[target]
+    steps = [step for step in re.split(r"\n(?=[A-Z]+ )", TARGETS[target]) if "pip install" in step]
+    assert '--index-url "$TORCH_INDEX_URL"' in steps[0]
+    assert re.search(r"--no-deps --constraint \S+", steps[0])
+    assert steps[0].rstrip().endswith("torch")
+    assert re.fullmatch(r"\d+\.\d+\.\d+", pins("constraints-npu.txt")["torch"])
+    assert "triton" not in pins("constraints-npu.txt")
+
+
+def test_triton_ascend_is_the_last_package_and_alone() -> None:
+    steps = [step for step in re.split(r"\n(?=[A-Z]+ )", TARGETS["npu"]) if "pip install" in step]
+    assert "--no-deps" in steps[-2]
+    assert re.search(r"constraints-npu\.txt \\\n\s+triton-ascend && \\\n.*patch_triton_ascend\.py$", steps[-2].strip())
+    assert "--no-index --editable" in steps[-1]
+
+
+def test_npu_is_what_is_built_when_nothing_is_said() -> None:
+    assert list(TARGETS)[-1] == "npu"
+    assert DOCKERFILE.count("\nUSER 10001\n") == DOCKERFILE.count("\nENTRYPOINT ") == len(TARGETS) - 1 == 3
+
+
+def test_patch_removes_the_entries_of_simt_cores() -> None:
+    patched = without_simt_limits(TABLE)
+    assert patched == TABLE.replace('\t{"WARP_STACK_SIZE", rtLimitType_t::RT_LIMIT_TYPE_SIMT_WARP_STACK_SIZE},\n', "")
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["", TABLE.replace("SIMT_", ""), TABLE + TABLE, TABLE + "int x = RT_LIMIT_TYPE_SIMT_STACK_SIZE;"],
+    ids=["no table", "no entry", "two tables", "named elsewhere"],
+)
+def test_patch_refuses_what_it_was_not_written_for(source: str) -> None:
+    with pytest.raises(ValueError):
+        without_simt_limits(source)
+
+
+def test_nothing_of_this_machine_is_baked_in() -> None:
+    parts = [ROOT / "Dockerfile", *(ROOT / "deploy").rglob("*.*")]
+    for path in (path for path in parts if path.is_file()):
+        hosts = set(re.findall(r"https?://([\w.-]+)", path.read_text()))
+        assert hosts <= {"download.pytorch.org", "127.0.0.1", "json-schema.org"}, (path, hosts)
