@@ -32,7 +32,7 @@ from kernels.paged_attention.triton_cuda_configs import (
     tile_for,
 )
 from kernels.platform import Platform
-from tests.support.attention_cases import SCALE, Case, Step, check, make_step
+from tests.support.attention_cases import SCALE, Case, Step, check, check_step, make_step
 from tests.support.triton_interpreter import multiply_bfloat16
 
 pytest.importorskip("triton", reason="NOT RUN: Triton is not installed")
@@ -120,6 +120,13 @@ def test_every_tile_of_the_table_is_right(
 
 def test_more_heads_share_a_key_than_a_tile_has_rows(triton_cuda: ModuleType, device: str) -> None:
     check(Case(((1, 40), (3, 9)), num_heads=71, kv_heads=1), device, lambda step, out: run(triton_cuda, step, out))
+
+
+@pytest.mark.parametrize("plan", PLANS[:2])
+def test_large_scores_do_not_overflow(plan: Plan, triton_cuda: ModuleType, device: str) -> None:
+    """Sums of weights beyond what float32 holds, and below it, in some splits and in all."""
+    step = make_step(Case(((1, 1), (1, 70), (9, 40)), dtype=torch.float16))
+    check_step(replace(step, q=100 * step.q), device, lambda there, out: run(triton_cuda, there, out, plan))
 
 
 def test_a_step_without_tokens_does_nothing(triton_cuda: ModuleType, device: str) -> None:

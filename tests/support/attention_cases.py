@@ -120,10 +120,13 @@ def float64_truth(step: Step) -> torch.Tensor:
 
 
 def check(case: Case, device: str, attend: Callable[[Step, torch.Tensor], None]) -> None:
-    """`attend` fills `out` of a step on `device` with what float64 says. Neither it nor its maps change the inputs."""
-    step = make_step(case)
-    there = step.to(device)
-    out = torch.full(step.q.shape, torch.nan, dtype=case.dtype, device=device)
-    attend(there, out)
-    atol, rtol = OP[case.dtype]
+    """`attend` fills `out` of the case's step on `device` with what float64 says."""
+    check_step(make_step(case), device, attend)
+
+
+def check_step(step: Step, device: str, attend: Callable[[Step, torch.Tensor], None]) -> None:
+    """See `check`; `step` is on the CPU."""
+    out = torch.full(step.q.shape, torch.nan, dtype=step.q.dtype, device=device)
+    attend(step.to(device), out)
+    atol, rtol = OP[step.q.dtype]
     torch.testing.assert_close(out.cpu(), float64_truth(step), atol=atol, rtol=rtol)
