@@ -9,10 +9,10 @@ from __future__ import annotations
 import ast
 import gc
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MappingProxyType, ModuleType
 
 import torch
 
@@ -122,13 +122,22 @@ def _known() -> frozenset[str]:
 _known_operators: frozenset[str] = frozenset()
 
 
-def _chain(node: ast.AST) -> str:
-    """`a.b.c` of an attribute chain that begins at a name; empty for anything else."""
+def _chain(node: ast.AST, aliases: Mapping[str, str] = MappingProxyType({})) -> str:
+    """`a.b.c` of an attribute chain that begins at a name, or at a call that returns torch_npu; else empty.
+
+    aliases  names that stand for a chain
+    """
     names: list[str] = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)
         node = node.value
-    return ".".join(reversed([*names, node.id])) if isinstance(node, ast.Name) else ""
+    root = "torch_npu" if _gives_torch_npu(node) else node.id if isinstance(node, ast.Name) else ""
+    return ".".join(reversed([*names, aliases.get(root, root)])) if root else ""
+
+
+def _gives_torch_npu(node: ast.AST) -> bool:
+    """torch_npu() or anything.torch_npu(): the runtime's function that imports it when it is needed."""
+    return isinstance(node, ast.Call) and not node.args and _chain(node.func).rpartition(".")[2] == "torch_npu"
 
 
 def _op_name(chain: str) -> str | None:
@@ -165,26 +174,43 @@ def _outermost(around: tuple[ast.AST, ...]) -> str:
 
 def _mentions(tree: ast.Module, module: str) -> tuple[frozenset[str], tuple[str, ...]]:
     """Dotted names, and uses of torch_npu that escape the search: other names for it, and operators not called."""
-    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    nodes = list(ast.walk(tree))
+    called = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    inner = {id(node.value) for node in nodes if isinstance(node, ast.Attribute)}
+    aliases = {name: chain for node in nodes for name, chain in _alias(node)}
+    named = {id(node.value) for node in nodes if any(_alias(node))}  # type: ignore[attr-defined]
+    imports_it = any(isinstance(node, ast.Import) and any(a.name == "torch_npu" for a in node.names) for node in nodes)
     dotted, escapes = set(), []
-    for node in ast.walk(tree):
+    for node in nodes:
         where = f"{module}:{getattr(node, 'lineno', 0)}"
+        is_module = (imports_it and isinstance(node, ast.Name) and node.id == "torch_npu") or _gives_torch_npu(node)
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch_npu":
             escapes.append(f"{where} imports from torch_npu")
         elif isinstance(node, ast.Import):
             escapes += [f"{where} renames {a.name}" for a in node.names if a.name.startswith("torch_npu") and a.asname]
-        elif isinstance(node, ast.Name) and node.id == "torch_npu" and id(node) not in inner:
+        elif is_module and not {id(node)} & (inner | called | named):
             escapes.append(f"{where} hands torch_npu on")
         elif isinstance(node, ast.Attribute) and id(node) not in inner:
-            chain = _chain(node)
+            chain = _chain(node, aliases)
             name = _op_name(chain)
             if name and _is_operator(name):
-                if id(node) not in called:
-                    escapes.append(f"{where} names {name} without calling it")
+                if id(node) not in called or _op_name(_chain(node)) != name:
+                    escapes.append(f"{where} names {name} without calling it by its own name")
             elif chain.startswith(("torch_npu.", "torch.npu.")):
                 dotted.add(chain)
+        elif isinstance(node, ast.Call) and _chain(node.func) == "getattr":
+            chain, name = _chain(node.args[0], aliases), node.args[1]
+            if chain.startswith(("torch_npu", "torch.npu")) and isinstance(name, ast.Constant):
+                dotted.add(f"{chain}.{name.value}")
     return frozenset(dotted), tuple(escapes)
+
+
+def _alias(node: ast.AST) -> Iterator[tuple[str, str]]:
+    """`name = <chain from torch_npu>`"""
+    if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+        chain = _chain(node.value)
+        if chain == "torch_npu" or chain.startswith(("torch_npu.", "torch.npu")):
+            yield node.targets[0].id, chain
 
 
 def _functions(module: ModuleType, name: str) -> list[FunctionType]:

@@ -54,9 +54,11 @@ def _build(folder: Path, symbols: list[str], sonames: list[str]) -> list[Path]:
     source, empty = folder / "cann.c", folder / "empty.c"
     source.write_text("".join(f"{_SPECIAL.get(name, f'int {name}(void) {{ return 0; }}')}\n" for name in symbols))
     empty.write_text("")
+    compiler = next((name for name in _COMPILERS if shutil.which(name)), None)
+    assert compiler, f"the stubs need a C compiler: one of {', '.join(_COMPILERS)}"
     for code, soname in zip([source, *(empty for _ in sonames[1:])], sonames, strict=True):
-        compiler = ["gcc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{soname}"]
-        subprocess.run([*compiler, "-o", str(folder / soname), str(code)], check=True)
+        options = ["-shared", "-fPIC", "-w", f"-Wl,-soname,{soname}"]
+        subprocess.run([compiler, *options, "-o", str(folder / soname), str(code)], check=True)
     return [folder / soname for soname in sonames]
 
 
@@ -65,6 +67,7 @@ def _remove(folder: Path, owner: int) -> None:
         shutil.rmtree(folder)
 
 
+_COMPILERS = ("gcc", "clang", "clang-19")
 _LOADED_AT_IMPORT = ("torch_npu", "npu_profiler", "tensorpipe")
 
 

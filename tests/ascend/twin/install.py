@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import MappingProxyType
 
 import torch
@@ -11,7 +12,7 @@ from tests.ascend.twin import stand_ins
 from tests.ascend.twin.cann import provide_stub_cann
 
 # Few, since the interpreter visits one core after the other.
-NUM_CORES = 4
+NUM_CORES = 3
 UNIFIED_BUFFER_BYTES = 192 * 1024
 
 _registrations: list[torch.library.Library] = []  # each ends with its object
@@ -24,6 +25,13 @@ def import_torch_npu() -> None:
         import torch_npu  # noqa: F401 - registers the operators
 
         _registrations.append(stand_ins.register())
+
+
+def quicken_interpreter() -> None:
+    """Triton's interpreter patches the language at each call of a helper function; once for each will do."""
+    from triton.runtime import interpreter
+
+    interpreter._patch_lang = functools.cache(interpreter._patch_lang)
 
 
 def npu_platform() -> Platform:

@@ -167,8 +167,10 @@ def float32_attention() -> Iterator[None]:
     """Lift the rule that attention computes in 16 bits; for the run that is compared token by token."""
     global _float32_attention
     _float32_attention = True
-    yield
-    _float32_attention = False
+    try:
+        yield
+    finally:
+        _float32_attention = False
 
 
 def scatter_pa_kv_cache(

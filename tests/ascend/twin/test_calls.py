@@ -37,8 +37,12 @@ def test_what_the_service_names_of_the_runtime_is_in_the_wheel() -> None:
         root, *rest = name.split(".")
         found: Any = {"torch": torch, "torch_npu": torch_npu}[root]
         for part in rest:
-            assert hasattr(found, part), f"{name}: there is no {part}"
-            found = getattr(found, part)
+            try:
+                found = getattr(found, part)
+            except AttributeError:
+                pytest.fail(f"{name}: there is no {part}")
+            except RuntimeError:
+                break  # a setting that is there, but wants a device to be read
 
 
 def test_there_is_a_stand_in_for_each_operator_used_and_no_other() -> None:

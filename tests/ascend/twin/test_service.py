@@ -1,0 +1,159 @@
+"""The engine on its NPU path, on a CPU: tokens and logits are those of the CPU path and of transformers + PEFT."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from kernels.platform import in_use, installed
+from service.engine.build import build_engine
+from service.engine.config import EngineConfig
+from service.engine.records import StepRecord
+from service.models.caches import kv_bytes_per_token
+from service.models.facts import model_facts, read_config
+from tests.ascend.twin import stand_ins
+from tests.ascend.twin.install import npu_platform
+from tests.support.engine_parity import (
+    BASE,
+    Answer,
+    Oracle,
+    Request,
+    World,
+    config_of,
+    make_world,
+    run_engine,
+)
+from tests.support.tiny_models import VOCAB_SIZE
+from tests.tolerances import LOGITS, LOGITS_RMS
+
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # Triton's interpreter
+BLOCK_SIZE = 128
+# Heads of 64 elements, as the attention operator wants them; two layers, one of each kind where there are kinds.
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 64, "num_attention_heads": 4, "num_hidden_layers": 2},
+    "qwen3": {"head_dim": 64, "num_attention_heads": 4, "num_hidden_layers": 2},
+    "lfm2": {
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 2,
+        "layer_types": ["conv", "full_attention"],
+    },
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """What an engine answered, and how."""
+
+    answers: dict[str, Answer]
+    records: list[StepRecord]
+    num_preemptions: int
+    fallbacks: tuple[str, ...]
+    num_calls: dict[str, int]
+
+    @property
+    def tokens(self) -> dict[str, list[int]]:
+        return {name: answer.tokens for name, answer in self.answers.items()}
+
+
+def make_requests(world: World, num_output: int) -> list[Request]:
+    """One for the base and each adapter; some prompts end just before a block does, so that an answer needs another."""
+    rng = random.Random(0)
+    names = [BASE, *world.adapters]
+    lengths = [125 - i if i % 4 == 1 else 7 + 2 * i for i in range(len(names))]
+    return [
+        Request(f"r{i}", name, tuple(rng.randrange(5, VOCAB_SIZE) for _ in range(length)), num_output)
+        for i, (name, length) in enumerate(zip(names, lengths, strict=True))
+    ]
+
+
+def config(world: World, *, num_blocks: int, token_budget: int) -> EngineConfig:
+    facts = model_facts(read_config(world.model_dir))
+    kv_bytes = num_blocks * BLOCK_SIZE * kv_bytes_per_token(facts, world.dtype)
+    return msgspec.structs.replace(
+        config_of(world, token_budget=token_budget, max_sequences=8, num_rows=160),
+        block_size_tokens=BLOCK_SIZE,
+        kv_bytes=kv_bytes,
+    )
+
+
+def run(world: World, requests: list[Request], engine_config: EngineConfig, **sampling: Any) -> Run:
+    before = stand_ins.num_calls.copy()
+    engine = build_engine(engine_config)
+    try:
+        # With all adapters on the device, what runs when depends on nothing but the requests.
+        first = [Request(f"first {name}", name, (9,), 1) for name in world.adapters]
+        run_engine(engine, [request.submit(world.digests) for request in first])
+        submits = [request.submit(world.digests, **sampling) for request in requests]
+        answers = run_engine(engine, submits, joins_per_step=2)
+        stats = engine.stats()
+        return Run(
+            answers,
+            list(engine.step_records),
+            stats.num_preemptions,
+            in_use(torch.device("cpu")).fallbacks,
+            dict(stand_ins.num_calls - before),
+        )
+    finally:
+        engine.close()
+
+
+@contextlib.contextmanager
+def npu_path() -> Iterator[None]:
+    with installed(npu_platform(), "cpu"):
+        yield
+
+
+def assert_hard(run: Run) -> None:
+    """The run held what it is to hold."""
+    assert run.fallbacks == ()
+    assert run.num_preemptions > 0, "blocks were to run out"
+    assert any(r.num_prefill_tokens > 0 and r.num_decode_tokens > 0 for r in run.records), "chunks beside decode tokens"
+    assert any(len(r.adapters) >= 3 and r.num_base_tokens > 0 for r in run.records), "adapters beside the base"
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_float32_gives_the_tokens_of_the_cpu_path(family: str, tmp_path: Path) -> None:
+    world = make_world(family, tmp_path, "cpu", **SIZES[family])
+    requests = make_requests(world, 8)
+    engine_config = config(world, num_blocks=5, token_budget=96)
+    expected = run(world, requests, engine_config)
+    with npu_path(), stand_ins.float32_attention():
+        twin = run(world, requests, engine_config)
+    assert twin.tokens == expected.tokens
+    assert all(len(twin.tokens[request.name]) == request.max_tokens for request in requests)
+    assert_hard(twin)
+    assert expected.num_calls == {}
+    assert twin.num_calls.keys() == stand_ins.STAND_INS.keys()
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_bfloat16_logits_are_within_the_tolerances(family: str, tmp_path: Path) -> None:
+    world = make_world(family, tmp_path, "cpu", dtype=torch.bfloat16, **SIZES[family])
+    requests = make_requests(world, 8)
+    with npu_path():
+        # Triton's interpreter cannot multiply bfloat16 matrices, which steps of more than 64 tokens do.
+        twin = run(world, requests, config(world, num_blocks=5, token_budget=64), logprobs=5)
+    assert_hard(twin)
+    oracle = Oracle(world)
+    differences = []
+    for request in requests:
+        answer = twin.answers[request.name]
+        assert len(answer.tokens) == request.max_tokens
+        expected = oracle.logits(request.adapter, [*request.prompt, *answer.tokens]).log_softmax(-1)
+        for entry, row in zip(answer.logprobs, expected[len(request.prompt) - 1 :], strict=False):
+            tokens = [entry.token_id, *(token for token, _ in entry.top)]
+            values = torch.tensor([entry.logprob, *(value for _, value in entry.top)])
+            differences.append(values - row[tokens])
+    difference = torch.cat(differences)
+    assert float(difference.abs().max()) <= 2 * LOGITS[torch.bfloat16]
+    assert float(difference.square().mean().sqrt()) <= 2 * LOGITS_RMS[torch.bfloat16]

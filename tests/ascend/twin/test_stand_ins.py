@@ -1,0 +1,199 @@
+"""What the stand-ins refuse, rule by rule, and that they sit on the real wheel's schemas and shape functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ascend.twin import stand_ins
+from tests.ascend.twin.stand_ins import BrokenRule
+
+Arguments = dict[str, Any]
+TOKENS, HEADS, KV_HEADS, HEAD_DIM, BLOCKS, BLOCK_SIZE = 6, 4, 2, 64, 5, 128
+
+
+def test_the_wheel_is_the_one_that_is_served_with() -> None:
+    import torch_npu
+
+    assert torch_npu.__version__ == "2.13.0"
+    assert not torch.npu.is_available()
+    assert sum(name.startswith("npu::") for name in torch._C._dispatch_get_all_op_names()) == 425
+
+
+def attention() -> Arguments:
+    """A chunk of five tokens at the end of 130, and a first token."""
+    cache = torch.zeros(BLOCKS, BLOCK_SIZE, KV_HEADS * HEAD_DIM, dtype=torch.float16)
+    return {
+        "query": torch.zeros(TOKENS, HEADS, HEAD_DIM, dtype=torch.float16),
+        "key": cache,
+        "value": cache.clone(),
+        "atten_mask": torch.ones(2048, 2048, dtype=torch.int8).triu_(1),
+        "actual_seq_lengths": [5, 6],
+        "actual_seq_lengths_kv": [130, 1],
+        "block_table": torch.tensor([[1, 4], [2, 0]], dtype=torch.int32),
+        "num_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "scale": 0.125,
+        "input_layout": "TND",
+        "sparse_mode": 3,
+        "block_size": BLOCK_SIZE,
+    }
+
+
+def scatter() -> Arguments:
+    cache = torch.zeros(BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+    return {
+        "key": torch.ones(3, KV_HEADS, HEAD_DIM),
+        "value": torch.ones(3, KV_HEADS, HEAD_DIM),
+        "key_cache": cache,
+        "value_cache": cache.clone(),
+        "slot_mapping": torch.tensor([5, 639, 0]),
+        "cache_mode": "Norm",
+    }
+
+
+def norm() -> Arguments:
+    return {"input": torch.ones(3, 32), "gamma": torch.ones(32), "epsilon": 1e-6}
+
+
+def norm_of_sum() -> Arguments:
+    return {"x1": torch.ones(3, 32), "x2": torch.ones(3, 32), "gamma": torch.ones(32), "epsilon": 1e-6}
+
+
+def rotation() -> Arguments:
+    return {"input": torch.ones(3, 5, 8), "r1": torch.ones(3, 1, 8), "r2": torch.ones(3, 1, 8), "rotary_mode": "half"}
+
+
+def gate() -> Arguments:
+    return {"input": torch.ones(3, 8), "dim": -1}
+
+
+CALLS: dict[str, Callable[[], Arguments]] = {
+    "npu_fused_infer_attention_score": attention,
+    "npu_scatter_pa_kv_cache": scatter,
+    "npu_rms_norm": norm,
+    "npu_add_rms_norm": norm_of_sum,
+    "npu_rotary_mul": rotation,
+    "npu_swiglu": gate,
+}
+FIA, SCATTER = "npu_fused_infer_attention_score", "npu_scatter_pa_kv_cache"
+RMS, ADD_RMS, ROTARY, SWIGLU = "npu_rms_norm", "npu_add_rms_norm", "npu_rotary_mul", "npu_swiglu"
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values with a gap after each row."""
+    return torch.cat((tensor, tensor), 1)[:, : tensor.shape[1]]
+
+
+def float32(*names: str) -> Callable[[Arguments], Arguments]:
+    return lambda good: {name: good[name].float() for name in names}
+
+
+def given(**changed: Any) -> Callable[[Arguments], Arguments]:
+    return lambda _good: changed
+
+
+# Operator, part of what is said, and the arguments that differ from the good ones above.
+REFUSED: list[tuple[str, str, Callable[[Arguments], Arguments]]] = [
+    (FIA, "layout TND", given(input_layout="TND_NTD")),
+    (FIA, "16 bits", float32("query", "key", "value")),
+    (FIA, "one dtype", float32("value")),
+    (FIA, "contiguous", lambda good: {"query": strided(good["query"])}),
+    (FIA, "contiguous", lambda good: {"key": strided(good["key"])}),
+    (FIA, "three dimensions", lambda good: {"key": good["key"].view(BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM)}),
+    (FIA, "num_heads is", given(num_heads=2)),
+    (FIA, "shared evenly", given(num_key_value_heads=3)),
+    (FIA, "block_size is", given(block_size=64)),
+    (FIA, "the cache is", given(block_size=256)),
+    (FIA, "one shape", lambda good: {"value": good["value"][:4]}),
+    (FIA, "needs actual_seq_lengths", given(actual_seq_lengths=None)),
+    (FIA, "needs actual_seq_lengths_kv", given(actual_seq_lengths_kv=None)),
+    (FIA, "cumulative", given(actual_seq_lengths=[7, 6])),
+    (FIA, "number of tokens", given(actual_seq_lengths=[5, 5])),  # the second request's, not the sum
+    (FIA, "one length", given(actual_seq_lengths=[6])),
+    (FIA, "no more queries than keys", given(actual_seq_lengths_kv=[4, 1])),
+    (FIA, "has a key", given(actual_seq_lengths_kv=[130, 0])),
+    (FIA, "there is a block_table", given(block_table=None)),
+    (FIA, "int32", lambda good: {"block_table": good["block_table"].long()}),
+    (FIA, "contiguous matrix", lambda good: {"block_table": strided(good["block_table"])}),
+    (FIA, "one row per request", lambda good: {"block_table": good["block_table"][:1]}),
+    (FIA, "wide enough", given(actual_seq_lengths_kv=[257, 1])),
+    (FIA, "blocks of all requests", given(actual_seq_lengths=[3, 6], actual_seq_lengths_kv=[384, 384],
+                                          block_table=torch.ones(2, 3, dtype=torch.int32))),
+    (FIA, "blocks of the cache", given(block_table=torch.tensor([[1, 5], [2, 0]], dtype=torch.int32))),
+    (FIA, "sparse_mode 3", given(sparse_mode=0)),
+    (FIA, "reaches back", given(sparse_mode=4, pre_tokens=-1, next_tokens=0)),
+    (FIA, "ends at the token", given(sparse_mode=4, pre_tokens=3)),
+    (FIA, "high precision", given(inner_precise=1)),
+    (FIA, "need the mask", given(atten_mask=None)),
+    (FIA, "bool, int8 or uint8", lambda good: {"atten_mask": good["atten_mask"].half()}),
+    (FIA, "2048 x 2048", lambda good: {"atten_mask": good["atten_mask"][:128, :128]}),
+    (FIA, "above its diagonal", lambda good: {"atten_mask": good["atten_mask"].t().contiguous()}),
+    (FIA, "not used", given(softmax_lse_flag=True)),
+    (SCATTER, "plain layout", given(cache_mode="PA_NZ")),
+    (SCATTER, "contiguous", lambda good: {"value": strided(good["value"])}),
+    (SCATTER, "contiguous", lambda good: {"key_cache": strided(good["key_cache"])}),
+    (SCATTER, "one dtype", lambda good: {"key": good["key"].half()}),
+    (SCATTER, "fit the cache", lambda good: {"key": good["key"][..., :32].contiguous()}),
+    (SCATTER, "int32 or int64", lambda good: {"slot_mapping": good["slot_mapping"].short()}),
+    (SCATTER, "one slot per token", given(slot_mapping=torch.tensor([5, 6]))),
+    (SCATTER, "lie in the cache", given(slot_mapping=torch.tensor([5, 640, 0]))),
+    (SCATTER, "lie in the cache", given(slot_mapping=torch.tensor([5, -1, 0]))),
+    (SCATTER, "no slot twice", given(slot_mapping=torch.tensor([5, 6, 5]))),
+    (RMS, "gamma has the input's dtype", lambda good: {"input": good["input"].half()}),
+    (RMS, "last dimensions", given(gamma=torch.ones(3))),
+    (RMS, "2 to 8", given(input=torch.ones(32))),
+    (ADD_RMS, "one shape and dtype", lambda good: {"x2": good["x2"].half()}),
+    (ROTARY, "not pairs", given(rotary_mode="interleave")),
+    (ROTARY, "in full width", given(r1=torch.ones(3, 1, 4), r2=torch.ones(3, 1, 4))),
+    (ROTARY, "in full width", given(r1=torch.ones(3, 5, 8))),
+    (ROTARY, "dtype", lambda good: {"r2": good["r2"].half()}),
+    (ROTARY, "lie in", lambda good: {"r1": 1.1 * good["r1"]}),
+    (ROTARY, "even", given(input=torch.ones(3, 5, 7), r1=torch.ones(3, 1, 7), r2=torch.ones(3, 1, 7))),
+    (SWIGLU, "halves are equal", given(dim=0)),
+]  # fmt: skip
+
+
+def test_every_stand_in_has_a_good_call() -> None:
+    assert CALLS.keys() == stand_ins.STAND_INS.keys() == {op for op, _, _ in REFUSED}
+    for op, arguments in CALLS.items():
+        getattr(torch.ops.npu, op)(**arguments())
+
+
+@pytest.mark.parametrize(("op", "said", "change"), REFUSED, ids=[f"{op}-{said}" for op, said, _ in REFUSED])
+def test_refuses(op: str, said: str, change: Callable[[Arguments], Arguments]) -> None:
+    good = CALLS[op]()
+    with pytest.raises(BrokenRule, match=said):
+        stand_ins.STAND_INS[op](**{**good, **change(good)})
+
+
+def test_the_16_bit_rule_can_be_lifted() -> None:
+    good = attention()
+    wide = {**good, **float32("query", "key", "value")(good)}
+    with stand_ins.float32_attention():
+        out, _ = torch.ops.npu.npu_fused_infer_attention_score(**wide)
+    assert out.dtype == torch.float32
+    with pytest.raises(BrokenRule, match="16 bits"):
+        torch.ops.npu.npu_fused_infer_attention_score(**wide)
+
+
+def test_the_wheels_own_shape_function_is_asked_first() -> None:
+    good = attention()
+    with pytest.raises(RuntimeError, match="queryDims"):
+        torch.ops.npu.npu_fused_infer_attention_score(**{**good, "query": good["query"].view(TOKENS, -1)})
+
+
+def test_the_wheels_schema_refuses_an_unknown_keyword() -> None:
+    with pytest.raises(RuntimeError, match="eps"):
+        torch.ops.npu.npu_rms_norm(torch.ones(3, 32), torch.ones(32), eps=1e-6)
+
+
+def test_keys_and_values_are_written_in_place() -> None:
+    call = scatter()
+    torch.ops.npu.npu_scatter_pa_kv_cache(**call)
+    for cache in (call["key_cache"], call["value_cache"]):
+        written = cache.view(-1, KV_HEADS * HEAD_DIM).any(1).nonzero().flatten()
+        assert written.tolist() == [0, 5, 639]
