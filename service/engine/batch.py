@@ -5,7 +5,8 @@ Sequences stand in adapter order, the base model's last; the tokens of a sequenc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -43,6 +44,7 @@ class StepBatch:
     attention, conv  conv is None for models without convolution layers
     logits_rows      int64 [num_rows]: the tokens whose logits are wanted, ascending (hence also in adapter order)
     logits_lora      maps of those rows for the head; None like `lora`
+    riders           tensors that came to the device with the maps and are none of the model's: the sampler's
     """
 
     token_ids: torch.Tensor
@@ -53,3 +55,4 @@ class StepBatch:
     conv: ConvMaps | None
     logits_rows: torch.Tensor
     logits_lora: LoraMaps | None
+    riders: Mapping[str, torch.Tensor] = field(default_factory=dict)

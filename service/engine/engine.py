@@ -17,6 +17,7 @@ from collections import deque
 
 from adapters.row_pool import PoolUsage
 from kernels.lora import ops as lora_ops
+from kernels.platform import in_use
 from service.engine import admission
 from service.engine.adapter_desk import AdapterDesk, HostSource, Rows
 from service.engine.block_pool import BlockPool
@@ -33,12 +34,14 @@ from service.engine.messages import (
     Submit,
     Tokens,
 )
-from service.engine.output import sample_step, tokens_message
+from service.engine.output import ask_of, sample_step, tokens_message
 from service.engine.records import StepRecord, StepRecords, record_of
 from service.engine.runner import Runner
 from service.engine.sampler import Choice
+from service.engine.sampling_plan import arrays_of
 from service.engine.scheduler import Scheduler
 from service.engine.sequence import Sequence, Share
+from service.engine.staging import Staging
 from service.engine.state_lines import StateLines
 
 Event = Tokens | Finished | AdapterState
@@ -84,6 +87,9 @@ class Engine:
             has_length_limits=capacity.has_length_limits,
             device=capacity.device,
         )
+        self._staging = Staging(capacity.device)
+        # Of the logits, where the device samples; None where the host does.
+        self._sampled_columns = None if in_use(capacity.device).device == "cpu" else capacity.vocab_size
         self._sequences: dict[str, Sequence] = {}
         self._num_arrived = 0
         self._events: list[Event] = []
@@ -163,9 +169,11 @@ class Engine:
         shares = self.scheduler.schedule()
         if shares:
             shares, parts = self._in_adapter_order(shares)
-            batch = build_step(parts, self._map_limits)
+            ask = ask_of(shares, self._sampled_columns)
+            riders = {} if ask.plan is None else arrays_of(ask.plan)
+            batch = build_step(parts, self._map_limits, self._staging, riders)
             logits = self._runner.run(batch)
-            choices = sample_step(logits, shares)
+            choices = sample_step(logits, ask, batch.riders)
             self._publish(choices)
             self._settle(shares, choices, started)
         return self.take_events()

@@ -3,15 +3,15 @@ model.
 
 The layout: sequences in adapter order, those of the base model last, so that the tokens of one adapter, and the rows
 of its logits, form one contiguous segment. Adapters stand in the order of their rows, which lets a CPU read
-neighbouring ranges as one. All arrays of a step are built in numpy; on a CPU the tensors share their memory, on an
-accelerator they travel in one copy from pinned memory.
+neighbouring ranges as one. All arrays of a step are built in numpy; `staging.py` takes them to the device, and those
+of the sampler with them, in one copy.
 
 Cost per step: O(tokens) Python for slots and positions, some ten microseconds for 256 tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 
 from kernels.lora.maps import LoraMaps, Segment
 from service.engine.batch import AttentionMaps, ConvMaps, StepBatch
+from service.engine.staging import Staging
 
 BASE = -1  # the place of sequences without an adapter
 
@@ -65,8 +66,17 @@ def adapter_order(parts: Sequence[Part]) -> list[int]:
     return sorted(range(len(parts)), key=lambda i: (parts[i].place == BASE, parts[i].first_rows, parts[i].place))
 
 
-def build_step(parts: Sequence[Part], limits: MapLimits) -> StepBatch:
-    """The batch of `parts`, which stand in adapter order already."""
+def build_step(
+    parts: Sequence[Part],
+    limits: MapLimits,
+    staging: Staging | None = None,
+    riders: Mapping[str, np.ndarray] | None = None,
+) -> StepBatch:
+    """The batch of `parts`, which stand in adapter order already.
+
+    staging  takes the arrays to the device of `limits`; None: one of their own
+    riders   arrays that are no maps and travel with them, becoming `StepBatch.riders`
+    """
     lengths = [len(part.token_ids) for part in parts]
     starts = _running_sum(lengths)
     segments = _segments(parts, lengths)
@@ -88,7 +98,8 @@ def build_step(parts: Sequence[Part], limits: MapLimits) -> StepBatch:
         arrays["length_limits"] = np.repeat(np.array([part.length_limit for part in parts], np.float32), lengths)
     arrays |= _lora_arrays("tokens", segments, starts[-1], limits)
     arrays |= _lora_arrays("rows", row_segments, num_rows, limits)
-    on_device = to_device(arrays, limits.device)
+    riders = riders or {}
+    on_device = (staging or Staging(limits.device)).upload({**arrays, **riders})
     return StepBatch(
         token_ids=on_device["token_ids"],
         positions=on_device["positions"],
@@ -98,26 +109,8 @@ def build_step(parts: Sequence[Part], limits: MapLimits) -> StepBatch:
         conv=_conv_maps(parts, starts, on_device) if limits.has_conv else None,
         logits_rows=on_device["logits_rows"],
         logits_lora=_lora_maps("rows", row_segments, num_rows, on_device),
+        riders={name: on_device[name] for name in riders},
     )
-
-
-def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, torch.Tensor]:
-    """Tensors of the arrays. On a CPU they share memory; else one pinned buffer is copied once, without waiting."""
-    if device.type == "cpu":
-        return {name: torch.from_numpy(array) for name, array in arrays.items()}
-    offsets = _running_sum([-(-array.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for array in arrays.values()])
-    pinned = torch.empty(offsets[-1], dtype=torch.uint8, pin_memory=True)
-    for offset, array in zip(offsets, arrays.values(), strict=False):
-        pinned[offset : offset + array.nbytes].numpy()[:] = array.reshape(-1).view(np.uint8)
-    buffer = pinned.to(device, non_blocking=True)
-    tensors = {}
-    for offset, (name, array) in zip(offsets, arrays.items(), strict=False):
-        dtype = torch.from_numpy(array).dtype
-        tensors[name] = buffer[offset : offset + array.nbytes].view(dtype).view(array.shape)
-    return tensors
-
-
-_ALIGNMENT_BYTES = 64  # each array begins on its own line
 
 
 def _segments(parts: Sequence[Part], lengths: Sequence[int]) -> tuple[Segment, ...]:

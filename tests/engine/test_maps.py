@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.lora.maps import Segment
-from service.engine.maps import BASE, MapLimits, Part, adapter_order, build_step, to_device
+from service.engine.maps import BASE, MapLimits, Part, adapter_order, build_step
 
 LIMITS = MapLimits(
     block_size=4, num_groups=2, max_segments=3, has_conv=True, has_length_limits=True, device=torch.device("cpu")
@@ -123,11 +123,10 @@ def test_parts_out_of_adapter_order_are_a_bug() -> None:
         build_step([CHUNK, MIDDLE, DECODE], LIMITS)
 
 
-def test_arrays_reach_a_cpu_without_a_copy() -> None:
-    array = np.array([1, 2, 3], np.int32)
-    tensor = to_device({"x": array}, torch.device("cpu"))["x"]
-    array[0] = 7
-    assert tensor.tolist() == [7, 2, 3]
+def test_riders_travel_with_the_maps() -> None:
+    batch = build_step(PARTS, LIMITS, riders={"numbers": np.array([0.5, 0.25], np.float32)})
+    assert {name: tensor.tolist() for name, tensor in batch.riders.items()} == {"numbers": [0.5, 0.25]}
+    assert build_step(PARTS, LIMITS).riders == {}
 
 
 def test_base_is_the_place_of_no_adapter() -> None:
