@@ -1,4 +1,4 @@
-"""The command `multilora`: serve, chat, upload, ls, rm, bench. Each command imports what it needs and no more."""
+"""The command `multilora`: serve, doctor, chat, upload, ls, rm, bench. Each imports what it needs and no more."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _command(name: str) -> Callable[[argparse.Namespace], int]:
+    if name == "doctor":
+        from service.doctor.command import doctor
+
+        return doctor
     if name == "bench":
         from service.load_test import bench
 
@@ -54,6 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     _client_parser(commands, "ls", "list the adapters")
     remove = _client_parser(commands, "rm", "delete adapters")
     remove.add_argument("name", nargs="+", help="name of an adapter")
+    text = "look at this machine: is everything there that serving needs, and does it compute the right numbers?"
+    _add_doctor(commands.add_parser("doctor", help=text, description=text))
     _add_bench(_client_parser(commands, "bench", "load a running server for a while and show its speed"))
     return parser
 
@@ -73,6 +79,15 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", help="system message")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)")
     parser.add_argument("--max-tokens", type=_positive, default=256, help="most tokens of an answer (%(default)s)")
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="cpu, cuda, npu, npu:1 ...; default: MULTILORA_DEVICE, else cpu")
+    parser.add_argument("--model-dir", help="Hugging Face directory of the base model; default: the bundled one")
+    parser.add_argument("--store-dir", help="where uploaded adapters live")
+    parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
+    parser.add_argument("--block-size-tokens", help="tokens per KV block")
+    parser.add_argument("--json", action="store_true", help="print JSON, for a bug report, and nothing else")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

@@ -8,10 +8,11 @@ never more of them than adapters.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from service.engine.messages import Stats
+from service.engine.messages import OpInUse, Stats
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _DELETED = "deleted:"
@@ -78,6 +79,12 @@ class Metrics:
     def _make_engine_metrics(self) -> None:
         self.engine_up = Gauge("multilora_engine_up", "1 while the engine is ready.", registry=self.registry)
         self.engine_restarts = Counter("multilora_engine_restarts", "Engines started again.", registry=self.registry)
+        self.op_implementation = Gauge(
+            "multilora_op_implementation",
+            "1 for the implementation that serves an op, beside the one wished for on this kind of device.",
+            ("op", "implementation", "wished"),
+            registry=self.registry,
+        )
         self.adapters = Gauge("multilora_adapters", "Adapters by where they are.", ("tier",), registry=self.registry)
         self._gauges = {
             field: Gauge(f"multilora_{name}", text, registry=self.registry) for name, field, text in _STATS_GAUGES
@@ -111,6 +118,12 @@ class Metrics:
             self.step_sequences.observe(num_sequences)
             self.step_adapters.observe(num_adapters)
             self.step_seconds.observe(milliseconds / 1e3)
+
+    def show_ops(self, ops: Iterable[OpInUse]) -> None:
+        """These ops and no others; a restarted engine may find another implementation to work."""
+        self.op_implementation.clear()
+        for one in ops:
+            self.op_implementation.labels(one.op, one.implementation, one.wished).set(1)
 
     def know_adapter(self, name: str) -> None:
         """The adapter is in the store, so it may have series."""

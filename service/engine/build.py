@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from adapters.host_tier import HostTier
 from adapters.row_pool import RowPool
-from kernels.platform import detect
+from kernels.platform import detect, in_use
+from kernels.probe.choose import choose_implementations
+from kernels.probe.shapes import ProbeShapes
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
+from service.engine.messages import OpInUse
 from service.engine.runner import ModelRunner
-from service.models.loader import load_model
+from service.models.caches import kv_bytes_per_token
+from service.models.checkpoint import open_checkpoint
+from service.models.facts import model_facts, read_config
+from service.models.loader import choose_dtype, load_model
 
 
 def build_engine(config: EngineConfig) -> Engine:
-    """Load the model and allocate everything. Raises ValueError with one sentence if the engine cannot start."""
-    platform = detect(config.device)
-    loaded = load_model(Path(config.model_dir), dtype=config.dtype, device=config.device)
+    """Probe the ops, load the model and allocate everything. Raises ValueError with one sentence if the engine cannot
+    start."""
+    model_dir = Path(config.model_dir)
+    platform, reports = choose_implementations(config.device, shapes_to_probe(config))
+    loaded = load_model(model_dir, dtype=config.dtype, device=config.device)
     rows: RowPool | None = None
     host: HostTier | None = None
     if config.row_bytes > 0:
@@ -30,4 +40,35 @@ def build_engine(config: EngineConfig) -> Engine:
         )
         host = HostTier(Path(config.store_root), loaded.layout, config.host_tier_bytes, dtype=row_dtype)
         loaded.model.bind_rows(rows)
-    return Engine(ModelRunner(loaded, config, platform), rows, host, config)
+    ops = tuple(OpInUse(report.op, report.used or "", report.wished) for report in reports)
+    return Engine(ModelRunner(loaded, config, platform), rows, host, config, ops)
+
+
+def shapes_to_probe(config: EngineConfig) -> ProbeShapes:
+    """Sizes of the model and its cache, as they will be served. Raises ModelError, and BackendError for a device that
+    is not there."""
+    detect(config.device)  # torch's own error is no sentence
+    model_dir = Path(config.model_dir)
+    facts = model_facts(read_config(model_dir))
+    with open_checkpoint(model_dir) as checkpoint:
+        dtype, _ = choose_dtype(config.dtype, config.device, facts, checkpoint)
+    windows = [window for window in facts.sliding_windows if window is not None]
+    return ProbeShapes(
+        dtype=_name(dtype),
+        row_dtype=_name(in_use(torch.device(config.device)).row_dtype(dtype)),
+        hidden_size=facts.hidden_size,
+        intermediate_size=facts.intermediate_size,
+        num_heads=facts.num_heads,
+        num_kv_heads=facts.num_kv_heads,
+        head_dim=facts.head_dim,
+        sliding_window=min(windows, default=None),
+        conv_width=facts.conv_width,
+        block_size=config.block_size_tokens,
+        num_blocks=1 + config.kv_bytes // (kv_bytes_per_token(facts, dtype) * config.block_size_tokens),
+        max_sequences=config.max_sequences,
+        norm_eps=facts.norm_eps,
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

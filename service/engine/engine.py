@@ -29,6 +29,7 @@ from service.engine.messages import (
     Evict,
     Finished,
     Load,
+    OpInUse,
     Ready,
     Stats,
     Submit,
@@ -51,12 +52,19 @@ ADAPTER_NOT_FINITE = "The adapter gives no finite logits for this request: its w
 
 
 class Engine:
-    """See the module's docstring. `rows` and `host` are None where LoRA is off.
+    """See the module's docstring. `rows` and `host` are None where LoRA is off; `ops` are told of in `ready`.
 
     Not thread-safe; only `wake` may be set from other threads, and is set when adapter loads have news.
     """
 
-    def __init__(self, runner: Runner, rows: Rows | None, host: HostSource | None, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        rows: Rows | None,
+        host: HostSource | None,
+        config: EngineConfig,
+        ops: tuple[OpInUse, ...] = (),
+    ) -> None:
         capacity = runner.capacity
         self.config = config
         self.capacity = capacity
@@ -77,6 +85,9 @@ class Engine:
         self.records = StepRecords()
         self.num_steps = 0
         self._runner = runner
+        self._ops = ops
+        # Those of the probe at the start are no step's.
+        self._num_lora_op_calls_before = lora_ops.call_count()
         self._rows = rows
         self._host = host
         self._map_limits = MapLimits(
@@ -122,6 +133,7 @@ class Engine:
             pid=pid,
             row_element_bytes=self.capacity.row_element_bytes,
             row_alignment=self.capacity.row_alignment,
+            ops=self._ops,
         )
 
     def handle(self, message: Submit | Abort | Load | Evict) -> None:
@@ -210,7 +222,7 @@ class Engine:
             num_preemptions=self.scheduler.num_preemptions,
             num_adapter_loads=usage.num_loads,
             num_adapter_evictions=usage.num_evictions,
-            num_lora_op_calls=lora_ops.call_count(),
+            num_lora_op_calls=lora_ops.call_count() - self._num_lora_op_calls_before,
             steps=self.records.take_new(),
         )
 

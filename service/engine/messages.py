@@ -90,10 +90,20 @@ ToEngine = Submit | Abort | Load | Evict | Drain
 # ---- engine -> API
 
 
+class OpInUse(msgspec.Struct, frozen=True, array_like=True):
+    """Which implementation serves an op, and which one was wished for; they differ where the probe at the start found
+    that the wished-for one does not work."""
+
+    op: str
+    implementation: str
+    wished: str
+
+
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The model is loaded and warm. Sizes that admission needs.
 
     row_element_bytes, row_alignment  what `adapters.row_plan.plan_rows` needs beside the budget; 0 where LoRA is off
+    ops                               one entry for each op
     """
 
     max_model_len_tokens: int
@@ -104,6 +114,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     pid: int
     row_element_bytes: int = 0
     row_alignment: int = 0
+    ops: tuple[OpInUse, ...] = ()
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):

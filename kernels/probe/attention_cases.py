@@ -1,0 +1,83 @@
+"""Probe cases of paged attention and of writing keys and values: chunks and decode tokens, blocks out of order."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.kv_write import ops as kv_write_ops
+from kernels.paged_attention import ops
+from kernels.paged_attention.maps import AttentionMaps
+from kernels.probe.place import Place
+from kernels.probe.prepared import Prepared
+from kernels.probe.shapes import ProbeShapes
+
+_NUM_BLOCKS = 10
+
+
+def attend(shapes: ProbeShapes, place: Place) -> Prepared:
+    """All heads over the whole of each sequence."""
+    return _attend(shapes, place, None)
+
+
+def attend_window(shapes: ProbeShapes, place: Place) -> Prepared:
+    """The same with a window smaller than some of the sequences."""
+    assert shapes.sliding_window is not None
+    return _attend(shapes, place, min(shapes.sliding_window, shapes.block_size // 2 + 1))
+
+
+def write_kv(shapes: ProbeShapes, place: Place) -> Prepared:
+    """Slots in and out of order, over the end of a block; all others stay as they are."""
+    block_size = shapes.block_size
+    shape = (_NUM_BLOCKS, block_size, shapes.num_kv_heads, shapes.head_dim)
+    k_cache, v_cache = (place.put(place.fresh(*shape)) for _ in range(2))
+    slots = [2 * block_size - 1, 2 * block_size, 7 * block_size + 3, 5 * block_size, 5 * block_size + 1]
+    slot_mapping = place.ints(slots, torch.int64)
+    # Keys and values come as slices of the packed projection.
+    packed = place.put(place.random(len(slots), shapes.num_heads + 2 * shapes.num_kv_heads, shapes.head_dim))
+    k = packed[:, shapes.num_heads : shapes.num_heads + shapes.num_kv_heads]
+    v = packed[:, shapes.num_heads + shapes.num_kv_heads :]
+
+    def call() -> tuple[torch.Tensor, ...]:
+        kv_write_ops.write_kv(k, v, k_cache, v_cache, slot_mapping)
+        return k_cache, v_cache
+
+    return call
+
+
+def _attend(shapes: ProbeShapes, place: Place, sliding_window: int | None) -> Prepared:
+    maps = _maps(shapes.block_size, place)
+    num_tokens, head_dim = maps.query_starts[-1], shapes.head_dim
+    # Slots that no position of a sequence has hold what nobody has written.
+    k_cache, v_cache = (place.fresh(_NUM_BLOCKS * shapes.block_size, shapes.num_kv_heads, head_dim) for _ in range(2))
+    for blocks, kv_len in zip(maps.block_tables, maps.kv_lens, strict=True):
+        slots = [blocks[p // shapes.block_size] * shapes.block_size + p % shapes.block_size for p in range(kv_len)]
+        for cache in (k_cache, v_cache):
+            cache[slots] = place.random(kv_len, shapes.num_kv_heads, head_dim)
+    k, v = (place.put(cache).view(_NUM_BLOCKS, shapes.block_size, shapes.num_kv_heads, head_dim)
+            for cache in (k_cache, v_cache))  # fmt: skip
+    # As they come out of the rotation: queries beside keys.
+    q = place.put(place.random(num_tokens, shapes.num_heads + shapes.num_kv_heads, head_dim))[:, : shapes.num_heads]
+
+    def call() -> tuple[torch.Tensor, ...]:
+        return (ops.paged_attention(q, k, v, maps, scale=head_dim**-0.5, sliding_window=sliding_window),)
+
+    return call
+
+
+def _maps(block_size: int, place: Place) -> AttentionMaps:
+    """A chunk, a decode token, a new prompt, a first token: (tokens of the step, tokens in the cache after it)."""
+    step = ((5, block_size + 3), (1, 2 * block_size), (7, 7), (1, 1))
+    block_tables = ((4, 2), (7, 8), (1,), (9,))
+    starts = [sum(num_new for num_new, _ in step[:i]) for i in range(len(step) + 1)]
+    kv_lens = [kv_len for _, kv_len in step]
+    positions = [(s, kv_len - num_new + t) for s, (num_new, kv_len) in enumerate(step) for t in range(num_new)]
+    slots = [block_tables[s][p // block_size] * block_size + p % block_size for s, p in positions]
+    return AttentionMaps(
+        query_starts=tuple(starts),
+        kv_lens=tuple(kv_lens),
+        block_tables=block_tables,
+        query_start_loc=place.ints(starts),
+        kv_lens_device=place.ints(kv_lens),
+        block_table=place.ints([[*blocks, 0][:2] for blocks in block_tables]),
+        slot_mapping=place.ints(slots, torch.int64),
+    )

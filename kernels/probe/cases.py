@@ -1,0 +1,57 @@
+"""Which cases probe which op. Every op of `kernels.platform.IMPLEMENTATIONS` has at least one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import ModuleType
+
+from kernels.probe import attention_cases, conv_cases, dense_cases, lora_cases
+from kernels.probe.place import Place
+from kernels.probe.prepared import Prepared
+from kernels.probe.shapes import ProbeShapes
+
+Case = Callable[[ProbeShapes, Place], Prepared]
+
+# Op -> name of the case, which is the public op's -> case. The cases of an op are tried in order.
+_CASES: Mapping[str, Mapping[str, Case]] = {
+    "lora": {
+        "lora_linear": lora_cases.linear,
+        "lora_embedding": lora_cases.embedding,
+        "lora_shrink": lora_cases.shrink,
+        "lora_expand": lora_cases.expand,
+    },
+    "causal_conv1d": {
+        "causal_conv1d_prefill": conv_cases.prefill,
+        "causal_conv1d_update": conv_cases.update,
+    },
+    "paged_attention": {
+        "paged_attention": attention_cases.attend,
+        "paged_attention_window": attention_cases.attend_window,
+    },
+    "kv_write": {"write_kv": attention_cases.write_kv},
+    "linear": {"linear": dense_cases.linear},
+    "rms_norm": {
+        "rms_norm": dense_cases.rms_norm,
+        "add_rms_norm": dense_cases.add_rms_norm,
+        "rms_norm_heads": dense_cases.rms_norm_heads,
+    },
+    "rotary": {"rotary": dense_cases.rotary},
+    "swiglu": {"swiglu": dense_cases.swiglu},
+}
+
+
+def refusal_of(module: ModuleType, op: str, shapes: ProbeShapes) -> str | None:
+    """Why an implementation knows beforehand that it cannot serve such a model, as part of a sentence."""
+    if op == "paged_attention" and hasattr(module, "refusal"):
+        cache_shape = (shapes.num_blocks, shapes.block_size, shapes.num_kv_heads, shapes.head_dim)
+        refusal: str | None = module.refusal(cache_shape, shapes.torch_dtype, shapes.num_heads, shapes.max_sequences)
+        return refusal
+    return None
+
+
+def cases_of(op: str, shapes: ProbeShapes) -> Mapping[str, Case]:
+    """The cases that a model of these shapes needs of `op`; none where it does not use the op."""
+    if op == "causal_conv1d" and shapes.conv_width == 0:
+        return {}
+    unused = {"paged_attention_window"} if shapes.sliding_window is None else set()
+    return {name: case for name, case in _CASES[op].items() if name not in unused}

@@ -1,0 +1,88 @@
+"""A process that probes ops and says what it is about to do: `python -m kernels.probe.child FD`, started by `apart.py`.
+
+Reads one JSON request from stdin and writes one JSON line for each thing that begins or has ended to the descriptor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict
+from typing import Any
+
+DEVICE_IS_LOST = 3
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """The exit code. What stops the whole probe, such as an absent device, is a line of its own."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    request = json.load(sys.stdin)
+    # The parent waits for the end of this stream, which a compiler started here would keep open.
+    os.set_inheritable(int(sys.argv[1]), False)
+    with os.fdopen(int(sys.argv[1]), "w", buffering=1) as channel:
+
+        def say(**line: Any) -> None:
+            channel.write(json.dumps(line) + "\n")
+
+        try:
+            _probe(request, say)
+        except Exception as error:
+            say(fault=f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
+            return 1
+        say(end=True)
+    return 0
+
+
+def _probe(request: dict[str, Any], say: Any) -> None:
+    import torch
+
+    from kernels.platform import detect
+    from kernels.probe.run import try_op
+    from kernels.probe.shapes import ProbeShapes
+
+    platform = detect(request["device"])
+    device, shapes = torch.device(request["device"]), ProbeShapes(**request["shapes"])
+    for op in request["ops"]:
+        trials = try_op(
+            platform,
+            device,
+            op,
+            shapes,
+            excluded=request["excluded"].get(op, ()),
+            num_repeats=request["num_repeats"],
+            begin=functools.partial(_say_begin, say, op),
+        )
+        for trial in trials:
+            say(trial=asdict(trial))
+            if trial.status == "raised":
+                _require_alive(device)
+        say(done=op)
+
+
+def _say_begin(say: Any, op: str, implementation: str, case: str) -> None:
+    say(begin=op, implementation=implementation, case=case)
+
+
+def _require_alive(device: Any) -> None:
+    """End this process if the device no longer computes: its word on further implementations would be worth nothing."""
+    import torch
+
+    try:
+        if float(torch.ones(1, device=device).add(1).cpu()) == 2.0:
+            return
+    except Exception as error:
+        print(f"The device is unusable after the fault: {error}", file=sys.stderr)
+    os._exit(DEVICE_IS_LOST)
+
+
+if __name__ == "__main__":
+    # Without the teardown of a device's libraries, which may take seconds, or fail.
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,144 @@
+"""Probe cases of the LoRA ops: mixed ranks, one of them 0, base tokens that must not be touched, rows out of order."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.lora import ops
+from kernels.lora.maps import LoraMaps, LoraStack, Segment
+from kernels.probe.place import Place
+from kernels.probe.prepared import Prepared
+from kernels.probe.shapes import ProbeShapes
+
+# Per adapter: tokens in the step (decode tokens and a chunk), place, first row of its range.
+_LENGTHS, _PLACES, _FIRST_ROWS = (1, 7, 2, 1), (2, 0, 3, 1), (32, 0, 96, 64)
+_NUM_BASE_TOKENS = 3
+_NUM_ROWS = 128
+# Rank of each adapter in each of the three slices; a slice with rank 0 is not targeted. Largest: 21 of a range of 32.
+_RANKS = ((16, 5, 1, 21), (3, 0, 16, 8), (16, 21, 0, 2))
+_SCALINGS = (2.0, 0.25, 1.0, 1.7)
+_VOCABULARY = 83
+
+
+def shrink(shapes: ProbeShapes, place: Place) -> Prepared:
+    """x @ A.T of three slices, of which only the columns below each rank are defined."""
+    stack, maps = _stack(shapes, place, _qkv(shapes), shapes.hidden_size), _maps(place)
+    x = _activations(place, shapes.hidden_size)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        h = ops.lora_shrink(x, stack, maps)
+        return tuple(
+            h[s, segment.start : segment.end, : stack.host_ranks[s][segment.place]]
+            for s in range(len(stack.a))
+            for segment in maps.segments
+        )
+
+    return call
+
+
+def expand(shapes: ProbeShapes, place: Place) -> Prepared:
+    """h @ B, added to an output whose base rows stay as they are."""
+    widths = _qkv(shapes)
+    stack, maps = _stack(shapes, place, widths, shapes.hidden_size), _maps(place)
+    h = place.random(len(widths), maps.num_tokens, 32)
+    for s in range(len(widths)):
+        for segment in maps.segments:
+            h[s, segment.start : segment.end, stack.host_ranks[s][segment.place] :] = torch.nan
+    h[:, sum(_LENGTHS) :] = torch.nan
+    h, out = h.to(place.device), _output(place, sum(widths))
+
+    def call() -> tuple[torch.Tensor, ...]:
+        ops.lora_expand(h, out, stack, maps)
+        return (out,)
+
+    return call
+
+
+def linear(shapes: ProbeShapes, place: Place) -> Prepared:
+    """Shrink and expand in one op, over a packed projection."""
+    widths = _qkv(shapes)
+    stack, maps = _stack(shapes, place, widths, shapes.hidden_size), _maps(place)
+    x, out = _activations(place, shapes.hidden_size), _output(place, sum(widths))
+
+    def call() -> tuple[torch.Tensor, ...]:
+        ops.lora_linear(x, out, stack, maps)
+        return (out,)
+
+    return call
+
+
+def embedding(shapes: ProbeShapes, place: Place) -> Prepared:
+    """Columns of A by token id, times B."""
+    stack, maps = _stack(shapes, place, (shapes.hidden_size,), _VOCABULARY), _maps(place)
+    token_ids = place.ints([(17 * token) % _VOCABULARY for token in range(maps.num_tokens)], torch.int64)
+    out = _output(place, shapes.hidden_size)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        ops.lora_embedding(token_ids, out, stack, maps)
+        return (out,)
+
+    return call
+
+
+def _qkv(shapes: ProbeShapes) -> tuple[int, ...]:
+    kv_size = shapes.num_kv_heads * shapes.head_dim
+    return shapes.num_heads * shapes.head_dim, kv_size, kv_size
+
+
+def _activations(place: Place, width: int) -> torch.Tensor:
+    """Rows of base tokens are NaN: nobody may read them into the row of another token."""
+    x = place.random(sum(_LENGTHS) + _NUM_BASE_TOKENS, width)
+    x[sum(_LENGTHS) :] = torch.nan
+    return place.put(x)
+
+
+def _output(place: Place, width: int) -> torch.Tensor:
+    return place.put(place.random(sum(_LENGTHS) + _NUM_BASE_TOKENS, width))
+
+
+def _maps(place: Place) -> LoraMaps:
+    """Four segments, padded to six, then base tokens."""
+    starts = [sum(_LENGTHS[:i]) for i in range(len(_LENGTHS) + 1)]
+    segments = tuple(
+        Segment(start, start + length, place_, (first_row,))
+        for start, length, place_, first_row in zip(starts, _LENGTHS, _PLACES, _FIRST_ROWS, strict=False)
+    )
+    token_segment = [i for i, length in enumerate(_LENGTHS) for _ in range(length)]
+    return LoraMaps(
+        segments=segments,
+        num_tokens=starts[-1] + _NUM_BASE_TOKENS,
+        segment_starts=place.ints([*starts, starts[-1], starts[-1]]),
+        places=place.ints([*_PLACES, -1, -1]),
+        first_rows=place.ints([[*_FIRST_ROWS, -1, -1]]),
+        token_segment=place.ints(token_segment + [-1] * _NUM_BASE_TOKENS),
+        num_segments=place.ints([len(segments)]),
+    )
+
+
+def _stack(shapes: ProbeShapes, place: Place, widths: tuple[int, ...], in_features: int) -> LoraStack:
+    """Rows of four adapters. As in the row pool, a range is zero past an adapter's rank; other rows are unwritten."""
+    ranks = [[0] * len(_PLACES) for _ in widths]
+    scalings = [[0.0] * len(_PLACES) for _ in widths]
+    a, b = [], []
+    for s, width in enumerate(widths):
+        a_rows, b_rows = place.fresh(_NUM_ROWS, in_features), place.fresh(_NUM_ROWS, width)
+        for adapter, (where, first_row) in enumerate(zip(_PLACES, _FIRST_ROWS, strict=True)):
+            rank, largest = _RANKS[s][adapter], max(_RANKS[i][adapter] for i in range(len(widths)))
+            end = first_row + -(-largest // 16) * 16
+            a_rows[first_row:end], b_rows[first_row:end] = 0.0, 0.0
+            a_rows[first_row : first_row + rank] = place.random(rank, in_features) / in_features**0.5
+            b_rows[first_row : first_row + rank] = place.random(rank, width) / max(rank, 1) ** 0.5
+            ranks[s][where] = rank
+            scalings[s][where] = _SCALINGS[adapter] if rank else 0.0
+        a.append(place.put(a_rows, shapes.torch_row_dtype))
+        b.append(place.put(b_rows, shapes.torch_row_dtype))
+    return LoraStack(
+        a=tuple(a),
+        b=tuple(b),
+        ranks=place.ints(ranks),
+        scalings=torch.tensor(scalings, dtype=torch.float32).to(place.device),
+        group=0,
+        slice_starts=tuple(sum(widths[:s]) for s in range(len(widths))),
+        host_ranks=ranks,
+        host_scalings=scalings,
+    )

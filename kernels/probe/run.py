@@ -1,0 +1,201 @@
+"""Runs the cases of each op on its implementations, best first, against plain torch on the host.
+
+Run in the process that will serve (`probe`) or in one of its own (`apart.py`), which survives what this does not: a
+kernel that kills the process, one that never ends, one that leaves the device unusable.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+
+from kernels.platform import IMPLEMENTATIONS, Platform, detect, installed
+from kernels.probe.cases import Case, cases_of, refusal_of
+from kernels.probe.place import Place
+from kernels.probe.results import OpReport, Status, Trial
+from kernels.probe.shapes import ProbeShapes
+
+REFERENCE = "reference"
+_HOST = torch.device("cpu")
+# Largest difference to the reference, relative to its largest value. Rounding alone gives a fifth of this at most, a
+# key too many or a token's row of another adapter gives many times as much.
+_TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+_MAX_SENTENCE_CHARACTERS = 300
+
+
+def candidates(platform: Platform, op: str) -> tuple[str, ...]:
+    """Implementations that may serve `op`: the platform's own, then what follows it in the table."""
+    names, own = IMPLEMENTATIONS[platform.device][op], platform.implementations[op]
+    return names[names.index(own) :] if own in names else (own, *names)
+
+
+def try_op(
+    platform: Platform,
+    device: torch.device,
+    op: str,
+    shapes: ProbeShapes,
+    *,
+    excluded: Collection[str] = (),
+    num_repeats: int = 0,
+    begin: Callable[[str, str], None] | None = None,
+) -> Iterator[Trial]:
+    """Trials of `op`, up to the first implementation that passes all cases.
+
+    device       where the tensors are; the platform serves them there
+    excluded     implementations that are passed over
+    num_repeats  calls that the time is the median of; 0: no time is taken
+    begin        told of the implementation and the case that is about to run
+    """
+    for implementation in candidates(platform, op):
+        if implementation in excluded:
+            continue
+        if begin is not None:
+            begin(implementation, "")
+        fault = _fault_before_a_call(op, implementation, shapes)
+        if fault is not None:
+            yield fault
+            continue
+        serving = replace(platform, implementations={**platform.implementations, op: implementation})
+        passed = True
+        for name, case in cases_of(op, shapes).items():
+            if begin is not None:
+                begin(implementation, name)
+            with installed(serving, device.type):
+                trial = _try_case(op, implementation, name, case, device, shapes, num_repeats)
+            yield trial
+            passed = trial.status == "ok"
+            if not passed:
+                break
+        if passed:
+            return
+
+
+def probe(
+    platform: Platform, device: torch.device, shapes: ProbeShapes, *, ops: Collection[str] | None = None
+) -> list[OpReport]:
+    """Probe ops in this process and report on all ops of the platform.
+
+    ops  those to probe, None for all; the others are reported as served by what the platform has
+    """
+    reports = []
+    for op, implementation in platform.implementations.items():
+        wished = IMPLEMENTATIONS[platform.device][op][0]
+        if ops is None or op in ops:
+            reports.append(report_of(op, wished, platform, tuple(try_op(platform, device, op, shapes))))
+        else:
+            reports.append(OpReport(op=op, wished=wished, used=implementation))
+    return reports
+
+
+def report_of(op: str, wished: str, platform: Platform, trials: tuple[Trial, ...]) -> OpReport:
+    """What follows from all trials of an op: the last implementation serves it if it passed."""
+    if not trials:  # no case applies: the model does not use the op
+        return OpReport(op=op, wished=wished, used=platform.implementations[op])
+    return OpReport(op=op, wished=wished, used=trials[-1].implementation if trials[-1].status == "ok" else None,
+                    trials=trials)  # fmt: skip
+
+
+def _fault_before_a_call(op: str, implementation: str, shapes: ProbeShapes) -> Trial | None:
+    """Whether the implementation can be imported, and takes such a model."""
+    said = functools.partial(Trial, op=op, case="", implementation=implementation)
+    try:
+        module = importlib.import_module(f"kernels.{op}.{implementation}")
+    except Exception as error:
+        status: Status = "missing" if isinstance(error, ImportError) else "raised"
+        return said(status=status, sentence=f"{implementation} cannot be imported ({_in_one_line(error)})")
+    refusal = refusal_of(module, op, shapes)
+    if refusal is not None:
+        return said(status="refused", sentence=f"{implementation} does not serve this model: {refusal}")
+    return None
+
+
+def _try_case(
+    op: str,
+    implementation: str,
+    name: str,
+    case: Case,
+    device: torch.device,
+    shapes: ProbeShapes,
+    num_repeats: int,
+) -> Trial:
+    truth = _truth(case, shapes)
+    place = Place(device, shapes.torch_dtype, shapes.torch_row_dtype)
+    said = functools.partial(Trial, op=op, case=name, implementation=implementation)
+    try:
+        with torch.inference_mode():
+            call = case(shapes, place)
+            outputs = [output.to(_HOST, torch.float32, copy=True) for output in call()]
+            microseconds = _microseconds(call, device, num_repeats) if num_repeats else None
+    except Exception as error:
+        # Whatever it is, the next implementation may do better.
+        return said(status="raised", sentence=f"{implementation} failed in {name} ({_in_one_line(error)})")
+    tolerance = max(_TOLERANCES[shapes.torch_dtype], _TOLERANCES[shapes.torch_row_dtype])
+    distance = _distance(outputs, truth)
+    measured = functools.partial(said, error=distance, tolerance=tolerance, microseconds=microseconds)
+    if not distance <= tolerance:
+        sentence = f"{implementation} is {distance:.1e} away from plain torch in {name}, and may be {tolerance:.0e}"
+        return measured(status="differs", sentence=sentence)
+    return measured(status="ok")
+
+
+def _truth(case: Case, shapes: ProbeShapes) -> list[torch.Tensor]:
+    """What plain torch makes of the same rounded values, in float32 or float64 on the host."""
+    with installed(_plain_torch()), torch.inference_mode():
+        place = Place(_HOST, shapes.torch_dtype, shapes.torch_row_dtype, wide=True)
+        return [output.clone() for output in case(shapes, place)()]
+
+
+@functools.cache
+def _plain_torch() -> Platform:
+    platform = detect("cpu")
+    reference: Mapping[str, str] = dict.fromkeys(platform.implementations, REFERENCE)
+    return replace(platform, implementations=reference)
+
+
+def _distance(outputs: list[torch.Tensor], truths: list[torch.Tensor]) -> float:
+    """Largest difference of any output, relative to its largest true value. Infinite if the outputs are not alike, or
+    something is not a number on one side only; on both sides it is memory that the op had to leave alone."""
+    if [output.shape for output in outputs] != [truth.shape for truth in truths]:
+        return math.inf
+    return max(_difference(output, truth) for output, truth in zip(outputs, truths, strict=True))
+
+
+def _difference(output: torch.Tensor, truth: torch.Tensor) -> float:
+    written = ~truth.isnan()
+    if not torch.equal(~output.isnan(), written):
+        return math.inf
+    if not bool(written.any()):
+        return 0.0
+    scale = max(float(truth[written].abs().max()), 1e-30)
+    return float((output - truth)[written].abs().max()) / scale
+
+
+def _microseconds(call: Callable[[], object], device: torch.device, num_repeats: int) -> float:
+    wait = _wait_for(device)
+    wait()
+    times = []
+    for _ in range(num_repeats):
+        started = time.perf_counter()
+        call()
+        wait()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times) * 1e6
+
+
+def _wait_for(device: torch.device) -> Callable[[], None]:
+    synchronize = torch.get_device_module(device).synchronize
+    return synchronize if device.type == "cpu" else functools.partial(synchronize, device)
+
+
+def _in_one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    if len(text) > _MAX_SENTENCE_CHARACTERS:
+        text = text[:_MAX_SENTENCE_CHARACTERS] + "..."
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

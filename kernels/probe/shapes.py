@@ -1,0 +1,50 @@
+"""The sizes that a probe runs an op at: those of the model to be served, since a kernel may fail at one width only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeShapes:
+    """Sizes of a model. The defaults are odd multiples of 16, for use without one.
+
+    dtype              of weights, activations and caches: "float32", "bfloat16" or "float16"
+    row_dtype          of LoRA rows
+    intermediate_size  width of the feed-forward layers
+    sliding_window     smallest window of any attention layer, None without windows
+    conv_width         taps of the short convolution; 0: the model has none, so its op is not probed
+    block_size         tokens per KV block
+    num_blocks         KV blocks of a layer's cache; a probe uses a few
+    max_sequences      most sequences of one step; a probe has a few
+    """
+
+    dtype: str = "float32"
+    row_dtype: str = "float32"
+    hidden_size: int = 272
+    intermediate_size: int = 464
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    sliding_window: int | None = None
+    conv_width: int = 3
+    block_size: int = 16
+    num_blocks: int = 64
+    max_sequences: int = 64
+    norm_eps: float = 1e-6
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _torch_dtype(self.dtype)
+
+    @property
+    def torch_row_dtype(self) -> torch.dtype:
+        return _torch_dtype(self.row_dtype)
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype

@@ -1,0 +1,52 @@
+"""What is examined, and what one part has found out for the next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from service.doctor.report import Finding
+from service.settings import Settings
+
+if TYPE_CHECKING:
+    from kernels.platform import Platform
+    from kernels.probe.shapes import ProbeShapes
+
+
+@dataclass(slots=True)
+class Examination:
+    """One run of the doctor.
+
+    settings       what `multilora serve` would run with here
+    tell           shows what is being done, in a few words
+    import_errors  torch or torch_npu -> why it cannot be imported
+    platform       None if the device is not there
+    shapes         of the model; None if it cannot be read
+    memory_free_bytes  of the device
+    """
+
+    settings: Settings
+    tell: Callable[[str], None]
+    import_errors: dict[str, str] = field(default_factory=dict)
+    platform: Platform | None = None
+    shapes: ProbeShapes | None = None
+    memory_free_bytes: int | None = None
+
+    @property
+    def device(self) -> str:
+        return self.settings.device
+
+    @property
+    def device_type(self) -> str:
+        return self.settings.device.partition(":")[0]
+
+
+class Skipped(Exception):
+    """A part has nothing to do, because an earlier one has found something wrong; says what is missing."""
+
+
+def fault_of(error: Exception, code: str) -> Finding:
+    """An error that nobody foresaw, as a finding."""
+    text = " ".join(str(error).split())[:500]
+    return Finding("error", code, f"{type(error).__name__}: {text}" if text else type(error).__name__)

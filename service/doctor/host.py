@@ -1,0 +1,131 @@
+"""What is installed on this host, read without the libraries' help where they may be the ones that are broken."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+_DISTRIBUTIONS = ("torch", "torch_npu", "triton", "triton-ascend", "numpy", "safetensors", "tokenizers", "pybind11")
+_DEVICE_NODES = ("davinci[0-9]*", "davinci_manager", "devmm_svm", "hisi_hdc")
+_DRIVER_VERSION_FILE = Path("/usr/local/Ascend/driver/version.info")
+_TOOL_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """Facts that the known problems are looked for in. None and empty: not there.
+
+    distributions   name -> version of what pip has installed
+    triton_dir      directory that `import triton` finds
+    device_nodes    /dev nodes of NPUs -> whether this user may open them
+    programs        compilers and tools -> path
+    torch_cuda      CUDA version that torch was built for
+    import_errors   torch or torch_npu -> why it cannot be imported, one sentence
+    """
+
+    python: tuple[int, int] = (sys.version_info.major, sys.version_info.minor)
+    machine: str = platform.machine()
+    distributions: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    programs: Mapping[str, str | None] = field(default_factory=dict)
+    device_nodes: Mapping[str, bool] = field(default_factory=dict)
+    triton_dir: Path | None = None
+    cann: str | None = None
+    npu_driver: str | None = None
+    cuda_driver: str | None = None
+    torch_cuda: str | None = None
+    import_errors: Mapping[str, str] = field(default_factory=dict)
+    has_libatb: bool = False
+
+
+def read_host(torch_cuda: str | None = None, import_errors: Mapping[str, str] | None = None) -> Host:
+    """Look at this machine. Starts no device."""
+    environment = dict(os.environ)
+    return Host(
+        distributions=_distributions(),
+        environment=environment,
+        programs={name: shutil.which(name) for name in ("clang++", "g++", "bishengir-compile", "npu-smi")},
+        device_nodes=_device_nodes(),
+        triton_dir=_package_dir("triton"),
+        cann=_cann_version(environment),
+        npu_driver=_npu_driver(),
+        cuda_driver=_cuda_driver(),
+        torch_cuda=torch_cuda,
+        import_errors=import_errors or {},
+        has_libatb=_has_library("libatb.so", environment),
+    )
+
+
+def _distributions() -> dict[str, str]:
+    found = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _package_dir(name: str) -> Path | None:
+    try:
+        spec = find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def _device_nodes() -> dict[str, bool]:
+    nodes = sorted(node for pattern in _DEVICE_NODES for node in Path("/dev").glob(pattern))
+    return {str(node): os.access(node, os.R_OK | os.W_OK) for node in nodes}
+
+
+def _cann_version(environment: Mapping[str, str]) -> str | None:
+    """From the toolkit that the environment names, or the usual place."""
+    named = environment.get("ASCEND_HOME_PATH") or environment.get("ASCEND_TOOLKIT_HOME")
+    root = Path(named or "/usr/local/Ascend/ascend-toolkit/latest")
+    files = [*root.glob("*/ascend_toolkit_install.info"), root / "ascend_toolkit_install.info", root / "version.cfg"]
+    return next((version for path in files if (version := _version_in(path))), None)
+
+
+def _npu_driver() -> str | None:
+    said = _said_by("npu-smi", "info")
+    found = re.search(r"Version:\s*([0-9][\w.]*)", said)
+    return found.group(1) if found else _version_in(_DRIVER_VERSION_FILE)
+
+
+def _cuda_driver() -> str | None:
+    said = _said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split()
+    return said[0] if said and said[0][0].isdigit() else None
+
+
+def _version_in(path: Path) -> str | None:
+    try:
+        text = path.read_text(errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"version\w*\s*=\s*\[?[^0-9\n]*([0-9]+\.[0-9][\w.]*)", text, re.IGNORECASE)
+    return found.group(1) if found else None
+
+
+def _said_by(*command: str) -> str:
+    """What a tool prints; nothing where it is absent, fails or hangs, as a driver's tool may."""
+    if shutil.which(command[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _has_library(name: str, environment: Mapping[str, str]) -> bool:
+    return any((Path(path) / name).exists() for path in environment.get("LD_LIBRARY_PATH", "").split(":") if path)

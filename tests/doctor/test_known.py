@@ -1,0 +1,114 @@
+"""Each known problem is recognised by its traces, and a host without them has none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.doctor.host import Host, _version_in
+from service.doctor.known import known_problems
+
+_GOOD: dict[str, Any] = {
+    "python": (3, 11),
+    "distributions": {
+        "torch": "2.13.0+cpu",
+        "torch_npu": "2.13.0",
+        "triton-ascend": "3.2.0",
+        "pybind11": "3.0.1",
+        "numpy": "2.4.6",
+    },
+    "environment": {"ASCEND_RT_VISIBLE_DEVICES": "0", "TASK_QUEUE_ENABLE": "1"},
+    "programs": {"g++": "/usr/bin/g++", "bishengir-compile": "/usr/local/Ascend/bin/bishengir-compile"},
+    "device_nodes": {"/dev/davinci0": True, "/dev/davinci_manager": True},
+    "cann": "9.1.0",
+    "npu_driver": "25.5.1",
+    "has_libatb": True,
+}
+
+
+def codes(device_type: str, **traces: Any) -> dict[str, str]:
+    host = Host(**{**_GOOD, **traces})
+    findings = known_problems(host, device_type)
+    assert all(finding.message.endswith(".") for finding in findings)
+    return {finding.code: finding.level for finding in findings}
+
+
+def patched_triton(directory: Path, source: str = "") -> Path:
+    """A triton-ascend as far as it is looked at."""
+    (directory / "backends" / "ascend").mkdir(parents=True)
+    (directory / "backends" / "ascend" / "npu_utils.cpp").write_text(source)
+    return directory
+
+
+def with_distributions(**versions: str | None) -> dict[str, str]:
+    named = {name.replace("triton_ascend", "triton-ascend"): version for name, version in versions.items()}
+    return {name: version for name, version in {**_GOOD["distributions"], **named}.items() if version is not None}
+
+
+def test_a_good_host_has_none(tmp_path: Path) -> None:
+    assert codes("npu", triton_dir=patched_triton(tmp_path / "triton")) == {}
+
+
+@pytest.mark.parametrize(
+    ("traces", "code", "level"),
+    [
+        ({"distributions": with_distributions(torch_npu=None)}, "torch-npu-missing", "error"),
+        ({"distributions": with_distributions(torch_npu="2.12.0")}, "torch-npu-mismatch", "error"),
+        ({"torch_cuda": "13.0"}, "torch-cuda-build", "error"),
+        ({"import_errors": {"torch_npu": "ImportError: libge_runner.so: cannot open"}}, "torch-npu-broken", "error"),
+        ({"environment": {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}}, "autoload-off", "error"),
+        ({"cann": None}, "cann-missing", "error"),
+        ({"cann": "8.5.0"}, "cann-old", "warning"),
+        ({"device_nodes": {}}, "no-davinci-node", "error"),
+        ({"device_nodes": {"/dev/davinci0": False, "/dev/davinci_manager": True}}, "davinci-access", "error"),
+        ({"npu_driver": "24.1.0"}, "npu-driver-old", "note"),
+        ({"distributions": with_distributions(triton="3.7.1")}, "triton-twice", "warning"),
+        ({"triton_dir": Path("/nowhere/triton")}, "triton-overwritten", "warning"),
+        ({"distributions": with_distributions(triton_ascend=None)}, "triton-ascend-missing", "warning"),
+        ({"distributions": with_distributions(pybind11=None)}, "pybind11-missing", "warning"),
+        ({"programs": {"bishengir-compile": "x"}}, "compiler-missing", "warning"),
+        ({"programs": {"g++": "x"}}, "bishengir-missing", "warning"),
+        ({"environment": {"CC": "/usr/bin/gcc"}}, "cc-gcc", "warning"),
+        ({"python": (3, 12)}, "python-new", "warning"),
+        ({"environment": {"PYTORCH_NPU_ALLOC_CONF": "a", "PYTORCH_ALLOC_CONF": "b"}}, "alloc-conf-twice", "error"),
+        ({"environment": {"ASCEND_LAUNCH_BLOCKING": "1"}}, "launch-blocking", "warning"),
+        ({"environment": {"TASK_QUEUE_ENABLE": "0"}}, "task-queue-off", "warning"),
+        ({"environment": {"TRITON_INTERPRET": "1"}}, "triton-debugging", "warning"),
+        ({"environment": {"ASCEND_RT_VISIBLE_DEVICES": ""}}, "no-visible-device", "error"),
+        ({"environment": {"TRITON_CACHE_DIR": "/proc/nowhere"}}, "triton-cache", "warning"),
+        ({"has_libatb": False}, "libatb-missing", "note"),
+    ],
+)
+def test_each_is_recognised_and_nothing_beside_it(
+    traces: dict[str, Any], code: str, level: str, tmp_path: Path
+) -> None:
+    found = codes("npu", **{"triton_dir": patched_triton(tmp_path / "triton"), **traces})
+    assert found == {code: level}
+
+
+def test_an_unpatched_triton_ascend_matters_from_cann_9_on(tmp_path: Path) -> None:
+    triton_dir = patched_triton(tmp_path / "triton", '{"x", RT_LIMIT_TYPE_SIMT_WARP_STACK_SIZE},')
+    assert codes("npu", triton_dir=triton_dir) == {"triton-unpatched": "warning"}
+    assert "triton-unpatched" not in codes("npu", triton_dir=triton_dir, cann="8.5.0")
+
+
+def test_what_only_an_npu_needs_is_no_fault_of_a_cpu(tmp_path: Path) -> None:
+    """A host that has half of an NPU's software still serves on its CPU."""
+    found = codes("cpu", triton_dir=tmp_path, device_nodes={}, cann=None, torch_cuda="13.0", has_libatb=False)
+    assert found == {"torch-cuda-build": "note", "triton-overwritten": "note"}
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("package_name=Ascend-cann-toolkit\nversion=9.1.0\ninnerversion=V100\n", "9.1.0"),
+        ("# version: 1.0\nruntime_running_version=[9.0.0:9.0.0]\n", "9.0.0"),
+        ("Version=25.5.1\nascendhal_version=7.35.23\n", "25.5.1"),
+        ("nothing\n", None),
+    ],
+)
+def test_versions_are_read_from_what_installers_leave(text: str, version: str | None, tmp_path: Path) -> None:
+    (tmp_path / "info").write_text(text)
+    assert _version_in(tmp_path / "info") == version

@@ -1,0 +1,170 @@
+"""The probes themselves: right implementations pass in every dtype, wrong ones of many kinds do not."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from kernels.kv_write import reference as kv_write
+from kernels.lora import cpu as lora
+from kernels.paged_attention import sdpa
+from kernels.platform import IMPLEMENTATIONS, BackendError, detect, in_use
+from kernels.probe.apart import probe_apart
+from kernels.probe.cases import cases_of
+from kernels.probe.child import DEVICE_IS_LOST
+from kernels.probe.choose import with_reports
+from kernels.probe.results import OpReport, Trial
+from kernels.probe.run import candidates, probe, try_op
+from kernels.probe.shapes import ProbeShapes
+from tests.doctor.conftest import BROKEN_OPS, ROOT
+
+CPU = torch.device("cpu")
+SHAPES = ProbeShapes(sliding_window=5)
+
+
+@pytest.mark.parametrize("op", sorted({op for table in IMPLEMENTATIONS.values() for op in table}))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_op_has_cases_that_all_its_cpu_implementations_pass(op: str, dtype: str) -> None:
+    shapes = dataclasses.replace(SHAPES, dtype=dtype)
+    assert cases_of(op, shapes)
+    for implementation in IMPLEMENTATIONS["cpu"][op]:
+        others = set(IMPLEMENTATIONS["cpu"][op]) - {implementation}
+        trials = list(try_op(detect("cpu"), CPU, op, shapes, excluded=others))
+        assert [(trial.case, trial.status) for trial in trials] == [(case, "ok") for case in cases_of(op, shapes)]
+
+
+def test_a_model_s_own_sizes_are_probed() -> None:
+    """Of an 8B model with windows, and of one without convolutions."""
+    large = ProbeShapes(
+        dtype="bfloat16", hidden_size=4096, intermediate_size=14336, num_heads=32, num_kv_heads=8, head_dim=128,
+        block_size=128, sliding_window=4096, conv_width=0,
+    )  # fmt: skip
+    platform = detect("cpu")
+    reports = {report.op: report for report in probe(platform, CPU, large, ops={"lora", "linear", "causal_conv1d"})}
+    assert reports["lora"].used == reports["linear"].used == "cpu"
+    assert reports["causal_conv1d"].trials == ()
+
+
+# ---- wrong on purpose
+
+
+def a_key_too_few(q: Any, k: Any, v: Any, maps: Any, **options: Any) -> None:
+    """Does not see the last key of each longer sequence."""
+    lens = tuple(kv_len - 1 if kv_len > 7 else kv_len for kv_len in maps.kv_lens)
+    sdpa.paged_attention(q, k, v, dataclasses.replace(maps, kv_lens=lens), **options)
+
+
+def a_window_too_wide(q: Any, k: Any, v: Any, maps: Any, *, sliding_window: int | None, **options: Any) -> None:
+    """Off by one in the window alone."""
+    wider = None if sliding_window is None else sliding_window + 1
+    sdpa.paged_attention(q, k, v, maps, sliding_window=wider, **options)
+
+
+def the_next_block(q: Any, k: Any, v: Any, maps: Any, **options: Any) -> None:
+    """Reads a block that nobody has written."""
+    tables = tuple((*blocks[:-1], 5) for blocks in maps.block_tables)
+    sdpa.paged_attention(q, k, v, dataclasses.replace(maps, block_tables=tables), **options)
+
+
+def a_rank_too_few(x: Any, out: Any, stack: Any, maps: Any, **options: Any) -> None:
+    """Leaves the last rank of each adapter out."""
+    ranks = [[max(rank - 1, 0) for rank in row] for row in stack.host_ranks]
+    lora.lora_linear(x, out, dataclasses.replace(stack, host_ranks=ranks), maps, **options)
+
+
+def base_tokens_written(x: Any, out: Any, stack: Any, maps: Any, **options: Any) -> None:
+    """Changes the rows of base tokens."""
+    lora.lora_linear(x, out, stack, maps, **options)
+    out[-1] += 1.0
+
+
+def a_slot_too_many(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any) -> None:
+    """Writes the slot behind its last one as well."""
+    kv_write.write_kv(k, v, k_cache, v_cache, slot_mapping)
+    kv_write.write_kv(k[-1:], v[-1:], k_cache, v_cache, slot_mapping[-1:] + 1)
+
+
+WRONG: list[tuple[str, str, Callable[..., Any]]] = [
+    ("paged_attention", "paged_attention", a_key_too_few),
+    ("paged_attention", "paged_attention_window", a_window_too_wide),
+    ("paged_attention", "paged_attention", the_next_block),
+    ("lora", "lora_linear", a_rank_too_few),
+    ("lora", "lora_linear", base_tokens_written),
+    ("kv_write", "write_kv", a_slot_too_many),
+]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("op", "case", "wrong"), WRONG, ids=[wrong.__name__ for _, _, wrong in WRONG])
+def test_a_wrong_one_is_found(
+    op: str, case: str, wrong: Callable[..., Any], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = IMPLEMENTATIONS["cpu"][op][0]
+    module = ModuleType(f"kernels.{op}.wrong")
+    right = vars(importlib.import_module(f"kernels.{op}.{own}"))
+    vars(module).update({name: value for name, value in right.items() if not name.startswith("__")})
+    setattr(module, {"lora": "lora_linear", "kv_write": "write_kv"}.get(op, "paged_attention"), wrong)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    platform = detect("cpu").with_fallback(op, "wrong", "for the test")
+    assert candidates(platform, op) == ("wrong", *IMPLEMENTATIONS["cpu"][op])
+    block_size = 16 if dtype == "float32" else 128
+    trials = list(try_op(platform, CPU, op, dataclasses.replace(SHAPES, dtype=dtype, block_size=block_size)))
+    assert [(trial.case, trial.status) for trial in trials if trial.implementation == "wrong"][-1] == (case, "differs")
+    assert (trials[-1].implementation, trials[-1].status) == (own, "ok")
+    # Nothing of the probe stays behind.
+    assert in_use(CPU).implementations[op] == own
+
+
+# ---- apart, and what follows
+
+
+def test_one_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(BROKEN_OPS))
+    monkeypatch.setenv("BROKEN_OPS", "swiglu=never")
+    monkeypatch.setitem(IMPLEMENTATIONS["cpu"], "swiglu", ("broken_never", "reference"))  # type: ignore[arg-type]
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    platform = detect("cpu").with_fallback("swiglu", "broken_never", "for the test")
+    report = {one.op: one for one in probe_apart(platform, "cpu", SHAPES, hang_seconds=15.0)}["swiglu"]
+    assert (report.wished, report.used, report.trials[0].status) == ("broken_never", "reference", "hung")
+    assert report.sentence == (
+        "The op swiglu is served by reference instead of broken_never: broken_never did not end within 15 s in swiglu."
+    )
+
+
+def test_an_op_that_nothing_serves_stops_the_start() -> None:
+    trial = Trial(op="lora", case="lora_linear", implementation="cpu", status="raised", sentence="cpu failed (why)")
+    report = OpReport(op="lora", wished="cpu", used=None, trials=(trial,))
+    with pytest.raises(BackendError, match=r"^The op lora is not served by any implementation: cpu failed \(why\)\.$"):
+        with_reports(detect("cpu"), (report,))
+
+
+def test_one_that_refuses_such_a_model_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the size of a block, of which no small call can tell."""
+    module = ModuleType("kernels.paged_attention.choosy")
+    vars(module)["paged_attention"] = sdpa.paged_attention
+    vars(module)["refusal"] = lambda shape, *_: None if shape[1] == 128 else f"it takes 128 tokens, not {shape[1]}"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    platform = detect("cpu").with_fallback("paged_attention", "choosy", "for the test")
+    trials = list(try_op(platform, CPU, "paged_attention", SHAPES))
+    assert (trials[0].status, trials[0].sentence) == (
+        "refused",
+        "choosy does not serve this model: it takes 128 tokens, not 16",
+    )
+    assert trials[-1].implementation == "sdpa"
+    large = dataclasses.replace(SHAPES, block_size=128)
+    assert {trial.status for trial in try_op(platform, CPU, "paged_attention", large)} == {"ok"}
+
+
+def test_a_lost_device_ends_the_probing_process() -> None:
+    """Here one that cannot give back what it has computed."""
+    code = "import torch; from kernels.probe.child import _require_alive as ask; ask(torch.device({!r}))"
+    ends = [subprocess.run([sys.executable, "-c", code.format(name)], cwd=ROOT).returncode for name in ("cpu", "meta")]
+    assert ends == [0, DEVICE_IS_LOST]
