@@ -9,12 +9,13 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType, ModuleType
 
 import torch
+
+from kernels.ascend_chips import chip_of
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "swiglu": ("reference",),
     },
     "npu": {
-        "lora": ("triton_ascend", "reference"),
+        "lora": ("triton_ascend", "any_device", "reference"),
         "causal_conv1d": ("triton_ascend", "reference"),
         "paged_attention": ("npu", "sdpa", "reference"),
         "kv_write": ("npu", "reference"),
@@ -117,20 +118,15 @@ def install(platform: Platform, device_type: str | None = None) -> None:
     _modules.clear()
 
 
-@contextmanager
-def installed(platform: Platform, device_type: str | None = None) -> Iterator[None]:
-    """`install` for the length of a block."""
-    kind = device_type or platform.device
-    before = _installed.get(kind)
-    install(platform, kind)
-    try:
-        yield
-    finally:
-        if before is None:
-            del _installed[kind]
-            _modules.clear()
-        else:
-            install(before, kind)
+def prepare(device: torch.device) -> None:
+    """Make `device` this process's, before anything runs on it. Raises BackendError if its runtime is missing.
+
+    The device of a thread is its own: a further thread that submits work calls torch's `set_device` first.
+    """
+    if device.type == "npu":
+        importlib.import_module("kernels.ascend_runtime").prepare(device)
+    elif device.type == "cuda" and device.index is not None and torch.cuda.is_available():
+        torch.cuda.set_device(device)
 
 
 _installed: dict[str, Platform] = {}
@@ -142,8 +138,7 @@ def detect(device: str, wanted: Mapping[str, str] | None = None) -> Platform:
 
     wanted  op -> implementation, for callers that insist on another one than the table's.
 
-    Raises BackendError when the device is absent, an op or implementation is unknown, or a kernel language that was
-    asked for is missing. What of the table's own choice is missing, `kernels.probe` finds out.
+    Raises BackendError when the device is absent, an op or implementation is unknown, or a kernel language is missing.
     """
     return _detect(device, tuple(sorted((wanted or {}).items())))
 
@@ -163,9 +158,9 @@ def _detect(device: str, wanted: tuple[tuple[str, str], ...]) -> Platform:
                 f"op {op!r} has no implementation {name!r} on {device_type}; known are {', '.join(known)}"
             )
         implementations[op] = name
-    needs_triton = [op for op, name in wanted if name.startswith("triton_")]
+    needs_triton = [op for op, name in implementations.items() if name.startswith("triton_")]
     if needs_triton and importlib.util.find_spec("triton") is None:
-        raise BackendError(f"Triton was asked for {', '.join(needs_triton)}, and is not installed")
+        raise BackendError(f"{device_type} needs Triton for {', '.join(needs_triton)}, and Triton is not installed")
     describe = {"cpu": _describe_cpu, "cuda": _describe_cuda, "npu": _describe_npu}[device_type]
     return describe(device, MappingProxyType(implementations))
 
@@ -195,10 +190,44 @@ def _describe_cuda(device: str, implementations: Mapping[str, str]) -> Platform:
 
 
 def _describe_npu(device: str, implementations: Mapping[str, str]) -> Platform:
-    npu = getattr(torch, "npu", None)
-    if npu is None or not npu.is_available():
-        raise BackendError(f"device {device!r} was asked for, but torch_npu is not installed or sees no NPU")
+    runtime = importlib.import_module("kernels.ascend_runtime")
+    npu = runtime.torch_npu().npu
+    if not npu.is_available():
+        raise BackendError(
+            f"Device {device!r} was asked for, but torch_npu sees no NPU: `npu-smi info` must list one, and a "
+            "container needs its /dev/davinci* (see docs/ascend.md)."
+        )
     properties = npu.get_device_properties(device)
-    num_cores = int(getattr(properties, "vector_core_num", 0) or getattr(properties, "cube_core_num", 0) or 40)
-    # 192 KiB of unified buffer on Ascend910B and 910_93; 950 has more, and plans within this too.
-    return Platform("npu", properties.name, num_cores, 192 * 1024, 16, implementations)
+    chip = chip_of(properties.name)
+    num_cores = int(getattr(properties, "vector_core_num", 0) or chip.num_vector_cores)
+    fallbacks: tuple[str, ...] = ()
+    fault = runtime.triton_fault()
+    if not chip.has_triton:
+        fault = f"Triton kernels are off: triton-ascend {runtime.SERVED_VERSION}x does not serve {properties.name}."
+    if fault is not None:
+        implementations = _without_triton("npu", implementations)
+        fallbacks = (fault,)
+        log.warning("%s", fault)
+    return Platform(
+        "npu",
+        properties.name,
+        num_cores,
+        chip.unified_buffer_bytes,
+        16,
+        implementations,
+        fallbacks,
+        native_bfloat16=chip.has_bfloat16,
+    )
+
+
+def _without_triton(device_type: str, implementations: Mapping[str, str]) -> Mapping[str, str]:
+    """The same with the table's next choice for each op that Triton was to serve."""
+    table = IMPLEMENTATIONS[device_type]
+    return MappingProxyType(
+        {
+            op: next(other for other in table[op] if not other.startswith("triton_"))
+            if name.startswith("triton_")
+            else name
+            for op, name in implementations.items()
+        }
+    )

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from service.engine.config import EngineConfig
+from service.engine.config import EngineConfig, default_block_size_tokens
 
 MIB = 2**20
 _BUNDLED = Path(__file__).resolve().parent.parent / "examples" / "bundled"
@@ -52,7 +52,11 @@ class Settings(BaseSettings):
     )
     token_budget: int = Field(256, ge=1, description="most tokens in one step, prefill and decode together")
     max_sequences: int = Field(64, ge=1, description="most sequences that run at the same time")
-    block_size_tokens: int = Field(16, ge=1, description="tokens per KV block")
+    block_size_tokens: int = Field(
+        16,
+        ge=1,
+        description="tokens per KV block; default on an NPU: 128, since its fused attention takes multiples of that",
+    )
     kv_bytes: Size = Field(ByteSize(256 * MIB), description="KV cache, allocated once")
     state_bytes: Size | None = Field(
         None, description="conv states, allocated once; default: one line for each of max-sequences"
@@ -84,6 +88,13 @@ class Settings(BaseSettings):
     shutdown_limit_seconds: float = Field(30.0, ge=0, description="how long running requests may go on after SIGTERM")
     log_format: Literal["text", "json"] = Field("text", description="one line per request as text or as JSON")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fit_to_device(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "block_size_tokens" not in given:
+            return {**given, "block_size_tokens": default_block_size_tokens(str(given.get("device", "cpu")))}
+        return given
 
     @field_validator("api_keys", "admin_api_keys", mode="before")
     @classmethod

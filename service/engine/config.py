@@ -15,11 +15,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_dir                   Hugging Face directory of the base model
     store_root                  root of the adapter store
     dtype                       "auto": the checkpoint's (float16 on a CPU: float32)
-    device                      "cpu", "cuda" or "npu"
+    device                      "cpu", "cuda" or "npu", perhaps with an index: "npu:1"
     token_budget                most tokens in one step: prefill chunks and decode tokens together
     max_sequences               most sequences that run at the same time
     max_model_len_tokens        prompt + output of one request; None: the model's own limit
-    block_size_tokens           tokens per KV block
+    block_size_tokens           tokens per KV block; see `default_block_size_tokens`
     kv_bytes                    KV cache, allocated once
     state_bytes                 conv-state lines, allocated once; None: one line for each of max_sequences
     row_bytes                   LoRA rows on the device, allocated once; 0: LoRA is off
@@ -73,3 +73,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"token_budget ({self.token_budget}) must be at least max_sequences ({self.max_sequences}), since each "
                 "running sequence takes one token per step."
             )
+
+
+def default_block_size_tokens(device: str) -> int:
+    """Small blocks waste least memory; an NPU's fused attention takes multiples of 128 only."""
+    return 128 if device.partition(":")[0] == "npu" else 16

@@ -11,6 +11,7 @@ from types import ModuleType
 import torch
 
 from adapters.layout import BaseLayout
+from kernels.platform import in_use
 from service.models import lfm2, llama, mistral, qwen2, qwen3
 from service.models.checkpoint import Checkpoint, open_checkpoint
 from service.models.decoder import Decoder
@@ -69,13 +70,18 @@ def load_model(model_dir: Path, *, dtype: str = "auto", device: str = "cpu") -> 
 
 def choose_dtype(wanted: str, device: str, facts: ModelFacts, checkpoint: Checkpoint) -> tuple[torch.dtype, str]:
     """What the model computes in, and why, as the end of a sentence. Raises ModelError for what is not served."""
+    has_bfloat16 = torch.device(device).type != "npu" or in_use(torch.device(device)).native_bfloat16
     if wanted != "auto":
         if wanted not in _DTYPES:
             raise ModelError(f"the dtype {wanted!r} is not served; choose auto, {', '.join(_DTYPES)}")
+        if wanted == "bfloat16" and not has_bfloat16:
+            raise ModelError("this NPU does not compute in bfloat16; choose --dtype float16 or auto")
         return _DTYPES[wanted], "as asked for"
     stored = facts.checkpoint_dtype or checkpoint.dtype("model.embed_tokens.weight")
     if stored not in _DTYPES:
         raise ModelError(f"the checkpoint's dtype {stored!r} is not served; name one of {', '.join(_DTYPES)} instead")
     if stored == "float16" and torch.device(device).type == "cpu":
         return torch.float32, "since the checkpoint's float16 is slow on a CPU (--dtype float16 insists on it)"
+    if stored == "bfloat16" and not has_bfloat16:
+        return torch.float16, "since this NPU does not compute in the checkpoint's bfloat16"
     return _DTYPES[stored], "the checkpoint's dtype"

@@ -1,0 +1,162 @@
+"""What is said and decided about NPUs on a machine that has none: chips, environments, launches, caches."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import ascend_runtime
+from kernels.ascend_chips import chip_of
+from kernels.platform import IMPLEMENTATIONS, BackendError, detect
+from service.engine.config import default_block_size_tokens
+from service.settings import load_settings
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "has_triton", "has_bfloat16", "buffer_kib"),
+    [
+        ("Ascend910B4", True, True, 192),
+        ("Ascend910B2C", True, True, 192),
+        ("Ascend910_9392", True, True, 192),
+        ("Ascend950PR_9579", False, True, 248),
+        ("Ascend310P3", False, False, 0),
+        ("Ascend910A", False, False, 0),
+        ("Ascend1020X", False, True, 192),
+    ],
+)
+def test_a_chips_name_tells_what_it_can(name: str, has_triton: bool, has_bfloat16: bool, buffer_kib: int) -> None:
+    chip = chip_of(name)
+    assert (chip.has_triton, chip.has_bfloat16) == (has_triton, has_bfloat16)
+    assert chip.unified_buffer_bytes == buffer_kib * 1024
+
+
+@pytest.mark.parametrize("device", ["npu", "npu:1"])
+def test_an_npu_without_torch_npu_is_refused_in_a_sentence(device: str) -> None:
+    if ascend_runtime.importlib.util.find_spec("torch_npu") is not None:
+        pytest.skip("torch_npu is installed here, so this did not run")
+    with pytest.raises(BackendError, match=r"torch_npu is not installed; see docs/ascend\.md"):
+        detect(device)
+
+
+def test_every_op_has_an_npu_row_that_ends_in_plain_torch() -> None:
+    assert set(IMPLEMENTATIONS["npu"]) == set(IMPLEMENTATIONS["cpu"])
+    for op, names in IMPLEMENTATIONS["npu"].items():
+        assert names[-1] == "reference"
+        for name in names:
+            assert (ROOT / "kernels" / op / f"{name}.py").is_file(), (op, name)
+
+
+def test_an_npus_blocks_fit_its_attention() -> None:
+    assert load_settings().block_size_tokens == load_settings(device="cuda").block_size_tokens == 16
+    assert load_settings(device="npu").block_size_tokens == load_settings(device="npu:3").block_size_tokens == 128
+    assert load_settings(device="npu", block_size_tokens=256).engine_config().block_size_tokens == 256
+    assert default_block_size_tokens("npu:0") % 128 == 0
+
+
+def _package(site: Path, *, is_ascend: bool, version: str, helper: str) -> None:
+    package = site / "triton"
+    (package / "backends" / ("ascend" if is_ascend else "nvidia")).mkdir(parents=True)
+    (package / "__init__.py").write_text("raise AssertionError('looked at, not imported')\n")
+    if is_ascend:
+        (package / "backends" / "ascend" / "npu_utils.cpp").write_text(helper)
+        info = site / f"triton_ascend-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: triton-ascend\nVersion: {version}\n")
+
+
+def _fault(site: Path, cann: str) -> str:
+    code = f"""
+import sys; sys.path.insert(0, {str(site)!r})
+from kernels import ascend_runtime
+ascend_runtime.cann_version = lambda: {cann!r}
+print(ascend_runtime.triton_fault())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+BROKEN = "{X, rtLimitType_t::RT_LIMIT_TYPE_SIMT_WARP_STACK_SIZE},"
+
+
+@pytest.mark.parametrize(
+    ("is_ascend", "version", "helper", "cann", "said"),
+    [
+        (True, "3.2.0", "", "9.1.0", "None"),
+        (True, "3.2.0", BROKEN, "8.5.0", "None"),
+        (True, "3.2.0", BROKEN, "9.1.0", "patch_triton_ascend.py"),
+        (True, "3.2.0", BROKEN, "", "patch_triton_ascend.py"),
+        (True, "3.6.0", "", "9.1.0", "3.6.0 is installed"),
+        (False, "", "", "9.1.0", "upstream's"),
+    ],
+    ids=["patched", "old CANN", "unpatched", "unknown CANN", "another version", "upstream"],
+)
+def test_what_is_wrong_with_triton_is_said(
+    is_ascend: bool, version: str, helper: str, cann: str, said: str, tmp_path: Path
+) -> None:
+    _package(tmp_path, is_ascend=is_ascend, version=version, helper=helper)
+    assert said in _fault(tmp_path, cann)
+
+
+def test_launches_that_an_npu_would_fail_on_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.zeros(3)
+    monkeypatch.setattr(ascend_runtime, "_launch_device_type", lambda: "cpu")
+    ascend_runtime.check_launch((65_535,), {"x_ptr": tensor, "num_tokens": 3, "bias_ptr": None})
+    for grid in ((65_536,), (256, 257), (0,)):
+        with pytest.raises(AssertionError, match="65535 programs"):
+            ascend_runtime.check_launch(grid, {})
+    with pytest.raises(AssertionError, match="x_ptr is empty"):
+        ascend_runtime.check_launch((1,), {"x_ptr": tensor[:0]})
+    monkeypatch.setattr(ascend_runtime, "_launch_device_type", lambda: "npu")
+    with pytest.raises(AssertionError, match="x_ptr is on cpu"):
+        ascend_runtime.check_launch((1,), {"x_ptr": tensor})
+
+
+CLAIM = """
+import os, sys
+from kernels import ascend_runtime
+ascend_runtime.cann_version = lambda: sys.argv[1]
+ascend_runtime._claim_cache()
+print(os.environ["TRITON_CACHE_DIR"], flush=True)
+sys.stdin.read()
+"""
+
+
+def _claimant(root: Path, cann: str = "9.1.0", **environ: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", CLAIM, cann],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "TRITON_CACHE_DIR": str(root), **environ},
+    )
+
+
+def _claimed(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def test_each_process_has_a_cache_of_kernels_of_its_own(tmp_path: Path) -> None:
+    """Two at a time never share one; a later process takes over what an ended one has left; CANN's versions differ."""
+    first = _claimant(tmp_path)
+    assert _claimed(first) == str(tmp_path / "cann-9.1.0" / "0")
+    with _claimant(tmp_path) as second:
+        assert _claimed(second) == str(tmp_path / "cann-9.1.0" / "1")
+    first.communicate()
+    with _claimant(tmp_path) as third, _claimant(tmp_path, "9.2.0") as fourth:
+        assert _claimed(third) == str(tmp_path / "cann-9.1.0" / "0")
+        assert _claimed(fourth) == str(tmp_path / "cann-9.2.0" / "0")
+
+
+def test_a_process_that_is_started_by_another_uses_its_cache(tmp_path: Path) -> None:
+    with _claimant(tmp_path, MULTILORA_TRITON_CACHE_IN_USE=str(tmp_path)) as child:
+        assert _claimed(child) == str(tmp_path)
