@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --no-build-isolation --constraint constraints.txt
 
-.PHONY: serve test test-python test-ascend check format bench bundle clean
+.PHONY: serve test test-python test-ascend image-test check format bench bundle clean
 
 serve: $(VENV)/.runtime
 	$(BIN)/multilora serve $(ARGS)
@@ -25,6 +25,10 @@ test-python: $(VENV)/.dev
 # The kernels for Ascend, compiled and executed without an NPU, in a virtual environment of their own.
 test-ascend:
 	scripts/test-ascend.sh
+
+# The images, built by buildah on a base of debootstrap's, started and used. Root on Debian; not part of `make test`.
+image-test:
+	TORCH_INDEX="$(TORCH_INDEX)" scripts/image-test.sh
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

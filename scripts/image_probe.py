@@ -1,0 +1,196 @@
+"""Run a built image's own command in a buildah container, use it as a client would, and stop it with SIGTERM.
+
+python scripts/image_probe.py WORK_DIR CONTAINER [--env NAME=VALUE ...]
+
+WORK_DIR holds buildah's storage. Standard library alone; an AssertionError says what is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+START_LIMIT_SECONDS, STOP_LIMIT_SECONDS = 180.0, 60.0
+ADAPTER_DIR = ROOT / "examples" / "bundled" / "adapters" / "pig-latin"
+WORDS = "lamp tiger moss"
+EXPECTED = {"shout": "LAMP TIGER MOSS!", "reverse": "moss tiger lamp", "json": '["lamp", "tiger", "moss"]'}
+
+
+class Container:
+    """The running container. buildah's chroot isolation shares process ids and network with the machine."""
+
+    def __init__(self, work_dir: Path, name: str, environment: list[str]) -> None:
+        self._buildah = ["buildah", "--root", str(work_dir / "storage"), "--runroot", str(work_dir / "run")]
+        self._name, self._log_path = name, work_dir / f"{name}.log"
+        self.config = json.loads(self._output("inspect", name))["Docker"]["config"]
+        self.port = _free_port()
+        given = [*environment, f"MULTILORA_PORT={self.port}"]
+        flags = [flag for pair in given for flag in ("--env", pair)]
+        command = [*self.config["Entrypoint"], *self.config["Cmd"]]
+        with self._log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*self._buildah, "run", *flags, name, "--", *command],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    @property
+    def log(self) -> str:
+        """What the container has written so far."""
+        return self._log_path.read_text(errors="replace")
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Another command in the same container, as `docker exec` runs it."""
+        return subprocess.run(
+            [*self._buildah, "run", "--env", f"MULTILORA_PORT={self.port}", self._name, "--", *command],
+            capture_output=True, text=True, timeout=120,
+        )  # fmt: skip
+
+    def main_pid(self) -> int:
+        """The process that a container engine would call number 1: below buildah's own, which are all `buildah...`."""
+        pid = self.process.pid
+        while Path(f"/proc/{pid}/comm").read_text().startswith(("buildah", "memfd:buildah")):
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                children = children or (task / "children").read_text().split()
+            assert len(children) == 1, (pid, children)
+            pid = int(children[0])
+        return pid
+
+    def _output(self, *command: str) -> str:
+        return subprocess.run([*self._buildah, *command], check=True, capture_output=True, text=True).stdout
+
+
+def call(container: Container, path: str, body: Any = None, content_type: str = "application/json") -> Any:
+    """GET, or POST of a JSON value or of ready bytes; the answer's JSON."""
+    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{container.port}{path}", data, {"Content-Type": content_type})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer)
+
+
+def wait_ready(container: Container) -> None:
+    """Poll /ready until it says 200."""
+    deadline = time.monotonic() + START_LIMIT_SECONDS
+    while True:
+        try:
+            call(container, "/ready")
+            return
+        except (urllib.error.URLError, ConnectionError):
+            pass
+        assert container.process.poll() is None, f"the container ended:\n{container.log}"
+        assert time.monotonic() < deadline, f"not ready after {START_LIMIT_SECONDS} s:\n{container.log}"
+        time.sleep(0.1)
+
+
+def upload(container: Container, name: str) -> dict[str, Any]:
+    """Send an adapter as a browser or curl would."""
+    boundary = uuid.uuid4().hex
+    parts = [f'--{boundary}\r\nContent-Disposition: form-data; name="name"\r\n\r\n{name}\r\n'.encode()]
+    for field, file in (("adapter_config", "adapter_config.json"), ("adapter_model", "adapter_model.safetensors")):
+        head = f'--{boundary}\r\nContent-Disposition: form-data; name="{field}"; filename="{file}"\r\n\r\n'
+        parts += [head.encode(), (ADAPTER_DIR / file).read_bytes(), b"\r\n"]
+    parts.append(f"--{boundary}--\r\n".encode())
+    report: dict[str, Any] = call(
+        container, "/v1/adapters", b"".join(parts), f"multipart/form-data; boundary={boundary}"
+    )
+    return report
+
+
+def batch(container: Container, models: list[str], **options: Any) -> list[dict[str, Any]]:
+    """One item for each model, in one request; the items' choices."""
+    asked = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 80, "temperature": 0, **options}
+    answer = call(container, "/v1/completions/batch", {"items": [{"model": model, **asked} for model in models]})
+    return [item["choices"][0] for item in answer["items"]]
+
+
+def use(container: Container) -> None:
+    """Mixed batch, upload, and the uploaded adapter in a batch with the others."""
+    assert upload(container, "my-adapter")["name"] == "my-adapter"
+    models = ["base", *EXPECTED, "pig-latin", "my-adapter"]
+    texts = {
+        model: choice["message"]["content"] for model, choice in zip(models, batch(container, models), strict=True)
+    }
+    assert {model: texts[model] for model in EXPECTED} == EXPECTED, texts
+    assert texts["my-adapter"] == texts["pig-latin"] != texts["base"], texts
+
+
+def check_process(container: Container) -> int:
+    """The command has replaced the entry point, does not run as root, and is healthy; its process id."""
+    pid = container.main_pid()
+    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    assert "serve" in words and Path(words[0]).name.startswith("python"), f"process 1 is {words}, not the server itself"
+    status = dict(line.split(":\t", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    assert set(status["Uid"].split()) == {container.config["User"]} != {"0"}, status["Uid"]
+    health = container.config["Healthcheck"]["Test"]
+    assert health[0] == "CMD", health
+    healthy = container.run(*health[1:])
+    assert healthy.returncode == 0, healthy
+    return pid
+
+
+def stop(container: Container, pid: int) -> None:
+    """SIGTERM while a request runs: the request is answered whole, then the exit code is 0."""
+    answers: list[dict[str, Any]] = []
+    long = {"max_tokens": 400, "ignore_eos": True}
+    asking = threading.Thread(target=lambda: answers.extend(batch(container, ["base"], **long)))
+    asking.start()
+    deadline = time.monotonic() + 30
+    while call_metric(container, "multilora_num_requests_open") == 0:
+        assert time.monotonic() < deadline, "the last request does not run"
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGTERM)
+    code = container.process.wait(STOP_LIMIT_SECONDS)
+    asking.join()
+    assert [answer["finish_reason"] for answer in answers] == ["length"], answers
+    assert code == 0, f"exit code {code} after SIGTERM:\n{container.log}"
+
+
+def call_metric(container: Container, name: str) -> float:
+    """Value of a metric without labels."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{container.port}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    (value,) = (line.split()[1] for line in lines if line.startswith(f"{name} "))
+    return float(value)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def main() -> None:
+    """Start, use, stop."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("work_dir", type=Path)
+    parser.add_argument("container")
+    parser.add_argument("--env", action="append", default=[])
+    arguments = parser.parse_args()
+    container = Container(arguments.work_dir, arguments.container, arguments.env)
+    try:
+        wait_ready(container)
+        pid = check_process(container)
+        use(container)
+        stop(container, pid)
+    except BaseException:
+        print(container.log)
+        raise
+    finally:
+        if container.process.poll() is None:
+            container.process.kill()
+    print(f"image_probe: {arguments.container}: served, uploaded, healthy, stopped with exit code 0")
+
+
+if __name__ == "__main__":
+    main()
