@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from kernels.platform import in_use, installed
+from kernels.platform import IMPLEMENTATIONS, in_use, installed
 from service.engine.build import build_engine
 from service.engine.config import EngineConfig
 from service.engine.records import StepRecord
@@ -134,6 +135,31 @@ def test_float32_gives_the_tokens_of_the_cpu_path(family: str, tmp_path: Path) -
     assert_hard(twin)
     assert expected.num_calls == {}
     assert twin.num_calls.keys() == stand_ins.STAND_INS.keys()
+
+
+def test_fallbacks_give_the_tokens_of_the_cpu_path(tmp_path: Path) -> None:
+    """What serves a chip without Triton and fused operators: the second choice for every op that has one."""
+    world = make_world("lfm2", tmp_path, "cpu", **SIZES["lfm2"])
+    requests = make_requests(world, 8)
+    engine_config = config(world, num_blocks=5, token_budget=96)
+    expected = run(world, requests, engine_config)
+    second = {op: names[1] if len(names) > 1 else names[0] for op, names in IMPLEMENTATIONS["npu"].items()}
+    with installed(dataclasses.replace(npu_platform(), implementations=second), "cpu"):
+        twin = run(world, requests, engine_config)
+    assert twin.tokens == expected.tokens
+    assert twin.num_calls == {}
+    assert_hard(twin)
+
+
+def test_an_operator_that_refuses_is_replaced_and_said_so(tmp_path: Path) -> None:
+    """Attention computes in 16 bits, so the probe at the start of a float32 engine finds that it does not work."""
+    world = make_world("llama", tmp_path, "cpu", **SIZES["llama"])
+    requests = [Request("r", BASE, (9, 8, 7), 3)]
+    with npu_path():
+        twin = run(world, requests, config(world, num_blocks=5, token_budget=96))
+    assert len(twin.fallbacks) == 1
+    assert "paged_attention" in twin.fallbacks[0] and "sdpa" in twin.fallbacks[0]
+    assert len(twin.tokens["r"]) == 3
 
 
 @pytest.mark.parametrize("family", SIZES)
