@@ -9,7 +9,8 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType, ModuleType
 
@@ -34,7 +35,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "cuda": {
         "lora": ("triton_cuda", "reference"),
         "causal_conv1d": ("triton_cuda", "reference"),
-        "paged_attention": ("sdpa", "reference"),
+        "paged_attention": ("triton_cuda", "sdpa", "reference"),
         "kv_write": ("reference",),
         "linear": ("reference",),
         "rms_norm": ("reference",),
@@ -118,6 +119,22 @@ def install(platform: Platform, device_type: str | None = None) -> None:
     _modules.clear()
 
 
+@contextmanager
+def installed(platform: Platform, device_type: str | None = None) -> Iterator[None]:
+    """`install` for the length of a block."""
+    kind = device_type or platform.device
+    before = _installed.get(kind)
+    install(platform, kind)
+    try:
+        yield
+    finally:
+        if before is None:
+            del _installed[kind]
+            _modules.clear()
+        else:
+            install(before, kind)
+
+
 def prepare(device: torch.device) -> None:
     """Make `device` this process's, before anything runs on it. Raises BackendError if its runtime is missing.
 
@@ -138,7 +155,8 @@ def detect(device: str, wanted: Mapping[str, str] | None = None) -> Platform:
 
     wanted  op -> implementation, for callers that insist on another one than the table's.
 
-    Raises BackendError when the device is absent, an op or implementation is unknown, or a kernel language is missing.
+    Raises BackendError when the device is absent, an op or implementation is unknown, or a kernel language that was
+    asked for is missing. What of the table's own choice is missing, `kernels.probe` finds out.
     """
     return _detect(device, tuple(sorted((wanted or {}).items())))
 
@@ -158,9 +176,9 @@ def _detect(device: str, wanted: tuple[tuple[str, str], ...]) -> Platform:
                 f"op {op!r} has no implementation {name!r} on {device_type}; known are {', '.join(known)}"
             )
         implementations[op] = name
-    needs_triton = [op for op, name in implementations.items() if name.startswith("triton_")]
+    needs_triton = [op for op, name in wanted if name.startswith("triton_")]
     if needs_triton and importlib.util.find_spec("triton") is None:
-        raise BackendError(f"{device_type} needs Triton for {', '.join(needs_triton)}, and Triton is not installed")
+        raise BackendError(f"Triton was asked for {', '.join(needs_triton)}, and is not installed")
     describe = {"cpu": _describe_cpu, "cuda": _describe_cuda, "npu": _describe_npu}[device_type]
     return describe(device, MappingProxyType(implementations))
 
