@@ -42,12 +42,13 @@ def main() -> int:
 def _probe(request: dict[str, Any], say: Any) -> None:
     import torch
 
-    from kernels.platform import detect
+    from kernels.platform import detect, prepare
     from kernels.probe.run import try_op
     from kernels.probe.shapes import ProbeShapes
 
     platform = detect(request["device"])
     device, shapes = torch.device(request["device"]), ProbeShapes(**request["shapes"])
+    prepare(device)
     for op in request["ops"]:
         trials = try_op(
             platform,

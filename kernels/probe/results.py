@@ -55,5 +55,6 @@ class OpReport:
         if not self.is_fallback:
             return None
         faults = "; ".join(trial.sentence or trial.status for trial in self.trials if trial.status != "ok")
+        faults = faults or f"{self.wished} does not serve this kind of device"
         served = f"served by {self.used} instead of {self.wished}" if self.used else "not served by any implementation"
         return f"The op {self.op} is {served}: {faults}."

@@ -23,15 +23,18 @@ _CONV_WIDTH = 3
 
 def look_at_device(examination: Examination) -> Section:
     """What the device is, and whether it is there."""
-    from kernels.platform import BackendError, detect
-
     section = Section("device", "Device")
     if "torch" in examination.import_errors:
         raise Skipped("torch cannot be imported")
+    import torch
+
+    from kernels.platform import BackendError, detect, prepare
+
     try:
         platform = detect(examination.device)
+        prepare(torch.device(examination.device))
     except BackendError as error:
-        section.find("error", "device-absent", f"{_capital(str(error))}.", "Name another --device, or see above.")
+        section.find("error", "device-absent", _sentence(str(error)), "Name another --device, or see above.")
         return section
     examination.platform = platform
     memory = _host_memory() if platform.device == "cpu" else _device_memory(examination.device)
@@ -47,7 +50,7 @@ def look_at_device(examination: Examination) -> Section:
     if platform.device == "cpu":
         section.facts["cores_allowed"] = len(os.sched_getaffinity(0))
     for sentence in platform.fallbacks:
-        section.find("note", "platform", f"{_capital(sentence)}.")
+        section.find("note", "platform", _sentence(sentence))
     return section
 
 
@@ -70,7 +73,7 @@ def look_at_ops(examination: Examination) -> Section:
     try:
         reports = probe_apart(examination.platform, examination.device, shapes, num_repeats=_NUM_REPEATS, on_begin=tell)
     except BackendError as error:
-        section.find("error", "probe-failed", f"{_capital(str(error).rstrip('.'))}.")
+        section.find("error", "probe-failed", _sentence(str(error)))
         return section
     section.facts = {"shapes": asdict(shapes), "ops": [_op_facts(report) for report in reports]}
     for report in reports:
@@ -145,5 +148,5 @@ def _cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
 
 
-def _capital(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:]
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:].rstrip('.')}."
