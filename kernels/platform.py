@@ -1,0 +1,251 @@
+"""Which device this is, how large it is, and which implementation serves each op there. Data in one place.
+
+An implementation is named after its module: `kernels/<op>/<implementation>.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType, ModuleType
+
+import torch
+
+from kernels.ascend_chips import chip_of
+
+log = logging.getLogger(__name__)
+
+# Wished-for implementation of each op by device type, and what else is known there.
+IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "cpu": {
+        "lora": ("cpu", "reference"),
+        "causal_conv1d": ("cpu", "reference"),
+        "paged_attention": ("sdpa", "reference"),
+        "kv_write": ("reference",),
+        "linear": ("cpu", "reference"),
+        "rms_norm": ("reference",),
+        "rotary": ("reference",),
+        "swiglu": ("reference",),
+    },
+    "cuda": {
+        "lora": ("triton_cuda", "reference"),
+        "causal_conv1d": ("triton_cuda", "reference"),
+        "paged_attention": ("triton_cuda", "sdpa", "reference"),
+        "kv_write": ("reference",),
+        "linear": ("reference",),
+        "rms_norm": ("reference",),
+        "rotary": ("reference",),
+        "swiglu": ("reference",),
+    },
+    "npu": {
+        "lora": ("triton_ascend", "any_device", "reference"),
+        "causal_conv1d": ("triton_ascend", "reference"),
+        "paged_attention": ("npu", "sdpa", "reference"),
+        "kv_write": ("npu", "reference"),
+        "linear": ("reference",),
+        "rms_norm": ("npu", "reference"),
+        "rotary": ("npu", "reference"),
+        "swiglu": ("npu", "reference"),
+    },
+}
+
+
+class BackendError(ValueError):
+    """A device or an implementation was asked for that this machine does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """One device as the ops see it.
+
+    device          torch device type: "cpu", "cuda" or "npu"
+    kind            the vendor's name of the chip; picks the launch table
+    num_cores       cores that a persistent grid fills (streaming multiprocessors, vector cores, threads)
+    on_chip_bytes   memory one program may plan for (shared memory, unified buffer); 0 where that means nothing
+    row_alignment   an adapter's row range starts at, and is as long as, a multiple of this
+    implementations op -> name of the implementation that serves it
+    fallbacks       one sentence for each op that is not served by the wished-for implementation
+    native_bfloat16 whether bfloat16 matrix products run at full speed
+    """
+
+    device: str
+    kind: str
+    num_cores: int
+    on_chip_bytes: int
+    row_alignment: int
+    implementations: Mapping[str, str]
+    fallbacks: tuple[str, ...] = field(default=())
+    native_bfloat16: bool = True
+
+    def with_fallback(self, op: str, implementation: str, reason: str) -> Platform:
+        """This platform with `op` served by another implementation; `reason` is one sentence that names the op."""
+        implementations = MappingProxyType({**self.implementations, op: implementation})
+        return replace(self, implementations=implementations, fallbacks=(*self.fallbacks, reason))
+
+    def row_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """Dtype in which LoRA rows are held beside a model of `model_dtype`.
+
+        A CPU holds them in float32: exact, without a conversion in every step, and, for products as small as these,
+        faster even where the CPU has bfloat16 instructions.
+        """
+        return torch.float32 if self.device == "cpu" else model_dtype
+
+
+def implementation(op: str, device: torch.device) -> ModuleType:
+    """The module that serves `op` on `device` in this process."""
+    module = _modules.get((op, device.type))
+    if module is None:
+        module = importlib.import_module(f"kernels.{op}.{in_use(device).implementations[op]}")
+        _modules[op, device.type] = module
+    return module
+
+
+def in_use(device: torch.device) -> Platform:
+    """The platform that serves tensors on `device` in this process: the installed one, else what `detect` finds."""
+    return _installed.get(device.type) or detect(str(device))
+
+
+def install(platform: Platform, device_type: str | None = None) -> None:
+    """Let `platform` serve all tensors on its kind of device in this process, which uses one device of a kind.
+
+    device_type  serve tensors there instead: lets tests run an NPU's path on a CPU
+    """
+    _installed[device_type or platform.device] = platform
+    _modules.clear()
+
+
+@contextmanager
+def installed(platform: Platform, device_type: str | None = None) -> Iterator[None]:
+    """`install` for the length of a block."""
+    kind = device_type or platform.device
+    before = _installed.get(kind)
+    install(platform, kind)
+    try:
+        yield
+    finally:
+        if before is None:
+            del _installed[kind]
+            _modules.clear()
+        else:
+            install(before, kind)
+
+
+def prepare(device: torch.device) -> None:
+    """Make `device` this process's, before anything runs on it. Raises BackendError if its runtime is missing.
+
+    The device of a thread is its own: a further thread that submits work calls torch's `set_device` first.
+    """
+    if device.type == "npu":
+        importlib.import_module("kernels.ascend_runtime").prepare(device)
+    elif device.type == "cuda" and device.index is not None and torch.cuda.is_available():
+        torch.cuda.set_device(device)
+
+
+_installed: dict[str, Platform] = {}
+_modules: dict[tuple[str, str], ModuleType] = {}
+
+
+def detect(device: str, wanted: Mapping[str, str] | None = None) -> Platform:
+    """Describe the device that `device` ("cpu", "cuda", "cuda:1", "npu:0") names.
+
+    wanted  op -> implementation, for callers that insist on another one than the table's.
+
+    Raises BackendError when the device is absent, an op or implementation is unknown, or a kernel language that was
+    asked for is missing. What of the table's own choice is missing, `kernels.probe` finds out.
+    """
+    return _detect(device, tuple(sorted((wanted or {}).items())))
+
+
+@functools.cache
+def _detect(device: str, wanted: tuple[tuple[str, str], ...]) -> Platform:
+    device_type = device.partition(":")[0]
+    if device_type not in IMPLEMENTATIONS:
+        raise BackendError(f"unknown device {device!r}; known are {', '.join(IMPLEMENTATIONS)}")
+    implementations = {op: names[0] for op, names in IMPLEMENTATIONS[device_type].items()}
+    for op, name in wanted:
+        known = IMPLEMENTATIONS[device_type].get(op)
+        if known is None:
+            raise BackendError(f"unknown op {op!r}; known are {', '.join(implementations)}")
+        if name not in known:
+            raise BackendError(
+                f"op {op!r} has no implementation {name!r} on {device_type}; known are {', '.join(known)}"
+            )
+        implementations[op] = name
+    needs_triton = [op for op, name in wanted if name.startswith("triton_")]
+    if needs_triton and importlib.util.find_spec("triton") is None:
+        raise BackendError(f"Triton was asked for {', '.join(needs_triton)}, and is not installed")
+    describe = {"cpu": _describe_cpu, "cuda": _describe_cuda, "npu": _describe_npu}[device_type]
+    return describe(device, MappingProxyType(implementations))
+
+
+def _describe_cpu(_device: str, implementations: Mapping[str, str]) -> Platform:
+    native_bfloat16 = _cpu_has_bfloat16()
+    fallbacks: tuple[str, ...] = ()
+    if not native_bfloat16:
+        fallbacks = (
+            "this CPU has no bfloat16 matrix instructions: bfloat16 weights are held and multiplied in float32",
+        )
+        log.info("%s", fallbacks[0])
+    return Platform("cpu", "cpu", torch.get_num_threads(), 0, 16, implementations, fallbacks, native_bfloat16)
+
+
+def _cpu_has_bfloat16() -> bool:
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16"))
+
+
+def _describe_cuda(device: str, implementations: Mapping[str, str]) -> Platform:
+    if not torch.cuda.is_available():
+        raise BackendError(f"device {device!r} was asked for, but torch sees no CUDA device (is this a CPU build?)")
+    properties = torch.cuda.get_device_properties(device)
+    shared_bytes = getattr(properties, "shared_memory_per_block_optin", 0)
+    return Platform("cuda", properties.name, properties.multi_processor_count, shared_bytes, 16, implementations)
+
+
+def _describe_npu(device: str, implementations: Mapping[str, str]) -> Platform:
+    runtime = importlib.import_module("kernels.ascend_runtime")
+    npu = runtime.torch_npu().npu
+    if not npu.is_available():
+        raise BackendError(
+            f"Device {device!r} was asked for, but torch_npu sees no NPU: `npu-smi info` must list one, and a "
+            "container needs its /dev/davinci* (see docs/ascend.md)."
+        )
+    properties = npu.get_device_properties(device)
+    chip = chip_of(properties.name)
+    num_cores = int(getattr(properties, "vector_core_num", 0) or chip.num_vector_cores)
+    fallbacks: tuple[str, ...] = ()
+    fault = runtime.triton_fault()
+    if not chip.has_triton:
+        fault = f"Triton kernels are off: triton-ascend {runtime.SERVED_VERSION}x does not serve {properties.name}."
+    if fault is not None:
+        implementations = _without_triton("npu", implementations)
+        fallbacks = (fault,)
+        log.warning("%s", fault)
+    return Platform(
+        "npu",
+        properties.name,
+        num_cores,
+        chip.unified_buffer_bytes,
+        16,
+        implementations,
+        fallbacks,
+        native_bfloat16=chip.has_bfloat16,
+    )
+
+
+def _without_triton(device_type: str, implementations: Mapping[str, str]) -> Mapping[str, str]:
+    """The same with the table's next choice for each op that Triton was to serve."""
+    table = IMPLEMENTATIONS[device_type]
+    return MappingProxyType(
+        {
+            op: next(other for other in table[op] if not other.startswith("triton_"))
+            if name.startswith("triton_")
+            else name
+            for op, name in implementations.items()
+        }
+    )
