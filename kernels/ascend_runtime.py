@@ -53,13 +53,15 @@ def torch_npu() -> ModuleType:
         ) from error
 
 
-def prepare(device: torch.device) -> None:
+def prepare(device: str) -> None:
     """Make `device` this thread's NPU, set what holds for the whole process, and get Triton ready.
 
     Raises BackendError where torch_npu is missing. What is wrong with Triton, `kernels.platform` has told.
     """
     npu = torch_npu().npu
-    use(device)
+    if not npu.is_available():
+        return  # `kernels.platform.detect` says so
+    npu.set_device(device)
     # Operators compiled anew for each shape would stall the first step of every length.
     npu.set_compile_mode(jit_compile=False)
     # Convolutions in float32 would otherwise round their inputs to 10 bits.
@@ -68,11 +70,6 @@ def prepare(device: torch.device) -> None:
     if triton_fault() is None:
         _claim_cache()
         _let_launches_queue()
-
-
-def use(device: torch.device) -> None:
-    """Make `device` this thread's NPU. To be called in every thread that submits work: it is a thread's own."""
-    torch_npu().npu.set_device(device)
 
 
 def cann_version() -> str:

@@ -135,15 +135,18 @@ def installed(platform: Platform, device_type: str | None = None) -> Iterator[No
             install(before, kind)
 
 
-def prepare(device: torch.device) -> None:
-    """Make `device` this process's, before anything runs on it. Raises BackendError if its runtime is missing.
+def prepare(device: torch.device | str) -> None:
+    """Make `device` ("npu:1"; torch knows that name with torch_npu only) this process's, before anything runs on it.
 
     The device of a thread is its own: a further thread that submits work calls torch's `set_device` first.
+
+    Raises BackendError if torch_npu is needed and missing. A device that is not there is `detect`'s to refuse.
     """
-    if device.type == "npu":
-        importlib.import_module("kernels.ascend_runtime").prepare(device)
-    elif device.type == "cuda" and device.index is not None and torch.cuda.is_available():
-        torch.cuda.set_device(device)
+    kind, _, index = str(device).partition(":")
+    if kind == "npu":
+        importlib.import_module("kernels.ascend_runtime").prepare(str(device))
+    elif kind == "cuda" and index and torch.cuda.is_available():
+        torch.cuda.set_device(int(index))
 
 
 _installed: dict[str, Platform] = {}

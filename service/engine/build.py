@@ -8,7 +8,7 @@ import torch
 
 from adapters.host_tier import HostTier
 from adapters.row_pool import RowPool
-from kernels.platform import detect, in_use
+from kernels.platform import detect, in_use, prepare
 from kernels.probe.choose import choose_implementations
 from kernels.probe.shapes import ProbeShapes
 from service.engine.config import EngineConfig
@@ -25,6 +25,7 @@ def build_engine(config: EngineConfig) -> Engine:
     """Probe the ops, load the model and allocate everything. Raises ValueError with one sentence if the engine cannot
     start."""
     model_dir = Path(config.model_dir)
+    prepare(config.device)
     platform, reports = choose_implementations(config.device, shapes_to_probe(config))
     loaded = load_model(model_dir, dtype=config.dtype, device=config.device)
     rows: RowPool | None = None

@@ -13,7 +13,8 @@ import torch
 from kernels import ascend_runtime
 from kernels.ascend_chips import chip_of
 from kernels.platform import IMPLEMENTATIONS, BackendError, detect
-from service.engine.config import default_block_size_tokens
+from service.engine.build import build_engine
+from service.engine.config import EngineConfig, default_block_size_tokens
 from service.settings import load_settings
 
 ROOT = Path(__file__).parents[2]
@@ -160,3 +161,12 @@ def test_each_process_has_a_cache_of_kernels_of_its_own(tmp_path: Path) -> None:
 def test_a_process_that_is_started_by_another_uses_its_cache(tmp_path: Path) -> None:
     with _claimant(tmp_path, MULTILORA_TRITON_CACHE_IN_USE=str(tmp_path)) as child:
         assert _claimed(child) == str(tmp_path)
+
+
+@pytest.mark.parametrize("device", ["npu", "npu:1"])
+def test_an_engine_says_so_too(device: str, tmp_path: Path) -> None:
+    if ascend_runtime.importlib.util.find_spec("torch_npu") is not None:
+        pytest.skip("torch_npu is installed here, so this did not run")
+    config = EngineConfig(model_dir=str(tmp_path), store_root=str(tmp_path), device=device)
+    with pytest.raises(ValueError, match=r"torch_npu is not installed; see docs/ascend\.md"):
+        build_engine(config)
