@@ -21,6 +21,7 @@ class RowPlan:
     num_places  most adapters that can be resident at once; follows from the rows, since each takes one range at least
     alignment   ranges are multiples of it
     table_bytes of ranks and scalings of all places
+    max_rank    largest rank that the device's kernels take; None = any
     """
 
     rows: dict[Group, int]
@@ -28,6 +29,7 @@ class RowPlan:
     num_places: int
     alignment: int
     table_bytes: int
+    max_rank: int | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -60,7 +62,9 @@ def row_bytes(layout: BaseLayout, element_bytes: int) -> dict[Group, int]:
     }
 
 
-def plan_rows(layout: BaseLayout, budget_bytes: int, *, element_bytes: int, alignment: int = 16) -> RowPlan:
+def plan_rows(
+    layout: BaseLayout, budget_bytes: int, *, element_bytes: int, alignment: int = 16, max_rank: int | None = None
+) -> RowPlan:
     """Split `budget_bytes` so that an adapter over all layer groups uses them evenly; total_bytes <= budget_bytes."""
     assert budget_bytes >= 0
     assert element_bytes > 0
@@ -72,7 +76,7 @@ def plan_rows(layout: BaseLayout, budget_bytes: int, *, element_bytes: int, alig
     blocks = _split(per_block, budget_bytes)
     rows: dict[Group, int] = {group: blocks[group] * alignment for group in per_row}
     num_places = sum(blocks.values())
-    return RowPlan(rows, per_row, num_places, alignment, num_places * num_slices * TABLE_BYTES)
+    return RowPlan(rows, per_row, num_places, alignment, num_places * num_slices * TABLE_BYTES, max_rank)
 
 
 def _split(block_bytes: dict[Group, int], budget_bytes: int) -> dict[Group, int]:

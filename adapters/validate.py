@@ -76,6 +76,12 @@ def module_reports(binding: Binding) -> tuple[ModuleReport, ...]:
 
 
 def _check_rows(binding: Binding, plan: RowPlan) -> None:
+    largest = max(binding.slices, key=lambda bound: bound.rank, default=None)
+    if largest is not None and plan.max_rank is not None and largest.rank > plan.max_rank:
+        raise RowsExceeded(
+            f"The adapter has rank {largest.rank} in {largest.slice.module}; the kernels of this device take ranks up "
+            f"to {plan.max_rank}. Use a smaller rank."
+        )
     group = plan.group_too_small(binding.rows)
     if group is None:
         return

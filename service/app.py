@@ -19,6 +19,7 @@ from starlette.responses import Response
 import adapters.errors as store_errors
 from adapters.row_plan import plan_rows
 from adapters.store import AdapterStore, StoreLimits
+from kernels.lora.limits import MAX_KERNEL_RANK
 from service.api import adapters, batch, chat, completions, health, lora_compat, models, tokenize
 from service.api.auth import OPEN_PATHS, KeyRing
 from service.api.errors import HANDLED, BadRequest, UnknownRoute, WrongMethod
@@ -153,6 +154,8 @@ async def _prepare(services: Services, engine: EngineClient) -> None:
                 int(services.settings.adapter_row_bytes),
                 element_bytes=ready.row_element_bytes,
                 alignment=ready.row_alignment,
+                # On a CPU any rank will do.
+                max_rank=None if ready.device.startswith("cpu") else MAX_KERNEL_RANK,
             )
             await asyncio.to_thread(preload, services)
     except Exception as error:

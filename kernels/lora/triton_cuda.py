@@ -15,12 +15,12 @@ from typing import Any
 import torch
 import triton
 
+from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.lora.triton_cuda_configs import ExpandConfig, LoraConfig, ShrinkConfig, config_for
 from kernels.lora.triton_cuda_kernels import lora_embedding_kernel, lora_expand_kernel, lora_shrink_kernel
 from kernels.platform import detect
 
-MAX_RANK = 256
 _HOPPER = (9, 0)
 
 
@@ -170,9 +170,9 @@ class _Device:
         return found
 
     def workspace(self, num_splits: int, num_slices: int, num_tokens: int, row_dtype: torch.dtype) -> torch.Tensor:
-        """h as [splits, slices, tokens, MAX_RANK]: float32 where it is summed later, else in the dtype of the rows."""
+        """h as [splits, slices, tokens, largest rank]: float32 where it is summed later, else in the rows' dtype."""
         dtype = _workspace_dtype(num_splits, row_dtype)
-        shape = (num_splits, num_slices, num_tokens, MAX_RANK)
+        shape = (num_splits, num_slices, num_tokens, MAX_KERNEL_RANK)
         num_bytes = _workspace_bytes(num_splits, num_slices, num_tokens, row_dtype)
         if self._buffer.numel() < num_bytes:
             capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -191,7 +191,7 @@ def _workspace_dtype(num_splits: int, row_dtype: torch.dtype) -> torch.dtype:
 
 
 def _workspace_bytes(num_splits: int, num_slices: int, num_tokens: int, row_dtype: torch.dtype) -> int:
-    return num_splits * num_slices * num_tokens * MAX_RANK * _workspace_dtype(num_splits, row_dtype).itemsize
+    return num_splits * num_slices * num_tokens * MAX_KERNEL_RANK * _workspace_dtype(num_splits, row_dtype).itemsize
 
 
 def _launch_shrink(
@@ -209,7 +209,7 @@ def _launch_shrink(
     """h: [splits, slices, tokens, width]."""
     _check_ranks(stack, maps)
     num_slices, in_features = len(stack.a), stack.a[0].shape[1]
-    items_of_tile = num_slices * config.num_splits * (MAX_RANK // config.block_r)
+    items_of_tile = num_slices * config.num_splits * (MAX_KERNEL_RANK // config.block_r)
     grid = _grid(device, config.block_m, maps, items_of_tile, config.programs_per_core)
     block_k = _even_block(in_features, config.num_splits, config.block_k)
     blocks_per_split = -(-in_features // (config.num_splits * block_k))
@@ -329,4 +329,4 @@ def _padded_segments(maps: LoraMaps) -> int:
 def _check_ranks(stack: LoraStack, maps: LoraMaps) -> None:
     """Look at the active adapters only: this runs for every launch that is not replayed."""
     largest = max((ranks[segment.place] for ranks in stack.host_ranks for segment in maps.segments), default=0)
-    assert largest <= MAX_RANK, f"the kernels take ranks up to {MAX_RANK}, not {largest}"
+    assert largest <= MAX_KERNEL_RANK, f"the kernels take ranks up to {MAX_KERNEL_RANK}, not {largest}"

@@ -166,6 +166,15 @@ def test_an_adapter_beyond_the_row_budget_is_refused_with_both_sizes(tmp_path: P
     store.close()
 
 
+def test_a_rank_beyond_the_devices_kernels_is_refused_with_both_ranks(tmp_path: Path) -> None:
+    plan = plan_rows(LAYOUT, 1 << 30, element_bytes=4, max_rank=256)
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base", row_plan=plan)
+    with pytest.raises(RowsExceeded, match=r"rank 257 in .*q_proj; .* up to 256\."):
+        upload_bytes(store, "x", config_bytes(r=257), safetensors_bytes(lora_tensors(LAYOUT, Q, 257)))
+    upload_bytes(store, "x", config_bytes(r=256), safetensors_bytes(lora_tensors(LAYOUT, Q, 256)))
+    store.close()
+
+
 # ---- names
 
 
