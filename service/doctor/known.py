@@ -18,7 +18,8 @@ _SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 _REINSTALL_TRITON = (
     "pip uninstall -y triton triton-ascend && pip install --no-deps triton-ascend==3.2.0 pybind11, after all else"
 )
-_REMOVED_SYMBOL = "RT_LIMIT_TYPE_SIMT_WARP_STACK_SIZE"
+# Entries of the runtime that CANN 9 has renamed or removed, by the beginning of their names.
+_REMOVED_SYMBOL = "RT_LIMIT_TYPE_SIMT"
 _GRAPH_CAPTURE_DRIVER = (25, 5, 1)
 
 
@@ -137,9 +138,9 @@ def _triton_ascend(host: Host, is_ascend: bool) -> Iterator[Finding]:
     if is_ascend and is_new and host.triton_dir is not None and _needs_patch(host.triton_dir):
         yield Finding(
             "warning", "triton-unpatched",
-            f"triton-ascend {host.distributions['triton-ascend']} is not patched for CANN 9 and later, which has no "
-            f"{_REMOVED_SYMBOL}: its first compilation fails.",
-            "Delete that entry from triton/backends/ascend/npu_utils.cpp, then remove the Triton cache "
+            f"triton-ascend {host.distributions['triton-ascend']} is not patched for CANN 9 and later, which lacks "
+            f"{_REMOVED_SYMBOL}*: its first compilation fails.",
+            "Run python deploy/image/patch_triton_ascend.py once, as the image has done, then remove the Triton cache "
             "(~/.triton/cache or TRITON_CACHE_DIR).",
         )  # fmt: skip
     if "pybind11" not in host.distributions:
