@@ -4,83 +4,149 @@ from __future__ import annotations
 
 import torch
 
+from kernels.causal_conv1d.call import PrefillCall, UpdateCall
+
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_ACTIVATIONS = (None, False, True, "silu", "swish")
 MIN_WIDTH, MAX_WIDTH = 2, 8
 
 
-def expect(condition: bool, message: str) -> None:
+def check_prefill(call: PrefillCall) -> None:
+    """Raises ValueError for what `ops.causal_conv1d_prefill` does not take."""
+    _expect(call.x.dim() == 2, f"x must be [tokens, dim], not {list(call.x.shape)}")
+    _check_tensors(call)
+    _check_starts(call)
+    _check_indices(call.num_sequences, has_initial_state=call.has_initial_state)
+    blocks = {
+        "initial_state_idx": call.initial_state_idx,
+        "block_idx_first_scheduled_token": call.block_idx_first_scheduled_token,
+        "block_idx_last_scheduled_token": call.block_idx_last_scheduled_token,
+        "num_computed_tokens": call.num_computed_tokens,
+    }
+    _check_indices(call.num_sequences, **blocks)
+    given = [name for name, value in blocks.items() if value is not None]
+    _expect(len(given) in (0, len(blocks)), f"the prefix-cache form needs all of {sorted(blocks)}, got only {given}")
+    block_size = call.block_size_tokens
+    _expect(bool(given) == (block_size is not None), "block_size_tokens belongs to the prefix-cache form only")
+    _expect(block_size is None or block_size > 0, f"block_size_tokens {block_size} must be positive")
+    _check_lines(call)
+
+
+def check_update(call: UpdateCall) -> None:
+    """Raises ValueError for what `ops.causal_conv1d_update` does not take."""
+    shape = list(call.x.shape)
+    if call.query_start_loc is None:
+        _expect(call.x.dim() in (2, 3), f"x must be [sequences, dim] or [sequences, tokens, dim], not {shape}")
+        _expect(call.max_query_len is None, "max_query_len belongs to query_start_loc")
+    else:
+        _expect(call.x.dim() == 2, f"with query_start_loc x must be [tokens, dim], not {shape}")
+        _expect(call.max_query_len is not None, "query_start_loc needs max_query_len, the most tokens any sequence has")
+    _check_tensors(call)
+    _check_starts(call)
+    _expect(
+        (call.block_idx_last_scheduled_token is None) == (call.initial_state_idx is None),
+        "initial_state_idx and block_idx_last_scheduled_token belong together: give both or neither",
+    )
+    _check_indices(
+        call.num_sequences,
+        num_accepted_tokens=call.num_accepted_tokens,
+        initial_state_idx=call.initial_state_idx,
+        block_idx_last_scheduled_token=call.block_idx_last_scheduled_token,
+    )
+    _check_lines(call)
+    needed = call.width - 1 if call.num_accepted_tokens is None else call.width - 2 + max(call.tokens_each, 1)
+    kept = call.conv_states.shape[1]
+    _expect(
+        kept >= needed, f"conv_states keeps {kept} tokens a line, but {call.tokens_each} draft tokens need {needed}"
+    )
+
+
+def _expect(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
 
 
-def check_tensors(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    conv_states: torch.Tensor | None,
-    gate_in: torch.Tensor | None,
-    gate_out: torch.Tensor | None,
-    out: torch.Tensor | None,
-    activation: str | bool | None,
-) -> None:
-    expect(activation in (None, False, True, "silu", "swish"), f"activation {activation!r} is neither None nor 'silu'")
-    dim = x.shape[-1]
-    expect(x.dtype in _DTYPES, f"x is {x.dtype}; supported are float32, float16 and bfloat16")
-    for name, like_x in (("x", x), ("gate_in", gate_in), ("gate_out", gate_out), ("out", out)):
+def _check_tensors(call: PrefillCall | UpdateCall) -> None:
+    _expect(call.activation in _ACTIVATIONS, f"activation {call.activation!r} is neither None nor 'silu'")
+    x, dim = call.x, call.dim
+    _expect(x.dtype in _DTYPES, f"x is {x.dtype}; supported are float32, float16 and bfloat16")
+    for name, like_x in (("x", x), ("gate_in", call.gate_in), ("gate_out", call.gate_out), ("out", call.out)):
         if like_x is None:
             continue
-        expect(
+        _expect(
             like_x.shape == x.shape and like_x.dtype == x.dtype,
             f"{name} is {list(like_x.shape)} {like_x.dtype}, but x is {list(x.shape)} {x.dtype}",
         )
-        expect(like_x.stride(-1) == 1 or dim <= 1, f"the channels of {name} must be contiguous")
+        _expect(like_x.stride(-1) == 1 or dim <= 1, f"the channels of {name} must be contiguous")
         if like_x.dim() == 3 and like_x.shape[1] > 1:
-            expect(
+            _expect(
                 like_x.shape[0] <= 1 or like_x.stride(0) == like_x.shape[1] * like_x.stride(1),
                 f"the tokens of {name} must be rows of one stride",
             )
-    expect(
+    weight, bias = call.weight, call.bias
+    _expect(
         weight.dim() == 2 and weight.shape[1] == dim and MIN_WIDTH <= weight.shape[0] <= MAX_WIDTH,
         f"weight is {list(weight.shape)}; it must be [width, {dim}] with width {MIN_WIDTH} to {MAX_WIDTH}",
     )
-    expect(weight.is_contiguous(), "weight must be contiguous")
-    expect(bias is None or (bias.shape == (dim,) and bias.is_contiguous()), f"bias must be [{dim}]")
-    if conv_states is not None:
-        expect(
-            conv_states.dim() == 3 and conv_states.shape[2] == dim and conv_states.shape[1] >= weight.shape[0] - 1,
-            f"conv_states is {list(conv_states.shape)}; it must be [lines, at least {weight.shape[0] - 1}, {dim}]",
+    _expect(weight.is_contiguous(), "weight must be contiguous")
+    _expect(bias is None or (bias.shape == (dim,) and bias.is_contiguous()), f"bias must be [{dim}]")
+    states = call.conv_states
+    if states is not None:
+        _expect(
+            states.dim() == 3 and states.shape[2] == dim and states.shape[1] >= call.width - 1,
+            f"conv_states is {list(states.shape)}; it must be [lines, at least {call.width - 1}, {dim}]",
         )
-        expect(conv_states.stride(2) == 1 or dim <= 1, "the channels of conv_states must be contiguous")
-        expect(conv_states.dtype in _DTYPES, f"conv_states is {conv_states.dtype}")
+        _expect(states.stride(2) == 1 or dim <= 1, "the channels of conv_states must be contiguous")
+        _expect(states.dtype in _DTYPES, f"conv_states is {states.dtype}")
 
 
-def check_lines(
-    conv_states: torch.Tensor | None, state_indices: torch.Tensor | None, num_sequences: int, *, is_paged: bool
-) -> None:
-    if state_indices is None:
-        expect(not is_paged, "the block indices of the prefix cache need state_indices [sequences, blocks]")
-        expect(
-            conv_states is None or conv_states.shape[0] >= num_sequences,
+def _check_starts(call: PrefillCall | UpdateCall) -> None:
+    """The first and the last start too, where that waits for nothing; kernels trust them elsewhere."""
+    starts, host = call.query_start_loc, call.query_starts
+    if starts is None:
+        _expect(host is None, "query_starts mirrors query_start_loc, which is not there")
+        return
+    _check_indices(call.num_sequences, query_start_loc=starts[1:])
+    _expect(host is None or len(host) == call.num_sequences + 1, "query_starts must mirror query_start_loc")
+    if host is not None:
+        first, last = host[0], host[-1]
+    elif starts.device.type == "cpu":
+        first, last = int(starts[0]), int(starts[-1])
+    else:
+        return
+    _expect(
+        first == 0 and last <= call.num_tokens,
+        f"query_start_loc goes from {first} to {last}; it must start at 0 and stay within {call.num_tokens} tokens",
+    )
+
+
+def _check_lines(call: PrefillCall | UpdateCall) -> None:
+    states, lines, num_sequences = call.conv_states, call.state_indices, call.num_sequences
+    is_paged = call.block_idx_last_scheduled_token is not None
+    if lines is None:
+        _expect(not is_paged, "the block indices of the prefix cache need state_indices [sequences, blocks]")
+        _expect(
+            states is None or states.shape[0] >= num_sequences,
             f"without state_indices each of {num_sequences} sequences needs a line of its own",
         )
         return
-    expect(conv_states is not None, "state_indices without conv_states")
+    _expect(states is not None, "state_indices without conv_states")
     shape = "[sequences, blocks]" if is_paged else "[sequences]"
-    expect(
-        state_indices.dim() == (2 if is_paged else 1) and state_indices.shape[0] == num_sequences,
-        f"state_indices is {list(state_indices.shape)}; it must be {shape} for {num_sequences} sequences",
+    _expect(
+        lines.dim() == (2 if is_paged else 1) and lines.shape[0] == num_sequences,
+        f"state_indices is {list(lines.shape)}; it must be {shape} for {num_sequences} sequences",
     )
-    expect(state_indices.dtype in (torch.int32, torch.int64), f"state_indices is {state_indices.dtype}, not int32")
-    expect(not is_paged or state_indices.stride(1) == 1, "the blocks of a sequence must be contiguous in state_indices")
+    _expect(lines.dtype in (torch.int32, torch.int64), f"state_indices is {lines.dtype}, not int32")
+    _expect(not is_paged or lines.stride(1) == 1, "the blocks of a sequence must be contiguous in state_indices")
 
 
-def check_indices(num_sequences: int, **indices: torch.Tensor | None) -> None:
+def _check_indices(num_sequences: int, **indices: torch.Tensor | None) -> None:
     for name, value in indices.items():
         if value is None:
             continue
-        expect(
+        _expect(
             value.shape == (num_sequences,), f"{name} is {list(value.shape)}, which is not [{num_sequences}] sequences"
         )
         wanted = (torch.bool,) if name == "has_initial_state" else (torch.int32, torch.int64)
-        expect(value.dtype in wanted, f"{name} is {value.dtype}; it must be {wanted[0]}")
-        expect(value.is_contiguous(), f"{name} must be contiguous")
+        _expect(value.dtype in wanted, f"{name} is {value.dtype}; it must be {wanted[0]}")
+        _expect(value.is_contiguous(), f"{name} must be contiguous")

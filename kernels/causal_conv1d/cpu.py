@@ -1,60 +1,37 @@
 """The CPU's causal convolution: whole tensors shifted and multiplied, no loop over tokens or sequences.
 
-Same signatures and semantics as `ops.py`, which has checked the arguments. Multiplication and addition stay separate
+`ops.py` states the semantics and has checked the calls. Multiplication and addition stay separate
 operations, since a fused one would round differently in vector bodies and tails: so any chunking of a sequence, and its
 update token by token, give the same bits in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
+from kernels.causal_conv1d.call import PrefillCall, UpdateCall
+
 NULL_LINE = 0
+WARM_UP_TOKENS: tuple[int, ...] = ()  # nothing is compiled
 
 
-def causal_conv1d_prefill(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    conv_states: torch.Tensor | None,
-    query_start_loc: torch.Tensor,
-    state_indices: torch.Tensor | None = None,
-    has_initial_state: torch.Tensor | None = None,
-    *,
-    activation: str | bool | None = None,
-    gate_in: torch.Tensor | None = None,
-    gate_out: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    initial_state_idx: torch.Tensor | None = None,
-    block_idx_first_scheduled_token: torch.Tensor | None = None,
-    block_idx_last_scheduled_token: torch.Tensor | None = None,
-    num_computed_tokens: torch.Tensor | None = None,
-    block_size_tokens: int | None = None,
-    pad_slot_id: int | None = -1,
-    query_starts: Sequence[int] | None = None,  # noqa: ARG001 - query_start_loc is host memory here
-) -> torch.Tensor:
-    """See `ops.causal_conv1d_prefill`."""
-    in_place = out is not None and out.data_ptr() == x.data_ptr()
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.shape[0] == 0:
-        return out
-    rows = weight.shape[0] - 1
-    starts = query_start_loc.to(torch.int64)
+def prefill(call: PrefillCall) -> None:
+    """Fill call.out and keep states; see `ops.causal_conv1d_prefill`."""
+    x, conv_states, state_indices, pad_slot_id = call.x, call.conv_states, call.state_indices, call.pad_slot_id
+    rows = call.width - 1
+    starts = call.query_start_loc.to(torch.int64)
     lengths = starts.diff()
-    source, is_live = _lines(state_indices, lengths.shape[0], initial_state_idx, pad_slot_id)
+    source, is_live = _lines(state_indices, call.num_sequences, call.initial_state_idx, pad_slot_id)
     sequences = (is_live & (lengths > 0)).nonzero().flatten()  # [live]
     starts, lengths, source = starts[sequences], lengths[sequences], source[sequences]
 
-    inputs = _inputs(x, gate_in)  # [tokens, dim]
-    taps, bias = weight.float(), None if bias is None else bias.float()
+    inputs = _inputs(x, call.gate_in)  # [tokens, dim]
+    taps, bias = call.weight.float(), None if call.bias is None else call.bias.float()
     # Right everywhere but in the first `rows` tokens of each sequence, whose windows reach into the history.
     total = _shifted_sum(inputs, taps, bias)
     history = torch.zeros(len(sequences), rows, x.shape[1])
-    if conv_states is not None and has_initial_state is not None:
-        kept = has_initial_state[sequences]
+    if conv_states is not None and call.has_initial_state is not None:
+        kept = call.has_initial_state[sequences]
         history[kept] = conv_states[source[kept], :rows].float()
     row = torch.arange(rows)
     heads = starts[:, None] + row  # [live, rows]
@@ -63,91 +40,59 @@ def causal_conv1d_prefill(
     total[heads[is_token]] = _windows_sum(head_inputs, taps, bias)[is_token]
 
     if conv_states is not None:
-        ends, owners, lines = _boundaries(
-            sequences,
-            lengths,
-            state_indices,
-            block_idx_first_scheduled_token,
-            block_idx_last_scheduled_token,
-            num_computed_tokens,
-            block_size_tokens,
-            pad_slot_id,
-        )
+        ends, owners, lines = _boundaries(call, sequences, lengths)
         position = ends[:, None] + row  # in [history; tokens of the sequence]
         near = head_inputs[owners[:, None], position.clamp(max=2 * rows - 1)]
         far = inputs[(starts[owners, None] + position - rows).clamp(0, x.shape[0] - 1)]
         window = torch.where((position < 2 * rows)[..., None], near, far)  # [writes, rows, dim]
         conv_states[lines, :rows] = window.to(conv_states.dtype)
 
-    result = _finish(total, activation, gate_out)
-    if len(sequences) == query_start_loc.shape[0] - 1 and int(lengths.sum()) == x.shape[0]:
-        return out.copy_(result)
+    result = _finish(total, call, call.gate_out)
+    if len(sequences) == call.num_sequences and int(lengths.sum()) == x.shape[0]:
+        call.out.copy_(result)
+        return
     is_output = torch.zeros(x.shape[0], dtype=torch.int64)
     tokens = torch.repeat_interleave(starts - lengths.cumsum(0) + lengths, lengths) + torch.arange(int(lengths.sum()))
     is_output[tokens] = 1
-    rest = x.float() if in_place else torch.zeros(())
-    return out.copy_(torch.where(is_output.bool()[:, None], result, rest))
+    rest = x.float() if call.is_in_place else torch.zeros(())
+    call.out.copy_(torch.where(is_output.bool()[:, None], result, rest))
 
 
-def causal_conv1d_update(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    conv_states: torch.Tensor,
-    state_indices: torch.Tensor | None = None,
-    *,
-    activation: str | bool | None = None,
-    gate_in: torch.Tensor | None = None,
-    gate_out: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    query_start_loc: torch.Tensor | None = None,
-    max_query_len: int | None = None,
-    num_accepted_tokens: torch.Tensor | None = None,
-    initial_state_idx: torch.Tensor | None = None,
-    block_idx_last_scheduled_token: torch.Tensor | None = None,
-    pad_slot_id: int | None = -1,
-    query_starts: Sequence[int] | None = None,  # noqa: ARG001 - query_start_loc is host memory here
-) -> torch.Tensor:
-    """See `ops.causal_conv1d_update`."""
-    dim = x.shape[-1]
-    in_place = out is not None and out.data_ptr() == x.data_ptr()
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel() == 0:
-        return out
-    inputs = _inputs(x, gate_in).reshape(-1, dim)  # [tokens, dim]
-    rows = weight.shape[0] - 1
-    is_plain = query_start_loc is None and num_accepted_tokens is None and initial_state_idx is None
-    if is_plain and state_indices is not None and bool((state_indices > NULL_LINE).all()) and (pad_slot_id or 0) <= 0:
+def update(call: UpdateCall) -> None:
+    """Fill call.out and advance states; see `ops.causal_conv1d_update`."""
+    x, dim, out, conv_states, state_indices = call.x, call.dim, call.out, call.conv_states, call.state_indices
+    taps, bias = call.weight.float(), None if call.bias is None else call.bias.float()
+    inputs = _inputs(x, call.gate_in).reshape(-1, dim)  # [tokens, dim]
+    rows, accepted = call.width - 1, call.num_accepted_tokens
+    is_plain = call.query_start_loc is None and accepted is None and call.initial_state_idx is None
+    if is_plain and state_indices is not None and (call.pad_slot_id or 0) <= 0 and bool((state_indices > 0).all()):
         lines, states = state_indices.long(), conv_states[:, :rows]
         line_of_inputs = torch.cat([states.index_select(0, lines).float(), inputs.reshape(x.shape[0], -1, dim)], dim=1)
         states.index_copy_(0, lines, line_of_inputs[:, -rows:].to(states.dtype))
-        total = _windows_sum(line_of_inputs, weight.float(), None if bias is None else bias.float())
-        return out.copy_(_finish(total.reshape(x.shape), activation, gate_out))
-    if query_start_loc is None:
-        tokens_each = 1 if x.dim() == 2 else x.shape[1]
-        starts = torch.arange(x.shape[0]) * tokens_each
-        lengths = torch.full((x.shape[0],), tokens_each)
+        out.copy_(_finish(_windows_sum(line_of_inputs, taps, bias).reshape(x.shape), call, call.gate_out))
+        return
+    tokens_each = call.tokens_each
+    if call.query_start_loc is None:
+        starts = torch.arange(call.num_sequences) * tokens_each
+        lengths = torch.full((call.num_sequences,), tokens_each)
     else:
-        assert max_query_len is not None
-        tokens_each = max_query_len
-        starts, lengths = query_start_loc[:-1].to(torch.int64), query_start_loc.diff().to(torch.int64)
-    source, is_live = _lines(state_indices, lengths.shape[0], initial_state_idx, pad_slot_id)
-    target, is_kept = _lines(state_indices, lengths.shape[0], block_idx_last_scheduled_token, pad_slot_id)
+        starts, lengths = call.query_start_loc[:-1].to(torch.int64), call.query_start_loc.diff().to(torch.int64)
+    source, is_live = _lines(state_indices, call.num_sequences, call.initial_state_idx, call.pad_slot_id)
+    target, is_kept = _lines(state_indices, call.num_sequences, call.block_idx_last_scheduled_token, call.pad_slot_id)
     sequences = (is_live & (lengths > 0)).nonzero().flatten()
     starts, lengths = starts[sequences], lengths[sequences]
 
     tokens = starts[:, None] + torch.arange(tokens_each)  # [live, tokens_each]
     is_token = torch.arange(tokens_each) < lengths[:, None]
-    first_row = torch.zeros_like(starts) if num_accepted_tokens is None else num_accepted_tokens[sequences].long() - 1
+    first_row = torch.zeros_like(starts) if accepted is None else accepted[sequences].long() - 1
     history = conv_states[source[sequences, None], first_row[:, None] + torch.arange(rows)].float()
     line_of_inputs = torch.cat([history, inputs[tokens.clamp(max=inputs.shape[0] - 1)]], dim=1)
-    total = _windows_sum(line_of_inputs, weight.float(), None if bias is None else bias.float())
+    total = _windows_sum(line_of_inputs, taps, bias)
 
     # A draft may be rejected, so every window of it must stay readable; otherwise only the last window counts.
-    num_rows = rows if num_accepted_tokens is None else rows - 1 + tokens_each
+    num_rows = rows if accepted is None else rows - 1 + tokens_each
     row = torch.arange(num_rows)
-    shift = lengths if num_accepted_tokens is None else torch.ones_like(lengths)
+    shift = lengths if accepted is None else torch.ones_like(lengths)
     position = row + shift[:, None]  # [live, num_rows]
     is_written = is_kept[sequences, None] & (position < rows + lengths[:, None])
     owner, written_row = is_written.nonzero(as_tuple=True)
@@ -155,10 +100,10 @@ def causal_conv1d_update(
     conv_states[target[sequences][owner], written_row] = kept.to(conv_states.dtype)
 
     tokens, total = tokens[is_token], total[is_token]  # [outputs], [outputs, dim]
-    result = _finish(total, activation, None if gate_out is None else gate_out.reshape(-1, dim)[tokens])
-    flat = x.reshape(-1, dim).clone() if in_place else torch.zeros(inputs.shape, dtype=x.dtype)
+    result = _finish(total, call, None if call.gate_out is None else call.gate_out.reshape(-1, dim)[tokens])
+    flat = x.reshape(-1, dim).clone() if call.is_in_place else torch.zeros(inputs.shape, dtype=x.dtype)
     flat[tokens] = result.to(x.dtype)
-    return out.copy_(flat.reshape(x.shape))
+    out.copy_(flat.reshape(x.shape))
 
 
 def _inputs(x: torch.Tensor, gate_in: torch.Tensor | None) -> torch.Tensor:
@@ -203,43 +148,39 @@ def _windows_sum(line_of_inputs: torch.Tensor, taps: torch.Tensor, bias: torch.T
     return total
 
 
-def _finish(total: torch.Tensor, activation: str | bool | None, gate_out: torch.Tensor | None) -> torch.Tensor:
-    if activation in ("silu", "swish", True):
+def _finish(total: torch.Tensor, call: PrefillCall | UpdateCall, gate_out: torch.Tensor | None) -> torch.Tensor:
+    if call.has_silu:
         total = total / (1 + torch.exp(-total))
     return total if gate_out is None else total * gate_out
 
 
 def _boundaries(
-    sequences: torch.Tensor,
-    lengths: torch.Tensor,
-    state_indices: torch.Tensor | None,
-    first: torch.Tensor | None,
-    last: torch.Tensor | None,
-    num_computed_tokens: torch.Tensor | None,
-    block_size_tokens: int | None,
-    pad_slot_id: int | None,
+    call: PrefillCall, sequences: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Which states to keep: (token count they follow, index into `sequences`, line), int64 [writes] each.
 
     Block boundaries come before the final states; no two writes of one call go to the same line.
     """
     owners = torch.arange(len(sequences))
+    first, last, computed = (
+        call.block_idx_first_scheduled_token, call.block_idx_last_scheduled_token, call.num_computed_tokens,
+    )  # fmt: skip
     if last is None:
-        lines, is_real = _lines(state_indices, int(sequences[-1]) + 1 if len(sequences) else 0, None, pad_slot_id)
+        lines, is_real = _lines(call.state_indices, call.num_sequences, None, call.pad_slot_id)
         lines, is_real = lines[sequences], is_real[sequences]
         return lengths[is_real], owners[is_real], lines[is_real]
     assert first is not None
-    assert num_computed_tokens is not None
-    assert block_size_tokens is not None
-    assert state_indices is not None
-    first, last, computed = first[sequences].long(), last[sequences].long(), num_computed_tokens[sequences].long()
+    assert computed is not None
+    assert call.block_size_tokens is not None
+    assert call.state_indices is not None
+    first, last, computed = first[sequences].long(), last[sequences].long(), computed[sequences].long()
     counts = (last - first).clamp(min=0)
     crossing = torch.repeat_interleave(owners, counts)  # [boundaries]
     block = torch.arange(len(crossing)) - (counts.cumsum(0) - counts)[crossing] + first[crossing]
-    ends = torch.cat([(block + 1) * block_size_tokens - computed[crossing], lengths])
+    ends = torch.cat([(block + 1) * call.block_size_tokens - computed[crossing], lengths])
     owners = torch.cat([crossing, owners])
-    lines = state_indices[sequences[owners], torch.cat([block, last])].long()
+    lines = call.state_indices[sequences[owners], torch.cat([block, last])].long()
     is_real = (lines > NULL_LINE) & (ends > 0) & (ends <= lengths[owners])
-    if pad_slot_id is not None:
-        is_real &= lines != pad_slot_id
+    if call.pad_slot_id is not None:
+        is_real &= lines != call.pad_slot_id
     return ends[is_real], owners[is_real], lines[is_real]

@@ -14,7 +14,9 @@ from itertools import pairwise
 
 import torch
 
-from kernels.causal_conv1d.checks import check_indices, check_lines, check_tensors, expect
+from kernels.causal_conv1d.call import PrefillCall, UpdateCall
+from kernels.causal_conv1d.checks import check_prefill, check_update
+from kernels.causal_conv1d.warm_up import warm_up_calls
 from kernels.platform import implementation
 
 
@@ -53,8 +55,8 @@ def causal_conv1d_prefill(
         bias: [dim] or None.
         conv_states: [lines, state_len >= width - 1, dim], dim contiguous, any dtype of x's list; changed in place.
             Rows from width - 1 on are left alone. None: histories are zero and nothing is kept.
-        query_start_loc: int32 [sequences + 1], ascending from 0. Empty sequences read and write nothing; outputs of
-            tokens of no sequence are as for padding.
+        query_start_loc: int32 [sequences + 1], ascending from 0 (checked only where its values are on the host). Empty
+            sequences read and write nothing; outputs of tokens of no sequence are as for padding.
         state_indices: int32 [sequences], the lines, each at most once beside padding; None: sequence n owns line n and
             none is padding (line 0 too is an ordinary line then). With block indices (below): [sequences, blocks].
         has_initial_state: bool [sequences]; None: no sequence continues an earlier chunk.
@@ -73,42 +75,28 @@ def causal_conv1d_prefill(
 
     Returns: out. Raises ValueError for arguments that do not fit together.
     """
-    check_tensors(x, weight, bias, conv_states, gate_in, gate_out, out, activation)
-    expect(x.dim() == 2, f"x must be [tokens, dim], not {list(x.shape)}")
-    num_sequences = query_start_loc.shape[0] - 1
-    check_indices(num_sequences, query_start_loc=query_start_loc[1:], has_initial_state=has_initial_state)
-    check_lines(conv_states, state_indices, num_sequences, is_paged=block_idx_last_scheduled_token is not None)
-    expect(query_starts is None or len(query_starts) == num_sequences + 1, "query_starts must mirror query_start_loc")
-    blocks = {
-        "initial_state_idx": initial_state_idx,
-        "block_idx_first_scheduled_token": block_idx_first_scheduled_token,
-        "block_idx_last_scheduled_token": block_idx_last_scheduled_token,
-        "num_computed_tokens": num_computed_tokens,
-    }
-    check_indices(num_sequences, **blocks)
-    given = [name for name, value in blocks.items() if value is not None]
-    expect(len(given) in (0, len(blocks)), f"the prefix-cache form needs all of {sorted(blocks)}, got only {given}")
-    expect(bool(given) == (block_size_tokens is not None), "block_size_tokens belongs to the prefix-cache form only")
-    expect(
-        block_size_tokens is None or block_size_tokens > 0, f"block_size_tokens {block_size_tokens} must be positive"
-    )
-    return implementation("causal_conv1d", x.device).causal_conv1d_prefill(
-        x,
-        weight,
-        bias,
-        conv_states,
-        query_start_loc,
-        state_indices,
-        has_initial_state,
+    call = PrefillCall(
+        x=x,
+        weight=weight,
+        bias=bias,
+        conv_states=conv_states,
+        state_indices=state_indices,
         activation=activation,
         gate_in=gate_in,
         gate_out=gate_out,
-        out=out,
+        out=_like(x) if out is None else out,
+        query_start_loc=query_start_loc,
+        query_starts=query_starts,
+        has_initial_state=has_initial_state,
+        initial_state_idx=initial_state_idx,
+        block_idx_first_scheduled_token=block_idx_first_scheduled_token,
+        block_idx_last_scheduled_token=block_idx_last_scheduled_token,
+        num_computed_tokens=num_computed_tokens,
         block_size_tokens=block_size_tokens,
         pad_slot_id=pad_slot_id,
-        query_starts=query_starts,
-        **blocks,
     )
+    check_prefill(call)
+    return _run(call)
 
 
 def causal_conv1d_update(
@@ -158,50 +146,77 @@ def causal_conv1d_update(
 
     Returns: out. Raises ValueError for arguments that do not fit together.
     """
-    check_tensors(x, weight, bias, conv_states, gate_in, gate_out, out, activation)
-    if query_start_loc is None:
-        expect(x.dim() in (2, 3), f"x must be [sequences, dim] or [sequences, tokens, dim], not {list(x.shape)}")
-        num_sequences, tokens_each = x.shape[0], 1 if x.dim() == 2 else x.shape[1]
-    else:
-        expect(x.dim() == 2, f"with query_start_loc x must be [tokens, dim], not {list(x.shape)}")
-        if max_query_len is None and query_starts is not None:
-            max_query_len = max((end - start for start, end in pairwise(query_starts)), default=0)
-        expect(max_query_len is not None, "query_start_loc needs max_query_len, the most tokens any sequence has")
-        assert max_query_len is not None
-        num_sequences, tokens_each = query_start_loc.shape[0] - 1, max_query_len
-        check_indices(num_sequences, query_start_loc=query_start_loc[1:])
-    is_paged = block_idx_last_scheduled_token is not None
-    expect(
-        is_paged == (initial_state_idx is not None),
-        "initial_state_idx and block_idx_last_scheduled_token belong together: give both or neither",
-    )
-    check_indices(
-        num_sequences,
-        num_accepted_tokens=num_accepted_tokens,
-        initial_state_idx=initial_state_idx,
-        block_idx_last_scheduled_token=block_idx_last_scheduled_token,
-    )
-    check_lines(conv_states, state_indices, num_sequences, is_paged=is_paged)
-    needed = weight.shape[0] - 1 if num_accepted_tokens is None else weight.shape[0] - 2 + max(tokens_each, 1)
-    expect(
-        conv_states.shape[1] >= needed,
-        f"conv_states keeps {conv_states.shape[1]} tokens a line, but {tokens_each} draft tokens need {needed}",
-    )
-    return implementation("causal_conv1d", x.device).causal_conv1d_update(
-        x,
-        weight,
-        bias,
-        conv_states,
-        state_indices,
+    if max_query_len is None and query_starts is not None:
+        max_query_len = max((end - start for start, end in pairwise(query_starts)), default=0)
+    call = UpdateCall(
+        x=x,
+        weight=weight,
+        bias=bias,
+        conv_states=conv_states,
+        state_indices=state_indices,
         activation=activation,
         gate_in=gate_in,
         gate_out=gate_out,
-        out=out,
+        out=_like(x) if out is None else out,
         query_start_loc=query_start_loc,
+        query_starts=query_starts,
         max_query_len=max_query_len,
         num_accepted_tokens=num_accepted_tokens,
         initial_state_idx=initial_state_idx,
         block_idx_last_scheduled_token=block_idx_last_scheduled_token,
         pad_slot_id=pad_slot_id,
-        query_starts=query_starts,
     )
+    check_update(call)
+    return _run(call)
+
+
+def warm_up(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_states: torch.Tensor,
+    *,
+    activation: str | bool | None = None,
+    gated: bool = False,
+    drafts: bool = False,
+    paged: bool = False,
+    x_dtype: torch.dtype | None = None,
+) -> None:
+    """Compile every kernel that calls with these tensors can need, whatever their batches and lengths.
+
+    Runs each form of a call once, on padding: conv_states are neither read nor changed. Covers prefill and plain
+    decoding with state_indices, has_initial_state and fresh outputs. Does nothing on the host.
+
+    Args:
+        weight, bias, conv_states, activation: of a layer, as in `causal_conv1d_prefill`.
+        gated: both gates are used; x and the gates are thirds of one tensor [tokens, 3 * dim].
+        drafts: sequences may have several tokens in an update, and num_accepted_tokens.
+        paged: calls have the block indices of the prefix cache; without it they have none.
+        x_dtype: of x, the gates and the outputs; None: weight's.
+    """
+    for call in warm_up_calls(
+        weight,
+        bias,
+        conv_states,
+        activation=activation,
+        gated=gated,
+        drafts=drafts,
+        paged=paged,
+        x_dtype=weight.dtype if x_dtype is None else x_dtype,
+    ):
+        _run(call)
+
+
+def _run(call: PrefillCall | UpdateCall) -> torch.Tensor:
+    """Have the implementation for x's device fill `out`; it sees no call without tokens or without sequences."""
+    if call.x.numel() == 0:
+        return call.out
+    if call.num_sequences == 0:
+        return call.out if call.is_in_place else call.out.zero_()
+    module = implementation("causal_conv1d", call.x.device)
+    run = module.prefill if isinstance(call, PrefillCall) else module.update
+    run(call)
+    return call.out
+
+
+def _like(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -11,7 +11,20 @@ from itertools import pairwise
 
 import torch
 
+from kernels.causal_conv1d.call import PrefillCall, UpdateCall
+
 NULL_LINE = 0
+WARM_UP_TOKENS: tuple[int, ...] = ()  # nothing is compiled
+
+
+def prefill(call: PrefillCall) -> None:
+    """What `ops.causal_conv1d_prefill` calls where this is the implementation."""
+    causal_conv1d_prefill(**vars(call))
+
+
+def update(call: UpdateCall) -> None:
+    """What `ops.causal_conv1d_update` calls where this is the implementation."""
+    causal_conv1d_update(**vars(call))
 
 
 def causal_conv1d_prefill(

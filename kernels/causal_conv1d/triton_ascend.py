@@ -1,6 +1,6 @@
 """The causal convolution for Ascend NPUs: one Triton kernel for prefill, one for update. Not verified on an NPU.
 
-Same signatures and semantics as `ops.py`, which has checked the arguments. As many programs as the chip has vector
+`ops.py` states the semantics and has checked the calls. As many programs as the chip has vector
 cores loop over work items; an item is a block of channels of one sequence (update) or of one tile of tokens (prefill).
 Items are taken channel block by channel block, so that a program reads the taps of a block once. Every transfer is a
 contiguous row of channels, and the scalar unit reads maps only: what it must not read is left out by a branch, since a
@@ -16,18 +16,17 @@ one token back. Names beyond the width stand for h1 or w0 and are never used.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
+from kernels.ascend_runtime import check_launch
+from kernels.causal_conv1d.call import Launch, PrefillCall, UpdateCall, kernel_arguments
 from kernels.platform import in_use
 
 NULL_LINE = tl.constexpr(0)
 SEARCH_BLOCK = tl.constexpr(128)
+WARM_UP_TOKENS = (1,)  # nothing but the form of a call is specialised
 FAR = tl.constexpr(2147483647)
 
 
@@ -179,9 +178,9 @@ def _past(age: tl.constexpr, h1, h2, h3, h4, h5, h6, h7):
 
 
 _UPDATE = ["x_ptr", "weight_ptr", "bias_ptr", "states_ptr", "gate_in_ptr", "gate_out_ptr", "out_ptr", "starts_ptr",
-           "lines_ptr", "accepted_ptr", "source_block_ptr", "last_block_ptr", "num_tokens", "num_sequences", "pad_slot",
-           "stride_lines", "dim", "stride_x", "stride_gate_in", "stride_gate_out", "stride_out", "stride_line",
-           "stride_row"]  # fmt: skip
+           "lines_ptr", "accepted_ptr", "source_block_ptr", "last_block_ptr", "num_tokens", "num_sequences",
+           "tokens_each", "pad_slot", "stride_lines", "dim", "stride_x", "stride_gate_in", "stride_gate_out",
+           "stride_out", "stride_line", "stride_row"]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_UPDATE)
@@ -193,13 +192,14 @@ def conv_update(
     gate_in_ptr,  # like x or None
     gate_out_ptr,  # like x or None
     out_ptr,  # like x
-    starts_ptr,  # [num_sequences + 1] or None: every sequence has TOKENS tokens
+    starts_ptr,  # [num_sequences + 1] or None: every sequence has tokens_each
     lines_ptr,  # [num_sequences] or [num_sequences, blocks] or None
     accepted_ptr,  # [num_sequences] or None
     source_block_ptr,  # [num_sequences] or None, like the next one
     last_block_ptr,
     num_tokens,
     num_sequences,
+    tokens_each,
     pad_slot,
     stride_lines,
     dim,
@@ -210,7 +210,6 @@ def conv_update(
     stride_line,
     stride_row,
     WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
     SILU: tl.constexpr,
     IN_PLACE: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -224,8 +223,8 @@ def conv_update(
         bias, w0, w1, w2, w3, w4, w5, w6, w7 = _taps(weight_ptr, bias_ptr, dim, channel, WIDTH)
         for sequence in range(tl.maximum(first_item - block * num_sequences, 0),
                               tl.minimum(last_item - block * num_sequences, num_sequences)):  # fmt: skip
-            start = sequence * TOKENS
-            length = TOKENS
+            start = sequence * tokens_each
+            length = tokens_each
             if starts_ptr is not None:
                 start = tl.load(starts_ptr + sequence)
                 length = tl.load(starts_ptr + sequence + 1) - start
@@ -321,8 +320,8 @@ def _copy_state(states_ptr, target, source, end, start, x_ptr, gate_in_ptr, stri
 
 _PREFILL = ["x_ptr", "weight_ptr", "bias_ptr", "states_ptr", "gate_in_ptr", "gate_out_ptr", "out_ptr", "starts_ptr",
             "lines_ptr", "initial_ptr", "source_block_ptr", "first_block_ptr", "last_block_ptr", "computed_ptr",
-            "num_tokens", "num_sequences", "block_size_tokens", "pad_slot", "stride_lines", "dim", "stride_x",
-            "stride_gate_in", "stride_gate_out", "stride_out", "stride_line", "stride_row"]  # fmt: skip
+            "num_tokens", "num_sequences", "tile_tokens", "block_size_tokens", "pad_slot", "stride_lines", "dim",
+            "stride_x", "stride_gate_in", "stride_gate_out", "stride_out", "stride_line", "stride_row"]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_PREFILL)
@@ -343,6 +342,7 @@ def conv_prefill(
     computed_ptr,
     num_tokens,
     num_sequences,
+    tile_tokens,
     block_size_tokens,
     pad_slot,
     stride_lines,
@@ -356,11 +356,10 @@ def conv_prefill(
     WIDTH: tl.constexpr,
     SILU: tl.constexpr,
     IN_PLACE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     HALO: tl.constexpr = WIDTH - 1
-    num_tiles = tl.cdiv(num_tokens, BLOCK_T)
+    num_tiles = tl.cdiv(num_tokens, tile_tokens)
     num_items = tl.cdiv(dim, BLOCK_D) * num_tiles
     share = tl.cdiv(num_items, tl.num_programs(0))
     first_item = tl.program_id(0) * share
@@ -371,8 +370,8 @@ def conv_prefill(
         num_real_tokens = tl.load(starts_ptr + num_sequences)
         for tile in range(tl.maximum(first_item - block * num_tiles, 0),
                           tl.minimum(last_item - block * num_tiles, num_tiles)):  # fmt: skip
-            first_token = tile * BLOCK_T
-            end_token = tl.minimum(first_token + BLOCK_T, num_tokens)
+            first_token = tile * tile_tokens
+            end_token = tl.minimum(first_token + tile_tokens, num_tokens)
             stop = tl.minimum(end_token, num_real_tokens)
             # Sequences [first, last) have tokens in this tile; empty ones behind the last token are not walked over.
             first = -1
@@ -382,7 +381,8 @@ def conv_prefill(
                 starts = tl.load(starts_ptr + index, mask=index < num_sequences, other=FAR)
                 first += tl.sum((starts <= first_token).to(tl.int32), 0)
                 last += tl.sum((starts < stop).to(tl.int32), 0)
-            for sequence in range(first, last):
+            # Starts that do not begin at 0 are against the rules; at least nothing before the maps is read.
+            for sequence in range(tl.maximum(first, 0), last):
                 start = tl.load(starts_ptr + sequence)
                 end = tl.load(starts_ptr + sequence + 1)
                 source = tl.cast(sequence, tl.int32)
@@ -495,211 +495,42 @@ def conv_prefill(
                 _zero_rows(out_ptr, tl.maximum(num_real_tokens, first_token), end_token, stride_out, channel, dim)
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A kernel of this file, its grid, and all of its arguments by name."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-
-    def run(self) -> None:
-        """Launch it."""
-        self.kernel[self.grid](**self.arguments)
+def prefill(call: PrefillCall) -> None:
+    """Fill call.out and keep states. In place, x is copied first: tiles read tokens that their neighbours write."""
+    _launch(plan_prefill(call))
 
 
-def causal_conv1d_prefill(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    conv_states: torch.Tensor | None,
-    query_start_loc: torch.Tensor,
-    state_indices: torch.Tensor | None = None,
-    has_initial_state: torch.Tensor | None = None,
-    *,
-    out: torch.Tensor | None = None,
-    query_starts: Sequence[int] | None = None,  # noqa: ARG001 - the kernel reads query_start_loc
-    **options: Any,
-) -> torch.Tensor:
-    """See `ops.causal_conv1d_prefill`. In place, x is copied first: tiles read tokens that their neighbours write."""
-    in_place = out is not None and out.data_ptr() == x.data_ptr()
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel() == 0:
-        return out
-    if query_start_loc.shape[0] == 1:
-        return out if in_place else out.zero_()
-    plan_prefill(
-        x.clone() if in_place else x,
-        weight,
-        bias,
-        conv_states,
-        query_start_loc,
-        state_indices,
-        has_initial_state,
-        out=out,
-        num_cores=in_use(x.device).num_cores,
-        is_copy=in_place,
-        **options,
-    ).run()
-    return out
+def update(call: UpdateCall) -> None:
+    """Fill call.out and advance states."""
+    _launch(plan_update(call))
 
 
-def causal_conv1d_update(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    conv_states: torch.Tensor,
-    state_indices: torch.Tensor | None = None,
-    *,
-    out: torch.Tensor | None = None,
-    query_start_loc: torch.Tensor | None = None,
-    query_starts: Sequence[int] | None = None,  # noqa: ARG001 - the kernel reads query_start_loc
-    **options: Any,
-) -> torch.Tensor:
-    """See `ops.causal_conv1d_update`."""
-    in_place = out is not None and out.data_ptr() == x.data_ptr()
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel() == 0:
-        return out
-    if query_start_loc is not None and query_start_loc.shape[0] == 1:
-        return out if in_place else out.zero_()
-    plan_update(
-        x,
-        weight,
-        bias,
-        conv_states,
-        state_indices,
-        out=out,
-        num_cores=in_use(x.device).num_cores,
-        query_start_loc=query_start_loc,
-        **options,
-    ).run()
-    return out
+def _launch(launch: Launch) -> None:
+    check_launch(launch.grid, launch.arguments)
+    launch.run()
 
 
-def plan_update(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    conv_states: torch.Tensor,
-    state_indices: torch.Tensor | None = None,
-    *,
-    out: torch.Tensor,
-    num_cores: int,
-    activation: str | bool | None = None,
-    gate_in: torch.Tensor | None = None,
-    gate_out: torch.Tensor | None = None,
-    query_start_loc: torch.Tensor | None = None,
-    max_query_len: int | None = None,
-    num_accepted_tokens: torch.Tensor | None = None,
-    initial_state_idx: torch.Tensor | None = None,
-    block_idx_last_scheduled_token: torch.Tensor | None = None,
-    pad_slot_id: int | None = -1,
-) -> Launch:
-    """The launch of an update with at least one token and one sequence; looks at sizes, never at values."""
-    dim = x.shape[-1]
-    tokens_each = 1 if x.dim() == 2 else x.shape[1]
-    if query_start_loc is not None:
-        assert max_query_len is not None
-        tokens_each = max_query_len
-    num_sequences = x.shape[0] if query_start_loc is None else query_start_loc.shape[0] - 1
-    arguments = {
-        "x_ptr": x,
-        "weight_ptr": weight,
-        "bias_ptr": bias,
-        "states_ptr": conv_states,
-        "gate_in_ptr": gate_in,
-        "gate_out_ptr": gate_out,
-        "out_ptr": out,
-        "starts_ptr": query_start_loc,
-        "lines_ptr": state_indices,
-        "accepted_ptr": num_accepted_tokens,
-        "source_block_ptr": initial_state_idx,
-        "last_block_ptr": block_idx_last_scheduled_token,
-        "num_tokens": x.numel() // dim,
-        "num_sequences": num_sequences,
-        "pad_slot": pad_slot_id if pad_slot_id is not None else 0,
-        "stride_lines": 0 if state_indices is None else state_indices.stride(0),
-        "dim": dim,
-        "stride_x": _row_stride(x),
-        "stride_gate_in": _row_stride(gate_in),
-        "stride_gate_out": _row_stride(gate_out),
-        "stride_out": _row_stride(out),
-        "stride_line": conv_states.stride(0),
-        "stride_row": conv_states.stride(1),
-        "WIDTH": weight.shape[0],
-        "TOKENS": tokens_each,
-        "SILU": activation in ("silu", "swish", True),
-        "IN_PLACE": out.data_ptr() == x.data_ptr(),
-        "BLOCK_D": _update_block(dim),
-    }
-    return Launch(conv_update, (num_cores,), arguments)
-
-
-def plan_prefill(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    conv_states: torch.Tensor | None,
-    query_start_loc: torch.Tensor,
-    state_indices: torch.Tensor | None = None,
-    has_initial_state: torch.Tensor | None = None,
-    *,
-    out: torch.Tensor,
-    num_cores: int,
-    is_copy: bool = False,
-    activation: str | bool | None = None,
-    gate_in: torch.Tensor | None = None,
-    gate_out: torch.Tensor | None = None,
-    initial_state_idx: torch.Tensor | None = None,
-    block_idx_first_scheduled_token: torch.Tensor | None = None,
-    block_idx_last_scheduled_token: torch.Tensor | None = None,
-    num_computed_tokens: torch.Tensor | None = None,
-    block_size_tokens: int | None = None,
-    pad_slot_id: int | None = -1,
-) -> Launch:
-    """The launch of a prefill with at least one token and one sequence; looks at sizes, never at values.
-
-    x must not be out; is_copy says that it is a copy of what out holds, so that padding is left alone.
-    """
-    num_tokens, dim = x.shape
-    block = _prefill_block(dim, weight.shape[0])
-    arguments = {
-        "x_ptr": x,
-        "weight_ptr": weight,
-        "bias_ptr": bias,
-        "states_ptr": conv_states,
-        "gate_in_ptr": gate_in,
-        "gate_out_ptr": gate_out,
-        "out_ptr": out,
-        "starts_ptr": query_start_loc,
-        "lines_ptr": state_indices,
-        "initial_ptr": None if has_initial_state is None else has_initial_state.view(torch.int8),
-        "source_block_ptr": initial_state_idx,
-        "first_block_ptr": block_idx_first_scheduled_token,
-        "last_block_ptr": block_idx_last_scheduled_token,
-        "computed_ptr": num_computed_tokens,
-        "num_tokens": num_tokens,
-        "num_sequences": query_start_loc.shape[0] - 1,
-        "block_size_tokens": block_size_tokens or 0,
-        "pad_slot": pad_slot_id if pad_slot_id is not None else 0,
-        "stride_lines": 0 if state_indices is None else state_indices.stride(0),
-        "dim": dim,
-        "stride_x": x.stride(0),
-        "stride_gate_in": _row_stride(gate_in),
-        "stride_gate_out": _row_stride(gate_out),
-        "stride_out": out.stride(0),
-        "stride_line": 0 if conv_states is None else conv_states.stride(0),
-        "stride_row": 0 if conv_states is None else conv_states.stride(1),
-        "WIDTH": weight.shape[0],
-        "SILU": activation in ("silu", "swish", True),
-        "IN_PLACE": is_copy,
-        "BLOCK_T": _tile_tokens(triton.cdiv(dim, block) * num_tokens, num_cores),
+def plan_prefill(call: PrefillCall) -> Launch:
+    """The launch of a prefill with at least one token and one sequence; looks at sizes, never at values."""
+    num_cores = in_use(call.x.device).num_cores
+    block = _prefill_block(call.dim, call.width)
+    arguments = kernel_arguments(call)
+    if call.is_in_place:
+        copy = call.x.clone()
+        arguments |= {"x_ptr": copy, "stride_x": copy.stride(0)}
+    arguments |= {
+        "initial_ptr": None if call.has_initial_state is None else call.has_initial_state.view(torch.int8),
+        "tile_tokens": _tile_tokens(triton.cdiv(call.dim, block) * call.num_tokens, num_cores),
         "BLOCK_D": block,
     }
     return Launch(conv_prefill, (num_cores,), arguments)
+
+
+def plan_update(call: UpdateCall) -> Launch:
+    """The launch of an update with at least one token and one sequence; looks at sizes, never at values."""
+    tokens_each = 1 if call.x.dim() == 2 else call.x.shape[1]
+    arguments = kernel_arguments(call) | {"tokens_each": tokens_each, "BLOCK_D": _update_block(call.dim)}
+    return Launch(conv_update, (in_use(call.x.device).num_cores,), arguments)
 
 
 def _update_block(dim: int) -> int:
@@ -715,10 +546,3 @@ def _prefill_block(dim: int, width: int) -> int:
 def _tile_tokens(num_items: int, num_cores: int) -> int:
     """Tokens of a prefill tile, given items of one token: long, as a tile reads back, but an item for every core."""
     return next((tokens for tokens in (256, 128, 64, 32) if num_items >= tokens * num_cores), 16)
-
-
-def _row_stride(tensor: torch.Tensor | None) -> int:
-    """Distance of two tokens in a [tokens, dim] or [sequences, tokens, dim] tensor."""
-    if tensor is None:
-        return 0
-    return tensor.stride(0) if tensor.dim() == 2 or tensor.shape[1] == 1 else tensor.stride(1)

@@ -1,8 +1,9 @@
 """The causal convolution for NVIDIA GPUs: one Triton kernel for prefill, one for update.
 
-Same signatures and semantics as `ops.py`, which has checked the arguments. Threads own channels and walk over tokens,
-so that an input is read once and stays in a register for all of its taps. Grids follow from shapes alone and nothing is
-read back, so that a call can be captured in a graph; what changes with the batch is not specialised.
+`ops.py` states the semantics and has checked the calls. Threads own channels and walk over tokens, so that an input is
+read once and stays in a register for all of its taps. Grids follow from shapes alone and nothing is read back, so that
+a call can be captured in a graph. What changes with the batch is not specialised: a layer's calls need two variants of
+the prefill kernel (`WARM_UP_TOKENS` reaches both), and one of the update kernel for each form of call.
 
 Both kernels keep rows of channels [BLOCK_D] in tuples, which unroll at compile time.
 """
@@ -14,16 +15,23 @@ Both kernels keep rows of channels [BLOCK_D] in tuples, which unroll at compile 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.causal_conv1d.call import Launch, PrefillCall, UpdateCall, kernel_arguments
+
 NULL_LINE = tl.constexpr(0)
 SEARCH_BLOCK = tl.constexpr(128)
+# Tokens that an update loads before it computes, where sequences have several.
+STEP = tl.constexpr(4)
+TILE_TOKENS = 8
+WARM_UP_TOKENS = (1, TILE_TOKENS)
 
 _METADATA = [
     "starts_ptr",
@@ -37,6 +45,7 @@ _METADATA = [
     "num_tokens",
     "num_sequences",
     "stride_lines",
+    "tokens_each",
     "block_size_tokens",
     "pad_slot",
 ]
@@ -203,11 +212,11 @@ def _head(x_ptr, states_ptr, gate_in_ptr, gate_out_ptr, out_ptr, starts_ptr, lin
                 for block in range(tl.load(first_block_ptr + sequence), tl.load(last_block_ptr + sequence)):
                     boundary = (block + 1) * block_size_tokens - computed
                     line = tl.load(lines_ptr + sequence.to(tl.int64) * stride_lines + block)
-                    is_written = (boundary > 0) & (boundary <= length) & (line > NULL_LINE) & (line != pad_slot)
+                    is_crossed = (boundary > 0) & (boundary <= length) & (line > NULL_LINE) & (line != pad_slot)
                     kept = _state(boundary, start, history, x_ptr, gate_in_ptr, stride_x, stride_gate_in, channel,
-                                  mask & is_written, HALO)  # fmt: skip
+                                  mask & is_crossed, HALO)  # fmt: skip
                     _write_state(kept, states_ptr, line.to(tl.int64), stride_line, stride_row, channel,
-                                 mask & is_written, HALO)  # fmt: skip
+                                 mask & is_crossed, HALO)  # fmt: skip
         _write_state(final, states_ptr, target, stride_line, stride_row, channel, mask & is_live & is_kept, HALO)
 
 
@@ -242,16 +251,16 @@ def _prefill_kernel(
     WIDTH: tl.constexpr,
     SILU: tl.constexpr,
     IN_PLACE: tl.constexpr,
-    FEW_TOKENS: tl.constexpr,  # fewer than BLOCK_T
-    BLOCK_T: tl.constexpr,
+    BLOCK_T: tl.constexpr,  # at most num_tokens
     BLOCK_D: tl.constexpr,
     EVEN_D: tl.constexpr,
     NATIVE: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
     HALO: tl.constexpr = WIDTH - 1
     tile = tl.program_id(0)
     channel, mask = _channels(tl.program_id(1), dim, BLOCK_D, EVEN_D)
-    if NATIVE:
+    if DEPENDENT_LAUNCH:
         # The launch overlaps the end of the kernel before; nothing is read or written until that one has finished.
         gdc_wait()
         gdc_launch_dependents()
@@ -271,13 +280,10 @@ def _prefill_kernel(
         rows = rows + (_row(x_ptr, gate_in_ptr, token, stride_x, stride_gate_in, channel, mask),)
     x_rows = x_ptr + first_token.to(tl.int64) * stride_x + channel
     for row in tl.static_range(BLOCK_T):
-        is_token = mask
-        if FEW_TOKENS:
-            is_token = mask & (row < num_tokens)
-        value = tl.load(x_rows + row * stride_x, mask=is_token, other=0.0)
+        value = tl.load(x_rows + row * stride_x, mask=mask, other=0.0)
         if gate_in_ptr is not None:
             gate_rows = gate_in_ptr + first_token.to(tl.int64) * stride_gate_in + channel
-            gate = tl.load(gate_rows + row * stride_gate_in, mask=is_token, other=0.0)
+            gate = tl.load(gate_rows + row * stride_gate_in, mask=mask, other=0.0)
             value = (value.to(tl.float32) * gate.to(tl.float32)).to(value.dtype)
         rows = rows + (value,)
 
@@ -291,6 +297,7 @@ def _prefill_kernel(
         starts = tl.load(starts_ptr + index, mask=index < num_sequences, other=2147483647)
         first += tl.sum((starts <= first_token).to(tl.int32), 0)
         last += tl.sum((starts < stop).to(tl.int32), 0)
+    tl.device_assert(first >= 0, "query_start_loc must start at 0")  # with TRITON_DEBUG=1; else it costs nothing
     outputs = ()
     gate_rows = gate_out_ptr
     if gate_out_ptr is not None:
@@ -298,10 +305,7 @@ def _prefill_kernel(
     for row in tl.static_range(BLOCK_T):
         total = _output(rows, row, taps, bias, SILU, NATIVE, WIDTH)
         if gate_out_ptr is not None:
-            is_token = mask
-            if FEW_TOKENS:
-                is_token = mask & (row < num_tokens)
-            total = total * tl.load(gate_rows + row * stride_gate_out, mask=is_token, other=0.0).to(tl.float32)
+            total = total * tl.load(gate_rows + row * stride_gate_out, mask=mask, other=0.0).to(tl.float32)
         outputs = outputs + (total.to(out_ptr.dtype.element_ty),)
 
     out_rows = out_ptr + first_token.to(tl.int64) * stride_out + channel
@@ -332,6 +336,20 @@ def _zero_rows(out_ptr, start, end, stride_out, channel, mask):
         tl.store(out_ptr + token.to(tl.int64) * stride_out + channel, zeros, mask=mask)
 
 
+@triton.jit
+def _update_output(rows, first: tl.constexpr, taps, bias, out_ptr, gate_ptr, token, stride_out, stride_gate, channel,
+                   mask, is_live, SILU: tl.constexpr, IN_PLACE: tl.constexpr, NATIVE: tl.constexpr,
+                   WIDTH: tl.constexpr):  # fmt: skip
+    """Compute and store one token's output; zero for padding, whose gate may hold anything."""
+    total = _output(rows, first, taps, bias, SILU, NATIVE, WIDTH)
+    is_written = mask
+    if IN_PLACE:
+        is_written = is_written & is_live
+    total = _gated(total, gate_ptr, token, stride_gate, channel, is_written & is_live)
+    total = tl.where(is_live, total, 0.0)
+    _store_output(total, out_ptr, token, stride_out, channel, is_written)
+
+
 @triton.jit(do_not_specialize=_METADATA)
 def _update_kernel(
     x_ptr,  # rows [tokens, dim]
@@ -341,13 +359,14 @@ def _update_kernel(
     gate_in_ptr,  # like x or None
     gate_out_ptr,  # like x or None
     out_ptr,  # like x
-    starts_ptr,  # [num_sequences + 1] or None: every sequence has TOKENS tokens
+    starts_ptr,  # [num_sequences + 1] or None: every sequence has as many tokens
     lines_ptr,  # [num_sequences] or [num_sequences, blocks] or None
     accepted_ptr,  # [num_sequences] or None
     source_block_ptr,  # [num_sequences] or None, like the next one
     last_block_ptr,
     num_tokens,
     num_sequences,
+    tokens_each,  # or None: one, or as the starts say
     pad_slot,
     stride_lines,
     dim,
@@ -358,218 +377,117 @@ def _update_kernel(
     stride_line,
     stride_row,
     WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
     SILU: tl.constexpr,
     IN_PLACE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     EVEN_D: tl.constexpr,
     NATIVE: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
     HALO: tl.constexpr = WIDTH - 1
     sequence = tl.program_id(0)
     channel, mask = _channels(tl.program_id(1), dim, BLOCK_D, EVEN_D)
-    if NATIVE:
+    if DEPENDENT_LAUNCH:
         gdc_wait()
         gdc_launch_dependents()
     taps, bias = _taps(weight_ptr, bias_ptr, dim, channel, mask, WIDTH)
-    start = sequence * TOKENS
-    length = TOKENS
-    if starts_ptr is not None:
-        start = tl.load(starts_ptr + sequence)
-        length = tl.load(starts_ptr + sequence + 1) - start
     source, is_live = _line(lines_ptr, source_block_ptr, sequence, stride_lines, pad_slot, True)
     first_row = 0
     if accepted_ptr is not None:
         first_row = tl.where(is_live, tl.load(accepted_ptr + sequence) - 1, 0)
-
-    rows = ()  # history, then the tokens
+    history = ()
     for row in tl.static_range(HALO):
         address = states_ptr + source * stride_line + (first_row + row) * stride_row + channel
-        rows = rows + (tl.load(address, mask=mask & is_live, other=0.0),)
-    for row in tl.static_range(TOKENS):
-        is_token = mask & (row < length)
-        rows = rows + (_row(x_ptr, gate_in_ptr, start + row, stride_x, stride_gate_in, channel, is_token),)
-
-    for row in tl.static_range(TOKENS):
-        total = _output(rows, row, taps, bias, SILU, NATIVE, WIDTH)
-        is_written = mask & (row < length)
-        if IN_PLACE:
-            is_written = is_written & is_live
-        # A padding row's gate may hold anything; its output is zero all the same.
-        total = _gated(total, gate_out_ptr, start + row, stride_gate_out, channel, is_written & is_live)
-        total = tl.where(is_live, total, 0.0)
-        _store_output(total, out_ptr, start + row, stride_out, channel, is_written)
-
+        history = history + (tl.load(address, mask=mask & is_live, other=0.0),)
     target = source
-    is_kept = is_live & (length > 0)
+    is_kept = is_live
     if last_block_ptr is not None:
         target, is_real = _line(lines_ptr, last_block_ptr, sequence, stride_lines, pad_slot, True)
         is_kept = is_kept & is_real
-    # Rows of the state are read above and written below by the same program, though not always by the same thread.
-    tl.debug_barrier()
-    target_ptr = states_ptr + target * stride_line + channel
-    if accepted_ptr is not None:
-        for row in tl.static_range(HALO - 1 + TOKENS):
-            kept = rows[row + 1].to(states_ptr.dtype.element_ty)
-            tl.store(target_ptr + row * stride_row, kept, mask=mask & is_kept & (row < HALO - 1 + length))
-    else:
+    if starts_ptr is None and tokens_each is None:
+        rows = history + (_row(x_ptr, gate_in_ptr, sequence, stride_x, stride_gate_in, channel, mask),)
+        _update_output(rows, 0, taps, bias, out_ptr, gate_out_ptr, sequence, stride_out, stride_gate_out, channel, mask,
+                       is_live, SILU, IN_PLACE, NATIVE, WIDTH)  # fmt: skip
+        # Rows of the state are read above and written below by one program, though not always by the same thread.
+        tl.debug_barrier()
+        target_ptr = states_ptr + target * stride_line + channel
         for row in tl.static_range(HALO):
-            kept = rows[row + TOKENS].to(states_ptr.dtype.element_ty)
-            if starts_ptr is not None:
-                for shorter in tl.static_range(1, TOKENS):
-                    kept = tl.where(length == shorter, rows[row + shorter].to(states_ptr.dtype.element_ty), kept)
+            kept = rows[row + 1].to(states_ptr.dtype.element_ty)
             tl.store(target_ptr + row * stride_row, kept, mask=mask & is_kept)
-    if starts_ptr is not None and not IN_PLACE:
-        if sequence == num_sequences - 1:
-            _zero_rows(out_ptr, start + length, num_tokens, stride_out, channel, mask)
-
-
-def causal_conv1d_prefill(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    conv_states: torch.Tensor | None,
-    query_start_loc: torch.Tensor,
-    state_indices: torch.Tensor | None = None,
-    has_initial_state: torch.Tensor | None = None,
-    *,
-    activation: str | bool | None = None,
-    gate_in: torch.Tensor | None = None,
-    gate_out: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    initial_state_idx: torch.Tensor | None = None,
-    block_idx_first_scheduled_token: torch.Tensor | None = None,
-    block_idx_last_scheduled_token: torch.Tensor | None = None,
-    num_computed_tokens: torch.Tensor | None = None,
-    block_size_tokens: int | None = None,
-    pad_slot_id: int | None = -1,
-    query_starts: Sequence[int] | None = None,  # noqa: ARG001 - the kernel reads query_start_loc
-) -> torch.Tensor:
-    """See `ops.causal_conv1d_prefill`. In place, x is copied first: tiles read tokens that their neighbours write."""
-    in_place = out is not None and out.data_ptr() == x.data_ptr()
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    num_sequences = query_start_loc.shape[0] - 1
-    if x.numel() == 0:
-        return out
-    if num_sequences == 0:
-        return out if in_place else out.zero_()
-    if in_place:
-        x = x.clone()
-    num_tokens, dim = x.shape
-    tile = prefill_tile(x, weight.shape[0], is_gated=gate_in is not None or gate_out is not None)
-    grid = (num_sequences + triton.cdiv(num_tokens, tile.tokens), triton.cdiv(dim, tile.channels))
-    _prefill_kernel[grid](
-        x,
-        weight,
-        bias,
-        conv_states,
-        gate_in,
-        gate_out,
-        out,
-        query_start_loc,
-        state_indices,
-        has_initial_state,
-        initial_state_idx,
-        block_idx_first_scheduled_token,
-        block_idx_last_scheduled_token,
-        num_computed_tokens,
-        num_tokens,
-        num_sequences,
-        block_size_tokens or 0,
-        pad_slot_id if pad_slot_id is not None else 0,
-        0 if state_indices is None else state_indices.stride(0),
-        dim,
-        x.stride(0),
-        0 if gate_in is None else gate_in.stride(0),
-        0 if gate_out is None else gate_out.stride(0),
-        out.stride(0),
-        0 if conv_states is None else conv_states.stride(0),
-        0 if conv_states is None else conv_states.stride(1),
-        WIDTH=weight.shape[0],
-        SILU=activation in ("silu", "swish", True),
-        IN_PLACE=in_place,
-        FEW_TOKENS=num_tokens < tile.tokens,
-        BLOCK_T=tile.tokens,
-        BLOCK_D=tile.channels,
-        EVEN_D=dim % tile.channels == 0,
-        NATIVE=x.is_cuda,
-        num_warps=tile.num_warps,
-        launch_pdl=x.is_cuda,
-        **({} if tile.max_registers is None else {"maxnreg": tile.max_registers}),
-    )
-    return out
-
-
-def causal_conv1d_update(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    conv_states: torch.Tensor,
-    state_indices: torch.Tensor | None = None,
-    *,
-    activation: str | bool | None = None,
-    gate_in: torch.Tensor | None = None,
-    gate_out: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    query_start_loc: torch.Tensor | None = None,
-    max_query_len: int | None = None,
-    num_accepted_tokens: torch.Tensor | None = None,
-    initial_state_idx: torch.Tensor | None = None,
-    block_idx_last_scheduled_token: torch.Tensor | None = None,
-    pad_slot_id: int | None = -1,
-    query_starts: Sequence[int] | None = None,  # noqa: ARG001 - the kernel reads query_start_loc
-) -> torch.Tensor:
-    """See `ops.causal_conv1d_update`."""
-    in_place = out is not None and out.data_ptr() == x.data_ptr()
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if x.numel() == 0:
-        return out
-    if query_start_loc is None:
-        num_sequences, tokens_each = x.shape[0], 1 if x.dim() == 2 else x.shape[1]
     else:
-        assert max_query_len is not None
-        num_sequences, tokens_each = query_start_loc.shape[0] - 1, max_query_len
-    if num_sequences == 0:
-        return out if in_place else out.zero_()
-    dim = x.shape[-1]
-    tile = update_tile(dim)
-    _update_kernel[(num_sequences, triton.cdiv(dim, tile.channels))](
-        x,
-        weight,
-        bias,
-        conv_states,
-        gate_in,
-        gate_out,
-        out,
-        query_start_loc,
-        state_indices,
-        num_accepted_tokens,
-        initial_state_idx,
-        block_idx_last_scheduled_token,
-        x.numel() // dim,
-        num_sequences,
-        pad_slot_id if pad_slot_id is not None else 0,
-        0 if state_indices is None else state_indices.stride(0),
-        dim,
-        _row_stride(x),
-        _row_stride(gate_in),
-        _row_stride(gate_out),
-        _row_stride(out),
-        conv_states.stride(0),
-        conv_states.stride(1),
-        WIDTH=weight.shape[0],
-        TOKENS=tokens_each,
-        SILU=activation in ("silu", "swish", True),
-        IN_PLACE=in_place,
-        BLOCK_D=tile.channels,
-        EVEN_D=dim % tile.channels == 0,
-        NATIVE=x.is_cuda,
-        num_warps=tile.num_warps,
-        launch_pdl=x.is_cuda,
-    )
-    return out
+        if starts_ptr is not None:
+            start = tl.load(starts_ptr + sequence)
+            length = tl.load(starts_ptr + sequence + 1) - start
+        else:
+            start = sequence * tokens_each
+            length = tokens_each
+        is_kept = is_kept & (length > 0)
+        tl.debug_barrier()
+        target_ptr = states_ptr + target * stride_line + channel
+        past = ()  # the HALO inputs before the next token
+        for row in tl.static_range(HALO):
+            past = past + (history[row].to(tl.float32),)
+            # Every window of a draft is kept, as any of its tokens may be rejected: here those of the old inputs.
+            if accepted_ptr is not None and row > 0:
+                tl.store(target_ptr + (row - 1) * stride_row, history[row], mask=mask & is_kept)
+        for done in range(0, length, STEP):
+            rows = past
+            for row in tl.static_range(STEP):
+                is_token = mask & (done + row < length)
+                token = start + done + row
+                value = _row(x_ptr, gate_in_ptr, token, stride_x, stride_gate_in, channel, is_token)
+                rows = rows + (value.to(tl.float32),)
+            for row in tl.static_range(STEP):
+                is_token = mask & (done + row < length)
+                _update_output(rows, row, taps, bias, out_ptr, gate_out_ptr, start + done + row, stride_out,
+                               stride_gate_out, channel, is_token, is_live, SILU, IN_PLACE, NATIVE, WIDTH)  # fmt: skip
+                if accepted_ptr is not None:
+                    kept = rows[HALO + row].to(states_ptr.dtype.element_ty)
+                    address = target_ptr + (HALO - 1 + done + row) * stride_row
+                    tl.store(address, kept, mask=is_token & is_kept)
+            past = ()
+            for row in tl.static_range(HALO):
+                value = rows[row + STEP]
+                for shorter in tl.static_range(1, STEP):
+                    value = tl.where(length - done == shorter, rows[row + shorter], value)
+                past = past + (value,)
+        if accepted_ptr is None:
+            _write_state(past, states_ptr, target, stride_line, stride_row, channel, mask & is_kept, HALO)
+        if starts_ptr is not None and not IN_PLACE:
+            if sequence == num_sequences - 1:
+                _zero_rows(out_ptr, start + length, num_tokens, stride_out, channel, mask)
+
+
+def prefill(call: PrefillCall) -> None:
+    """Fill call.out and keep states. In place, x is copied first: tiles read tokens that their neighbours write."""
+    plan_prefill(call).run()
+
+
+def update(call: UpdateCall) -> None:
+    """Fill call.out and advance states."""
+    plan_update(call).run()
+
+
+def plan_prefill(call: PrefillCall) -> Launch:
+    """The launch of a prefill with at least one token and one sequence; looks at sizes, never at values."""
+    tile = prefill_tile(call.num_tokens, call.dim, call.width, call.x.element_size(), is_gated=call.is_gated)
+    arguments = kernel_arguments(call)
+    if call.is_in_place:
+        copy = call.x.clone()
+        arguments |= {"x_ptr": copy, "stride_x": copy.stride(0)}
+    arguments |= {"BLOCK_T": tile.tokens} | _device_arguments(call, tile)
+    grid = (call.num_sequences + triton.cdiv(call.num_tokens, tile.tokens), triton.cdiv(call.dim, tile.channels))
+    return Launch(_prefill_kernel, grid, arguments, _options(call, tile))
+
+
+def plan_update(call: UpdateCall) -> Launch:
+    """The launch of an update with at least one token and one sequence; looks at sizes, never at values."""
+    tile = update_tile(call.dim)
+    # None, hence no argument of the compiled kernel, in the form of plain decoding, and where the starts tell.
+    tokens_each = None if call.x.dim() == 2 else call.x.shape[1]
+    arguments = kernel_arguments(call) | {"tokens_each": tokens_each} | _device_arguments(call, tile)
+    grid = (call.num_sequences, triton.cdiv(call.dim, tile.channels))
+    return Launch(_update_kernel, grid, arguments, _options(call, tile))
 
 
 @dataclass(frozen=True)
@@ -587,12 +505,16 @@ class Tile:
     max_registers: int | None = None
 
 
-def prefill_tile(x: torch.Tensor, width: int, *, is_gated: bool) -> Tile:
-    """Narrow convolutions are bound by how many loads are in flight, hence by threads; wide ones would spill."""
-    channels = min(512, triton.next_power_of_2(x.shape[1]))
+def prefill_tile(num_tokens: int, dim: int, width: int, element_bytes: int, *, is_gated: bool) -> Tile:
+    """Narrow convolutions are bound by how many loads are in flight, hence by threads; wide ones would spill.
+
+    Depends on the number of tokens in one point, which `WARM_UP_TOKENS` shows: fewer than a tile are taken one by one.
+    """
+    tokens = TILE_TOKENS if num_tokens >= TILE_TOKENS else 1
+    channels = min(512, triton.next_power_of_2(dim))
     if width > 4:
-        return Tile(8, channels, 4)
-    return Tile(8, channels, 4, 64 if x.element_size() == 2 and not is_gated else 80)
+        return Tile(tokens, channels, 4)
+    return Tile(tokens, channels, 4, 64 if element_bytes == 2 and not is_gated else 80)
 
 
 def update_tile(dim: int) -> Tile:
@@ -600,8 +522,21 @@ def update_tile(dim: int) -> Tile:
     return Tile(1, min(512, triton.next_power_of_2(dim)), 4)
 
 
-def _row_stride(tensor: torch.Tensor | None) -> int:
-    """Distance of two tokens in a [tokens, dim] or [sequences, tokens, dim] tensor."""
-    if tensor is None:
-        return 0
-    return tensor.stride(0) if tensor.dim() == 2 or tensor.shape[1] == 1 else tensor.stride(1)
+def _device_arguments(call: PrefillCall | UpdateCall, tile: Tile) -> dict[str, Any]:
+    return {
+        "BLOCK_D": tile.channels,
+        "EVEN_D": call.dim % tile.channels == 0,
+        "NATIVE": call.x.is_cuda,
+        "DEPENDENT_LAUNCH": _launches_dependently(call.x.device),
+    }
+
+
+def _options(call: PrefillCall | UpdateCall, tile: Tile) -> dict[str, Any]:
+    limits = {} if tile.max_registers is None else {"maxnreg": tile.max_registers}
+    return {"num_warps": tile.num_warps, "launch_pdl": _launches_dependently(call.x.device), **limits}
+
+
+@functools.cache
+def _launches_dependently(device: torch.device) -> bool:
+    """Whether a launch may overlap the end of the kernel before it: the instructions for it came with Hopper."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import torch
 
 from kernels.causal_conv1d import reference, triton_ascend
+from kernels.causal_conv1d.call import Launch as Plan
+from kernels.causal_conv1d.call import PrefillCall, UpdateCall
 from tests.ascend.gate.cases import Case, Launch
+from tests.support.conv_checks import serving
 from tests.tolerances import OP
 
 NUM_VECTOR_CORES = 40
@@ -53,6 +57,14 @@ def _expected(op: Any, call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor
     return op(**{**call, "conv_states": states}), states
 
 
+def _plan(kind: type[PrefillCall] | type[UpdateCall], call: dict[str, Any]) -> Plan:
+    """What the launcher makes of a call, with fresh outputs."""
+    fields = dict.fromkeys(field.name for field in dataclasses.fields(kind))
+    made = kind(**{**fields, "pad_slot_id": -1, "out": torch.full_like(call["x"], torch.nan), **call})
+    with serving(triton_ascend, num_cores=NUM_VECTOR_CORES):
+        return triton_ascend.plan_prefill(made) if isinstance(made, PrefillCall) else triton_ascend.plan_update(made)
+
+
 def update(
     dim: int = 2048,
     width: int = 4,
@@ -89,7 +101,7 @@ def update(
     if is_gated:
         call |= {"gate_in": call["x"].flip(0).contiguous(), "gate_out": call["x"].roll(1, 0)}
     expected, states = _expected(reference.causal_conv1d_update, call)
-    plan = triton_ascend.plan_update(**call, out=torch.full_like(call["x"], torch.nan), num_cores=NUM_VECTOR_CORES)
+    plan = _plan(UpdateCall, call)
     minimum = 2 * call["x"].nbytes + 2 * num_sequences * (width - 1) * dim * state_dtype.itemsize
     minimum += call["weight"].nbytes + call["bias"].nbytes
     num_blocks = -(-dim // plan.arguments["BLOCK_D"])
@@ -149,10 +161,10 @@ def prefill(
         expected, states = reference.causal_conv1d_prefill(**call), None
     else:
         expected, states = _expected(reference.causal_conv1d_prefill, call)
-    plan = triton_ascend.plan_prefill(**call, out=torch.full_like(call["x"], torch.nan), num_cores=NUM_VECTOR_CORES)
+    plan = _plan(PrefillCall, call)
     minimum = 2 * call["x"].nbytes + call["weight"].nbytes + call["bias"].nbytes
     minimum += sum(2 * (width - 1) * dim * state_dtype.itemsize for length in lengths if length)
-    tile = plan.arguments["BLOCK_T"]
+    tile = plan.arguments["tile_tokens"]
     starts = call["query_start_loc"].tolist()
     pieces = sum((end - 1) // tile - start // tile + 1 for start, end in pairwise(starts) if end > start)
     boundaries = num_sequences * num_blocks if block_size_tokens is not None else 0

@@ -1,16 +1,28 @@
-"""The causal convolution for NVIDIA GPUs: in Triton's interpreter on a CPU, on a GPU with `--device cuda`."""
+"""The Triton sources of the causal convolution: in Triton's interpreter on a CPU, on a GPU with `--device cuda`.
+
+What the Ascend compiler makes of its source is checked by the gate under tests/ascend, on few calls; here are many.
+"""
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
-import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from kernels.causal_conv1d import reference
-from tests.support.conv_cases import Call, float64_truth, prefill_call, update_call
+from kernels.causal_conv1d import ops, reference
+from kernels.causal_conv1d.call import PrefillCall
+from tests.support import conv_checks
+from tests.support.conv_cases import Call
+from tests.support.conv_checks import CALLS, PREFILL, SCALES, UPDATE, moved, one_sequence, serving
 from tests.tolerances import OP
 
 pytest.importorskip("triton", reason="NOT RUN: Triton is not installed")
@@ -18,96 +30,134 @@ ON_GPU = os.environ.get("TRITON_INTERPRET") != "1"
 if ON_GPU and not torch.cuda.is_available():
     pytest.skip("NOT RUN: no NVIDIA GPU", allow_module_level=True)
 
-from kernels.causal_conv1d import triton_cuda  # noqa: E402 - needs Triton
-
 DEVICE = "cuda" if ON_GPU else "cpu"
 # The interpreter cuts float32 to bfloat16 instead of rounding.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16) if ON_GPU else (torch.float32, torch.float16)
-SEEDS = range(80) if ON_GPU else range(30)
+# The interpreter runs the Ascend source too.
+SOURCES = ["triton_cuda"] if ON_GPU else ["triton_cuda", "triton_ascend"]
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="NOT RUN: no NVIDIA GPU")
+needs_no_gpu = pytest.mark.skipif(ON_GPU, reason="NOT RUN: on a GPU the other tests compile for that GPU")
+both_ops = pytest.mark.parametrize("name", [PREFILL, UPDATE])
 
 
-def on_device(call: Call) -> Call:
-    return {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+@pytest.fixture(params=SOURCES, autouse=True)
+def source(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
+    """The implementation that serves the device."""
+    module = importlib.import_module(f"kernels.causal_conv1d.{request.param}")
+    with serving(module, DEVICE):
+        yield module
 
 
-def check_call(name: str, call: Call, *, in_place: bool) -> None:
-    expected, expected_states = float64_truth(getattr(reference, name), call, in_place=in_place)
-    call = on_device({**call, "x": call["x"].clone()})
-    out = call["x"] if in_place else torch.full_like(call["x"], torch.nan)
-    result = getattr(triton_cuda, name)(**call, out=out)
-    absolute, relative = OP[result.dtype]
-    bound = absolute * call["weight"].shape[0]
-    torch.testing.assert_close(result.double().cpu(), expected, atol=bound, rtol=relative)
-    if expected_states is not None:
-        assert torch.equal(call["conv_states"].cpu(), expected_states)
+def seeds(quick: int, on_gpu: int) -> Any:
+    return pytest.mark.parametrize("seed", range(on_gpu if ON_GPU else quick))
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_prefill_gives_the_float64_truth(seed: int) -> None:
-    check_call("causal_conv1d_prefill", prefill_call(seed, dtypes=DTYPES), in_place=seed % 3 == 0)
+@both_ops
+@seeds(24, 80)
+def test_gives_the_float64_truth(name: str, seed: int) -> None:
+    conv_checks.check_float64(name, CALLS[name](seed, dtypes=DTYPES), in_place=seed % 3 == 0, device=DEVICE)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_update_gives_the_float64_truth(seed: int) -> None:
-    check_call("causal_conv1d_update", update_call(seed, dtypes=DTYPES), in_place=seed % 3 == 0)
+@both_ops
+@seeds(2, 8)
+def test_many_sequences(name: str, seed: int) -> None:
+    """More than the search for a tile's sequences reads at a time."""
+    call = CALLS[name](seed, num_sequences=130, dim=3, dtypes=DTYPES)
+    conv_checks.check_float64(name, call, in_place=False, device=DEVICE)
 
 
-@pytest.mark.parametrize("name", ["causal_conv1d_update", "causal_conv1d_prefill"])
+@both_ops
+@seeds(3, 12)
+def test_blocks_of_channels_with_a_tail(name: str, seed: int) -> None:
+    conv_checks.check_float64(name, CALLS[name](seed, dim=1030, dtypes=DTYPES), in_place=seed == 1, device=DEVICE)
+
+
+@both_ops
+@seeds(6, 24)
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_range_of_bfloat16_is_kept(name: str, seed: int, scale: float) -> None:
+    conv_checks.check_range(name, seed, scale, device=DEVICE)
+
+
+@both_ops
+@seeds(8, 24)
+def test_the_order_of_sequences_does_not_matter(name: str, seed: int) -> None:
+    conv_checks.check_order(name, seed, device=DEVICE)
+
+
+@both_ops
 def test_garbage_in_padding_rows_stays_there(name: str) -> None:
-    """Rows of the null line and of no line may hold anything in a captured graph: their outputs are zero."""
-    x, gate_in, gate_out = torch.randn(3, 4, 8).unbind(0)
-    for tensor in (x, gate_in, gate_out):
-        tensor[0], tensor[2] = torch.nan, torch.inf
-    states = torch.randn(4, 2, 8)
-    lines = torch.tensor([0, 2, -1, 3], dtype=torch.int32)
-    call: Call = {"x": x, "weight": torch.randn(3, 8), "bias": None, "conv_states": states.clone(), "gate_in": gate_in,
-                  "gate_out": gate_out, "state_indices": lines}  # fmt: skip
-    if name == "causal_conv1d_prefill":
-        starts, initial = torch.arange(5, dtype=torch.int32), torch.ones(4, dtype=torch.bool)
-        call |= {"query_start_loc": starts, "has_initial_state": initial}
-    result = getattr(triton_cuda, name)(**on_device(call), out=torch.full_like(x, torch.nan).to(DEVICE))
-    assert torch.equal(result[[0, 2]].cpu(), torch.zeros(2, 8))
-    assert result.isfinite().all()
+    conv_checks.check_garbage_in_padding(name, DEVICE)
 
 
-@pytest.mark.parametrize("width", [2, 4, 7] if ON_GPU else [3])
-def test_any_chunking_and_token_by_token_give_the_same_bits(width: int) -> None:
-    rng = random.Random(width)
-    dim, num_tokens = (2048, 300) if ON_GPU else (24, 19)
-    fixed = {
-        "weight": torch.randn(width, dim, device=DEVICE),
-        "bias": torch.randn(dim, device=DEVICE),
-        "activation": "silu",
-    }
-    x = torch.randn(num_tokens, dim, device=DEVICE)
-    lines = torch.tensor([1], dtype=torch.int32, device=DEVICE)
+def test_state_indices_may_be_empty() -> None:
+    conv_checks.check_empty(DEVICE)
 
-    def prefill(states: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        starts = torch.tensor([0, end - start], dtype=torch.int32, device=DEVICE)
-        continues = torch.tensor([start > 0], device=DEVICE)
-        return triton_cuda.causal_conv1d_prefill(
-            x[start:end],
-            conv_states=states,
-            query_start_loc=starts,
-            state_indices=lines,
-            has_initial_state=continues,
-            **fixed,
-        )
 
-    states = [torch.zeros(2, width - 1, dim, device=DEVICE) for _ in range(3)]
-    whole = prefill(states[0], 0, num_tokens)
-    cuts = sorted(rng.randint(1, num_tokens - 1) for _ in range(5))
-    bounds = zip([0, *cuts], [*cuts, num_tokens], strict=True)
-    chunks = torch.cat([prefill(states[1], start, end) for start, end in bounds if end > start])
-    rows = x.split(1)
-    tokens = torch.cat(
-        [triton_cuda.causal_conv1d_update(row, conv_states=states[2], state_indices=lines, **fixed) for row in rows]
-    )
-    assert torch.equal(chunks, whole)
-    assert torch.equal(tokens, whole)
-    assert torch.equal(states[1], states[0])
-    assert torch.equal(states[2], states[0])
+@seeds(6, 12)
+def test_any_chunking_and_token_by_token_give_the_same_bits(seed: int) -> None:
+    rng, fixed = one_sequence(seed, **({"dim": 2048, "num_tokens": 300} if ON_GPU else {"dim": 5}))
+    conv_checks.check_chunkings(rng, moved(fixed, DEVICE))
+
+
+@seeds(6, 12)
+def test_rejected_drafts_leave_no_trace(seed: int) -> None:
+    rng, fixed = one_sequence(seed, **({"dim": 2048, "num_tokens": 100} if ON_GPU else {"dim": 5}))
+    conv_checks.check_drafts(rng, moved(fixed, DEVICE))
+
+
+@needs_no_gpu
+def test_starts_that_do_not_begin_at_0_read_nothing_before_the_maps(source: ModuleType) -> None:
+    """Against the rules, and refused where the host sees it: an NPU's kernel leaves those tokens out."""
+    if source.__name__.endswith("cuda"):
+        pytest.skip("NOT RUN: the interpreter knows no assertions; the next test reads them off the program")
+    starts = torch.tensor([-(2**30), 5, 12], dtype=torch.int32)[1:]
+    x, states = torch.ones(12, 4), torch.ones(3, 1, 4)
+    nothing = dict.fromkeys(
+        ("bias", "activation", "gate_in", "gate_out", "has_initial_state", "initial_state_idx", "query_starts",
+         "block_idx_first_scheduled_token", "block_idx_last_scheduled_token", "num_computed_tokens",
+         "block_size_tokens")
+    )  # fmt: skip
+    lines = torch.tensor([-(2**30), 2], dtype=torch.int32)[1:]
+    call = PrefillCall(x=x, weight=torch.ones(2, 4), conv_states=states, state_indices=lines, pad_slot_id=-1,
+                       out=torch.full_like(x, torch.nan), query_start_loc=starts, **nothing)  # fmt: skip
+    source.prefill(call)
+    assert call.out[:5].isnan().all()
+    assert torch.equal(call.out[5:], torch.tensor([1.0, *[2.0] * 6])[:, None].expand(7, 4))
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, Any]:
+    """What `compile_conv.py` found out, in a process where Triton compiles."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).parents[1] / "support" / "compile_conv.py"
+    result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    return json.loads(result.stdout)
+
+
+@needs_no_gpu
+def test_a_gpu_asserts_in_debug_mode_that_starts_begin_at_0(compiled: dict[str, Any]) -> None:
+    assert compiled["asserts"] == [False, True]
+
+
+@needs_no_gpu
+def test_compiles_without_a_gpu_for_hopper_and_for_what_came_before(compiled: dict[str, Any]) -> None:
+    """Every variant that a layer can need; the overlap of launches is Hopper's, and left out before it."""
+    sizes = {capability: len(programs) for capability, programs in compiled["overlaps_launches"].items()}
+    assert sizes == {"90": 10, "80": 3, "75": 3}
+    assert all(compiled["overlaps_launches"]["90"])
+    assert not any(compiled["overlaps_launches"]["80"] + compiled["overlaps_launches"]["75"])
+
+
+@needs_no_gpu
+def test_another_batch_is_another_variant_of_no_kernel(compiled: dict[str, Any], source: ModuleType) -> None:
+    """Batch sizes, lengths, drafts and the alignment of packed maps are no part of a kernel's identity."""
+    found = compiled["variants"][source.__name__.rpartition(".")[2]]
+    assert found["num_calls"] == 48
+    assert found["not_warmed_up"] == []
+    # CUDA: two tiles of prefill, and updates of one token, of several, and varlen, the latter two with drafts or not.
+    assert found["num_variants"] == (7 if source.__name__.endswith("cuda") else 5)
 
 
 def padded_step(num_sequences: int, lengths: list[int]) -> Call:
@@ -119,56 +169,79 @@ def padded_step(num_sequences: int, lengths: list[int]) -> Call:
 
 
 @needs_gpu
-def test_a_captured_graph_serves_other_lengths_and_lines() -> None:
+@both_ops
+def test_a_captured_graph_serves_other_lengths_and_lines(name: str) -> None:
     """One graph, replayed with maps of another batch and with padding, computes what a fresh call would."""
-    dim, num_tokens, num_sequences = 384, 200, 16
+    num_sequences, is_update = 16, name == UPDATE
     torch.manual_seed(0)
-    x = torch.randn(num_tokens, dim, device="cuda", dtype=torch.bfloat16)
-    fixed = {
-        "weight": torch.randn(4, dim, device="cuda", dtype=torch.bfloat16),
-        "bias": None,
-        "activation": "silu",
-        "out": torch.empty_like(x),
-    }
-    states = torch.randn(num_sequences + 1, 3, dim, device="cuda", dtype=torch.bfloat16)
-    maps = on_device(padded_step(num_sequences, [100, 100]))
-    triton_cuda.causal_conv1d_prefill(x, conv_states=states.clone(), **fixed, **maps)
+    x = torch.randn(96 if is_update else 200, 384, device="cuda", dtype=torch.bfloat16)
+    fixed: Call = {"weight": torch.randn(4, 384, device="cuda", dtype=torch.bfloat16), "bias": None,
+                   "activation": "silu", "out": torch.empty_like(x)}  # fmt: skip
+    if is_update:
+        fixed["max_query_len"] = 6
+    states = torch.randn(num_sequences + 1, 8, 384, device="cuda", dtype=torch.bfloat16)
+
+    def maps_of(lengths: list[int]) -> Call:
+        maps = padded_step(num_sequences, lengths)
+        if is_update:
+            del maps["has_initial_state"]
+            maps["num_accepted_tokens"] = torch.arange(num_sequences, dtype=torch.int32) % 6 + 1
+        return maps
+
+    op, truth_op = getattr(ops, name), getattr(reference, name)
+    maps = moved(maps_of([6, 6]), "cuda")
+    op(x, conv_states=states.clone(), **fixed, **maps)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        triton_cuda.causal_conv1d_prefill(x, conv_states=states, **fixed, **maps)
-    for lengths in ([200], [1] * 16, [7, 50, 3, 1, 64], []):
-        other = padded_step(num_sequences, lengths)
-        for name, value in other.items():
-            maps[name].copy_(value)
+        op(x, conv_states=states, **fixed, **maps)
+    few = ([6], [1] * 16, [3, 0, 6, 2], [])
+    for lengths in few if is_update else (*few, [200], [7, 50, 3, 1, 64]):
+        other = maps_of(lengths)
+        for key, value in other.items():
+            maps[key].copy_(value)
         before = states.cpu()
         graph.replay()
-        host = {name: None if value is None or isinstance(value, str) else value.cpu() for name, value in fixed.items()}
-        host |= {"activation": "silu", "out": None}
-        truth = reference.causal_conv1d_prefill(x.cpu(), conv_states=before, **host, **other)
-        torch.testing.assert_close(fixed["out"].cpu().float(), truth.float(), atol=3e-2, rtol=3e-2)
+        truth = truth_op(x.cpu(), conv_states=before, **{**moved(fixed, "cpu"), "out": None}, **other)
+        absolute, relative = OP[x.dtype]
+        torch.testing.assert_close(fixed["out"].cpu(), truth, atol=absolute, rtol=relative)
         assert torch.equal(states.cpu(), before)
 
 
 @needs_gpu
-def test_another_batch_compiles_nothing() -> None:
-    """Batch sizes, lengths and the alignment of packed maps are no part of a kernel's identity."""
-    dim = 384
-    fixed: dict[str, Any] = {
-        "weight": torch.randn(4, dim, device="cuda"),
-        "bias": None,
-        "conv_states": torch.zeros(70, 3, dim, device="cuda"),
-    }
+@both_ops
+def test_waits_for_nothing(name: str) -> None:
+    """No synchronisation with the host, whatever the form of the call."""
+    for seed in range(24):
+        call = moved(CALLS[name](seed), "cuda")
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            getattr(ops, name)(**call)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
+@needs_gpu
+def test_after_warming_up_nothing_is_compiled(source: ModuleType) -> None:
+    weight = torch.randn(4, 384, device="cuda")
+    states = torch.zeros(70, 6, 384, device="cuda")
+    ops.warm_up(weight, None, states, activation="silu", drafts=True)
+
+    def num_compiled() -> list[int]:
+        torch.cuda.synchronize()
+        kernels = (source._prefill_kernel, source._update_kernel)
+        return [len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels]
+
+    before = num_compiled()
     packed = torch.zeros(400, device="cuda", dtype=torch.int32)
-    counts = []
-    for num_sequences, length, offset in ((2, 16, 0), (1, 9, 1), (33, 8, 2), (64, 17, 3)):
+    fixed: Call = {"weight": weight, "bias": None, "conv_states": states, "activation": "silu"}
+    for num_sequences, length, offset in ((2, 16, 0), (1, 3, 1), (33, 8, 2), (64, 17, 3)):
         starts, lines = packed[offset:][: num_sequences + 1], packed[200 + offset :][:num_sequences]
         starts.copy_(torch.arange(num_sequences + 1) * length)
         lines.copy_(torch.arange(num_sequences) + 1)
-        x = torch.randn(num_sequences * length, dim, device="cuda")
-        triton_cuda.causal_conv1d_prefill(x, query_start_loc=starts, state_indices=lines, **fixed)
-        triton_cuda.causal_conv1d_update(x[:num_sequences], state_indices=lines, **fixed)
-        torch.cuda.synchronize()
-        kernels = (triton_cuda._prefill_kernel, triton_cuda._update_kernel)
-        counts.append([len(kernel.device_caches[torch.cuda.current_device()][0]) for kernel in kernels])
-    assert counts == [counts[0]] * len(counts)
+        x = torch.randn(num_sequences * length, 384, device="cuda")
+        ops.causal_conv1d_prefill(x, query_start_loc=starts, state_indices=lines, has_initial_state=lines > 1, **fixed)
+        ops.causal_conv1d_update(x[:num_sequences], state_indices=lines, **fixed)
+        ops.causal_conv1d_update(x.view(num_sequences, length, -1), state_indices=lines, **fixed)
+    assert num_compiled() == before

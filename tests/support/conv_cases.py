@@ -14,11 +14,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Call = dict[str, Any]
 
 
-def prefill_call(seed: int, *, max_dim: int = 40, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Call:
+def prefill_call(
+    seed: int, *, dim: int | None = None, num_sequences: int | None = None, dtypes: tuple[torch.dtype, ...] = DTYPES
+) -> Call:
     """Keyword arguments of one `causal_conv1d_prefill` call: any form, lengths around the width."""
     rng = random.Random(seed)
-    width, dim = rng.randint(2, 8), rng.choice([1, 2, 3, 17, 32, rng.randint(1, max_dim)])
-    lengths = [rng.choice([0, 1, width - 2, width - 1, width, rng.randint(0, 40)]) for _ in range(rng.randint(0, 5))]
+    width, dim = rng.randint(2, 8), dim or rng.choice([1, 2, 3, 17, 32, rng.randint(1, 40)])
+    lengths = [
+        rng.choice([0, 1, width - 2, width - 1, width, rng.randint(0, 40 if num_sequences is None else 3)])
+        for _ in range(rng.randint(0, 5) if num_sequences is None else num_sequences)
+    ]
     call = _common_arguments(rng, width, dim, sum(lengths) + rng.choice([0, 0, 3]), dtypes)
     call |= {"query_start_loc": _starts(lengths)}
     if rng.random() < 0.8:
@@ -28,19 +33,22 @@ def prefill_call(seed: int, *, max_dim: int = 40, dtypes: tuple[torch.dtype, ...
         return call | {"conv_states": None, "has_initial_state": None}
     state_len = width - 1 + rng.choice([0, 0, 2])
     if form == "blocks":
-        return call | _paged_lines(rng, lengths, state_len, dim, dtypes)
+        call |= _paged_lines(rng, lengths, state_len, dim, dtypes)
+        return call | _pad_slot(rng, call)
     num_lines = len(lengths) + rng.randint(1, 4)
     call["conv_states"] = _states(rng, num_lines, state_len, dim, dtypes)
     if form == "lines":
         call["state_indices"] = _lines(rng, len(lengths), num_lines)
-    return call
+    return call | _pad_slot(rng, call)
 
 
-def update_call(seed: int, *, max_dim: int = 40, dtypes: tuple[torch.dtype, ...] = DTYPES) -> Call:
+def update_call(
+    seed: int, *, dim: int | None = None, num_sequences: int | None = None, dtypes: tuple[torch.dtype, ...] = DTYPES
+) -> Call:
     """Keyword arguments of one `causal_conv1d_update` call: plain or varlen, speculative or not, paged or not."""
     rng = random.Random(seed)
-    width, dim = rng.randint(2, 8), rng.choice([1, 2, 3, 17, 32, rng.randint(1, max_dim)])
-    num_sequences, tokens_each = rng.randint(0, 6), rng.randint(1, 5)
+    width, dim = rng.randint(2, 8), dim or rng.choice([1, 2, 3, 17, 32, rng.randint(1, 40)])
+    num_sequences, tokens_each = num_sequences or rng.randint(0, 6), rng.randint(1, 9)
     form = ("one", "several", "varlen")[seed % 3]
     if form == "one":
         tokens_each = 1
@@ -65,17 +73,20 @@ def update_call(seed: int, *, max_dim: int = 40, dtypes: tuple[torch.dtype, ...]
         num_blocks = 3
         num_lines = num_sequences * num_blocks + 3
         lines = _lines(rng, num_sequences * num_blocks, num_lines).view(num_sequences, num_blocks)
-        return call | {
+        source, target = ([rng.randrange(num_blocks) for _ in lengths] for _ in range(2))
+        _share(rng, lines, source, [n for n in range(num_sequences) if source[n] != target[n]])
+        call |= {
             "conv_states": _states(rng, num_lines, state_len, dim, dtypes),
             "state_indices": lines,
-            "initial_state_idx": _int32([rng.randrange(num_blocks) for _ in lengths]),
-            "block_idx_last_scheduled_token": _int32([rng.randrange(num_blocks) for _ in lengths]),
+            "initial_state_idx": _int32(source),
+            "block_idx_last_scheduled_token": _int32(target),
         }
+        return call | _pad_slot(rng, call)
     num_lines = num_sequences + rng.randint(1, 4)
     call["conv_states"] = _states(rng, num_lines, state_len, dim, dtypes)
     if rng.random() < 0.8:
         call["state_indices"] = _lines(rng, num_sequences, num_lines)
-    return call
+    return call | _pad_slot(rng, call)
 
 
 def float64_truth(reference: Any, call: Call, *, in_place: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -130,6 +141,22 @@ def _lines(rng: random.Random, count: int, num_lines: int) -> torch.Tensor:
     return _int32([rng.choice([0, -1]) if rng.random() < 0.2 else line for line in lines])
 
 
+def _pad_slot(rng: random.Random, call: Call) -> Call:
+    """Often -1; sometimes no further index means padding, sometimes that of an ordinary line does."""
+    lines = call.get("state_indices")
+    if lines is None or lines.numel() == 0 or rng.random() < 0.6:
+        return {}
+    return {"pad_slot_id": rng.choice([None, -2, rng.choice(lines.flatten().tolist())])}
+
+
+def _share(rng: random.Random, lines: torch.Tensor, source: list[int], readers: list[int]) -> None:
+    """Let some of the sequences that only read their source line read another one's, as a shared prefix has it."""
+    for reader in readers:
+        if rng.random() < 0.5:
+            owner = rng.choice(readers)
+            lines[reader, source[reader]] = lines[owner, source[owner]]
+
+
 def _paged_lines(
     rng: random.Random, lengths: list[int], state_len: int, dim: int, dtypes: tuple[torch.dtype, ...]
 ) -> Call:
@@ -141,10 +168,13 @@ def _paged_lines(
     last = [block + rng.choice([0, 0, 1]) for block in last]
     num_blocks = max(last, default=0) + 2 + max(computed, default=0) // block_size
     num_lines = len(lengths) * num_blocks + 2
+    lines = _lines(rng, len(lengths) * num_blocks, num_lines).view(len(lengths), num_blocks)
+    source = [max(before - 1, 0) // block_size for before in computed]
+    _share(rng, lines, source, [n for n in range(len(lengths)) if source[n] < first[n]])
     return {
         "conv_states": _states(rng, num_lines, state_len, dim, dtypes),
-        "state_indices": _lines(rng, len(lengths) * num_blocks, num_lines).view(len(lengths), num_blocks),
-        "initial_state_idx": _int32([max(before - 1, 0) // block_size for before in computed]),
+        "state_indices": lines,
+        "initial_state_idx": _int32(source),
         "block_idx_first_scheduled_token": _int32(first),
         "block_idx_last_scheduled_token": _int32(last),
         "num_computed_tokens": _int32(computed),

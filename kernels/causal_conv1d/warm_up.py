@@ -1,0 +1,70 @@
+"""The calls that make a device compile every kernel a layer can need; `ops.warm_up` runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from kernels.causal_conv1d.call import PrefillCall, UpdateCall
+from kernels.platform import implementation
+
+
+def warm_up_calls(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    conv_states: torch.Tensor,
+    *,
+    activation: str | bool | None,
+    gated: bool,
+    drafts: bool,
+    paged: bool,
+    x_dtype: torch.dtype,
+) -> Iterator[PrefillCall | UpdateCall]:
+    """The calls that `warm_up` makes: all of one sequence, which is padding."""
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=weight.device)
+
+    def tokens(*shape: int) -> dict[str, Any]:
+        thirds = zeros(*shape, 3 * weight.shape[1], dtype=x_dtype).chunk(3, dim=-1)
+        x = thirds[2] if gated else thirds[2].contiguous()
+        return {"x": x, "gate_in": thirds[0] if gated else None, "gate_out": thirds[1] if gated else None,
+                "out": torch.empty(x.shape, dtype=x.dtype, device=x.device)}  # fmt: skip
+
+    block = zeros(1) if paged else None
+    every: dict[str, Any] = {
+        "weight": weight,
+        "bias": bias,
+        "conv_states": conv_states,
+        "activation": activation,
+        "state_indices": zeros(1, 1) if paged else zeros(1),
+        "initial_state_idx": block,
+        "block_idx_last_scheduled_token": block,
+        "pad_slot_id": -1,
+        "query_starts": None,
+    }
+    module = implementation("causal_conv1d", weight.device)
+    for num_tokens in module.WARM_UP_TOKENS:
+        starts = zeros(2)
+        starts[1] = num_tokens
+        yield PrefillCall(
+            **every,
+            **tokens(num_tokens),
+            query_start_loc=starts,
+            has_initial_state=zeros(1, dtype=torch.bool),
+            block_idx_first_scheduled_token=block,
+            num_computed_tokens=block,
+            block_size_tokens=1 if paged else None,
+        )
+    if not module.WARM_UP_TOKENS:
+        return
+    plain: dict[str, Any] = {"query_start_loc": None, "max_query_len": None}
+    yield UpdateCall(**every, **tokens(1), **plain, num_accepted_tokens=None)
+    if drafts:
+        starts = zeros(2)
+        starts[1] = 1
+        for form, shape in ((plain, (1, 1)), ({"query_start_loc": starts, "max_query_len": 1}, (1,))):
+            for accepted in (None, starts[1:]):
+                yield UpdateCall(**every, **tokens(*shape), **form, num_accepted_tokens=accepted)
