@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from kernels.ascend_runtime import check_launch
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.lora.triton_ascend_tiles import Regime, choose
 from kernels.platform import detect
@@ -41,6 +42,7 @@ class Launch:
 
     def run(self) -> None:
         """Launch it."""
+        check_launch(self.grid, self.arguments)
         getattr(_kernels(), self.kernel)[self.grid](**self.arguments)
 
 
