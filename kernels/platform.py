@@ -44,7 +44,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "npu": {
         "lora": ("triton_ascend", "any_device", "reference"),
-        "causal_conv1d": ("triton_ascend", "reference"),
+        "causal_conv1d": ("triton_ascend", "any_device", "reference"),
         "paged_attention": ("npu", "sdpa", "reference"),
         "kv_write": ("npu", "reference"),
         "linear": ("reference",),
