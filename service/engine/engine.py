@@ -233,6 +233,10 @@ class Engine:
         queued = [*self.scheduler.waiting, *self.scheduler.running]
         assert known == sorted(sequence.key for sequence in queued), "a request is lost"
 
+    def compile_kernels(self) -> None:
+        """Compile what steps can need, before the first request: on an NPU a kernel takes seconds to compile."""
+        self._runner.warm_up(self.config)
+
     def forget_history(self) -> None:
         """Reset records and counters, after a warm-up."""
         self.records = StepRecords()

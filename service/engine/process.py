@@ -158,7 +158,9 @@ def _start(config: EngineConfig) -> Engine:
 
 
 def warm_up(engine: Engine) -> None:
-    """One full prefill and two decode steps, so that the first request does not pay for what is set up lazily."""
+    """Compile all kernels, then one full prefill and two decode steps, so that the first request does not pay for what
+    is set up lazily."""
+    engine.compile_kernels()
     limit = min(engine.capacity.max_model_len_tokens, engine.kv_capacity_tokens)
     num_prompt = min(engine.config.token_budget, limit - 3)
     if num_prompt < 1:

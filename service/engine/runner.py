@@ -41,6 +41,9 @@ class Runner(Protocol):
 
     capacity: Capacity
 
+    def warm_up(self, config: EngineConfig) -> None:
+        """Compile all that steps within the configuration's sizes can need."""
+
     def run(self, batch: StepBatch) -> torch.Tensor:
         """float32 [len(batch.logits_rows), vocab]; writes the caches."""
 
@@ -61,6 +64,10 @@ class ModelRunner:
             loaded.dtype,
             loaded.device,
         )
+
+    def warm_up(self, config: EngineConfig) -> None:
+        """See `Runner.warm_up`; the model's LoRA rows are bound by now."""
+        self._model.warm_up(self._caches, config.token_budget, config.max_sequences)
 
     def run(self, batch: StepBatch) -> torch.Tensor:
         return self._model.forward(batch, self._caches)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.lora import ops as lora_ops
 from service.engine.batch import StepBatch
 from service.models.caches import Caches, ConvStates, KvCache
 from service.models.facts import ModelFacts
@@ -55,6 +56,22 @@ class Decoder:
         self._embedding.bind_rows(rows)
         for projection in self._projections:
             projection.bind_rows(rows)
+
+    @torch.inference_mode()
+    def warm_up(self, caches: Caches, max_tokens: int, max_segments: int) -> None:
+        """Compile all kernels that steps of up to max_tokens tokens can need, so that none is compiled in a step.
+
+        max_segments  padded length of the steps' LoRA maps
+        """
+        mixers = {
+            layer.mixer.form: (layer.mixer, cache) for layer, cache in zip(self._layers, caches.layers, strict=True)
+        }
+        for mixer, cache in mixers.values():
+            mixer.warm_up(cache)  # type: ignore[arg-type]
+        stacks = [projection.stack for projection in self._projections if projection.stack is not None]
+        embeddings = [self._embedding.stack] if self._embedding.stack is not None else []
+        dtype = self._embedding.table.dtype
+        lora_ops.warm_up(stacks, max_tokens, dtype, embeddings=embeddings, max_segments=max_segments)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, caches: Caches) -> torch.Tensor:

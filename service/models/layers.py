@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import torch
 
+from kernels.causal_conv1d import ops as causal_conv1d_ops
 from kernels.causal_conv1d.ops import causal_conv1d_prefill, causal_conv1d_update
 from kernels.kv_write.ops import write_kv
 from kernels.lora.maps import LoraMaps
+from kernels.paged_attention import ops as paged_attention_ops
 from kernels.paged_attention.ops import paged_attention
 from kernels.rms_norm.ops import add_rms_norm, rms_norm, rms_norm_heads
 from kernels.rotary.ops import rotary
@@ -61,6 +63,15 @@ class Attention:
         self._num_heads, self._num_kv_heads, self._head_dim = facts.num_heads, facts.num_kv_heads, facts.head_dim
         self._sliding_window = facts.sliding_windows[layer]
 
+    @property
+    def form(self) -> object:
+        """Equal for layers that need the same kernels."""
+        return "attention", self._sliding_window
+
+    def warm_up(self, cache: KvCache) -> None:
+        """Compile what steps of any size need here."""
+        paged_attention_ops.warm_up(cache.k, self._num_heads, sliding_window=self._sliding_window)
+
     def __call__(self, x: torch.Tensor, batch: StepBatch, rotation: Rotation, cache: KvCache) -> torch.Tensor:
         num_qk_heads = self._num_heads + self._num_kv_heads
         # [tokens, heads + kv_heads + kv_heads, head_dim]
@@ -85,6 +96,15 @@ class ShortConv:
         taps = weights.tensor(f"{prefix}.conv.weight", facts.hidden_size, 1, facts.conv_width)
         self._taps = taps.squeeze(1).t().contiguous()
         self._bias = weights.tensor(f"{prefix}.conv.bias", facts.hidden_size) if facts.conv_bias else None
+
+    @property
+    def form(self) -> object:
+        """Equal for layers that need the same kernels."""
+        return "conv"
+
+    def warm_up(self, cache: ConvStates) -> None:
+        """Compile what steps of any size need here."""
+        causal_conv1d_ops.warm_up(self._taps, self._bias, cache.lines, gated=True)
 
     def __call__(self, hidden: torch.Tensor, batch: StepBatch, _rotation: Rotation, cache: ConvStates) -> torch.Tensor:
         maps = batch.conv

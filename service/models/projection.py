@@ -28,6 +28,11 @@ class Projection:
         self.weight = weight
         self._stack: LoraStack | None = None
 
+    @property
+    def stack(self) -> LoraStack | None:
+        """Its LoRA rows, once they are bound."""
+        return self._stack
+
     def bind_rows(self, rows: RowSource) -> None:
         self._stack = rows.stack(self.name)
 
@@ -47,6 +52,11 @@ class TokenEmbedding:
         self.name = name
         self.table = table
         self._stack: LoraStack | None = None
+
+    @property
+    def stack(self) -> LoraStack | None:
+        """Its LoRA rows, once they are bound."""
+        return self._stack
 
     def bind_rows(self, rows: RowSource) -> None:
         self._stack = rows.stack(self.name)
