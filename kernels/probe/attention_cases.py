@@ -30,7 +30,8 @@ def write_kv(shapes: ProbeShapes, place: Place) -> Prepared:
     block_size = shapes.block_size
     shape = (_NUM_BLOCKS, block_size, shapes.num_kv_heads, shapes.head_dim)
     k_cache, v_cache = (place.put(place.fresh(*shape)) for _ in range(2))
-    slots = [2 * block_size - 1, 2 * block_size, 7 * block_size + 3, 5 * block_size, 5 * block_size + 1]
+    inside = min(3, block_size - 1)
+    slots = [2 * block_size - 1, 2 * block_size, 7 * block_size + inside, 5 * block_size, 5 * block_size + 1]
     slot_mapping = place.ints(slots, torch.int64)
     # Keys and values come as slices of the packed projection.
     packed = place.put(place.random(len(slots), shapes.num_heads + 2 * shapes.num_kv_heads, shapes.head_dim))
@@ -66,7 +67,9 @@ def _attend(shapes: ProbeShapes, place: Place, sliding_window: int | None) -> Pr
 
 def _maps(block_size: int, place: Place) -> AttentionMaps:
     """A chunk, a decode token, a new prompt, a first token: (tokens of the step, tokens in the cache after it)."""
-    step = ((5, block_size + 3), (1, 2 * block_size), (7, 7), (1, 1))
+    # The first two take two blocks each, however small blocks are.
+    first_len, prompt_len = block_size + min(3, block_size), min(7, block_size)
+    step = ((min(5, first_len), first_len), (1, 2 * block_size), (prompt_len, prompt_len), (1, 1))
     block_tables = ((4, 2), (7, 8), (1,), (9,))
     starts = [sum(num_new for num_new, _ in step[:i]) for i in range(len(step) + 1)]
     kv_lens = [kv_len for _, kv_len in step]
