@@ -53,6 +53,13 @@ def test_a_model_s_own_sizes_are_probed() -> None:
     assert reports["causal_conv1d"].trials == ()
 
 
+@pytest.mark.parametrize("block_size", [1, 2, 4, 7, 16, 128])
+@pytest.mark.parametrize("op", ["paged_attention", "kv_write"])
+def test_blocks_of_any_size_are_probed(op: str, block_size: int) -> None:
+    trials = list(try_op(detect("cpu"), CPU, op, dataclasses.replace(SHAPES, block_size=block_size)))
+    assert [trial.status for trial in trials] == ["ok"] * len(cases_of(op, SHAPES))
+
+
 # ---- wrong on purpose
 
 
