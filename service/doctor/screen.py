@@ -41,8 +41,10 @@ def show(report: Report, console: Console) -> None:
 def _facts_table(section: Section) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2))
     for name, value in section.facts.items():
-        table.add_row(name.removesuffix("_bytes").removesuffix("_seconds").replace("_", " "),
-                      escape(_shown(section.name, name, value)))  # fmt: skip
+        spoken = name.removesuffix("_bytes").removesuffix("_seconds").replace("_", " ")
+        table.add_row(
+            escape(name if section.name == "environment" else spoken), escape(_shown(section.name, name, value))
+        )
     return table
 
 
