@@ -12,7 +12,7 @@ torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", help="device of the op tests: cpu (default) or cuda")
+    parser.addoption("--device", default="cpu", help="device of the op, model and parity tests: cpu (default) or cuda")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -16,6 +16,7 @@ from adapters.host_tier import HostAdapter, HostSlice
 from adapters.layout import BaseLayout
 from adapters.row_pool import RowPool
 from kernels.lora.ops import call_count
+from kernels.platform import detect
 from service.engine.maps import BASE, MapLimits, Part, adapter_order, build_step
 from service.models.caches import allocate_caches
 from service.models.loader import LoadedModel, load_model
@@ -85,13 +86,13 @@ SETTINGS = [(family, dtype) for dtype in (torch.float32, torch.bfloat16) for fam
 
 
 @pytest.fixture(scope="module", params=SETTINGS, ids=[f"{family}-{dtype}" for family, dtype in SETTINGS])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str) -> Served:
     family, dtype = request.param
     root = tmp_path_factory.mktemp(family)
     model_dir = make_tiny_model(family, root / "model", dtype=dtype)
-    loaded = load_model(model_dir)
-    # PEFT holds the rows of a half-precision model in float32 too.
-    pool = RowPool(loaded.layout, 4 << 20, dtype=torch.float32)
+    loaded = load_model(model_dir, device=device)
+    # PEFT holds the rows of a half-precision model in float32, as we do on a CPU.
+    pool = RowPool(loaded.layout, 4 << 20, dtype=detect(device).row_dtype(dtype), device=loaded.device)
     adapter_dirs = {}
     for seed, (name, (rank, targets)) in enumerate(TARGETS.items()):
         modules = targets if isinstance(targets, list) else LINEAR_MODULES[family][targets]
@@ -138,7 +139,7 @@ def run(served: Served, chunk_starts: list[dict[str, int]]) -> dict[str, torch.T
         order = adapter_order(parts)
         out = loaded.model.forward(build_step([parts[i] for i in order], limits), caches)
         for i, part in zip(order, out.split([parts[i].num_logits for i in order]), strict=True):
-            logits[running[i]].append(part)
+            logits[running[i]].append(part.cpu())
     return {name: torch.cat(parts) for name, parts in logits.items()}
 
 

@@ -29,9 +29,9 @@ def oracle_logits(model_dir: Path, prompts: list[list[int]], dtype: torch.dtype)
     return [model(torch.tensor([tokens])).logits[0].float() for tokens in prompts]
 
 
-def assert_parity(model_dir: Path, dtype: torch.dtype = torch.float32) -> None:
+def assert_parity(model_dir: Path, device: str, dtype: torch.dtype = torch.float32) -> None:
     """All tokens of prompts of several lengths, run as one step, against each prompt alone in transformers."""
-    loaded = load_model(model_dir, dtype=str(dtype).removeprefix("torch."))
+    loaded = load_model(model_dir, dtype=str(dtype).removeprefix("torch."), device=device)
     prompts = [prompt(length) for length in LENGTHS]
     driver = HandDriver(loaded)
     logits = driver.step([(driver.sequence(), tokens) for tokens in prompts], all_logits=True)
@@ -101,45 +101,47 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_logits_equal_transformers(setting: str, tmp_path: Path) -> None:
+def test_logits_equal_transformers(setting: str, tmp_path: Path, device: str) -> None:
     family, overrides = SETTINGS[setting]
-    assert_parity(make_tiny_model(family, tmp_path, **overrides))
+    assert_parity(make_tiny_model(family, tmp_path, **overrides), device)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_transformers_in_bfloat16(family: str, tmp_path: Path) -> None:
-    assert_parity(make_tiny_model(family, tmp_path, dtype=torch.bfloat16), torch.bfloat16)
+def test_logits_equal_transformers_in_bfloat16(family: str, tmp_path: Path, device: str) -> None:
+    assert_parity(make_tiny_model(family, tmp_path, dtype=torch.bfloat16), device, torch.bfloat16)
 
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_checkpoints_compute_in_float32_when_asked(stored: torch.dtype, tmp_path: Path) -> None:
-    assert_parity(make_tiny_model("lfm2", tmp_path, dtype=stored), torch.float32)
+def test_half_precision_checkpoints_compute_in_float32_when_asked(
+    stored: torch.dtype, tmp_path: Path, device: str
+) -> None:
+    assert_parity(make_tiny_model("lfm2", tmp_path, dtype=stored), device, torch.float32)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_is_no_farther_from_float32_than_transformers_is(family: str, tmp_path: Path) -> None:
+def test_bfloat16_is_no_farther_from_float32_than_transformers_is(family: str, tmp_path: Path, device: str) -> None:
     model_dir = make_tiny_model(family, tmp_path, dtype=torch.bfloat16)
     tokens = prompt(50)
     (exact,) = oracle_logits(model_dir, [tokens], torch.float32)
     (rounded,) = oracle_logits(model_dir, [tokens], torch.bfloat16)
-    driver = HandDriver(load_model(model_dir))
+    driver = HandDriver(load_model(model_dir, device=device))
     ours = driver.step([(driver.sequence(), tokens)], all_logits=True)
     assert (ours - exact).square().mean() < 1.25 * (rounded - exact).square().mean()
 
 
 @pytest.mark.parametrize("family", ["qwen3", "lfm2"])
-def test_float16_when_asked(family: str, tmp_path: Path) -> None:
-    assert_parity(make_tiny_model(family, tmp_path, dtype=torch.float16), torch.float16)
+def test_float16_when_asked(family: str, tmp_path: Path, device: str) -> None:
+    assert_parity(make_tiny_model(family, tmp_path, dtype=torch.float16), device, torch.float16)
 
 
-def test_shards_equal_transformers(tmp_path: Path) -> None:
-    assert_parity(make_tiny_model("qwen2", tmp_path, max_shard_size="100KB"))
+def test_shards_equal_transformers(tmp_path: Path, device: str) -> None:
+    assert_parity(make_tiny_model("qwen2", tmp_path, max_shard_size="100KB"), device)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    return load_model(make_tiny_model(request.param, tmp_path_factory.mktemp(request.param)))
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str) -> LoadedModel:
+    return load_model(make_tiny_model(request.param, tmp_path_factory.mktemp(request.param)), device=device)
 
 
 @pytest.mark.parametrize("scatter", [False, True], ids=["adjoining-blocks", "scattered-blocks"])
@@ -185,14 +187,14 @@ def test_neighbours_and_reused_blocks_do_not_matter(loaded: LoadedModel) -> None
         torch.testing.assert_close(logits, expected, atol=LOGITS[torch.float32], rtol=0)
 
 
-def test_dynamic_rope_takes_the_limit_of_its_own_request(tmp_path: Path) -> None:
+def test_dynamic_rope_takes_the_limit_of_its_own_request(tmp_path: Path, device: str) -> None:
     """Beyond max_position_embeddings a request's limit stretches its rotation, whatever its neighbours' limits are."""
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1000.0}
     model_dir = make_tiny_model("llama", tmp_path, rope_parameters=rope, max_position_embeddings=32)
     tokens = prompt(60)
     # transformers takes the length of the longest position so far: a whole prompt of 60 is scaled as a limit of 60.
     (expected,) = oracle_logits(model_dir, [tokens], torch.float32)
-    driver = HandDriver(load_model(model_dir))
+    driver = HandDriver(load_model(model_dir, device=device))
     assert driver.loaded.facts.context_tokens == 128
     first, second = driver.sequence(limit=60), driver.sequence(limit=128)
     logits = driver.step([(first, tokens), (second, tokens)], all_logits=True)

@@ -28,8 +28,8 @@ from tests.tolerances import LOGITS, LOGITS_RMS
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world("lfm2", tmp_path_factory.mktemp("lfm2"))
+def world(tmp_path_factory: pytest.TempPathFactory, device: str) -> World:
+    return make_world("lfm2", tmp_path_factory.mktemp("lfm2"), device)
 
 
 def random_prompt(length: int, seed: int) -> tuple[int, ...]:
@@ -114,11 +114,14 @@ def test_prompt_logprobs_of_a_mixed_batch_are_those_of_peft(world: World) -> Non
             assert abs(entry.logprob - float(row[token])) <= 2 * LOGITS[torch.float32]
 
 
-def test_dynamic_rope_takes_the_scaling_of_each_requests_own_limit(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_dynamic_rope_takes_the_scaling_of_each_requests_own_limit(
+    tmp_path_factory: pytest.TempPathFactory, device: str
+) -> None:
     """Requests of different limits in one batch answer as they do alone."""
     world = make_world(
         "llama",
         tmp_path_factory.mktemp("dynamic"),
+        device,
         max_position_embeddings=64,
         rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10_000.0},
     )
@@ -137,9 +140,11 @@ def test_dynamic_rope_takes_the_scaling_of_each_requests_own_limit(tmp_path_fact
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_stays_within_the_tolerances(family: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_bfloat16_stays_within_the_tolerances(
+    family: str, tmp_path_factory: pytest.TempPathFactory, device: str
+) -> None:
     """Greedy tokens may part at near ties, so the log probabilities along the engine's own answers are compared."""
-    world = make_world(family, tmp_path_factory.mktemp(family), dtype=torch.bfloat16)
+    world = make_world(family, tmp_path_factory.mktemp(family), device, dtype=torch.bfloat16)
     requests = make_requests(world)
     answers = answers_of(
         world,

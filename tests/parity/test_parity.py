@@ -45,8 +45,8 @@ class Run:
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    world = make_world(request.param, tmp_path_factory.mktemp(request.param))
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str) -> Run:
+    world = make_world(request.param, tmp_path_factory.mktemp(request.param), device)
     requests = make_requests(world)
     # 48 blocks of 4 tokens hold about three of these requests at their end; twelve may run; a step takes 24 tokens.
     engine = build_engine(config_of(world, num_blocks=48, num_rows=160, token_budget=24, max_sequences=12))

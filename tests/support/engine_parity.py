@@ -58,10 +58,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class World:
-    """The model, its adapters on disk (PEFT's own directories) and in the store."""
+    """The model, its adapters on disk (PEFT's own directories) and in the store.
+
+    device  that engines run on; the oracle computes on the CPU
+    """
 
     family: str
     dtype: torch.dtype
+    device: str
     model_dir: Path
     store_root: Path
     adapters: dict[str, Path]
@@ -97,7 +101,9 @@ def adapter_specs(family: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def make_world(family: str, directory: Path, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> World:
+def make_world(
+    family: str, directory: Path, device: str, *, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> World:
     """Write the model and its adapters, and publish them as an upload would."""
     model_dir = make_tiny_model(family, directory / "model", dtype=dtype, **overrides)
     layout = layout_in(model_dir)
@@ -110,7 +116,7 @@ def make_world(family: str, directory: Path, *, dtype: torch.dtype = torch.float
         record, _ = upload.finish(name)
         digests[name] = record.digest
     store.close()
-    return World(family, dtype, model_dir, directory / "store", adapters, digests)
+    return World(family, dtype, device, model_dir, directory / "store", adapters, digests)
 
 
 def make_requests(world: World, num: int = 24, *, seed: int = 0, max_prompt: int = 60) -> list[Request]:
@@ -136,6 +142,7 @@ def config_of(world: World, *, num_blocks: int = 400, num_rows: int = 128, **fie
     return EngineConfig(
         model_dir=str(world.model_dir),
         store_root=str(world.store_root),
+        device=world.device,
         block_size_tokens=BLOCK_SIZE,
         kv_bytes=num_blocks * BLOCK_SIZE * kv_bytes_per_token(facts, world.dtype),
         row_bytes=row_bytes,

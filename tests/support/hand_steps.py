@@ -61,7 +61,8 @@ class HandDriver:
         lora: LoraMaps | None = None,
         logits_lora: LoraMaps | None = None,
     ) -> torch.Tensor:
-        """One forward over (sequence, its next tokens); logits of each last token, or of all tokens."""
+        """One forward over (sequence, its next tokens); logits on the CPU, of each last token or of all tokens."""
+        device = self.loaded.device
         starts, positions, slots, limits, kv_lens, known = [0], [], [], [], [], []
         for sequence, tokens in chunks:
             known.append(sequence.length > 0)
@@ -74,7 +75,7 @@ class HandDriver:
             starts.append(starts[-1] + len(tokens))
             kv_lens.append(sequence.length)
         tables = tuple(tuple(sequence.blocks[: -(-sequence.length // self.block_size)]) for sequence, _ in chunks)
-        attention = _attention_maps(starts, kv_lens, tables, slots)
+        attention = _attention_maps(starts, kv_lens, tables, slots, device)
         rows = list(range(starts[-1])) if all_logits else [end - 1 for end in starts[1:]]
         facts = self.loaded.facts
         conv = None
@@ -82,25 +83,29 @@ class HandDriver:
             conv = ConvMaps(
                 query_starts=tuple(starts),
                 query_start_loc=attention.query_start_loc,
-                state_indices=torch.tensor([sequence.line for sequence, _ in chunks], dtype=torch.int32),
-                has_initial_state=torch.tensor(known),
+                state_indices=torch.tensor([sequence.line for sequence, _ in chunks], dtype=torch.int32, device=device),
+                has_initial_state=torch.tensor(known, device=device),
                 all_decode=all(known) and all(len(tokens) == 1 for _, tokens in chunks),
             )
         batch = StepBatch(
-            token_ids=torch.tensor([token for _, tokens in chunks for token in tokens]),
-            positions=torch.tensor(positions),
-            rope_limits=torch.tensor(limits) if facts.needs_rope_limits else None,
+            token_ids=torch.tensor([token for _, tokens in chunks for token in tokens], device=device),
+            positions=torch.tensor(positions, device=device),
+            rope_limits=torch.tensor(limits, device=device) if facts.needs_rope_limits else None,
             lora=lora,
             attention=attention,
             conv=conv,
-            logits_rows=torch.tensor(rows),
+            logits_rows=torch.tensor(rows, device=device),
             logits_lora=logits_lora,
         )
-        return self.loaded.model.forward(batch, self.caches)
+        return self.loaded.model.forward(batch, self.caches).cpu()
 
 
 def _attention_maps(
-    starts: list[int], kv_lens: list[int], tables: tuple[tuple[int, ...], ...], slots: list[int]
+    starts: list[int],
+    kv_lens: list[int],
+    tables: tuple[tuple[int, ...], ...],
+    slots: list[int],
+    device: torch.device,
 ) -> AttentionMaps:
     table = torch.zeros(len(tables), max(map(len, tables)), dtype=torch.int32)
     for row, blocks in enumerate(tables):
@@ -109,8 +114,8 @@ def _attention_maps(
         query_starts=tuple(starts),
         kv_lens=tuple(kv_lens),
         block_tables=tables,
-        query_start_loc=torch.tensor(starts, dtype=torch.int32),
-        kv_lens_device=torch.tensor(kv_lens, dtype=torch.int32),
-        block_table=table,
-        slot_mapping=torch.tensor(slots),
+        query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
+        kv_lens_device=torch.tensor(kv_lens, dtype=torch.int32, device=device),
+        block_table=table.to(device),
+        slot_mapping=torch.tensor(slots, device=device),
     )

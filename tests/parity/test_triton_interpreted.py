@@ -1,0 +1,57 @@
+"""The path of an NVIDIA GPU without a GPU: the Triton kernels of attention, LoRA and convolution in Triton's
+interpreter, through the whole engine. With `--device cuda` the other parity tests run these kernels as compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import platform
+from service.engine.build import build_engine
+from service.engine.messages import Load
+from tests.support.engine_parity import BASE, Oracle, Request, assert_greedy, config_of, make_world, run_engine
+
+pytest.importorskip("triton", reason="NOT RUN: Triton is not installed")
+
+OPS = ("paged_attention", "lora", "causal_conv1d")
+
+
+@pytest.fixture(autouse=True)
+def _triton_kernels(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
+    """For the length of a test, a CPU is a device whose table wishes for the kernels of an NVIDIA GPU."""
+    if device != "cpu":
+        pytest.skip("NOT RUN: on a GPU the other tests run these kernels")
+    wished = {**platform.IMPLEMENTATIONS["cpu"], **dict.fromkeys(OPS, ("triton_cuda",))}
+    monkeypatch.setitem(platform.IMPLEMENTATIONS, "cpu", wished)  # type: ignore[arg-type]
+    monkeypatch.setattr(platform, "_installed", {})
+    monkeypatch.setattr(platform, "_modules", {})
+    platform._detect.cache_clear()
+    yield
+    platform._detect.cache_clear()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "lfm2"])
+def test_greedy_tokens_are_those_of_peft(family: str, tmp_path: Path) -> None:
+    """Two adapters and the base in one step, a prompt in chunks beside decode tokens."""
+    world = make_world(family, tmp_path, "cpu")
+    lengths = {"all": 7, "attention": 4, BASE: 3}
+    requests = [Request(name, name, tuple(range(7, 7 + length)), 3) for name, length in lengths.items()]
+    engine = build_engine(config_of(world, num_blocks=20, num_rows=64, token_budget=12, max_sequences=3))
+    for name in ("all", "attention"):
+        engine.handle(Load(world.digests[name]))
+    while len(engine.stats().adapters_on_device) < 2:
+        engine.wake.clear()
+        engine.step()
+        assert len(engine.stats().adapters_on_device) == 2 or engine.wake.wait(30), "the adapters do not arrive"
+    answers = run_engine(engine, [request.submit(world.digests) for request in requests])
+    engine.close()
+    modules = [platform.implementation(op, torch.device("cpu")).__name__ for op in OPS]
+    assert modules == [f"kernels.{op}.triton_cuda" for op in OPS]
+    oracle = Oracle(world)
+    for request in requests:
+        assert_greedy(oracle, request, answers[request.name].tokens)
+    assert any(len(record.adapters) == 2 and record.num_base_tokens for record in engine.step_records)
+    assert any(record.num_prefill_tokens and record.num_decode_tokens for record in engine.step_records)
