@@ -63,6 +63,7 @@ def warm_up_calls(
     plain: dict[str, Any] = {"query_start_loc": None, "max_query_len": None}
     yield UpdateCall(**every, **tokens(1), **plain, num_accepted_tokens=None)
     if drafts:
+        yield UpdateCall(**every, **tokens(1), **plain, num_accepted_tokens=zeros(1) + 1)
         starts = zeros(2)
         starts[1] = 1
         for form, shape in ((plain, (1, 1)), ({"query_start_loc": starts, "max_query_len": 1}, (1,))):

@@ -124,7 +124,7 @@ def random_calls(layer: dict[str, Any], count: int) -> Iterator[PrefillCall | Up
                 num_computed_tokens=None, block_size_tokens=None,
             )  # fmt: skip
             continue
-        is_draft = number % 4 > 1 and rng.random() < 0.5
+        is_draft = rng.random() < 0.5
         yield UpdateCall(
             **every, **tokens, **lines, query_start_loc=maps(num_sequences + 1) if number % 4 == 3 else None,
             max_query_len=length if number % 4 == 3 else None,
