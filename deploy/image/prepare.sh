@@ -33,16 +33,26 @@ install_packages() {
     fi
 }
 
-install_compiler() {
-    local family=0 missing=()
-    command -v apt-get >/dev/null || family=1
-    local compilers=(g++ gcc-c++) headers=(python3.11-dev python3-devel)
-    command -v g++ >/dev/null || missing+=("${compilers[$family]}")
-    local header
-    header=$(python3.11 -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h
-    [ -e "$header" ] || missing+=("${headers[$family]}")
+# What the base lacks of these; openEuler's images come without some.
+install_missing() {
+    local missing=() dnf=false
+    command -v apt-get >/dev/null || dnf=true
+    need() { if $dnf; then missing+=("$2"); else missing+=("$1"); fi; }
+    command -v useradd >/dev/null || need passwd shadow
+    command -v find >/dev/null || need findutils findutils
+    if $compiler; then
+        command -v g++ >/dev/null || need g++ gcc-c++
+        [ -e "$(python_header)" ] || need python3.11-dev python3-devel
+    fi
     [ ${#missing[@]} -eq 0 ] || install_packages "${missing[@]}"
-    [ -e "$header" ] && g++ --version >/dev/null
+    if $compiler && ! [ -e "$(python_header)" ]; then
+        echo "prepare.sh: $(python_header) is missing, and no package brought it" >&2
+        exit 1
+    fi
+}
+
+python_header() {
+    python3.11 -c 'import sysconfig; print(sysconfig.get_path("include") + "/Python.h")'
 }
 
 make_user() {
@@ -55,6 +65,6 @@ make_user() {
     install -d -o $uid -g $uid /var/lib/multilora /var/lib/multilora/adapters /var/cache/multilora /var/cache/multilora/triton
 }
 
-if $compiler; then install_compiler; fi
+install_missing
 make_user
 python3.11 -m venv /opt/multilora/venv
