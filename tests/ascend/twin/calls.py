@@ -7,6 +7,7 @@ operator. All else that is reached through torch_npu or torch.npu is the runtime
 from __future__ import annotations
 
 import ast
+import functools
 import gc
 import importlib
 from collections.abc import Callable, Iterator, Mapping
@@ -48,11 +49,12 @@ class Source:
     escapes: tuple[str, ...]
 
 
-def sources() -> list[Source]:
+@functools.cache
+def sources() -> tuple[Source, ...]:
     """Every file that mentions torch_npu or torch.npu."""
     files = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
     found = [read(path) for path in files]
-    return [source for source in found if source.calls or source.dotted or source.escapes]
+    return tuple(source for source in found if source.calls or source.dotted or source.escapes)
 
 
 def read(path: Path) -> Source:

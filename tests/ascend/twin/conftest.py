@@ -23,9 +23,7 @@ else:
 @pytest.fixture
 def npu() -> Iterator[Platform]:
     """Tensors on the CPU are served as if they lay on an NPU."""
-    from kernels.platform import installed
-    from tests.ascend.twin.install import npu_platform
+    from tests.ascend.twin.install import npu_path
 
-    platform = npu_platform()
-    with installed(platform, "cpu"):
+    with npu_path() as platform:
         yield platform

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from types import MappingProxyType
+from unittest import mock
 
 import torch
 
-from kernels.platform import IMPLEMENTATIONS, Platform
+from kernels.platform import IMPLEMENTATIONS, Platform, installed
+from kernels.probe import choose
 from tests.ascend.twin import stand_ins
 from tests.ascend.twin.cann import provide_stub_cann
 
@@ -45,3 +49,23 @@ def npu_platform() -> Platform:
         row_alignment=16,
         implementations=MappingProxyType(wished),
     )
+
+
+@contextlib.contextmanager
+def npu_path(*, float32_attention: bool = False) -> Iterator[Platform]:
+    """Tensors on the CPU are served as if they lay on an NPU.
+
+    float32_attention  lift the rule that attention computes in 16 bits, which the service itself keeps too
+    """
+    platform = npu_platform()
+    with contextlib.ExitStack() as stack:
+        # What the probe has found out under one set of rules does not hold under another.
+        choose._probe_here.cache_clear()
+        stack.callback(choose._probe_here.cache_clear)
+        if float32_attention:
+            from kernels.paged_attention import npu
+
+            stack.enter_context(stand_ins.float32_attention())
+            stack.enter_context(mock.patch.object(npu, "_DTYPES", stand_ins.FLOATS))
+        stack.enter_context(installed(platform, "cpu"))
+        yield platform

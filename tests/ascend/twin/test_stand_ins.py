@@ -170,6 +170,42 @@ def test_refuses(op: str, said: str, change: Callable[[Arguments], Arguments]) -
         stand_ins.STAND_INS[op](**{**good, **change(good)})
 
 
+# num_blocks, block_size, kv_heads, head_dim; dtype; query heads; sequences
+SIZES = (
+    ((5, 128, 2, 64), torch.float16, 4, 2),
+    ((5, 512, 1, 256), torch.bfloat16, 64, 4096),
+    ((5, 128, 2, 64), torch.float32, 4, 2),
+    ((5, 128, 2, 80), torch.float16, 4, 2),
+    ((5, 16, 2, 64), torch.float16, 4, 2),
+    ((5, 640, 2, 64), torch.float16, 4, 2),
+    ((5, 128, 1, 64), torch.float16, 65, 2),
+    ((5, 128, 16, 64), torch.float16, 272, 2),
+    ((5, 128, 256, 256), torch.float16, 256, 2),
+    ((2**17, 128, 2, 64), torch.float16, 4, 2),
+    ((5, 128, 2, 64), torch.float16, 4, 4097),
+)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_the_service_keeps_away_what_attention_refuses(
+    sizes: tuple[tuple[int, int, int, int], torch.dtype, int, int],
+) -> None:
+    """`refusal` in the service and the rules here were written apart; they say the same of each limit."""
+    from kernels.paged_attention.npu import refusal
+
+    (num_blocks, block_size, kv_heads, head_dim), dtype, num_heads, num_sequences = sizes
+    query = torch.empty(num_sequences, num_heads, head_dim, dtype=dtype, device="meta")
+    cache = torch.empty(num_blocks, block_size, kv_heads * head_dim, dtype=dtype, device="meta")
+    refused = None
+    try:
+        stand_ins._check_attention_tensors(query, cache, cache, num_heads, kv_heads, block_size)
+        stand_ins._check_lengths(list(range(num_sequences + 1)), [1] * num_sequences, num_sequences)
+    except BrokenRule as rule:
+        refused = str(rule)
+    said = refusal((num_blocks, block_size, kv_heads, head_dim), dtype, num_heads, num_sequences)
+    assert (said is None) == (refused is None), f"the service says {said!r}, the stand-in {refused!r}"
+
+
 def test_the_16_bit_rule_can_be_lifted() -> None:
     good = attention()
     wide = {**good, **float32("query", "key", "value")(good)}

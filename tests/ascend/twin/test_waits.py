@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from service.engine.build import build_engine
-from tests.ascend.twin import stand_ins
-from tests.ascend.twin.test_service import SIZES, config, npu_path
+from tests.ascend.twin.install import npu_path
+from tests.ascend.twin.test_service import SIZES, config
 from tests.ascend.twin.waits import recorded_waits
 from tests.support.engine_parity import BASE, Request, make_world, run_engine
 
@@ -37,7 +37,7 @@ def work():
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 def test_a_step_waits_for_the_device_once(tmp_path: Path) -> None:
     world = make_world("lfm2", tmp_path, "cpu", **SIZES["lfm2"])
-    with npu_path(), stand_ins.float32_attention():
+    with npu_path(float32_attention=True):
         engine = build_engine(config(world, num_blocks=9, token_budget=64))
         try:
             first = [Request(f"first {name}", name, (9,), 1) for name in ("all", "embedding")]
