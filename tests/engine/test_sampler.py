@@ -313,3 +313,12 @@ def test_a_device_never_picks_a_token_of_weight_zero(vocab: int) -> None:
         assert picked[0] == vocab // 2
         assert picked[1] == (0 if number < 0.5 else vocab - 1)
         assert picked[2] == vocab - 2
+
+
+def test_a_nucleus_ends_with_the_token_that_fills_its_share() -> None:
+    """What is kept reaches its share exactly; a draw that lands there belongs to the next token."""
+    ranked = torch.tensor([[1.0, 0.5, 0.25, 0.25]])
+    for target, reached, beyond in ((1.0, 0, 1), (1.5, 1, 2), (1.6, 2, 2), (0.0, 0, 0)):
+        wanted = torch.tensor([[target]])
+        assert device_sampler._find(ranked, wanted, is_inclusive=True).tolist() == [reached]
+        assert device_sampler._find(ranked, wanted, is_inclusive=False).tolist() == [beyond]
