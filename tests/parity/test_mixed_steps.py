@@ -146,15 +146,10 @@ def test_bfloat16_stays_within_the_tolerances(
     """Greedy tokens may part at near ties, so the log probabilities along the engine's own answers are compared."""
     world = make_world(family, tmp_path_factory.mktemp(family), device, dtype=torch.bfloat16)
     requests = make_requests(world)
-    answers = answers_of(
-        world,
-        requests,
-        sampling={"logprobs": 5},
-        token_budget=24,
-        max_sequences=12,
-        num_blocks=60,
-        num_rows=160,
-    )
+    engine = build_engine(config_of(world, num_blocks=48, num_rows=160, token_budget=24, max_sequences=12))
+    answers = run_engine(engine, [request.submit(world.digests, logprobs=5) for request in requests])
+    engine.close()
+    assert engine.stats().num_preemptions > 0
     oracle = Oracle(world)
     differences = []
     for request in requests:
