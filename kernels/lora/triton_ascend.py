@@ -22,14 +22,16 @@ from typing import Any
 import torch
 
 from kernels.ascend_runtime import check_launch
+from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.lora.triton_ascend_tiles import Regime, choose
-from kernels.platform import detect
+from kernels.platform import in_use
 
-MAX_RANK = 256
 RANK_BLOCK = 16
 # Partial sums of one token that are read at once.
 SPLITS_BLOCK = 16
+# Tokens of a visit that share a block of B where an adapter has more than one; each keeps a row of sums on the chip.
+GROUP_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def lora_expand(
     """See `ops.lora_expand`. One launch; the cube multiplies h in the rows' type."""
     # Any number of ranks can be split into whole blocks, so no inputs speak against the cube.
     regime = choose(maps.num_tokens, 0, *_chip(str(out.device)))
-    partials = h.unsqueeze(2).to(_partials_dtype(stack, regime))
+    partials = h.unsqueeze(2) if regime.name == "few" else h.unsqueeze(2).to(stack.a[0].dtype)
     _expand(partials, out, stack, maps, regime, overwrite, row_index)
 
 
@@ -102,9 +104,9 @@ def lora_embedding(
     segments = maps.token_segment.long().clamp_min(0)
     places = maps.places[segments].long()
     first_rows = maps.first_rows[stack.group][segments].long()
-    ranks = torch.arange(MAX_RANK, device=out.device)
+    ranks = torch.arange(MAX_KERNEL_RANK, device=out.device)
     present = ranks < stack.ranks[0][places][:, None]
-    rows = torch.where(present, first_rows[:, None] + ranks, 0)  # [tokens, MAX_RANK]
+    rows = torch.where(present, first_rows[:, None] + ranks, 0)  # [tokens, MAX_KERNEL_RANK]
     columns = stack.a[0][rows, ids[:, None]].float() * stack.scalings[0][places][:, None]
     lora_expand(columns.unsqueeze(0).contiguous(), out, stack, maps, overwrite=overwrite, row_index=row_index)
 
@@ -112,19 +114,29 @@ def lora_embedding(
 def reserve_workspace(stack: LoraStack, max_tokens: int) -> None:
     """Allocate what `lora_linear` of a stack needs for steps of up to max_tokens tokens, before graph capture."""
     in_features, chip = stack.a[0].shape[1], _chip(str(stack.a[0].device))
-    needs = [
-        (_partials_bytes(in_features, num_tokens, stack, regime), num_tokens, regime)
-        for num_tokens in range(1, max_tokens + 1)
-        for regime in (choose(num_tokens, in_features, *chip),)
-    ]
-    _, num_tokens, regime = max(needs, key=lambda need: need[0])
-    _workspace(stack, in_features, num_tokens, regime)
+    num_tokens = _largest_step(in_features, len(stack.a), max_tokens, *chip)
+    _workspace(stack, in_features, num_tokens, choose(num_tokens, in_features, *chip))
 
 
-def step_sizes(stack: LoraStack, max_tokens: int) -> list[int]:
+def step_sizes(stack: LoraStack, max_tokens: int) -> tuple[int, ...]:
     """Token counts that choose, between them, every variant that steps of 1 to max_tokens tokens can choose."""
-    in_features, num_slices = stack.a[0].shape[1], len(stack.a)
     num_columns, chip = sum(b.shape[1] for b in stack.b), _chip(str(stack.a[0].device))
+    return _step_sizes(stack.a[0].shape[1], len(stack.a), num_columns, max_tokens, *chip)
+
+
+@cache
+def _largest_step(in_features: int, num_slices: int, max_tokens: int, *chip: int) -> int:
+    """The token count, of 1 to max_tokens, whose partial sums take most memory: not the last, since splits vary."""
+
+    def size(num_tokens: int) -> int:
+        regime = choose(num_tokens, in_features, *chip)
+        return math.prod(partials_shape(in_features, num_tokens, num_slices, 1, regime))
+
+    return max(range(1, max_tokens + 1), key=size)
+
+
+@cache
+def _step_sizes(in_features: int, num_slices: int, num_columns: int, max_tokens: int, *chip: int) -> tuple[int, ...]:
     first_of: dict[tuple[Any, ...], int] = {}
     for num_tokens in range(1, max_tokens + 1):
         regime = choose(num_tokens, in_features, *chip)
@@ -133,7 +145,7 @@ def step_sizes(stack: LoraStack, max_tokens: int) -> list[int]:
         first_of.setdefault(("shrink", regime.name, regime.block(split_size)), num_tokens)
         first_of.setdefault(("expand", regime.name, regime.columns(num_columns, num_tokens)), num_tokens)
         first_of.setdefault(("expand", of_embedding.name, of_embedding.columns(num_columns, num_tokens)), num_tokens)
-    return sorted(set(first_of.values()))
+    return tuple(sorted(set(first_of.values())))
 
 
 def compiled_count() -> int:
@@ -202,18 +214,13 @@ def plan_expand(
         "OVERWRITE": overwrite,
     }
     if regime.name == "few":
-        arguments["SPLITS"] = SPLITS_BLOCK
+        arguments |= {"G": GROUP_TOKENS, "SPLITS": SPLITS_BLOCK}
     return Launch(f"lora_expand_{regime.name}", (regime.num_cores,), arguments)
 
 
 def partials_shape(in_features: int, num_tokens: int, num_slices: int, width: int, regime: Regime) -> tuple[int, ...]:
     """Shape of h between a shrink and an expand."""
     return num_slices, num_tokens, regime.num_splits(in_features, num_tokens, num_slices), width
-
-
-def _partials_dtype(stack: LoraStack, regime: Regime) -> torch.dtype:
-    """The cube multiplies what it loads, so it gets the rows' type; the vector cores sum in float32."""
-    return stack.a[0].dtype if regime.name == "many" else torch.float32
 
 
 def _expand(
@@ -254,7 +261,7 @@ def _kernels() -> ModuleType:
 @cache
 def _chip(device: str) -> tuple[int, int]:
     """(vector cores, bytes of unified buffer)"""
-    platform = detect(device)
+    platform = in_use(torch.device(device))
     return platform.num_cores, platform.on_chip_bytes
 
 
@@ -268,20 +275,16 @@ _outgrown: list[torch.Tensor] = []
 
 def _workspace(stack: LoraStack, in_features: int, num_tokens: int, regime: Regime) -> torch.Tensor:
     """h, uninitialised. It is as wide as any rank, so that a captured graph stays valid when other adapters come."""
-    assert all(rank <= MAX_RANK for ranks in stack.host_ranks for rank in ranks), f"ranks above {MAX_RANK}"
-    device = stack.a[0].device
-    num_bytes = _partials_bytes(in_features, num_tokens, stack, regime)
+    largest = max((rank for ranks in stack.host_ranks for rank in ranks), default=0)
+    assert largest <= MAX_KERNEL_RANK, f"the kernels take ranks up to {MAX_KERNEL_RANK}, not {largest}"
+    device, dtype = stack.a[0].device, stack.a[0].dtype
+    shape = partials_shape(in_features, num_tokens, len(stack.a), MAX_KERNEL_RANK, regime)
+    num_bytes = math.prod(shape) * dtype.itemsize
     if device not in _workspaces or _workspaces[device].numel() < num_bytes:
         if device in _workspaces:  # a graph captured earlier goes on writing to the buffer that it saw
             _outgrown.append(_workspaces[device])
         _workspaces[device] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    shape = partials_shape(in_features, num_tokens, len(stack.a), MAX_RANK, regime)
-    return _workspaces[device][:num_bytes].view(_partials_dtype(stack, regime)).view(shape)
-
-
-def _partials_bytes(in_features: int, num_tokens: int, stack: LoraStack, regime: Regime) -> int:
-    shape = partials_shape(in_features, num_tokens, len(stack.a), MAX_RANK, regime)
-    return math.prod(shape) * _partials_dtype(stack, regime).itemsize
+    return _workspaces[device][:num_bytes].view(dtype).view(shape)
 
 
 # Tables that depend only on where a stack's rows lie, which does not change while a model serves; by their content.
@@ -300,12 +303,14 @@ def _addresses(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 
 def _column_chunks(stack: LoraStack, block: int) -> torch.Tensor:
-    """int64 [chunks, 3]: address of B at the chunk's first column; that column in the output; and, packed from the low
-    end, slice (8 bits), columns of the chunk (16 bits), columns of the slice."""
-    chunks: list[tuple[int, int, int]] = []
+    """int64 [chunks, 2]: address of B at the chunk's first column; and, packed from the low end, slice (6 bits),
+    columns of the chunk (10), columns of the slice (24), and the chunk's first column in the output."""
+    chunks: list[tuple[int, int]] = []
+    assert len(stack.b) < 1 << 6, "the kernels take up to 63 slices"
     for s, (b, start) in enumerate(zip(stack.b, stack.slice_starts, strict=True)):
         slice_width = b.shape[1]
+        assert max(slice_width, start + slice_width) < 1 << 23, "the kernels take outputs of up to 8 million columns"
         for column in range(0, slice_width, block):
-            packed = slice_width << 24 | min(block, slice_width - column) << 8 | s
-            chunks.append((b.data_ptr() + column * b.element_size(), start + column, packed))
+            packed = start + column << 40 | slice_width << 16 | min(block, slice_width - column) << 6 | s
+            chunks.append((b.data_ptr() + column * b.element_size(), packed))
     return _table(tuple(chunks), stack.b[0].device)

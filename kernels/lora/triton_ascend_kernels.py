@@ -36,6 +36,36 @@ _SHRINK = [
 _EXPAND = ["h_ptr", "chunks", "b_ptr", "out_ptr", *_MAPS, *_SIZES, "out_stride", "num_chunks"]
 
 
+@triton.jit
+def _shrink_item(item, num_splits, num_slices, T: tl.constexpr):
+    """(first token of the tile, slice, split) of a work item of the shrink."""
+    return item // (num_splits * num_slices) * T, (item // num_splits) % num_slices, item % num_splits
+
+
+@triton.jit
+def _chunk(chunks, chunk):
+    """(address of B, first column in the output, slice, columns of the chunk, columns of the slice)."""
+    packed = tl.load(chunks + chunk * 2 + 1)
+    return (
+        tl.load(chunks + chunk * 2),
+        (packed >> 40).to(tl.int32),
+        (packed & 0x3F).to(tl.int32),
+        ((packed >> 6) & 0x3FF).to(tl.int32),
+        ((packed >> 16) & 0xFFFFFF).to(tl.int32),
+    )
+
+
+@triton.jit
+def _rows_of(segment, slice_index, places, first_rows, ranks, num_places):
+    """(place, first row, rank) of a segment in a slice; (., 0, 0) where its adapter leaves the group alone."""
+    place = tl.load(places + segment)
+    first_row = tl.load(first_rows + segment)
+    rank = tl.load(ranks + slice_index * num_places + place)
+    if first_row < 0:
+        rank = 0
+    return place, tl.maximum(first_row, 0), rank
+
+
 @triton.jit(do_not_specialize=_SHRINK)
 def lora_shrink_few(
     x_ptr,
@@ -64,11 +94,8 @@ def lora_shrink_few(
     tokens = tl.arange(0, T)
     rows = tl.arange(0, R)
     inputs = tl.arange(0, K)
-    num_tiles = tl.cdiv(num_tokens, T)
-    for item in range(tl.program_id(0), num_tiles * num_slices * num_splits, tl.num_programs(0)):
-        split = item % num_splits
-        slice_index = (item // num_splits) % num_slices
-        begin = item // (num_splits * num_slices) * T
+    for item in range(tl.program_id(0), tl.cdiv(num_tokens, T) * num_slices * num_splits, tl.num_programs(0)):
+        begin, slice_index, split = _shrink_item(item, num_splits, num_slices, T)
         stop = tl.minimum(begin + T, num_tokens)
         segment = tl.load(token_segment + begin)
         more = segment >= 0
@@ -80,10 +107,8 @@ def lora_shrink_few(
             # Segments after the last active one are empty.
             more = end > begin
             if more:
-                place = tl.load(places + segment)
-                first_row = tl.load(first_rows + segment)
-                rank = tl.load(ranks + slice_index * num_places + place)
-                if (rank > 0) & (first_row >= 0):
+                place, first_row, rank = _rows_of(segment, slice_index, places, first_rows, ranks, num_places)
+                if rank > 0:
                     scaling = tl.load(scalings + slice_index * num_places + place)
                     for r in range(0, rank, R):
                         h = tl.zeros((T, R), dtype=tl.float32)
@@ -106,12 +131,39 @@ def lora_shrink_few(
                             h_ptr
                             + (((slice_index * num_tokens + begin).to(tl.int64) * num_splits + split) * width + r)
                             + (tokens[:, None] * (num_splits * width) + rows[None, :]),
-                            h * scaling,
+                            (h * scaling).to(h_ptr.dtype.element_ty),
                             mask=(begin + tokens < end)[:, None] & (r + rows < rank)[None, :],
                         )
                 begin = end
                 segment += 1
                 more = (end < stop) & (segment < max_segments)
+
+
+@triton.jit
+def _load_b(b_chunk, row, last_row, slice_width, inside, R: tl.constexpr, N: tl.constexpr):
+    """Rows [row, row + R) of B in the chunk's columns, [R, N]; zero from last_row on."""
+    rows = tl.arange(0, R)
+    return tl.load(
+        b_chunk + row.to(tl.int64) * slice_width + (rows[:, None] * slice_width + tl.arange(0, N)[None, :]),
+        mask=(row + rows < last_row)[:, None] & inside[None, :],
+        other=0.0,
+    ).to(tl.float32)
+
+
+@triton.jit
+def _sum_h(h_row, num_ranks, num_splits, width, R: tl.constexpr, SPLITS: tl.constexpr):
+    """Sum of one token's partial products in R ranks, of which num_ranks are there; always in the same order."""
+    rows = tl.arange(0, R)
+    splits = tl.arange(0, SPLITS)
+    h = tl.zeros((R,), dtype=tl.float32)
+    for split in range(0, num_splits, SPLITS):
+        parts = tl.load(
+            h_row + split * width + (splits[:, None] * width + rows[None, :]),
+            mask=(split + splits < num_splits)[:, None] & (rows < num_ranks)[None, :],
+            other=0.0,
+        )  # [SPLITS, R]
+        h += tl.sum(parts.to(tl.float32), axis=0)
+    return h
 
 
 @triton.jit(do_not_specialize=_EXPAND)
@@ -135,68 +187,69 @@ def lora_expand_few(
     T: tl.constexpr,
     R: tl.constexpr,
     N: tl.constexpr,
+    G: tl.constexpr,
     SPLITS: tl.constexpr,
     OVERWRITE: tl.constexpr,
 ):
     """out[t, columns] += (sum over splits of h[s, t, split, :n]) @ B[r : r + n, columns], on the vector cores.
 
-    b_ptr is the first slice's B, and only tells the type of its elements. Splits are added up SPLITS at a time.
+    b_ptr is the first slice's B, and only tells the type of its elements. Splits are added up SPLITS at a time. A
+    block of B is read once per visit; above rank R once per G tokens of it.
     """
-    rows = tl.arange(0, R)
+    members = tl.arange(0, G)
     columns = tl.arange(0, N)
-    splits = tl.arange(0, SPLITS)
-    num_tiles = tl.cdiv(num_tokens, T)
-    for item in range(tl.program_id(0), num_tiles * num_chunks, tl.num_programs(0)):
-        chunk = item % num_chunks
+    for item in range(tl.program_id(0), tl.cdiv(num_tokens, T) * num_chunks, tl.num_programs(0)):
         begin = item // num_chunks * T
         stop = tl.minimum(begin + T, num_tokens)
         segment = tl.load(token_segment + begin)
         more = segment >= 0
-        b_chunk = tl.load(chunks + chunk * 3).to(tl.pointer_type(b_ptr.dtype.element_ty))
-        out_chunk = out_ptr + tl.load(chunks + chunk * 3 + 1)
-        packed = tl.load(chunks + chunk * 3 + 2)
-        slice_index = (packed & 0xFF).to(tl.int32)
-        inside = columns < ((packed >> 8) & 0xFFFF).to(tl.int32)
-        slice_width = packed >> 24
+        address, first_column, slice_index, num_columns, slice_width = _chunk(chunks, item % num_chunks)
+        b_chunk = address.to(tl.pointer_type(b_ptr.dtype.element_ty))
+        inside = columns < num_columns
         while more:
             end = tl.minimum(tl.load(segment_starts + segment + 1), stop)
             more = end > begin
             if more:
-                place = tl.load(places + segment)
-                first_row = tl.load(first_rows + segment)
-                rank = tl.load(ranks + slice_index * num_places + place)
-                if first_row < 0:
-                    rank = 0
-                # One block of ranks: B is loaded once for all tokens. More: the blocks of a token are added up on the
-                # chip, so that its output is rounded once, and B is loaded again for the next token.
-                group = end - begin
-                if rank > R:
-                    group = 1
+                _, first_row, rank = _rows_of(segment, slice_index, places, first_rows, ranks, num_places)
                 last_row = first_row + rank
-                if OVERWRITE:
-                    rank = tl.maximum(rank, 1)
-                for group_begin in range(begin, end, group):
+                h_rows = h_ptr + (slice_index * num_tokens + begin).to(tl.int64) * num_splits * width
+                out_rows = out_ptr + first_column + begin.to(tl.int64) * out_stride
+                if (rank > R) & (end - begin > 1):
+                    # Several blocks of ranks: each is read once for G tokens, whose sums stay on the chip.
+                    for group in range(0, end - begin, G):
+                        num_members = tl.minimum(end - begin - group, G)
+                        deltas = tl.zeros((G, N), dtype=tl.float32)
+                        for r in range(0, rank, R):
+                            b = _load_b(b_chunk, first_row + r, last_row, slice_width, inside, R, N)
+                            for t in range(num_members):
+                                h_row = h_rows + (group + t) * num_splits * width + r
+                                h = _sum_h(h_row, rank - r, num_splits, width, R, SPLITS)
+                                delta = tl.sum(b * h[:, None], axis=0)  # [N]
+                                deltas += tl.where((members == t)[:, None], delta[None, :], 0.0)
+                        here = (
+                            out_rows
+                            + tl.cast(group, tl.int64) * out_stride
+                            + (members[:, None] * out_stride + columns[None, :])
+                        )
+                        valid = (members < num_members)[:, None] & inside[None, :]
+                        if OVERWRITE:
+                            tl.store(here, deltas.to(out_ptr.dtype.element_ty), mask=valid)
+                        else:
+                            before = tl.load(here, mask=valid, other=0.0).to(tl.float32)
+                            tl.store(here, (before + deltas).to(out_ptr.dtype.element_ty), mask=valid)
+                else:
+                    # One block of ranks, or one token.
+                    if OVERWRITE:
+                        rank = tl.maximum(rank, 1)
                     delta = tl.zeros((N,), dtype=tl.float32)
                     for r in range(0, rank, R):
-                        row = first_row + r
-                        b = tl.load(
-                            b_chunk + row * slice_width + (rows[:, None] * slice_width.to(tl.int32) + columns[None, :]),
-                            mask=(row + rows < last_row)[:, None] & inside[None, :],
-                            other=0.0,
-                        ).to(tl.float32)  # [R, N]
-                        for t in range(group_begin, group_begin + group):
-                            h_row = h_ptr + (tl.cast(slice_index * num_tokens + t, tl.int64) * num_splits * width + r)
-                            h = tl.zeros((R,), dtype=tl.float32)
-                            for split in range(0, num_splits, SPLITS):
-                                parts = tl.load(
-                                    h_row + split * width + (splits[:, None] * width + rows[None, :]),
-                                    mask=(split + splits < num_splits)[:, None] & (row + rows < last_row)[None, :],
-                                    other=0.0,
-                                )  # [SPLITS, R]
-                                h += tl.sum(parts, axis=0)
-                            delta = tl.where(row > first_row, delta, 0.0) + tl.sum(b * h[:, None], axis=0)  # [N]
-                            here = out_chunk + tl.cast(t, tl.int64) * out_stride + columns
-                            complete = inside & (row + R >= last_row)
+                        b = _load_b(b_chunk, first_row + r, last_row, slice_width, inside, R, N)
+                        complete = inside & (r + R >= rank)
+                        for t in range(end - begin):
+                            num_ranks = last_row - first_row - r
+                            h = _sum_h(h_rows + t * num_splits * width + r, num_ranks, num_splits, width, R, SPLITS)
+                            delta = tl.where(r > 0, delta, 0.0) + tl.sum(b * h[:, None], axis=0)
+                            here = out_rows + tl.cast(t, tl.int64) * out_stride + columns
                             if OVERWRITE:
                                 tl.store(here, delta.to(out_ptr.dtype.element_ty), mask=complete)
                             else:
@@ -235,11 +288,8 @@ def lora_shrink_many(
     tokens = tl.arange(0, T)
     rows = tl.arange(0, R)
     inputs = tl.arange(0, K)
-    num_tiles = tl.cdiv(num_tokens, T)
-    for item in range(tl.program_id(0), num_tiles * num_slices * num_splits, tl.num_programs(0)):
-        split = item % num_splits
-        slice_index = (item // num_splits) % num_slices
-        begin = item // (num_splits * num_slices) * T
+    for item in range(tl.program_id(0), tl.cdiv(num_tokens, T) * num_slices * num_splits, tl.num_programs(0)):
+        begin, slice_index, split = _shrink_item(item, num_splits, num_slices, T)
         stop = tl.minimum(begin + T, num_tokens)
         segment = tl.load(token_segment + begin)
         more = segment >= 0
@@ -251,10 +301,8 @@ def lora_shrink_many(
             # Segments after the last active one are empty.
             more = end > begin
             if more:
-                place = tl.load(places + segment)
-                first_row = tl.load(first_rows + segment)
-                rank = tl.load(ranks + slice_index * num_places + place)
-                if (rank > 0) & (first_row >= 0):
+                place, first_row, rank = _rows_of(segment, slice_index, places, first_rows, ranks, num_places)
+                if rank > 0:
                     scaling = tl.load(scalings + slice_index * num_places + place)
                     for r in range(0, rank, R):
                         h = tl.zeros((T, R), dtype=tl.float32)
@@ -311,28 +359,19 @@ def lora_expand_many(
     tokens = tl.arange(0, T)
     rows = tl.arange(0, R)
     columns = tl.arange(0, N)
-    num_tiles = tl.cdiv(num_tokens, T)
-    for item in range(tl.program_id(0), num_tiles * num_chunks, tl.num_programs(0)):
-        chunk = item % num_chunks
+    for item in range(tl.program_id(0), tl.cdiv(num_tokens, T) * num_chunks, tl.num_programs(0)):
         begin = item // num_chunks * T
         stop = tl.minimum(begin + T, num_tokens)
         segment = tl.load(token_segment + begin)
         more = segment >= 0
-        b_chunk = tl.load(chunks + chunk * 3).to(tl.pointer_type(b_ptr.dtype.element_ty))
-        out_chunk = out_ptr + tl.load(chunks + chunk * 3 + 1)
-        packed = tl.load(chunks + chunk * 3 + 2)
-        slice_index = (packed & 0xFF).to(tl.int32)
-        num_columns = ((packed >> 8) & 0xFFFF).to(tl.int32)
-        slice_width = (packed >> 24).to(tl.int32)
+        address, first_column, slice_index, num_columns, slice_width = _chunk(chunks, item % num_chunks)
+        b_chunk = address.to(tl.pointer_type(b_ptr.dtype.element_ty))
+        out_chunk = out_ptr + first_column
         while more:
             end = tl.minimum(tl.load(segment_starts + segment + 1), stop)
             more = end > begin
             if more:
-                place = tl.load(places + segment)
-                first_row = tl.load(first_rows + segment)
-                rank = tl.load(ranks + slice_index * num_places + place)
-                if first_row < 0:
-                    rank = 0
+                _, first_row, rank = _rows_of(segment, slice_index, places, first_rows, ranks, num_places)
                 valid = (tokens < end - begin)[:, None] & (columns < num_columns)[None, :]
                 here = out_chunk + begin.to(tl.int64) * out_stride + (tokens[:, None] * out_stride + columns[None, :])
                 h_rows = h_ptr + (slice_index * num_tokens + begin).to(tl.int64) * num_splits * width

@@ -11,6 +11,8 @@ from kernels.platform import BackendError
 FEW_TOKENS = 64
 # No split of the input is smaller, so that a transfer is worth its latency.
 SMALLEST_SPLIT = 128
+# At most so many splits times tokens: every block of output columns reads all partial sums again.
+MAX_PARTIAL_ROWS = 640
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,10 @@ class LaunchTable:
     many: Tiles
 
 
-TABLES = (LaunchTable(192 * 1024, Tiles(16, (512, 256, 128), (512, 256, 128)), Tiles(128, (256, 128, 64), (128,))),)
+# Chosen by what `python -m tests.ascend.compare_tiles` reads off the compiled code (bytes moved, work items, on-chip
+# memory), not by time. Few tokens: the smallest tile with which no mix of 64 tokens over four adapters moves more than
+# 1.3 times the minimum, and blocks of columns that leave room for a group's sums. Many: what fills the cube's L1, L0.
+TABLES = (LaunchTable(192 * 1024, Tiles(32, (512, 256, 128), (256, 128)), Tiles(128, (256, 128, 64), (128,))),)
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,8 @@ class Regime:
     def num_splits(self, in_features: int, num_tokens: int, num_slices: int) -> int:
         """Parts of the input, enough for every core to get one of some slice and tile of tokens."""
         num_items = -(-num_tokens // self.tiles.tokens) * num_slices
-        size = self.split_size(in_features, max(1, self.num_cores // num_items))
+        most = max(1, MAX_PARTIAL_ROWS // num_tokens)
+        size = self.split_size(in_features, min(most, max(1, self.num_cores // num_items)))
         return -(-in_features // size)
 
     def split_size(self, in_features: int, num_splits: int) -> int:

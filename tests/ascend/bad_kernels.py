@@ -1,8 +1,12 @@
-"""Kernels that the gate must refuse: what works on a GPU and falls off a cliff on an NPU."""
+"""Kernels that the gate must refuse, each for one rule, and one that it must let pass: see `pytest --gate-cases`."""
 
 # mypy: disallow-untyped-defs=False
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -35,12 +39,32 @@ def gather_shrink(
 
 
 @triton.jit
-def greedy_copy(x_ptr, h_ptr, M, K, BLOCK: tl.constexpr):
-    """h = x, moved twice and with one row too many."""
+def transposed_dot(x_ptr, a_ptr, h_ptr, a_stride, K: tl.constexpr, R: tl.constexpr):
+    """h = x @ a.T with a transposed by its pointers: no loop to be seen, the library copies it element by element."""
+    rows = tl.arange(0, R)
+    inputs = tl.arange(0, K)
+    x = tl.load(x_ptr + rows[:, None] * K + inputs[None, :])
+    a = tl.load(a_ptr + inputs[:, None] + rows[None, :] * a_stride)
+    tl.store(h_ptr + rows[:, None] * R + rows[None, :], tl.dot(x, a))
+
+
+@triton.jit
+def scatter(x_ptr, h_ptr, order_ptr, BLOCK: tl.constexpr):
+    """h[order] = x, element by element."""
     inputs = tl.arange(0, BLOCK)
-    for row in range(tl.program_id(0), M + 1, tl.num_programs(0)):
-        again = tl.load(x_ptr + row * K + inputs)
-        tl.store(h_ptr + row * K + inputs, again)
+    tl.store(h_ptr + tl.load(order_ptr + inputs), tl.load(x_ptr + inputs))
+
+
+@triton.jit(do_not_specialize=["M", "REPEATS", "EXTRA", "map_ptr"])
+def copy_rows(x_ptr, h_ptr, map_ptr, M, REPEATS, EXTRA, NUM_MAPS: tl.constexpr, BLOCK: tl.constexpr):
+    """h = x, REPEATS times over, EXTRA rows too far, after reading NUM_MAPS zeros for each row."""
+    inputs = tl.arange(0, BLOCK)
+    for row in range(tl.program_id(0), M + EXTRA, tl.num_programs(0)):
+        offset = row * BLOCK
+        for i in tl.static_range(NUM_MAPS):
+            offset += tl.load(map_ptr + row * NUM_MAPS + i)
+        for _ in range(REPEATS):
+            tl.store(h_ptr + offset + inputs, tl.load(x_ptr + offset + inputs))
 
 
 @triton.jit
@@ -50,42 +74,78 @@ def huge_tile(x_ptr, h_ptr, BLOCK: tl.constexpr):
     tl.store(h_ptr + inputs, tl.load(x_ptr + inputs) + 1.0)
 
 
-def gather_case() -> Case:
-    """The gathering shrink on data that it computes correctly."""
-
-    def launch() -> Launch:
-        x, a = torch.randn(20, 512).bfloat16(), torch.randn(16, 512).bfloat16()
-        rows = torch.randperm(20, dtype=torch.int32)[:16]
-        arguments = {
-            "x_ptr": x, "a_ptr": a, "h_ptr": torch.full((16, 16), torch.nan), "rows_ptr": rows, "M": 16, "K": 512,
-            "N": 16, "T": 16, "R": 16, "BLOCK": 64,
-        }  # fmt: skip
-        expected = x[rows.long()].float() @ a.float().t()
-        minimum = 16 * 512 * 2 * 2 + 16 * 16 * 4
-        return Launch(arguments, (1,), {"h_ptr": expected}, frozenset({"rows_ptr"}), 1, {}, minimum, (1e-3, 1e-3))
-
-    return Case("gather_shrink", gather_shrink, {"16 tokens": launch})
+def _gather() -> Launch:
+    x, a = torch.randn(20, 512).bfloat16(), torch.randn(16, 512).bfloat16()
+    rows = torch.randperm(20, dtype=torch.int32)[:16]
+    arguments = {
+        "x_ptr": x, "a_ptr": a, "h_ptr": torch.full((16, 16), torch.nan), "rows_ptr": rows, "M": 16, "K": 512,
+        "N": 16, "T": 16, "R": 16, "BLOCK": 64,
+    }  # fmt: skip
+    expected = x[rows.long()].float() @ a.float().t()
+    return Launch(arguments, (1,), {"h_ptr": expected}, frozenset({"rows_ptr"}), tolerance=(1e-3, 1e-3))
 
 
-def copy_case() -> Case:
-    """The greedy copy: twice the bytes that its launch declares as the minimum."""
-
-    def launch() -> Launch:
-        # A row more than the kernel is told of, so that its extra row stays within the tensor.
-        x = torch.randn(9, 256)
-        arguments = {"x_ptr": x, "h_ptr": torch.zeros(9, 256), "M": 8, "K": 256, "BLOCK": 256}
-        expected = torch.cat([x[:8], torch.zeros(1, 256)])
-        return Launch(arguments, (2,), {"h_ptr": expected}, frozenset(), 8, {}, 8 * 256 * 4)
-
-    return Case("greedy_copy", greedy_copy, {"8 rows": launch})
+def _transposed() -> Launch:
+    x, a = torch.randn(16, 128).bfloat16(), torch.randn(16, 128).bfloat16()
+    arguments = {"x_ptr": x, "a_ptr": a, "h_ptr": torch.full((16, 16), torch.nan), "a_stride": 128, "K": 128, "R": 16}
+    expected = x.float() @ a.float().t()
+    return Launch(arguments, (1,), {"h_ptr": expected}, frozenset(), tolerance=(1e-3, 1e-3))
 
 
-def huge_case() -> Case:
-    """More on-chip memory than there is."""
+def _scatter() -> Launch:
+    x, order = torch.randn(256), torch.randperm(256, dtype=torch.int32)
+    arguments = {"x_ptr": x, "h_ptr": torch.full((256,), torch.nan), "order_ptr": order, "BLOCK": 256}
+    return Launch(arguments, (1,), {"h_ptr": torch.empty(256).index_copy(0, order.long(), x)}, frozenset())
 
-    def launch() -> Launch:
-        x = torch.randn(1 << 16)
-        arguments = {"x_ptr": x, "h_ptr": torch.zeros(1 << 16), "BLOCK": 1 << 16}
-        return Launch(arguments, (1,), {"h_ptr": x + 1}, frozenset(), 1)
 
-    return Case("huge_tile", huge_tile, {"one tile": launch})
+def _copy(repeats: int = 1, extra: int = 0, num_maps: int = 1) -> Launch:
+    # A row more than the kernel is told of, so that an extra row stays within the tensor.
+    x = torch.randn(9, 256)
+    maps = torch.zeros(9, num_maps, dtype=torch.int32)
+    arguments = {
+        "x_ptr": x, "h_ptr": torch.zeros(9, 256), "map_ptr": maps, "M": 8, "REPEATS": repeats, "EXTRA": extra,
+        "NUM_MAPS": num_maps, "BLOCK": 256,
+    }  # fmt: skip
+    expected = torch.cat([x[:8], torch.zeros(1, 256)])
+    return Launch(arguments, (2,), {"h_ptr": expected}, frozenset({"map_ptr"}), minimum_bytes=2 * 8 * 256 * 4)
+
+
+def shorter(launch: Launch) -> Launch:
+    """A launch whose x ends before the kernel does."""
+    return replace(launch, arguments=dict(launch.arguments) | {"x_ptr": launch.tensor("x_ptr")[:7].clone()})
+
+
+def _huge() -> Launch:
+    x = torch.randn(1 << 16)
+    arguments = {"x_ptr": x, "h_ptr": torch.zeros(1 << 16), "BLOCK": 1 << 16}
+    return Launch(arguments, (1,), {"h_ptr": x + 1}, frozenset())
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A case, and what each gate test that must refuse it says; it passes the others."""
+
+    case: Case
+    refused: dict[str, str]
+
+
+def _bad(name: str, kernel: Any, launch: Callable[[], Launch], refused: dict[str, str], crashes: str = "") -> Bad:
+    return Bad(Case(name, kernel, {"launch": launch}, crashes=crashes), refused)
+
+
+_COMPILES, _950 = "test_compiles_within_the_chip", "test_compiles_for_ascend950"
+_ASSERTION = "an assertion of the compiler fails: PatternMatch.cpp:135, wrong number of replacement values"
+_LOWERED, _FINAL = "test_lowered_code_computes_the_reference", "test_final_code_moves_little_and_is_right"
+
+GOOD = Case("good_copy", copy_rows, {"launch": _copy})
+BAD = [
+    _bad("gather", gather_shrink, _gather, {_COMPILES: "inside inner loops", _FINAL: "which are no maps"}, _ASSERTION),
+    _bad("transposed", transposed_dot, _transposed, {_FINAL: "elements one by one"}, _ASSERTION),
+    _bad("scatter", scatter, _scatter, {_COMPILES: "scalar stores"}),
+    _bad("nine_maps", copy_rows, lambda: _copy(num_maps=9), {_FINAL: "9 scalar loads for one work item"}),
+    _bad("twice", copy_rows, lambda: _copy(repeats=2), {_FINAL: "2.00 x the minimum"}),
+    _bad("row_too_far", copy_rows, lambda: _copy(extra=1), {_LOWERED: "h_ptr", _FINAL: "h_ptr"}),
+    _bad("out_of_bounds", copy_rows, lambda: shorter(_copy()), {_LOWERED: "h_ptr", _FINAL: "out of bounds"}),
+    _bad("huge", huge_tile, _huge, dict.fromkeys([_COMPILES, _950, _LOWERED, _FINAL], "overflow, requires")),
+]
+CASES = [GOOD, *(bad.case for bad in BAD)]

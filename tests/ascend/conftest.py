@@ -27,6 +27,10 @@ else:
     collect_ignore_glob = ["interpreted/*"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gate-cases", default="tests.ascend.registry", help="module whose CASES the gate judges")
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure() -> None:
     """The rest of the suite, whose conftest is read before this one, would have Triton interpreted."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -104,13 +103,11 @@ def update(
     plan = _plan(UpdateCall, call)
     minimum = 2 * call["x"].nbytes + 2 * num_sequences * (width - 1) * dim * state_dtype.itemsize
     minimum += call["weight"].nbytes + call["bias"].nbytes
-    num_blocks = -(-dim // plan.arguments["BLOCK_D"])
     return Launch(
         plan.arguments,
         plan.grid,
         {"out_ptr": expected, "states_ptr": states},
         MAPS,
-        num_sequences * num_blocks,
         minimum_bytes=minimum if judge_traffic else None,
         tolerance=OP[dtype],
     )
@@ -164,16 +161,11 @@ def prefill(
     plan = _plan(PrefillCall, call)
     minimum = 2 * call["x"].nbytes + call["weight"].nbytes + call["bias"].nbytes
     minimum += sum(2 * (width - 1) * dim * state_dtype.itemsize for length in lengths if length)
-    tile = plan.arguments["tile_tokens"]
-    starts = call["query_start_loc"].tolist()
-    pieces = sum((end - 1) // tile - start // tile + 1 for start, end in pairwise(starts) if end > start)
-    boundaries = num_sequences * num_blocks if block_size_tokens is not None else 0
     return Launch(
         plan.arguments,
         plan.grid,
         {"out_ptr": expected} | ({} if states is None else {"states_ptr": states}),
         MAPS,
-        (pieces + boundaries + 1) * -(-dim // plan.arguments["BLOCK_D"]),
         minimum_bytes=minimum if judge_traffic else None,
         tolerance=OP[dtype],
     )

@@ -27,6 +27,7 @@ class Step:
     ranks        [slice][segment]; 0 = the slice is not targeted
     widths       output columns of each slice
     num_spare    padding segments of the maps
+    dtype        of x and out; row_dtype of the rows, None = the same
     """
 
     lengths: Sequence[int]
@@ -36,6 +37,11 @@ class Step:
     num_base: int = 0
     num_spare: int = 2
     dtype: torch.dtype = torch.bfloat16
+    row_dtype: torch.dtype | None = None
+
+    @property
+    def of_rows(self) -> torch.dtype:
+        return self.row_dtype or self.dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,13 +84,13 @@ def make_data(step: Step, seed: int = 0) -> Data:
         first_rows.append(num_rows if rank else -1)
         num_rows += -(-rank // 16) * 16
     maps = make_maps(step, first_rows)
-    a = tuple(torch.full((num_rows, step.in_features), torch.nan, dtype=step.dtype) for _ in step.widths)
-    b = tuple(torch.full((num_rows, width), torch.nan, dtype=step.dtype) for width in step.widths)
+    a = tuple(torch.full((num_rows, step.in_features), torch.nan, dtype=step.of_rows) for _ in step.widths)
+    b = tuple(torch.full((num_rows, width), torch.nan, dtype=step.of_rows) for width in step.widths)
     for s, of_segments in enumerate(step.ranks):
         for first_row, rank in zip(first_rows, of_segments, strict=True):
             for rows, features in ((a[s], step.in_features), (b[s], step.widths[s])):
                 values = torch.randn(rank, features, generator=random) * features**-0.25
-                rows[max(first_row, 0) : max(first_row, 0) + rank] = values.to(step.dtype)
+                rows[max(first_row, 0) : max(first_row, 0) + rank] = values.to(step.of_rows)
     scalings = torch.rand(len(step.widths), len(step.lengths), generator=random) + 0.5
     starts = [sum(step.widths[:s]) for s in range(len(step.widths))]
     stack = LoraStack(
@@ -103,32 +109,39 @@ def _width(step: Step) -> int:
 def _row_bytes(step: Step, features: Sequence[int]) -> int:
     """Bytes of the active adapters' rows, ranks rounded up to nothing."""
     ranks = zip(step.ranks, features, strict=True)
-    return sum(sum(of_segments) * wide for of_segments, wide in ranks) * step.dtype.itemsize
+    return sum(sum(of_segments) * wide for of_segments, wide in ranks) * step.of_rows.itemsize
 
 
-def _visits(data: Data, tile: int) -> int:
-    """Pairs of a token tile and a segment that meet; a tile of base tokens counts as one."""
-    pairs = {(t // tile, s) for t, s in enumerate(data.maps.token_segment.tolist())}
-    return len(pairs)
+def _h_bytes(step: Step) -> int:
+    """Bytes of h, float32, without a split."""
+    return sum(r * n for ranks in step.ranks for r, n in zip(ranks, step.lengths, strict=True)) * 4
 
 
 def _regime(data: Data) -> triton_ascend_tiles.Regime:
     return triton_ascend_tiles.choose(data.maps.num_tokens, data.step.in_features, NUM_VECTOR_CORES, ON_CHIP_BYTES)
 
 
-def _partials(data: Data, regime: triton_ascend_tiles.Regime) -> torch.Tensor:
-    """h as the launcher makes it, but only as wide as needed, and NaN."""
+def _partials(data: Data, regime: triton_ascend_tiles.Regime, in_float32: bool) -> torch.Tensor:
+    """h as the launcher makes it, but only as wide as needed, and NaN; float32, unsplit as between two public ops."""
     step = data.step
     shape = triton_ascend.partials_shape(step.in_features, data.maps.num_tokens, len(step.widths), _width(step), regime)
-    return torch.full(shape, torch.nan, dtype=step.dtype if regime.name == "many" else torch.float32)
+    if in_float32:
+        return torch.full((*shape[:2], 1, *shape[3:]), torch.nan)
+    return torch.full(shape, torch.nan, dtype=step.of_rows)
 
 
-def shrink(step: Step, regime: triton_ascend_tiles.Regime | None = None, judge_traffic: bool = False) -> Launch:
+def shrink(
+    step: Step,
+    regime: triton_ascend_tiles.Regime | None = None,
+    *,
+    in_float32: bool = False,
+    judge_traffic: bool = False,
+) -> Launch:
     """A shrink of the step, against the reference split by split."""
     data = make_data(step)
     regime = regime or _regime(data)
-    h = _partials(data, regime)
-    plan = triton_ascend.plan_shrink(data.x, h, data.stack, data.maps, regime)
+    h = _partials(data, regime, in_float32)
+    plan = triton_ascend.plan_shrink(data.x.to(step.of_rows), h, data.stack, data.maps, regime)
     split_size = plan.arguments["split_size"]
     expected = h.clone()
     for split in range(h.shape[2]):
@@ -138,28 +151,31 @@ def shrink(step: Step, regime: triton_ascend_tiles.Regime | None = None, judge_t
         reference.lora_shrink(data.x[:, part], stack, data.maps, out=columns)
         expected[:, :, split] = columns
     tokens = sum(step.lengths)
-    h_bytes = sum(r * n for ranks in step.ranks for r, n in zip(ranks, step.lengths, strict=True)) * 4
-    minimum = tokens * step.in_features * step.dtype.itemsize + h_bytes
+    minimum = tokens * step.in_features * step.of_rows.itemsize + _h_bytes(step)
     minimum += _row_bytes(step, [step.in_features] * len(step.widths))
     return Launch(
         plan.arguments,
         plan.grid,
         {"h_ptr": expected},
         MAPS,
-        _visits(data, plan.arguments["T"]) * h.shape[0] * h.shape[2],
-        {f"a{s}": a for s, a in enumerate(data.stack.a)},
-        minimum if judge_traffic else None,
-        OP[step.dtype] if h.dtype == step.dtype else (1e-4, 1e-4),
+        reachable={f"a{s}": a for s, a in enumerate(data.stack.a)},
+        minimum_bytes=minimum if judge_traffic else None,
+        tolerance=(1e-4, 1e-4) if h.dtype == torch.float32 else OP[h.dtype],
     )
 
 
 def expand(
-    step: Step, regime: triton_ascend_tiles.Regime | None = None, overwrite: bool = False, judge_traffic: bool = False
+    step: Step,
+    regime: triton_ascend_tiles.Regime | None = None,
+    *,
+    overwrite: bool = False,
+    in_float32: bool = False,
+    judge_traffic: bool = False,
 ) -> Launch:
     """An expand of the step from partial sums that are NaN wherever it has no business."""
     data = make_data(step)
     regime = regime or _regime(data)
-    h = _partials(data, regime)
+    h = _partials(data, regime, in_float32)
     random = torch.Generator().manual_seed(1)
     for segment in data.maps.segments:
         for s, of_segments in enumerate(step.ranks):
@@ -169,37 +185,48 @@ def expand(
     expected = data.out.clone()
     reference.lora_expand(h.double().sum(2), expected, data.stack, data.maps, overwrite=overwrite)
     tokens = sum(step.lengths)
-    h_bytes = sum(r * n for ranks in step.ranks for r, n in zip(ranks, step.lengths, strict=True)) * 4
     out_bytes = tokens * sum(step.widths) * step.dtype.itemsize
-    minimum = h_bytes + _row_bytes(step, step.widths) + out_bytes * (1 if overwrite else 2)
+    minimum = _h_bytes(step) + _row_bytes(step, step.widths) + out_bytes * (1 if overwrite else 2)
     return Launch(
         plan.arguments,
         plan.grid,
         {"out_ptr": expected},
         MAPS,
-        _visits(data, plan.arguments["T"]) * plan.arguments["num_chunks"],
-        {f"b{s}": b for s, b in enumerate(data.stack.b)},
-        minimum if judge_traffic else None,
-        OP[step.dtype],
+        reachable={f"b{s}": b for s, b in enumerate(data.stack.b)},
+        minimum_bytes=minimum if judge_traffic else None,
+        tolerance=OP[step.dtype],
     )
 
 
 FOUR = Step([16] * 4, [[16] * 4], 4096, [4096])
+UNEVEN = Step([10, 23, 14, 17], [[16] * 4], 4096, [4096])
+SKEWED = Step([61, 1, 1, 1], [[16] * 4], 4096, [4096])
 SIXTY_FOUR = Step([1] * 64, [[16] * 64], 4096, [4096])
 ODD = Step([3, 20, 1], [[16, 5, 40]], 1000, [777], num_base=4)
 PACKED = Step([2, 1, 5], [[16, 8, 0], [16, 0, 0], [3, 33, 0]], 500, [300, 40, 8], num_base=1)
 ONE = Step([1], [[8]], 4096, [4096])
+LARGE_RANKS = Step([18, 1, 5], [[40, 130, 33]], 200, [300])
+# A tile of tokens that has no adapter's.
+BASE_TILE = Step([3], [[16]], 256, [130], num_base=40)
 PREFILL = Step([100, 3, 60, 1], [[16, 40, 8, 16]], 1024, [600], num_base=8)
 LONG = Step([256], [[16]], 2048, [2048])
 PACKED_PREFILL = Step([70, 9], [[16, 0], [3, 33]], 192, [300, 40], num_base=1)
+BASE_TILE_PREFILL = Step([20], [[16]], 128, [130], num_base=140)
 
-_FEW = {"4 adapters": FOUR, "64 adapters": SIXTY_FOUR, "odd sizes": ODD, "packed": PACKED, "one token": ONE}
-_MANY = {"long": LONG, "mixed": PREFILL, "packed": PACKED_PREFILL}
+# Whatever way 64 tokens are shared out between adapters, no more tiles meet a segment than in the uneven mix.
+JUDGED = {"4 adapters": FOUR, "4 uneven": UNEVEN, "4 skewed": SKEWED, "64 adapters": SIXTY_FOUR}
+_FEW = JUDGED | {
+    "odd sizes": ODD, "packed": PACKED, "one token": ONE, "large ranks": LARGE_RANKS, "base tile": BASE_TILE,
+}  # fmt: skip
+_MANY = {"long": LONG, "mixed": PREFILL, "packed": PACKED_PREFILL, "base tile": BASE_TILE_PREFILL}
 # Small steps for trying one configuration: several ranks, an untargeted slice, base tokens, odd widths.
 _SMALL = {
     "few": Step([3, 14, 1], [[16, 5, 24], [0, 16, 8]], 600, [333, 9], num_base=2),
     "many": Step([30, 101], [[16, 24], [0, 7]], 512, [130, 24], num_base=3),
 }
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# (of x and out, of the rows) where they differ.
+_MIXED_DTYPES = ((torch.float32, torch.bfloat16), (torch.float16, torch.float32))
 # Two loops stand around a visit: over the tiles of a core, and over the segments of a tile.
 _DEPTH = 2
 
@@ -209,9 +236,29 @@ def _kernel(name: str) -> Any:
 
 
 def _case(name: str, make: Callable[..., Launch], steps: dict[str, Step]) -> Case:
-    judged = ("4 adapters", "64 adapters")
-    launches = {key: partial(make, step, judge_traffic=key in judged) for key, step in steps.items()}
+    launches = {key: partial(make, step, judge_traffic=key in JUDGED) for key, step in steps.items()}
     return Case(name, _kernel(name), launches, work_loop_depth=_DEPTH)
+
+
+def _variants() -> list[Case]:
+    """What the tiles do not decide: overwriting, h in float32 between two public ops, rows of another type."""
+    cases: list[Case] = []
+    for regime, steps in (("few", _FEW), ("many", _MANY)):
+        shrinks: dict[str, Callable[[], Launch]] = {}
+        expands: dict[str, Callable[[], Launch]] = {}
+        for key in ("packed", "base tile"):
+            expands[f"{key}, overwrite"] = partial(expand, steps[key], overwrite=True)
+        if regime == "few":  # the cube gets h in the rows' type
+            expands["float32 h"] = partial(expand, steps["packed"], in_float32=True)
+            expands["large ranks, overwrite"] = partial(expand, steps["large ranks"], overwrite=True)
+        shrinks["float32 h"] = partial(shrink, steps["packed"], in_float32=True)
+        for dtype, row_dtype in _MIXED_DTYPES:
+            step = dataclasses.replace(_SMALL[regime], dtype=dtype, row_dtype=row_dtype)
+            key = f"{str(row_dtype).removeprefix('torch.')} rows, {str(dtype).removeprefix('torch.')} x and out"
+            shrinks[key], expands[key] = partial(shrink, step), partial(expand, step)
+        for name, launches in ((f"lora_shrink_{regime}", shrinks), (f"lora_expand_{regime}", expands)):
+            cases.append(Case(name, _kernel(name), launches, work_loop_depth=_DEPTH))
+    return cases
 
 
 def _configurations() -> list[Case]:
@@ -219,7 +266,7 @@ def _configurations() -> list[Case]:
     cases: list[Case] = []
     for table in triton_ascend_tiles.TABLES:
         for regime_name, tiles in (("few", table.few), ("many", table.many)):
-            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for dtype in _DTYPES:
                 step = dataclasses.replace(_SMALL[regime_name], dtype=dtype)
                 makers: dict[str, Callable[[], Launch]] = {}
                 for block in tiles.inputs:
@@ -228,7 +275,9 @@ def _configurations() -> list[Case]:
                 for block in tiles.columns:
                     regime = triton_ascend_tiles.Regime(regime_name, dataclasses.replace(tiles, columns=(block,)), 2)
                     for mode, overwrite in (("add", False), ("overwrite", True)):
-                        makers[f"expand_{regime_name}-{block}-{mode}"] = partial(expand, step, regime, overwrite)
+                        makers[f"expand_{regime_name}-{block}-{mode}"] = partial(
+                            expand, step, regime, overwrite=overwrite
+                        )
                 for key, make in makers.items():
                     name = f"lora_{key.partition('-')[0]}"
                     launches = {f"{key.partition('-')[2]} {str(dtype).removeprefix('torch.')}": make}
@@ -241,5 +290,6 @@ CASES = [
     _case("lora_expand_few", expand, _FEW),
     _case("lora_shrink_many", shrink, _MANY),
     _case("lora_expand_many", expand, _MANY),
+    *_variants(),
     *_configurations(),
 ]

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 from tests.ascend.gate import checks, linalg_cpu
 from tests.ascend.gate.cases import OPTIONAL_TARGET, REQUIRED_TARGETS, Case
 from tests.ascend.gate.compiler import CompileError
-from tests.ascend.registry import CASES
 
 SIMULATED_TARGET = REQUIRED_TARGETS[0]
-LAUNCHES = [
-    pytest.param(case, name, id=f"{case.name}-{name.replace(' ', '_')}") for case in CASES for name in case.launches
-]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each test runs on every launch of the cases; `--gate-cases` names another module of cases than the registry."""
+    cases: list[Case] = importlib.import_module(metafunc.config.getoption("--gate-cases")).CASES
+    launches = [
+        pytest.param(case, name, id=f"{case.name}-{name.replace(' ', '_')}") for case in cases for name in case.launches
+    ]
+    metafunc.parametrize(("case", "name"), launches)
 
 
 @pytest.mark.parametrize("target", REQUIRED_TARGETS)
-@pytest.mark.parametrize(("case", "name"), LAUNCHES)
 def test_compiles_within_the_chip(case: Case, name: str, target: str) -> None:
     compiled = checks.compile_launch(case, case.launches[name](), target)
     checks.check_fits(case, compiled)
     checks.check_loops(case, compiled)
 
 
-@pytest.mark.parametrize(("case", "name"), LAUNCHES)
 def test_compiles_for_ascend950(case: Case, name: str) -> None:
     launch = case.launches[name]()
     if case.crashes:
@@ -36,14 +41,12 @@ def test_compiles_for_ascend950(case: Case, name: str) -> None:
 
 
 @pytest.mark.skipif(not linalg_cpu.available(), reason="NOT EXECUTED: mlir-19-tools, llvm-19 or clang-19 is missing")
-@pytest.mark.parametrize(("case", "name"), LAUNCHES)
 def test_lowered_code_computes_the_reference(case: Case, name: str) -> None:
     launch = case.launches[name]()
     checks.run_on_cpu(case, launch, checks.compile_launch(case, launch, SIMULATED_TARGET))
     checks.check_values(launch)
 
 
-@pytest.mark.parametrize(("case", "name"), LAUNCHES)
 def test_final_code_moves_little_and_is_right(case: Case, name: str) -> None:
     launch = case.launches[name]()
     counts = checks.run_simulated(case, launch, checks.compile_launch(case, launch, SIMULATED_TARGET))

@@ -1,73 +1,54 @@
-"""The gate is red where it must be: each rule has a kernel that breaks it."""
+"""The gate is red where it must be: it is run on kernels that each break one rule."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.ascend import bad_kernels
 from tests.ascend.gate import checks, linalg_cpu, simulator
-from tests.ascend.gate.cases import REQUIRED_TARGETS, Case, Launch
-from tests.ascend.gate.compiler import CompileError, replace_device
-from tests.ascend.gate.memory import SimulationError
+from tests.ascend.gate.cases import REQUIRED_TARGETS, Case
+from tests.ascend.gate.compiler import replace_device
 from tests.ascend.lora_cases import CASES as LORA_CASES
 
 TARGET = REQUIRED_TARGETS[0]
 
 
-def _only(case: Case) -> Launch:
-    (make,) = case.launches.values()
-    return make()
+def run_gate(case: Case, directory: Path) -> tuple[int, dict[str, str]]:
+    """Exit status of the gate on one case of `bad_kernels`, and the message of each test function that failed."""
+    report = directory / "report.xml"
+    gate = Path(__file__).with_name("test_gate.py")
+    options = ["--gate-cases", "tests.ascend.bad_kernels", "-k", f"{case.name}-", f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", str(gate), *options, "-p", "no:cacheprovider", "-q"]
+    status = subprocess.run(command, capture_output=True, check=False, cwd=Path(__file__).parents[2]).returncode
+    failures: dict[str, str] = {}
+    for test in ElementTree.parse(report).iter("testcase"):
+        for failure in test.findall("failure"):
+            name = test.attrib["name"].partition("[")[0]
+            failures[name] = failures.get(name, "") + failure.attrib["message"]
+    return status, failures
 
 
-def test_a_tile_beyond_the_chip_is_refused() -> None:
-    case = bad_kernels.huge_case()
-    with pytest.raises(CompileError, match="overflow, requires"):
-        checks.compile_launch(case, _only(case), TARGET)
+@pytest.mark.parametrize("bad", [pytest.param(bad, id=bad.case.name) for bad in bad_kernels.BAD])
+def test_the_gate_fails_on_a_bad_kernel(bad: bad_kernels.Bad, tmp_path: Path) -> None:
+    status, failures = run_gate(bad.case, tmp_path)
+    assert status == pytest.ExitCode.TESTS_FAILED
+    refused = dict(bad.refused)
+    if not linalg_cpu.available():
+        refused.pop("test_lowered_code_computes_the_reference", None)
+    assert failures.keys() == refused.keys()
+    for name, message in refused.items():
+        assert message in failures[name], name
 
 
-def test_gathered_rows_are_refused_by_the_code_alone() -> None:
-    case = bad_kernels.gather_case()
-    compiled = checks.compile_launch(case, _only(case), TARGET)
-    with pytest.raises(checks.GateError, match="scalar accesses to global memory inside inner loops"):
-        checks.check_loops(case, compiled)
-
-
-def test_gathered_rows_are_refused_by_counting() -> None:
-    case = bad_kernels.gather_case()
-    launch = _only(case)
-    counts = checks.run_simulated(case, launch, checks.compile_launch(case, launch, TARGET))
-    with pytest.raises(checks.GateError, match=r"one by one|which are no maps|scalar loads for"):
-        checks.check_scalars(launch, counts)
-
-
-def test_too_much_traffic_is_refused() -> None:
-    case = bad_kernels.copy_case()
-    launch = _only(case)
-    counts = checks.run_simulated(case, launch, checks.compile_launch(case, launch, TARGET))
-    with pytest.raises(checks.GateError, match="x the minimum"):
-        checks.check_traffic(launch, counts)
-
-
-@pytest.mark.skipif(not linalg_cpu.available(), reason="NOT EXECUTED: mlir-19-tools, llvm-19 or clang-19 is missing")
-def test_a_row_that_must_stay_untouched_is_noticed_in_the_lowered_code() -> None:
-    case = bad_kernels.copy_case()
-    launch = _only(case)
-    checks.run_on_cpu(case, launch, checks.compile_launch(case, launch, TARGET))
-    with pytest.raises(AssertionError, match="h_ptr"):
-        checks.check_values(launch)
-
-
-def test_reading_past_the_end_is_noticed() -> None:
-    case = bad_kernels.copy_case()
-    launch = _only(case)
-    shorter = dict(launch.arguments) | {"x_ptr": launch.tensor("x_ptr")[:8].clone()}
-    compiled = checks.compile_launch(case, launch, TARGET)
-    with pytest.raises(SimulationError, match="out of bounds"):
-        checks.run_simulated(case, dataclasses.replace(launch, arguments=shorter), compiled)
+def test_the_gate_passes_on_a_good_kernel(tmp_path: Path) -> None:
+    assert run_gate(bad_kernels.GOOD, tmp_path) == (pytest.ExitCode.OK, {})
 
 
 @pytest.mark.parametrize("callee", ["load_gm_to_ubuf_2d", "vmul_2d", "reduce_sum", "store_ubuf_to_gm_2d"])

@@ -22,20 +22,22 @@ class Launch:
     expected       output parameters and what they must hold afterwards, in full: cells that must stay untouched too.
                    For a tensor that is only reachable through a pointer table, the key is its name in `reachable`
     maps           parameters whose entries the scalar unit may load
-    work_items     units of work of this launch; each may cost `MAX_SCALAR_LOADS` scalar loads
     reachable      tensors behind pointer tables
     minimum_bytes  what must be moved at least, in and out; None where traffic is not judged
+    minimum_load_bytes  what must be read at least; None where reads are not judged by themselves
     tolerance      absolute and relative
+    exact          outputs that must hold these very bits
     """
 
     arguments: Mapping[str, Any]
     grid: tuple[int, ...]
     expected: Mapping[str, torch.Tensor]
     maps: frozenset[str]
-    work_items: int
     reachable: Mapping[str, torch.Tensor] = field(default_factory=dict)
     minimum_bytes: int | None = None
+    minimum_load_bytes: int | None = None
     tolerance: tuple[float, float] = (1e-5, 1e-5)
+    exact: frozenset[str] = frozenset()
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor of the launch by name."""
@@ -50,7 +52,9 @@ class Case:
 
     kernel             the `triton.jit` function
     launches           functions that make a launch afresh (data seeded by themselves), by name
-    work_loop_depth    how many loops stand around one work item; map entries may be loaded at that depth, not deeper
+    work_loop_depth    how many loops stand around one work item; map entries may be loaded at that depth, not deeper,
+                       and an item may cost `MAX_SCALAR_LOADS` of them. What the loops around load counts for the first
+                       item after it
     on_chip_fraction   how much of each on-chip memory it may use
     options            compile options of triton-ascend
     crashes            why the published compiler for `OPTIONAL_TARGET` dies on it; "" where it must compile

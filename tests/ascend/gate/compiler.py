@@ -7,6 +7,7 @@ planned on-chip memory. The last step (object code) needs CANN and is the one fa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import re
 import shutil
@@ -156,7 +157,8 @@ def compile_kernel(
     """
     linalg, metadata = to_linalg(kernel, specialised, target, options or {})
     flags = _device_flags(metadata, target)
-    key = hashlib.sha256("\0".join([_CACHE_VERSION, target, *flags, linalg]).encode()).hexdigest()[:24]
+    parts = [_CACHE_VERSION, _compiler_version(), target, *flags, linalg]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     directory = CACHE / key
     if not (directory / "finished").exists():
         _run_device_compiler(linalg, flags, target, directory)
@@ -170,6 +172,14 @@ def compile_kernel(
     printed = re.search(r"UB\s+size\s*=\s*(\d+)\s*bits", log)
     device = (directory / "device.mlir").read_text()
     return Compiled(target, linalg, device, int(printed.group(1)) if printed else None)
+
+
+@functools.cache
+def _compiler_version() -> str:
+    """Name and version of the compiler's unpacked wheel, and the size of each binary."""
+    wheels = sorted(path.name for path in (_VENV / "compiler").glob("*.dist-info"))
+    assert wheels, "the compiler's wheel left no record of its version"
+    return " ".join([*wheels, *sorted(f"{path.name}:{path.stat().st_size}" for path in _BINARIES.iterdir())])
 
 
 def _device_flags(metadata: dict[str, Any], target: str) -> list[str]:

@@ -20,7 +20,8 @@ class Report:
 
     used_bytes       planned on-chip memory by space, the largest of its device functions
     budget_bytes     what the chip has
-    scalar_depths    for each scalar access to global memory: "load" or "store", and how many loops stand around it
+    scalar_depths    for each access to a single element of global memory: "load" or "store", and how many loops stand
+                     around it
     unplanned        buffers that the planner did not place: the kernel was miscompiled
     """
 
@@ -49,6 +50,7 @@ def read(compiled: Compiled) -> Report:
 
 def _read_function(function: Op, report: Report) -> None:
     constants: dict[str, int] = {}
+    single: set[str] = set()  # views of one element of global memory
 
     def visit(op: Op, path: tuple[Op, ...]) -> None:
         if op.name == "arith.constant":
@@ -67,6 +69,15 @@ def _read_function(function: Op, report: Report) -> None:
             if kind.space == "gm":
                 depth = sum(ancestor.name in _LOOPS for ancestor in path)
                 report.scalar_depths.append((op.name.removeprefix("memref."), depth))
+        elif op.name == "memref.reinterpret_cast":
+            single.update(op.results if set(parse_type(op.result_types[0]).sizes) <= {1} else ())
+        elif op.name == "memref.cast":
+            single.update(op.results if op.operands[0] in single else ())
+        elif op.name == "func.call" and single.intersection(op.operands):
+            # The DMA engine is made to move a single element: scalar access by another name.
+            if found := re.match(r"@(load_gm|store_ubuf)_to_", op.attribute("callee")):
+                depth = sum(ancestor.name in _LOOPS for ancestor in path)
+                report.scalar_depths.append((found.group(1).partition("_")[0], depth))
         elif op.name == "memref.alloc":
             report.unplanned += 1
 

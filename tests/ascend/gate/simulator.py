@@ -24,6 +24,7 @@ from tests.ascend.gate.translate import constant, translate
 
 ON_CHIP_BYTES = {"ub": 196608, "cbuf": 524288, "cc": 131072}
 _RUNAWAY_ROUNDS = 10
+DEAREST_ITEM = "scalar loads of one work item"
 
 
 # ---------------------------------------------------------------- names that translated code uses
@@ -100,6 +101,8 @@ class Core:
         self.block_idx = block_idx
         self.sub_block_idx = sub_block_idx
         self.counts: Counter[str] = Counter()
+        self.loads_of_item = 0
+        self.is_first_item = True
         self.memory = {
             # All ones is a NaN in every floating-point type, so that reading what nobody wrote shows.
             space: Storage(torch.full((size,), 0xFF, dtype=torch.uint8), space)
@@ -112,6 +115,23 @@ class Core:
 
     def count(self, key: str, amount: int = 1) -> None:
         self.counts[key] += amount
+
+    def begin_iteration(self, depth: int) -> None:
+        """A loop that is the depth-th around its body begins another round.
+
+        A round of the loop over work items ends the item before it. What the loops around that one load is charged to
+        the first item that follows.
+        """
+        if depth > self.chip.work_loop_depth:
+            return
+        if depth < self.chip.work_loop_depth or not self.is_first_item:
+            self.end_item()
+        self.is_first_item = depth < self.chip.work_loop_depth
+
+    def end_item(self) -> None:
+        """Note the item's scalar loads if it is the dearest so far."""
+        self.counts[DEAREST_ITEM] = max(self.counts[DEAREST_ITEM], self.loads_of_item)
+        self.loads_of_item = 0
 
     def at_address(self, address: int, sizes: list[int], kind: str, space: str) -> MemRef:
         """Planned on-chip memory, or global memory through a pointer that was loaded from a table."""
@@ -129,6 +149,7 @@ class Core:
 
     def _count_scalar(self, action: str, ref: MemRef) -> None:
         where = f"global:{ref.storage.owner}" if ref.space == "gm" else "on_chip"
+        self.loads_of_item += action == "load" and ref.space == "gm"
         self.counts[f"scalar_{action}_{where}"] += 1
 
     def call(self, name: str, *arguments: Any) -> None:
@@ -152,7 +173,8 @@ class Counts:
     """What a launch did.
 
     per_core  for each block, core kind and lane: "load_bytes" and "store_bytes" (to and from global memory, in whole
-              32-byte blocks), "load:<parameter>", "scalar_load_global:<parameter>", "library_scalar_elements", ...
+              32-byte blocks), "load:<parameter>", "scalar_load_global:<parameter>", "library_scalar_elements", ...;
+              and DEAREST_ITEM, the scalar loads from global memory of the work item that has most
     """
 
     per_core: dict[tuple[int, str, int], Counter[str]]
@@ -161,13 +183,9 @@ class Counts:
         """Sum of all counts whose name begins with the prefix, over all cores."""
         return sum(n for counts in self.per_core.values() for key, n in counts.items() if key.startswith(prefix))
 
-    def busiest(self, prefix: str) -> int:
-        """Per block the core with the largest sum, added up over blocks: cores of a block load the same maps."""
-        worst: Counter[int] = Counter()
-        for (block, _, _), counts in self.per_core.items():
-            mine = sum(n for key, n in counts.items() if key.startswith(prefix))
-            worst[block] = max(worst[block], mine)
-        return sum(worst.values())
+    def largest(self, name: str) -> int:
+        """The largest of one count over all cores."""
+        return max((counts[name] for counts in self.per_core.values()), default=0)
 
     def names(self, prefix: str) -> set[str]:
         """What follows the prefix in the names of counts that are not zero."""
@@ -180,10 +198,11 @@ class Counts:
 
 
 class Chip:
-    """A translated kernel; `run` executes it."""
+    """A translated kernel; `run` executes it. `work_loop_depth` as in `cases.Case`."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, work_loop_depth: int = 0) -> None:
         module, maps = parse(device)
+        self.work_loop_depth = work_loop_depth
         self.num_blocks = 0
         self.flags: Counter[tuple[str, int, int]] = Counter()
         self.storages: list[Storage] = []

@@ -110,6 +110,7 @@ class Translator:
         self.maps = maps
         self.lines: list[str] = []
         self.indent = 1
+        self.depth = 0  # loops around what is being translated
         self.handlers: dict[str, Callable[[Op, list[str], list[str]], None]] = {
             "arith": self._arith, "math": self._math, "affine": self._affine_op, "memref": self._memref,
             "scf": self._control, "hivm": self._hivm, "func": self._call,
@@ -251,7 +252,9 @@ class Translator:
         elif op.name == "scf.for":
             self._assign(carried[1:], operands[3:])
             self.emit(f"for {carried[0]} in range({', '.join(operands[:3])}):")
+            self._begin_iteration()
             self.block(op.regions[0], carried[1:])
+            self.depth -= 1
             self._assign(results, carried[1:])
         elif op.name == "scf.while":
             self._while(op, carried, operands, results)
@@ -261,6 +264,7 @@ class Translator:
     def _while(self, op: Op, carried: list[str], operands: list[str], results: list[str]) -> None:
         self._assign(carried, operands)
         self.emit("while True:")
+        self._begin_iteration()
         self.indent += 1
         *before, condition = op.regions[0].ops
         for inner in before:
@@ -271,6 +275,11 @@ class Translator:
         self.emit(f"if not {go_on}: break")
         self.indent -= 1
         self.block(op.regions[1], carried)
+        self.depth -= 1
+
+    def _begin_iteration(self) -> None:
+        self.depth += 1
+        self.emit(f"    core.begin_iteration({self.depth})")
 
     def _assign(self, targets: list[str], values: list[str]) -> None:
         if targets:
@@ -307,5 +316,6 @@ def translate(function: Op, maps: dict[str, str]) -> str:
     translator.emit("if False: yield")
     for op in function.regions[0].ops:
         translator.op(op)
+    translator.emit("core.end_item()")
     name = function.attribute("sym_name").strip('"')
     return f"def {name}(core, {arguments}):\n" + "\n".join(translator.lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from kernels import platform
 from kernels.lora import ops, triton_ascend, triton_ascend_tiles
 from kernels.platform import BackendError
 from tests.ops.test_lora import assert_right, cases, check_linear, expected_linear
-from tests.support.lora_cases import Case, make_step
+from tests.support.lora_cases import Case, make_maps, make_step
 
 NUM_VECTOR_CORES = 4
 UNIFIED_BUFFER_BYTES = 192 * 1024
@@ -72,6 +73,50 @@ def test_embedding_equals_one_hot_linear() -> None:
     one_hot = torch.nn.functional.one_hot(ids, 50).float()
     ops.lora_linear(one_hot, expected, step.stack, step.maps)
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_embedding_of_tokens_out_of_order_equals_tokens_in_order() -> None:
+    step = make_step(Case(50, (24,), ((16, 130, 0),), (3, 4, 2), num_base_tokens=2))
+    generator = torch.Generator().manual_seed(0)
+    ids, order = torch.randint(50, (11,), generator=generator), torch.randperm(11, generator=generator)
+    out, expected = torch.empty_like(step.out), step.out.clone()
+    out[order] = step.out
+    ops.lora_embedding(ids[order.argsort()], out, step.stack, step.maps, row_index=order.int())
+    ops.lora_embedding(ids, expected, step.stack, step.maps)
+    assert torch.equal(out[order], expected)
+
+
+def variant(launch: triton_ascend.Launch) -> tuple[object, ...]:
+    """What a compiled kernel depends on, since sizes, maps and addresses are exempt from specialisation."""
+    kinds = {
+        name: value.dtype if isinstance(value, torch.Tensor) else value if name.isupper() else value >= 2**31
+        for name, value in launch.arguments.items()
+    }
+    return launch.kernel, *sorted((name, str(kind)) for name, kind in kinds.items())
+
+
+def test_nothing_is_compiled_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_ascend, "_chip", lambda _device: (40, UNIFIED_BUFFER_BYTES))
+    asked: set[tuple[object, ...]] = set()
+    monkeypatch.setattr(triton_ascend.Launch, "run", lambda self: asked.add(variant(self)))
+    rng, max_tokens, ranks = random.Random(0), 700, (16, 5, 200, 0)
+    linears = [
+        make_step(Case(in_features, widths, (ranks,) * len(widths), (1,) * 4)).stack
+        for in_features, widths in ((1024, (2048, 72)), (520, (1030,)))
+    ]
+    embedding = make_step(Case(777, (96,), (ranks,), (1,) * 4)).stack
+    ops.warm_up(linears, max_tokens, torch.float32, embeddings=[embedding])
+    warm = set(asked)
+    for _ in range(150):
+        lengths = [rng.choice([0, 1, 1, rng.randint(1, 170)]) for _ in ranks]
+        maps = make_maps(lengths, [0, 1, 2, 3], [0, 16, 32, 240], sum(lengths) + 1, pad_to=64)
+        for stack in linears:
+            out = torch.zeros(maps.num_tokens, sum(b.shape[1] for b in stack.b))
+            ops.lora_linear(torch.zeros(maps.num_tokens, stack.a[0].shape[1]), out, stack, maps)
+        ids = torch.zeros(maps.num_tokens, dtype=torch.int64)
+        ops.lora_embedding(ids, torch.zeros(maps.num_tokens, 96), embedding, maps)
+    assert asked == warm
+    assert len(warm) >= 6
 
 
 def test_spare_segments_are_skipped() -> None:
