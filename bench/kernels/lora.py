@@ -33,7 +33,7 @@ FLOOR_BYTES_PER_SECOND, FLOOR_FLOP_PER_SECOND = 4.3e12, 790e12
 EMPTY_KERNEL_MICROSECONDS = 0.9
 DECODE_BAR, PREFILL_BAR = 0.70, 0.75
 DECODE_ROW_BAR, PREFILL_ROW_BAR = 1.0, 1.05
-MAX_SEGMENTS = 64  # segments that the maps of a step have room for, as a serving engine would pad them
+MAX_SEGMENTS = 64  # segments that the maps of every step have room for, as the engine pads them, one token or many
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,7 @@ def make_maps(row: Row, device: str = "cuda") -> LoraMaps:
     segments = tuple(
         Segment(bounds[i], bounds[i + 1], place, (place * -(-row.rank // 16) * 16,)) for i, place in enumerate(places)
     )
-    room = min(row.num_tokens, max(MAX_SEGMENTS, row.num_adapters))
-    padding = room - len(segments)
+    padding = max(MAX_SEGMENTS, row.num_adapters) - len(segments)
 
     def ints(values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)

@@ -114,7 +114,7 @@ def tune(config: LoraConfig, rows: list[Row]) -> tuple[LoraConfig, list[dict[str
     """The best configuration of a bucket and everything that was tried."""
     shrinks, expands = shrink_candidates(config), expand_candidates(config)
     # Rows that differ in these are compiled separately.
-    distinct = list({(len(r.widths), r.num_tokens == 1, r.in_features): r for r in rows}.values())
+    distinct = list({(len(r.widths), r.in_features): r for r in rows}.values())
     compile_ahead((row, replace(config, shrink=s)) for s in shrinks for row in distinct)
     sets = {row.name: make_sets(row) for row in rows}
     tried: list[dict[str, object]] = []
