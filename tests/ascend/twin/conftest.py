@@ -27,3 +27,12 @@ def npu() -> Iterator[Platform]:
 
     with npu_path() as platform:
         yield platform
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What the tests have recorded as "twin", wherever they ran."""
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, value in getattr(report, "user_properties", ()):
+                if name == "twin" and report.when == "call":
+                    terminalreporter.write_line(f"twin: {value}")

@@ -58,7 +58,7 @@ def test_op_equals_float64(name: str) -> None:
 
 
 @pytest.mark.usefixtures("npu")
-def test_every_call_is_reached_and_every_mutant_turns_red(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_call_is_reached_and_every_mutant_turns_red(record_property: Callable[[str, object], None]) -> None:
     started = time.perf_counter()
     patched = {source.module: Patched(source) for source in SOURCES}
     seen = {call: _observe(patched[call.module], call) for call in CALLS}
@@ -69,8 +69,8 @@ def test_every_call_is_reached_and_every_mutant_turns_red(capsys: pytest.Capture
         for mutant in mutants.mutants(patched[call.module].source, call, seen[call].arguments)
     ]
     survivors = {f"{mutant.call.op}: {mutant.what}" for mutant, fault in found if fault is None}
-    with capsys.disabled():
-        print(_summary(len(reached), found, time.perf_counter() - started))
+    for line in _summary(len(reached), found, time.perf_counter() - started):
+        record_property("twin", line)
     assert [str(call) for call in CALLS if call not in reached] == [], "calls that no check reaches"
     assert survivors - EQUIVALENT.keys() == set(), "mutants that nobody notices"
     assert EQUIVALENT.keys() - survivors == set(), "listed as equivalent, but noticed"
@@ -121,14 +121,15 @@ def _fault(patched: Patched, mutant: Mutant, its_checks: dict[str, Callable[[], 
     return None
 
 
-def _summary(num_reached: int, found: list[tuple[Mutant, str | None]], seconds: float) -> str:
+def _summary(num_reached: int, found: list[tuple[Mutant, str | None]], seconds: float) -> list[str]:
     kinds = Counter(mutant.kind for mutant, _ in found)
     faults = Counter(fault or "equivalent" for _, fault in found)
     num_equivalent = faults["equivalent"]
-    return (
-        f"\ntwin: {num_reached} of {len(CALLS)} calls of torch_npu reached, over {len(stand_ins.STAND_INS)} operators\n"
-        f"twin: {len(found)} mutants ({', '.join(f'{n} {kind}' for kind, n in sorted(kinds.items()))}), "
-        f"{len(found) - num_equivalent} noticed, {num_equivalent} equivalent ({num_equivalent / len(found):.1%}), "
-        f"in {seconds:.0f} s\n"
-        f"twin: noticed as {', '.join(f'{n} {fault}' for fault, n in sorted(faults.items()) if fault != 'equivalent')}"
-    )
+    by_kind = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
+    by_fault = ", ".join(f"{n} {fault}" for fault, n in sorted(faults.items()) if fault != "equivalent")
+    return [
+        f"{num_reached} of {len(CALLS)} calls of torch_npu reached, of {len(stand_ins.STAND_INS)} operators",
+        f"{len(found)} mutants ({by_kind}) in {seconds:.0f} s",
+        f"{len(found) - num_equivalent} of them noticed ({by_fault}), "
+        f"{num_equivalent} equivalent ({num_equivalent / len(found):.1%})",
+    ]
