@@ -72,7 +72,8 @@ def steps(draw: st.DrawFn) -> tuple[Case, int]:
     num_adapters, num_slices = draw(st.integers(0, 4)), draw(st.integers(1, 3))
     name = draw(st.sampled_from(["distinct", "uniform", "zipf", "identical"]))
     lengths = popularity(name, draw(st.integers(1, 24)), num_adapters, rng) if num_adapters else ()
-    largest = draw(st.sampled_from([4, 16, 40]))
+    largest = draw(st.sampled_from([4, 16, 40, 200]))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     case = Case(
         in_features=draw(st.sampled_from([8, 96, 129])),
         widths=tuple(draw(st.sampled_from([8, 32, 50])) for _ in range(num_slices)),
@@ -81,7 +82,8 @@ def steps(draw: st.DrawFn) -> tuple[Case, int]:
         ),
         lengths=lengths,
         num_base_tokens=draw(st.integers(1, 3)),
-        dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+        dtype=dtype,
+        row_dtype=draw(st.sampled_from([dtype, torch.bfloat16])),
         seed=rng.randrange(2**32),
     )
     return case, draw(st.sampled_from([0, 5, 17]))
@@ -116,6 +118,12 @@ def test_largest_rank(triton_cuda: ModuleType, device: str) -> None:
     run(triton_cuda, make_step(Case(64, (8,), ((256, 250),), (2, 1)), device=device), SMALL[0])
 
 
+def test_largest_step(triton_cuda: ModuleType, device: str) -> None:
+    """16,384 tokens in the tiles that the table chooses for them."""
+    case = Case(64, (24,), ((16, 8, 20),), (9001, 1, 7380), num_base_tokens=2, dtype=torch.float16)
+    run(triton_cuda, make_step(case, device=device), config_for("any", 16384))
+
+
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_one_program_takes_many_blocks(overwrite: bool, triton_cuda: ModuleType, device: str) -> None:
     """Runs of column blocks, with few ranks, tall ones, and none in a slice."""
@@ -132,15 +140,20 @@ def test_row_index(triton_cuda: ModuleType, device: str) -> None:
     assert_right(out[order], expected_linear(step), step, step.out)
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5, 6], [4, 0, 6, 1, 3, 5, 2]], ids=["in order", "row index"])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_embedding(overwrite: bool, triton_cuda: ModuleType, device: str) -> None:
-    step = make_step(Case(50, (24,), ((16, 3),), (4, 1), num_base_tokens=2), device=device)
-    token_ids = torch.tensor([0, 49, 7, 7, 3, 2, 1], device=device)
-    one_hot = torch.nn.functional.one_hot(token_ids, 50).to(step.x.dtype)
+def test_embedding(overwrite: bool, order: list[int], triton_cuda: ModuleType, device: str) -> None:
+    step = make_step(Case(50, (24,), ((16, 130),), (4, 1), num_base_tokens=2), device=device)
+    token_ids, rows = torch.tensor([0, 49, 7, 7, 3, 2, 1], device=device), torch.tensor(order, device=device)
+    one_hot = torch.nn.functional.one_hot(token_ids[rows], 50).to(step.x.dtype)
     expected = expected_linear(Step(one_hot, step.out, step.stack, step.maps), overwrite=overwrite)
-    out = step.out.clone()
-    triton_cuda.lora_embedding(token_ids, out, step.stack, step.maps, overwrite=overwrite)
-    assert_right(out, expected, step, step.out)
+    out = torch.empty_like(step.out)
+    out[rows] = step.out
+    triton_cuda.reserve_workspace(step.stack, 7)
+    poison_workspaces(triton_cuda)
+    index = None if order == sorted(order) else rows.int()
+    triton_cuda.lora_embedding(token_ids, out, step.stack, step.maps, overwrite=overwrite, row_index=index)
+    assert_right(out[rows], expected, step, step.out)
 
 
 def test_shrink_then_expand(triton_cuda: ModuleType, device: str) -> None:
@@ -176,11 +189,11 @@ def test_tables_are_usable() -> None:
 
 
 def test_compiles_for_hopper_without_a_gpu(device: str) -> None:
-    """Every kernel, with few tokens and with many, down to machine code within the shared memory of a core."""
+    """Every kernel in every configuration of the tables, down to machine code within the shared memory of a core."""
     if device != "cpu":
         pytest.skip("NOT RUN: on a GPU the other tests compile for that GPU")
     sizes = [int(line.split()[-1]) for line in run_compiling("compile_lora.py").splitlines()]
-    assert len(sizes) == 5
+    assert len(sizes) == 3 * len({config for table in TABLES.values() for config in table}) + 1
     assert max(sizes) <= 227 * 1024
 
 

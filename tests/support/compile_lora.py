@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.lora import triton_cuda_kernels as kernels
-from kernels.lora.triton_cuda_configs import ExpandConfig, ShrinkConfig, config_for
+from kernels.lora.triton_cuda_configs import TABLES, ExpandConfig, ShrinkConfig
 
 DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 MAPS = dict.fromkeys(("starts_ptr", "places_ptr", "first_rows_ptr", "num_segments_ptr", "ranks_ptr"), "*i32")
@@ -73,12 +73,12 @@ def compile_shrink(config: ShrinkConfig) -> None:
     )
 
 
-def compile_expand(config: ExpandConfig, num_splits: int) -> None:
+def compile_expand(config: ExpandConfig, num_splits: int, h_type: str = "") -> None:
     """The expand of a bfloat16 model into slices of even width."""
     compile_kernel(
         kernels.lora_expand_kernel,
         {
-            "h_ptr": "*fp32" if num_splits > 1 else "*bf16",
+            "h_ptr": h_type or ("*fp32" if num_splits > 1 else "*bf16"),
             "b_ptrs": ("*bf16",) * NUM_SLICES,
             "out_ptr": "*bf16",
             "widths": ("i32",) * NUM_SLICES,
@@ -126,8 +126,8 @@ def compile_embedding() -> None:
 
 
 if __name__ == "__main__":
-    for num_tokens in (32, 8192):
-        chosen = config_for("any", num_tokens)
-        compile_shrink(chosen.shrink)
-        compile_expand(chosen.expand, chosen.shrink.num_splits)
+    for entry in dict.fromkeys(config for table in TABLES.values() for config in table):
+        compile_shrink(entry.shrink)
+        compile_expand(entry.expand, entry.shrink.num_splits)
+        compile_expand(entry.expand, 1, "*fp32")  # after the embedding's gather
     compile_embedding()
