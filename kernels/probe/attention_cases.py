@@ -19,10 +19,19 @@ def attend(shapes: ProbeShapes, place: Place) -> Prepared:
     return _attend(shapes, place, None)
 
 
+def attend_decode(shapes: ProbeShapes, place: Place) -> Prepared:
+    """One token for each sequence, which fused operators serve by a path of its own."""
+    return _attend(shapes, place, None, is_decode=True)
+
+
 def attend_window(shapes: ProbeShapes, place: Place) -> Prepared:
-    """The same with a window smaller than some of the sequences."""
-    assert shapes.sliding_window is not None
-    return _attend(shapes, place, min(shapes.sliding_window, shapes.block_size // 2 + 1))
+    """With a window smaller than some of the sequences."""
+    return _attend(shapes, place, _window(shapes))
+
+
+def attend_window_decode(shapes: ProbeShapes, place: Place) -> Prepared:
+    """Both: torch_npu's documentation would have windows not count where queries are single tokens."""
+    return _attend(shapes, place, _window(shapes), is_decode=True)
 
 
 def write_kv(shapes: ProbeShapes, place: Place) -> Prepared:
@@ -45,8 +54,13 @@ def write_kv(shapes: ProbeShapes, place: Place) -> Prepared:
     return call
 
 
-def _attend(shapes: ProbeShapes, place: Place, sliding_window: int | None) -> Prepared:
-    maps = _maps(shapes.block_size, place)
+def _window(shapes: ProbeShapes) -> int:
+    assert shapes.sliding_window is not None
+    return min(shapes.sliding_window, shapes.block_size // 2 + 1)
+
+
+def _attend(shapes: ProbeShapes, place: Place, sliding_window: int | None, *, is_decode: bool = False) -> Prepared:
+    maps = _maps(shapes.block_size, place, is_decode)
     num_tokens, head_dim = maps.query_starts[-1], shapes.head_dim
     # Slots that no position of a sequence has hold what nobody has written.
     k_cache, v_cache = (place.fresh(_NUM_BLOCKS * shapes.block_size, shapes.num_kv_heads, head_dim) for _ in range(2))
@@ -65,11 +79,16 @@ def _attend(shapes: ProbeShapes, place: Place, sliding_window: int | None) -> Pr
     return call
 
 
-def _maps(block_size: int, place: Place) -> AttentionMaps:
-    """A chunk, a decode token, a new prompt, a first token: (tokens of the step, tokens in the cache after it)."""
+def _maps(block_size: int, place: Place, is_decode: bool) -> AttentionMaps:
+    """A chunk, a decode token, a new prompt, a first token: (tokens of the step, tokens in the cache after it).
+
+    is_decode  the last token only of each
+    """
     # The first two take two blocks each, however small blocks are.
     first_len, prompt_len = block_size + min(3, block_size), min(7, block_size)
-    step = ((min(5, first_len), first_len), (1, 2 * block_size), (prompt_len, prompt_len), (1, 1))
+    step = [(min(5, first_len), first_len), (1, 2 * block_size), (prompt_len, prompt_len), (1, 1)]
+    if is_decode:
+        step = [(1, kv_len) for _, kv_len in step]
     block_tables = ((4, 2), (7, 8), (1,), (9,))
     starts = [sum(num_new for num_new, _ in step[:i]) for i in range(len(step) + 1)]
     kv_lens = [kv_len for _, kv_len in step]

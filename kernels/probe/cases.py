@@ -26,7 +26,9 @@ _CASES: Mapping[str, Mapping[str, Case]] = {
     },
     "paged_attention": {
         "paged_attention": attention_cases.attend,
+        "paged_attention_decode": attention_cases.attend_decode,
         "paged_attention_window": attention_cases.attend_window,
+        "paged_attention_window_decode": attention_cases.attend_window_decode,
     },
     "kv_write": {"write_kv": attention_cases.write_kv},
     "linear": {"linear": dense_cases.linear},
@@ -53,5 +55,5 @@ def cases_of(op: str, shapes: ProbeShapes) -> Mapping[str, Case]:
     """The cases that a model of these shapes needs of `op`; none where it does not use the op."""
     if op == "causal_conv1d" and shapes.conv_width == 0:
         return {}
-    unused = {"paged_attention_window"} if shapes.sliding_window is None else set()
-    return {name: case for name, case in _CASES[op].items() if name not in unused}
+    has_windows = shapes.sliding_window is not None
+    return {name: case for name, case in _CASES[op].items() if has_windows or "window" not in name}

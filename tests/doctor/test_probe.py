@@ -75,6 +75,14 @@ def a_window_too_wide(q: Any, k: Any, v: Any, maps: Any, *, sliding_window: int 
     sdpa.paged_attention(q, k, v, maps, sliding_window=wider, **options)
 
 
+def no_window_for_single_tokens(
+    q: Any, k: Any, v: Any, maps: Any, *, sliding_window: int | None, **options: Any
+) -> None:
+    """Forgets the window in a step of decode tokens only."""
+    is_decode = len(q) == len(maps.kv_lens)
+    sdpa.paged_attention(q, k, v, maps, sliding_window=None if is_decode else sliding_window, **options)
+
+
 def the_next_block(q: Any, k: Any, v: Any, maps: Any, **options: Any) -> None:
     """Reads a block that nobody has written."""
     tables = tuple((*blocks[:-1], 5) for blocks in maps.block_tables)
@@ -102,6 +110,7 @@ def a_slot_too_many(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: An
 WRONG: list[tuple[str, str, Callable[..., Any]]] = [
     ("paged_attention", "paged_attention", a_key_too_few),
     ("paged_attention", "paged_attention_window", a_window_too_wide),
+    ("paged_attention", "paged_attention_window_decode", no_window_for_single_tokens),
     ("paged_attention", "paged_attention", the_next_block),
     ("lora", "lora_linear", a_rank_too_few),
     ("lora", "lora_linear", base_tokens_written),
