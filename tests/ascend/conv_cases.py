@@ -51,16 +51,21 @@ def _tensors(
     }
 
 
-def _expected(op: Any, call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    states = call["conv_states"].clone()
-    return op(**{**call, "conv_states": states}), states
+def _expected(op: Any, call: dict[str, Any], *, in_place: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    x, states = call["x"].clone(), None if call["conv_states"] is None else call["conv_states"].clone()
+    return op(**{**call, "x": x, "out": x if in_place else None, "conv_states": states}), states
 
 
-def _plan(kind: type[PrefillCall] | type[UpdateCall], call: dict[str, Any]) -> Plan:
+def _weights_bytes(call: dict[str, Any]) -> int:
+    return call["weight"].nbytes + (0 if call["bias"] is None else call["bias"].nbytes)
+
+
+def _plan(kind: type[PrefillCall] | type[UpdateCall], call: dict[str, Any], *, in_place: bool, num_cores: int) -> Plan:
     """What the launcher makes of a call, with fresh outputs."""
     fields = dict.fromkeys(field.name for field in dataclasses.fields(kind))
-    made = kind(**{**fields, "pad_slot_id": -1, "out": torch.full_like(call["x"], torch.nan), **call})
-    with serving(triton_ascend, num_cores=NUM_VECTOR_CORES):
+    out = call["x"] if in_place else torch.full_like(call["x"], torch.nan)
+    made = kind(**{**fields, "pad_slot_id": -1, "out": out, **call})
+    with serving(triton_ascend, num_cores=num_cores):
         return triton_ascend.plan_prefill(made) if isinstance(made, PrefillCall) else triton_ascend.plan_update(made)
 
 
@@ -72,14 +77,18 @@ def update(
     dtype: torch.dtype = torch.bfloat16,
     state_dtype: torch.dtype = torch.bfloat16,
     lengths: tuple[int, ...] | None = None,
+    tokens_each: int = 1,
     draft: int | None = None,
     is_paged: bool = False,
     is_gated: bool = False,
+    is_bare: bool = False,
+    in_place: bool = False,
     judge_traffic: bool = False,
 ) -> Launch:
-    """An update of sequences in random lines; `lengths` makes it varlen, `draft` speculative."""
+    """An update of sequences in these lines; `lengths` makes it varlen, `draft` speculative, `is_bare` leaves bias and
+    activation out."""
     num_sequences = len(lines)
-    num_tokens = num_sequences if lengths is None else sum(lengths) + 2
+    num_tokens = num_sequences * tokens_each if lengths is None else sum(lengths) + 2
     state_len = width - 1 + (draft or 0)
     num_lines = (3 if is_paged else 1) * (max(lines) + 1)
     call = _tensors(dim, width, num_tokens, num_lines, state_len, dtype, state_dtype)
@@ -99,17 +108,24 @@ def update(
         }
     if is_gated:
         call |= {"gate_in": call["x"].flip(0).contiguous(), "gate_out": call["x"].roll(1, 0)}
-    expected, states = _expected(reference.causal_conv1d_update, call)
-    plan = _plan(UpdateCall, call)
-    minimum = 2 * call["x"].nbytes + 2 * num_sequences * (width - 1) * dim * state_dtype.itemsize
-    minimum += call["weight"].nbytes + call["bias"].nbytes
+    if is_bare:
+        call |= {"bias": None, "activation": None}
+    if tokens_each > 1:
+        call["x"] = call["x"].view(num_sequences, tokens_each, dim)
+    expected, states = _expected(reference.causal_conv1d_update, call, in_place=in_place)
+    assert states is not None
+    plan = _plan(UpdateCall, call, in_place=in_place, num_cores=NUM_VECTOR_CORES)
+    written = call["x"].nbytes + num_sequences * (width - 1) * dim * state_dtype.itemsize
+    read = written + _weights_bytes(call)
     return Launch(
         plan.arguments,
         plan.grid,
         {"out_ptr": expected, "states_ptr": states},
         MAPS,
-        minimum_bytes=minimum if judge_traffic else None,
+        minimum_bytes=read + written if judge_traffic else None,
+        minimum_load_bytes=read if judge_traffic else None,
         tolerance=OP[dtype],
+        exact=frozenset({"states_ptr"}),
     )
 
 
@@ -124,6 +140,9 @@ def prefill(
     block_size_tokens: int | None = None,
     has_states: bool = True,
     is_gated: bool = False,
+    is_bare: bool = False,
+    in_place: bool = False,
+    num_cores: int = NUM_VECTOR_CORES,
     judge_traffic: bool = False,
 ) -> Launch:
     """A prefill of sequences of these lengths, every second one with an initial state, two tokens of padding behind."""
@@ -153,13 +172,13 @@ def prefill(
         }
     if is_gated:
         call |= {"gate_in": call["x"].flip(0).contiguous(), "gate_out": call["x"].roll(1, 0)}
+    if is_bare:
+        call |= {"bias": None, "activation": None}
     if not has_states:
         call |= {"conv_states": None, "state_indices": None, "has_initial_state": None}
-        expected, states = reference.causal_conv1d_prefill(**call), None
-    else:
-        expected, states = _expected(reference.causal_conv1d_prefill, call)
-    plan = _plan(PrefillCall, call)
-    minimum = 2 * call["x"].nbytes + call["weight"].nbytes + call["bias"].nbytes
+    expected, states = _expected(reference.causal_conv1d_prefill, call, in_place=in_place)
+    plan = _plan(PrefillCall, call, in_place=in_place, num_cores=num_cores)
+    minimum = 2 * call["x"].nbytes + _weights_bytes(call)
     minimum += sum(2 * (width - 1) * dim * state_dtype.itemsize for length in lengths if length)
     return Launch(
         plan.arguments,
@@ -168,6 +187,7 @@ def prefill(
         MAPS,
         minimum_bytes=minimum if judge_traffic else None,
         tolerance=OP[dtype],
+        exact=frozenset({"states_ptr"}),
     )
 
 
@@ -179,6 +199,23 @@ _UPDATES = {
     "varlen": partial(update, 300, 4, (3, 1, 0, 2), lengths=(2, 0, 1, 5)),
     "drafts": partial(update, 300, 4, (3, 1, 0, 2), lengths=(2, 3, 1, 0), draft=3),
     "prefix cache": partial(update, 300, 3, (3, 1, 0, 2), is_paged=True),
+    "drafts in a prefix cache": partial(update, 70, 4, (3, 1, 0, 2), lengths=(2, 3, 1, 0), draft=3, is_paged=True),
+    "lfm2": partial(update, 1024, 3, tuple(range(1, 9)), is_gated=True, is_bare=True),
+    "lfm2, fp16, in place": partial(
+        update,
+        600,
+        3,
+        (2, 0, 1),
+        dtype=torch.float16,
+        state_dtype=torch.float16,
+        is_gated=True,
+        is_bare=True,
+        in_place=True,
+    ),
+    "several tokens each": partial(update, 300, 4, (3, 0, 2), tokens_each=3),
+    "several draft tokens each, in place": partial(update, 40, 5, (3, 0, 2), tokens_each=3, draft=2, in_place=True),
+    "width 6, no activation, one channel": partial(update, 1, 6, (2, 1), is_bare=True, state_dtype=torch.float32),
+    "width 7, fp16": partial(update, 300, 7, (2, 1, -1), dtype=torch.float16, state_dtype=torch.float16),
 }
 
 _PREFILLS = {
@@ -187,10 +224,33 @@ _PREFILLS = {
     "gated, width 3, own lines": partial(prefill, 600, 3, None, (3, 0, 18), is_gated=True, state_dtype=torch.float32),
     "width 8, fp32": partial(prefill, 130, 8, dtype=torch.float32, state_dtype=torch.float32),
     "width 2, no states": partial(prefill, 77, 2, None, has_states=False),
+    "lfm2": partial(prefill, 600, 3, (1, 2), (9, 18), is_gated=True, is_bare=True),
+    "lfm2, fp16, in place": partial(
+        prefill,
+        130,
+        3,
+        (2, 0, 1),
+        (9, 3, 12),
+        dtype=torch.float16,
+        state_dtype=torch.float16,
+        is_gated=True,
+        is_bare=True,
+        in_place=True,
+    ),
+    "long tiles": partial(prefill, 300, 4, (1, 2), (100, 35), num_cores=2),
+    "width 5": partial(prefill, 300, 5, (2, 0, 1), (9, 3, 12)),
+    "width 6, no activation, one channel": partial(prefill, 1, 6, (2, 0, 1), (9, 3, 12), is_bare=True),
+    "width 7, fp16": partial(prefill, 300, 7, (2, 0, 1), (9, 3, 12), dtype=torch.float16, state_dtype=torch.float16),
 }
 _PREFIX_CACHE = {
     "blocks of 8": partial(prefill, 300, 4, None, (20, 5, 2, 33), block_size_tokens=8),
     "blocks of 1": partial(prefill, 300, 4, None, (5, 2), block_size_tokens=1),
+    "lfm2, in place": partial(
+        prefill, 70, 3, None, (20, 5), block_size_tokens=8, is_gated=True, is_bare=True, in_place=True
+    ),
+    "width 7, fp16": partial(
+        prefill, 70, 7, None, (5, 9), block_size_tokens=4, dtype=torch.float16, state_dtype=torch.float16
+    ),
 }
 
 CASES = [
