@@ -16,8 +16,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x       [tokens, size], unit stride along size
     weight  [size], dtype of x
     """
-    _check(x, weight, num_dims=2)
-    return _module(x).rms_norm(x, weight, eps)
+    _check(x, weight)
+    out: torch.Tensor = implementation("rms_norm", x.device).rms_norm(x, weight, eps)
+    return out
 
 
 def add_rms_norm(
@@ -29,10 +30,14 @@ def add_rms_norm(
     residual  like x; spent: its memory may hold the sum afterwards, so only the returned tensors are to be used
     weight    [size], dtype of x
     """
-    _check(x, weight, num_dims=2)
+    # Twice per layer, so few looks at the tensors: each costs a CPU a measurable part of a small layer.
     assert residual.shape == x.shape and residual.dtype == x.dtype, "x and the residual are alike"
     assert x.is_contiguous() and residual.is_contiguous(), "x and the residual are contiguous"
-    return _module(x).add_rms_norm(x, residual, weight, eps)
+    assert weight.numel() == x.size(-1) and weight.dtype == x.dtype, "the weight has the shape of one token"
+    both: tuple[torch.Tensor, torch.Tensor] = implementation("rms_norm", x.device).add_rms_norm(
+        x, residual, weight, eps
+    )
+    return both
 
 
 def rms_norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -41,15 +46,12 @@ def rms_norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.T
     x       [tokens, heads, head_dim], unit stride along head_dim
     weight  [heads, head_dim], dtype of x
     """
-    _check(x, weight, num_dims=3)
-    return _module(x).rms_norm_heads(x, weight, eps)
+    _check(x, weight)
+    out: torch.Tensor = implementation("rms_norm", x.device).rms_norm_heads(x, weight, eps)
+    return out
 
 
-def _module(x: torch.Tensor):  # type: ignore[no-untyped-def]
-    return implementation("rms_norm", x.device)
-
-
-def _check(x: torch.Tensor, weight: torch.Tensor, num_dims: int) -> None:
-    assert x.dim() == num_dims and x.stride(-1) == 1, f"x has {num_dims} dimensions, the last of unit stride"
-    assert weight.shape == x.shape[1:] and weight.is_contiguous(), "the weight has the shape of one token"
+def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
+    assert weight.shape == x.shape[1:], "the weight has the shape of one token"
     assert weight.dtype == x.dtype, f"x is {x.dtype}, its weight {weight.dtype}"
+    assert x.stride(-1) == 1, "x has unit stride along its last dimension"

@@ -11,7 +11,7 @@ def rotary(qk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, num_heads: in
     """x * cos + rotate_half(x) * sin for each head x of qk; rotate_half((a, b)) = (-b, a) for the two halves.
 
     qk        [tokens, num_heads + kv_heads, head_dim], unit stride along head_dim, head_dim stride between heads
-    cos, sin  [tokens, 1, head_dim], contiguous, dtype of qk, values in [-1, 1]; both halves of a row are the same
+    cos, sin  [tokens, 1, head_dim], dtype of qk, values in [-1, 1]; both halves of a row are the same
     num_heads number of query heads, which come first
 
     Returns q [tokens, num_heads, head_dim] and k [tokens, kv_heads, head_dim] with the strides of qk's last two
@@ -19,8 +19,8 @@ def rotary(qk: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, num_heads: in
     """
     num_tokens, num_qk_heads, head_dim = qk.shape
     assert head_dim % 2 == 0 and 0 < num_heads < num_qk_heads, "heads have two halves; queries stand before keys"
-    assert qk.stride(2) == 1 and qk.stride(1) == head_dim, "the heads of a token are contiguous"
-    for factor in (cos, sin):
-        assert factor.shape == (num_tokens, 1, head_dim) and factor.is_contiguous(), "cos, sin: [tokens, 1, head_dim]"
-        assert factor.dtype == qk.dtype, f"qk is {qk.dtype}, its rotation {factor.dtype}"
-    return implementation("rotary", qk.device).rotary(qk, cos, sin, num_heads)
+    assert qk.stride()[1:] == (head_dim, 1), "the heads of a token are contiguous"
+    assert cos.shape == sin.shape == (num_tokens, 1, head_dim), "cos, sin: [tokens, 1, head_dim]"
+    assert cos.dtype == sin.dtype == qk.dtype, f"qk is {qk.dtype}, its rotation {cos.dtype} and {sin.dtype}"
+    both: tuple[torch.Tensor, torch.Tensor] = implementation("rotary", qk.device).rotary(qk, cos, sin, num_heads)
+    return both
