@@ -87,6 +87,22 @@ def test_garbage_in_padding_rows_stays_there(name: str, module: Any) -> None:
         conv_checks.check_garbage_in_padding(name)
 
 
+def test_a_few_updates_have_every_form_and_varlen_ones_an_empty_live_sequence() -> None:
+    forms = set()
+    for seed in range(24):
+        call = update_call(seed)
+        starts, lines, source = (call.get(key) for key in ("query_start_loc", "state_indices", "initial_state_idx"))
+        is_varlen, is_paged = starts is not None, source is not None
+        form = "varlen" if is_varlen else "one" if call["x"].dim() == 2 else "several"
+        forms.add((form, call.get("num_accepted_tokens") is not None, is_paged))
+        if is_varlen and lines is not None:
+            for columns in (source, call.get("block_idx_last_scheduled_token")):
+                line = lines if columns is None else lines.gather(1, columns.long()[:, None])[:, 0]
+                is_live = (line > 0) & (line != (-1 if call.get("pad_slot_id") is None else call["pad_slot_id"]))
+                assert (is_live & (starts.diff() == 0)).any()
+    assert len(forms) == 12
+
+
 def test_prefix_cache_keeps_the_state_of_every_boundary() -> None:
     """10 tokens, 3 of them computed before, in blocks of 4: boundaries after tokens 4 and 8, the end in block 2."""
     x, weight = torch.arange(1.0, 8.0)[:, None], torch.ones(3, 1)

@@ -1,11 +1,12 @@
 """Random calls of the causal convolution ops, one for every seed, and what float64 says they should do.
 
-Neighbouring seeds take the forms of a call in turn, so that a few of them cover all.
+Neighbouring seeds take the forms of a call in turn: 8 cover those of a prefill (`prefill_call`), 12 those of an update.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,16 +46,22 @@ def prefill_call(
 def update_call(
     seed: int, *, dim: int | None = None, num_sequences: int | None = None, dtypes: tuple[torch.dtype, ...] = DTYPES
 ) -> Call:
-    """Keyword arguments of one `causal_conv1d_update` call: plain or varlen, speculative or not, paged or not."""
+    """Keyword arguments of one `causal_conv1d_update` call.
+
+    One token a sequence, several or varlen (one sequence then is live and empty), speculative or not, paged or not:
+    12 successive seeds have each combination once.
+    """
     rng = random.Random(seed)
     width, dim = rng.randint(2, 8), dim or rng.choice([1, 2, 3, 17, 32, rng.randint(1, 40)])
-    num_sequences, tokens_each = num_sequences or rng.randint(0, 6), rng.randint(1, 9)
-    form = ("one", "several", "varlen")[seed % 3]
+    form, is_paged = ("one", "several", "varlen")[seed % 3], seed // 6 % 2 == 0
+    num_sequences, tokens_each = num_sequences or rng.randint(2, 6), rng.randint(1, 9)
     if form == "one":
         tokens_each = 1
     lengths = [tokens_each] * num_sequences
     if form == "varlen":
         lengths = [rng.randint(0, tokens_each) for _ in lengths]
+        lengths[:2] = rng.sample([0, tokens_each], 2)
+    live = lengths.index(0) if form == "varlen" else None
     padding = rng.choice([0, 2]) if form == "varlen" else 0
     call = _common_arguments(rng, width, dim, sum(lengths) + padding, dtypes)
     if form == "several":
@@ -69,24 +76,27 @@ def update_call(
         draft = rng.randint(tokens_each - 1, tokens_each + 2)
         state_len, max_accepted = width - 1 + draft, draft + 1
         call["num_accepted_tokens"] = _int32([rng.randint(1, max_accepted) for _ in lengths])
-    if rng.random() < 0.3:
+    if is_paged:
         num_blocks = 3
         num_lines = num_sequences * num_blocks + 3
-        lines = _lines(rng, num_sequences * num_blocks, num_lines).view(num_sequences, num_blocks)
         source, target = ([rng.randrange(num_blocks) for _ in lengths] for _ in range(2))
-        _share(rng, lines, source, [n for n in range(num_sequences) if source[n] != target[n]])
+        if live is not None:
+            target[live] = (source[live] + 1) % num_blocks
+        kept = [] if live is None else [live * num_blocks + block for block in range(num_blocks)]
+        lines = _lines(rng, num_sequences * num_blocks, num_lines, kept).view(num_sequences, num_blocks)
+        _share(rng, lines, source, [n for n in range(num_sequences) if source[n] != target[n] and n != live])
         call |= {
             "conv_states": _states(rng, num_lines, state_len, dim, dtypes),
             "state_indices": lines,
             "initial_state_idx": _int32(source),
             "block_idx_last_scheduled_token": _int32(target),
         }
-        return call | _pad_slot(rng, call)
+        return call | _pad_slot(rng, call, live)
     num_lines = num_sequences + rng.randint(1, 4)
     call["conv_states"] = _states(rng, num_lines, state_len, dim, dtypes)
     if rng.random() < 0.8:
-        call["state_indices"] = _lines(rng, num_sequences, num_lines)
-    return call | _pad_slot(rng, call)
+        call["state_indices"] = _lines(rng, num_sequences, num_lines, [] if live is None else [live])
+    return call | _pad_slot(rng, call, live)
 
 
 def float64_truth(reference: Any, call: Call, *, in_place: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -135,18 +145,21 @@ def _states(
     return torch.randn(num_lines, state_len, dim, generator=generator).to(rng.choice(dtypes))
 
 
-def _lines(rng: random.Random, count: int, num_lines: int) -> torch.Tensor:
-    """Distinct lines in random order, some of them replaced by the null line or by -1."""
+def _lines(rng: random.Random, count: int, num_lines: int, kept: Sequence[int] = ()) -> torch.Tensor:
+    """Distinct lines in random order; some of them, not those at the places `kept`, become the null line or -1."""
     lines = rng.sample(range(1, num_lines), count)
-    return _int32([rng.choice([0, -1]) if rng.random() < 0.2 else line for line in lines])
+    return _int32(
+        [rng.choice([0, -1]) if place not in kept and rng.random() < 0.2 else line for place, line in enumerate(lines)]
+    )
 
 
-def _pad_slot(rng: random.Random, call: Call) -> Call:
-    """Often -1; sometimes no further index means padding, sometimes that of an ordinary line does."""
+def _pad_slot(rng: random.Random, call: Call, live: int | None = None) -> Call:
+    """Often -1; sometimes no further index means padding, sometimes that of an ordinary line not of sequence `live`."""
     lines = call.get("state_indices")
     if lines is None or lines.numel() == 0 or rng.random() < 0.6:
         return {}
-    return {"pad_slot_id": rng.choice([None, -2, rng.choice(lines.flatten().tolist())])}
+    others = [line for n, row in enumerate(lines.view(len(lines), -1).tolist()) if n != live for line in row]
+    return {"pad_slot_id": rng.choice([None, -2, rng.choice(others)])}
 
 
 def _share(rng: random.Random, lines: torch.Tensor, source: list[int], readers: list[int]) -> None:

@@ -127,47 +127,68 @@ def moved(call: Call, device: str) -> Call:
     }
 
 
-def prefill_chunk(fixed: Call, states: torch.Tensor, start: int, end: int, module: Any = ops) -> torch.Tensor:
-    """Tokens [start, end) of the sequence, whose state is in line 1."""
+def prefill_chunks(
+    fixed: Call, states: torch.Tensor, *chunks: tuple[Call, int, int], module: Any = ops
+) -> list[torch.Tensor]:
+    """One call for tokens [start, end) of each sequence (tokens, start, end); the first's state is in line 1."""
     arguments = {name: value for name, value in fixed.items() if name != "tokens"}
-    return module.causal_conv1d_prefill(
-        **{name: value[start:end] for name, value in fixed["tokens"].items()},
+    lengths = [end - start for _, start, end in chunks]
+    starts = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+    result = module.causal_conv1d_prefill(
+        **{name: torch.cat([tokens[name][start:end] for tokens, start, end in chunks]) for name in chunks[0][0]},
         **arguments,
         conv_states=states,
-        query_start_loc=torch.tensor([0, end - start], dtype=torch.int32, device=states.device),
-        state_indices=torch.tensor([1], dtype=torch.int32, device=states.device),
-        has_initial_state=torch.tensor([start > 0], device=states.device),
+        query_start_loc=torch.tensor(starts, dtype=torch.int32, device=states.device),
+        state_indices=torch.arange(1, len(chunks) + 1, dtype=torch.int32, device=states.device),
+        has_initial_state=torch.tensor([start > 0 for _, start, _ in chunks], device=states.device),
     )
+    return list(result.split(lengths))
 
 
 def check_chunkings(rng: random.Random, fixed: Call) -> None:
-    """Any chunking, and token by token, give the bits of the whole; on the host the reference's too."""
+    """Two sequences side by side, in any chunks (some empty) and token by token, give the bits of each one whole.
+
+    On the host the reference's bits too.
+    """
     (num_tokens, dim), width = fixed["tokens"]["x"].shape, fixed["weight"].shape[0]
     device = fixed["weight"].device
-    whole_states = torch.full((2, width - 1, dim), 7.0, device=device)
-    chunk_states, token_states = whole_states.clone(), whole_states.clone()
-    whole = prefill_chunk(fixed, whole_states, 0, num_tokens)
-    if device.type == "cpu" and fixed["activation"] is None:
-        assert torch.equal(prefill_chunk(fixed, whole_states.clone(), 0, num_tokens, reference), whole)
+    both = [fixed["tokens"], {name: value.flip(0) for name, value in fixed["tokens"].items()}]
+    whole_states = torch.full((3, width - 1, dim), 7.0, device=device)
+    chunk_states, token_states, whole = whole_states.clone(), whole_states.clone(), []
+    for sequence, tokens in enumerate(both):
+        states = whole_states[[0, sequence + 1]]
+        (alone,) = prefill_chunks(fixed, states, (tokens, 0, num_tokens))
+        whole.append(alone)
+        if device.type == "cpu" and fixed["activation"] is None:
+            (truth,) = prefill_chunks(fixed, states.clone(), (tokens, 0, num_tokens), module=reference)
+            assert torch.equal(truth, alone)
+        whole_states[sequence + 1] = states[1]
 
-    cuts = sorted(rng.randint(0, num_tokens) for _ in range(rng.randint(1, 4)))
-    bounds = list(zip([0, *cuts], [*cuts, num_tokens], strict=True))
-    chunked = torch.cat([prefill_chunk(fixed, chunk_states, start, end) for start, end in bounds if end > start])
-    assert torch.equal(chunked, whole)
+    num_cuts = rng.randint(1, 4)
+    bounds = [[0, *sorted(rng.randint(0, num_tokens) for _ in range(num_cuts)), num_tokens] for _ in both]
+    bounds[0][-2] = num_tokens  # the last chunk of one sequence is empty beside the other's
+    steps = [
+        prefill_chunks(
+            fixed, chunk_states, *((tokens, at[n], at[n + 1]) for tokens, at in zip(both, bounds, strict=True))
+        )
+        for n in range(num_cuts + 1)
+    ]
+    for n, alone in enumerate(whole):
+        assert torch.equal(torch.cat([step[n] for step in steps]), alone)
     assert torch.equal(chunk_states, whole_states)
 
-    token_states[1] = 0
+    token_states[1:] = 0
     arguments = {name: value for name, value in fixed.items() if name != "tokens"}
-    tokens = [
+    updates = [
         ops.causal_conv1d_update(
-            **{name: value[token : token + 1] for name, value in fixed["tokens"].items()},
+            **{name: torch.stack([tokens[name][token] for tokens in both]) for name in both[0]},
             **arguments,
             conv_states=token_states,
-            state_indices=torch.tensor([1], dtype=torch.int32, device=device),
+            state_indices=torch.tensor([1, 2], dtype=torch.int32, device=device),
         )
         for token in range(num_tokens)
     ]
-    assert torch.equal(torch.cat(tokens), whole)
+    assert torch.equal(torch.stack(updates, dim=1), torch.stack(whole))
     assert torch.equal(token_states, whole_states)
 
 
@@ -177,7 +198,7 @@ def check_drafts(rng: random.Random, fixed: Call) -> None:
     device = fixed["weight"].device
     draft = rng.randint(1, 6)
     whole_states = torch.zeros(2, width - 1, dim, device=device)
-    whole = prefill_chunk(fixed, whole_states, 0, num_tokens)
+    (whole,) = prefill_chunks(fixed, whole_states, (fixed["tokens"], 0, num_tokens))
     states = torch.zeros(2, width - 1 + draft, dim, device=device)
     outputs, done, accepted = [], 0, 1
 
@@ -216,6 +237,7 @@ def check_empty(device: str = "cpu") -> None:
     starts = torch.zeros(1, dtype=torch.int32, device=device)
     tokens = torch.ones(5, 4, device=device)
     assert ops.causal_conv1d_update(tokens[:0], weight, None, states, nothing).shape == (0, 4)
+    assert ops.causal_conv1d_update(tokens[:0, None], weight, None, states, nothing).shape == (0, 1, 4)
     behind = {"query_start_loc": starts, "max_query_len": 1}
     for result in (
         ops.causal_conv1d_update(tokens, weight, None, states, nothing, **behind),
