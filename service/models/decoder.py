@@ -46,6 +46,7 @@ class Decoder:
         self._embedding = TokenEmbedding("model.embed_tokens", table)
         self._layers = [build_layer(weights, facts, index) for index in range(facts.num_layers)]
         self._norm = RmsNorm(weights, final_norm, facts)
+        self._vocab_size = facts.vocab_size
         tied = facts.tie_word_embeddings
         self._head = weights.tied_head("lm_head", table) if tied else weights.projection("lm_head")
         self._rope = RotaryEmbedding(facts.rope, facts.head_dim, facts.max_position_embeddings, weights.device)
@@ -85,7 +86,10 @@ class Decoder:
             normed, stream = layer.mlp_norm.add(layer.mix(normed, batch, rotation, cache), stream)
             normed, stream = following.mixer_norm.add(layer.mlp(normed, batch.lora), stream)
         # What the last mixer leaves is read by nobody but the tokens whose logits are wanted.
-        mixed = last.mix(normed, batch, rotation, caches.layers[-1]).index_select(0, batch.logits_rows)
+        mixed = last.mix(normed, batch, rotation, caches.layers[-1])
+        if batch.logits_rows.shape[0] == 0:  # chunks of prompts alone; fused ops need not take empty tensors
+            return mixed.new_empty(0, self._vocab_size, dtype=torch.float32)
+        mixed = mixed.index_select(0, batch.logits_rows)
         normed, stream = last.mlp_norm.add(mixed, stream.index_select(0, batch.logits_rows))
         normed, _ = self._norm.add(last.mlp(normed, batch.logits_lora), stream)
         return self._head(normed, batch.logits_lora).float()

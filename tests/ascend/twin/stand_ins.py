@@ -213,6 +213,7 @@ def scatter_pa_kv_cache(
 
 def rms_norm(input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:
     """Norm over the dimensions that gamma has, which are the last ones: (y, 1 / rms in float32)."""
+    rule(input.numel() > 0, "the norm's input is not empty")
     rule(2 <= input.dim() <= 8, "the input has 2 to 8 dimensions")
     rule(input.dtype in FLOATS, "the input is float16, bfloat16 or float32")
     rule(gamma.dtype == input.dtype, "gamma has the input's dtype")
@@ -245,6 +246,7 @@ def rotary_mul(
     input   [T, heads, head_dim] or, with a batch of one before it, [1, T, heads, head_dim]
     r1, r2  cosine and sine with one head: [T, 1, head_dim] or [1, T, 1, head_dim]
     """
+    rule(input.numel() > 0, "what is rotated is not empty")
     rule(rotary_mode == "half" and rotate is None, "halves are rotated, not pairs")
     rule(input.dim() == 3 or (input.dim() == 4 and input.shape[0] == 1), "the input is [T, N, D] or [1, T, N, D]")
     rule(input.dtype in FLOATS, "the input is float16, bfloat16 or float32")
@@ -262,6 +264,7 @@ def rotary_mul(
 
 def swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     """silu(first half) * second half along `dim`."""
+    rule(input.numel() > 0, "the gate's input is not empty")
     rule(1 <= input.dim() <= 8, "the input has 1 to 8 dimensions")
     rule(input.dtype in FLOATS, "the input is float16, bfloat16 or float32")
     rule(-input.dim() <= dim < input.dim(), "dim is a dimension of the input")

@@ -146,6 +146,8 @@ REFUSED: list[tuple[str, str, Callable[[Arguments], Arguments]]] = [
     (RMS, "gamma has the input's dtype", lambda good: {"input": good["input"].half()}),
     (RMS, "last dimensions", given(gamma=torch.ones(3))),
     (RMS, "2 to 8", given(input=torch.ones(32))),
+    (RMS, "not empty", given(input=torch.ones(0, 32))),
+    (ADD_RMS, "not empty", given(x1=torch.ones(0, 32), x2=torch.ones(0, 32))),
     (ADD_RMS, "one shape and dtype", lambda good: {"x2": good["x2"].half()}),
     (ROTARY, "not pairs", given(rotary_mode="interleave")),
     (ROTARY, "in full width", given(r1=torch.ones(3, 1, 4), r2=torch.ones(3, 1, 4))),
@@ -153,6 +155,8 @@ REFUSED: list[tuple[str, str, Callable[[Arguments], Arguments]]] = [
     (ROTARY, "dtype", lambda good: {"r2": good["r2"].half()}),
     (ROTARY, "lie in", lambda good: {"r1": 1.1 * good["r1"]}),
     (ROTARY, "even", given(input=torch.ones(3, 5, 7), r1=torch.ones(3, 1, 7), r2=torch.ones(3, 1, 7))),
+    (ROTARY, "not empty", given(input=torch.ones(0, 5, 8), r1=torch.ones(0, 1, 8), r2=torch.ones(0, 1, 8))),
+    (SWIGLU, "not empty", given(input=torch.ones(0, 8))),
     (SWIGLU, "halves are equal", given(dim=0)),
 ]  # fmt: skip
 
