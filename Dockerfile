@@ -50,6 +50,7 @@ USER 10001
 WORKDIR /var/lib/multilora
 VOLUME ["/var/lib/multilora"]
 EXPOSE 8000
+# Healthy means ready: while the model loads and kernels compile, it is "starting", for at most the start period.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
     CMD ["/opt/multilora/venv/bin/python", "/opt/multilora/src/deploy/image/health.py"]
 ENTRYPOINT ["multilora-entrypoint"]

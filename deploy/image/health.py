@@ -1,10 +1,17 @@
-"""HEALTHCHECK of the image: exit code 0 while GET /health says 200. The port is MULTILORA_PORT's."""
+"""HEALTHCHECK of the image: exit code 0 while GET /ready says 200. The port is MULTILORA_PORT's.
 
+Not /health, which says 200 while the model loads. http.client obeys no http_proxy, which is not for this container.
+"""
+
+import http.client
 import os
-import urllib.error
-import urllib.request
 
+connection = http.client.HTTPConnection("127.0.0.1", int(os.environ.get("MULTILORA_PORT", "8000")), timeout=4)
 try:
-    urllib.request.urlopen(f"http://127.0.0.1:{os.environ.get('MULTILORA_PORT', '8000')}/health", timeout=4)
-except (urllib.error.URLError, OSError) as error:
+    connection.request("GET", "/ready")
+    answer = connection.getresponse()
+    text = answer.read().decode(errors="replace")
+except (OSError, http.client.HTTPException) as error:
     raise SystemExit(f"unhealthy: {error}") from error
+if answer.status != 200:
+    raise SystemExit(f"unhealthy: /ready says {answer.status}: {text}")
