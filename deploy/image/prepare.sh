@@ -4,7 +4,8 @@
 #   prepare.sh [--compiler] [--driver-gid GID]
 #
 # --compiler    a C++ compiler and Python's headers, which Triton needs at run time; what the base has is not installed
-# --driver-gid  group that owns the device nodes on the host; the user becomes a member
+# --driver-gid  group that owns the device nodes on the host; the user becomes a member. The number alone counts: a base
+#               may have the host's name for it, HwHiAiUser, under another number
 set -euo pipefail
 
 uid=10001
@@ -59,7 +60,7 @@ make_user() {
     groupadd --gid $uid multilora
     useradd --uid $uid --gid $uid --create-home --shell /bin/bash multilora
     if [ -n "$driver_gid" ]; then
-        getent group "$driver_gid" >/dev/null || groupadd --gid "$driver_gid" HwHiAiUser
+        getent group "$driver_gid" >/dev/null || groupadd --gid "$driver_gid" ascend-driver
         usermod --append --groups "$(getent group "$driver_gid" | cut -d: -f1)" multilora
     fi
     install -d -o $uid -g $uid /var/lib/multilora /var/lib/multilora/adapters /var/cache/multilora /var/cache/multilora/triton
