@@ -49,7 +49,12 @@ if [ -e "$toolkit" ]; then
     driver=$ascend/driver/lib64
     export LD_LIBRARY_PATH="$driver:$driver/common:$driver/driver${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
     source_if_present "$toolkit"
-    source_if_present "${ASCEND_HOME_PATH:=$ascend/ascend-toolkit/latest}/share/info/ascendnpu-ir/bin/set_env.sh"
+    : "${ASCEND_HOME_PATH:=$ascend/ascend-toolkit/latest}"
+    if ! [ -d "$ASCEND_HOME_PATH" ]; then
+        echo "multilora: ASCEND_HOME_PATH is $ASCEND_HOME_PATH, which is no directory; it must name the installed CANN" >&2
+        exit 1
+    fi
+    source_if_present "$ASCEND_HOME_PATH/share/info/ascendnpu-ir/bin/set_env.sh"
     # Without the argument the script would ask the installed torch which C++ ABI it has; torch 2.13 has the new one.
     source_if_present "$ascend/nnal/atb/set_env.sh" --cxx_abi=1
     [ -z "${TRITON_CACHE_DIR:-}" ] || wipe_stale_kernels

@@ -100,3 +100,14 @@ def test_two_allocator_settings_are_refused_by_name(ascend: Path) -> None:
     done = _run(ascend, "true", PYTORCH_ALLOC_CONF="a:1", PYTORCH_NPU_ALLOC_CONF="a:1")
     assert done.returncode == 1
     assert "unset one" in done.stderr
+
+
+@pytest.mark.parametrize("cache", [True, False], ids=["with a kernel cache", "without"])
+def test_a_missing_directory_is_told_by_the_variable_that_names_it(ascend: Path, tmp_path: Path, cache: bool) -> None:
+    toolkit = ascend / "ascend-toolkit" / "set_env.sh"
+    toolkit.write_text("")
+    variables = {"TRITON_CACHE_DIR": str(tmp_path / "cache")} if cache else {}
+    done = _run(ascend, "true", ASCEND_HOME_PATH="/nowhere/cann", **variables)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "ASCEND_HOME_PATH is /nowhere/cann" in line
