@@ -19,7 +19,8 @@ KUBERNETES_VERSIONS = ["1.25", "1.31", "1.37"]
 VALUES: dict[str, dict[str, Any]] = {
     "default": {},
     "cce": {"device": {"resource": "huawei.com/ascend-1980"}, "driver": {"mountFromHost": False}},
-    "no device": {"device": {"resource": "", "name": "cpu"}, "driver": {"mountFromHost": False}},
+    "no device": {"device": {"resource": "", "name": "cpu"}},
+    "cuda": {"device": {"resource": "nvidia.com/gpu", "name": "cuda"}},
     "everything": {
         "image": {"repository": "registry.example/multilora", "tag": "1"},
         "imagePullSecrets": [{"name": "pull"}],
@@ -95,6 +96,32 @@ def test_no_device_where_none_is_named() -> None:
 def test_wrong_values_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(helm.HelmError):
         _render(values)
+
+
+def test_a_volume_needs_the_path_where_it_is_mounted() -> None:
+    volume = {"hostPath": {"path": "/data"}}
+    with pytest.raises(helm.HelmError, match=r"model\.volume needs model\.path"):
+        _render({"model": {"volume": volume}})
+    pod = _pod({"model": {"volume": volume, "path": "/model"}})
+    assert {"name": "model", **volume} in pod["volumes"]
+    assert {"name": "model", "mountPath": "/model", "readOnly": True} in pod["containers"][0]["volumeMounts"]
+
+
+@pytest.mark.parametrize(
+    ("device", "mount_from_host", "expected"),
+    [("npu", True, True), ("npu", False, False), ("cuda", True, False), ("cpu", True, False)],
+)
+def test_the_driver_of_ascend_is_mounted_for_npus_alone(device: str, mount_from_host: bool, expected: bool) -> None:
+    pod = _pod({"device": {"name": device}, "driver": {"mountFromHost": mount_from_host}})
+    on_host = {volume["hostPath"]["path"] for volume in pod["volumes"] if "hostPath" in volume}
+    mounted = {mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+    driver = {
+        "/usr/local/Ascend/driver",
+        "/usr/local/dcmi",
+        "/usr/local/bin/npu-smi",
+        "/etc/ascend_install.info",
+    }
+    assert on_host == driver & mounted == (driver if expected else set())
 
 
 def test_pod_outlives_the_shutdown_limit() -> None:
