@@ -16,6 +16,7 @@ Case = Callable[[ProbeShapes, Place], Prepared]
 _CASES: Mapping[str, Mapping[str, Case]] = {
     "lora": {
         "lora_linear": lora_cases.linear,
+        "lora_linear_many": lora_cases.linear_many,
         "lora_embedding": lora_cases.embedding,
         "lora_shrink": lora_cases.shrink,
         "lora_expand": lora_cases.expand,

@@ -10,8 +10,11 @@ from kernels.probe.place import Place
 from kernels.probe.prepared import Prepared
 from kernels.probe.shapes import ProbeShapes
 
-# Per adapter: tokens in the step (decode tokens and a chunk), place, first row of its range.
-_LENGTHS, _PLACES, _FIRST_ROWS = (1, 7, 2, 1), (2, 0, 3, 1), (32, 0, 96, 64)
+# Tokens of each adapter in the step: decode tokens and a chunk; and chunks that make the step large, since there are
+# other kernels and tiles for it (on an NPU beyond 64 tokens, on a GPU beyond 128).
+_FEW, _MANY = (1, 7, 2, 1), (100, 1, 49, 5)
+# Per adapter: place, first row of its range.
+_PLACES, _FIRST_ROWS = (2, 0, 3, 1), (32, 0, 96, 64)
 _NUM_BASE_TOKENS = 3
 _NUM_ROWS = 128
 # Rank of each adapter in each of the three slices; a slice with rank 0 is not targeted. Largest: 21 of a range of 32.
@@ -22,8 +25,8 @@ _VOCABULARY = 83
 
 def shrink(shapes: ProbeShapes, place: Place) -> Prepared:
     """x @ A.T of three slices, of which only the columns below each rank are defined."""
-    stack, maps = _stack(shapes, place, _qkv(shapes), shapes.hidden_size), _maps(place)
-    x = _activations(place, shapes.hidden_size)
+    stack, maps = _stack(shapes, place, _qkv(shapes), shapes.hidden_size), _maps(place, _FEW)
+    x = _activations(place, shapes.hidden_size, _FEW)
 
     def call() -> tuple[torch.Tensor, ...]:
         h = ops.lora_shrink(x, stack, maps)
@@ -39,13 +42,13 @@ def shrink(shapes: ProbeShapes, place: Place) -> Prepared:
 def expand(shapes: ProbeShapes, place: Place) -> Prepared:
     """h @ B, added to an output whose base rows stay as they are."""
     widths = _qkv(shapes)
-    stack, maps = _stack(shapes, place, widths, shapes.hidden_size), _maps(place)
+    stack, maps = _stack(shapes, place, widths, shapes.hidden_size), _maps(place, _FEW)
     h = place.random(len(widths), maps.num_tokens, 32)
     for s in range(len(widths)):
         for segment in maps.segments:
             h[s, segment.start : segment.end, stack.host_ranks[s][segment.place] :] = torch.nan
-    h[:, sum(_LENGTHS) :] = torch.nan
-    h, out = h.to(place.device), _output(place, sum(widths))
+    h[:, sum(_FEW) :] = torch.nan
+    h, out = h.to(place.device), _output(place, sum(widths), _FEW)
 
     def call() -> tuple[torch.Tensor, ...]:
         ops.lora_expand(h, out, stack, maps)
@@ -55,10 +58,19 @@ def expand(shapes: ProbeShapes, place: Place) -> Prepared:
 
 
 def linear(shapes: ProbeShapes, place: Place) -> Prepared:
-    """Shrink and expand in one op, over a packed projection."""
+    """Shrink and expand in one op, over a packed projection, for few tokens."""
+    return _linear(shapes, place, _FEW)
+
+
+def linear_many(shapes: ProbeShapes, place: Place) -> Prepared:
+    """The same for many."""
+    return _linear(shapes, place, _MANY)
+
+
+def _linear(shapes: ProbeShapes, place: Place, lengths: tuple[int, ...]) -> Prepared:
     widths = _qkv(shapes)
-    stack, maps = _stack(shapes, place, widths, shapes.hidden_size), _maps(place)
-    x, out = _activations(place, shapes.hidden_size), _output(place, sum(widths))
+    stack, maps = _stack(shapes, place, widths, shapes.hidden_size), _maps(place, lengths)
+    x, out = _activations(place, shapes.hidden_size, lengths), _output(place, sum(widths), lengths)
 
     def call() -> tuple[torch.Tensor, ...]:
         ops.lora_linear(x, out, stack, maps)
@@ -69,9 +81,9 @@ def linear(shapes: ProbeShapes, place: Place) -> Prepared:
 
 def embedding(shapes: ProbeShapes, place: Place) -> Prepared:
     """Columns of A by token id, times B."""
-    stack, maps = _stack(shapes, place, (shapes.hidden_size,), _VOCABULARY), _maps(place)
+    stack, maps = _stack(shapes, place, (shapes.hidden_size,), _VOCABULARY), _maps(place, _FEW)
     token_ids = place.ints([(17 * token) % _VOCABULARY for token in range(maps.num_tokens)], torch.int64)
-    out = _output(place, shapes.hidden_size)
+    out = _output(place, shapes.hidden_size, _FEW)
 
     def call() -> tuple[torch.Tensor, ...]:
         ops.lora_embedding(token_ids, out, stack, maps)
@@ -85,25 +97,25 @@ def _qkv(shapes: ProbeShapes) -> tuple[int, ...]:
     return shapes.num_heads * shapes.head_dim, kv_size, kv_size
 
 
-def _activations(place: Place, width: int) -> torch.Tensor:
+def _activations(place: Place, width: int, lengths: tuple[int, ...]) -> torch.Tensor:
     """Rows of base tokens are NaN: nobody may read them into the row of another token."""
-    x = place.random(sum(_LENGTHS) + _NUM_BASE_TOKENS, width)
-    x[sum(_LENGTHS) :] = torch.nan
+    x = place.random(sum(lengths) + _NUM_BASE_TOKENS, width)
+    x[sum(lengths) :] = torch.nan
     return place.put(x)
 
 
-def _output(place: Place, width: int) -> torch.Tensor:
-    return place.put(place.random(sum(_LENGTHS) + _NUM_BASE_TOKENS, width))
+def _output(place: Place, width: int, lengths: tuple[int, ...]) -> torch.Tensor:
+    return place.put(place.random(sum(lengths) + _NUM_BASE_TOKENS, width))
 
 
-def _maps(place: Place) -> LoraMaps:
+def _maps(place: Place, lengths: tuple[int, ...]) -> LoraMaps:
     """Four segments, padded to six, then base tokens."""
-    starts = [sum(_LENGTHS[:i]) for i in range(len(_LENGTHS) + 1)]
+    starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     segments = tuple(
         Segment(start, start + length, place_, (first_row,))
-        for start, length, place_, first_row in zip(starts, _LENGTHS, _PLACES, _FIRST_ROWS, strict=False)
+        for start, length, place_, first_row in zip(starts, lengths, _PLACES, _FIRST_ROWS, strict=False)
     )
-    token_segment = [i for i, length in enumerate(_LENGTHS) for _ in range(length)]
+    token_segment = [i for i, length in enumerate(lengths) for _ in range(length)]
     return LoraMaps(
         segments=segments,
         num_tokens=starts[-1] + _NUM_BASE_TOKENS,
