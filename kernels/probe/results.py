@@ -14,8 +14,8 @@ class Trial:
 
     case          name of the public op, e.g. "lora_linear"; "" where it did not come to a call, because the
                   implementation cannot be imported, or says itself that it does not serve such a model
-    error         largest difference to the reference, relative to the largest value of the reference; infinite where
-                  one of the two is not a number; None where there is no result
+    error         largest difference to the reference, relative to the largest value of the reference, in attention of
+                  the token; infinite where one of the two is not a number; None where there is no result
     tolerance     what `error` may be
     microseconds  of one call, its launch and the wait for its end included; median. None if not measured
     sentence      what is wrong; None for "ok"

@@ -15,6 +15,8 @@ import torch
 
 from kernels.kv_write import reference as kv_write
 from kernels.lora import cpu as lora
+from kernels.lora.triton_ascend_tiles import choose
+from kernels.lora.triton_cuda_configs import config_for
 from kernels.paged_attention import sdpa
 from kernels.platform import IMPLEMENTATIONS, BackendError, detect, in_use
 from kernels.probe.apart import probe_apart
@@ -27,7 +29,7 @@ from kernels.probe.shapes import ProbeShapes
 from tests.doctor.conftest import BROKEN_OPS, ROOT
 
 CPU = torch.device("cpu")
-SHAPES = ProbeShapes(sliding_window=5)
+SHAPES = ProbeShapes(sliding_window=4096)
 
 
 @pytest.mark.parametrize("op", sorted({op for table in IMPLEMENTATIONS.values() for op in table}))
@@ -53,6 +55,26 @@ def test_a_model_s_own_sizes_are_probed() -> None:
     assert reports["causal_conv1d"].trials == ()
 
 
+@pytest.mark.parametrize("hidden_size", [256, 4096])
+def test_small_and_large_steps_are_probed(hidden_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each accelerator has kernels or tiles of its own for the two."""
+    sizes: list[tuple[int, int]] = []
+
+    def recorded(x: Any, out: Any, stack: Any, maps: Any, **options: Any) -> None:
+        sizes.append((maps.num_tokens, x.shape[1]))
+        lora.lora_linear(x, out, stack, maps, **options)
+
+    module = ModuleType("kernels.lora.recording")
+    vars(module).update({name: value for name, value in vars(lora).items() if not name.startswith("__")})
+    vars(module)["lora_linear"] = recorded
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    platform = detect("cpu").with_fallback("lora", "recording", "for the test")
+    shapes = dataclasses.replace(SHAPES, hidden_size=hidden_size)
+    assert {trial.status for trial in try_op(platform, CPU, "lora", shapes)} == {"ok"}
+    assert {choose(*size, num_vector_cores=40, on_chip_bytes=192 * 1024).name for size in sizes} == {"few", "many"}
+    assert len({config_for("any", num_tokens) for num_tokens, _ in sizes}) == 2
+
+
 @pytest.mark.parametrize("block_size", [1, 2, 4, 7, 16, 128])
 @pytest.mark.parametrize("op", ["paged_attention", "kv_write"])
 def test_blocks_of_any_size_are_probed(op: str, block_size: int) -> None:
@@ -75,6 +97,28 @@ def a_window_too_wide(q: Any, k: Any, v: Any, maps: Any, *, sliding_window: int 
     sdpa.paged_attention(q, k, v, maps, sliding_window=wider, **options)
 
 
+def a_window_too_narrow(q: Any, k: Any, v: Any, maps: Any, *, sliding_window: int | None, **options: Any) -> None:
+    """Off by one the other way."""
+    narrower = None if sliding_window is None else sliding_window - 1
+    sdpa.paged_attention(q, k, v, maps, sliding_window=narrower, **options)
+
+
+def a_key_too_few_of_long_ones(q: Any, k: Any, v: Any, maps: Any, **options: Any) -> None:
+    """Does not see the last key of long sequences, where each key weighs little."""
+    lens = tuple(kv_len - 1 if kv_len > 100 else kv_len for kv_len in maps.kv_lens)
+    sdpa.paged_attention(q, k, v, dataclasses.replace(maps, kv_lens=lens), **options)
+
+
+def for_single_tokens(wrong: Callable[..., None]) -> Callable[..., None]:
+    """Wrong in a step of decode tokens only."""
+
+    def attend(q: Any, k: Any, v: Any, maps: Any, **options: Any) -> None:
+        (wrong if len(q) == len(maps.kv_lens) else sdpa.paged_attention)(q, k, v, maps, **options)
+
+    attend.__name__ = f"{wrong.__name__}_for_single_tokens"
+    return attend
+
+
 def no_window_for_single_tokens(
     q: Any, k: Any, v: Any, maps: Any, *, sliding_window: int | None, **options: Any
 ) -> None:
@@ -95,6 +139,12 @@ def a_rank_too_few(x: Any, out: Any, stack: Any, maps: Any, **options: Any) -> N
     lora.lora_linear(x, out, dataclasses.replace(stack, host_ranks=ranks), maps, **options)
 
 
+def nothing_for_many_tokens(x: Any, out: Any, stack: Any, maps: Any, **options: Any) -> None:
+    """Adds nothing in a large step."""
+    if maps.num_tokens <= 64:
+        lora.lora_linear(x, out, stack, maps, **options)
+
+
 def base_tokens_written(x: Any, out: Any, stack: Any, maps: Any, **options: Any) -> None:
     """Changes the rows of base tokens."""
     lora.lora_linear(x, out, stack, maps, **options)
@@ -110,10 +160,16 @@ def a_slot_too_many(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: An
 WRONG: list[tuple[str, str, Callable[..., Any]]] = [
     ("paged_attention", "paged_attention", a_key_too_few),
     ("paged_attention", "paged_attention_window", a_window_too_wide),
+    ("paged_attention", "paged_attention_window", a_window_too_narrow),
+    ("paged_attention", "paged_attention", a_key_too_few_of_long_ones),
+    ("paged_attention", "paged_attention_window_decode", for_single_tokens(a_window_too_narrow)),
+    ("paged_attention", "paged_attention_window_decode", for_single_tokens(a_window_too_wide)),
+    ("paged_attention", "paged_attention_decode", for_single_tokens(a_key_too_few_of_long_ones)),
     ("paged_attention", "paged_attention_window_decode", no_window_for_single_tokens),
     ("paged_attention", "paged_attention", the_next_block),
     ("lora", "lora_linear", a_rank_too_few),
     ("lora", "lora_linear", base_tokens_written),
+    ("lora", "lora_linear_many", nothing_for_many_tokens),
     ("kv_write", "write_kv", a_slot_too_many),
 ]
 
@@ -131,8 +187,9 @@ def test_a_wrong_one_is_found(
     monkeypatch.setitem(sys.modules, module.__name__, module)
     platform = detect("cpu").with_fallback(op, "wrong", "for the test")
     assert candidates(platform, op) == ("wrong", *IMPLEMENTATIONS["cpu"][op])
-    block_size = 16 if dtype == "float32" else 128
-    trials = list(try_op(platform, CPU, op, dataclasses.replace(SHAPES, dtype=dtype, block_size=block_size)))
+    # Of a true model: faults of single keys show least where blocks and heads are large.
+    shapes = dataclasses.replace(SHAPES, dtype=dtype, block_size=128, num_heads=16, num_kv_heads=8, head_dim=128)
+    trials = list(try_op(platform, CPU, op, shapes))
     assert [(trial.case, trial.status) for trial in trials if trial.implementation == "wrong"][-1] == (case, "differs")
     assert (trials[-1].implementation, trials[-1].status) == (own, "ok")
     # Nothing of the probe stays behind.
