@@ -56,7 +56,8 @@ def torch_npu() -> ModuleType:
 def prepare(device: str) -> None:
     """Make `device` this thread's NPU, set what holds for the whole process, and get Triton ready.
 
-    Raises BackendError where torch_npu is missing. What is wrong with Triton, `kernels.platform` has told.
+    Raises BackendError where torch_npu is missing, or all caches of Triton kernels are in use. What else is wrong with
+    Triton, `kernels.platform` tells, or a warning here, after which the probe finds its ops unusable.
     """
     npu = torch_npu().npu
     if not npu.is_available():
@@ -68,8 +69,7 @@ def prepare(device: str) -> None:
     npu.conv.allow_hf32 = False
     log.info("torch_npu %s, CANN %s", torch_npu().__version__, cann_version())
     if triton_fault() is None:
-        _claim_cache()
-        _let_launches_queue()
+        _prepare_triton()
 
 
 def cann_version() -> str:
@@ -135,6 +135,20 @@ def _is_cann_9() -> bool:
     """An unknown version counts as a new one."""
     major = cann_version().partition(".")[0]
     return not major.isdigit() or int(major) >= 9
+
+
+def _prepare_triton() -> None:
+    """A Triton that cannot be made ready, be it without pybind11 or with a closed cache, costs its ops, not the start.
+
+    Where other processes hold all caches Triton would work, in one that is theirs: that remains an error.
+    """
+    try:
+        _claim_cache()
+        _let_launches_queue()
+    except BackendError:
+        raise
+    except Exception as error:
+        log.warning("Triton cannot be prepared: %s: %s", type(error).__name__, " ".join(str(error).split()))
 
 
 def _let_launches_queue() -> None:

@@ -163,6 +163,75 @@ def test_a_process_that_is_started_by_another_uses_its_cache(tmp_path: Path) -> 
         assert _claimed(child) == str(tmp_path)
 
 
+PREPARE = """
+import logging, sys, types
+from kernels import ascend_runtime
+from kernels.platform import prepare
+logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+npu = types.SimpleNamespace(
+    is_available=lambda: True,
+    set_device=lambda device: None,
+    set_compile_mode=lambda jit_compile: None,
+    conv=types.SimpleNamespace(allow_hf32=True),
+    utils=types.SimpleNamespace(get_cann_version=lambda module: "9.1.0"),
+)
+binding = types.SimpleNamespace(_npu_getCurrentRawStreamNoWait=lambda device: 40 + device)
+environment = types.SimpleNamespace(npu=npu, __version__="2.13.0", _C=binding)
+ascend_runtime.torch_npu = lambda: environment
+prepare("npu:0")
+print("prepared")
+if sys.argv[1:]:
+    from triton.backends.ascend.driver import NPUDriver
+    print(NPUDriver().get_current_stream(), NPUDriver().get_current_stream(2))
+"""
+
+
+def _prepared(site: Path, cache: Path, *arguments: str) -> list[str]:
+    """What is said where torch_npu is made up, and triton-ascend's driver too, which wants pybind11 as the true one."""
+    _package(site, is_ascend=True, version="3.2.0", helper="")
+    for package in ("triton", "triton/backends", "triton/backends/ascend"):
+        (site / package / "__init__.py").write_text("")
+    driver = (
+        "import pybind11\n\n\nclass NPUDriver:\n"
+        "    def get_current_device(self):\n        return 1\n\n"
+        "    def get_current_stream(self, device=None):\n        raise AssertionError('waits for the queue')\n"
+    )
+    (site / "triton" / "backends" / "ascend" / "driver.py").write_text(driver)
+    path = os.pathsep.join([str(site), str(ROOT)])
+    environ = {name: value for name, value in os.environ.items() if name != "MULTILORA_TRITON_CACHE_IN_USE"}
+    done = subprocess.run(
+        [sys.executable, "-c", PREPARE, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        env={**environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_launches_ask_for_the_stream_without_waiting(tmp_path: Path) -> None:
+    (tmp_path / "pybind11.py").write_text("")
+    assert _prepared(tmp_path, tmp_path / "cache", "ask") == ["prepared", "41 42"]
+
+
+def test_a_start_survives_a_triton_without_pybind11(tmp_path: Path) -> None:
+    (tmp_path / "pybind11.py").write_text("raise ModuleNotFoundError(\"No module named 'pybind11'\")")
+    assert _prepared(tmp_path, tmp_path / "cache") == [
+        "Triton cannot be prepared: ModuleNotFoundError: No module named 'pybind11'",
+        "prepared",
+    ]
+
+
+def test_a_start_survives_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "pybind11.py").write_text("")
+    (tmp_path / "cache").write_text("a file")  # which holds for root too
+    warning, end = _prepared(tmp_path, tmp_path / "cache")
+    assert warning.startswith("Triton cannot be prepared: NotADirectoryError: ")
+    assert end == "prepared"
+
+
 @pytest.mark.parametrize("device", ["npu", "npu:1"])
 def test_an_engine_says_so_too(device: str, tmp_path: Path) -> None:
     if ascend_runtime.importlib.util.find_spec("torch_npu") is not None:
