@@ -46,9 +46,9 @@ def _probe(request: dict[str, Any], say: Any) -> None:
     from kernels.probe.run import try_op
     from kernels.probe.shapes import ProbeShapes
 
+    prepare(request["device"])
     platform = detect(request["device"])
     device, shapes = torch.device(request["device"]), ProbeShapes(**request["shapes"])
-    prepare(device)
     for op in request["ops"]:
         trials = try_op(
             platform,

@@ -26,13 +26,12 @@ def look_at_device(examination: Examination) -> Section:
     section = Section("device", "Device")
     if "torch" in examination.import_errors:
         raise Skipped("torch cannot be imported")
-    import torch
-
     from kernels.platform import BackendError, detect, prepare
 
     try:
+        # As an engine does it: what is known of an NPU is asked of the one made this process's.
+        prepare(examination.device)
         platform = detect(examination.device)
-        prepare(torch.device(examination.device))
     except BackendError as error:
         section.find("error", "device-absent", _sentence(str(error)), "Name another --device, or see above.")
         return section

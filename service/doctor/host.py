@@ -45,6 +45,7 @@ class Host:
     torch_cuda: str | None = None
     import_errors: Mapping[str, str] = field(default_factory=dict)
     has_libatb: bool = False
+    has_imported_torch_npu: bool = False
 
 
 def read_host(torch_cuda: str | None = None, import_errors: Mapping[str, str] | None = None) -> Host:
@@ -62,6 +63,7 @@ def read_host(torch_cuda: str | None = None, import_errors: Mapping[str, str] | 
         torch_cuda=torch_cuda,
         import_errors=import_errors or {},
         has_libatb=_has_library("libatb.so", environment),
+        has_imported_torch_npu="torch_npu" in sys.modules,
     )
 
 
@@ -92,7 +94,10 @@ def _cann_version(environment: Mapping[str, str]) -> str | None:
     """From the toolkit that the environment names, or the usual place."""
     named = environment.get("ASCEND_HOME_PATH") or environment.get("ASCEND_TOOLKIT_HOME")
     root = Path(named or "/usr/local/Ascend/ascend-toolkit/latest")
-    files = [*root.glob("*/ascend_toolkit_install.info"), root / "ascend_toolkit_install.info", root / "version.cfg"]
+    # The toolkit's own file first, then those of other packages that bring it: what is installed differs by release.
+    patterns = ("*/ascend_toolkit_install.info", "ascend_toolkit_install.info", "*/ascend_*_install.info",
+                "ascend_*_install.info", "version.cfg", "version.info")  # fmt: skip
+    files = (path for pattern in patterns for path in sorted(root.glob(pattern)))
     return next((version for path in files if (version := _version_in(path))), None)
 
 

@@ -20,7 +20,7 @@ _REINSTALL_TRITON = (
 )
 # Entries of the runtime that CANN 9 has renamed or removed, by the beginning of their names.
 _REMOVED_SYMBOL = "RT_LIMIT_TYPE_SIMT"
-_GRAPH_CAPTURE_DRIVER = (25, 5, 1)
+_WANTED_DRIVER = (25, 5)
 
 
 def known_problems(host: Host, device_type: str) -> list[Finding]:
@@ -52,12 +52,15 @@ def _absent_npu_parts(host: Host, device_type: str) -> Iterator[Finding]:
         )  # fmt: skip
     if host.environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         yield Finding(
-            "error", "autoload-off", "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading torch_npu.",
+            "warning", "autoload-off", "TORCH_DEVICE_BACKEND_AUTOLOAD=0 keeps torch from loading torch_npu; "
+            "multilora loads it where an NPU is asked for, other programs may not.",
             "Unset it where an NPU is to be used.",
         )  # fmt: skip
     if host.cann is None:
         yield Finding(
-            "error", "cann-missing", "No CANN toolkit was found (ASCEND_HOME_PATH names none).",
+            # A torch_npu that could be imported has found CANN's libraries.
+            "warning" if host.has_imported_torch_npu else "error", "cann-missing",
+            "No CANN toolkit was found (ASCEND_HOME_PATH names none).",
             f"Install CANN 9.1.0 or later, or {_SET_ENV}.",
         )  # fmt: skip
     elif _numbers(host.cann) < (9, 1):
@@ -99,9 +102,10 @@ def _versions(host: Host, device_type: str) -> Iterator[Finding]:
                 f"torch {have['torch']} is a CUDA build, which torch_npu refuses and which brings upstream's triton.",
                 "pip install torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu",
             )  # fmt: skip
-    if device_type == "npu" and host.npu_driver and _numbers(host.npu_driver) < _GRAPH_CAPTURE_DRIVER:
+    if device_type == "npu" and host.npu_driver and _numbers(host.npu_driver) < _WANTED_DRIVER:
         yield Finding(
-            "note", "npu-driver-old", f"The NPU driver is {host.npu_driver}; graph capture wants 25.5.1 or later.",
+            "note", "npu-driver-old",
+            f"The NPU driver is {host.npu_driver}; 25.5.0 or later is asked for (docs/ascend.md).",
             "Update the driver on the host (HDK).",
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
 import re
@@ -93,25 +94,32 @@ def _import_torch(examination: Examination) -> str | None:
     before = os.environ.get(_AUTOLOAD)
     os.environ[_AUTOLOAD] = "0"
     try:
-        import torch
-    except Exception as error:
-        examination.import_errors["torch"] = _first_line(error)
-        return None
+        try:
+            import torch
+        except Exception as error:
+            examination.import_errors["torch"] = _first_line(error)
+            return None
+        # As the server does: torch by itself unless told not to, `prepare` where an NPU is asked for.
+        if before != "0" or examination.device_type == "npu":
+            _import_torch_npu(examination)
     finally:
+        # torch_npu may set it too, and what is started from here must see what the server would.
         if before is None:
-            del os.environ[_AUTOLOAD]
+            os.environ.pop(_AUTOLOAD, None)
         else:
             os.environ[_AUTOLOAD] = before
-    if before != "0":
-        try:
-            import torch_npu  # noqa: F401 - registers the device
-        except ModuleNotFoundError as error:
-            if error.name != "torch_npu":
-                examination.import_errors["torch_npu"] = _first_line(error)
-        except Exception as error:
-            examination.import_errors["torch_npu"] = _first_line(error)
     built_for: Any = torch.version.cuda
     return built_for
+
+
+def _import_torch_npu(examination: Examination) -> None:
+    try:
+        importlib.import_module("torch_npu")  # registers the device
+    except ModuleNotFoundError as error:
+        if error.name != "torch_npu":
+            examination.import_errors["torch_npu"] = _first_line(error)
+    except Exception as error:
+        examination.import_errors["torch_npu"] = _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

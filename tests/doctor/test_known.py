@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service.doctor.host import Host, _version_in
+from service.doctor.examination import Examination
+from service.doctor.host import Host, _cann_version, _version_in
 from service.doctor.known import known_problems
+from service.doctor.software import _import_torch
+from service.settings import load_settings
 
 _GOOD: dict[str, Any] = {
     "python": (3, 11),
@@ -58,8 +63,9 @@ def test_a_good_host_has_none(tmp_path: Path) -> None:
         ({"distributions": with_distributions(torch_npu="2.12.0")}, "torch-npu-mismatch", "error"),
         ({"torch_cuda": "13.0"}, "torch-cuda-build", "error"),
         ({"import_errors": {"torch_npu": "ImportError: libge_runner.so: cannot open"}}, "torch-npu-broken", "error"),
-        ({"environment": {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}}, "autoload-off", "error"),
+        ({"environment": {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}}, "autoload-off", "warning"),
         ({"cann": None}, "cann-missing", "error"),
+        ({"cann": None, "has_imported_torch_npu": True}, "cann-missing", "warning"),
         ({"cann": "8.5.0"}, "cann-old", "warning"),
         ({"device_nodes": {}}, "no-davinci-node", "error"),
         ({"device_nodes": {"/dev/davinci0": False, "/dev/davinci_manager": True}}, "davinci-access", "error"),
@@ -112,3 +118,37 @@ def test_what_only_an_npu_needs_is_no_fault_of_a_cpu(tmp_path: Path) -> None:
 def test_versions_are_read_from_what_installers_leave(text: str, version: str | None, tmp_path: Path) -> None:
     (tmp_path / "info").write_text(text)
     assert _version_in(tmp_path / "info") == version
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "aarch64-linux/ascend_toolkit_install.info",
+        "ascend_toolkit_install.info",
+        "aarch64-linux/ascend_cann_install.info",
+        "ascend_cann_install.info",
+        "version.cfg",
+        "version.info",
+    ],
+)
+def test_cann_is_found_by_any_file_of_its_packages(file: str, tmp_path: Path) -> None:
+    assert _cann_version({"ASCEND_HOME_PATH": str(tmp_path)}) is None
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("version=9.1.0\n")
+    assert _cann_version({"ASCEND_HOME_PATH": str(tmp_path)}) == "9.1.0"
+
+
+def test_a_torch_npu_that_sets_its_autoload_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the doctor starts and reports is to be as the server will find it."""
+    (tmp_path / "torch_npu.py").write_text("import os\nos.environ['TORCH_DEVICE_BACKEND_AUTOLOAD'] = '0'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    examination = Examination(load_settings(device="npu"), tell=lambda _: None)
+    for before in (None, "0", "1"):
+        monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
+        monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+        if before is not None:
+            monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", before)
+        _import_torch(examination)
+        assert "torch_npu" in sys.modules and not examination.import_errors
+        assert os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == before
+    monkeypatch.delitem(sys.modules, "torch_npu")
