@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 if importlib.util.find_spec("torch_npu") is None:
     collect_ignore_glob = ["*"]
 else:
-    from tests.ascend.twin.install import import_torch_npu, quicken_interpreter
+    from tests.ascend.twin.install import import_torch_npu, prepare_interpreter
 
     import_torch_npu()
-    quicken_interpreter()
+    prepare_interpreter()
 
 
 @pytest.fixture

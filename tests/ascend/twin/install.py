@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from unittest import mock
 
+import pytest
 import torch
 
 from kernels.platform import IMPLEMENTATIONS, Platform, installed
 from kernels.probe import choose
 from tests.ascend.twin import stand_ins
 from tests.ascend.twin.cann import provide_stub_cann
+from tests.support.triton_interpreter import multiply_bfloat16
 
 # Few, since the interpreter visits one core after the other.
 NUM_CORES = 3
@@ -31,10 +33,12 @@ def import_torch_npu() -> None:
         _registrations.append(stand_ins.register())
 
 
-def quicken_interpreter() -> None:
-    """Triton's interpreter patches the language at each call of a helper function; once for each will do."""
+def prepare_interpreter() -> None:
+    """For this process: bfloat16 matrices are multiplied as such, and the language is patched once for each helper
+    function instead of at each call of one."""
     from triton.runtime import interpreter
 
+    multiply_bfloat16(pytest.MonkeyPatch())
     interpreter._patch_lang = functools.cache(interpreter._patch_lang)
 
 

@@ -22,9 +22,9 @@ SITE_CUSTOMIZE = """
 import sys
 if "service.engine.process" in sys.orig_argv:
     from kernels.platform import install
-    from tests.ascend.twin.install import import_torch_npu, npu_platform, quicken_interpreter
+    from tests.ascend.twin.install import import_torch_npu, npu_platform, prepare_interpreter
     import_torch_npu()
-    quicken_interpreter()
+    prepare_interpreter()
     install(npu_platform(), "cpu")
 """
 PROMPT = [int(number) for number in torch.randint(5, 304, (20,), generator=torch.Generator().manual_seed(0))]
