@@ -33,8 +33,8 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "swiglu": ("reference",),
     },
     "cuda": {
-        "lora": ("triton_cuda", "reference"),
-        "causal_conv1d": ("triton_cuda", "reference"),
+        "lora": ("triton_cuda", "any_device", "reference"),
+        "causal_conv1d": ("triton_cuda", "any_device", "reference"),
         "paged_attention": ("triton_cuda", "sdpa", "reference"),
         "kv_write": ("reference",),
         "linear": ("reference",),

@@ -119,10 +119,10 @@ def kernel_arguments(call: PrefillCall | UpdateCall) -> dict[str, Any]:
         "pad_slot": 0 if call.pad_slot_id is None else call.pad_slot_id,
         "stride_lines": 0 if call.state_indices is None else call.state_indices.stride(0),
         "dim": call.dim,
-        "stride_x": _row_stride(call.x),
-        "stride_gate_in": _row_stride(call.gate_in),
-        "stride_gate_out": _row_stride(call.gate_out),
-        "stride_out": _row_stride(call.out),
+        "stride_x": row_stride(call.x),
+        "stride_gate_in": row_stride(call.gate_in),
+        "stride_gate_out": row_stride(call.gate_out),
+        "stride_out": row_stride(call.out),
         "stride_line": 0 if states is None else states.stride(0),
         "stride_row": 0 if states is None else states.stride(1),
         "WIDTH": call.width,
@@ -143,7 +143,7 @@ def _arguments_of_one_op(call: PrefillCall | UpdateCall) -> dict[str, Any]:
     }
 
 
-def _row_stride(tensor: torch.Tensor | None) -> int:
+def row_stride(tensor: torch.Tensor | None) -> int:
     """Distance of two tokens in a [tokens, dim] or [sequences, tokens, dim] tensor."""
     if tensor is None:
         return 0

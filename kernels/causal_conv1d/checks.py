@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch
 
-from kernels.causal_conv1d.call import PrefillCall, UpdateCall
+from kernels.causal_conv1d.call import PrefillCall, UpdateCall, row_stride
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ACTIVATIONS = (None, False, True, "silu", "swish")
@@ -16,6 +19,7 @@ def check_prefill(call: PrefillCall) -> None:
     _expect(call.x.dim() == 2, f"x must be [tokens, dim], not {list(call.x.shape)}")
     _check_tensors(call)
     _check_starts(call)
+    _expect(call.has_initial_state is None or call.conv_states is not None, "has_initial_state without conv_states")
     _check_indices(call.num_sequences, has_initial_state=call.has_initial_state)
     blocks = {
         "initial_state_idx": call.initial_state_idx,
@@ -42,7 +46,12 @@ def check_update(call: UpdateCall) -> None:
         _expect(call.x.dim() == 2, f"with query_start_loc x must be [tokens, dim], not {shape}")
         _expect(call.max_query_len is not None, "query_start_loc needs max_query_len, the most tokens any sequence has")
     _check_tensors(call)
-    _check_starts(call)
+    starts = _check_starts(call)
+    if starts is not None and call.max_query_len is not None:
+        longest = max((end - start for start, end in pairwise(starts)), default=0)
+        _expect(
+            longest <= call.max_query_len, f"max_query_len is {call.max_query_len}, but a sequence has {longest} tokens"
+        )
     _expect(
         (call.block_idx_last_scheduled_token is None) == (call.initial_state_idx is None),
         "initial_state_idx and block_idx_last_scheduled_token belong together: give both or neither",
@@ -89,7 +98,9 @@ def _check_tensors(call: PrefillCall | UpdateCall) -> None:
         f"weight is {list(weight.shape)}; it must be [width, {dim}] with width {MIN_WIDTH} to {MAX_WIDTH}",
     )
     _expect(weight.is_contiguous(), "weight must be contiguous")
+    _expect(weight.dtype in _DTYPES, f"weight is {weight.dtype}")
     _expect(bias is None or (bias.shape == (dim,) and bias.is_contiguous()), f"bias must be [{dim}]")
+    _expect(bias is None or bias.dtype in _DTYPES, f"bias is {'' if bias is None else bias.dtype}")
     states = call.conv_states
     if states is not None:
         _expect(
@@ -100,24 +111,47 @@ def _check_tensors(call: PrefillCall | UpdateCall) -> None:
         _expect(states.dtype in _DTYPES, f"conv_states is {states.dtype}")
 
 
-def _check_starts(call: PrefillCall | UpdateCall) -> None:
-    """The first and the last start too, where that waits for nothing; kernels trust them elsewhere."""
+def check_out(call: PrefillCall | UpdateCall) -> None:
+    """Raises ValueError where the caller's `out` overlaps what the op still reads: programs run in any order."""
+    x, out, dim = call.x, call.out, call.dim
+    num_tokens = x.numel() // dim if dim else 0
+    if num_tokens == 0:
+        return
+    size, start, stride = out.element_size(), out.data_ptr(), row_stride(out)
+    end = start + ((num_tokens - 1) * stride + dim) * size
+    for name, other in (("x", x), ("gate_in", call.gate_in), ("gate_out", call.gate_out)):
+        if other is None:
+            continue
+        begin = other.data_ptr()
+        if begin >= end or begin + ((num_tokens - 1) * row_stride(other) + dim) * size <= start:
+            continue
+        if name == "x" and begin == start and out.stride() == x.stride():
+            continue
+        # Different columns of one packed tensor interleave, and share nothing.
+        if stride and row_stride(other) == stride and dim <= (begin - start) // size % stride <= stride - dim:
+            continue
+        raise ValueError(f"out shares memory with {name}; it must be x itself or lie elsewhere")
+
+
+def _check_starts(call: PrefillCall | UpdateCall) -> Sequence[int] | None:
+    """Their values too, where that waits for nothing; kernels trust them elsewhere. Returns them, None if not known."""
     starts, host = call.query_start_loc, call.query_starts
     if starts is None:
         _expect(host is None, "query_starts mirrors query_start_loc, which is not there")
-        return
+        return None
     _check_indices(call.num_sequences, query_start_loc=starts[1:])
     _expect(host is None or len(host) == call.num_sequences + 1, "query_starts must mirror query_start_loc")
-    if host is not None:
-        first, last = host[0], host[-1]
-    elif starts.device.type == "cpu":
-        first, last = int(starts[0]), int(starts[-1])
-    else:
-        return
+    if host is None:
+        if starts.device.type != "cpu":
+            return None
+        host = starts.tolist()
+    first, last = host[0], host[-1]
     _expect(
         first == 0 and last <= call.num_tokens,
         f"query_start_loc goes from {first} to {last}; it must start at 0 and stay within {call.num_tokens} tokens",
     )
+    _expect(all(start <= end for start, end in pairwise(host)), "query_start_loc must ascend")
+    return host
 
 
 def _check_lines(call: PrefillCall | UpdateCall) -> None:
@@ -136,7 +170,7 @@ def _check_lines(call: PrefillCall | UpdateCall) -> None:
         lines.dim() == (2 if is_paged else 1) and lines.shape[0] == num_sequences,
         f"state_indices is {list(lines.shape)}; it must be {shape} for {num_sequences} sequences",
     )
-    _expect(lines.dtype in (torch.int32, torch.int64), f"state_indices is {lines.dtype}, not int32")
+    _expect(lines.dtype == torch.int32, f"state_indices is {lines.dtype}, not int32")
     _expect(not is_paged or lines.stride(1) == 1, "the blocks of a sequence must be contiguous in state_indices")
 
 
@@ -147,6 +181,6 @@ def _check_indices(num_sequences: int, **indices: torch.Tensor | None) -> None:
         _expect(
             value.shape == (num_sequences,), f"{name} is {list(value.shape)}, which is not [{num_sequences}] sequences"
         )
-        wanted = (torch.bool,) if name == "has_initial_state" else (torch.int32, torch.int64)
-        _expect(value.dtype in wanted, f"{name} is {value.dtype}; it must be {wanted[0]}")
+        wanted = torch.bool if name == "has_initial_state" else torch.int32
+        _expect(value.dtype == wanted, f"{name} is {value.dtype}; it must be {wanted}")
         _expect(value.is_contiguous(), f"{name} must be contiguous")

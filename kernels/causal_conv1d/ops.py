@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 
 from kernels.causal_conv1d.call import PrefillCall, UpdateCall
-from kernels.causal_conv1d.checks import check_prefill, check_update
+from kernels.causal_conv1d.checks import check_out, check_prefill, check_update
 from kernels.causal_conv1d.warm_up import warm_up_calls
 from kernels.platform import implementation
 
@@ -51,18 +51,18 @@ def causal_conv1d_prefill(
 
     Args:
         x: [tokens, dim], bf16, fp16 or fp32; dim contiguous, any row stride.
-        weight: [width, dim], contiguous, width 2 to 8; weight[width-1] multiplies the newest token.
-        bias: [dim] or None.
+        weight: [width, dim], bf16, fp16 or fp32, contiguous, width 2 to 8; weight[width-1] multiplies the newest token.
+        bias: [dim], bf16, fp16 or fp32, contiguous, or None.
         conv_states: [lines, state_len >= width - 1, dim], dim contiguous, any dtype of x's list; changed in place.
             Rows from width - 1 on are left alone. None: histories are zero and nothing is kept.
         query_start_loc: int32 [sequences + 1], ascending from 0 (checked only where its values are on the host). Empty
             sequences read and write nothing; outputs of tokens of no sequence are as for padding.
         state_indices: int32 [sequences], the lines, each at most once beside padding; None: sequence n owns line n and
             none is padding (line 0 too is an ordinary line then). With block indices (below): [sequences, blocks].
-        has_initial_state: bool [sequences]; None: no sequence continues an earlier chunk.
+        has_initial_state: bool [sequences], only with conv_states; None: no sequence continues an earlier chunk.
         activation: None (or False), or "silu" / "swish" (or True).
         gate_in, gate_out: like x, or None.
-        out: like x; may be x itself. None allocates.
+        out: like x; x itself, or memory apart from x's; never the gates' memory. None allocates.
         initial_state_idx, block_idx_first_scheduled_token, block_idx_last_scheduled_token, num_computed_tokens:
             int32 [sequences], all or none: the prefix-cache form. The initial state is read from the line
             state_indices[n, initial_state_idx[n]] (a null line there makes the sequence padding), the final one written
@@ -96,6 +96,8 @@ def causal_conv1d_prefill(
         pad_slot_id=pad_slot_id,
     )
     check_prefill(call)
+    if out is not None:
+        check_out(call)
     return _run(call)
 
 
@@ -134,12 +136,12 @@ def causal_conv1d_update(
     Args:
         x: [sequences, dim] (one token each), [sequences, tokens each, dim], or with query_start_loc [tokens, dim];
             dim contiguous, rows of one stride.
-        weight, bias, conv_states, activation, gate_in, gate_out, pad_slot_id: as in `causal_conv1d_prefill`.
+        weight, bias, conv_states, activation, gate_in, gate_out, out, pad_slot_id: as in `causal_conv1d_prefill`.
         state_indices: int32 [sequences], or [sequences, blocks] with the block indices; None: sequence n owns line n.
-        out: like x; may be x itself. None allocates.
-        query_start_loc: int32 [sequences + 1], starting at 0, for sequences of different lengths, 0 included; outputs
-            of tokens behind the last sequence are as for padding.
-        max_query_len: the most tokens any sequence has; needed with query_start_loc (or query_starts in its stead).
+        query_start_loc: int32 [sequences + 1], ascending from 0 (checked where it is on the host), for sequences of
+            different lengths, 0 included; outputs of tokens behind the last sequence are as for padding.
+        max_query_len: the most tokens any sequence has, checked where the starts are on the host; needed with
+            query_start_loc (or query_starts in its stead).
         num_accepted_tokens: int32 [sequences], 1 <= a <= state_len - width + 2 (not checked on the device): how many of
             the tokens of the last call were accepted. state_len must be at least width - 2 + max_query_len.
         query_starts: query_start_loc as host integers.
@@ -167,6 +169,8 @@ def causal_conv1d_update(
         pad_slot_id=pad_slot_id,
     )
     check_update(call)
+    if out is not None:
+        check_out(call)
     return _run(call)
 
 

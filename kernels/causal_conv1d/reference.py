@@ -61,7 +61,7 @@ def causal_conv1d_prefill(
         source = _line(state_indices, sequence, initial_state_idx, pad_slot_id)
         if source is None or start == end:
             continue
-        history = torch.zeros(history_rows, x.shape[1], dtype=compute)
+        history = torch.zeros(history_rows, x.shape[1], dtype=compute, device=x.device)
         if states_before is not None and has_initial_state is not None and bool(has_initial_state[sequence]):
             history = states_before[source, :history_rows].to(compute)
         line_of_inputs = torch.cat([history, inputs[start:end].to(compute)])

@@ -129,6 +129,10 @@ def test_prefix_cache_keeps_the_state_of_every_boundary() -> None:
     assert torch.equal(states, expected)
 
 
+def int32(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
 def wrong(**changes: Any) -> Call:
     call: Call = {
         "x": torch.zeros(4, 6),
@@ -163,7 +167,14 @@ def wrong(**changes: Any) -> Call:
         (wrong(query_start_loc=torch.tensor([0, 1, 2, 3, 4])), "max_query_len"),
         (wrong(max_query_len=1), "query_start_loc"),
         (wrong(query_starts=[0, 1, 2, 3, 4]), "query_start_loc"),
-        (wrong(query_start_loc=torch.tensor([0, 1, 2, 3, 5]), max_query_len=2), "within 4 tokens"),
+        (wrong(query_start_loc=int32(0, 1, 2, 3, 5), max_query_len=2), "within 4 tokens"),
+        (wrong(query_start_loc=int32(0, 3, 2, 3, 4), max_query_len=3), "ascend"),
+        (wrong(query_start_loc=int32(0, 0, 0, 1, 4), max_query_len=2), "a sequence has 3 tokens"),
+        (wrong(query_start_loc=int32(0, 0, 0, 0, 0), query_starts=[0, 3, 3, 3, 4], max_query_len=2), "has 3 tokens"),
+        (wrong(query_start_loc=torch.tensor([0, 1, 2, 3, 4]), max_query_len=1), "int32"),
+        (wrong(state_indices=torch.tensor([1, 2, 3, 4])), "int32"),
+        (wrong(weight=torch.zeros(3, 6, dtype=torch.float64)), "weight is torch.float64"),
+        (wrong(bias=torch.zeros(6, dtype=torch.int32)), "bias is torch.int32"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(call: Call, words: str) -> None:
@@ -175,6 +186,47 @@ def test_half_a_prefix_cache_is_refused() -> None:
     starts = torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32)
     with pytest.raises(ValueError, match="needs all of"):
         ops.causal_conv1d_prefill(**wrong(), query_start_loc=starts, num_computed_tokens=starts[1:])
+
+
+def test_initial_states_without_states_are_refused() -> None:
+    call = wrong(conv_states=None, state_indices=None, has_initial_state=torch.ones(4, dtype=torch.bool))
+    with pytest.raises(ValueError, match="has_initial_state without conv_states"):
+        ops.causal_conv1d_prefill(**call, query_start_loc=int32(0, 1, 2, 3, 4))
+
+
+def overlapping() -> Iterator[tuple[str, Call]]:
+    """Calls whose out is read elsewhere, with the name of what it overlaps."""
+    packed = torch.zeros(4, 24)
+    x, gate = packed[:, :6], packed[:, 6:12]
+    yield "gate_in", wrong(gate_in=gate, out=gate)
+    yield "gate_out", wrong(gate_out=gate, out=gate)
+    yield "gate_out", wrong(x=x, gate_out=x, out=x)
+    yield "gate_in", wrong(x=x, gate_in=gate, out=packed[:, 11:17])
+    yield "x", wrong(x=x, out=packed[:, 5:11])
+    yield "x", wrong(x=packed.view(-1)[:24].view(4, 6), out=packed.view(-1)[18:42].view(4, 6))
+    yield "x", wrong(x=packed.view(-1)[18:42].view(4, 6), out=packed.view(-1)[:24].view(4, 6))
+    yield "x", wrong(x=packed.view(-1)[:24].view(4, 6), out=x)  # begins where x does, with another row stride
+
+
+@both_ops
+@pytest.mark.parametrize(("words", "call"), list(overlapping()))
+def test_an_output_over_inputs_is_refused(name: str, words: str, call: Call) -> None:
+    form = {"query_start_loc": int32(0, 1, 2, 3, 4)} if name == PREFILL else {}
+    with pytest.raises(ValueError, match=f"out shares memory with {words};"):
+        getattr(ops, name)(**call, **form)
+
+
+@both_ops
+def test_an_output_beside_inputs_is_taken(name: str) -> None:
+    """x itself beside the gates that are packed with it, further columns of that tensor, and the memory behind it."""
+    form = {"query_start_loc": int32(0, 1, 2, 3, 4)} if name == PREFILL else {}
+    packed, line = torch.zeros(4, 24), torch.zeros(48)
+    gate_in, x, gate_out, other = packed.split(6, dim=1)
+    for out in (x, other):
+        getattr(ops, name)(**wrong(x=x, gate_in=gate_in, gate_out=gate_out, out=out), **form)
+    before, after = line.view(2, 4, 6)
+    for source, out in ((before, after), (after, before)):
+        getattr(ops, name)(**wrong(x=source, out=out), **form)
 
 
 @pytest.mark.parametrize("starts", [[1, 2, 3, 4, 4], [0, 1, 2, 3, 5]])

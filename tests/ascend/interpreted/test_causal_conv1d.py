@@ -25,7 +25,7 @@ def _pretend_npu() -> Iterator[None]:
 @both_ops
 @pytest.mark.parametrize("seed", range(24))
 def test_gives_the_float64_truth(name: str, seed: int) -> None:
-    conv_checks.check_float64(name, CALLS[name](seed, dtypes=DTYPES), in_place=seed % 3 == 0)
+    conv_checks.check_float64(name, CALLS[name](seed, dtypes=DTYPES), in_place=seed // 12 % 2 == 0)
 
 
 @both_ops
