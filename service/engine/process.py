@@ -1,6 +1,7 @@
 """The engine process: `python -m service.engine.process FD`, started by `client.py` with one end of a socket pair.
 
-Threads: the main one steps the engine and writes; one reads the socket into an inbox; one reads adapters from disk.
+Threads: the main one steps the engine and writes; one reads the socket into an inbox; one reads adapters from disk, and
+lives only while there are any to read.
 Life: the parent's death ends it, by the end of the stream and, should the reader be stuck, by the kernel's
 parent-death signal. SIGINT and SIGTERM reach a whole process group but are the parent's to judge, so they are ignored
 here. Nothing needs to be put away on kill -9: the engine only reads the store.

@@ -41,7 +41,7 @@ def test_a_chips_name_tells_what_it_can(name: str, has_triton: bool, has_bfloat1
 @pytest.mark.parametrize("device", ["npu", "npu:1"])
 def test_an_npu_without_torch_npu_is_refused_in_a_sentence(device: str) -> None:
     if ascend_runtime.importlib.util.find_spec("torch_npu") is not None:
-        pytest.skip("torch_npu is installed here, so this did not run")
+        pytest.skip("NOT RUN: torch_npu is installed here")
     with pytest.raises(BackendError, match=r"torch_npu is not installed; see docs/ascend\.md"):
         detect(device)
 
@@ -235,7 +235,7 @@ def test_a_start_survives_a_cache_that_cannot_be_written(tmp_path: Path) -> None
 @pytest.mark.parametrize("device", ["npu", "npu:1"])
 def test_an_engine_says_so_too(device: str, tmp_path: Path) -> None:
     if ascend_runtime.importlib.util.find_spec("torch_npu") is not None:
-        pytest.skip("torch_npu is installed here, so this did not run")
+        pytest.skip("NOT RUN: torch_npu is installed here")
     config = EngineConfig(model_dir=str(tmp_path), store_root=str(tmp_path), device=device)
     with pytest.raises(ValueError, match=r"torch_npu is not installed; see docs/ascend\.md"):
         build_engine(config)
