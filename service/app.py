@@ -35,6 +35,7 @@ from service.models.layouts import layout_in
 from service.settings import Settings
 from service.text.chat_template import ChatTemplate, template_source
 from service.text.tokenizer import TextTokenizer
+from service.version import server_version
 
 ROUTERS = (
     chat.router,
@@ -236,7 +237,7 @@ def _from_http(request: Request, error: HTTPException) -> Exception:
 def _openapi(app: FastAPI, *, with_keys: bool) -> Callable[[], dict[str, Any]]:
     def build() -> dict[str, Any]:
         if app.openapi_schema is None:
-            schema = get_openapi(title=app.title, version=health.server_version(), routes=app.routes)
+            schema = get_openapi(title=app.title, version=server_version(), routes=app.routes)
             chunk = ChatChunk.model_json_schema(ref_template="#/components/schemas/{model}")
             definitions = chunk.pop("$defs", {})
             finish(schema, with_keys=with_keys, open_paths=OPEN_PATHS, chunks={**definitions, "ChatChunk": chunk})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,17 +11,13 @@ from service.api.errors import NotReady
 from service.api.openapi import errors
 from service.api.schemas import HealthResponse, ReadyResponse, VersionResponse
 from service.api.state import engine_sentence, services_of
+from service.version import server_version
 
 router = APIRouter(tags=["operation"])
 
 _EXPOSITION: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus text."}
 }
-
-
-def server_version() -> str:
-    """Version of the installed distribution."""
-    return version("multilora")
 
 
 @router.get("/health", responses=errors((503,)), summary="Is the process up?")

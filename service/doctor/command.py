@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from importlib.metadata import version
 
 from rich.console import Console
 
@@ -17,6 +16,7 @@ from service.doctor.report import Report, Section
 from service.doctor.screen import show
 from service.doctor.software import look_at_environment, look_at_versions
 from service.settings import SettingsError, load_settings
+from service.version import server_version
 
 # Name and title of each section, in the order of the report; what is shown while it is at work.
 _PARTS: tuple[tuple[str, str, str, Callable[[Examination], Section]], ...] = (
@@ -57,10 +57,10 @@ def examine(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Repor
             section.find("error", "settings", str(error), "See multilora serve --help.")
         else:  # such as a working directory that is gone
             section.findings.append(fault_of(error, "settings-fault"))
-        return Report(version("multilora"), str(given.get("device", "cpu")), [section])
+        return Report(server_version(), str(given.get("device", "cpu")), [section])
     examination = Examination(settings, tell)
     sections = [_look(examination, *part) for part in _PARTS]
-    return Report(version("multilora"), settings.device, sections)
+    return Report(server_version(), settings.device, sections)
 
 
 def _look(

@@ -6,7 +6,6 @@ import importlib
 import os
 import platform
 import re
-from importlib.metadata import version
 from typing import Any
 
 from service.doctor.examination import Examination
@@ -14,6 +13,7 @@ from service.doctor.host import read_host
 from service.doctor.known import known_problems
 from service.doctor.report import Section
 from service.settings import Settings
+from service.version import server_version
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _PREFIXES = ("ASCEND_", "TRITON_", "HCCL_", "CUDA_", "NVIDIA_", "OMP_", "MKL_", "KMP_", "MULTILORA_")
@@ -40,7 +40,7 @@ def look_at_versions(examination: Examination) -> Section:
     host = read_host(torch_cuda, examination.import_errors)
     have = host.distributions
     section.facts = {
-        "multilora": version("multilora"),
+        "multilora": server_version(),
         "python": platform.python_version(),
         "system": f"{platform.system()} {_release()} {platform.machine()}",
         "torch": have.get("torch"),
