@@ -22,6 +22,11 @@ from kernels.lora.triton_cuda_kernels import lora_embedding_kernel, lora_expand_
 from kernels.platform import detect
 
 _HOPPER = (9, 0)
+# Tokens of a tile of the expand where columns do not start at multiples of 16. Tiles of 64 go through wgmma, which
+# finds operands through descriptors, and CUDA 12.8's ptxas (Triton 3.6 and 3.7 bring it) takes some of those from the
+# wrong register in these variants, which have addresses for every column: illegal accesses, or wrong results.
+# tests/support/sass.py looks for that in the variants that are used.
+_MAX_UNALIGNED_TOKENS = 32
 
 
 def lora_shrink(
@@ -125,6 +130,13 @@ def step_sizes(stack: LoraStack, max_tokens: int) -> list[int]:
     """Token counts that choose, between them, every variant that steps of 1 to max_tokens tokens can choose."""
     # Tiles and splits follow from the bucket of the table alone.
     return [min(config.max_tokens, max_tokens) for config in _Device.of(stack.a[0]).table_up_to(max_tokens)]
+
+
+def fit_columns(config: ExpandConfig, *columns: int) -> ExpandConfig:
+    """The configuration, with small tiles where any of the widths, starts and strides is no multiple of 16."""
+    if all(number % 16 == 0 for number in columns):
+        return config
+    return replace(config, block_m=min(config.block_m, _MAX_UNALIGNED_TOKENS))
 
 
 def compiled_count() -> int:
@@ -262,6 +274,7 @@ def _launch_expand(
     """h: [splits, slices, tokens, width]."""
     _check_ranks(stack, maps)
     widths = tuple(b.shape[1] for b in stack.b)
+    config = fit_columns(config, *widths, *stack.slice_starts, out.stride(0))
     num_blocks = sum(-(-width // config.block_n) for width in widths)
     grid = _grid(device, config.block_m, maps, num_blocks, config.programs_per_core)
     lora_expand_kernel[grid](

@@ -98,11 +98,29 @@ def test_kernels_equal_float64(
     run(triton_cuda, make_step(case, device=device, pad_to=pad_to), config, overwrite=overwrite)
 
 
+@pytest.mark.parametrize(
+    ("in_features", "widths", "dtype"),
+    [
+        (160, (40, 8), torch.float32),
+        (512, (256, 128), torch.bfloat16),
+        (512, (256, 72), torch.bfloat16),  # masked columns of two alignments
+        (129, (50, 9), torch.bfloat16),
+    ],
+)
 @pytest.mark.parametrize("config", sorted({c for table in TABLES.values() for c in table}, key=lambda c: c.max_tokens))
-def test_every_table_entry_is_right(config: LoraConfig, triton_cuda: ModuleType, device: str) -> None:
-    """Two slices, three kinds of rank (few, tall, taller), a segment of several tiles."""
-    num_tokens = config.shrink.block_m + 3
-    case = Case(160, (40, 8), ((16, 40, 100), (3, 0, 70)), (num_tokens, 2, 1), num_base_tokens=1, seed=num_tokens)
+def test_every_table_entry_is_right(
+    config: LoraConfig,
+    in_features: int,
+    widths: tuple[int, int],
+    dtype: torch.dtype,
+    triton_cuda: ModuleType,
+    device: str,
+) -> None:
+    """Two slices, four kinds of rank (few, tall, taller, in parts), segments of several tiles and of one token."""
+    block_m = config.shrink.block_m
+    ranks = ((16, 40, 100, 200), (3, 0, 70, 130))
+    lengths = (block_m + 3, 2, block_m, 1)
+    case = Case(in_features, widths, ranks, lengths, num_base_tokens=1, dtype=dtype, seed=block_m)
     run(triton_cuda, make_step(case, device=device), config)
 
 
@@ -192,9 +210,14 @@ def test_compiles_for_hopper_without_a_gpu(device: str) -> None:
     """Every kernel in every configuration of the tables, down to machine code within the shared memory of a core."""
     if device != "cpu":
         pytest.skip("NOT RUN: on a GPU the other tests compile for that GPU")
-    sizes = [int(line.split()[-1]) for line in run_compiling("compile_lora.py").splitlines()]
-    assert len(sizes) == 3 * len({config for table in TABLES.values() for config in table}) + 1
+    *lines, faulty = run_compiling("compile_lora.py", "--with-faulty-variant").splitlines()
+    sizes = [int(line.split()[-1]) for line in lines]
+    configs = {config for table in TABLES.values() for config in table}
+    num_large = sum(config.shrink.block_m >= 64 for config in configs)
+    assert len(sizes) == 3 * len(configs) + 2 * num_large + 2
     assert max(sizes) <= 227 * 1024
+    # The search for descriptors finds the fault of ptxas that `fit_columns` goes around.
+    assert faulty.startswith("faulty: ") and faulty != "faulty: 0"
 
 
 def test_nothing_is_compiled_after_warm_up(device: str) -> None:
@@ -206,11 +229,13 @@ def test_nothing_is_compiled_after_warm_up(device: str) -> None:
     assert num_later == 0
 
 
-def run_compiling(script: str) -> str:
+def run_compiling(script: str, *arguments: str) -> str:
     """Standard output of a script of tests/support, in a process whose Triton compiles rather than interprets."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     file = Path(__file__).parents[1] / "support" / script
-    result = subprocess.run([sys.executable, file], env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(
+        [sys.executable, file, *arguments], env=environment, capture_output=True, text=True, check=False
+    )
     assert result.returncode == 0, result.stderr[-2000:]
     return result.stdout
 
@@ -242,7 +267,7 @@ def fill(rows: LoraStack, step: Step) -> None:
     rows.scalings.copy_(step.stack.scalings)
 
 
-@pytest.mark.parametrize("num_tokens", [8, 64, 200, 400])
+@pytest.mark.parametrize("num_tokens", [8, 64, 200, 400, 2000, 16384])
 def test_captured_once_replayed_with_other_mixes(num_tokens: int, triton_cuda: ModuleType, device: str) -> None:
     """One capture, 50 random mixes of adapters, ranks and tokens: bit-equal to eager, and nothing is compiled."""
     if device == "cpu":
