@@ -171,9 +171,10 @@ def _head(x_ptr, states_ptr, gate_in_ptr, gate_out_ptr, out_ptr, starts_ptr, lin
           first_block_ptr, last_block_ptr, computed_ptr, sequence, taps, bias, block_size_tokens, pad_slot, stride_x,
           stride_gate_in, stride_gate_out, stride_out, stride_line, stride_row, stride_lines, channel, mask,
           SILU: tl.constexpr, NATIVE: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
-    """The first WIDTH - 1 tokens of a sequence, which reach into its history, and every state it leaves behind.
+    """The first WIDTH - 1 tokens of a sequence, which reach into its history, and the states it leaves behind.
 
-    One program reads the old state and writes all new ones, so that no other can overtake it.
+    One program reads the old state and writes all new ones that need it or lie in its line, so that no other can
+    overtake it.
     """
     HALO: tl.constexpr = WIDTH - 1
     start = tl.load(starts_ptr + sequence)
@@ -208,16 +209,50 @@ def _head(x_ptr, states_ptr, gate_in_ptr, gate_out_ptr, out_ptr, starts_ptr, lin
         tl.debug_barrier()
         if first_block_ptr is not None:
             if is_live:
+                # The others are written by the tiles, see `_write_boundaries`.
                 computed = tl.load(computed_ptr + sequence)
-                for block in range(tl.load(first_block_ptr + sequence), tl.load(last_block_ptr + sequence)):
+                first_block = tl.load(first_block_ptr + sequence)
+                last_block = tl.load(last_block_ptr + sequence)
+                source_block = tl.load(source_block_ptr + sequence)
+                early = tl.maximum(tl.minimum((computed + HALO - 1) // block_size_tokens, last_block), first_block)
+                for index in range(early - first_block + 1):
+                    block = tl.where(first_block + index < early, first_block + index, source_block)
                     boundary = (block + 1) * block_size_tokens - computed
-                    line = tl.load(lines_ptr + sequence.to(tl.int64) * stride_lines + block)
-                    is_crossed = (boundary > 0) & (boundary <= length) & (line > NULL_LINE) & (line != pad_slot)
+                    is_mine = (first_block + index < early) | ((source_block >= early) & (source_block < last_block))
+                    is_mine = is_mine & (boundary > 0) & (boundary <= length)
+                    line = tl.load(lines_ptr + sequence.to(tl.int64) * stride_lines + block, mask=is_mine, other=0)
+                    is_mine = is_mine & (line > NULL_LINE) & (line != pad_slot)
                     kept = _state(boundary, start, history, x_ptr, gate_in_ptr, stride_x, stride_gate_in, channel,
-                                  mask & is_crossed, HALO)  # fmt: skip
-                    _write_state(kept, states_ptr, line.to(tl.int64), stride_line, stride_row, channel,
-                                 mask & is_crossed, HALO)  # fmt: skip
+                                  mask & is_mine, HALO)  # fmt: skip
+                    _write_state(kept, states_ptr, line.to(tl.int64), stride_line, stride_row, channel, mask & is_mine,
+                                 HALO)  # fmt: skip
         _write_state(final, states_ptr, target, stride_line, stride_row, channel, mask & is_live & is_kept, HALO)
+
+
+@triton.jit
+def _write_boundaries(x_ptr, states_ptr, gate_in_ptr, lines_ptr, source_block_ptr, first_block_ptr, last_block_ptr,
+                      computed_ptr, sequence, start, first_token, end_token, block_size_tokens, pad_slot, stride_x,
+                      stride_gate_in, stride_line, stride_row, stride_lines, channel, mask,
+                      HALO: tl.constexpr):  # fmt: skip
+    """The states after the block boundaries of a sequence that tokens [first_token, end_token) of a tile end at.
+
+    But for those that `_head` writes: they reach into the history, or replace the line that it is read from.
+    """
+    computed = tl.load(computed_ptr + sequence)
+    source_block = tl.load(source_block_ptr + sequence)
+    done = tl.maximum(first_token - start, HALO - 1) + computed  # tokens before any boundary of this tile
+    first_block = tl.maximum(done // block_size_tokens, tl.load(first_block_ptr + sequence))
+    end_block = tl.minimum((end_token - start + computed) // block_size_tokens, tl.load(last_block_ptr + sequence))
+    no_history = ()
+    for _ in tl.static_range(HALO):
+        no_history = no_history + (tl.zeros(channel.shape, tl.float32),)
+    for index in range(end_block - first_block):
+        block = first_block + index
+        line = tl.load(lines_ptr + sequence.to(tl.int64) * stride_lines + block)
+        is_mine = mask & (line > NULL_LINE) & (line != pad_slot) & (block != source_block)
+        kept = _state((block + 1) * block_size_tokens - computed, start, no_history, x_ptr, gate_in_ptr, stride_x,
+                      stride_gate_in, channel, is_mine, HALO)  # fmt: skip
+        _write_state(kept, states_ptr, line.to(tl.int64), stride_line, stride_row, channel, is_mine, HALO)
 
 
 @triton.jit(do_not_specialize=_METADATA)
@@ -314,6 +349,12 @@ def _prefill_kernel(
         start = tl.load(starts_ptr + sequence)
         end = tl.load(starts_ptr + sequence + 1)
         _, is_live = _line(lines_ptr, source_block_ptr, sequence, stride_lines, pad_slot, True)
+        if first_block_ptr is not None:
+            if is_live:
+                _write_boundaries(x_ptr, states_ptr, gate_in_ptr, lines_ptr, source_block_ptr, first_block_ptr,
+                                  last_block_ptr, computed_ptr, sequence, start, first_token, tl.minimum(end, stop),
+                                  block_size_tokens, pad_slot, stride_x, stride_gate_in, stride_line, stride_row,
+                                  stride_lines, channel, mask, HALO)  # fmt: skip
         lowest = start + HALO - first_token  # the rows before belong to the head
         highest = end - first_token
         if is_live & (lowest <= 0) & (highest >= BLOCK_T):
