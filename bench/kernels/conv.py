@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,19 +37,24 @@ PREFILL_ROWS = {  # (channels, width, tokens, sequences): best peer, microsecond
     (8192, 4, 2048, 1): 24.8,
 }
 UPDATE_BAR, PREFILL_BAR, COPY_BAR = 0.88, 0.82, 0.85
+OTHER_UPDATE_ROWS = ((2048, 3, 256), (2048, 3, 32))  # LFM2's own form; no peer's time is known
+OTHER_PREFILL_ROWS = ((2048, 3, 16384, 8), (2048, 3, 2048, 1))
+PREFIX_CACHE_ROWS = ((2048, 4, 16384, 8), (2048, 4, 16384, 1))
+BLOCK_SIZE_TOKENS = 128
 
 
 @dataclass(frozen=True)
 class Result:
-    """One measured row; `bytes_moved` counts x, output, states read and written, weights, bias: each once."""
+    """One measured row; `bytes_moved` counts x, gates, output, states read and written, weights, bias: each once."""
 
     name: str
     microseconds: float
-    peer_microseconds: float
+    peer_microseconds: float | None
     bytes_moved: int
 
     @property
     def ratio(self) -> float:
+        assert self.peer_microseconds is not None
         return self.microseconds / self.peer_microseconds
 
 
@@ -86,10 +92,45 @@ def prefill_arguments(
     }
 
 
+def gated(arguments: dict[str, Any]) -> dict[str, Any]:
+    """LFM2's form: x between two gates, as thirds of one projection; no bias, no activation."""
+    tokens, dim = arguments["x"].shape
+    thirds = torch.randn(tokens, 3 * dim, device=arguments["x"].device).bfloat16()
+    gate_in, gate_out, x = thirds.chunk(3, dim=1)
+    return arguments | {"x": x, "gate_in": gate_in, "gate_out": gate_out, "bias": None, "activation": None}
+
+
+def with_prefix_cache(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Each sequence begins with this chunk, and keeps the state after every block of it in the block's own line."""
+    (num_tokens, dim), device = arguments["x"].shape, arguments["x"].device
+    num_sequences = len(arguments["query_start_loc"]) - 1
+    num_blocks = num_tokens // num_sequences // BLOCK_SIZE_TOKENS
+    num_lines = num_sequences * num_blocks
+    state_len = arguments["conv_states"].shape[1]
+
+    def ints(value: int) -> torch.Tensor:
+        return torch.full((num_sequences,), value, dtype=torch.int32, device=device)
+
+    return arguments | {
+        "conv_states": torch.randn(num_lines + 1, state_len, dim, device=device).bfloat16(),
+        "state_indices": (torch.randperm(num_lines, device=device).int() + 1).view(num_sequences, num_blocks),
+        "has_initial_state": torch.zeros(num_sequences, device=device, dtype=torch.bool),
+        "initial_state_idx": ints(0),
+        "block_idx_first_scheduled_token": ints(0),
+        "block_idx_last_scheduled_token": ints(num_blocks - 1),
+        "num_computed_tokens": ints(0),
+        "block_size_tokens": BLOCK_SIZE_TOKENS,
+    }
+
+
 def bytes_moved(arguments: dict[str, Any]) -> int:
     x, states, weight = arguments["x"], arguments["conv_states"], arguments["weight"]
     kept = (states.shape[0] - 1) * states.shape[1] * states.shape[2] * states.element_size()
-    return 2 * x.numel() * x.element_size() + 2 * kept + (weight.numel() + weight.shape[1]) * weight.element_size()
+    num_passes = 2 + sum(gate in arguments for gate in ("gate_in", "gate_out"))
+    num_weights = weight.numel() + (0 if arguments["bias"] is None else weight.shape[1])
+    # The prefix-cache rows have no history to read.
+    state_passes = 1 if "block_size_tokens" in arguments else 2
+    return num_passes * x.numel() * x.element_size() + state_passes * kept + num_weights * weight.element_size()
 
 
 def check(op_name: str, arguments: dict[str, Any]) -> None:
@@ -105,27 +146,32 @@ def check(op_name: str, arguments: dict[str, Any]) -> None:
     assert torch.equal(states.cpu(), host["conv_states"]), "the states differ"
 
 
-def measure(name: str, op_name: str, sets: list[dict[str, Any]], peer_microseconds: float) -> Result:
+Make = Callable[..., dict[str, Any]]
+
+
+def measure(name: str, op_name: str, make: Callable[[], dict[str, Any]], peer_microseconds: float | None) -> Result:
+    """Check and time one row over as many sets of arguments as the harness rotates; `make` makes one."""
+    first = make()
+    sets = [first] + [make() for _ in range(max(2, num_sets(bytes_moved(first))) - 1)]
     for arguments in sets:
         check(op_name, arguments)
     op = getattr(ops, op_name)
     microseconds = time_graph([lambda chosen=chosen: op(**chosen) for chosen in sets])
-    return Result(name, microseconds, peer_microseconds, bytes_moved(sets[0]))
+    return Result(name, microseconds, peer_microseconds, bytes_moved(first))
 
 
-def measure_update(dim: int, width: int, num_sequences: int) -> Result:
-    first = update_arguments(dim, width, num_sequences)
-    sets = [first] + [update_arguments(dim, width, num_sequences) for _ in range(num_sets(bytes_moved(first)) - 1)]
-    name = f"conv.update.d{dim}.w{width}.b{num_sequences}"
-    return measure(name, "causal_conv1d_update", sets, UPDATE_ROWS[dim, width, num_sequences])
+def measure_update(row: tuple[int, int, int], form: str = "", change: Make = dict) -> Result:
+    """One row of updates, its arguments put into another form by `change`."""
+    name = f"conv.update{form}.d{row[0]}.w{row[1]}.b{row[2]}"
+    peer = None if form else UPDATE_ROWS[row]
+    return measure(name, "causal_conv1d_update", lambda: change(update_arguments(*row)), peer)
 
 
-def measure_prefill(dim: int, width: int, num_tokens: int, num_sequences: int) -> Result:
-    row = (dim, width, num_tokens, num_sequences)
-    first = prefill_arguments(*row)
-    sets = [first] + [prefill_arguments(*row) for _ in range(max(2, num_sets(bytes_moved(first))) - 1)]
-    name = f"conv.prefill.d{dim}.w{width}.t{num_tokens}.s{num_sequences}"
-    return measure(name, "causal_conv1d_prefill", sets, PREFILL_ROWS[row])
+def measure_prefill(row: tuple[int, int, int, int], form: str = "", change: Make = dict) -> Result:
+    """One row of prefills, its arguments put into another form by `change`."""
+    name = f"conv.prefill{form}.d{row[0]}.w{row[1]}.t{row[2]}.s{row[3]}"
+    peer = None if form else PREFILL_ROWS[row]
+    return measure(name, "causal_conv1d_prefill", lambda: change(prefill_arguments(*row)), peer)
 
 
 def report(title: str, results: list[Result], bar: float) -> None:
@@ -140,20 +186,34 @@ def report(title: str, results: list[Result], bar: float) -> None:
     )
 
 
+def report_others(results: list[Result], copy_bytes_per_microsecond: float) -> None:
+    """Forms that no peer was measured with, against `copy_` of as many bytes."""
+    print("| other forms | us | TB/s | of copy_'s rate |\n|---|---|---|---|")
+    for result in results:
+        rate = result.bytes_moved / result.microseconds
+        share = rate / copy_bytes_per_microsecond
+        print(f"| {result.name} | {result.microseconds:.2f} | {rate / 1e6:.2f} | {share:.0%} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write the rows")
     options = parser.parse_args()
-    updates = [measure_update(*row) for row in UPDATE_ROWS]
-    prefills = [measure_prefill(*row) for row in PREFILL_ROWS]
+    updates = [measure_update(row) for row in UPDATE_ROWS]
+    prefills = [measure_prefill(row) for row in PREFILL_ROWS]
+    others = [measure_update(row, ".lfm2", gated) for row in OTHER_UPDATE_ROWS]
+    others += [measure_prefill(row, ".lfm2", gated) for row in OTHER_PREFILL_ROWS]
+    others += [measure_prefill(row, ".blocks", with_prefix_cache) for row in PREFIX_CACHE_ROWS]
     report("update", updates, UPDATE_BAR)
     report("prefill", prefills, PREFILL_BAR)
     large = prefills[list(PREFILL_ROWS).index((8192, 4, 16384, 1))]
     copy = copy_microseconds(16384 * 8192 * 2)
     share = copy / large.microseconds
-    print(f"copy_ of 16384 x 8192: {copy:.1f} us; prefill runs at {share:.1%} of its rate (bar {COPY_BAR:.0%})")
+    print(f"copy_ of 16384 x 8192: {copy:.1f} us; prefill runs at {share:.1%} of its rate (bar {COPY_BAR:.0%})\n")
+    report_others(others, 2 * 16384 * 8192 * 2 / copy)
     if options.json:
         rows = [{**asdict(result), "ratio": result.ratio} for result in updates + prefills]
+        rows += [asdict(result) for result in others]
         options.json.write_text(json.dumps({"rows": rows, "copy_microseconds": copy}, indent=1))
 
 

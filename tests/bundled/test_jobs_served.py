@@ -17,11 +17,16 @@ MAX_TOKENS = 96
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, device: str) -> Iterator[Server]:
     """The bundled model with its bundled adapters, and room for all cases at once."""
     work_dir = tmp_path_factory.mktemp("bundled")
     with running_server(
-        BASE_DIR, work_dir, max_batch_items=NUM_ITEMS, max_queued_requests=NUM_ITEMS, kv_bytes="32MiB"
+        BASE_DIR,
+        work_dir,
+        max_batch_items=NUM_ITEMS,
+        max_queued_requests=NUM_ITEMS,
+        kv_bytes="32MiB",
+        device=device,
     ) as running:
         yield running
 
