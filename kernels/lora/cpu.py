@@ -8,8 +8,10 @@ gathered once per adapter (never per token) where they are not. Long segments go
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 
 import torch
 
@@ -20,6 +22,7 @@ from kernels.lora.maps import LoraMaps, LoraStack, Segment
 _LENGTH_CLASSES_TOKENS = (16, 64)
 _RANK_CLASSES = (16, 64, 256)
 _MAX_CACHED_STEPS = 4
+_MAX_KEPT_VIEWS = 64  # of a stack
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +49,8 @@ class _Batch:
     first_row, row_step  adapter i's rows begin at first_row + i * row_step; row_step 0: read through `rows`
     rows         int64 [S * R] row of each padded rank (an adapter's last row repeats), or None
     scaling      float32 [S, 1, R], zero beyond an adapter's rank
+    factor       the one scaling of all segments, which then costs no pass of its own, or None. Padding to a larger rank
+                 leaves none, as `scaling` also masks the repeated rows
     """
 
     num_segments: int
@@ -60,6 +65,7 @@ class _Batch:
     row_step: int
     rows: torch.Tensor | None
     scaling: torch.Tensor
+    factor: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +159,7 @@ def _linear_in_order(x: torch.Tensor, out: torch.Tensor, stack: LoraStack, maps:
         for one in plan.solos:
             _run_solo(x, target, a, b, one, overwrite)
         for batch in plan.batches:
-            _run_batch(_padded_x(x, batch, padded), target, a, b, batch, overwrite)
+            _run_batch(_padded_x(x, batch, padded), target, stack, s, batch, overwrite)
         if overwrite:
             for start, end in plan.untargeted:
                 target[start:end].zero_()
@@ -182,39 +188,48 @@ def _padded_x(x: torch.Tensor, batch: _Batch, padded: dict[int, torch.Tensor]) -
     return padded[key]
 
 
-def _run_batch(
-    x: torch.Tensor, target: torch.Tensor, a: torch.Tensor, b: torch.Tensor, batch: _Batch, overwrite: bool
-) -> None:
-    h = torch.bmm(x, _batch_rows(a, batch).transpose(1, 2))  # [S, L, R]
-    h *= batch.scaling
-    b_rows = _batch_rows(b, batch)  # [S, R, width]
+def _run_batch(x: torch.Tensor, target: torch.Tensor, stack: LoraStack, s: int, batch: _Batch, overwrite: bool) -> None:
+    h = torch.bmm(x, _batch_rows(stack, s, batch, of_b=False).transpose(1, 2))  # [S, L, R]
+    factor = batch.factor
+    if factor is None:
+        h *= batch.scaling
+        factor = 1.0
+    b_rows = _batch_rows(stack, s, batch, of_b=True)  # [S, R, width]
     rows = target[batch.start : batch.end]
     if batch.tokens is None and not overwrite and rows.dtype == torch.float32 and rows.is_contiguous():
-        rows.unflatten(0, (batch.num_segments, batch.length)).baddbmm_(h, b_rows)
+        rows.view(batch.num_segments, batch.length, -1).baddbmm_(h, b_rows, alpha=factor)
         return
     delta = torch.bmm(h, b_rows).flatten(0, 1)  # [S * L, width]
     if batch.members is not None:
         tokens, positions = batch.members
-        delta = delta.index_select(0, positions)
+        delta = delta.index_select(0, positions) * factor
         target[tokens] = delta.to(target.dtype) if overwrite else (target[tokens] + delta).to(target.dtype)
         return
     if batch.valid is not None:
         delta = delta.index_select(0, batch.valid)
-    _ = rows.copy_(delta) if overwrite else rows.add_(delta)
+    _ = rows.copy_(delta.mul_(factor)) if overwrite else rows.add_(delta, alpha=factor)
 
 
-def _batch_rows(stacked: torch.Tensor, batch: _Batch) -> torch.Tensor:
-    """The batch's rows of `stacked` as float32 [S, R, columns]: a view where the ranges are evenly spaced."""
-    columns = stacked.shape[1]
-    if batch.rows is None:
+def _batch_rows(stack: LoraStack, s: int, batch: _Batch, *, of_b: bool) -> torch.Tensor:
+    """The batch's rows of a[s] or b[s] as float32 [S, R, columns]: a view where the ranges are evenly spaced."""
+    stacked = stack.b[s] if of_b else stack.a[s]
+    if batch.rows is not None:
+        return stacked.index_select(0, batch.rows).float().unflatten(0, (batch.num_segments, batch.rank))
+    key = (s, of_b, batch.first_row, batch.row_step, batch.num_segments, batch.rank)
+    view = stack.views.get(key)
+    if view is None:  # making one costs as much as the call of a small product
+        if len(stack.views) >= _MAX_KEPT_VIEWS:
+            stack.views.clear()
+        columns = stacked.shape[1]
         shape, strides = (batch.num_segments, batch.rank, columns), (batch.row_step * columns, columns, 1)
-        return stacked.as_strided(shape, strides, stacked.storage_offset() + batch.first_row * columns).float()
-    return stacked.index_select(0, batch.rows).float().unflatten(0, (batch.num_segments, batch.rank))
+        view = stacked.as_strided(shape, strides, stacked.storage_offset() + batch.first_row * columns)
+        stack.views[key] = view
+    return view.float()
 
 
 # The layers of a step ask for the same few plans again and again. Keyed by identity of the segments, which the entry
 # keeps alive, so that an identity is never reused while its entry exists.
-_plans: dict[int, tuple[tuple[Segment, ...], dict[tuple[object, ...], _Plan]]] = {}
+_plans: dict[int, tuple[tuple[Segment, ...], Callable[[Sequence[object]], object], dict[object, _Plan]]] = {}
 
 
 def _plan(segments: tuple[Segment, ...], stack: LoraStack, s: int) -> _Plan:
@@ -222,12 +237,13 @@ def _plan(segments: tuple[Segment, ...], stack: LoraStack, s: int) -> _Plan:
     if entry is None:
         while len(_plans) >= _MAX_CACHED_STEPS:
             del _plans[next(iter(_plans))]
-        entry = _plans[id(segments)] = (segments, {})
+        entry = _plans[id(segments)] = (segments, itemgetter(*(segment.place for segment in segments)), {})
+    _, of_places, plans = entry
     ranks, scalings = stack.host_ranks[s], stack.host_scalings[s]
-    key = (stack.group, *((ranks[segment.place], scalings[segment.place]) for segment in segments))
-    plan = entry[1].get(key)
+    key = (stack.group, of_places(ranks), of_places(scalings))
+    plan = plans.get(key)
     if plan is None:
-        plan = entry[1][key] = _make_plan(segments, stack.group, ranks, scalings)
+        plan = plans[key] = _make_plan(segments, stack.group, ranks, scalings)
     return plan
 
 
@@ -281,8 +297,21 @@ def _make_batch(members: list[_Solo]) -> _Batch:
     if row_step <= 0 or not evenly or any(one.rank != rank for one in members):
         row_step = 0
         rows = torch.tensor([one.first_row + min(j, one.rank - 1) for one in members for j in range(rank)])
+    is_uniform = all(one.rank == rank and one.scaling == members[0].scaling for one in members)
     return _Batch(
-        len(members), length, rank, start, end, tokens, valid, pairs, members[0].first_row, row_step, rows, scaling
+        num_segments=len(members),
+        length=length,
+        rank=rank,
+        start=start,
+        end=end,
+        tokens=tokens,
+        valid=valid,
+        members=pairs,
+        first_row=members[0].first_row,
+        row_step=row_step,
+        rows=rows,
+        scaling=scaling,
+        factor=members[0].scaling if is_uniform else None,
     )
 
 

@@ -60,6 +60,7 @@ class LoraStack:
     host_ranks, host_scalings
                  the same two tables as nested lists [slice][place], changed by the pool together with the tensors, for
                  implementations that run on the host
+    views        views of a and b that an implementation keeps for its next steps; they end with the stack
     """
 
     a: tuple[torch.Tensor, ...]
@@ -70,3 +71,4 @@ class LoraStack:
     slice_starts: tuple[int, ...]
     host_ranks: list[list[int]] = field(default_factory=list)
     host_scalings: list[list[float]] = field(default_factory=list)
+    views: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict, repr=False)
