@@ -216,14 +216,14 @@ def _batch_rows(stack: LoraStack, s: int, batch: _Batch, *, of_b: bool) -> torch
     if batch.rows is not None:
         return stacked.index_select(0, batch.rows).float().unflatten(0, (batch.num_segments, batch.rank))
     key = (s, of_b, batch.first_row, batch.row_step, batch.num_segments, batch.rank)
-    view = stack.views.get(key)
+    view = stack.kept.get(key)
     if view is None:  # making one costs as much as the call of a small product
-        if len(stack.views) >= _MAX_KEPT_VIEWS:
-            stack.views.clear()
+        if len(stack.kept) >= _MAX_KEPT_VIEWS:
+            stack.kept.clear()
         columns = stacked.shape[1]
         shape, strides = (batch.num_segments, batch.rank, columns), (batch.row_step * columns, columns, 1)
         view = stacked.as_strided(shape, strides, stacked.storage_offset() + batch.first_row * columns)
-        stack.views[key] = view
+        stack.kept[key] = view
     return view.float()
 
 

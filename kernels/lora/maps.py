@@ -60,7 +60,7 @@ class LoraStack:
     host_ranks, host_scalings
                  the same two tables as nested lists [slice][place], changed by the pool together with the tensors, for
                  implementations that run on the host
-    views        views of a and b that an implementation keeps for its next steps; they end with the stack
+    kept         what an implementation derived from where a and b lie, for its next steps; it ends with the stack
     """
 
     a: tuple[torch.Tensor, ...]
@@ -71,4 +71,9 @@ class LoraStack:
     slice_starts: tuple[int, ...]
     host_ranks: list[list[int]] = field(default_factory=list)
     host_scalings: list[list[float]] = field(default_factory=list)
-    views: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict, repr=False)
+    kept: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict, repr=False)
+
+
+def largest_active_rank(stack: LoraStack, maps: LoraMaps) -> int:
+    """The largest rank that an adapter of the step has in any slice; looks at active adapters only."""
+    return max((ranks[segment.place] for ranks in stack.host_ranks for segment in maps.segments), default=0)

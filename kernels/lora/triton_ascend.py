@@ -23,7 +23,7 @@ import torch
 
 from kernels.ascend_runtime import check_launch
 from kernels.lora.limits import MAX_KERNEL_RANK
-from kernels.lora.maps import LoraMaps, LoraStack
+from kernels.lora.maps import LoraMaps, LoraStack, largest_active_rank
 from kernels.lora.triton_ascend_tiles import Regime, choose
 from kernels.platform import in_use
 
@@ -85,6 +85,8 @@ def lora_linear(
     """See `ops.lora_linear`. Two launches; a row index costs a copy of x and of out before and after them."""
     x = _ordered(x, row_index).to(stack.a[0].dtype)
     regime = _regime(x, maps)
+    largest = largest_active_rank(stack, maps)
+    assert largest <= MAX_KERNEL_RANK, f"the kernels take ranks up to {MAX_KERNEL_RANK}, not {largest}"
     h = _workspace(stack, x.shape[1], maps.num_tokens, regime)
     plan_shrink(x, h, stack, maps, regime).run()
     _expand(h, out, stack, maps, regime, overwrite, row_index)
@@ -165,7 +167,7 @@ def plan_shrink(x: torch.Tensor, h: torch.Tensor, stack: LoraStack, maps: LoraMa
     split_size = regime.split_size(x.shape[1], num_splits)
     arguments = {
         "x_ptr": x,
-        "a_table": _addresses(stack.a),
+        "a_table": _addresses(stack),
         "h_ptr": h,
         **_map_arguments(stack, maps),
         "scalings": stack.scalings,
@@ -275,8 +277,6 @@ _outgrown: list[torch.Tensor] = []
 
 def _workspace(stack: LoraStack, in_features: int, num_tokens: int, regime: Regime) -> torch.Tensor:
     """h, uninitialised. It is as wide as any rank, so that a captured graph stays valid when other adapters come."""
-    largest = max((rank for ranks in stack.host_ranks for rank in ranks), default=0)
-    assert largest <= MAX_KERNEL_RANK, f"the kernels take ranks up to {MAX_KERNEL_RANK}, not {largest}"
     device, dtype = stack.a[0].device, stack.a[0].dtype
     shape = partials_shape(in_features, num_tokens, len(stack.a), MAX_KERNEL_RANK, regime)
     num_bytes = math.prod(shape) * dtype.itemsize
@@ -287,24 +287,21 @@ def _workspace(stack: LoraStack, in_features: int, num_tokens: int, regime: Regi
     return _workspaces[device][:num_bytes].view(dtype).view(shape)
 
 
-# Tables that depend only on where a stack's rows lie, which does not change while a model serves; by their content.
-_tables: dict[tuple[Any, ...], torch.Tensor] = {}
-
-
-def _table(values: tuple[Any, ...], device: torch.device) -> torch.Tensor:
-    key = (device, values)
-    if key not in _tables:
-        _tables[key] = torch.tensor(values, dtype=torch.int64, device=device)
-    return _tables[key]
-
-
-def _addresses(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    return _table(tuple(tensor.data_ptr() for tensor in tensors), tensors[0].device)
+def _addresses(stack: LoraStack) -> torch.Tensor:
+    """int64 [slices]: where A of each slice begins. Kept, as rows do not move while a stack lives."""
+    key = ("addresses of a",)
+    if key not in stack.kept:
+        addresses = [a.data_ptr() for a in stack.a]
+        stack.kept[key] = torch.tensor(addresses, dtype=torch.int64, device=stack.a[0].device)
+    return stack.kept[key]
 
 
 def _column_chunks(stack: LoraStack, block: int) -> torch.Tensor:
     """int64 [chunks, 2]: address of B at the chunk's first column; and, packed from the low end, slice (6 bits),
-    columns of the chunk (10), columns of the slice (24), and the chunk's first column in the output."""
+    columns of the chunk (10), columns of the slice (24), and the chunk's first column in the output. Kept."""
+    key = ("column chunks of b", block)
+    if key in stack.kept:
+        return stack.kept[key]
     chunks: list[tuple[int, int]] = []
     assert len(stack.b) < 1 << 6, "the kernels take up to 63 slices"
     for s, (b, start) in enumerate(zip(stack.b, stack.slice_starts, strict=True)):
@@ -313,4 +310,5 @@ def _column_chunks(stack: LoraStack, block: int) -> torch.Tensor:
         for column in range(0, slice_width, block):
             packed = start + column << 40 | slice_width << 16 | min(block, slice_width - column) << 6 | s
             chunks.append((b.data_ptr() + column * b.element_size(), packed))
-    return _table(tuple(chunks), stack.b[0].device)
+    table = stack.kept[key] = torch.tensor(chunks, dtype=torch.int64, device=stack.b[0].device)
+    return table

@@ -16,7 +16,7 @@ import torch
 import triton
 
 from kernels.lora.limits import MAX_KERNEL_RANK
-from kernels.lora.maps import LoraMaps, LoraStack
+from kernels.lora.maps import LoraMaps, LoraStack, largest_active_rank
 from kernels.lora.triton_cuda_configs import ExpandConfig, LoraConfig, ShrinkConfig, config_for
 from kernels.lora.triton_cuda_kernels import lora_embedding_kernel, lora_expand_kernel, lora_shrink_kernel
 from kernels.platform import detect
@@ -340,6 +340,5 @@ def _padded_segments(maps: LoraMaps) -> int:
 
 
 def _check_ranks(stack: LoraStack, maps: LoraMaps) -> None:
-    """Look at the active adapters only: this runs for every launch that is not replayed."""
-    largest = max((ranks[segment.place] for ranks in stack.host_ranks for segment in maps.segments), default=0)
+    largest = largest_active_rank(stack, maps)
     assert largest <= MAX_KERNEL_RANK, f"the kernels take ranks up to {MAX_KERNEL_RANK}, not {largest}"

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import pytest
@@ -278,6 +279,17 @@ def test_wrong_arguments_are_named(change: object, message: str, device: str) ->
     x, out = change(step)  # type: ignore[operator]
     with pytest.raises(AssertionError, match=message):
         ops.lora_linear(x, out, step.stack, step.maps)
+
+
+def test_narrow_h_is_named(device: str) -> None:
+    """An expand of more ranks than h has columns would read the next token's."""
+    step = make_step(Case(16, (8,), ((40, 4),), (2, 2)), device=device)
+    for width, is_right in ((16, False), (32, False), (48, True)):
+        h = torch.zeros(1, step.maps.num_tokens, width, device=device)
+        with contextlib.nullcontext() if is_right else pytest.raises(AssertionError, match="narrower"):
+            ops.lora_expand(h, step.out, step.stack, step.maps)
+        with contextlib.nullcontext() if is_right else pytest.raises(AssertionError, match="narrower"):
+            ops.lora_shrink(step.x, step.stack, step.maps, out=h)
 
 
 def test_stale_plan_is_not_reused(device: str) -> None:
