@@ -90,24 +90,32 @@ def compile_shrink(config: ShrinkConfig, unaligned: Collection[str] = ()) -> lis
 
 
 def compile_expand(
-    config: ExpandConfig, num_splits: int, h_type: str = "", unaligned: Collection[str] = ()
+    config: ExpandConfig,
+    num_splits: int,
+    h_type: str = "",
+    unaligned: Collection[str] = (),
+    dtype: str = "bf16",
+    num_slices: int = NUM_SLICES,
+    **constants: Any,
 ) -> list[str]:
-    """The expand of a bfloat16 model into slices of even width, or of widths that are no multiple of anything."""
+    """The expand into slices of even width, or of widths that are no multiple of anything."""
+    given = {"row_index_ptr": "*i64"} if constants.get("HAS_INDEX") else {}
     return compile_kernel(
         kernels.lora_expand_kernel,
         {
-            "h_ptr": h_type or ("*fp32" if num_splits > 1 else "*bf16"),
-            "b_ptrs": ("*bf16",) * NUM_SLICES,
-            "out_ptr": "*bf16",
-            "widths": ("i32",) * NUM_SLICES,
-            "slice_starts": ("i32",) * NUM_SLICES,
+            "h_ptr": h_type or ("*fp32" if num_splits > 1 else f"*{dtype}"),
+            "b_ptrs": (f"*{dtype}",) * num_slices,
+            "out_ptr": f"*{dtype}",
+            **given,
+            "widths": ("i32",) * num_slices,
+            "slice_starts": ("i32",) * num_slices,
             "out_stride": "i32",
             **MAPS,
             **STRIDES,
         },
         {
-            "row_index_ptr": None,
-            "NUM_SLICES": NUM_SLICES,
+            **({} if given else {"row_index_ptr": None}),
+            "NUM_SLICES": num_slices,
             "NUM_SPLITS": num_splits,
             "MAX_SEGMENTS": 64,
             "BLOCK_M": config.block_m,
@@ -119,6 +127,7 @@ def compile_expand(
             "OVERWRITE": False,
             "HAS_INDEX": False,
             "DEPENDENT_LAUNCH": True,
+            **constants,
         },
         {"num_warps": config.num_warps, "maxnreg": config.max_registers, "launch_pdl": True},
         unaligned,
@@ -154,6 +163,9 @@ if __name__ == "__main__":
         if entry.shrink.block_m >= 64:  # others are not multiplied by wgmma
             found += compile_shrink(entry.shrink, ("in_features", "x_stride"))
             found += compile_expand(fit_columns(entry.expand, 1), splits, unaligned=COLUMNS)
+            # Widths that are multiples of 16, but not of a block, with each further option once.
+            found += compile_expand(entry.expand, splits, dtype="fp16", num_slices=3, EVEN_N=False, HAS_INDEX=True)
+            found += compile_expand(entry.expand, splits, num_slices=1, EVEN_N=False, OVERWRITE=True)
     compile_embedding()
     if found:
         sys.exit("descriptors that come from nowhere:\n" + "\n".join(found))
