@@ -30,6 +30,15 @@ from tests.support.tiny_models import LINEAR_MODULES, VOCAB_SIZE, make_adapter, 
 
 BASE = "base"
 BLOCK_SIZE = 4
+# Every way to choose a token, and to be told of probabilities.
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 1},
+    {"temperature": 0.8, "top_k": 5, "min_p": 0.05, "seed": 2},
+    {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"logit_bias": {7: 3.0}, "min_tokens": 2, "ignore_eos": False},
+    {"logprobs": 3, "prompt_logprobs": 2},
+)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,17 +11,8 @@ from service.engine.build import build_engine
 from tests.ascend.twin.install import npu_path
 from tests.ascend.twin.test_service import SIZES, config
 from tests.ascend.twin.waits import recorded_waits
-from tests.support.engine_parity import BASE, Request, make_world, run_engine
+from tests.support.engine_parity import BASE, SAMPLINGS, Request, make_world, run_engine
 
-# One request each: every way to choose a token, and to be told of probabilities.
-SAMPLINGS: tuple[dict[str, Any], ...] = (
-    {},
-    {"temperature": 0.8, "top_p": 0.9, "seed": 1},
-    {"temperature": 0.8, "top_k": 5, "min_p": 0.05, "seed": 2},
-    {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5},
-    {"logit_bias": {7: 3.0}, "min_tokens": 2, "ignore_eos": False},
-    {"logprobs": 3, "prompt_logprobs": 2},
-)
 WAITING = """
 def work():
     if x[1]:
@@ -31,6 +21,9 @@ def work():
     x.repeat_interleave(x)
     x.repeat_interleave(x, output_size=3)
     x.index_select(0, x)
+    x.to(torch.int32).to("cpu").numpy()
+    list(x)
+    torch.equal(x, x)
 """
 
 
@@ -49,7 +42,8 @@ def test_a_step_waits_for_the_device_once(tmp_path: Path) -> None:
             while engine.num_requests:
                 with recorded_waits() as waits:
                     engine.step()
-                assert waits == ["service.engine.sampling_plan.read: cpu"]
+                # The second looks at the copy that the first has waited for.
+                assert waits == [f"service.engine.sampling_plan.read: {what}" for what in ("cpu", "numpy")]
             assert engine.num_steps - num_steps == 3
         finally:
             engine.close()
@@ -67,4 +61,8 @@ def test_waits_are_seen() -> None:
         "item",
         "nonzero",
         "repeat_interleave",
+        "to",
+        "numpy",
+        "iter",
+        "equal",
     ]

@@ -1,7 +1,8 @@
 """Finds where the service's code waits for the device: what is free on a CPU stalls an NPU's queue.
 
 Seen are tensors that become Python values or host memory, and operators whose results have shapes that depend on
-values. Not seen are copies between devices, which on a CPU are none.
+values. Not seen are copies into tensors that lie on another device, which on a CPU are none; on a GPU
+tests/parity/test_waits.py has CUDA itself look for those.
 """
 
 from __future__ import annotations
@@ -18,9 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.ascend.twin.calls import PACKAGES
 
 # Methods of tensors that give a value, or memory of the host.
-_METHODS = ("item", "tolist", "cpu", "__bool__", "__int__", "__float__", "__index__", "__contains__")
+_METHODS = (
+    *("item", "tolist", "numpy", "cpu", "to", "__array__", "__iter__"),
+    *("__bool__", "__int__", "__float__", "__index__", "__contains__"),
+)
 # Operators that must know values before their result has a shape.
-_OPERATORS = ("nonzero", "masked_select", "unique", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave")
+_OPERATORS = (
+    *("nonzero", "masked_select", "unique", "_unique2", "unique_dim", "unique_consecutive", "repeat_interleave"),
+    "equal",  # whose result is a value of Python's
+)
 
 
 @contextlib.contextmanager
@@ -63,6 +70,8 @@ class _Shapeless(TorchDispatchMode):
 def _noting(name: str, method: Callable[..., Any], waits: list[str]) -> Callable[..., Any]:
     def noted(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
+        if name == "to" and not any(str(argument).startswith("cpu") for argument in (*args, *kwargs.values())):
+            return method(self, *args, **kwargs)
         if frame.f_globals.get("__name__", "").partition(".")[0] in PACKAGES:
             waits.append(f"{_caller(frame)}: {name.strip('_')}")
         return method(self, *args, **kwargs)

@@ -1,0 +1,41 @@
+"""A step on a GPU waits for the device once: for the tokens that it has sampled. CUDA itself looks for it."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from service.engine.build import build_engine
+from tests.support.engine_parity import BASE, SAMPLINGS, Request, config_of, make_world, run_engine
+
+
+@pytest.mark.parametrize("model_type", ["llama", "lfm2"])
+def test_a_step_waits_for_the_device_once(model_type: str, device: str, tmp_path: Path) -> None:
+    """Mixed steps: prompts and decode tokens of two adapters and the base, every way to choose a token."""
+    if device == "cpu":
+        pytest.skip("NOT RUN: CUDA counts the waits, and there is no NVIDIA GPU")
+    world = make_world(model_type, tmp_path, device)
+    engine = build_engine(config_of(world, token_budget=64))
+    try:
+        first = [Request(f"first {name}", name, (9, 8), 2) for name in ("all", "embedding")]
+        run_engine(engine, [request.submit(world.digests) for request in first])
+        for i, sampling in enumerate(SAMPLINGS):
+            request = Request(f"r{i}", (BASE, "all", "embedding")[i % 3], (5 + i, 9, 8, 7), 3)
+            engine.submit(request.submit(world.digests, **sampling))
+        num_steps = engine.num_steps
+        while engine.num_requests:
+            with warnings.catch_warnings(record=True) as waits:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                try:
+                    engine.step()
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+            found = [f"{wait.filename}:{wait.lineno}" for wait in waits if "synchronizing" in str(wait.message)]
+            assert len(found) == 1 and "sampling_plan.py" in found[0], found
+        assert engine.num_steps > num_steps
+    finally:
+        engine.close()
