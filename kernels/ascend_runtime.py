@@ -3,7 +3,8 @@
 triton-ascend is imported as `triton`, like upstream's, so what is installed under that name is looked at before it is
 imported. What 3.2.0 lacks, and is made up for here:
 
-- its launcher drains torch_npu's queue of operators at every launch, where the stream alone is asked for;
+- its launcher drains torch_npu's queue of operators at every launch, also where the launch goes through that queue and
+  the stream alone is asked for;
 - two processes that build its launchers into one cache spoil each other's files, and cached kernels are not told apart
   by the compiler (CANN) that built them: each process has a cache of its own, by CANN's version;
 - a grid beyond 65535 programs and a tensor on the host are found out by the device only, as a fault;
@@ -152,7 +153,10 @@ def _prepare_triton() -> None:
 
 
 def _let_launches_queue() -> None:
-    """Ask for the stream without waiting for the queue; launches go through the same queue, so order is kept."""
+    """Ask for the stream without waiting for the queue, where launches go through the same queue, so order is kept."""
+    if not _launches_queue():
+        log.info("each Triton launch waits for the operators before it: TRITON_ENABLE_TASKQUEUE is off")
+        return
     stream_of = getattr(torch_npu()._C, "_npu_getCurrentRawStreamNoWait", None)
     driver = importlib.import_module("triton.backends.ascend.driver").NPUDriver
     if stream_of is None:
@@ -165,6 +169,11 @@ def _let_launches_queue() -> None:
         return int(stream_of(self.get_current_device() if device is None else device))
 
     driver.get_current_stream = get_current_stream
+
+
+def _launches_queue() -> bool:
+    """As the driver reads it: otherwise launches pass torch_npu's queue, which its own way to the stream drains."""
+    return os.environ.get("TRITON_ENABLE_TASKQUEUE", "true").lower() in ("true", "1")
 
 
 def _claim_cache() -> None:

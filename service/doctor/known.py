@@ -176,6 +176,13 @@ def _environment(host: Host, device_type: str) -> Iterator[Finding]:
                       "Unset it, other than to look for a fault.")  # fmt: skip
     if have.get("TASK_QUEUE_ENABLE") == "0" and device_type == "npu":
         yield Finding("warning", "task-queue-off", "TASK_QUEUE_ENABLE=0 makes every launch slower.", "Unset it.")
+    # As triton-ascend reads it; an empty value is off too.
+    if have.get("TRITON_ENABLE_TASKQUEUE", "true").lower() not in ("true", "1") and device_type == "npu":
+        yield Finding(
+            "warning", "triton-task-queue-off",
+            "TRITON_ENABLE_TASKQUEUE is off: every launch of a Triton kernel waits for the operators before it and for "
+            "its own end.", "Unset it.",
+        )  # fmt: skip
     for name in ("TRITON_INTERPRET", "TRITON_ALWAYS_COMPILE", "TRITON_DEBUG"):
         if have.get(name) not in (None, "", "0") and device_type != "cpu":
             yield Finding("warning", "triton-debugging", f"{name} is set: Triton's kernels are very slow.",

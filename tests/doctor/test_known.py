@@ -81,6 +81,8 @@ def test_a_good_host_has_none(tmp_path: Path) -> None:
         ({"environment": {"PYTORCH_NPU_ALLOC_CONF": "a", "PYTORCH_ALLOC_CONF": "b"}}, "alloc-conf-twice", "error"),
         ({"environment": {"ASCEND_LAUNCH_BLOCKING": "1"}}, "launch-blocking", "warning"),
         ({"environment": {"TASK_QUEUE_ENABLE": "0"}}, "task-queue-off", "warning"),
+        ({"environment": {"TRITON_ENABLE_TASKQUEUE": "False"}}, "triton-task-queue-off", "warning"),
+        ({"environment": {"TRITON_ENABLE_TASKQUEUE": ""}}, "triton-task-queue-off", "warning"),
         ({"environment": {"TRITON_INTERPRET": "1"}}, "triton-debugging", "warning"),
         ({"environment": {"ASCEND_RT_VISIBLE_DEVICES": ""}}, "no-visible-device", "error"),
         ({"environment": {"TRITON_CACHE_DIR": "/proc/nowhere"}}, "triton-cache", "warning"),
@@ -100,9 +102,16 @@ def test_an_unpatched_triton_ascend_matters_from_cann_9_on(tmp_path: Path) -> No
     assert "triton-unpatched" not in codes("npu", triton_dir=triton_dir, cann="8.5.0")
 
 
+@pytest.mark.parametrize("value", ["true", "TRUE", "1"])
+def test_a_task_queue_that_is_on_is_no_problem(value: str, tmp_path: Path) -> None:
+    environment = {"TRITON_ENABLE_TASKQUEUE": value}
+    assert codes("npu", triton_dir=patched_triton(tmp_path / "triton"), environment=environment) == {}
+
+
 def test_what_only_an_npu_needs_is_no_fault_of_a_cpu(tmp_path: Path) -> None:
     """A host that has half of an NPU's software still serves on its CPU."""
-    found = codes("cpu", triton_dir=tmp_path, device_nodes={}, cann=None, torch_cuda="13.0", has_libatb=False)
+    found = codes("cpu", triton_dir=tmp_path, device_nodes={}, cann=None, torch_cuda="13.0", has_libatb=False,
+                  environment={"TRITON_ENABLE_TASKQUEUE": "0"})  # fmt: skip
     assert found == {"torch-cuda-build": "note", "triton-overwritten": "note"}
 
 

@@ -186,7 +186,7 @@ if sys.argv[1:]:
 """
 
 
-def _prepared(site: Path, cache: Path, *arguments: str) -> list[str]:
+def _prepared(site: Path, cache: Path, *arguments: str, **environ: str) -> list[str]:
     """What is said where torch_npu is made up, and triton-ascend's driver too, which wants pybind11 as the true one."""
     _package(site, is_ascend=True, version="3.2.0", helper="")
     for package in ("triton", "triton/backends", "triton/backends/ascend"):
@@ -194,18 +194,19 @@ def _prepared(site: Path, cache: Path, *arguments: str) -> list[str]:
     driver = (
         "import pybind11\n\n\nclass NPUDriver:\n"
         "    def get_current_device(self):\n        return 1\n\n"
-        "    def get_current_stream(self, device=None):\n        raise AssertionError('waits for the queue')\n"
+        "    def get_current_stream(self, device=None):\n        return 'waits for the queue'\n"
     )
     (site / "triton" / "backends" / "ascend" / "driver.py").write_text(driver)
     path = os.pathsep.join([str(site), str(ROOT)])
-    environ = {name: value for name, value in os.environ.items() if name != "MULTILORA_TRITON_CACHE_IN_USE"}
+    unset = ("MULTILORA_TRITON_CACHE_IN_USE", "TRITON_ENABLE_TASKQUEUE")
+    inherited = {name: value for name, value in os.environ.items() if name not in unset}
     done = subprocess.run(
         [sys.executable, "-c", PREPARE, *arguments],
         capture_output=True,
         text=True,
         cwd=ROOT,
         timeout=120,
-        env={**environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)},
+        env={**inherited, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache), **environ},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -214,6 +215,14 @@ def _prepared(site: Path, cache: Path, *arguments: str) -> list[str]:
 def test_launches_ask_for_the_stream_without_waiting(tmp_path: Path) -> None:
     (tmp_path / "pybind11.py").write_text("")
     assert _prepared(tmp_path, tmp_path / "cache", "ask") == ["prepared", "41 42"]
+
+
+@pytest.mark.parametrize(("value", "waits"), [("True", False), ("1", False), ("0", True), ("", True)])
+def test_launches_past_the_queue_wait_for_it(value: str, waits: bool, tmp_path: Path) -> None:
+    """Else a kernel overtakes the operators before it. The values are read as triton-ascend's driver reads them."""
+    (tmp_path / "pybind11.py").write_text("")
+    streams = _prepared(tmp_path, tmp_path / "cache", "ask", TRITON_ENABLE_TASKQUEUE=value)[-1]
+    assert streams == ("waits for the queue waits for the queue" if waits else "41 42")
 
 
 def test_a_start_survives_a_triton_without_pybind11(tmp_path: Path) -> None:
