@@ -1,7 +1,8 @@
 """Finds the calls of torch_npu in the project's source, and lets others be compiled in their place.
 
 A call of an operator is a call of `torch_npu.<name>` or `torch.ops.npu.<name>` whose name torch knows as an `npu::`
-operator. All else that is reached through torch_npu or torch.npu is the runtime's, and must exist in the wheel.
+operator. All else that is reached through torch_npu or torch.npu is the runtime's, and must exist in the wheel;
+`runtime_calls` finds what is asked of it.
 """
 
 from __future__ import annotations
@@ -69,6 +70,28 @@ def op_of(node: ast.AST) -> str | None:
         return None
     name = _op_name(_chain(node.func))
     return name if name and _is_operator(name) else None
+
+
+def runtime_calls(source: Source) -> list[Call]:
+    """What the file asks of torch_npu's runtime: calls, settings, and names looked up by getattr."""
+    aliases = {name: chain for node in ast.walk(source.tree) for name, chain in _alias(node)}
+    found = []
+    for around, node in _with_functions(source.tree, ()):
+        for part in _asked(node):
+            chain = _chain(part, aliases)
+            if part is not node and isinstance(node, ast.Call) and _chain(node.func) == "getattr":
+                chain += f".{ast.literal_eval(node.args[1])}"
+            name = chain.partition(".")[2] if chain.startswith(("torch_npu.", "torch.npu.")) else ""
+            if name and not _is_operator(name.removeprefix("ops.npu.")):
+                assert around, f"{source.module}:{part.lineno} asks for {name} while it is imported"
+                found.append(Call(source.module, part.lineno, part.col_offset, name, _outermost(around)))
+    return found
+
+
+def _asked(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.Call):
+        return [node.args[0] if _chain(node.func) == "getattr" else node.func]
+    return [target for target in getattr(node, "targets", []) if isinstance(target, ast.Attribute)]
 
 
 def call_nodes(tree: ast.Module) -> dict[tuple[int, int], ast.Call]:

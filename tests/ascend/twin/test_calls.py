@@ -128,8 +128,8 @@ def _summary(num_reached: int, found: list[tuple[Mutant, str | None]], seconds: 
     by_kind = ", ".join(f"{n} {kind}" for kind, n in sorted(kinds.items()))
     by_fault = ", ".join(f"{n} {fault}" for fault, n in sorted(faults.items()) if fault != "equivalent")
     return [
-        f"{num_reached} of {len(CALLS)} calls of torch_npu reached, of {len(stand_ins.STAND_INS)} operators",
-        f"{len(found)} mutants ({by_kind}) in {seconds:.0f} s",
-        f"{len(found) - num_equivalent} of them noticed ({by_fault}), "
+        f"{num_reached} of {len(CALLS)} calls of {len(stand_ins.STAND_INS)} operators of torch_npu reached",
+        f"{len(found)} mutants of them ({by_kind}) in {seconds:.0f} s",
+        f"{len(found) - num_equivalent} of these noticed ({by_fault}), "
         f"{num_equivalent} equivalent ({num_equivalent / len(found):.1%})",
     ]
