@@ -69,7 +69,8 @@ class Platform:
     on_chip_bytes   memory one program may plan for (shared memory, unified buffer); 0 where that means nothing
     row_alignment   an adapter's row range starts at, and is as long as, a multiple of this
     implementations op -> name of the implementation that serves it
-    fallbacks       one sentence for each op that is not served by the wished-for implementation
+    fallbacks       one sentence for each reason why ops are not served by the wished-for implementation
+    passed_over     op -> why the table's first choice was passed over before anything was probed, a sentence
     native_bfloat16 whether bfloat16 matrix products run at full speed
     """
 
@@ -80,6 +81,7 @@ class Platform:
     row_alignment: int
     implementations: Mapping[str, str]
     fallbacks: tuple[str, ...] = field(default=())
+    passed_over: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), kw_only=True)
     native_bfloat16: bool = True
 
     def with_fallback(self, op: str, implementation: str, reason: str) -> Platform:
@@ -222,10 +224,12 @@ def _describe_npu(device: str, implementations: Mapping[str, str]) -> Platform:
     chip = chip_of(properties.name)
     num_cores = int(getattr(properties, "vector_core_num", 0) or chip.num_vector_cores)
     fallbacks: tuple[str, ...] = ()
+    passed_over: dict[str, str] = {}
     fault = runtime.triton_fault()
     if not chip.has_triton:
         fault = f"Triton kernels are off: triton-ascend {runtime.SERVED_VERSION}x does not serve {properties.name}."
     if fault is not None:
+        passed_over = {op: fault for op, name in implementations.items() if name.startswith("triton_")}
         implementations = _without_triton("npu", implementations)
         fallbacks = (fault,)
         log.warning("%s", fault)
@@ -237,6 +241,7 @@ def _describe_npu(device: str, implementations: Mapping[str, str]) -> Platform:
         16,
         implementations,
         fallbacks,
+        passed_over=MappingProxyType(passed_over),
         native_bfloat16=chip.has_bfloat16,
     )
 

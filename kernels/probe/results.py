@@ -38,12 +38,14 @@ class OpReport:
     wished  first choice of the table for this kind of device
     used    the first of the table that passed all its cases; None if none did
     trials  of all implementations tried, in order; empty where the op was not probed
+    reason  why the platform had passed over the first choice before, if it had; a sentence
     """
 
     op: str
     wished: str
     used: str | None
     trials: tuple[Trial, ...] = ()
+    reason: str | None = None
 
     @property
     def is_fallback(self) -> bool:
@@ -54,7 +56,8 @@ class OpReport:
         """Why the wished-for implementation does not serve the op; None if it does."""
         if not self.is_fallback:
             return None
-        faults = "; ".join(trial.sentence or trial.status for trial in self.trials if trial.status != "ok")
-        faults = faults or f"{self.wished} does not serve this kind of device"
+        faults = [self.reason.rstrip(".")] if self.reason else []
+        faults += [trial.sentence or trial.status for trial in self.trials if trial.status != "ok"]
+        faults = faults or [f"{self.wished} was passed over before this probe"]
         served = f"served by {self.used} instead of {self.wished}" if self.used else "not served by any implementation"
-        return f"The op {self.op} is {served}: {faults}."
+        return f"The op {self.op} is {served}: {'; '.join(faults)}."

@@ -86,21 +86,24 @@ def probe(
     ops  those to probe, None for all; the others are reported as served by what the platform has
     """
     reports = []
-    for op, implementation in platform.implementations.items():
+    for op in platform.implementations:
         wished = IMPLEMENTATIONS[platform.device][op][0]
-        if ops is None or op in ops:
-            reports.append(report_of(op, wished, platform, tuple(try_op(platform, device, op, shapes))))
-        else:
-            reports.append(OpReport(op=op, wished=wished, used=implementation))
+        is_probed = ops is None or op in ops
+        trials = tuple(try_op(platform, device, op, shapes)) if is_probed else ()
+        reports.append(report_of(op, wished, platform, trials))
     return reports
 
 
 def report_of(op: str, wished: str, platform: Platform, trials: tuple[Trial, ...]) -> OpReport:
-    """What follows from all trials of an op: the last implementation serves it if it passed."""
-    if not trials:  # no case applies: the model does not use the op
-        return OpReport(op=op, wished=wished, used=platform.implementations[op])
-    return OpReport(op=op, wished=wished, used=trials[-1].implementation if trials[-1].status == "ok" else None,
-                    trials=trials)  # fmt: skip
+    """What follows from all trials of an op: the last implementation serves it if it passed.
+
+    Without trials, since no case applies or the op is not probed, it is served by what the platform has.
+    """
+    if trials:
+        used = trials[-1].implementation if trials[-1].status == "ok" else None
+    else:
+        used = platform.implementations[op]
+    return OpReport(op=op, wished=wished, used=used, trials=trials, reason=platform.passed_over.get(op))
 
 
 def _fault_before_a_call(op: str, implementation: str, shapes: ProbeShapes) -> Trial | None:

@@ -24,9 +24,10 @@ from kernels.probe.cases import cases_of
 from kernels.probe.child import DEVICE_IS_LOST
 from kernels.probe.choose import with_reports
 from kernels.probe.results import OpReport, Trial
-from kernels.probe.run import candidates, probe, try_op
+from kernels.probe.run import candidates, probe, report_of, try_op
 from kernels.probe.shapes import ProbeShapes
 from tests.doctor.conftest import BROKEN_OPS, ROOT
+from tests.support.made_up_npu import NO_TRITON, UPSTREAM, made_up_npu
 
 CPU = torch.device("cpu")
 SHAPES = ProbeShapes(sliding_window=4096)
@@ -217,6 +218,22 @@ def test_an_op_that_nothing_serves_stops_the_start() -> None:
     report = OpReport(op="lora", wished="cpu", used=None, trials=(trial,))
     with pytest.raises(BackendError, match=r"^The op lora is not served by any implementation: cpu failed \(why\)\.$"):
         with_reports(detect("cpu"), (report,))
+
+
+@pytest.mark.parametrize(("triton", "fault"), [("none", NO_TRITON), ("upstream", UPSTREAM)])
+def test_what_the_platform_has_passed_over_is_reported_with_its_reason(triton: Any, fault: str) -> None:
+    """On an Ascend910B4 without its Triton, where the probe itself finds no fault."""
+    with made_up_npu({"name": "Ascend910B4"}, triton):
+        platform = detect("npu:0")
+    reports = {report.op: report for report in probe(platform, CPU, SHAPES, ops={"lora"})}
+    for op in ("lora", "causal_conv1d"):
+        assert reports[op].sentence == f"The op {op} is served by any_device instead of triton_ascend: {fault}"
+    assert {trial.status for trial in reports["lora"].trials} == {"ok"}
+    assert reports["swiglu"].sentence is None
+    assert with_reports(platform, tuple(reports.values())).fallbacks == (fault,)
+    trial = Trial(op="lora", case="lora_linear", implementation="any_device", status="raised", sentence="it failed")
+    sentence = report_of("lora", "triton_ascend", platform, (trial,)).sentence
+    assert sentence == f"The op lora is not served by any implementation: {fault[:-1]}; it failed."
 
 
 def test_one_that_refuses_such_a_model_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,6 +159,7 @@ def check_platform(
         16,
         SERVED if fault is None else {**SERVED, **dict.fromkeys(TRITON_OPS, "any_device")},
         () if fault is None else (fault,),
+        passed_over={} if fault is None else dict.fromkeys(TRITON_OPS, fault),
         native_bfloat16=bfloat16,
     )
 
