@@ -64,8 +64,12 @@ def _absent_npu_parts(host: Host, device_type: str) -> Iterator[Finding]:
             f"Install CANN 9.1.0 or later, or {_SET_ENV}.",
         )  # fmt: skip
     elif _numbers(host.cann) < (9, 1):
-        yield Finding("warning", "cann-old", f"CANN {host.cann} is older than 9.1.0, which torch_npu 2.13 wants.",
-                      "Install CANN 9.1.0 or later.")  # fmt: skip
+        yield Finding(
+            "warning", "cann-old",
+            f"CANN {host.cann} is older than 9.1.0, the oldest that torch_npu 2.13 is reported to work with; which "
+            "CANN 2.13.0 is made for was not found stated (docs/ascend.md).",
+            "Install CANN 9.1.0 or later.",
+        )  # fmt: skip
 
 
 def _device_nodes(host: Host, device_type: str) -> Iterator[Finding]:

@@ -108,6 +108,14 @@ def test_a_task_queue_that_is_on_is_no_problem(value: str, tmp_path: Path) -> No
     assert codes("npu", triton_dir=patched_triton(tmp_path / "triton"), environment=environment) == {}
 
 
+def test_cann_s_pairing_is_told_as_it_is_known() -> None:
+    """No statement of the CANN that torch_npu 2.13.0 is made for was found, only reports."""
+    findings = known_problems(Host(**{**_GOOD, "cann": "9.0.0"}), "npu")
+    message = next(found.message for found in findings if found.code == "cann-old")
+    assert "wants" not in message
+    assert "is reported to work with" in message and "not found stated" in message
+
+
 def test_what_only_an_npu_needs_is_no_fault_of_a_cpu(tmp_path: Path) -> None:
     """A host that has half of an NPU's software still serves on its CPU."""
     found = codes("cpu", triton_dir=tmp_path, device_nodes={}, cann=None, torch_cuda="13.0", has_libatb=False,
