@@ -464,6 +464,25 @@ def conv_prefill(
                                 last_block = tl.load(last_block_ptr + sequence)
                                 target = tl.load(lines_ptr + sequence * stride_lines + last_block).to(tl.int64)
                                 is_kept = (target > NULL_LINE) & (target != pad_slot)
+                            if last_block_ptr is not None:
+                                # From the block behind the one with the old state, around, to that one.
+                                computed = tl.load(computed_ptr + sequence)
+                                first_block = tl.load(first_block_ptr + sequence)
+                                is_read = (column >= first_block) & (column < last_block)
+                                begin = tl.where(is_read, column + 1, first_block)
+                                for index in range(last_block - first_block):
+                                    crossed = begin + index
+                                    crossed -= tl.where(crossed < last_block, 0, last_block - first_block)
+                                    boundary = (crossed + 1) * block_size_tokens - computed
+                                    kept_line = tl.load(lines_ptr + sequence * stride_lines + crossed)
+                                    if (boundary > 0) & (boundary <= end - start):
+                                        if (kept_line > NULL_LINE) & (kept_line != pad_slot):
+                                            _copy_state(states_ptr, kept_line.to(tl.int64), line, start + boundary,
+                                                        start, x_ptr, gate_in_ptr, stride_x, stride_gate_in,
+                                                        stride_line, stride_row, channel, dim, state_bound,
+                                                        WIDTH)  # fmt: skip
+                            # May replace the old state, which it needs no more: h1 and on are the last inputs, or the
+                            # sequence is longer than HALO.
                             if is_kept:
                                 if walk_end == end:
                                     for row in tl.static_range(HALO):
@@ -473,20 +492,6 @@ def conv_prefill(
                                     _copy_state(states_ptr, target, line, end, start, x_ptr, gate_in_ptr, stride_x,
                                                 stride_gate_in, stride_line, stride_row, channel, dim, state_bound,
                                                 WIDTH)  # fmt: skip
-                            if last_block_ptr is not None:
-                                # From the last to the first, which alone may share the line of the old state.
-                                computed = tl.load(computed_ptr + sequence)
-                                num_crossed = last_block - tl.load(first_block_ptr + sequence)
-                                for back in range(num_crossed):
-                                    crossed = last_block - 1 - back
-                                    boundary = (crossed + 1) * block_size_tokens - computed
-                                    kept_line = tl.load(lines_ptr + sequence * stride_lines + crossed)
-                                    if (boundary > 0) & (boundary <= end - start):
-                                        if (kept_line > NULL_LINE) & (kept_line != pad_slot):
-                                            _copy_state(states_ptr, kept_line.to(tl.int64), line, start + boundary,
-                                                        start, x_ptr, gate_in_ptr, stride_x, stride_gate_in,
-                                                        stride_line, stride_row, channel, dim, state_bound,
-                                                        WIDTH)  # fmt: skip
                 if not IN_PLACE:
                     if is_live == 0:
                         _zero_rows(out_ptr, tl.maximum(start, first_token), tl.minimum(end, stop), stride_out, channel,

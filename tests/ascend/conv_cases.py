@@ -138,6 +138,8 @@ def prefill(
     dtype: torch.dtype = torch.bfloat16,
     state_dtype: torch.dtype = torch.bfloat16,
     block_size_tokens: int | None = None,
+    source_blocks: tuple[int, ...] | None = None,
+    skipped_blocks: int = 0,
     has_states: bool = True,
     is_gated: bool = False,
     is_bare: bool = False,
@@ -145,7 +147,11 @@ def prefill(
     num_cores: int = NUM_VECTOR_CORES,
     judge_traffic: bool = False,
 ) -> Launch:
-    """A prefill of sequences of these lengths, every second one with an initial state, two tokens of padding behind."""
+    """A prefill of sequences of these lengths, every second one with an initial state, two tokens of padding behind.
+
+    In a prefix cache, old states lie in the last block written before or in `source_blocks`, and the boundaries of the
+    chunk's first `skipped_blocks` are not asked for.
+    """
     num_sequences, num_tokens = len(lengths), sum(lengths) + (0 if judge_traffic else 2)
     num_blocks = 1
     num_lines = num_sequences + 2
@@ -164,8 +170,12 @@ def prefill(
         last = [(before + length - 1) // block_size_tokens for before, length in zip(computed, lengths, strict=True)]
         call |= {
             "state_indices": _int32(range(1, num_lines)).view(num_sequences, num_blocks).flip(1).contiguous(),
-            "initial_state_idx": _int32([max(before - 1, 0) // block_size_tokens for before in computed]),
-            "block_idx_first_scheduled_token": _int32([before // block_size_tokens for before in computed]),
+            "initial_state_idx": _int32(
+                source_blocks or [max(before - 1, 0) // block_size_tokens for before in computed]
+            ),
+            "block_idx_first_scheduled_token": _int32(
+                [before // block_size_tokens + skipped_blocks for before in computed]
+            ),
             "block_idx_last_scheduled_token": _int32(last),
             "num_computed_tokens": _int32(computed),
             "block_size_tokens": block_size_tokens,
@@ -245,6 +255,10 @@ _PREFILLS = {
 _PREFIX_CACHE = {
     "blocks of 8": partial(prefill, 300, 4, None, (20, 5, 2, 33), block_size_tokens=8),
     "blocks of 1": partial(prefill, 300, 4, None, (5, 2), block_size_tokens=1),
+    # Old states are in the line of a boundary's state, of one not asked for, and of the final one.
+    "blocks of 1, any source": partial(
+        prefill, 70, 8, None, (20, 5, 6), block_size_tokens=1, source_blocks=(3, 1, 5), skipped_blocks=1
+    ),
     "lfm2, in place": partial(
         prefill, 70, 3, None, (20, 5), block_size_tokens=8, is_gated=True, is_bare=True, in_place=True
     ),

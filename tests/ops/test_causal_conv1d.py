@@ -103,6 +103,12 @@ def test_a_few_updates_have_every_form_and_varlen_ones_an_empty_live_sequence() 
     assert len(forms) == 12
 
 
+@both_modules
+def test_a_prefix_cache_reads_old_states_from_any_block(module: Any) -> None:
+    with serving(module):
+        conv_checks.check_blocks()
+
+
 def test_prefix_cache_keeps_the_state_of_every_boundary() -> None:
     """10 tokens, 3 of them computed before, in blocks of 4: boundaries after tokens 4 and 8, the end in block 2."""
     x, weight = torch.arange(1.0, 8.0)[:, None], torch.ones(3, 1)

@@ -6,7 +6,7 @@ Neighbouring seeds take the forms of a call in turn: 8 cover those of a prefill 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -99,6 +99,31 @@ def update_call(
     return call | _pad_slot(rng, call, live)
 
 
+def block_calls(*, dim: int = 3, length: int = 14, block_size: int = 2) -> Iterator[Call]:
+    """Prefills with a prefix cache, in float32: old states in early, late and last blocks, and one behind them.
+
+    Of each sequence 3 tokens lie before the chunk, whose boundaries are all asked for, or only the later ones.
+    """
+    width, computed = 6, 3
+    last = (computed + length - 1) // block_size
+    sources = [1, 2, 4, 6, last, last + 1]
+    num_sequences, num_blocks = len(sources), last + 2
+    call = _common_arguments(random.Random(0), width, dim, num_sequences * length, (torch.float32,))
+    num_lines = num_sequences * num_blocks + 1
+    for first in (computed // block_size, computed // block_size + 3):
+        yield call | {
+            "conv_states": _states(random.Random(first), num_lines, width - 1, dim, (torch.float32,)),
+            "query_start_loc": _starts([length] * num_sequences),
+            "has_initial_state": torch.ones(num_sequences, dtype=torch.bool),
+            "state_indices": torch.arange(1, num_lines, dtype=torch.int32).view(num_sequences, num_blocks),
+            "initial_state_idx": _int32(sources),
+            "block_idx_first_scheduled_token": _int32([first] * num_sequences),
+            "block_idx_last_scheduled_token": _int32([last] * num_sequences),
+            "num_computed_tokens": _int32([computed] * num_sequences),
+            "block_size_tokens": block_size,
+        }
+
+
 def float64_truth(reference: Any, call: Call, *, in_place: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Outputs in float64 and the states afterwards; the gated input is rounded to x's dtype first, as the op states."""
     x, gate_in, gate_out = call["x"], call.get("gate_in"), call.get("gate_out")
@@ -173,17 +198,21 @@ def _share(rng: random.Random, lines: torch.Tensor, source: list[int], readers: 
 def _paged_lines(
     rng: random.Random, lengths: list[int], state_len: int, dim: int, dtypes: tuple[torch.dtype, ...]
 ) -> Call:
-    block_size = rng.choice([1, 2, 3, 8, 16])
+    block_size = rng.choice([1, 1, 2, 3, 8, 16])
     computed = [rng.randint(0, 3 * block_size) for _ in lengths]
     last = [max(before + length - 1, 0) // block_size for before, length in zip(computed, lengths, strict=True)]
-    # Some ask for blocks whose boundaries do not lie in this chunk: those must not be written.
-    first = [max(before // block_size - rng.choice([0, 0, 1]), 0) for before in computed]
+    # Some ask for blocks whose boundaries do not lie in this chunk, or only for the later ones that do: the others must
+    # not be written. The old state may lie in any block, written before or after all others.
+    first = [max(before // block_size + rng.choice([-1, 0, 0, 1, 3]), 0) for before in computed]
     last = [block + rng.choice([0, 0, 1]) for block in last]
     num_blocks = max(last, default=0) + 2 + max(computed, default=0) // block_size
     num_lines = len(lengths) * num_blocks + 2
     lines = _lines(rng, len(lengths) * num_blocks, num_lines).view(len(lengths), num_blocks)
-    source = [max(before - 1, 0) // block_size for before in computed]
-    _share(rng, lines, source, [n for n in range(len(lengths)) if source[n] < first[n]])
+    source = [
+        rng.choice([max(before - 1, 0) // block_size, rng.randint(min(start, end), end), rng.randrange(num_blocks)])
+        for before, start, end in zip(computed, first, last, strict=True)
+    ]
+    _share(rng, lines, source, [n for n, block in enumerate(source) if block != last[n] and block < first[n]])
     return {
         "conv_states": _states(rng, num_lines, state_len, dim, dtypes),
         "state_indices": lines,

@@ -20,7 +20,7 @@ import torch
 
 from kernels import platform
 from kernels.causal_conv1d import ops, reference
-from tests.support.conv_cases import Call, float64_truth, prefill_call, update_call
+from tests.support.conv_cases import Call, block_calls, float64_truth, prefill_call, update_call
 from tests.tolerances import OP
 
 PREFILL, UPDATE = "causal_conv1d_prefill", "causal_conv1d_update"
@@ -59,6 +59,12 @@ def check_float64(name: str, call: Call, *, in_place: bool, device: str = "cpu")
     torch.testing.assert_close(result.double(), expected, atol=absolute, rtol=relative)
     if expected_states is not None:
         assert torch.equal(made["conv_states"].cpu(), expected_states)
+
+
+def check_blocks(device: str = "cpu", **sizes: int) -> None:
+    """The states after block boundaries, wherever the old state lies."""
+    for call in block_calls(**sizes):
+        check_float64(PREFILL, call, in_place=False, device=device)
 
 
 def check_range(name: str, seed: int, scale: float, *, device: str = "cpu") -> None:

@@ -47,6 +47,10 @@ def test_the_order_of_sequences_does_not_matter(name: str) -> None:
         conv_checks.check_order(name, seed)
 
 
+def test_a_prefix_cache_reads_old_states_from_any_block() -> None:
+    conv_checks.check_blocks()
+
+
 @both_ops
 def test_garbage_in_padding_rows_stays_there(name: str) -> None:
     conv_checks.check_garbage_in_padding(name)
