@@ -107,6 +107,39 @@ def test_rejected_drafts_leave_no_trace(seed: int) -> None:
     conv_checks.check_drafts(rng, moved(fixed, DEVICE))
 
 
+@pytest.fixture
+def _last_to_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the interpreter run programs from last to first, tiles before heads; a GPU takes them as it likes."""
+    if ON_GPU:
+        return
+    from triton.runtime.interpreter import interpreter_builder
+
+    set_grid_index = interpreter_builder.set_grid_idx
+
+    def set_reversed(x: int, y: int, z: int) -> None:
+        set_grid_index(interpreter_builder.grid_dim[0] - 1 - x, y, z)
+
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", set_reversed)
+
+
+@pytest.mark.usefixtures("_last_to_first")
+@pytest.mark.parametrize("seed", range(1, 81, 4))
+def test_a_prefix_cache_takes_programs_in_any_order(seed: int) -> None:
+    """Several programs write its states."""
+    conv_checks.check_float64(PREFILL, CALLS[PREFILL](seed, dtypes=DTYPES), in_place=seed % 8 == 1, device=DEVICE)
+
+
+@pytest.mark.usefixtures("_last_to_first")
+def test_a_prefix_cache_reads_old_states_from_any_block() -> None:
+    conv_checks.check_blocks(DEVICE)
+
+
+@needs_gpu
+def test_a_prefix_cache_on_a_full_gpu() -> None:
+    """More programs than run at a time, so that tiles of a sequence start long after its head, and before it."""
+    conv_checks.check_blocks(DEVICE, dim=2048, length=1000, block_size=16)
+
+
 @needs_no_gpu
 def test_starts_that_do_not_begin_at_0_read_nothing_before_the_maps(source: ModuleType) -> None:
     """Against the rules, and refused where the host sees it: an NPU's kernel leaves those tokens out."""
