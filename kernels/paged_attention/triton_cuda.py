@@ -4,7 +4,7 @@ Grids, tiles and the number of splits follow from padded sizes alone and the ker
 the device, so that a captured step can be replayed with other sequences of its padded size. Nothing is read back.
 
 The partial results of splits lie in one workspace per device, so the attention of a device must run on one stream at a
-time. Not run on a GPU yet: tested in Triton's interpreter, and compiled for compute capability 9.0.
+time.
 """
 
 from __future__ import annotations
