@@ -296,7 +296,8 @@ def _before(age: tl.constexpr, x_ptr, gate_in_ptr, states_ptr, token, line, stri
     """The row of that age before a token: an input or a row of the state, whichever has a bound other than 0."""
     row = _row(x_ptr, gate_in_ptr, tl.maximum(token - age, 0), stride_x, stride_gate_in, channel, x_bound)
     if states_ptr is not None:
-        row += _state_row(states_ptr, line, WIDTH - 1 - age, stride_line, stride_row, channel, state_bound)
+        past = _state_row(states_ptr, line, WIDTH - 1 - age, stride_line, stride_row, channel, state_bound)
+        row = tl.where(channel < x_bound, row, past)  # a sum would make +0 of -0
     return row
 
 
@@ -310,11 +311,12 @@ def _copy_state(states_ptr, target, source, end, start, x_ptr, gate_in_ptr, stri
     for row in range(WIDTH - 1):
         token = end - (WIDTH - 1) + row
         is_input = token >= start
-        kept = _row(x_ptr, gate_in_ptr, tl.maximum(token, 0), stride_x, stride_gate_in, channel,
-                    tl.where(is_input, dim, 0))  # fmt: skip
-        past = tl.maximum(tl.minimum(token - start + WIDTH - 1, WIDTH - 2), 0)
-        kept += _state_row(states_ptr, source, past, stride_line, stride_row, channel,
-                           tl.where(is_input, 0, state_bound))  # fmt: skip
+        x_bound = tl.where(is_input, dim, 0)
+        kept = _row(x_ptr, gate_in_ptr, tl.maximum(token, 0), stride_x, stride_gate_in, channel, x_bound)
+        old_row = tl.maximum(tl.minimum(token - start + WIDTH - 1, WIDTH - 2), 0)
+        past = _state_row(states_ptr, source, old_row, stride_line, stride_row, channel,
+                          tl.where(is_input, 0, state_bound))  # fmt: skip
+        kept = tl.where(channel < x_bound, kept, past)
         _store_state(kept, states_ptr, target, row, stride_line, stride_row, channel, dim)
 
 

@@ -12,6 +12,7 @@ from kernels.causal_conv1d import reference, triton_ascend
 from kernels.causal_conv1d.call import Launch as Plan
 from kernels.causal_conv1d.call import PrefillCall, UpdateCall
 from tests.ascend.gate.cases import Case, Launch
+from tests.support.conv_cases import randn
 from tests.support.conv_checks import serving
 from tests.tolerances import OP
 
@@ -40,7 +41,7 @@ def _tensors(
     generator = torch.Generator().manual_seed(dim + width + num_tokens)
 
     def values(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
+        return randn(*shape, generator=generator)
 
     return {
         "x": values(num_tokens, dim).to(dtype),

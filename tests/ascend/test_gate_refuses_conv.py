@@ -31,3 +31,9 @@ def test_states_are_compared_bit_for_bit() -> None:
     states[1, 0, 0] = torch.nextafter(states[1, 0, 0], torch.tensor(torch.inf, dtype=states.dtype))
     with pytest.raises(AssertionError, match="states_ptr"):
         checks.check_values(launch)
+    states[1, 0, 0] = launch.expected["states_ptr"][1, 0, 0]
+    checks.check_values(launch)
+    zeros = states == 0
+    states[zeros] = -states[zeros]
+    with pytest.raises(checks.GateError, match="zeros of the wrong sign"):
+        checks.check_values(launch)

@@ -145,13 +145,19 @@ def float64_truth(reference: Any, call: Call, *, in_place: bool) -> tuple[torch.
     return torch.where(is_output, truth, x.double() if in_place else 0.0), states
 
 
+def randn(*shape: int, generator: torch.Generator) -> torch.Tensor:
+    """Normal values, and among them a few zeros, half of them negative."""
+    values = torch.randn(*shape, generator=generator)
+    return torch.where(values.abs() < 0.1, torch.zeros_like(values).copysign(values), values)
+
+
 def _common_arguments(
     rng: random.Random, width: int, dim: int, num_tokens: int, dtypes: tuple[torch.dtype, ...]
 ) -> Call:
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
     dtype, weight_dtype = rng.choice(dtypes), rng.choice(dtypes)
     # Slices of one wider tensor, as a packed projection gives them.
-    packed = torch.randn(num_tokens, 3 * dim, generator=generator).to(dtype)
+    packed = randn(num_tokens, 3 * dim, generator=generator).to(dtype)
     gate_in, x, gate_out = packed.split(dim, dim=1)
     return {
         "x": x if rng.random() < 0.5 else x.contiguous(),
@@ -167,7 +173,7 @@ def _states(
     rng: random.Random, num_lines: int, state_len: int, dim: int, dtypes: tuple[torch.dtype, ...]
 ) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rng.randrange(2**31))
-    return torch.randn(num_lines, state_len, dim, generator=generator).to(rng.choice(dtypes))
+    return randn(num_lines, state_len, dim, generator=generator).to(rng.choice(dtypes))
 
 
 def _lines(rng: random.Random, count: int, num_lines: int, kept: Sequence[int] = ()) -> torch.Tensor:

@@ -20,7 +20,8 @@ import torch
 
 from kernels import platform
 from kernels.causal_conv1d import ops, reference
-from tests.support.conv_cases import Call, block_calls, float64_truth, prefill_call, update_call
+from tests.support.bits import same_bits
+from tests.support.conv_cases import Call, block_calls, float64_truth, prefill_call, randn, update_call
 from tests.tolerances import OP
 
 PREFILL, UPDATE = "causal_conv1d_prefill", "causal_conv1d_update"
@@ -58,7 +59,7 @@ def check_float64(name: str, call: Call, *, in_place: bool, device: str = "cpu")
     absolute, relative = OP[result.dtype]
     torch.testing.assert_close(result.double(), expected, atol=absolute, rtol=relative)
     if expected_states is not None:
-        assert torch.equal(made["conv_states"].cpu(), expected_states)
+        assert same_bits(made["conv_states"].cpu(), expected_states)
 
 
 def check_blocks(device: str = "cpu", **sizes: int) -> None:
@@ -75,9 +76,9 @@ def check_range(name: str, seed: int, scale: float, *, device: str = "cpu") -> N
     }
     result, made = run(name, call, device=device)
     result_of_scaled, made_of_scaled = run(name, {**call, **scaled}, device=device)
-    assert torch.equal(result_of_scaled, result * scale)
+    assert same_bits(result_of_scaled, result * scale)
     if call["conv_states"] is not None:
-        assert torch.equal(made_of_scaled["conv_states"], made["conv_states"] * scale)
+        assert same_bits(made_of_scaled["conv_states"], made["conv_states"] * scale)
 
 
 def check_order(name: str, seed: int, *, device: str = "cpu") -> None:
@@ -105,9 +106,9 @@ def check_order(name: str, seed: int, *, device: str = "cpu") -> None:
         other["query_start_loc"] = torch.tensor([0, *(lengths[n] for n in order)]).cumsum(0).int()
     result, made = run(name, call, device=device)
     result_of_other, made_of_other = run(name, other, device=device)
-    assert torch.equal(result_of_other, result[tokens])
+    assert same_bits(result_of_other, result[tokens])
     if call["conv_states"] is not None:
-        assert torch.equal(made_of_other["conv_states"], made["conv_states"])
+        assert same_bits(made_of_other["conv_states"], made["conv_states"])
 
 
 def one_sequence(seed: int, *, dim: int | None = None, num_tokens: int | None = None) -> tuple[random.Random, Call]:
@@ -116,7 +117,7 @@ def one_sequence(seed: int, *, dim: int | None = None, num_tokens: int | None = 
     generator = torch.Generator().manual_seed(seed)
     width, dim = rng.randint(2, 8), dim or rng.choice([1, 5, 16, 33])
     num_tokens = num_tokens or rng.randint(1, 24)
-    tokens = {name: torch.randn(num_tokens, dim, generator=generator) for name in ("x", "gate_in", "gate_out")}
+    tokens = {name: randn(num_tokens, dim, generator=generator) for name in ("x", "gate_in", "gate_out")}
     return rng, {
         "weight": torch.randn(width, dim, generator=generator),
         "bias": torch.randn(dim, generator=generator) if rng.random() < 0.5 else None,
@@ -167,7 +168,7 @@ def check_chunkings(rng: random.Random, fixed: Call) -> None:
         whole.append(alone)
         if device.type == "cpu" and fixed["activation"] is None:
             (truth,) = prefill_chunks(fixed, states.clone(), (tokens, 0, num_tokens), module=reference)
-            assert torch.equal(truth, alone)
+            assert same_bits(truth, alone)
         whole_states[sequence + 1] = states[1]
 
     num_cuts = rng.randint(1, 4)
@@ -180,8 +181,8 @@ def check_chunkings(rng: random.Random, fixed: Call) -> None:
         for n in range(num_cuts + 1)
     ]
     for n, alone in enumerate(whole):
-        assert torch.equal(torch.cat([step[n] for step in steps]), alone)
-    assert torch.equal(chunk_states, whole_states)
+        assert same_bits(torch.cat([step[n] for step in steps]), alone)
+    assert same_bits(chunk_states, whole_states)
 
     token_states[1:] = 0
     arguments = {name: value for name, value in fixed.items() if name != "tokens"}
@@ -194,8 +195,8 @@ def check_chunkings(rng: random.Random, fixed: Call) -> None:
         )
         for token in range(num_tokens)
     ]
-    assert torch.equal(torch.stack(updates, dim=1), torch.stack(whole))
-    assert torch.equal(token_states, whole_states)
+    assert same_bits(torch.stack(updates, dim=1), torch.stack(whole))
+    assert same_bits(token_states, whole_states)
 
 
 def check_drafts(rng: random.Random, fixed: Call) -> None:
@@ -231,8 +232,8 @@ def check_drafts(rng: random.Random, fixed: Call) -> None:
         )
         outputs.append(result.reshape(-1, dim)[:keep])
         done, accepted = done + keep, keep
-    assert torch.equal(torch.cat(outputs), whole)
-    assert torch.equal(states[1, accepted - 1 : accepted + width - 2], whole_states[1])
+    assert same_bits(torch.cat(outputs), whole)
+    assert same_bits(states[1, accepted - 1 : accepted + width - 2], whole_states[1])
 
 
 def check_empty(device: str = "cpu") -> None:

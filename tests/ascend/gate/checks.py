@@ -9,6 +9,7 @@ import torch
 from tests.ascend.gate import linalg_cpu, report, simulator
 from tests.ascend.gate.cases import Case, Launch
 from tests.ascend.gate.compiler import Compiled, compile_kernel, specialise
+from tests.support.bits import same_bits
 
 MAX_SCALAR_LOADS = 8
 MAX_TRAFFIC = 1.3
@@ -78,6 +79,8 @@ def check_values(launch: Launch) -> None:
         absolute, relative = (0.0, 0.0) if name in launch.exact else launch.tolerance
         # Fresh outputs are NaN on purpose: a cell that should stay so must be NaN in both.
         torch.testing.assert_close(actual, expected, atol=absolute, rtol=relative, equal_nan=True, msg=_prefix(name))
+        if name in launch.exact and not same_bits(actual, expected):
+            raise GateError(f"{name}: zeros of the wrong sign, or other NaN")
 
 
 def _prefix(name: str) -> Any:
