@@ -46,6 +46,12 @@ def test_any_chunking_token_by_token_and_the_reference_give_the_same_bits(seed: 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=SEEDS)
+def test_any_chunking_fills_a_prefix_cache_with_the_same_bits(seed: int) -> None:
+    conv_checks.check_paged_chunkings(*one_sequence(seed))
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=SEEDS)
 def test_rejected_drafts_leave_no_trace(seed: int) -> None:
     conv_checks.check_drafts(*one_sequence(seed))
 

@@ -102,6 +102,12 @@ def test_any_chunking_and_token_by_token_give_the_same_bits(seed: int) -> None:
 
 
 @seeds(6, 12)
+def test_any_chunking_fills_a_prefix_cache_with_the_same_bits(seed: int) -> None:
+    rng, fixed = one_sequence(seed, **({"dim": 2048, "num_tokens": 300} if ON_GPU else {"dim": 5}))
+    conv_checks.check_paged_chunkings(rng, moved(fixed, DEVICE))
+
+
+@seeds(6, 12)
 def test_rejected_drafts_leave_no_trace(seed: int) -> None:
     rng, fixed = one_sequence(seed, **({"dim": 2048, "num_tokens": 100} if ON_GPU else {"dim": 5}))
     conv_checks.check_drafts(rng, moved(fixed, DEVICE))

@@ -135,18 +135,38 @@ def moved(call: Call, device: str) -> Call:
 
 
 def prefill_chunks(
-    fixed: Call, states: torch.Tensor, *chunks: tuple[Call, int, int], module: Any = ops
+    fixed: Call,
+    states: torch.Tensor,
+    *chunks: tuple[Call, int, int],
+    lines: torch.Tensor | None = None,
+    block_size: int | None = None,
+    module: Any = ops,
 ) -> list[torch.Tensor]:
-    """One call for tokens [start, end) of each sequence (tokens, start, end); the first's state is in line 1."""
+    """One call for tokens [start, end) of each sequence (tokens, start, end), whose states are in lines 1, 2, ... or in
+    `lines`; with a block size, in those blocks of a prefix cache."""
     arguments = {name: value for name, value in fixed.items() if name != "tokens"}
     lengths = [end - start for _, start, end in chunks]
     starts = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=states.device)
+
+    blocks: Call = {}
+    if block_size is not None:
+        blocks = {
+            "initial_state_idx": ints([max(start - 1, 0) // block_size for _, start, _ in chunks]),
+            "block_idx_first_scheduled_token": ints([start // block_size for _, start, _ in chunks]),
+            "block_idx_last_scheduled_token": ints([max(end - 1, 0) // block_size for _, _, end in chunks]),
+            "num_computed_tokens": ints([start for _, start, _ in chunks]),
+            "block_size_tokens": block_size,
+        }
     result = module.causal_conv1d_prefill(
         **{name: torch.cat([tokens[name][start:end] for tokens, start, end in chunks]) for name in chunks[0][0]},
         **arguments,
         conv_states=states,
-        query_start_loc=torch.tensor(starts, dtype=torch.int32, device=states.device),
-        state_indices=torch.arange(1, len(chunks) + 1, dtype=torch.int32, device=states.device),
+        **blocks,
+        query_start_loc=ints(starts),
+        state_indices=ints(list(range(1, len(chunks) + 1))) if lines is None else lines,
         has_initial_state=torch.tensor([start > 0 for _, start, _ in chunks], device=states.device),
     )
     return list(result.split(lengths))
@@ -161,7 +181,9 @@ def check_chunkings(rng: random.Random, fixed: Call) -> None:
     device = fixed["weight"].device
     both = [fixed["tokens"], {name: value.flip(0) for name, value in fixed["tokens"].items()}]
     whole_states = torch.full((3, width - 1, dim), 7.0, device=device)
-    chunk_states, token_states, whole = whole_states.clone(), whole_states.clone(), []
+    token_states, whole = whole_states.clone(), []
+    chunk_states = torch.full((6, width - 1, dim), 7.0, device=device)
+    chunk_lines = torch.tensor(rng.sample(range(1, 6), 2), dtype=torch.int32, device=device)
     for sequence, tokens in enumerate(both):
         states = whole_states[[0, sequence + 1]]
         (alone,) = prefill_chunks(fixed, states, (tokens, 0, num_tokens))
@@ -176,13 +198,18 @@ def check_chunkings(rng: random.Random, fixed: Call) -> None:
     bounds[0][-2] = num_tokens  # the last chunk of one sequence is empty beside the other's
     steps = [
         prefill_chunks(
-            fixed, chunk_states, *((tokens, at[n], at[n + 1]) for tokens, at in zip(both, bounds, strict=True))
+            fixed,
+            chunk_states,
+            *((tokens, at[n], at[n + 1]) for tokens, at in zip(both, bounds, strict=True)),
+            lines=chunk_lines,
         )
         for n in range(num_cuts + 1)
     ]
     for n, alone in enumerate(whole):
         assert same_bits(torch.cat([step[n] for step in steps]), alone)
-    assert same_bits(chunk_states, whole_states)
+    expected_states = torch.full_like(chunk_states, 7.0)
+    expected_states[chunk_lines.long()] = whole_states[1:]
+    assert same_bits(chunk_states, expected_states)
 
     token_states[1:] = 0
     arguments = {name: value for name, value in fixed.items() if name != "tokens"}
@@ -197,6 +224,45 @@ def check_chunkings(rng: random.Random, fixed: Call) -> None:
     ]
     assert same_bits(torch.stack(updates, dim=1), torch.stack(whole))
     assert same_bits(token_states, whole_states)
+
+
+def check_paged_chunkings(rng: random.Random, fixed: Call) -> None:
+    """In a prefix cache, chunks and then single tokens give the bits of each sequence whole, in every block's line."""
+    (num_tokens, dim), width = fixed["tokens"]["x"].shape, fixed["weight"].shape[0]
+    device, block_size = fixed["weight"].device, rng.choice([1, 2, 3, 8])
+    both = [fixed["tokens"], {name: value.flip(0) for name, value in fixed["tokens"].items()}]
+    num_blocks = (num_tokens - 1) // block_size + 1
+    order = rng.sample(range(1, 2 * num_blocks + 2), 2 * num_blocks)
+    lines = torch.tensor(order, dtype=torch.int32, device=device).view(2, num_blocks)
+    whole_states = torch.full((2 * num_blocks + 2, width - 1, dim), 7.0, device=device)
+    states = whole_states.clone()
+    every = [(tokens, 0, num_tokens) for tokens in both]
+    whole = prefill_chunks(fixed, whole_states, *every, lines=lines, block_size=block_size)
+
+    num_prefilled = rng.randint(1, num_tokens)
+    cuts = [sorted(rng.randint(0, num_prefilled) for _ in range(rng.randint(1, 4))) for _ in both]
+    num_cuts = max(len(at) for at in cuts)
+    bounds = [[0, *at, *[num_prefilled] * (num_cuts + 1 - len(at))] for at in cuts]
+    outputs: list[list[torch.Tensor]] = [[], []]
+    for n in range(num_cuts + 1):
+        chunks = [(tokens, at[n], at[n + 1]) for tokens, at in zip(both, bounds, strict=True)]
+        results = prefill_chunks(fixed, states, *chunks, lines=lines, block_size=block_size)
+        for result, output in zip(results, outputs, strict=True):
+            output.append(result)
+    arguments = {name: value for name, value in fixed.items() if name != "tokens"}
+    for token in range(num_prefilled, num_tokens):
+        result = ops.causal_conv1d_update(
+            **{name: torch.stack([tokens[name][token] for tokens in both]) for name in both[0]},
+            **arguments,
+            conv_states=states,
+            state_indices=lines,
+            initial_state_idx=torch.full((2,), (token - 1) // block_size, dtype=torch.int32, device=device),
+            block_idx_last_scheduled_token=torch.full((2,), token // block_size, dtype=torch.int32, device=device),
+        )
+        for row, output in zip(result, outputs, strict=True):
+            output.append(row[None])
+    assert same_bits(torch.cat([*outputs[0], *outputs[1]]), torch.cat(whole))
+    assert same_bits(states, whole_states)
 
 
 def check_drafts(rng: random.Random, fixed: Call) -> None:

@@ -63,4 +63,5 @@ def test_state_indices_may_be_empty() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_any_chunking_and_rejected_drafts_give_the_same_bits(seed: int) -> None:
     conv_checks.check_chunkings(*one_sequence(seed, dim=5))
+    conv_checks.check_paged_chunkings(*one_sequence(seed, dim=5))
     conv_checks.check_drafts(*one_sequence(seed, dim=5))
