@@ -58,7 +58,8 @@ def causal_conv1d_prefill(
         query_start_loc: int32 [sequences + 1], ascending from 0 (checked only where its values are on the host). Empty
             sequences read and write nothing; outputs of tokens of no sequence are as for padding.
         state_indices: int32 [sequences], the lines, each at most once beside padding; None: sequence n owns line n and
-            none is padding (line 0 too is an ordinary line then). With block indices (below): [sequences, blocks].
+            none is padding (line 0 too is an ordinary line then). With block indices (below): [sequences, blocks], where
+            a line may stand more than once (a shared prefix) only if no sequence of the call writes it.
         has_initial_state: bool [sequences], only with conv_states; None: no sequence continues an earlier chunk.
         activation: None (or False), or "silu" / "swish" (or True).
         gate_in, gate_out: like x, or None.
@@ -137,7 +138,8 @@ def causal_conv1d_update(
         x: [sequences, dim] (one token each), [sequences, tokens each, dim], or with query_start_loc [tokens, dim];
             dim contiguous, rows of one stride.
         weight, bias, conv_states, activation, gate_in, gate_out, out, pad_slot_id: as in `causal_conv1d_prefill`.
-        state_indices: int32 [sequences], or [sequences, blocks] with the block indices; None: sequence n owns line n.
+        state_indices: int32 [sequences], or [sequences, blocks] with the block indices, shared only if nobody writes;
+            None: sequence n owns line n.
         query_start_loc: int32 [sequences + 1], ascending from 0 (checked where it is on the host), for sequences of
             different lengths, 0 included; outputs of tokens behind the last sequence are as for padding.
         max_query_len: the most tokens any sequence has, checked where the starts are on the host; needed with
