@@ -39,6 +39,7 @@ PREFILL_ROWS = {  # (channels, width, tokens, sequences): best peer, microsecond
 UPDATE_BAR, PREFILL_BAR, COPY_BAR = 0.88, 0.82, 0.85
 OTHER_UPDATE_ROWS = ((2048, 3, 256), (2048, 3, 32))  # LFM2's own form; no peer's time is known
 OTHER_PREFILL_ROWS = ((2048, 3, 16384, 8), (2048, 3, 2048, 1))
+WIDE_UPDATE_ROW, WIDE_PREFILL_ROW = (2048, 7, 256), (2048, 7, 16384, 8)
 PREFIX_CACHE_ROWS = ((2048, 4, 16384, 8), (2048, 4, 16384, 1))
 BLOCK_SIZE_TOKENS = 128
 
@@ -163,14 +164,14 @@ def measure(name: str, op_name: str, make: Callable[[], dict[str, Any]], peer_mi
 def measure_update(row: tuple[int, int, int], form: str = "", change: Make = dict) -> Result:
     """One row of updates, its arguments put into another form by `change`."""
     name = f"conv.update{form}.d{row[0]}.w{row[1]}.b{row[2]}"
-    peer = None if form else UPDATE_ROWS[row]
+    peer = None if form else UPDATE_ROWS.get(row)
     return measure(name, "causal_conv1d_update", lambda: change(update_arguments(*row)), peer)
 
 
 def measure_prefill(row: tuple[int, int, int, int], form: str = "", change: Make = dict) -> Result:
     """One row of prefills, its arguments put into another form by `change`."""
     name = f"conv.prefill{form}.d{row[0]}.w{row[1]}.t{row[2]}.s{row[3]}"
-    peer = None if form else PREFILL_ROWS[row]
+    peer = None if form else PREFILL_ROWS.get(row)
     return measure(name, "causal_conv1d_prefill", lambda: change(prefill_arguments(*row)), peer)
 
 
@@ -204,6 +205,7 @@ def main() -> None:
     others = [measure_update(row, ".lfm2", gated) for row in OTHER_UPDATE_ROWS]
     others += [measure_prefill(row, ".lfm2", gated) for row in OTHER_PREFILL_ROWS]
     others += [measure_prefill(row, ".blocks", with_prefix_cache) for row in PREFIX_CACHE_ROWS]
+    others += [measure_update(WIDE_UPDATE_ROW), measure_prefill(WIDE_PREFILL_ROW)]
     report("update", updates, UPDATE_BAR)
     report("prefill", prefills, PREFILL_BAR)
     large = prefills[list(PREFILL_ROWS).index((8192, 4, 16384, 1))]
