@@ -58,8 +58,8 @@ def causal_conv1d_prefill(
         query_start_loc: int32 [sequences + 1], ascending from 0 (checked only where its values are on the host). Empty
             sequences read and write nothing; outputs of tokens of no sequence are as for padding.
         state_indices: int32 [sequences], the lines, each at most once beside padding; None: sequence n owns line n and
-            none is padding (line 0 too is an ordinary line then). With block indices (below): [sequences, blocks], where
-            a line may stand more than once (a shared prefix) only if no sequence of the call writes it.
+            none is padding (line 0 too is an ordinary line then). With block indices (below): [sequences, blocks]; a
+            line may then be shared (by a common prefix) only if no sequence of the call writes it.
         has_initial_state: bool [sequences], only with conv_states; None: no sequence continues an earlier chunk.
         activation: None (or False), or "silu" / "swish" (or True).
         gate_in, gate_out: like x, or None.
@@ -126,7 +126,8 @@ def causal_conv1d_update(
         u    = the L tokens of x  or, with gate_in,  gate_in * x rounded to x's dtype
         h    = concat(conv_states[source, a-1 : a+width-2], u)       (a = 1 without num_accepted_tokens)
         out  = act(bias + sum_i weight[i] * h[t + i])  for t in [0, L),  times gate_out if given
-        conv_states[target, :width-1]   = h[L:]                      without num_accepted_tokens
+        conv_states[target, :width-1]   = h[L:]                      without num_accepted_tokens: all of it, the newest
+                                                                     of the history too where L < width - 1
         conv_states[target, :width-2+L] = h[1:]                      with it: every window of the L draft tokens stays
                                                                      readable until it is known how many are accepted
 
