@@ -191,9 +191,10 @@ def test_compiles_without_a_gpu_for_hopper_and_for_what_came_before(compiled: di
 
 
 @needs_no_gpu
-def test_another_batch_is_another_variant_of_no_kernel(compiled: dict[str, Any], source: ModuleType) -> None:
+@pytest.mark.parametrize("form", ["plain", "paged"])
+def test_another_batch_is_another_variant_of_no_kernel(compiled: dict[str, Any], source: ModuleType, form: str) -> None:
     """Batch sizes, lengths, drafts and the alignment of packed maps are no part of a kernel's identity."""
-    found = compiled["variants"][source.__name__.rpartition(".")[2]]
+    found = compiled["variants"][source.__name__.rpartition(".")[2]][form]
     assert found["num_calls"] == 48
     assert found["not_warmed_up"] == []
     # CUDA: two tiles of prefill, and updates of one token, of several, and varlen, each with drafts or not.
@@ -263,10 +264,11 @@ def test_waits_for_nothing(name: str) -> None:
 
 
 @needs_gpu
-def test_after_warming_up_nothing_is_compiled(source: ModuleType) -> None:
+@pytest.mark.parametrize("paged", [False, True])
+def test_after_warming_up_nothing_is_compiled(source: ModuleType, paged: bool) -> None:
     weight = torch.randn(4, 384, device="cuda")
     states = torch.zeros(70, 6, 384, device="cuda")
-    ops.warm_up(weight, None, states, activation="silu", drafts=True)
+    ops.warm_up(weight, None, states, activation="silu", drafts=True, paged=paged)
 
     def num_compiled() -> list[int]:
         torch.cuda.synchronize()
@@ -281,7 +283,14 @@ def test_after_warming_up_nothing_is_compiled(source: ModuleType) -> None:
         starts.copy_(torch.arange(num_sequences + 1) * length)
         lines.copy_(torch.arange(num_sequences) + 1)
         x = torch.randn(num_sequences * length, 384, device="cuda")
-        ops.causal_conv1d_prefill(x, query_start_loc=starts, state_indices=lines, has_initial_state=lines > 1, **fixed)
-        ops.causal_conv1d_update(x[:num_sequences], state_indices=lines, **fixed)
-        ops.causal_conv1d_update(x.view(num_sequences, length, -1), state_indices=lines, **fixed)
+        table: Call = {"state_indices": lines}
+        firsts: Call = {}
+        if paged:
+            zeros = packed[300 + offset :][:num_sequences]
+            table = {"state_indices": lines[:, None], "initial_state_idx": zeros,
+                     "block_idx_last_scheduled_token": zeros}  # fmt: skip
+            firsts = {"block_idx_first_scheduled_token": zeros, "num_computed_tokens": zeros, "block_size_tokens": 40}
+        ops.causal_conv1d_prefill(x, query_start_loc=starts, has_initial_state=lines > 1, **table, **firsts, **fixed)
+        ops.causal_conv1d_update(x[:num_sequences], **table, **fixed)
+        ops.causal_conv1d_update(x.view(num_sequences, length, -1), **table, **fixed)
     assert num_compiled() == before

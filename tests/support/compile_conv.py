@@ -2,7 +2,8 @@
 
 asserts            whether a prefill checks on the device that the starts begin at 0: without TRITON_DEBUG, with it
 overlaps_launches  by compute capability: for each compiled program, whether it waits for the kernel before it
-variants           by source: how many variants many calls need, and which of them `warm_up` does not make
+variants           by source, without and with block tables: how many variants many calls need, and which of them
+                   `warm_up` does not make
 
 Run as a script, without TRITON_INTERPRET: which of the two Triton is, is settled when it is imported.
 """
@@ -100,8 +101,6 @@ def random_calls(layer: dict[str, Any], count: int) -> Iterator[PrefillCall | Up
     packed = torch.zeros(4000, dtype=torch.int32)
     every: dict[str, Any] = {
         **{name: layer[name] for name in ("weight", "bias", "conv_states", "activation")},
-        "initial_state_idx": None,
-        "block_idx_last_scheduled_token": None,
         "pad_slot_id": -1,
         "query_starts": None,
     }
@@ -116,12 +115,21 @@ def random_calls(layer: dict[str, Any], count: int) -> Iterator[PrefillCall | Up
         if not layer["gated"]:
             gate_in, gate_out, x = None, None, x.contiguous()
         tokens = {"x": x, "gate_in": gate_in, "gate_out": gate_out, "out": torch.zeros(x.shape, dtype=x.dtype)}
-        lines = {"state_indices": maps(num_sequences)}
+        block_names = ["initial_state_idx", "block_idx_last_scheduled_token"]
+        first_names = ["block_idx_first_scheduled_token", "num_computed_tokens"]
+        if layer["paged"]:
+            num_blocks = rng.choice([1, 3, 6])
+            table = maps(num_sequences * num_blocks).view(num_sequences, num_blocks)
+            lines = {"state_indices": table} | {name: maps(num_sequences) for name in block_names}
+            firsts = {name: maps(num_sequences) for name in first_names}
+        else:
+            lines = {"state_indices": maps(num_sequences)} | dict.fromkeys(block_names)
+            firsts = dict.fromkeys(first_names)
         if number % 4 == 0:
             yield PrefillCall(
                 **every, **tokens, **lines, query_start_loc=maps(num_sequences + 1),
-                has_initial_state=torch.zeros(num_sequences, dtype=torch.bool), block_idx_first_scheduled_token=None,
-                num_computed_tokens=None, block_size_tokens=None,
+                has_initial_state=torch.zeros(num_sequences, dtype=torch.bool), **firsts,
+                block_size_tokens=rng.choice([1, 16, 24]) if layer["paged"] else None,
             )  # fmt: skip
             continue
         is_draft = rng.random() < 0.5
@@ -142,7 +150,7 @@ def variants(module: ModuleType, layer: dict[str, Any], num_calls: int) -> dict[
 def main() -> None:
     lfm2 = {**LFM2, "activation": None, "gated": True, "drafts": False, "paged": False, "x_dtype": BFLOAT16}
     wide = {**WIDE, "gated": False, "drafts": True, "paged": True, "x_dtype": torch.float32}
-    plain = {**lfm2, "drafts": True}
+    layers = {"plain": {**lfm2, "drafts": True}, "paged": {**lfm2, "drafts": True, "paged": True}}
     with serving(triton_cuda):
         overlaps = {
             90: overlaps_launches(90, [lfm2, wide]),
@@ -151,8 +159,8 @@ def main() -> None:
         }
         asserted = asserts(lfm2)
     counted = {
-        "triton_cuda": variants(triton_cuda, plain, 48),
-        "triton_ascend": variants(triton_ascend, plain, 48),
+        source: {form: variants(module, layer, 48) for form, layer in layers.items()}
+        for source, module in (("triton_cuda", triton_cuda), ("triton_ascend", triton_ascend))
     }
     print(json.dumps({"overlaps_launches": overlaps, "asserts": asserted, "variants": counted}))
 
