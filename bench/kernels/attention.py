@@ -133,7 +133,9 @@ def ours(row: Row, arguments: Arguments, tile: TileConfig | None = None) -> torc
 def plan_of(row: Row) -> Plan:
     """The launch that the table chooses."""
     heads = Heads(NUM_HEADS, KV_HEADS, row.head_dim, 2, None)
-    return plan_for(in_use(torch.device("cuda")), heads, row.num_sequences * row.num_tokens, row.num_sequences, row.context)
+    return plan_for(
+        in_use(torch.device("cuda")), heads, row.num_sequences * row.num_tokens, row.num_sequences, row.context
+    )
 
 
 def sdpa(row: Row, arguments: Arguments) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Launch configurations of the paged attention on NVIDIA GPUs.
 
-16-bit tiles up to head_dim 128 are those that `python -m bench.kernels.attention --tune` found fastest on an H200, by the
-geometric mean over its rows; the others were chosen by reasoning.
+16-bit tiles up to head_dim 128 are those that `python -m bench.kernels.attention --tune` found fastest on an H200, by
+the geometric mean over its rows; the others were chosen by reasoning.
 
 How a call is launched follows from the padded sizes of a step and the GPU alone, never from the lengths of its
 sequences, so that a captured step fits all steps of its size.
@@ -78,8 +78,7 @@ MAX_SPLITS = 64
 # Partial results of split sequences; fewer splits where more would not fit.
 WORKSPACE_BYTES = 64 * 2**20
 
-# Two programs or more share a multiprocessor (228 KiB of shared memory on compute capability 9.0), chunks of the largest
-# heads excepted. float32 has no tensor cores at full precision: its tiles are small, since each product is an instruction.
+# float32 has no tensor cores at full precision: its tiles are small, since each product is an instruction.
 _HOPPER = AttentionTable(
     decode=MappingProxyType(
         {
