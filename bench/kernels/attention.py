@@ -25,14 +25,13 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.kernels.lora import geometric_mean
-from bench.kernels.timing import num_sets, time_graph
+from bench.kernels.timing import FLOOR_BYTES_PER_SECOND, FLOOR_FLOP_PER_SECOND, num_sets, time_graph
 from kernels.paged_attention import triton_cuda
 from kernels.paged_attention.maps import AttentionMaps
 from kernels.paged_attention.triton_cuda_configs import Heads, Plan, TileConfig, plan_for
 from kernels.platform import in_use
 
 NUM_HEADS, KV_HEADS, BLOCK_SIZE = 32, 8, 16
-FLOOR_BYTES_PER_SECOND, FLOOR_FLOP_PER_SECOND = 4.3e12, 790e12
 
 
 @dataclass(frozen=True)

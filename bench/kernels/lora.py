@@ -25,11 +25,10 @@ from pathlib import Path
 
 import torch
 
-from bench.kernels.timing import num_sets, time_graph
+from bench.kernels.timing import FLOOR_BYTES_PER_SECOND, FLOOR_FLOP_PER_SECOND, num_sets, time_graph
 from kernels.lora import ops, reference
 from kernels.lora.maps import LoraMaps, LoraStack, Segment
 
-FLOOR_BYTES_PER_SECOND, FLOOR_FLOP_PER_SECOND = 4.3e12, 790e12
 EMPTY_KERNEL_MICROSECONDS = 0.9
 DECODE_BAR, PREFILL_BAR = 0.70, 0.75
 DECODE_ROW_BAR, PREFILL_ROW_BAR = 1.0, 1.05

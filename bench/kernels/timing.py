@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 ROTATED_BYTES = 300_000_000
+# What an H200 reaches: the floors of the rows.
+FLOOR_BYTES_PER_SECOND, FLOOR_FLOP_PER_SECOND = 4.3e12, 790e12
 MAX_SETS = 400
 NUM_REPLAYS = 30
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from service.engine.build import build_engine
-from tests.support.engine_parity import BASE, SAMPLINGS, Request, config_of, make_world, run_engine
+from tests.support.engine_parity import config_of, make_world, submit_every_sampling
 
 
 @pytest.mark.parametrize("model_type", ["llama", "lfm2"])
@@ -20,11 +20,7 @@ def test_a_step_waits_for_the_device_once(model_type: str, device: str, tmp_path
     world = make_world(model_type, tmp_path, device)
     engine = build_engine(config_of(world, token_budget=64))
     try:
-        first = [Request(f"first {name}", name, (9, 8), 2) for name in ("all", "embedding")]
-        run_engine(engine, [request.submit(world.digests) for request in first])
-        for i, sampling in enumerate(SAMPLINGS):
-            request = Request(f"r{i}", (BASE, "all", "embedding")[i % 3], (5 + i, 9, 8, 7), 3)
-            engine.submit(request.submit(world.digests, **sampling))
+        submit_every_sampling(engine, world)
         num_steps = engine.num_steps
         while engine.num_requests:
             with warnings.catch_warnings(record=True) as waits:

@@ -189,6 +189,15 @@ def run_engine(engine: Engine, submits: Sequence[Submit], *, joins_per_step: int
     return answers
 
 
+def submit_every_sampling(engine: Engine, world: World) -> None:
+    """Have two adapters on the device; then submit, and do not run, a request of three tokens for each of SAMPLINGS."""
+    first = [Request(f"first {name}", name, (9, 8), 1) for name in ("all", "embedding")]
+    run_engine(engine, [request.submit(world.digests) for request in first])
+    for i, sampling in enumerate(SAMPLINGS):
+        request = Request(f"r{i}", (BASE, "all", "embedding")[i % 3], (5 + i, 9, 8, 7), 3)
+        engine.submit(request.submit(world.digests, **sampling))
+
+
 def answers_of(world: World, requests: Sequence[Request], *, sampling: Any = None, **config: Any) -> dict[str, Answer]:
     """Answers of a fresh engine to all requests at once."""
     engine = build_engine(config_of(world, **config))

@@ -11,7 +11,7 @@ from service.engine.build import build_engine
 from tests.ascend.twin.install import npu_path
 from tests.ascend.twin.test_service import SIZES, config
 from tests.ascend.twin.waits import recorded_waits
-from tests.support.engine_parity import BASE, SAMPLINGS, Request, make_world, run_engine
+from tests.support.engine_parity import make_world, submit_every_sampling
 
 WAITING = """
 def work():
@@ -33,11 +33,7 @@ def test_a_step_waits_for_the_device_once(tmp_path: Path) -> None:
     with npu_path(float32_attention=True):
         engine = build_engine(config(world, num_blocks=9, token_budget=64))
         try:
-            first = [Request(f"first {name}", name, (9,), 1) for name in ("all", "embedding")]
-            run_engine(engine, [request.submit(world.digests) for request in first])
-            for i, sampling in enumerate(SAMPLINGS):
-                request = Request(f"r{i}", (BASE, "all", "embedding")[i % 3], (5 + i, 9, 8, 7), 3)
-                engine.submit(request.submit(world.digests, **sampling))
+            submit_every_sampling(engine, world)
             num_steps = engine.num_steps
             while engine.num_requests:
                 with recorded_waits() as waits:
