@@ -144,7 +144,7 @@ def _step_sizes(in_features: int, num_slices: int, num_columns: int, max_tokens:
         regime = choose(num_tokens, in_features, *chip)
         split_size = regime.split_size(in_features, regime.num_splits(in_features, num_tokens, num_slices))
         of_embedding = choose(num_tokens, 0, *chip)
-        first_of.setdefault(("shrink", regime.name, regime.block(split_size)), num_tokens)
+        first_of.setdefault(("shrink", regime.name, regime.block(split_size, in_features)), num_tokens)
         first_of.setdefault(("expand", regime.name, regime.columns(num_columns, num_tokens)), num_tokens)
         first_of.setdefault(("expand", of_embedding.name, of_embedding.columns(num_columns, num_tokens)), num_tokens)
     return tuple(sorted(set(first_of.values())))
@@ -182,7 +182,7 @@ def plan_shrink(x: torch.Tensor, h: torch.Tensor, stack: LoraStack, maps: LoraMa
         "num_slices": num_slices,
         "T": regime.tiles.tokens,
         "R": RANK_BLOCK,
-        "K": regime.block(split_size),
+        "K": regime.block(split_size, x.shape[1]),
     }
     return Launch(f"lora_shrink_{regime.name}", (regime.num_cores,), arguments)
 

@@ -61,14 +61,15 @@ class Regime:
 
     def split_size(self, in_features: int, num_splits: int) -> int:
         """Inputs of a part; the cube's kernel takes whole blocks only."""
-        granule = self.block(in_features) if self.name == "many" else SMALLEST_SPLIT
+        granule = self.block(in_features, in_features) if self.name == "many" else SMALLEST_SPLIT
         return -(-in_features // (num_splits * granule)) * granule
 
-    def block(self, extent: int) -> int:
-        """Inputs of a shrink's block: one that divides the extent for the cube, one that covers it for the others."""
+    def block(self, split_size: int, in_features: int) -> int:
+        """Inputs of a shrink's block: one that covers a part or, for the cube, one that divides every part."""
         if self.name == "many":
-            return next(block for block in self.tiles.inputs if extent % block == 0)
-        return next((block for block in reversed(self.tiles.inputs) if block >= extent), self.tiles.inputs[0])
+            # The last part is what the others leave: its size is divided by what divides theirs and the whole.
+            return next(block for block in self.tiles.inputs if split_size % block == 0 and in_features % block == 0)
+        return next((block for block in reversed(self.tiles.inputs) if block >= split_size), self.tiles.inputs[0])
 
     def columns(self, num_columns: int, num_tokens: int) -> int:
         """Columns of an expand's block, so that every core gets one where that is possible."""

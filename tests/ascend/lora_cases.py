@@ -211,6 +211,8 @@ BASE_TILE = Step([3], [[16]], 256, [130], num_base=40)
 PREFILL = Step([100, 3, 60, 1], [[16, 40, 8, 16]], 1024, [600], num_base=8)
 LONG = Step([256], [[16]], 2048, [2048])
 PACKED_PREFILL = Step([70, 9], [[16, 0], [3, 33]], 192, [300, 40], num_base=1)
+# 896 inputs in parts of 256: the last part has 128, and so has a block.
+SHORT_LAST_PART = Step([70, 9], [[16, 3]], 896, [130], num_base=21)
 BASE_TILE_PREFILL = Step([20], [[16]], 128, [130], num_base=140)
 
 # Whatever way 64 tokens are shared out between adapters, no more tiles meet a segment than in the uneven mix.
@@ -218,7 +220,10 @@ JUDGED = {"4 adapters": FOUR, "4 uneven": UNEVEN, "4 skewed": SKEWED, "64 adapte
 _FEW = JUDGED | {
     "odd sizes": ODD, "packed": PACKED, "one token": ONE, "large ranks": LARGE_RANKS, "base tile": BASE_TILE,
 }  # fmt: skip
-_MANY = {"long": LONG, "mixed": PREFILL, "packed": PACKED_PREFILL, "base tile": BASE_TILE_PREFILL}
+_MANY = {
+    "long": LONG, "mixed": PREFILL, "packed": PACKED_PREFILL, "base tile": BASE_TILE_PREFILL,
+    "short last part": SHORT_LAST_PART,
+}  # fmt: skip
 # Small steps for trying one configuration: several ranks, an untargeted slice, base tokens, odd widths.
 _SMALL = {
     "few": Step([3, 14, 1], [[16, 5, 24], [0, 16, 8]], 600, [333, 9], num_base=2),
