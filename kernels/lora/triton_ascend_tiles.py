@@ -9,10 +9,12 @@ from kernels.platform import BackendError
 
 # Steps of up to this many (padded) tokens run on the vector cores, larger ones on the cube cores.
 FEW_TOKENS = 64
-# No split of the input is smaller, so that a transfer is worth its latency.
-SMALLEST_SPLIT = 128
+# Splits for the vector cores are multiples of so many inputs, as transfers begin at multiples of 32 bytes.
+SPLIT_GRANULE = 16
+# A whole number of splits seldom fits the cores exactly; none is much smaller, so that a transfer is worth its latency.
+SMALLEST_SPLIT = 96
 # At most so many splits times tokens: every block of output columns reads all partial sums again.
-MAX_PARTIAL_ROWS = 640
+MAX_PARTIAL_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,13 @@ class Regime:
     def num_splits(self, in_features: int, num_tokens: int, num_slices: int) -> int:
         """Parts of the input, enough for every core to get one of some slice and tile of tokens."""
         num_items = -(-num_tokens // self.tiles.tokens) * num_slices
-        most = max(1, MAX_PARTIAL_ROWS // num_tokens)
+        most = max(1, min(MAX_PARTIAL_ROWS // num_tokens, in_features // SMALLEST_SPLIT))
         size = self.split_size(in_features, min(most, max(1, self.num_cores // num_items)))
         return -(-in_features // size)
 
     def split_size(self, in_features: int, num_splits: int) -> int:
         """Inputs of a part; the cube's kernel takes whole blocks only."""
-        granule = self.block(in_features, in_features) if self.name == "many" else SMALLEST_SPLIT
+        granule = self.block(in_features, in_features) if self.name == "many" else SPLIT_GRANULE
         return -(-in_features // (num_splits * granule)) * granule
 
     def block(self, split_size: int, in_features: int) -> int:
