@@ -54,14 +54,14 @@ def expand_candidates(config: LoraConfig) -> list[ExpandConfig]:
     """Variations of the bucket's expand."""
     if config.max_tokens > 256:
         return [
-            ExpandConfig(block_m, block_n, block_n, 64, stages, warps, programs, registers)
+            ExpandConfig(block_m, block_n, block_n, stages, warps, programs, registers)
             for block_m, block_n, stages, warps, programs, registers in itertools.product(
                 (64, 128), (64, 128), (2, 3), (4, 8), (2, 3, 4), (128, None)
             )
             if warps * 1024 <= block_m * block_n <= warps * 2048
         ]
     return [
-        ExpandConfig(block_m, block_n, block_n_tall, 64, stages, 4, programs, registers)
+        ExpandConfig(block_m, block_n, block_n_tall, stages, 4, programs, registers)
         for block_m, block_n, block_n_tall, stages, programs, registers in itertools.product(
             (16,) if config.max_tokens <= 64 else (16, 32), (64, 128), (64, 128), (2, 3), (3, 4, 6), (128, 168)
         )

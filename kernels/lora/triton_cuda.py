@@ -221,7 +221,7 @@ def _launch_shrink(
     """h: [splits, slices, tokens, width]."""
     _check_ranks(stack, maps)
     num_slices, in_features = len(stack.a), stack.a[0].shape[1]
-    items_of_tile = num_slices * config.num_splits * (MAX_KERNEL_RANK // config.block_r)
+    items_of_tile = num_slices * config.num_splits * (MAX_KERNEL_RANK // config.block_r + 1)
     grid = _grid(device, config.block_m, maps, items_of_tile, config.programs_per_core)
     block_k = _even_block(in_features, config.num_splits, config.block_k)
     blocks_per_split = -(-in_features // (config.num_splits * block_k))
@@ -300,7 +300,6 @@ def _launch_expand(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_N_TALL=config.block_n_tall,
-        BLOCK_R=config.block_r,
         STAGES=config.stages,
         EVEN_N=all(width % config.block_n == 0 for width in widths),
         OVERWRITE=overwrite,

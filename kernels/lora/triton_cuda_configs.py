@@ -15,7 +15,7 @@ class ShrinkConfig:
     num_splits        parts of the input whose products are summed by the expand; more parts fill more cores
     block_m           tokens of a tile
     block_k           inputs of a block
-    block_r           ranks of a block where an adapter has more than 16
+    block_r           ranks of a block where an adapter has so many; what is left of them takes blocks of 32 and 16
     groups            parts of a block's inputs that warps multiply side by side; 1 lets tiles of 64 tokens use wgmma
     stages            blocks in flight in the loop over the inputs
     programs_per_core of the persistent grid
@@ -38,14 +38,12 @@ class ExpandConfig:
     """Tile and launch shape of the expand; fields as in `ShrinkConfig`.
 
     block_n       columns of a block for ranks up to 16
-    block_n_tall  columns of a block for larger ranks, a divisor of block_n
-    block_r       ranks of a tall block
+    block_n_tall  columns of a block for ranks up to 64, a divisor of block_n
     """
 
     block_m: int
     block_n: int
     block_n_tall: int
-    block_r: int
     stages: int
     num_warps: int
     programs_per_core: int
@@ -64,12 +62,12 @@ class LoraConfig:
 UNBOUNDED = 2**31
 
 _H200 = (
-    LoraConfig(4, ShrinkConfig(8, 16, 128, 32, 2, 4, 2, 4), ExpandConfig(16, 128, 128, 64, 3, 4, 4, 128)),
-    LoraConfig(128, ShrinkConfig(4, 16, 128, 32, 2, 4, 2, 4), ExpandConfig(16, 128, 128, 64, 3, 4, 4, 128)),
-    LoraConfig(256, ShrinkConfig(4, 16, 128, 32, 2, 4, 2, 4), ExpandConfig(16, 128, 128, 64, 3, 4, 3, 168)),
-    LoraConfig(1024, ShrinkConfig(4, 64, 128, 64, 1, 4, 4, 2), ExpandConfig(64, 128, 128, 64, 3, 4, 2)),
-    LoraConfig(4096, ShrinkConfig(2, 64, 128, 64, 1, 4, 4, 4), ExpandConfig(64, 64, 64, 64, 3, 4, 2)),
-    LoraConfig(UNBOUNDED, ShrinkConfig(1, 64, 64, 64, 1, 4, 4, 4), ExpandConfig(64, 128, 128, 64, 3, 8, 4, 128)),
+    LoraConfig(4, ShrinkConfig(8, 16, 128, 32, 2, 4, 2, 4), ExpandConfig(16, 128, 128, 3, 4, 4, 128)),
+    LoraConfig(128, ShrinkConfig(4, 16, 128, 32, 2, 4, 2, 4), ExpandConfig(16, 128, 128, 3, 4, 4, 128)),
+    LoraConfig(256, ShrinkConfig(4, 16, 128, 32, 2, 4, 2, 4), ExpandConfig(16, 128, 128, 3, 4, 3, 168)),
+    LoraConfig(1024, ShrinkConfig(4, 64, 128, 64, 1, 4, 4, 2), ExpandConfig(64, 128, 128, 3, 4, 2)),
+    LoraConfig(4096, ShrinkConfig(2, 64, 128, 64, 1, 4, 4, 4), ExpandConfig(64, 64, 64, 3, 4, 2)),
+    LoraConfig(UNBOUNDED, ShrinkConfig(1, 64, 64, 64, 1, 4, 4, 4), ExpandConfig(64, 128, 128, 3, 8, 4, 128)),
 )
 
 # Kind of GPU, by the name its driver reports -> configurations by ascending token count; "any" serves the rest.

@@ -24,6 +24,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
+def _ceil_div(number, divisor: tl.constexpr):
+    return (number + divisor - 1) // divisor
+
+
+@triton.jit
 def _pick(values, index, NUM: tl.constexpr):
     """values[index] of a tuple of scalars or pointers, for an index known at run time only."""
     picked = values[0]
@@ -129,8 +134,25 @@ def _store_h(h_rows, ranks, rank, token_mask, products, scaling, GROUPS: tl.cons
 
 @triton.jit
 def _rank_blocks(rank, BLOCK_R: tl.constexpr):
-    """Blocks of ranks that a slice of an adapter is computed in: ranks up to 16 are one block of 16."""
-    return tl.where(rank <= 16, (rank + 15) // 16, (rank + BLOCK_R - 1) // BLOCK_R)
+    """Number of blocks of ranks that a slice of an adapter is computed in: see `_rank_block`."""
+    tl.static_assert(BLOCK_R <= 64)
+    rest = _ceil_div(rank, 16) % (BLOCK_R // 16)
+    return _ceil_div(rank, 16) // (BLOCK_R // 16) + (rest >> 1) + (rest & 1)
+
+
+@triton.jit
+def _rank_block(index, rank, BLOCK_R: tl.constexpr):
+    """(first rank, ranks that are there) of a block: as many of BLOCK_R as fit, then one of 32, then one of 16.
+
+    So nothing is computed beyond the rank rounded up to 16.
+    """
+    whole = _ceil_div(rank, 16) // (BLOCK_R // 16)
+    rest = _ceil_div(rank, 16) % (BLOCK_R // 16)
+    is_whole = index < whole
+    is_half = (index == whole) & (rest >= 2)
+    first = tl.where(is_whole, index * BLOCK_R, tl.where(is_half, whole * BLOCK_R, (_ceil_div(rank, 16) - 1) * 16))
+    height = tl.where(is_whole, BLOCK_R, tl.where(is_half, 32, 16))
+    return first, tl.minimum(rank - first, height)
 
 
 @triton.jit
@@ -173,10 +195,9 @@ def _prefetch_rows(row_ptrs, COLUMNS: tl.constexpr):
 @triton.jit
 def _shrink_run(
     x_rows,
-    a_rows,
+    a_ptr,
     h_rows,
-    ranks,
-    rank,
+    num_ranks,
     token_mask,
     scaling,
     first_split,
@@ -192,15 +213,17 @@ def _shrink_run(
     EVEN_K: tl.constexpr,
 ):
     """Partial products of one block of ranks for consecutive splits, each stored when its last block is added."""
+    ranks = tl.arange(0, BLOCK_R)
+    a_rows = a_ptr + ranks.to(tl.int64) * in_features
     products = _zero_products(BLOCK_M, BLOCK_R, GROUPS)
     for step in tl.range(0, num_splits * BLOCKS_PER_SPLIT, num_stages=STAGES):
         first_k = (first_split * BLOCKS_PER_SPLIT + step) * BLOCK_K
-        a = _load_block(a_rows, ranks < rank, first_k, in_features, BLOCK_K, GROUPS, EVEN_K)
+        a = _load_block(a_rows, ranks < num_ranks, first_k, in_features, BLOCK_K, GROUPS, EVEN_K)
         x = _load_block(x_rows, token_mask, first_k, in_features, BLOCK_K, GROUPS, EVEN_K)
         products = _multiply_block(x, a, products, GROUPS)
         if step % BLOCKS_PER_SPLIT == BLOCKS_PER_SPLIT - 1:
             split = first_split + step // BLOCKS_PER_SPLIT
-            _store_h(h_rows + split * h_split_stride, ranks, rank, token_mask, products, scaling, GROUPS)
+            _store_h(h_rows + split * h_split_stride, ranks, num_ranks, token_mask, products, scaling, GROUPS)
             products = _zero_products(BLOCK_M, BLOCK_R, GROUPS)
 
 
@@ -283,9 +306,8 @@ def lora_shrink_kernel(
             rank = tl.where(behind, rank_here, rank)
             first_block = tl.where(behind, next_first, first_block)
             next_first += _rank_blocks(rank_here, BLOCK_R)
-        first_rank = (rank_block - first_block) * BLOCK_R
+        first_rank, num_ranks = _rank_block(rank_block - first_block, rank, BLOCK_R)
         a_ptr = _pick(a_ptrs, slice_id, NUM_SLICES) + (first_row + first_rank) * in_features
-        num_ranks = tl.minimum(rank - first_rank, BLOCK_R)
         if DEPENDENT_LAUNCH:
             near = tl.minimum(tl.arange(0, 16), num_ranks - 1).to(tl.int64)
             _prefetch_rows(a_ptr + near * in_features + first_split * (BLOCKS_PER_SPLIT * BLOCK_K), BLOCK_K)
@@ -296,50 +318,29 @@ def lora_shrink_kernel(
         token_mask = tokens < end
         x_rows = x_ptr + _token_rows(tokens, token_mask, row_index_ptr, HAS_INDEX) * x_stride
         h_rows = h_ptr + slice_id * h_slice_stride + tokens.to(tl.int64) * h_token_stride + first_rank
-        if rank <= 16:
-            few_ranks = tl.arange(0, 16)
-            _shrink_run(
-                x_rows,
-                a_ptr + few_ranks.to(tl.int64) * in_features,
-                h_rows,
-                few_ranks,
-                num_ranks,
-                token_mask,
-                scaling,
-                first_split,
-                num_splits,
-                in_features,
-                h_split_stride,
-                BLOCK_M,
-                16,
-                BLOCK_K,
-                BLOCKS_PER_SPLIT,
-                GROUPS,
-                STAGES,
-                EVEN_K,
-            )
-        else:
-            many_ranks = tl.arange(0, BLOCK_R)
-            _shrink_run(
-                x_rows,
-                a_ptr + many_ranks.to(tl.int64) * in_features,
-                h_rows,
-                many_ranks,
-                num_ranks,
-                token_mask,
-                scaling,
-                first_split,
-                num_splits,
-                in_features,
-                h_split_stride,
-                BLOCK_M,
-                BLOCK_R,
-                BLOCK_K,
-                BLOCKS_PER_SPLIT,
-                GROUPS,
-                STAGES,
-                EVEN_K,
-            )
+        for i in tl.static_range(4, 7):
+            if (1 << i) <= BLOCK_R:
+                is_of_this_height = (num_ranks <= 1 << i) & ((num_ranks > 1 << (i - 1)) | (i == 4))
+                if is_of_this_height:
+                    _shrink_run(
+                        x_rows,
+                        a_ptr,
+                        h_rows,
+                        num_ranks,
+                        token_mask,
+                        scaling,
+                        first_split,
+                        num_splits,
+                        in_features,
+                        h_split_stride,
+                        BLOCK_M,
+                        1 << i,
+                        BLOCK_K,
+                        BLOCKS_PER_SPLIT,
+                        GROUPS,
+                        STAGES,
+                        EVEN_K,
+                    )
     if DEPENDENT_LAUNCH:
         gdc_wait()
 
@@ -385,23 +386,36 @@ def _store_out(out_rows, column, token_mask, width, values, BLOCK_N: tl.constexp
 
 
 @triton.jit
+def _narrower(num_blocks, columns_left, BLOCK_N: tl.constexpr, NARROW: tl.constexpr):
+    """Number of blocks of NARROW columns in num_blocks blocks of BLOCK_N, of which the last may be cut off."""
+    return tl.minimum(num_blocks * (BLOCK_N // NARROW), tl.cdiv(columns_left, NARROW))
+
+
+@triton.jit
 def _expand_run(
-    h,
+    h_rows,
     b_ptr,
     out_rows,
-    ranks,
     rank,
     token_mask,
     first_column,
     num_blocks,
     width,
+    h_split_stride,
+    NUM_SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    WIDE: tl.constexpr,
+    TALL: tl.constexpr,
     STAGES: tl.constexpr,
     EVEN_N: tl.constexpr,
     OVERWRITE: tl.constexpr,
 ):
-    """Consecutive blocks of columns, all ranks in one block."""
+    """num_blocks blocks of WIDE columns, all ranks in one block: h stays on the chip. Larger BLOCK_R, fewer columns."""
+    BLOCK_N: tl.constexpr = WIDE if BLOCK_R == 16 else TALL if BLOCK_R <= 64 else TALL // 2
+    num_blocks = _narrower(num_blocks, width - first_column, WIDE, BLOCK_N)
+    ranks = tl.arange(0, BLOCK_R)
+    h = _load_h(h_rows, ranks, rank, token_mask, h_split_stride, NUM_SPLITS)
     base = tl.zeros([BLOCK_M, BLOCK_N], dtype=out_rows.dtype.element_ty)
     if not OVERWRITE:
         base = _load_out(out_rows, first_column, token_mask, width, num_blocks > 0, BLOCK_N, EVEN_N)
@@ -415,6 +429,40 @@ def _expand_run(
             delta += base.to(tl.float32)
             base = following
         _store_out(out_rows, column, token_mask, width, delta, BLOCK_N, EVEN_N)
+
+
+@triton.jit
+def _expand_any_rank(
+    h_rows,
+    b_ptr,
+    out_rows,
+    rank,
+    token_mask,
+    first_column,
+    num_blocks,
+    width,
+    h_split_stride,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    EVEN_N: tl.constexpr,
+    OVERWRITE: tl.constexpr,
+):
+    """Consecutive blocks of columns for any rank: sixteen ranks at a time, of h too, for each block."""
+    rank_blocks = _ceil_div(rank, 16)
+    delta = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for step in tl.range(0, num_blocks * rank_blocks, num_stages=STAGES):
+        column = first_column + step // rank_blocks * BLOCK_N
+        ranks = step % rank_blocks * 16 + tl.arange(0, 16)
+        b = _load_b(b_ptr, ranks, rank, column, width, BLOCK_N, EVEN_N)
+        h = _load_h(h_rows, ranks, rank, token_mask, h_split_stride, NUM_SPLITS)
+        delta = _multiply(h.to(b.dtype), b, delta)
+        if step % rank_blocks == rank_blocks - 1:
+            if not OVERWRITE:
+                delta += _load_out(out_rows, column, token_mask, width, True, BLOCK_N, EVEN_N).to(tl.float32)
+            _store_out(out_rows, column, token_mask, width, delta, BLOCK_N, EVEN_N)
+            delta = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
 
 
 @triton.jit
@@ -441,7 +489,6 @@ def lora_expand_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_N_TALL: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     STAGES: tl.constexpr,
     EVEN_N: tl.constexpr,
     OVERWRITE: tl.constexpr,
@@ -451,9 +498,9 @@ def lora_expand_kernel(
     """out[row(t), columns of slice] (+)= sum over splits of h[split, slice, t, :n] @ B[r : r + n]
 
     An item is one block of columns of one tile. EVEN_N: every slice's width is a multiple of BLOCK_N.
-    Ranks up to 16 take blocks [16, BLOCK_N] of B, ranks up to BLOCK_R tall ones [BLOCK_R, BLOCK_N_TALL], ranks up to
-    2 BLOCK_R ones twice as tall and half as wide; these keep h on the chip for a run of blocks. Larger ranks go through
-    h again for each block. BLOCK_N_TALL divides BLOCK_N.
+    Nothing is computed beyond a rank rounded up to 16. Where that is 16, 32, 64 or 128, h stays on the chip for a run
+    of blocks: of BLOCK_N columns for 16 ranks, of BLOCK_N_TALL, a divisor of it, for 32 and 64, of half that for 128.
+    Otherwise sixteen ranks at a time are multiplied, and h is read again for each block of columns.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -496,75 +543,106 @@ def lora_expand_kernel(
                 near = tl.minimum(tl.arange(0, 16), tl.maximum(rank - 1, 0)).to(tl.int64)
                 _prefetch_rows(b_ptr + near * width + column, BLOCK_N)
                 gdc_wait()
-            if rank <= 16:
-                ranks = tl.arange(0, 16)
-                h = _load_h(h_rows, ranks, rank, token_mask, h_split_stride, NUM_SPLITS)
+            # Rank 0 comes here to overwrite by zeros.
+            blocks = tl.maximum(_ceil_div(rank, 16), 1)
+            if blocks == 1:
                 _expand_run(
-                    h,
+                    h_rows,
                     b_ptr,
                     out_rows,
-                    ranks,
                     rank,
                     token_mask,
                     column,
                     num_blocks,
                     width,
+                    h_split_stride,
+                    NUM_SPLITS,
                     BLOCK_M,
+                    16,
                     BLOCK_N,
+                    BLOCK_N_TALL,
                     STAGES,
                     EVEN_N,
                     OVERWRITE,
                 )
-            elif rank <= BLOCK_R:
-                ranks = tl.arange(0, BLOCK_R)
-                h = _load_h(h_rows, ranks, rank, token_mask, h_split_stride, NUM_SPLITS)
+            elif blocks == 2:
                 _expand_run(
-                    h,
+                    h_rows,
                     b_ptr,
                     out_rows,
-                    ranks,
                     rank,
                     token_mask,
                     column,
-                    tl.minimum(num_blocks * (BLOCK_N // BLOCK_N_TALL), tl.cdiv(width - column, BLOCK_N_TALL)),
+                    num_blocks,
                     width,
+                    h_split_stride,
+                    NUM_SPLITS,
+                    BLOCK_M,
+                    32,
+                    BLOCK_N,
+                    BLOCK_N_TALL,
+                    STAGES,
+                    EVEN_N,
+                    OVERWRITE,
+                )
+            elif blocks == 4:
+                _expand_run(
+                    h_rows,
+                    b_ptr,
+                    out_rows,
+                    rank,
+                    token_mask,
+                    column,
+                    num_blocks,
+                    width,
+                    h_split_stride,
+                    NUM_SPLITS,
+                    BLOCK_M,
+                    64,
+                    BLOCK_N,
+                    BLOCK_N_TALL,
+                    STAGES,
+                    EVEN_N,
+                    OVERWRITE,
+                )
+            elif blocks == 8:
+                _expand_run(
+                    h_rows,
+                    b_ptr,
+                    out_rows,
+                    rank,
+                    token_mask,
+                    column,
+                    num_blocks,
+                    width,
+                    h_split_stride,
+                    NUM_SPLITS,
+                    BLOCK_M,
+                    128,
+                    BLOCK_N,
+                    BLOCK_N_TALL,
+                    STAGES,
+                    EVEN_N,
+                    OVERWRITE,
+                )
+            else:
+                _expand_any_rank(
+                    h_rows,
+                    b_ptr,
+                    out_rows,
+                    rank,
+                    token_mask,
+                    column,
+                    _narrower(num_blocks, width - column, BLOCK_N, BLOCK_N_TALL),
+                    width,
+                    h_split_stride,
+                    NUM_SPLITS,
                     BLOCK_M,
                     BLOCK_N_TALL,
                     STAGES,
                     EVEN_N,
                     OVERWRITE,
                 )
-            elif rank <= 2 * BLOCK_R:
-                ranks = tl.arange(0, 2 * BLOCK_R)
-                h = _load_h(h_rows, ranks, rank, token_mask, h_split_stride, NUM_SPLITS)
-                _expand_run(
-                    h,
-                    b_ptr,
-                    out_rows,
-                    ranks,
-                    rank,
-                    token_mask,
-                    column,
-                    tl.minimum(num_blocks * (2 * BLOCK_N // BLOCK_N_TALL), tl.cdiv(width - column, BLOCK_N_TALL // 2)),
-                    width,
-                    BLOCK_M,
-                    BLOCK_N_TALL // 2,
-                    STAGES,
-                    EVEN_N,
-                    OVERWRITE,
-                )
-            else:
-                for step in tl.range(0, num_blocks * (BLOCK_N // BLOCK_N_TALL), num_stages=1):
-                    here = column + step * BLOCK_N_TALL
-                    delta = tl.zeros([BLOCK_M, BLOCK_N_TALL], dtype=tl.float32)
-                    for first_rank in tl.range(0, rank, BLOCK_R, num_stages=1):
-                        ranks = first_rank + tl.arange(0, BLOCK_R)
-                        b = _load_b(b_ptr, ranks, rank, here, width, BLOCK_N_TALL, False)
-                        h = _load_h(h_rows, ranks, rank, token_mask, h_split_stride, NUM_SPLITS)
-                        delta = _multiply(h.to(b.dtype), b, delta)
-                    if not OVERWRITE:
-                        delta += _load_out(out_rows, here, token_mask, width, True, BLOCK_N_TALL, False).to(tl.float32)
-                    _store_out(out_rows, here, token_mask, width, delta, BLOCK_N_TALL, False)
     if DEPENDENT_LAUNCH:
         gdc_wait()
 

@@ -34,8 +34,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 # Small tiles and grids, so that small cases have several tiles, blocks, splits, and items per program.
 SMALL = (
-    LoraConfig(UNBOUNDED, ShrinkConfig(3, 16, 32, 16, 2, 2, 2, 1), ExpandConfig(16, 32, 16, 16, 1, 4, 1)),
-    LoraConfig(UNBOUNDED, ShrinkConfig(1, 16, 64, 32, 1, 2, 4, 2), ExpandConfig(32, 64, 64, 32, 2, 4, 2)),
+    LoraConfig(UNBOUNDED, ShrinkConfig(3, 16, 32, 16, 2, 2, 2, 1), ExpandConfig(16, 32, 16, 1, 4, 1)),
+    LoraConfig(UNBOUNDED, ShrinkConfig(1, 16, 64, 32, 1, 2, 4, 2), ExpandConfig(32, 64, 64, 2, 4, 2)),
 )
 
 
@@ -118,10 +118,10 @@ def test_every_table_entry_is_right(
     triton_cuda: ModuleType,
     device: str,
 ) -> None:
-    """Two slices, four kinds of rank (few, tall, taller, in parts), segments of several tiles and of one token."""
+    """Two slices, each way to multiply ranks (16, 32, 64, 128, others), segments of several tiles and of one token."""
     block_m = config.shrink.block_m
-    ranks = ((16, 40, 100, 200), (3, 0, 70, 130))
-    lengths = (block_m + 3, 2, block_m, 1)
+    ranks = ((16, 40, 120, 200, 64), (3, 0, 70, 20, 31))
+    lengths = (block_m + 3, 2, block_m, 1, 5)
     case = Case(in_features, widths, ranks, lengths, num_base_tokens=1, dtype=dtype, seed=block_m)
     run(triton_cuda, make_step(case, device=device), config)
 
@@ -212,14 +212,11 @@ def test_compiles_for_hopper_without_a_gpu(device: str) -> None:
     """Every kernel in every configuration of the tables, down to machine code within the shared memory of a core."""
     if device != "cpu":
         pytest.skip("NOT RUN: on a GPU the other tests compile for that GPU")
-    *lines, faulty = run_compiling("compile_lora.py", "--with-faulty-variant").splitlines()
-    sizes = [int(line.split()[-1]) for line in lines]
+    sizes = [int(line.split()[-1]) for line in run_compiling("compile_lora.py").splitlines()]
     configs = {config for table in TABLES.values() for config in table}
     num_large = sum(config.shrink.block_m >= 64 for config in configs)
-    assert len(sizes) == 3 * len(configs) + 4 * num_large + 2
+    assert len(sizes) == 3 * len(configs) + 4 * num_large + 1
     assert max(sizes) <= 227 * 1024
-    # The search for descriptors finds the fault of ptxas that `fit_columns` goes around.
-    assert faulty.startswith("faulty: ") and faulty != "faulty: 0"
 
 
 def test_nothing_is_compiled_after_warm_up(device: str) -> None:

@@ -121,7 +121,6 @@ def compile_expand(
             "BLOCK_M": config.block_m,
             "BLOCK_N": config.block_n,
             "BLOCK_N_TALL": config.block_n_tall,
-            "BLOCK_R": config.block_r,
             "STAGES": config.stages,
             "EVEN_N": not unaligned,
             "OVERWRITE": False,
@@ -169,7 +168,3 @@ if __name__ == "__main__":
     compile_embedding()
     if found:
         sys.exit("descriptors that come from nowhere:\n" + "\n".join(found))
-    if "--with-faulty-variant" in sys.argv:
-        # What `fit_columns` keeps from being used. Once a newer ptxas makes it right, both can go.
-        entry = next(config for config in TABLES["any"] if config.max_tokens == 4096)
-        print("faulty:", len(compile_expand(entry.expand, entry.shrink.num_splits, unaligned=COLUMNS)))
