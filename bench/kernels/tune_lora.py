@@ -23,14 +23,26 @@ import torch
 from bench.kernels.lora import ROWS, Row, check, geometric_mean, make_maps, make_set, make_sets
 from bench.kernels.timing import time_graph
 from kernels.lora.triton_cuda import lora_linear
-from kernels.lora.triton_cuda_configs import ExpandConfig, LoraConfig, ShrinkConfig, config_for
+from kernels.lora.triton_cuda_configs import (
+    ExpandConfig,
+    LoraConfig,
+    OneTokenExpand,
+    OneTokenShrink,
+    ShrinkConfig,
+    config_for,
+)
 
 NUM_REPLAYS = 10
 
 
-def shrink_candidates(config: LoraConfig) -> list[ShrinkConfig]:
+def shrink_candidates(config: LoraConfig) -> list[ShrinkConfig] | list[OneTokenShrink]:
     """Variations of the bucket's shrink."""
     present = config.shrink
+    if isinstance(present, OneTokenShrink):
+        return [
+            OneTokenShrink(num_splits, 4096 // num_splits, warps, programs)
+            for num_splits, warps, programs in itertools.product((8, 16, 32, 64, 128), (1, 2, 4, 8), (1, 2, 4))
+        ]
     if config.max_tokens > 256:
         splits = sorted({max(1, present.num_splits // 2), present.num_splits, present.num_splits * 2})
         return [
@@ -50,8 +62,13 @@ def shrink_candidates(config: LoraConfig) -> list[ShrinkConfig]:
     ]
 
 
-def expand_candidates(config: LoraConfig) -> list[ExpandConfig]:
+def expand_candidates(config: LoraConfig) -> list[ExpandConfig] | list[OneTokenExpand]:
     """Variations of the bucket's expand."""
+    if isinstance(config.expand, OneTokenExpand):
+        return [
+            OneTokenExpand((block_n,), warps, programs)
+            for block_n, warps, programs in itertools.product((32, 64, 128, 256), (1, 2, 4), (2, 4))
+        ]
     if config.max_tokens > 256:
         return [
             ExpandConfig(block_m, block_n, block_n, stages, warps, programs, registers)

@@ -15,9 +15,17 @@ from typing import Any
 import torch
 import triton
 
+from kernels.lora import triton_cuda_one_token as one_token
 from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.lora.maps import LoraMaps, LoraStack, largest_active_rank
-from kernels.lora.triton_cuda_configs import ExpandConfig, LoraConfig, ShrinkConfig, config_for
+from kernels.lora.triton_cuda_configs import (
+    ExpandConfig,
+    LoraConfig,
+    OneTokenExpand,
+    OneTokenShrink,
+    ShrinkConfig,
+    config_for,
+)
 from kernels.lora.triton_cuda_kernels import lora_embedding_kernel, lora_expand_kernel, lora_shrink_kernel
 from kernels.platform import detect
 
@@ -72,7 +80,8 @@ def lora_linear(
     """
     device = _Device.of(x)
     config = config or device.config(maps.num_tokens)
-    h = device.workspace(config.shrink.num_splits, len(stack.a), maps.num_tokens, stack.a[0].dtype)
+    num_splits = config.shrink.splits(x.shape[1])
+    h = device.workspace(num_splits, len(stack.a), maps.num_tokens, stack.a[0].dtype)
     dependent = device.dependent_launch
     _launch_shrink(
         device, config.shrink, x, h, stack, maps, row_index, dependent=dependent, join_previous=join_previous
@@ -141,7 +150,13 @@ def fit_columns(config: ExpandConfig, *columns: int) -> ExpandConfig:
 
 def compiled_count() -> int:
     """Number of compiled variants of the LoRA kernels in this process; it must not rise after warm-up."""
-    kernels = (lora_shrink_kernel, lora_expand_kernel, lora_embedding_kernel)
+    kernels = (
+        lora_shrink_kernel,
+        lora_expand_kernel,
+        lora_embedding_kernel,
+        one_token.lora_shrink_one_token_kernel,
+        one_token.lora_expand_one_token_kernel,
+    )
     caches = [getattr(kernel, "device_caches", {}) for kernel in kernels]  # the interpreter has none
     return sum(len(cache[0]) for of_devices in caches for cache in of_devices.values())
 
@@ -208,7 +223,7 @@ def _workspace_bytes(num_splits: int, num_slices: int, num_tokens: int, row_dtyp
 
 def _launch_shrink(
     device: _Device,
-    config: ShrinkConfig,
+    config: ShrinkConfig | OneTokenShrink,
     x: torch.Tensor,
     h: torch.Tensor,
     stack: LoraStack,
@@ -220,6 +235,10 @@ def _launch_shrink(
 ) -> None:
     """h: [splits, slices, tokens, width]."""
     _check_ranks(stack, maps)
+    if isinstance(config, OneTokenShrink):
+        options = _launch_options(device, dependent and join_previous)
+        one_token.launch_shrink(config, device.num_cores, x, h, stack, maps, row_index, dependent, options)
+        return
     num_slices, in_features = len(stack.a), stack.a[0].shape[1]
     items_of_tile = num_slices * config.num_splits * (MAX_KERNEL_RANK // config.block_r + 1)
     grid = _grid(device, config.block_m, maps, items_of_tile, config.programs_per_core)
@@ -261,7 +280,7 @@ def _launch_shrink(
 
 def _launch_expand(
     device: _Device,
-    config: ExpandConfig,
+    config: ExpandConfig | OneTokenExpand,
     h: torch.Tensor,
     out: torch.Tensor,
     stack: LoraStack,
@@ -273,6 +292,10 @@ def _launch_expand(
 ) -> None:
     """h: [splits, slices, tokens, width]."""
     _check_ranks(stack, maps)
+    if isinstance(config, OneTokenExpand):
+        options = _launch_options(device, dependent)
+        one_token.launch_expand(config, device.num_cores, h, out, stack, maps, row_index, overwrite, dependent, options)
+        return
     widths = tuple(b.shape[1] for b in stack.b)
     config = fit_columns(config, *widths, *stack.slice_starts, out.stride(0))
     num_blocks = sum(-(-width // config.block_n) for width in widths)
@@ -310,7 +333,7 @@ def _launch_expand(
     )
 
 
-def _launch_options(device: _Device, dependent: bool, max_registers: int | None) -> dict[str, Any]:
+def _launch_options(device: _Device, dependent: bool, max_registers: int | None = None) -> dict[str, Any]:
     """Options of the CUDA backend, which the interpreter does not know."""
     if device.device.type != "cuda":
         return {}

@@ -32,6 +32,10 @@ class ShrinkConfig:
     programs_per_core: int
     max_registers: int | None = None
 
+    def splits(self, _in_features: int) -> int:
+        """Parts that these inputs are split into."""
+        return self.num_splits
+
 
 @dataclass(frozen=True, slots=True)
 class ExpandConfig:
@@ -51,17 +55,54 @@ class ExpandConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class OneTokenShrink:
+    """Launch shape of the shrink of steps of one token; fields as in `ShrinkConfig`.
+
+    num_splits  at most; fewer where a part of the input would be less than block_k
+    block_k     inputs of a block, the fewest of a part
+    """
+
+    num_splits: int
+    block_k: int
+    num_warps: int
+    programs_per_core: int
+
+    def splits(self, in_features: int) -> int:
+        """Parts that these inputs are split into, a power of two."""
+        most = max(1, in_features // self.block_k)
+        return min(self.num_splits, 1 << (most.bit_length() - 1))
+
+
+@dataclass(frozen=True, slots=True)
+class OneTokenExpand:
+    """Launch shape of the expand of steps of one token; fields as in `ExpandConfig`.
+
+    block_n  columns of a block, candidates; the narrowest is taken that does not make more blocks than programs
+    """
+
+    block_n: tuple[int, ...]
+    num_warps: int
+    programs_per_core: int
+
+    def columns(self, widths: tuple[int, ...], max_programs: int) -> tuple[int, int]:
+        """(columns of a block, number of blocks) of slices of these widths."""
+        counted = [(block, sum(-(-width // block) for width in widths)) for block in self.block_n]
+        return next((pair for pair in counted if pair[1] <= max_programs), counted[-1])
+
+
+@dataclass(frozen=True, slots=True)
 class LoraConfig:
     """Configurations for steps of up to `max_tokens` tokens."""
 
     max_tokens: int
-    shrink: ShrinkConfig
-    expand: ExpandConfig
+    shrink: ShrinkConfig | OneTokenShrink
+    expand: ExpandConfig | OneTokenExpand
 
 
 UNBOUNDED = 2**31
 
 _H200 = (
+    LoraConfig(1, OneTokenShrink(32, 128, 8, 1), OneTokenExpand((64, 128), 1, 4)),
     LoraConfig(4, ShrinkConfig(8, 16, 128, 32, 2, 4, 2, 4), ExpandConfig(16, 128, 128, 3, 4, 4, 128)),
     LoraConfig(128, ShrinkConfig(4, 16, 128, 32, 2, 4, 2, 4), ExpandConfig(16, 128, 128, 3, 4, 4, 128)),
     LoraConfig(256, ShrinkConfig(4, 16, 128, 32, 2, 4, 2, 4), ExpandConfig(16, 128, 128, 3, 4, 3, 168)),

@@ -25,7 +25,16 @@ from hypothesis import strategies as st
 from kernels import platform
 from kernels.lora import ops
 from kernels.lora.maps import LoraMaps, LoraStack
-from kernels.lora.triton_cuda_configs import TABLES, UNBOUNDED, ExpandConfig, LoraConfig, ShrinkConfig, config_for
+from kernels.lora.triton_cuda_configs import (
+    TABLES,
+    UNBOUNDED,
+    ExpandConfig,
+    LoraConfig,
+    OneTokenExpand,
+    OneTokenShrink,
+    ShrinkConfig,
+    config_for,
+)
 from tests.ops.test_lora import assert_right, expected_linear
 from tests.support.lora_cases import Case, Step, make_step, poison_workspaces, popularity
 from tests.support.triton_interpreter import multiply_bfloat16
@@ -37,6 +46,8 @@ SMALL = (
     LoraConfig(UNBOUNDED, ShrinkConfig(3, 16, 32, 16, 2, 2, 2, 1), ExpandConfig(16, 32, 16, 1, 4, 1)),
     LoraConfig(UNBOUNDED, ShrinkConfig(1, 16, 64, 32, 1, 2, 4, 2), ExpandConfig(32, 64, 64, 2, 4, 2)),
 )
+TABLE = sorted({config for table in TABLES.values() for config in table}, key=lambda config: config.max_tokens)
+SMALL_ONE_TOKEN = LoraConfig(1, OneTokenShrink(8, 16, 2, 1), OneTokenExpand((16, 32), 1, 2))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +65,7 @@ def triton_cuda(device: str) -> Iterator[ModuleType]:
 def reserve(module: ModuleType, step: Step, config: LoraConfig) -> None:
     """The workspace that `lora_linear` will take, so that it can be poisoned before."""
     rows, num_tokens = step.stack.a[0], step.maps.num_tokens
-    module._Device.of(rows).workspace(config.shrink.num_splits, len(step.stack.a), num_tokens, rows.dtype)
+    module._Device.of(rows).workspace(config.shrink.splits(rows.shape[1]), len(step.stack.a), num_tokens, rows.dtype)
 
 
 def run(module: ModuleType, step: Step, config: LoraConfig, **options: Any) -> None:
@@ -109,7 +120,7 @@ def test_kernels_equal_float64(
         (129, (50, 9), torch.bfloat16),
     ],
 )
-@pytest.mark.parametrize("config", sorted({c for table in TABLES.values() for c in table}, key=lambda c: c.max_tokens))
+@pytest.mark.parametrize("config", [config for config in TABLE if config.max_tokens > 1])
 def test_every_table_entry_is_right(
     config: LoraConfig,
     in_features: int,
@@ -119,11 +130,68 @@ def test_every_table_entry_is_right(
     device: str,
 ) -> None:
     """Two slices, each way to multiply ranks (16, 32, 64, 128, others), segments of several tiles and of one token."""
+    assert isinstance(config.shrink, ShrinkConfig)
     block_m = config.shrink.block_m
     ranks = ((16, 40, 120, 200, 64), (3, 0, 70, 20, 31))
     lengths = (block_m + 3, 2, block_m, 1, 5)
     case = Case(in_features, widths, ranks, lengths, num_base_tokens=1, dtype=dtype, seed=block_m)
     run(triton_cuda, make_step(case, device=device), config)
+
+
+WIDE = (1030, (72, 300), torch.bfloat16)
+ALIGNED = (160, (40,), torch.float32)
+ODD = (129, (50, 9, 130), torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("rank", "shape"),
+    [(0, ODD), (1, WIDE), (16, ALIGNED), (17, ODD), (64, WIDE), (100, ALIGNED), (256, ODD)],
+)
+@pytest.mark.parametrize("config", [config for config in TABLE if config.max_tokens == 1] + [SMALL_ONE_TOKEN])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_one_token(
+    rank: int,
+    shape: tuple[int, tuple[int, ...], torch.dtype],
+    config: LoraConfig,
+    overwrite: bool,
+    triton_cuda: ModuleType,
+    device: str,
+) -> None:
+    """A step of one token: of the second of two resident adapters, whose slices differ in rank."""
+    in_features, widths, dtype = shape
+    ranks = tuple((7, max(0, rank - i)) for i in range(len(widths)))
+    case = Case(in_features, widths, ranks, (0, 1), dtype=dtype, seed=rank)
+    run(triton_cuda, make_step(case, device=device, pad_to=5), config, overwrite=overwrite)
+
+
+def test_one_token_without_adapter(triton_cuda: ModuleType, device: str) -> None:
+    case = Case(64, (24, 40), ((16,), (3,)), (0,), num_base_tokens=1)
+    step = make_step(case, device=device)
+    for overwrite in (False, True):
+        out = step.out.clone()
+        triton_cuda.lora_linear(step.x, out, step.stack, step.maps, config=SMALL_ONE_TOKEN, overwrite=overwrite)
+        assert torch.equal(out, step.out)
+
+
+def test_one_token_in_another_row(triton_cuda: ModuleType, device: str) -> None:
+    step = make_step(Case(64, (24, 40), ((16,), (3,)), (1,)), device=device)
+    x, out = torch.randn(3, 64, device=device), torch.randn(3, 64, device=device)
+    x[2], out[2] = step.x[0], step.out[0]
+    before, row = out.clone(), torch.tensor([2], dtype=torch.int32, device=device)
+    triton_cuda.lora_linear(x, out, step.stack, step.maps, row_index=row, config=SMALL_ONE_TOKEN)
+    assert torch.equal(out[:2], before[:2])
+    assert_right(out[2:], expected_linear(step), step, step.out)
+
+
+def test_shares_of_one_token() -> None:
+    """By hand: how an H200 shares out the one token of an 8B model, and of smaller and larger projections."""
+    config = config_for("NVIDIA H200", 1)
+    assert isinstance(config.shrink, OneTokenShrink)
+    assert isinstance(config.expand, OneTokenExpand)
+    assert [config.shrink.splits(inputs) for inputs in (64, 129, 2048, 4096, 14336)] == [1, 1, 16, 32, 32]
+    assert config.expand.columns((4096, 1024, 1024), 528) == (64, 96)
+    assert config.expand.columns((14336, 14336), 528) == (64, 448)
+    assert config.expand.columns((152064,), 528) == (128, 1188)
 
 
 def test_configuration_follows_from_the_token_count() -> None:
@@ -204,8 +272,10 @@ def test_tables_are_usable() -> None:
         assert bounds == sorted(bounds)
         assert bounds[-1] == UNBOUNDED
         for config in table:
-            assert config.shrink.block_k % config.shrink.groups == 0
-            assert config.expand.block_n % config.expand.block_n_tall == 0
+            if isinstance(config.shrink, ShrinkConfig):
+                assert config.shrink.block_k % config.shrink.groups == 0
+            if isinstance(config.expand, ExpandConfig):
+                assert config.expand.block_n % config.expand.block_n_tall == 0
 
 
 def test_compiles_for_hopper_without_a_gpu(device: str) -> None:
@@ -213,9 +283,11 @@ def test_compiles_for_hopper_without_a_gpu(device: str) -> None:
     if device != "cpu":
         pytest.skip("NOT RUN: on a GPU the other tests compile for that GPU")
     sizes = [int(line.split()[-1]) for line in run_compiling("compile_lora.py").splitlines()]
-    configs = {config for table in TABLES.values() for config in table}
-    num_large = sum(config.shrink.block_m >= 64 for config in configs)
-    assert len(sizes) == 3 * len(configs) + 4 * num_large + 1
+    tiled = [config.shrink for config in TABLE if isinstance(config.shrink, ShrinkConfig)]
+    one_token = [config.expand for config in TABLE if isinstance(config.expand, OneTokenExpand)]
+    num_large = sum(shrink.block_m >= 64 for shrink in tiled)
+    num_one_token = sum(1 + len(expand.block_n) for expand in one_token)
+    assert len(sizes) == 3 * len(tiled) + 4 * num_large + num_one_token + 1
     assert max(sizes) <= 227 * 1024
 
 
@@ -250,7 +322,7 @@ def copy_into(target: LoraMaps, source: LoraMaps) -> None:
 def mixed_step(seed: int, num_tokens: int, device: str) -> Step:
     """A random mix of up to 8 adapters, always of the same padded size."""
     rng = random.Random(seed)
-    num_adapters = rng.randint(1, 8)
+    num_adapters = rng.randint(1, min(8, num_tokens))
     active = rng.randint(num_adapters, num_tokens)
     lengths = [1] * num_adapters
     for _ in range(active - num_adapters):
@@ -269,7 +341,7 @@ def fill(rows: LoraStack, step: Step) -> None:
     rows.scalings.copy_(step.stack.scalings)
 
 
-@pytest.mark.parametrize("num_tokens", [8, 64, 200, 400, 2000, 16384])
+@pytest.mark.parametrize("num_tokens", [1, 8, 64, 200, 400, 2000, 16384])
 def test_captured_once_replayed_with_other_mixes(num_tokens: int, triton_cuda: ModuleType, device: str) -> None:
     """One capture, 50 random mixes of adapters, ranks and tokens: bit-equal to eager, and nothing is compiled."""
     if device == "cpu":
@@ -339,7 +411,7 @@ def test_captured_idle_replayed_with_adapters_and_back(overwrite: bool, device: 
     assert torch.equal(out, step.out)
 
 
-@pytest.mark.parametrize("num_tokens", [8, 64, 2000])
+@pytest.mark.parametrize("num_tokens", [1, 8, 64, 2000])
 def test_two_launches_no_allocation_and_no_wait(num_tokens: int, device: str) -> None:
     if device == "cpu":
         pytest.skip("NOT RUN: launches are counted on an NVIDIA GPU")
@@ -357,4 +429,5 @@ def test_two_launches_no_allocation_and_no_wait(num_tokens: int, device: str) ->
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     launched = [event.name for event in profile.events() if "Synchronize" not in event.name and event.device_time > 0]
-    assert sorted(launched) == ["lora_expand_kernel", "lora_shrink_kernel"]
+    kernel = "one_token_kernel" if num_tokens == 1 else "kernel"
+    assert sorted(launched) == [f"lora_expand_{kernel}", f"lora_shrink_{kernel}"]

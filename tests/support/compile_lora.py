@@ -19,8 +19,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.lora import triton_cuda_kernels as kernels
+from kernels.lora import triton_cuda_one_token as one_token
 from kernels.lora.triton_cuda import fit_columns
-from kernels.lora.triton_cuda_configs import TABLES, ExpandConfig, ShrinkConfig
+from kernels.lora.triton_cuda_configs import TABLES, ExpandConfig, OneTokenExpand, OneTokenShrink, ShrinkConfig
 from tests.support.sass import disassemble, foreign_descriptors
 
 DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
@@ -133,6 +134,43 @@ def compile_expand(
     )
 
 
+def compile_one_token(shrink: OneTokenShrink, expand: OneTokenExpand) -> None:
+    """Both kernels of steps of one token, with every number of columns."""
+    maps = dict.fromkeys(("token_segment_ptr", "places_ptr", "first_rows_ptr", "ranks_ptr"), "*i32")
+    shared = {"row_index_ptr": None, "NUM_SLICES": NUM_SLICES, "HAS_INDEX": False, "DEPENDENT_LAUNCH": True}
+    compile_kernel(
+        one_token.lora_shrink_one_token_kernel,
+        {
+            "x_ptr": "*bf16",
+            "a_ptrs": ("*bf16",) * NUM_SLICES,
+            "h_ptr": "*fp32",
+            "scalings_ptr": "*fp32",
+            "in_features": "i32",
+            "x_stride": "i32",
+            **maps,
+            **STRIDES,
+        },
+        {**shared, "NUM_SPLITS": shrink.splits(4096), "BLOCK_K": 128, "BLOCKS_PER_SPLIT": 1},
+        {"num_warps": shrink.num_warps, "launch_pdl": True},
+    )
+    for block_n in expand.block_n:
+        compile_kernel(
+            one_token.lora_expand_one_token_kernel,
+            {
+                "h_ptr": "*fp32",
+                "b_ptrs": ("*bf16",) * NUM_SLICES,
+                "out_ptr": "*bf16",
+                "widths": ("i32",) * NUM_SLICES,
+                "slice_starts": ("i32",) * NUM_SLICES,
+                "out_stride": "i32",
+                **maps,
+                **STRIDES,
+            },
+            {**shared, "NUM_SPLITS": shrink.splits(4096), "BLOCK_N": block_n, "OVERWRITE": False},
+            {"num_warps": expand.num_warps, "launch_pdl": True},
+        )
+
+
 def compile_embedding() -> None:
     """The embedding's gather."""
     compile_kernel(
@@ -155,6 +193,9 @@ def compile_embedding() -> None:
 if __name__ == "__main__":
     found = []
     for entry in dict.fromkeys(config for table in TABLES.values() for config in table):
+        if isinstance(entry.shrink, OneTokenShrink):
+            compile_one_token(entry.shrink, entry.expand)
+            continue
         splits = entry.shrink.num_splits
         found += compile_shrink(entry.shrink)
         found += compile_expand(entry.expand, splits)
