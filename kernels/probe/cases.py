@@ -17,6 +17,7 @@ _CASES: Mapping[str, Mapping[str, Case]] = {
     "lora": {
         "lora_linear": lora_cases.linear,
         "lora_linear_many": lora_cases.linear_many,
+        "lora_linear_one": lora_cases.linear_one,
         "lora_embedding": lora_cases.embedding,
         "lora_shrink": lora_cases.shrink,
         "lora_expand": lora_cases.expand,

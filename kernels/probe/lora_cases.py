@@ -10,12 +10,13 @@ from kernels.probe.place import Place
 from kernels.probe.prepared import Prepared
 from kernels.probe.shapes import ProbeShapes
 
-# Tokens of each adapter in the step: decode tokens and a chunk; and chunks that make the step large, since there are
-# other kernels and tiles for it (on an NPU beyond 64 tokens, on a GPU beyond 128).
-_FEW, _MANY = (1, 7, 2, 1), (100, 1, 49, 5)
+# Tokens of each adapter in the step: decode tokens and a chunk; chunks that make the step large, since there are other
+# kernels and tiles for it (on an NPU beyond 64 tokens, on a GPU beyond 128); and one alone (other kernels on a GPU).
+_FEW, _MANY, _ONE = (1, 7, 2, 1), (100, 1, 49, 5), (1,)
 # Per adapter: place, first row of its range.
 _PLACES, _FIRST_ROWS = (2, 0, 3, 1), (32, 0, 96, 64)
 _NUM_BASE_TOKENS = 3
+_MAX_SEGMENTS = 6
 _NUM_ROWS = 128
 # Rank of each adapter in each of the three slices; a slice with rank 0 is not targeted. Largest: 21 of a range of 32.
 _RANKS = ((16, 5, 1, 21), (3, 0, 16, 8), (16, 21, 0, 2))
@@ -67,10 +68,18 @@ def linear_many(shapes: ProbeShapes, place: Place) -> Prepared:
     return _linear(shapes, place, _MANY)
 
 
-def _linear(shapes: ProbeShapes, place: Place, lengths: tuple[int, ...]) -> Prepared:
+def linear_one(shapes: ProbeShapes, place: Place) -> Prepared:
+    """The same for one token, with no base token beside it."""
+    return _linear(shapes, place, _ONE, num_base_tokens=0)
+
+
+def _linear(
+    shapes: ProbeShapes, place: Place, lengths: tuple[int, ...], num_base_tokens: int = _NUM_BASE_TOKENS
+) -> Prepared:
     widths = _qkv(shapes)
-    stack, maps = _stack(shapes, place, widths, shapes.hidden_size), _maps(place, lengths)
-    x, out = _activations(place, shapes.hidden_size, lengths), _output(place, sum(widths), lengths)
+    stack, maps = _stack(shapes, place, widths, shapes.hidden_size), _maps(place, lengths, num_base_tokens)
+    x = _activations(place, shapes.hidden_size, lengths, num_base_tokens)
+    out = _output(place, sum(widths), lengths, num_base_tokens)
 
     def call() -> tuple[torch.Tensor, ...]:
         ops.lora_linear(x, out, stack, maps)
@@ -97,32 +106,37 @@ def _qkv(shapes: ProbeShapes) -> tuple[int, ...]:
     return shapes.num_heads * shapes.head_dim, kv_size, kv_size
 
 
-def _activations(place: Place, width: int, lengths: tuple[int, ...]) -> torch.Tensor:
+def _activations(
+    place: Place, width: int, lengths: tuple[int, ...], num_base_tokens: int = _NUM_BASE_TOKENS
+) -> torch.Tensor:
     """Rows of base tokens are NaN: nobody may read them into the row of another token."""
-    x = place.random(sum(lengths) + _NUM_BASE_TOKENS, width)
+    x = place.random(sum(lengths) + num_base_tokens, width)
     x[sum(lengths) :] = torch.nan
     return place.put(x)
 
 
-def _output(place: Place, width: int, lengths: tuple[int, ...]) -> torch.Tensor:
-    return place.put(place.random(sum(lengths) + _NUM_BASE_TOKENS, width))
+def _output(
+    place: Place, width: int, lengths: tuple[int, ...], num_base_tokens: int = _NUM_BASE_TOKENS
+) -> torch.Tensor:
+    return place.put(place.random(sum(lengths) + num_base_tokens, width))
 
 
-def _maps(place: Place, lengths: tuple[int, ...]) -> LoraMaps:
-    """Four segments, padded to six, then base tokens."""
+def _maps(place: Place, lengths: tuple[int, ...], num_base_tokens: int = _NUM_BASE_TOKENS) -> LoraMaps:
+    """One segment for each length, padded to six, then base tokens."""
     starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     segments = tuple(
         Segment(start, start + length, place_, (first_row,))
         for start, length, place_, first_row in zip(starts, lengths, _PLACES, _FIRST_ROWS, strict=False)
     )
     token_segment = [i for i, length in enumerate(lengths) for _ in range(length)]
+    num_idle = _MAX_SEGMENTS - len(lengths)
     return LoraMaps(
         segments=segments,
-        num_tokens=starts[-1] + _NUM_BASE_TOKENS,
-        segment_starts=place.ints([*starts, starts[-1], starts[-1]]),
-        places=place.ints([*_PLACES, -1, -1]),
-        first_rows=place.ints([[*_FIRST_ROWS, -1, -1]]),
-        token_segment=place.ints(token_segment + [-1] * _NUM_BASE_TOKENS),
+        num_tokens=starts[-1] + num_base_tokens,
+        segment_starts=place.ints(starts + [starts[-1]] * num_idle),
+        places=place.ints([segment.place for segment in segments] + [-1] * num_idle),
+        first_rows=place.ints([[segment.first_rows[0] for segment in segments] + [-1] * num_idle]),
+        token_segment=place.ints(token_segment + [-1] * num_base_tokens),
         num_segments=place.ints([len(segments)]),
     )
 

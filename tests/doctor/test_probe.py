@@ -57,8 +57,8 @@ def test_a_model_s_own_sizes_are_probed() -> None:
 
 
 @pytest.mark.parametrize("hidden_size", [256, 4096])
-def test_small_and_large_steps_are_probed(hidden_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each accelerator has kernels or tiles of its own for the two."""
+def test_steps_of_each_size_are_probed(hidden_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each accelerator has kernels or tiles of its own: an NPU for few and many tokens, a GPU for one too."""
     sizes: list[tuple[int, int]] = []
 
     def recorded(x: Any, out: Any, stack: Any, maps: Any, **options: Any) -> None:
@@ -73,7 +73,7 @@ def test_small_and_large_steps_are_probed(hidden_size: int, monkeypatch: pytest.
     shapes = dataclasses.replace(SHAPES, hidden_size=hidden_size)
     assert {trial.status for trial in try_op(platform, CPU, "lora", shapes)} == {"ok"}
     assert {choose(*size, num_vector_cores=40, on_chip_bytes=192 * 1024).name for size in sizes} == {"few", "many"}
-    assert len({config_for("any", num_tokens) for num_tokens, _ in sizes}) == 2
+    assert len({config_for("any", num_tokens) for num_tokens, _ in sizes}) == 3
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 7, 16, 128])
@@ -146,6 +146,12 @@ def nothing_for_many_tokens(x: Any, out: Any, stack: Any, maps: Any, **options: 
         lora.lora_linear(x, out, stack, maps, **options)
 
 
+def nothing_for_one_token(x: Any, out: Any, stack: Any, maps: Any, **options: Any) -> None:
+    """Adds nothing in a step of one token."""
+    if maps.num_tokens > 1:
+        lora.lora_linear(x, out, stack, maps, **options)
+
+
 def base_tokens_written(x: Any, out: Any, stack: Any, maps: Any, **options: Any) -> None:
     """Changes the rows of base tokens."""
     lora.lora_linear(x, out, stack, maps, **options)
@@ -171,6 +177,7 @@ WRONG: list[tuple[str, str, Callable[..., Any]]] = [
     ("lora", "lora_linear", a_rank_too_few),
     ("lora", "lora_linear", base_tokens_written),
     ("lora", "lora_linear_many", nothing_for_many_tokens),
+    ("lora", "lora_linear_one", nothing_for_one_token),
     ("kv_write", "write_kv", a_slot_too_many),
 ]
 
