@@ -145,8 +145,9 @@ def _step_sizes(in_features: int, num_slices: int, num_columns: int, max_tokens:
         split_size = regime.split_size(in_features, regime.num_splits(in_features, num_tokens, num_slices))
         of_embedding = choose(num_tokens, 0, *chip)
         first_of.setdefault(("shrink", regime.name, regime.block(split_size, in_features)), num_tokens)
-        first_of.setdefault(("expand", regime.name, regime.columns(num_columns, num_tokens)), num_tokens)
-        first_of.setdefault(("expand", of_embedding.name, of_embedding.columns(num_columns, num_tokens)), num_tokens)
+        for expand in (regime, of_embedding):
+            block, _chunk = expand.columns(num_columns, num_tokens)
+            first_of.setdefault(("expand", expand.name, block), num_tokens)
     return tuple(sorted(set(first_of.values())))
 
 
@@ -195,8 +196,8 @@ def plan_expand(
     h in float32 for the vector cores, in the rows' type for the cube.
     """
     _, num_tokens, num_splits, width = h.shape
-    block = regime.columns(sum(b.shape[1] for b in stack.b), num_tokens)
-    chunks = _column_chunks(stack, block)
+    block, chunk = regime.columns(sum(b.shape[1] for b in stack.b), num_tokens)
+    chunks = _column_chunks(stack, chunk)
     arguments = {
         "h_ptr": h,
         "chunks": chunks,
@@ -296,10 +297,10 @@ def _addresses(stack: LoraStack) -> torch.Tensor:
     return stack.kept[key]
 
 
-def _column_chunks(stack: LoraStack, block: int) -> torch.Tensor:
+def _column_chunks(stack: LoraStack, width: int) -> torch.Tensor:
     """int64 [chunks, 2]: address of B at the chunk's first column; and, packed from the low end, slice (6 bits),
     columns of the chunk (10), columns of the slice (24), and the chunk's first column in the output. Kept."""
-    key = ("column chunks of b", block)
+    key = ("column chunks of b", width)
     if key in stack.kept:
         return stack.kept[key]
     chunks: list[tuple[int, int]] = []
@@ -307,8 +308,8 @@ def _column_chunks(stack: LoraStack, block: int) -> torch.Tensor:
     for s, (b, start) in enumerate(zip(stack.b, stack.slice_starts, strict=True)):
         slice_width = b.shape[1]
         assert max(slice_width, start + slice_width) < 1 << 23, "the kernels take outputs of up to 8 million columns"
-        for column in range(0, slice_width, block):
-            packed = start + column << 40 | slice_width << 16 | min(block, slice_width - column) << 6 | s
+        for column in range(0, slice_width, width):
+            packed = start + column << 40 | slice_width << 16 | min(width, slice_width - column) << 6 | s
             chunks.append((b.data_ptr() + column * b.element_size(), packed))
     table = stack.kept[key] = torch.tensor(chunks, dtype=torch.int64, device=stack.b[0].device)
     return table

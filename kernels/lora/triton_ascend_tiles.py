@@ -9,10 +9,13 @@ from kernels.platform import BackendError
 
 # Steps of up to this many (padded) tokens run on the vector cores, larger ones on the cube cores.
 FEW_TOKENS = 64
-# Splits for the vector cores are multiples of so many inputs, as transfers begin at multiples of 32 bytes.
+# Splits and chunks for the vector cores are multiples of so many inputs and columns, as transfers begin at multiples of
+# 32 bytes.
 SPLIT_GRANULE = 16
 # A whole number of splits seldom fits the cores exactly; none is much smaller, so that a transfer is worth its latency.
 SMALLEST_SPLIT = 96
+# Likewise the fewest columns of a chunk of the output.
+SMALLEST_CHUNK = 64
 # At most so many splits times tokens: every block of output columns reads all partial sums again.
 MAX_PARTIAL_ROWS = 512
 
@@ -73,10 +76,17 @@ class Regime:
             return next(block for block in self.tiles.inputs if split_size % block == 0 and in_features % block == 0)
         return next((block for block in reversed(self.tiles.inputs) if block >= split_size), self.tiles.inputs[0])
 
-    def columns(self, num_columns: int, num_tokens: int) -> int:
-        """Columns of an expand's block, so that every core gets one where that is possible."""
-        wanted = -(-num_columns * -(-num_tokens // self.tiles.tokens) // self.num_cores)
-        return next((block for block in reversed(self.tiles.columns) if block >= wanted), self.tiles.columns[0])
+    def columns(self, num_columns: int, num_tokens: int) -> tuple[int, int]:
+        """(columns of an expand's block, columns of a chunk), so that every core gets a chunk where that is possible.
+
+        A chunk is a whole block wherever tokens fill more than a tile, as more chunks would read h more often.
+        """
+        num_tiles = -(-num_tokens // self.tiles.tokens)
+        wanted = -(-num_columns * num_tiles // self.num_cores)
+        block = next((block for block in reversed(self.tiles.columns) if block >= wanted), self.tiles.columns[0])
+        if self.name == "many" or num_tiles > 1:
+            return block, block
+        return block, min(block, max(SMALLEST_CHUNK, -(-wanted // SPLIT_GRANULE) * SPLIT_GRANULE))
 
 
 def choose(num_tokens: int, in_features: int, num_vector_cores: int, on_chip_bytes: int) -> Regime:

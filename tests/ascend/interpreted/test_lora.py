@@ -138,6 +138,16 @@ def test_regime_and_grid_follow_from_sizes_alone() -> None:
     assert [(regime.name, regime.num_cores) for regime in regimes] == [
         ("few", 40), ("few", 40), ("many", 20), ("many", 20), ("few", 40),
     ]  # fmt: skip
-    # One token still occupies every core; many tokens need no split.
-    assert regimes[0].num_splits(4096, 1, 1) == 37  # of 40 cores: parts of 112 inputs
+    # Many tokens need no split.
     assert regimes[3].num_splits(4096, 4096, 1) == 1
+
+
+def test_one_token_occupies_the_cores() -> None:
+    """Work items of shrink and expand for one token on 40 vector cores, by hand."""
+    regime = triton_ascend_tiles.choose(1, 4096, 40, UNIFIED_BUFFER_BYTES)
+    assert [slices * regime.num_splits(4096, 1, slices) for slices in (1, 2, 3)] == [37, 40, 39]
+    for widths, num_chunks in [((4096, 1024, 1024), 26 + 7 + 7), ((4096,), 37), ((2048,), 32), ((14336, 14336), 112)]:
+        _block, chunk = regime.columns(sum(widths), 1)
+        assert sum(-(-width // chunk) for width in widths) == num_chunks
+    # More than a tile of tokens: whole blocks, since each chunk reads h again.
+    assert regime.columns(6144, 64) == (256, 256)
