@@ -66,7 +66,7 @@ def expand_candidates(config: LoraConfig) -> list[ExpandConfig] | list[OneTokenE
     """Variations of the bucket's expand."""
     if isinstance(config.expand, OneTokenExpand):
         return [
-            OneTokenExpand((block_n,), warps, programs)
+            OneTokenExpand((block_n, 2 * block_n), warps, programs)
             for block_n, warps, programs in itertools.product((32, 64, 128, 256), (1, 2, 4), (2, 4))
         ]
     if config.max_tokens > 256:

@@ -40,7 +40,7 @@ _MAX_UNALIGNED_TOKENS = 32
 def lora_shrink(
     x: torch.Tensor, stack: LoraStack, maps: LoraMaps, *, out: torch.Tensor, row_index: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """See `ops.lora_shrink`. One launch, no split of the input."""
+    """See `ops.lora_shrink`. One launch without a split of the input, so that few tokens keep few cores busy."""
     device = _Device.of(x)
     whole = replace(device.config(maps.num_tokens).shrink, num_splits=1)
     _launch_shrink(device, whole, x, out.unsqueeze(0), stack, maps, row_index, dependent=False)
@@ -99,6 +99,8 @@ def lora_embedding(
     row_index: torch.Tensor | None = None,
 ) -> None:
     """See `ops.lora_embedding`. Two launches."""
+    if not maps.num_tokens:
+        return
     device = _Device.of(out)
     h = device.workspace(1, 1, maps.num_tokens, torch.float32)
     lora_embedding_kernel[(maps.num_tokens,)](
@@ -235,6 +237,8 @@ def _launch_shrink(
 ) -> None:
     """h: [splits, slices, tokens, width]."""
     _check_ranks(stack, maps)
+    if not maps.num_tokens:
+        return
     if isinstance(config, OneTokenShrink):
         options = _launch_options(device, dependent and join_previous)
         one_token.launch_shrink(config, device.num_cores, x, h, stack, maps, row_index, dependent, options)
@@ -292,6 +296,8 @@ def _launch_expand(
 ) -> None:
     """h: [splits, slices, tokens, width]."""
     _check_ranks(stack, maps)
+    if not maps.num_tokens:
+        return
     if isinstance(config, OneTokenExpand):
         options = _launch_options(device, dependent)
         one_token.launch_expand(config, device.num_cores, h, out, stack, maps, row_index, overwrite, dependent, options)

@@ -59,7 +59,7 @@ class OneTokenShrink:
     """Launch shape of the shrink of steps of one token; fields as in `ShrinkConfig`.
 
     num_splits  at most; fewer where a part of the input would be less than block_k
-    block_k     inputs of a block, the fewest of a part
+    block_k     fewest inputs of a part, and what parts are multiples of half of
     """
 
     num_splits: int
@@ -67,10 +67,15 @@ class OneTokenShrink:
     num_warps: int
     programs_per_core: int
 
+    def part(self, in_features: int, num_splits: int) -> int:
+        """Inputs of each of so many parts but the last."""
+        granule = self.block_k // 2
+        return -(-in_features // (num_splits * granule)) * granule
+
     def splits(self, in_features: int) -> int:
-        """Parts that these inputs are split into, a power of two."""
-        most = max(1, in_features // self.block_k)
-        return min(self.num_splits, 1 << (most.bit_length() - 1))
+        """Parts that these inputs are split into."""
+        most = max(1, min(self.num_splits, in_features // self.block_k))
+        return -(-in_features // self.part(in_features, most))
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,20 +62,21 @@ def lora_shrink_one_token_kernel(
     num_places,
     NUM_SLICES: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    PART: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCKS_PER_SPLIT: tl.constexpr,
     HAS_INDEX: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """h[split, slice, 0, :n] = scaling * x[row(0), part of the split] @ A[r : r + n, part of the split].T
 
-    An item is one split of sixteen ranks of one slice.
+    An item is one split of sixteen ranks of one slice. A split is PART inputs, the last what is left of them.
     """
     place, first_row = _active_rows(token_segment_ptr, places_ptr, first_rows_ptr)
     num_items = 0
     for i in tl.static_range(NUM_SLICES):
-        num_items += _ceil_div(tl.load(ranks_ptr + i * num_places + place), 16) * NUM_SPLITS
-    num_items = tl.where(first_row < 0, 0, num_items)
+        # Without an adapter there may be no ranks to read: a pool too small for any has no places.
+        rank = tl.load(ranks_ptr + i * num_places + place, mask=first_row >= 0, other=0)
+        num_items += _ceil_div(rank, 16) * NUM_SPLITS
     ranks = tl.arange(0, 16)
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
         block = item // NUM_SPLITS
@@ -91,19 +92,22 @@ def lora_shrink_one_token_kernel(
         is_there = first_rank + ranks < tl.load(ranks_ptr + slice_id * num_places + place)
         a_ptr = _pick(a_ptrs, slice_id, NUM_SLICES) + (first_row + first_rank).to(tl.int64) * in_features
         a_rows = a_ptr + ranks.to(tl.int64) * in_features
-        first_k = split * (BLOCKS_PER_SPLIT * BLOCK_K)
+        first_k = split * PART
+        end_k = in_features
+        if PART % BLOCK_K != 0:
+            end_k = tl.minimum(first_k + PART, in_features)
         k = first_k + tl.arange(0, BLOCK_K)
-        a = tl.load(a_rows[:, None] + k[None, :], mask=is_there[:, None] & (k < in_features)[None, :], other=0.0)
+        a = tl.load(a_rows[:, None] + k[None, :], mask=is_there[:, None] & (k < end_k)[None, :], other=0.0)
         if DEPENDENT_LAUNCH:
             gdc_wait()
             gdc_launch_dependents()
         x_row = x_ptr + _only_row(row_index_ptr, HAS_INDEX) * x_stride
-        x = tl.load(x_row + k, mask=k < in_features, other=0.0).to(a.dtype)
+        x = tl.load(x_row + k, mask=k < end_k, other=0.0).to(a.dtype)
         products = a.to(tl.float32) * x.to(tl.float32)[None, :]  # [R, K]
-        for step in tl.range(1, BLOCKS_PER_SPLIT, num_stages=1):
-            k = first_k + step * BLOCK_K + tl.arange(0, BLOCK_K)
-            a = tl.load(a_rows[:, None] + k[None, :], mask=is_there[:, None] & (k < in_features)[None, :], other=0.0)
-            x = tl.load(x_row + k, mask=k < in_features, other=0.0).to(a.dtype)
+        for offset in tl.range(BLOCK_K, PART, BLOCK_K, num_stages=1):
+            k = first_k + offset + tl.arange(0, BLOCK_K)
+            a = tl.load(a_rows[:, None] + k[None, :], mask=is_there[:, None] & (k < end_k)[None, :], other=0.0)
+            x = tl.load(x_row + k, mask=k < end_k, other=0.0).to(a.dtype)
             products += a.to(tl.float32) * x.to(tl.float32)[None, :]
         h = tl.sum(products, 1) * tl.load(scalings_ptr + slice_id * num_places + place)
         h_row = h_ptr + split * h_split_stride + slice_id * h_slice_stride + first_rank
@@ -121,11 +125,12 @@ def _load_rows(b_ptr, rank, columns, width, first_rank):
 
 
 @triton.jit
-def _sum_splits(h_ptr, rank, first_rank, h_split_stride, NUM_SPLITS: tl.constexpr):
+def _sum_splits(h_ptr, rank, first_rank, h_split_stride, NUM_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
     """Sum of the splits' partial products of sixteen ranks: float32 [R]."""
     ranks = first_rank + tl.arange(0, 16)
-    parts = h_ptr + tl.arange(0, NUM_SPLITS)[:, None] * h_split_stride + ranks[None, :]  # [S, R]
-    mask = tl.full([NUM_SPLITS, 1], 1, tl.int1) & (ranks < rank)[None, :]
+    splits = tl.arange(0, BLOCK_S)
+    parts = h_ptr + splits[:, None] * h_split_stride + ranks[None, :]  # [S, R]
+    mask = (splits < NUM_SPLITS)[:, None] & (ranks < rank)[None, :]
     return tl.sum(tl.load(parts, mask=mask, other=0.0).to(tl.float32), 0)
 
 
@@ -147,6 +152,7 @@ def lora_expand_one_token_kernel(
     num_places,
     NUM_SLICES: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_N: tl.constexpr,
     OVERWRITE: tl.constexpr,
     HAS_INDEX: tl.constexpr,
@@ -154,7 +160,7 @@ def lora_expand_one_token_kernel(
 ):
     """out[row(0), columns of slice] (+)= sum over splits of h[split, slice, 0, :n] @ B[r : r + n]
 
-    An item is one block of columns of one slice. NUM_SPLITS is a power of two.
+    An item is one block of columns of one slice. BLOCK_S is the power of two that holds the splits.
     """
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
@@ -172,8 +178,7 @@ def lora_expand_one_token_kernel(
             slice_id = tl.where(item >= behind, i, slice_id)
             first_block = tl.where(item >= behind, behind, first_block)
             behind += tl.cdiv(widths[i], BLOCK_N)
-        rank = tl.load(ranks_ptr + slice_id * num_places + place)
-        rank = tl.where(first_row < 0, 0, rank)
+        rank = tl.load(ranks_ptr + slice_id * num_places + place, mask=first_row >= 0, other=0)
         if OVERWRITE or rank > 0:
             width = _pick(widths, slice_id, NUM_SLICES)
             columns = (item - first_block) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -190,11 +195,11 @@ def lora_expand_one_token_kernel(
                     following = tl.minimum(16 + tl.arange(0, 64), rank - 1).to(tl.int64)
                     _prefetch_rows(b_ptr + following * width + (item - first_block) * BLOCK_N, BLOCK_N)
                 gdc_wait()
-            h = _sum_splits(h_row, rank, 0, h_split_stride, NUM_SPLITS)
+            h = _sum_splits(h_row, rank, 0, h_split_stride, NUM_SPLITS, BLOCK_S)
             delta += tl.sum(h[:, None] * b.to(tl.float32), 0)
             for first_rank in tl.range(16, rank, 16, num_stages=1):
                 b = _load_rows(b_ptr, rank, columns, width, first_rank)
-                h = _sum_splits(h_row, rank, first_rank, h_split_stride, NUM_SPLITS)
+                h = _sum_splits(h_row, rank, first_rank, h_split_stride, NUM_SPLITS, BLOCK_S)
                 delta += tl.sum(h[:, None] * b.to(tl.float32), 0)
             tl.store(out_row + columns, delta.to(out_ptr.dtype.element_ty), mask=columns < width)
     if DEPENDENT_LAUNCH:
@@ -203,6 +208,11 @@ def lora_expand_one_token_kernel(
 
 # More inputs at once would not fit the registers of a program.
 _MAX_BLOCK_K = 512
+
+
+def block_k(part: int) -> int:
+    """Inputs of a block of the shrink, for parts of so many."""
+    return min(_MAX_BLOCK_K, triton.next_power_of_2(part))
 
 
 def launch_shrink(
@@ -219,7 +229,7 @@ def launch_shrink(
     """h: [splits, slices, 1, width]; options of the CUDA backend."""
     num_splits, num_slices, in_features = h.shape[0], len(stack.a), stack.a[0].shape[1]
     max_items = num_slices * num_splits * (MAX_KERNEL_RANK // 16)
-    block_k = min(_MAX_BLOCK_K, triton.next_power_of_2(-(-in_features // num_splits)))
+    part = config.part(in_features, num_splits)
     lora_shrink_one_token_kernel[(min(max_items, config.programs_per_core * num_cores),)](
         x,
         stack.a,
@@ -237,8 +247,8 @@ def launch_shrink(
         stack.ranks.shape[1],
         NUM_SLICES=num_slices,
         NUM_SPLITS=num_splits,
-        BLOCK_K=block_k,
-        BLOCKS_PER_SPLIT=-(-in_features // (num_splits * block_k)),
+        PART=part,
+        BLOCK_K=block_k(part),
         HAS_INDEX=row_index is not None,
         DEPENDENT_LAUNCH=dependent,
         num_warps=config.num_warps,
@@ -279,6 +289,7 @@ def launch_expand(
         stack.ranks.shape[1],
         NUM_SLICES=len(widths),
         NUM_SPLITS=h.shape[0],
+        BLOCK_S=triton.next_power_of_2(h.shape[0]),
         BLOCK_N=block_n,
         OVERWRITE=overwrite,
         HAS_INDEX=row_index is not None,

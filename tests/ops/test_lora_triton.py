@@ -101,6 +101,49 @@ def steps(draw: st.DrawFn) -> tuple[Case, int]:
     return case, draw(st.sampled_from([0, 5, 17]))
 
 
+@st.composite
+def one_token_steps(draw: st.DrawFn) -> Case:
+    rng = random.Random(draw(st.integers(0, 2**32)))
+    num_adapters, num_slices = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    active = draw(st.integers(0, num_adapters))  # none of them: a base token
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    return Case(
+        in_features=draw(st.sampled_from([8, 96, 129, 700])),
+        widths=tuple(draw(st.sampled_from([8, 32, 50])) for _ in range(num_slices)),
+        ranks=tuple(tuple(rng.choice([0, 1, 16, 17, 40]) for _ in range(num_adapters)) for _ in range(num_slices)),
+        lengths=tuple(int(i == active) for i in range(num_adapters)),
+        num_base_tokens=int(active == num_adapters),
+        dtype=dtype,
+        row_dtype=draw(st.sampled_from([dtype, torch.bfloat16])),
+        seed=rng.randrange(2**32),
+    )
+
+
+@settings(max_examples=12, deadline=None)
+@given(case=one_token_steps(), overwrite=st.booleans(), by_index=st.booleans(), in_two=st.booleans())
+def test_one_token_equals_float64(
+    case: Case, overwrite: bool, by_index: bool, in_two: bool, triton_cuda: ModuleType, device: str
+) -> None:
+    """In one op or two, in the token's own row or another one's."""
+    step = make_step(case, device=device, pad_to=5)
+    x, out = step.x.repeat(3, 1), step.out.repeat(3, 1)
+    row = 2 if by_index else 0
+    index = torch.tensor([row], dtype=torch.int64, device=device) if by_index else None
+    if overwrite and not case.num_base_tokens:
+        out[row] = float("nan")
+    options: dict[str, Any] = {"overwrite": overwrite, "row_index": index}
+    if in_two:
+        h = torch.full((len(case.widths), 1, ops.shrink_width(step.stack)), float("nan"), device=device)
+        triton_cuda.lora_shrink(x, step.stack, step.maps, out=h, row_index=index)
+        triton_cuda.lora_expand(h, out, step.stack, step.maps, **options)
+    else:
+        reserve(triton_cuda, step, SMALL_ONE_TOKEN)
+        poison_workspaces(triton_cuda)
+        triton_cuda.lora_linear(x, out, step.stack, step.maps, config=SMALL_ONE_TOKEN, **options)
+    assert_right(out[row : row + 1], expected_linear(step, overwrite=overwrite), step, step.out)
+    assert torch.equal(out[1], step.out[0])
+
+
 @settings(max_examples=12, deadline=None)
 @given(step=steps(), config=st.sampled_from(SMALL), overwrite=st.booleans())
 def test_kernels_equal_float64(
@@ -173,14 +216,37 @@ def test_one_token_without_adapter(triton_cuda: ModuleType, device: str) -> None
         assert torch.equal(out, step.out)
 
 
-def test_one_token_in_another_row(triton_cuda: ModuleType, device: str) -> None:
-    step = make_step(Case(64, (24, 40), ((16,), (3,)), (1,)), device=device)
-    x, out = torch.randn(3, 64, device=device), torch.randn(3, 64, device=device)
-    x[2], out[2] = step.x[0], step.out[0]
-    before, row = out.clone(), torch.tensor([2], dtype=torch.int32, device=device)
-    triton_cuda.lora_linear(x, out, step.stack, step.maps, row_index=row, config=SMALL_ONE_TOKEN)
-    assert torch.equal(out[:2], before[:2])
-    assert_right(out[2:], expected_linear(step), step, step.out)
+@pytest.mark.parametrize("in_features", [4096, 2 * 512 * 32 + 90])
+def test_one_token_of_many_inputs(in_features: int, triton_cuda: ModuleType, device: str) -> None:
+    """As many parts as the table makes, of one block and of several."""
+    case = Case(in_features, (40,), ((18,),), (1,), dtype=torch.bfloat16)
+    run(triton_cuda, make_step(case, device=device), config_for("any", 1))
+
+
+def test_one_token_of_the_embedding(triton_cuda: ModuleType, device: str) -> None:
+    step = make_step(Case(50, (24,), ((130,),), (1,)), device=device)
+    token_ids = torch.tensor([7], device=device)
+    one_hot = torch.nn.functional.one_hot(token_ids, 50).to(step.x.dtype)
+    out = step.out.clone()
+    triton_cuda.lora_embedding(token_ids, out, step.stack, step.maps)
+    assert_right(out, expected_linear(Step(one_hot, step.out, step.stack, step.maps)), step, step.out)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_no_tokens(overwrite: bool, triton_cuda: ModuleType, device: str) -> None:
+    step = make_step(Case(40, (24,), ((16,),), (0,), num_base_tokens=0), device=device)
+    triton_cuda.lora_linear(step.x, step.out, step.stack, step.maps, overwrite=overwrite)
+    ids = torch.empty(0, dtype=torch.int64, device=device)
+    triton_cuda.lora_embedding(ids, step.out, step.stack, step.maps, overwrite=overwrite)
+
+
+def test_one_token_where_no_adapter_fits(triton_cuda: ModuleType, device: str) -> None:
+    """A pool without places has no ranks that could be read."""
+    step = make_step(Case(64, (24, 40), ((16,), (3,)), (0,), num_base_tokens=1), device=device)
+    nothing = replace(step.stack, ranks=step.stack.ranks[:, :0], scalings=step.stack.scalings[:, :0])
+    before = step.out.clone()
+    triton_cuda.lora_linear(step.x, step.out, nothing, step.maps, config=SMALL_ONE_TOKEN)
+    assert torch.equal(step.out, before)
 
 
 def test_shares_of_one_token() -> None:
@@ -189,6 +255,8 @@ def test_shares_of_one_token() -> None:
     assert isinstance(config.shrink, OneTokenShrink)
     assert isinstance(config.expand, OneTokenExpand)
     assert [config.shrink.splits(inputs) for inputs in (64, 129, 2048, 4096, 14336)] == [1, 1, 16, 32, 32]
+    assert [config.shrink.part(inputs, 32) for inputs in (4096, 14336, 17408)] == [128, 448, 576]
+    assert config.shrink.splits(17408) == 31
     assert config.expand.columns((4096, 1024, 1024), 528) == (64, 96)
     assert config.expand.columns((14336, 14336), 528) == (64, 448)
     assert config.expand.columns((152064,), 528) == (128, 1188)
@@ -286,8 +354,7 @@ def test_compiles_for_hopper_without_a_gpu(device: str) -> None:
     tiled = [config.shrink for config in TABLE if isinstance(config.shrink, ShrinkConfig)]
     one_token = [config.expand for config in TABLE if isinstance(config.expand, OneTokenExpand)]
     num_large = sum(shrink.block_m >= 64 for shrink in tiled)
-    num_one_token = sum(1 + len(expand.block_n) for expand in one_token)
-    assert len(sizes) == 3 * len(tiled) + 4 * num_large + num_one_token + 1
+    assert len(sizes) == 3 * len(tiled) + 4 * num_large + 14 * len(one_token) + 1
     assert max(sizes) <= 227 * 1024
 
 
@@ -325,9 +392,11 @@ def mixed_step(seed: int, num_tokens: int, device: str) -> Step:
     num_adapters = rng.randint(1, min(8, num_tokens))
     active = rng.randint(num_adapters, num_tokens)
     lengths = [1] * num_adapters
+    if num_tokens == 1 and seed % 4 == 3:
+        active, lengths = 0, [0]  # a base token
     for _ in range(active - num_adapters):
         lengths[rng.randrange(num_adapters)] += 1
-    lengths += [0] * (8 - num_adapters)
+    lengths += [0] * (8 - len(lengths))
     ranks = tuple(tuple(rng.choice([0, 1, 8, 16, 64, 100]) for _ in lengths) for _ in range(2))
     case = Case(512, (256, 72), ranks, tuple(lengths), num_tokens - active, torch.bfloat16, seed=seed)
     return make_step(case, device=device, pad_to=8)
@@ -381,12 +450,13 @@ def test_captured_once_replayed_with_other_mixes(num_tokens: int, triton_cuda: M
     assert triton_cuda.compiled_count() == compiled
 
 
+@pytest.mark.parametrize("num_tokens", [1, 64])
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_captured_idle_replayed_with_adapters_and_back(overwrite: bool, device: str) -> None:
+def test_captured_idle_replayed_with_adapters_and_back(num_tokens: int, overwrite: bool, device: str) -> None:
     """A graph captured through the public op in a step without adapters serves those with some, and none again."""
     if device == "cpu":
         pytest.skip("NOT RUN: no NVIDIA GPU, and graphs need one")
-    step = mixed_step(3, 64, device)
+    step = mixed_step(5, num_tokens, device)
     fills = {"segment_starts": 0, "num_segments": 0}
     idle = replace(
         step.maps,

@@ -7,6 +7,7 @@ Run as a script, without TRITON_INTERPRET: which of the two Triton is, is settle
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Collection
 from pathlib import Path
@@ -29,6 +30,8 @@ MAPS = dict.fromkeys(("starts_ptr", "places_ptr", "first_rows_ptr", "num_segment
 STRIDES = dict.fromkeys(("h_split_stride", "h_slice_stride", "h_token_stride", "num_places"), "i32")
 NUM_SLICES = 2
 COLUMNS = ("widths", "slice_starts", "out_stride")
+# One part, whole blocks, parts that are no powers of two, parts of several blocks.
+ONE_TOKEN_FEATURES = (64, 2048, 4096, 14336, 17408)
 
 
 def compile_kernel(
@@ -40,7 +43,8 @@ def compile_kernel(
 ) -> list[str]:
     """Compile for arguments of these types, pointers and sizes divisible by 16 but for those named `unaligned`.
 
-    Prints name and shared memory; returns the instructions whose descriptors come from nowhere.
+    Prints name and shared memory; returns the instructions whose descriptors come from nowhere. That the search would
+    find one is seen by spoiling the first descriptor of the code, if there is any.
     """
     signature, attributes, values = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
@@ -53,7 +57,14 @@ def compile_kernel(
     source = ASTSource(kernel, signature, values, attributes)
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     print(kernel.__name__, compiled.metadata.shared)
-    return foreign_descriptors(disassemble(compiled.asm["cubin"]))
+    sass = disassemble(compiled.asm["cubin"])
+    if "wgmma.mma_async" in compiled.asm["ptx"]:
+        first = re.search(r"^.*HGMMA.*gdesc\[UR(\d+)\]", sass, re.MULTILINE)
+        assert first is not None, "wgmma in PTX, but no HGMMA was found in the machine code"
+        # The descriptor of the right operand lies in the second two registers, or in the first if it is alone.
+        spoiling = "".join(f"/*0000*/ UMOV UR{int(first[1]) + i}, URZ ;\n" for i in (0, 2))
+        assert foreign_descriptors(sass[: first.start()] + spoiling + sass[first.start() :])
+    return foreign_descriptors(sass)
 
 
 def compile_shrink(config: ShrinkConfig, unaligned: Collection[str] = ()) -> list[str]:
@@ -135,40 +146,54 @@ def compile_expand(
 
 
 def compile_one_token(shrink: OneTokenShrink, expand: OneTokenExpand) -> None:
-    """Both kernels of steps of one token, with every number of columns."""
+    """Both kernels of steps of one token: for inputs that are shared out in every way, and each option once."""
     maps = dict.fromkeys(("token_segment_ptr", "places_ptr", "first_rows_ptr", "ranks_ptr"), "*i32")
-    shared = {"row_index_ptr": None, "NUM_SLICES": NUM_SLICES, "HAS_INDEX": False, "DEPENDENT_LAUNCH": True}
-    compile_kernel(
-        one_token.lora_shrink_one_token_kernel,
-        {
-            "x_ptr": "*bf16",
-            "a_ptrs": ("*bf16",) * NUM_SLICES,
-            "h_ptr": "*fp32",
-            "scalings_ptr": "*fp32",
-            "in_features": "i32",
-            "x_stride": "i32",
-            **maps,
-            **STRIDES,
-        },
-        {**shared, "NUM_SPLITS": shrink.splits(4096), "BLOCK_K": 128, "BLOCKS_PER_SPLIT": 1},
-        {"num_warps": shrink.num_warps, "launch_pdl": True},
-    )
-    for block_n in expand.block_n:
+
+    def compile_both(in_features: int, block_n: int, dtype: str = "bf16", num_splits: int = 0, **options: Any) -> None:
+        given = {"row_index_ptr": "*i32"} if options.get("HAS_INDEX") else {}
+        num_splits = num_splits or shrink.splits(in_features)
+        part = shrink.part(in_features, num_splits)
+        flags = {"NUM_SLICES": NUM_SLICES, "NUM_SPLITS": num_splits, "HAS_INDEX": False, "DEPENDENT_LAUNCH": True}
+        constants = ({} if given else {"row_index_ptr": None}) | flags | options
+        overwrite = constants.pop("OVERWRITE", False)
+        compile_kernel(
+            one_token.lora_shrink_one_token_kernel,
+            {
+                "x_ptr": f"*{dtype}",
+                "a_ptrs": (f"*{dtype}",) * NUM_SLICES,
+                "h_ptr": "*fp32" if num_splits > 1 else f"*{dtype}",
+                "scalings_ptr": "*fp32",
+                "in_features": "i32",
+                "x_stride": "i32",
+                **given,
+                **maps,
+                **STRIDES,
+            },
+            constants | {"PART": part, "BLOCK_K": one_token.block_k(part)},
+            {"num_warps": shrink.num_warps, "launch_pdl": True},
+        )
         compile_kernel(
             one_token.lora_expand_one_token_kernel,
             {
                 "h_ptr": "*fp32",
-                "b_ptrs": ("*bf16",) * NUM_SLICES,
-                "out_ptr": "*bf16",
+                "b_ptrs": (f"*{dtype}",) * NUM_SLICES,
+                "out_ptr": f"*{dtype}",
                 "widths": ("i32",) * NUM_SLICES,
                 "slice_starts": ("i32",) * NUM_SLICES,
                 "out_stride": "i32",
+                **given,
                 **maps,
                 **STRIDES,
             },
-            {**shared, "NUM_SPLITS": shrink.splits(4096), "BLOCK_N": block_n, "OVERWRITE": False},
+            constants | {"BLOCK_S": triton.next_power_of_2(num_splits), "BLOCK_N": block_n, "OVERWRITE": overwrite},
             {"num_warps": expand.num_warps, "launch_pdl": True},
+            COLUMNS if overwrite else (),
         )
+
+    for in_features in ONE_TOKEN_FEATURES:
+        compile_both(in_features, expand.block_n[-1])
+    compile_both(4096, expand.block_n[0], "fp32", HAS_INDEX=True)
+    compile_both(4096, expand.block_n[0], "fp16", num_splits=1, OVERWRITE=True)
 
 
 def compile_embedding() -> None:

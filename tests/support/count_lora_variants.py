@@ -46,11 +46,16 @@ def make_stack(in_features: int, widths: tuple[int, ...], dtype: torch.dtype) ->
     return make_step(Case(in_features, widths, ranks, (1,) * NUM_PLACES, dtype=dtype)).stack
 
 
-def run_step(stack: LoraStack, embeds: bool, dtype: torch.dtype, rng: random.Random) -> None:
-    """One step of a random size and mix through the public op."""
+def random_lengths(rng: random.Random) -> list[int]:
+    """Tokens of each adapter in a step of a random size and mix."""
     lengths = [rng.choice([0, 1, 1, rng.randint(1, 110)]) for _ in range(NUM_PLACES)]
     lengths[0] += not any(lengths)
-    num_tokens = min(MAX_TOKENS, sum(lengths) + rng.choice([0, 0, 3]))
+    return lengths
+
+
+def run_step(stack: LoraStack, embeds: bool, dtype: torch.dtype, rng: random.Random, lengths: list[int]) -> None:
+    """One step through the public op."""
+    num_tokens = min(MAX_TOKENS, sum(lengths) + rng.choice([0, 0, 3]) * (sum(lengths) > 2))
     places = rng.sample(range(NUM_PLACES), NUM_PLACES)
     maps = make_maps(lengths, places, [16 * p for p in places], num_tokens, pad_to=MAX_SEGMENTS)
     out = torch.zeros(num_tokens, sum(b.shape[1] for b in stack.b), dtype=dtype)
@@ -76,10 +81,13 @@ def main() -> None:
     embedding = make_stack(777, (96,), dtype)
     ops.warm_up(stacks, MAX_TOKENS, dtype, embeddings=[embedding], max_segments=MAX_SEGMENTS)
     num_warm, rng = len(asked), random.Random(0)
-    for _ in range(NUM_STEPS):
+    # Both sides of every bound of the tables, then anything.
+    steps = [[size] + [0] * (NUM_PLACES - 1) for size in (1, 2, 4, 5, 128, 129, 256, 257, 700)]
+    steps += [random_lengths(rng) for _ in range(NUM_STEPS)]
+    for lengths in steps:
         for stack in stacks:
-            run_step(stack, False, dtype, rng)
-        run_step(embedding, True, dtype, rng)
+            run_step(stack, False, dtype, rng, lengths)
+        run_step(embedding, True, dtype, rng, lengths)
     print(num_warm, len(asked) - num_warm)
 
 
