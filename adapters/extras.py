@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any, Literal
 
 from adapters.errors import Malformed, Unsupported
-from adapters.format import parse_json_object
+from adapters.format import parse_json_object, refuse_surrogates
 from adapters.paths import CONFIG_FILE, TEMPLATE_FILE, TENSOR_FILE
 
 Role = Literal["config", "tensors", "archive", "template", "tokenizer_config", "added_tokens", "tokenizer", "ignored"]
@@ -138,6 +138,8 @@ def _added_in(tokenizer: bytes) -> list[Any]:
     try:
         start = text.index("[", at)
         value, _ = json.JSONDecoder().raw_decode(text, start)
-    except (ValueError, RecursionError):
-        raise Malformed("tokenizer.json cannot be read: its list of added tokens is broken.") from None
+        refuse_surrogates(value)
+    except (ValueError, RecursionError) as error:
+        reason = error if isinstance(error, Malformed) else "its list of added tokens is broken."
+        raise Malformed(f"tokenizer.json cannot be read: {reason}") from None
     return value if isinstance(value, list) else []

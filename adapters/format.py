@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ MAX_TENSORS = 65_536
 MAX_DIMENSIONS = 8
 MAX_NAME_LENGTH = 1000
 CHUNK_BYTES = 1 << 20
+# How JSON spells half of a UTF-16 pair. UTF-8 has no bytes for one, so a text can hold it in no other way.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +67,33 @@ def read_header(path: Path, *, any_dtype: bool = False) -> dict[str, Tensor]:
 
 
 def parse_json_object(text: bytes, what: str) -> dict[str, Any]:
-    """A JSON object without duplicate keys, NaN or Infinity. Raises Malformed naming `what`."""
+    """A JSON object without duplicate keys, NaN, Infinity or strings that are no Unicode. Raises Malformed naming
+    `what`."""
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        if _SURROGATE.search(text):
+            refuse_surrogates(value)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         reason = error if isinstance(error, Malformed) else "it is not valid JSON in UTF-8"
         raise Malformed(f"{what} cannot be read: {reason}") from None
     if not isinstance(value, dict):
         raise Malformed(f"{what} cannot be read: it is not a JSON object")
     return value
+
+
+def refuse_surrogates(value: Any) -> None:
+    """Raises Malformed when a string in parsed JSON holds half of a UTF-16 pair: such a string cannot be written or
+    sent again, nor looked up in a tokenizer."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise Malformed(f"it holds {half} outside a UTF-16 pair, which is no character; remove it") from None
+
+
+def printable(text: str) -> str:
+    """For messages and notes: "?" in place of what is no Unicode. Names of files may hold any bytes."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def read_chunks(path: Path, tensor: Tensor, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:

@@ -3,23 +3,34 @@
 from __future__ import annotations
 
 import gzip
+import io
 import stat
 import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO
 
 from adapters.errors import AdapterError, Malformed, TooLarge, Unsupported
+from adapters.format import printable
 from adapters.paths import CONFIG_FILE
 
 CHUNK_BYTES = 1 << 20
 # More than this many bytes out of one byte in is a bomb; LoRA weights hardly compress. Small archives may exceed it.
 MAX_RATIO = 200
 RATIO_FREE_BYTES = 16 << 20
+# Parsed, what an archive says about its entries takes many times its bytes of memory. The largest directory of a zip:
+ZIP_ENTRY_BYTES = 4096  # per file allowed, and never less than a chunk
+# The headers of one entry of a tar (names and attributes that do not fit in a block come in headers of their own), and
+# how many settings may hold for all entries: tarfile copies those for each header that follows.
+TAR_HEADER_BYTES = 64 << 10
+TAR_GLOBALS = 64
 _BROKEN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, gzip.BadGzipFile, struct.error, EOFError)
+# tarfile calls itself once more for each extended header that follows another one.
+_EXHAUSTED = (RecursionError, MemoryError)
 _JUNK = {"__MACOSX", ".DS_Store"}
 
 # Takes the member's path and a reader of its bytes; called in the archive's order.
@@ -44,7 +55,7 @@ def unpack(archive: Path, sink: Sink, *, max_files: int, max_bytes: int) -> None
             raise Malformed("The archive is neither .tar.gz nor .zip; pack the adapter's directory as one of these.")
     except AdapterError:
         raise
-    except (*_BROKEN, ValueError, ArithmeticError, NotImplementedError) as error:
+    except (*_BROKEN, *_EXHAUSTED, ValueError, ArithmeticError, NotImplementedError) as error:
         raise Malformed(
             f"The archive is damaged or of a kind that is not supported ({type(error).__name__})."
         ) from None
@@ -56,32 +67,43 @@ def adapter_root(paths: list[PurePosixPath]) -> PurePosixPath:
     if not roots:
         raise Malformed(f"The archive holds no {CONFIG_FILE}.")
     if len(roots) > 1:
-        names = ", ".join(str(root)[:100] for root in roots[:5])
+        names = ", ".join(printable(str(root)[:100]) for root in roots[:5])
         raise Malformed(f"The archive holds {len(roots)} adapters ({names}); upload each on its own.")
     return roots[0]
 
 
 def _unpack_tar(archive: Path, sink: Sink, max_files: int, limit: int) -> None:
     with gzip.open(archive, "rb") as unzipped:
-        reader = _Limited(unzipped, limit)
+        reader = _TarReader(unzipped, limit)
         with tarfile.open(fileobj=reader, mode="r:", tarinfo=tarfile.TarInfo) as tar:  # type: ignore[call-overload]
             for count, member in enumerate(tar):
                 if count >= max_files:
                     raise TooLarge(f"The archive has more than {max_files} entries.")
+                if len(tar.pax_headers) > TAR_GLOBALS:
+                    raise TooLarge(f"The archive has more than {TAR_GLOBALS} global header fields; pack it without.")
+                reader.num_header_bytes = 0
+                member.pax_headers = {}  # the archive keeps its entries
                 path = _safe(member.name)
                 if member.isdir() or _is_junk(path):
                     continue
-                if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
-                    raise Unsupported(
-                        f"The archive entry {member.name[:200]!r} is a link or a device; pack plain files."
-                    )
+                _refuse_special(member)
                 data = tar.extractfile(member)
                 assert data is not None
-                sink(path, data)
+                with reader.data():
+                    sink(path, data)
+
+
+def _refuse_special(member: tarfile.TarInfo) -> None:
+    """Raises Unsupported for what is no plain file. Sparse ones are no plain files either, though some keep that type:
+    their holes are zeros that no limit on what is read would ever see."""
+    if member.issparse():
+        raise Unsupported(f"The archive entry {member.name[:200]!r} is a sparse file; pack it without --sparse.")
+    if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
+        raise Unsupported(f"The archive entry {member.name[:200]!r} is a link or a device; pack plain files.")
 
 
 def _unpack_zip(archive: Path, sink: Sink, max_files: int, limit: int) -> None:
-    with zipfile.ZipFile(archive) as packed:
+    with _ZipReader(archive, max(CHUNK_BYTES, max_files * ZIP_ENTRY_BYTES)) as file, zipfile.ZipFile(file) as packed:
         members = packed.infolist()
         if len(members) > max_files:
             raise TooLarge(f"The archive has more than {max_files} entries.")
@@ -113,6 +135,26 @@ def _safe(name: str) -> PurePosixPath:
 
 def _is_junk(path: PurePosixPath) -> bool:
     return any(part in _JUNK or part.startswith("._") for part in path.parts)
+
+
+class _ZipReader(io.BufferedReader):
+    """A file that refuses to read more than `limit` bytes at once. zipfile reads an archive's whole directory in one
+    piece and makes an object of each entry before anyone can count them; only the size that it asks for is certain,
+    since an archive may hold several end records that claim different counts."""
+
+    def __init__(self, path: Path, limit: int) -> None:
+        super().__init__(io.FileIO(path))
+        self._limit = limit
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        all_of_it = size is None or size < 0
+        if all_of_it or size <= self._limit:  # type: ignore[operator]
+            data = super().read(self._limit + 1 if all_of_it else size)
+            if len(data) <= self._limit:
+                return data
+        raise TooLarge(
+            f"The archive's directory is larger than {self._limit} bytes; pack only the adapter's own files."
+        )
 
 
 class _Limited:
@@ -147,3 +189,33 @@ class _Limited:
         self.num_read += num_bytes
         if self.num_read > self._limit:
             raise TooLarge(f"The archive unpacks to more than {self._limit} bytes.")
+
+
+class _TarReader(_Limited):
+    """Also limits what is read as headers until `num_header_bytes` is reset: extended headers, and the maps of sparse
+    files, may follow each other without end before tarfile hands out the entry that they belong to."""
+
+    def __init__(self, file: IO[bytes] | gzip.GzipFile, limit: int) -> None:
+        super().__init__(file, limit)
+        self.num_header_bytes = 0
+        self._in_data = False
+
+    @contextmanager
+    def data(self) -> Iterator[None]:
+        """Reads inside are of a member's data."""
+        self._in_data = True
+        try:
+            yield
+        finally:
+            self._in_data = False
+
+    def read(self, size: int = -1) -> bytes:
+        data = super().read(size)
+        if not self._in_data:
+            self.num_header_bytes += len(data)
+            if self.num_header_bytes > TAR_HEADER_BYTES:
+                raise TooLarge(
+                    f"The headers of an archive entry are larger than {TAR_HEADER_BYTES} bytes; pack plain files "
+                    "without extended attributes."
+                )
+        return data

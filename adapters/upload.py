@@ -14,6 +14,7 @@ from typing import IO
 
 from adapters.errors import Malformed, StorageFull, TooLarge, Unsupported
 from adapters.extras import KEPT_BYTES, Role, role_of, role_of_part
+from adapters.format import printable
 from adapters.paths import CONFIG_FILE, TENSOR_FILE
 from adapters.unpack import adapter_root, unpack
 
@@ -131,11 +132,14 @@ class Staging:
         """Raises Malformed when the role is taken, TooLarge for too many files."""
         self.budget.count_file()
         if role == "ignored":
-            self.ignored.append(shown_name[:200])
+            self._ignore(shown_name)
             return Part(None, role, self.budget)
         path = self.directory / f"part-{role}"
         self._assign(role, path, shown_name)
         return Part(path, role, self.budget)
+
+    def _ignore(self, shown_name: str) -> None:
+        self.ignored.append(printable(shown_name[:200]))
 
     def _assign(self, role: Role, path: Path, shown_name: str) -> None:
         if role in self.files:
@@ -156,7 +160,7 @@ class Staging:
         inside = directory.resolve()
         for entry in entries:
             if entry.is_dir():
-                self.ignored.append(entry.name)
+                self._ignore(entry.name)
                 continue
             if entry.resolve().parent != inside or not entry.is_file():
                 raise Unsupported(f"The file {entry.name[:200]!r} is a link or a device; only plain files are read.")
@@ -192,7 +196,7 @@ class Staging:
     def _leave_out(self, path: PurePosixPath, role: Role) -> None:
         if role == "tensors":
             raise Malformed(f"The archive holds tensors apart from their {CONFIG_FILE}: {str(path)[:200]!r}.")
-        self.ignored.append(str(path)[:200])
+        self._ignore(str(path))
 
     def read(self, role: Role) -> bytes | None:
         path = self.files.get(role)

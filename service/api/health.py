@@ -64,5 +64,5 @@ async def metrics(request: Request) -> PlainTextResponse:
     services.metrics.queue.set(services.gate.num_open)
     services.metrics.engine_up.set(services.engine.state == "ready")
     services.metrics.show_ops(() if services.engine.ready is None else services.engine.ready.ops)
-    services.metrics.adapters.labels("store").set(len(services.store.list()) if services.store is not None else 0)
+    services.metrics.adapters.labels("store").set(services.store.num_names() if services.store is not None else 0)
     return PlainTextResponse(services.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")

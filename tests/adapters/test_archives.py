@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import struct
 import tarfile
 import zipfile
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from adapters import unpack as unpack_module
 from adapters.errors import AdapterError, Malformed, TooLarge, Unsupported
 from adapters.records import AdapterRecord
 from adapters.store import AdapterStore, StoreLimits
@@ -115,6 +117,17 @@ def test_links_and_devices_in_tars_are_refused(store: AdapterStore, kind: bytes,
         send(store, tar_gz({"adapter_config.json": config_bytes()}, member))
 
 
+def test_names_that_are_no_unicode_are_shown_all_the_same(store: AdapterStore) -> None:
+    record = send(store, tar_gz({**GOOD, "caf\udce9.txt": b""}))
+    assert record.manifest.notes == ("The file caf?.txt is not needed and was left out.",)
+    assert store.get("x") == record
+    with pytest.raises(Malformed, match="2 adapters") as caught:
+        send(
+            store, tar_gz({f"{directory}/{name}": data for directory in ("a", "\udce9") for name, data in GOOD.items()})
+        )
+    assert str(caught.value).encode()
+
+
 def test_links_in_zips_are_refused(store: AdapterStore) -> None:
     member = zipfile.ZipInfo("link")
     member.create_system, member.external_attr = 3, 0o120777 << 16
@@ -198,6 +211,102 @@ def test_a_tar_header_that_claims_gigabytes_is_not_read_in_one_piece(store: Adap
     header.type, header.size = tarfile.XHDTYPE, 8 << 30
     content = header.tobuf(tarfile.GNU_FORMAT) + bytes(1024)
     with pytest.raises(Malformed, match="absurd"):
+        send(store, gzip.compress(content))
+
+
+def many_entries(num_entries: int, claimed: int) -> bytes:
+    """A zip whose end record claims another number of entries than its directory has."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as packed:
+        packed.writestr("x", b"")
+    whole = out.getvalue()
+    start = whole.index(b"PK\x01\x02")
+    entry = whole[start : whole.index(b"PK\x05\x06")]
+    end = struct.pack("<4s4H2LH", b"PK\x05\x06", 0, 0, claimed, claimed, num_entries * len(entry), start, 0)
+    return whole[:start] + num_entries * entry + end
+
+
+def test_a_zip_directory_of_absurd_size_is_refused_before_it_is_parsed(
+    store: AdapterStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = many_entries(30_000, claimed=1)
+    made: list[str] = []
+
+    class Counted(zipfile.ZipInfo):
+        def __init__(self, filename: str) -> None:
+            made.append(filename)
+            super().__init__(filename)
+
+    monkeypatch.setattr(zipfile, "ZipInfo", Counted)
+    with pytest.raises(TooLarge, match="directory is larger than"):
+        send(store, archive)
+    assert made == []
+
+
+def test_a_zip_with_more_entries_than_it_claims_is_refused(store: AdapterStore) -> None:
+    with pytest.raises(TooLarge, match="entries"):
+        send(store, many_entries(LIMITS.max_files + 1, claimed=1))
+
+
+def test_zips_with_comments_or_zip64_records_are_fine(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = io.BytesIO(zip_of(GOOD))
+    with zipfile.ZipFile(out, "a") as packed:
+        packed.comment = b"made by hand" * 5000
+    assert send(store, out.getvalue(), "comment")
+    monkeypatch.setattr(zipfile, "ZIP_FILECOUNT_LIMIT", 1)
+    archive = zip_of(GOOD)
+    assert b"PK\x06\x06" in archive
+    assert send(store, archive, "zip64")
+
+
+def extended_header(kind: bytes, text: bytes) -> bytes:
+    header = tarfile.TarInfo("x")
+    header.type, header.size = kind, len(text)
+    return header.tobuf(tarfile.GNU_FORMAT) + text + bytes(-len(text) % tarfile.BLOCKSIZE)
+
+
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE])
+def test_a_chain_of_extended_headers_is_refused(
+    store: AdapterStore, monkeypatch: pytest.MonkeyPatch, kind: bytes
+) -> None:
+    chain = gzip.compress(1000 * extended_header(kind, b"12 path=abc\n"))
+    with pytest.raises(TooLarge, match="headers of an archive entry"):
+        send(store, chain)
+    monkeypatch.setattr(unpack_module, "TAR_HEADER_BYTES", 2 << 20)
+    with pytest.raises(Malformed, match="RecursionError"):
+        send(store, chain)
+
+
+def test_many_global_headers_are_refused(store: AdapterStore) -> None:
+    records = b"".join(b"12 k%03d=abc\n" % index for index in range(100))
+    content = extended_header(tarfile.XGLTYPE, records) + gzip.decompress(tar_gz(GOOD))
+    with pytest.raises(TooLarge, match="global"):
+        send(store, gzip.compress(content))
+    content = extended_header(tarfile.XGLTYPE, records[:60]) + gzip.decompress(tar_gz(GOOD))
+    assert send(store, gzip.compress(content))
+
+
+def test_header_limits_are_per_entry(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the data nor the headers of other entries, skipped ones among them, count."""
+    monkeypatch.setattr(unpack_module, "TAR_HEADER_BYTES", 2048)
+    assert send(store, tar_gz({**GOOD, **{f"{index}.txt": bytes(2000) for index in range(8)}, "._x": bytes(5000)}))
+
+
+def test_the_headers_of_a_tar_entry_are_limited(store: AdapterStore) -> None:
+    """A sparse map of single bytes is read as long as it goes on, before the entry is handed out."""
+    member = tarfile.TarInfo("x")
+    member.size = 2 << 20
+    member.pax_headers = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "README.md"}
+    header = member.tobuf(tarfile.PAX_FORMAT)
+    with pytest.raises(TooLarge, match="headers"):
+        send(store, gzip.compress(header + b"9999999\n" + b"1\n" * (1 << 20)))
+
+
+def test_sparse_files_are_refused_before_their_holes_are_read(store: AdapterStore) -> None:
+    member = tarfile.TarInfo("README.md")
+    member.pax_headers = {"GNU.sparse.map": "0,0", "GNU.sparse.size": str(1 << 40), "GNU.sparse.realsize": str(1 << 40)}
+    content = member.tobuf(tarfile.PAX_FORMAT) + bytes(1024)
+    with pytest.raises(Unsupported, match=r"'README\.md' is a sparse file"):
         send(store, gzip.compress(content))
 
 

@@ -49,6 +49,11 @@ def test_a_good_file_is_read(tmp_path: Path) -> None:
     assert b"".join(read_chunks(path, tensors["b"], 2)) == DATA[24:]
 
 
+def test_names_in_any_spelling_of_unicode_are_read(tmp_path: Path) -> None:
+    header = json.dumps(GOOD).replace('"a"', r'"\ud83d\ude00"').replace('"b"', r'"\\ud800"').encode()
+    assert list(read_header(write(tmp_path, file_bytes(header, DATA)))) == ["\U0001f600", r"\ud800"]
+
+
 def test_a_file_of_ours_is_read_by_the_safetensors_library(tmp_path: Path) -> None:
     path, data = tmp_path / "x.safetensors", np.arange(6, dtype="<f4").reshape(2, 3)
     with path.open("wb") as file:
@@ -72,6 +77,7 @@ def test_a_file_of_ours_is_read_by_the_safetensors_library(tmp_path: Path) -> No
         (file_bytes(b'{"a":1,"a":2}', b""), "twice"),
         (file_bytes(b'{"a":NaN}', b""), "not a JSON number"),
         (file_bytes(b'{"a":' + b"9" * 5000 + b"}", b""), "not valid JSON"),
+        (file_bytes(rb'{"\ud800": {}}', b""), r"\\ud800 outside"),
         (file_bytes({"__metadata__": {"x": 1}}, b""), "__metadata__"),
         (file_bytes({"a": 5}, b""), "exactly"),
         (file_bytes({"a" * 2000: 5}, b""), "longer"),

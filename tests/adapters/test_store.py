@@ -370,6 +370,20 @@ def test_a_link_out_of_a_directory_is_refused(store: AdapterStore, tmp_path: Pat
         upload.add_directory(directory)
 
 
+def test_names_in_a_directory_that_are_no_unicode_are_shown_all_the_same(store: AdapterStore, tmp_path: Path) -> None:
+    directory = write_peft_directory(tmp_path / "peft", config_bytes(), safetensors_bytes(good_tensors()))
+    (directory / os.fsdecode(b"caf\xe9.txt")).write_bytes(b"x")
+    (directory / os.fsdecode(b"sub\xff")).mkdir()
+    with store.begin() as upload:
+        upload.add_directory(directory)
+        record, _ = upload.finish("x")
+    assert record.manifest.notes == (
+        "The file caf?.txt is not needed and was left out.",
+        "The file sub? is not needed and was left out.",
+    )
+    assert store.get("x") == record
+
+
 def test_a_fifo_in_a_directory_is_refused_without_opening_it(store: AdapterStore, tmp_path: Path) -> None:
     directory = write_peft_directory(tmp_path / "in", config_bytes(), safetensors_bytes(good_tensors()))
     os.mkfifo(directory / "a.txt")
@@ -436,6 +450,28 @@ def test_an_adapter_that_changes_the_vocabulary_is_refused(tmp_path: Path, files
         "tokenizer.json": b'{"added_tokens": [{"id": 3, "content": "<known>"}]}',
     }
     assert upload_with(store, same)
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"added_tokens.json": rb'{"\ud800": 5}'},
+        {"tokenizer_config.json": rb'{"added_tokens_decoder": {"5": {"content": "\uDFFF"}}}'},
+        {"tokenizer_config.json": rb'{"chat_template": "\udc00\ud83d"}'},
+        {"tokenizer.json": rb'{"added_tokens": [{"id": 5, "content": "\ud800"}]}'},
+        {"adapter_config.json": config_bytes(target_modules=["q_proj", "\ud800"])},
+    ],
+    ids=str,
+)
+def test_strings_that_are_no_unicode_are_refused_by_file(tmp_path: Path, files: dict[str, bytes]) -> None:
+    def base_token_id(token: str) -> int:
+        return len(token.encode()) + 4  # as a tokenizer does, this raises for what is no Unicode
+
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base", base_token_id=base_token_id)
+    with pytest.raises(Malformed, match=rf"{next(iter(files))} cannot be read: it holds \\ud.* UTF-16 pair"):
+        upload_with(store, files)
+    assert staged(tmp_path) == []
     store.close()
 
 
@@ -584,6 +620,16 @@ def test_more_adapters_than_manifests_in_memory(store: AdapterStore, monkeypatch
     assert store.list() == tuple(records)
     assert store.get("n0") == records[0]
     assert len(store._manifests) == 2
+
+
+def test_names_are_counted_without_reading_a_manifest(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert store.num_names() == 0
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        upload_bytes(store, name, config_bytes(), safetensors_bytes(good_tensors(seed=seed)))
+    store.delete("b")
+    with monkeypatch.context() as patched:
+        patched.setattr(store, "_manifest", None)
+        assert store.num_names() == 2
 
 
 def test_adapters_of_another_base_are_left_alone(tmp_path: Path) -> None:
