@@ -55,8 +55,11 @@ class RowPool:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         alignment: int = 16,
+        max_rank: int | None = None,
     ) -> None:
-        self.plan = plan_rows(layout, budget_bytes, element_bytes=dtype.itemsize, alignment=alignment)
+        self.plan = plan_rows(
+            layout, budget_bytes, element_bytes=dtype.itemsize, alignment=alignment, max_rank=max_rank
+        )
         self._layout = layout
         self._groups = layout.groups
         self._ranges = {group: RangeAllocator(self.plan.rows[group]) for group in self._groups}
@@ -94,18 +97,14 @@ class RowPool:
 
     def load(self, digest: str, adapter: HostAdapter) -> bool:
         """Copy the adapter to the device unless it is there. False when the adapters in use leave too few rows; then
-        nothing has changed. Raises RowsExceeded when it would not fit an empty pool."""
+        nothing has changed. Raises RowsExceeded when it would not fit an empty pool, or when the kernels do not
+        take its rank: the store may hold it from a server with more rows, or with another device."""
         self._clock += 1
         resident = self._residents.get(digest)
         if resident is not None:
             resident.last_use = self._clock
             return True
-        too_small = self.plan.group_too_small(adapter.rows)
-        if too_small is not None:
-            raise RowsExceeded(
-                f"The adapter needs {self.plan.aligned(adapter.rows[too_small])} {too_small} rows; the row budget "
-                f"holds {self.plan.rows[too_small]}."
-            )
+        self._refuse_too_large(adapter)
         lengths = {group: self.plan.aligned(adapter.rows[group]) for group in self._groups if adapter.rows.get(group)}
         if any(self._rows_in_use(group) + length > self.plan.rows[group] for group, length in lengths.items()):
             return False
@@ -120,6 +119,23 @@ class RowPool:
         self._write(digest, resident, adapter)
         self._num_loads += 1
         return True
+
+    def _refuse_too_large(self, adapter: HostAdapter) -> None:
+        rank, max_rank = max((one.rank for one in adapter.slices.values()), default=0), self.plan.max_rank
+        if max_rank is not None and rank > max_rank:
+            raise RowsExceeded(
+                f"The adapter has rank {rank}; the kernels of this device take ranks up to {max_rank}. Upload it with "
+                "a smaller rank."
+            )
+        group = self.plan.group_too_small(adapter.rows)
+        if group is None:
+            return
+        needed, held, size = self.plan.aligned(adapter.rows[group]), self.plan.rows[group], self.plan.row_bytes[group]
+        raise RowsExceeded(
+            f"The adapter needs {needed} {group} rows on the device ({needed * size} bytes); the row budget holds "
+            f"{held} ({held * size} bytes). Upload it with a smaller rank, or ask the operator for a larger "
+            "--adapter-row-bytes."
+        )
 
     def pin(self, digest: str) -> None:
         """Keep a resident adapter on the device until as many unpins."""

@@ -89,7 +89,7 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> FastAP
 def _build_services(settings: Settings, engine: EngineClient) -> Services:
     layout = layout_in(settings.model_dir)
     tokenizer = TextTokenizer.load(settings.model_dir)
-    source = template_source(settings.model_dir)
+    source = _template_source(settings.model_dir)
     services = Services(
         settings=settings,
         engine=engine,
@@ -99,9 +99,33 @@ def _build_services(settings: Settings, engine: EngineClient) -> Services:
         metrics=Metrics(settings.base_name),
     )
     if settings.lora_enabled:
-        services.store = AdapterStore(
+        services.store = _open_store(services)
+        names = [record.name for record in services.store.list()]
+        if settings.base_name in names:
+            services.store.close()
+            raise StartError(_shadowed(settings))
+        for name in names:
+            services.metrics.know_adapter(name)
+    return services
+
+
+def _template_source(model_dir: Path) -> str | None:
+    """The base's own chat template. StartError if its file cannot be read."""
+    try:
+        return template_source(model_dir)
+    except UnicodeDecodeError as error:
+        raise StartError(
+            f"chat_template.jinja of the model is not UTF-8 ({error.reason}); save it as UTF-8."
+        ) from error
+
+
+def _open_store(services: Services) -> AdapterStore:
+    """The adapters of this base. StartError if the directory cannot be used."""
+    settings, tokenizer = services.settings, services.tokenizer
+    try:
+        return AdapterStore(
             settings.store_root,
-            layout,
+            services.layout,
             StoreLimits(
                 max_upload_bytes=int(settings.max_upload_bytes), free_disk_floor_bytes=int(settings.min_free_disk_bytes)
             ),
@@ -111,9 +135,21 @@ def _build_services(settings: Settings, engine: EngineClient) -> Services:
             check_template=lambda template: _check_template(template, tokenizer),
             on_gone=services.gone,
         )
-        for record in services.store.list():
-            services.metrics.know_adapter(record.name)
-    return services
+    except OSError as error:
+        raise StartError(
+            f"The adapter store {settings.store_root} cannot be opened ({error.strerror or error}); set --store-dir "
+            "(MULTILORA_STORE_DIR) to a directory that this user may write."
+        ) from error
+
+
+def _shadowed(settings: Settings) -> str:
+    """What to do about an adapter that was named before the base got the same name: requests could not reach it."""
+    name = settings.base_name
+    return (
+        f"The store {settings.store_root} holds an adapter named {name!r}, which is also the base model's name; start "
+        f"with another --model-name (MULTILORA_MODEL_NAME), and to use {name!r} for the base delete the adapter first "
+        f"(multilora rm {name})."
+    )
 
 
 def _check_template(source: str, tokenizer: TextTokenizer) -> None:

@@ -44,7 +44,7 @@ def sentences(url: str) -> Iterator[None]:
 
 def checked(response: httpx.Response) -> httpx.Response:
     """The response, read; ClientError with the server's own sentence if it is an error."""
-    if response.is_error:
+    if not response.is_success:  # a redirect is none: no path that the commands use is moved
         response.read()
         raise ClientError(error_sentence(response.text, response.status_code))
     return response

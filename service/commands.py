@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 from rich.console import Console
@@ -64,10 +67,11 @@ def _answer(client: httpx.Client, model: str, messages: list[dict[str, str]], ar
 
 def upload(arguments: argparse.Namespace) -> int:
     """Send a PEFT directory or an archive of one; says what was bound."""
-    files = _files_of(arguments.path)
+    with _readable(arguments.path):
+        files = _files_of(arguments.path)
     name = arguments.name or arguments.path.resolve().name.removesuffix(".zip").removesuffix(".gz").removesuffix(".tar")
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with sentences(arguments.url), connect(arguments.url, arguments.api_key) as client:
+    with sentences(arguments.url), connect(arguments.url, arguments.api_key) as client, _readable(arguments.path):
         with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
             opened = {
                 part: (path.name, progress.open(path, "rb", description=path.name)) for part, path in files.items()
@@ -82,6 +86,15 @@ def upload(arguments: argparse.Namespace) -> int:
     for sentence in report["notes"]:
         print(f"  {sentence}")
     return 0
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn what the operating system says of the files below `path` into ClientError."""
+    try:
+        yield
+    except OSError as error:
+        raise ClientError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from error
 
 
 def _files_of(path: Path) -> dict[str, Path]:
@@ -114,9 +127,16 @@ def rm(arguments: argparse.Namespace) -> int:
     """Delete adapters by name."""
     with sentences(arguments.url), connect(arguments.url, arguments.api_key) as client:
         for name in arguments.name:
-            checked(client.delete(f"/v1/adapters/{name}"))
+            checked(client.delete(_path_of(name)))
             print(f"{name} is deleted")
     return 0
+
+
+def _path_of(name: str) -> str:
+    """The adapter's path at the server. ClientError for what would be another path: nothing, or dots alone."""
+    if not name.strip("."):
+        raise ClientError(f"{name!r} is no adapter's name; multilora ls lists the adapters.")
+    return f"/v1/adapters/{quote(name, safe='')}"
 
 
 def _base_name(client: httpx.Client) -> str:

@@ -76,9 +76,14 @@ def _warn_of_unknown_variables() -> None:
 
 def _run(settings: Settings) -> int:
     listener = _listen(settings.host, settings.port)
-    from service.app import create_app
+    from service.app import StartError, create_app
 
-    app = create_app(settings)
+    try:
+        app = create_app(settings)
+    except OSError as fault:
+        raise StartError(
+            f"{fault.filename or 'A file of the model'} cannot be used: {fault.strerror or fault}."
+        ) from fault
     server = _make_server(app, settings)
     app.state.services.stop = server.stop
     host, port = listener.getsockname()[:2]

@@ -34,9 +34,7 @@ router = APIRouter(tags=["adapters"])
 async def upload_adapter(request: Request) -> JSONResponse:
     """Check, store and name a PEFT LoRA adapter. It can be used in the next step; the answer says what was bound."""
     services = services_of(request)
-    store = require_store(services)
-    if services.draining:
-        raise NotReady("The server is shutting down; upload to another one.")
+    store = require_open_store(services)
     # The announced bytes include the multipart framing, so the store's own limit is left to its running count.
     announced = int(request.headers.get("content-length", 0))
     upload = await asyncio.to_thread(store.begin, declared_bytes=min(announced, store.limits.max_upload_bytes))
@@ -84,6 +82,18 @@ def require_store(services: Services) -> AdapterStore:
     if services.store is None:
         raise BadRequest("LoRA is off, since --adapter-row-bytes is 0; start the server with a row budget.")
     return services.store
+
+
+def require_open_store(services: Services) -> AdapterStore:
+    """The store, if it takes new adapters now. NotReady while the server shuts down, and until the engine has told how
+    many rows it has: an adapter taken before that would not be checked against them."""
+    store = require_store(services)
+    if services.draining:
+        raise NotReady("The server is shutting down; upload to another one.")
+    if store.row_plan is None:
+        services.require_ready()
+        assert store.row_plan is not None, "ready without a row plan"
+    return store
 
 
 def describe(services: Services, record: AdapterRecord) -> AdapterResponse:

@@ -12,7 +12,8 @@ from fastapi.responses import PlainTextResponse
 from adapters import errors as store_errors
 from adapters.records import AdapterRecord
 from adapters.store import AdapterStore
-from service.api.adapters import require_store
+from adapters.upload import disk_full_is_ours
+from service.api.adapters import require_open_store, require_store
 from service.api.errors import BadRequest, Forbidden, UnknownModel
 from service.api.openapi import errors
 from service.api.requestlog import note
@@ -29,14 +30,14 @@ _ANSWER: dict[int | str, dict[str, Any]] = {
 @router.post(
     "/v1/load_lora_adapter",
     response_class=PlainTextResponse,
-    responses={**errors((400, 401, 403, 404, 409, 413, 507)), **_ANSWER},
+    responses={**errors((400, 401, 403, 404, 409, 413, 503, 507)), **_ANSWER},
     summary="Load an adapter from the operator's directory",
 )
 async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTextResponse:
     """Copy a PEFT directory below --lora-path-root into the store under a name."""
     services = services_of(request)
     root = _require_root(services)
-    store = require_store(services)
+    store = require_open_store(services)
     store.check_name(body.lora_name)
     record = await asyncio.to_thread(_load, store, _below(root, body.lora_path), body.lora_name, body.load_inplace)
     services.published(record)
@@ -84,7 +85,11 @@ def _below(root: Path, path: str) -> Path:
             "`lora_path` is not below the directory that --lora-path-root allows; copy the adapter there.",
             param="lora_path",
         )
-    if not resolved.is_dir():
+    try:
+        is_directory = resolved.is_dir()
+    except OSError as error:  # no access, or a name too long
+        raise _unreadable(error) from error
+    if not is_directory:
         raise UnknownModel("There is no directory at `lora_path`; check it.", param="lora_path")
     return resolved
 
@@ -98,5 +103,25 @@ def _load(store: AdapterStore, path: Path, name: str, replace: bool) -> AdapterR
             param="lora_name",
         )
     with store.begin() as upload:
-        upload.add_directory(path)
+        try:
+            with disk_full_is_ours():
+                upload.add_directory(path)
+        except OSError as error:
+            if not _is_about(error, path):  # the store's own directory fails: no fault of the client's
+                raise
+            raise _unreadable(error) from error
         return upload.finish(name, replace=replace)[0]
+
+
+def _is_about(error: OSError, path: Path) -> bool:
+    """Whether what could not be opened or listed is `path` or lies below it."""
+    return isinstance(error.filename, str | Path) and Path(error.filename).is_relative_to(path)
+
+
+def _unreadable(error: OSError) -> BadRequest:
+    """In the words of the operating system alone: the error's own text holds a path of this machine."""
+    return BadRequest(
+        f"`lora_path` cannot be read: {error.strerror or type(error).__name__}. Give the server's user access to the "
+        "directory and its files, or name another one.",
+        param="lora_path",
+    )

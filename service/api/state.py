@@ -109,6 +109,8 @@ class Services:
     gate: Gate = field(init=False)
     _templates: dict[str, ChatTemplate | None] = field(default_factory=dict)
     _loop: asyncio.AbstractEventLoop | None = None
+    # What `on_loop` was asked for before there was a loop.
+    _before_loop: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.gate = Gate(self.settings.max_queued_requests)
@@ -142,16 +144,23 @@ class Services:
             self.stop()
 
     def bind_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The loop that the engine client lives in; the store may be called in threads."""
+        """The loop that the engine client lives in; the store may be called in threads. What `on_loop` was asked for
+        before is called now: a SIGTERM may come while the server starts."""
         self._loop = loop
+        while self._before_loop:
+            call, arguments = self._before_loop.pop(0)
+            loop.call_soon(call, *arguments)
 
     def gone(self, digest: str) -> None:
         """The last request of a deleted adapter has ended and its files are removed. Any thread."""
         self.on_loop(self._evict, digest)
 
     def on_loop(self, call: Callable[..., None], *arguments: Any) -> None:
-        """Call something in the engine client's loop, from any thread or signal handler. Nothing without a loop."""
-        if self._loop is not None and not self._loop.is_closed():
+        """Call something in the engine client's loop, from any thread or signal handler: once there is one, and never
+        when it is closed."""
+        if self._loop is None:
+            self._before_loop.append((call, arguments))
+        elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call, *arguments)
 
     def _evict(self, digest: str) -> None:

@@ -12,6 +12,7 @@ Cost per step: a queue look-up, and one dictionary look-up per waiting request u
 
 from __future__ import annotations
 
+import logging
 import queue
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,9 +20,15 @@ from enum import Enum
 from functools import partial
 from typing import Any, Protocol
 
+from adapters.errors import RowsExceeded, Unsupported
 from adapters.row_pool import PoolUsage
 from service.engine.brief_thread import BriefThread
 from service.engine.messages import AdapterState
+
+log = logging.getLogger(__name__)
+
+# What is wrong with the adapter itself, as an upload of it would be told; everything else is the server's fault.
+_CLIENT_FAULTS = (RowsExceeded, Unsupported)
 
 
 class HostSource(Protocol):
@@ -64,6 +71,14 @@ class _Work(Enum):
     DROP = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an adapter cannot be served, one sentence, and whether the adapter itself is to blame."""
+
+    error: str
+    client_fault: bool = False
+
+
 LORA_IS_OFF = "LoRA is off: this server was started with adapter_row_bytes = 0."
 
 
@@ -98,9 +113,9 @@ class AdapterDesk:
         self._wake = wake
         self._entries: dict[str, _Entry] = {}
         self._loader = BriefThread("adapter-loader")
-        self._done: queue.SimpleQueue[tuple[_Work, str, Any, str | None]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[_Work, str, Any, Failure | None]] = queue.SimpleQueue()
         self._states: list[AdapterState] = []
-        self._failures: dict[str, str] = {}
+        self._failures: dict[str, Failure] = {}
 
     # ---- users
 
@@ -168,14 +183,14 @@ class AdapterDesk:
     def settle_loads(self) -> None:
         """Take over what the loader thread has finished. Never waits."""
         while not self._done.empty():
-            work, digest, host, error = self._done.get()
+            work, digest, host, failure = self._done.get()
             if work is _Work.DROP:
                 self._states.append(AdapterState(digest, "gone"))
                 continue
             entry = self._entries[digest]
             entry.is_loading = False
-            if error is not None:
-                self._fail(digest, entry, error)
+            if failure is not None:
+                self._fail(digest, entry, failure)
             else:
                 entry.host = host
                 self._states.append(AdapterState(digest, "host"))
@@ -188,7 +203,7 @@ class AdapterDesk:
         states, self._states = self._states, []
         return states
 
-    def take_failures(self) -> dict[str, str]:
+    def take_failures(self) -> dict[str, Failure]:
         """Adapters whose users cannot be served, and why."""
         failures, self._failures = self._failures, {}
         return failures
@@ -227,7 +242,8 @@ class AdapterDesk:
         try:
             self._done.put((_Work.READ, digest, self._host.get(digest), None))
         except Exception as error:
-            self._done.put((_Work.READ, digest, None, f"Adapter {digest} could not be read: {error}"))
+            log.warning("adapter %s could not be read", digest, exc_info=error)
+            self._done.put((_Work.READ, digest, None, _unread(digest, error)))
         self._wake()
 
     def _drop_from_host(self, digest: str) -> None:
@@ -244,7 +260,7 @@ class AdapterDesk:
         try:
             fits = self.rows.load(digest, entry.host)
         except ValueError as error:
-            self._fail(digest, entry, str(error))
+            self._fail(digest, entry, Failure(str(error), isinstance(error, _CLIENT_FAULTS)))
             return False
         after = set(self.rows.resident())
         for evicted in before:
@@ -254,14 +270,15 @@ class AdapterDesk:
             entry.host = None
             self._states.append(AdapterState(digest, "device"))
         elif not any(other.num_pins for other in self._entries.values()):
-            self._fail(digest, entry, f"Adapter {digest} is larger than the row budget; raise it or use smaller ranks.")
+            sentence = f"Adapter {digest} is larger than the row budget; raise it or use smaller ranks."
+            self._fail(digest, entry, Failure(sentence, client_fault=True))
         return fits
 
-    def _fail(self, digest: str, entry: _Entry, error: str) -> None:
+    def _fail(self, digest: str, entry: _Entry, failure: Failure) -> None:
         entry.host = None
-        self._states.append(AdapterState(digest, "failed", error))
+        self._states.append(AdapterState(digest, "failed", failure.error))
         if entry.num_users:
-            self._failures[digest] = error
+            self._failures[digest] = failure
             self._wake()  # there may be no step to come that would answer them
 
     def _settle_entry(self, digest: str, entry: _Entry) -> None:
@@ -273,3 +290,9 @@ class AdapterDesk:
             assert self.rows is not None
             self.rows.drop(digest)
             self._loader.submit(partial(self._drop_from_host, digest))
+
+
+def _unread(digest: str, error: Exception) -> Failure:
+    """For the client: an operating system's error names a path of this machine, so only its reason is told."""
+    reason = (error.strerror or type(error).__name__) if isinstance(error, OSError) else str(error)
+    return Failure(f"Adapter {digest} could not be read: {reason}", isinstance(error, _CLIENT_FAULTS))

@@ -8,7 +8,8 @@ import torch
 
 from adapters.host_tier import HostTier
 from adapters.row_pool import RowPool
-from kernels.platform import detect, in_use, prepare
+from kernels.lora.limits import MAX_KERNEL_RANK
+from kernels.platform import Platform, detect, in_use, prepare
 from kernels.probe.choose import choose_implementations
 from kernels.probe.shapes import ProbeShapes
 from service.engine.config import EngineConfig
@@ -38,11 +39,17 @@ def build_engine(config: EngineConfig) -> Engine:
             dtype=row_dtype,
             device=loaded.device,
             alignment=platform.row_alignment,
+            max_rank=max_rank_of(platform),
         )
         host = HostTier(Path(config.store_root), loaded.layout, config.host_tier_bytes, dtype=row_dtype)
         loaded.model.bind_rows(rows)
     ops = tuple(OpInUse(report.op, report.used or "", report.wished) for report in reports)
     return Engine(ModelRunner(loaded, config, platform), rows, host, config, ops)
+
+
+def max_rank_of(platform: Platform) -> int | None:
+    """The largest rank that the LoRA kernels of the device take; None on a CPU, where any rank will do."""
+    return None if platform.device == "cpu" else MAX_KERNEL_RANK
 
 
 def shapes_to_probe(config: EngineConfig) -> ProbeShapes:

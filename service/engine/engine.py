@@ -254,8 +254,10 @@ class Engine:
         if not failures:
             return
         for sequence in list(self._sequences.values()):
-            if sequence.adapter in failures and not sequence.is_running:
-                self._finish(sequence, Finished(sequence.request_id, "error", error=failures[sequence.adapter]))
+            failure = None if sequence.adapter is None else failures.get(sequence.adapter)
+            if failure is not None and not sequence.is_running:
+                error, is_clients = failure.error, failure.client_fault
+                self._finish(sequence, Finished(sequence.request_id, "error", error=error, client_fault=is_clients))
 
     def _in_adapter_order(self, shares: list[Share]) -> tuple[list[Share], list[Part]]:
         """The shares as a step wants them, and the same in plain integers."""

@@ -242,6 +242,26 @@ def test_what_can_never_fit_is_refused_with_both_sizes() -> None:
         pool.load("x", make_host_adapter(layout, "x", {"q": 65}))
 
 
+def test_what_could_never_fit_is_told_with_both_sizes() -> None:
+    layout = churn_layout()
+    pool = RowPool(layout, budget_for(layout, 64, 16))
+    size = pool.plan.row_bytes["attention"]
+    with pytest.raises(RowsExceeded) as refused:
+        pool.load("x", make_host_adapter(layout, "x", {"q": 65}))
+    assert f"({80 * size} bytes)" in str(refused.value)
+    assert f"({64 * size} bytes)" in str(refused.value)
+
+
+def test_a_rank_that_the_kernels_do_not_take_is_refused_though_it_would_fit() -> None:
+    layout = churn_layout()
+    pool = RowPool(layout, budget_for(layout, 512, 16), max_rank=256)
+    with pytest.raises(RowsExceeded, match=r"rank 257.*up to 256"):
+        pool.load("x", make_host_adapter(layout, "x", {"q": 16, "k": 257}))
+    assert pool.resident() == ()
+    assert pool.load("y", make_host_adapter(layout, "y", {"q": 256}))
+    pool.check_integrity()
+
+
 def test_tables_are_seen_through_a_stack_made_before_the_load() -> None:
     layout = churn_layout()
     pool = RowPool(layout, budget_for(layout, 64, 16))

@@ -7,10 +7,13 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import httpx
 import pytest
 
+from service.api.errors import BadRequest
+from service.api.lora_compat import _load
 from tests.api.conftest import BASE, Checkpoints
 from tests.support.server import Server, running_server, wait_for
 from tests.support.tiny_models import make_adapter
@@ -204,6 +207,22 @@ class TestLoadByPath:
         answer = strict.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": path})
         assert answer.status_code in (400, 403)
         assert strict.get("/v1/adapters/x").status_code == 404
+
+    def test_a_path_that_cannot_be_looked_at_is_400_without_the_server_s_paths(self, strict: Server) -> None:
+        answer = strict.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "x" * 300})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "lora_path")
+        assert "File name too long" in answer.json()["error"]["message"]
+        assert "allowed" not in answer.json()["error"]["message"]
+
+    def test_a_file_without_access_is_400_and_a_fault_of_the_store_is_not(self, tmp_path: Path) -> None:
+        for filename, kind in ((tmp_path / "in" / CONFIG, BadRequest), (tmp_path / "store" / "part", PermissionError)):
+            error = PermissionError(13, "Permission denied", str(filename))
+            store = MagicMock(**{"list.return_value": ()})
+            store.begin.return_value.__enter__.return_value.add_directory.side_effect = error
+            store.begin.return_value.__exit__.return_value = None
+            with pytest.raises(kind, match="Permission denied") as refused:
+                _load(store, tmp_path / "in", "x", False)
+            assert kind is PermissionError or str(tmp_path) not in str(refused.value)
 
     def test_a_path_that_is_not_there_is_404_and_missing_fields_400(self, strict: Server) -> None:
         answer = strict.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "nothing"})

@@ -10,12 +10,15 @@ from typing import Any
 
 import jsonschema
 import pytest
+from rich.progress import Progress
 
 from service.api.auth import OPEN_PATHS, required_scope
+from service.cli import main
+from service.client import ClientError, checked
 from service.settings import Settings, SettingsError, load_settings
 from tests.api.conftest import ADAPTERS, BASE, Checkpoints
 from tests.support.server import Server, wait_for
-from tests.support.uploads import parts_of
+from tests.support.uploads import parts_of, upload
 
 CHAT = [{"role": "user", "content": "hi"}]
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,6 +197,36 @@ class TestCommands:
         assert self.run("rm", "sent", at).returncode == 0
         again = self.run("rm", "sent", at)
         assert (again.returncode, again.stderr) == (1, "multilora: The adapter 'sent' does not exist.\n")
+
+    def test_a_name_is_one_part_of_the_path_whatever_is_in_it(
+        self, server: Server, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        at = f"--url={server.url}"
+        assert upload(server, "kept", checkpoints.spare).status_code == 201
+        try:
+            for name in ("kept?y", "kept#y", "kept/../kept", "", ".", ".."):
+                assert main(["rm", name, at]) == 1, name
+                shown = capsys.readouterr()
+                assert (shown.out, shown.err.startswith("multilora: ")) == ("", True), name
+            assert server.get("/v1/adapters/kept").status_code == 200
+        finally:
+            server.http.delete(f"{server.url}/v1/adapters/kept")
+
+    def test_a_redirect_is_an_error(self, server: Server) -> None:
+        moved = server.get("/v1/adapters/")
+        assert moved.status_code == 307
+        with pytest.raises(ClientError, match="307"):
+            checked(moved)
+
+    def test_a_file_that_cannot_be_read_is_a_sentence(
+        self, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def refuse(_self: Progress, path: Path, *_: object, **__: object) -> None:
+            raise PermissionError(13, "Permission denied", str(path))
+
+        monkeypatch.setattr(Progress, "open", refuse)
+        assert main(["upload", str(checkpoints.spare), "--url=http://127.0.0.1:9"]) == 1
+        assert capsys.readouterr().err.endswith("adapter_config.json cannot be read: Permission denied.\n")
 
     def test_no_server_is_a_sentence(self) -> None:
         done = self.run("ls", "--url=http://127.0.0.1:9")

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from service.api.adapters import require_open_store
+from service.api.errors import NotReady
+from service.app import StartError, create_app
+from service.serve import _make_server, serve
+from service.settings import Settings
 from tests.api.conftest import ADAPTERS, BASE, Checkpoints
 from tests.support.server import Server, running_server, start_server, wait_for
+from tests.support.tiny_models import make_adapter
+from tests.support.uploads import upload
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG: dict[str, Any] = {"model": "alpha", "prompt": "the", "max_tokens": 450, "ignore_eos": True, "temperature": 0}
@@ -98,6 +107,48 @@ class TestRefusalToStart:
         done = self.serve("--port=0", f"--model-dir={tmp_path}", f"--store-dir={tmp_path / 'store'}")
         assert done.returncode == 1
         assert missing.removesuffix(".weight") in done.stderr.splitlines()[-1]
+
+    def test_a_store_that_cannot_be_opened_is_named(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        for store in ("file", "file/below"):
+            done = self.serve("--port=0", f"--model-dir={checkpoints.base}", f"--store-dir={tmp_path / store}")
+            assert done.returncode == 1
+            assert done.stderr.splitlines()[-1].startswith(f"multilora: The adapter store {tmp_path / store} cannot")
+            assert "--store-dir" in done.stderr
+            assert "Traceback" not in done.stderr
+
+    def test_a_file_of_the_model_that_cannot_be_read_is_named(
+        self, checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    ) -> None:
+        def refuse(_settings: Settings) -> None:
+            raise PermissionError(13, "Permission denied", "/models/base/config.json")
+
+        monkeypatch.setattr("service.app.create_app", refuse)
+        assert serve(["--port=0", f"--model-dir={checkpoints.base}", f"--store-dir={tmp_path}"]) == 1
+        assert "multilora: /models/base/config.json cannot be used: Permission denied." in capsys.readouterr().err
+
+    def test_a_chat_template_that_is_not_utf_8_is_named(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
+        for source in checkpoints.base.iterdir():
+            (tmp_path / source.name).write_bytes(source.read_bytes())
+        (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe{{ messages }}")
+        done = self.serve("--port=0", f"--model-dir={tmp_path}", f"--store-dir={tmp_path / 'store'}")
+        assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+        assert done.stderr.splitlines()[-1].startswith("multilora: chat_template.jinja of the model is not UTF-8")
+
+    def test_an_adapter_of_the_base_s_new_name_is_named(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
+        """It was stored while the base had another name; requests could not reach it now."""
+
+        def app(name: str) -> Any:
+            return create_app(Settings(model_dir=checkpoints.base, store_dir=tmp_path, model_name=name))
+
+        store = app("before").state.services.store
+        with store.begin() as upload:
+            upload.add_directory(checkpoints.spare)
+            upload.finish("support")
+        store.close()
+        with pytest.raises(StartError, match=r"an adapter named 'support'.*--model-name.*multilora rm support"):
+            app("support")
+        app("before").state.services.store.close()  # the refused one has left no lock
 
     def test_another_package_called_kernels_is_refused(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
         (tmp_path / "kernels").mkdir()
@@ -195,7 +246,47 @@ class TestKilledEngine:
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
 
 
+class TestAdaptersThatDoNotFit:
+    def test_none_is_taken_before_the_rows_are_known_and_a_stored_one_is_the_clients_fault(
+        self, checkpoints: Checkpoints, tmp_path: Path
+    ) -> None:
+        big = make_adapter(checkpoints.base, tmp_path / "big", rank=64, target_modules="all-linear", seed=3)
+        settings: dict[str, Any] = {"model_name": BASE, "lora_path_root": tmp_path}
+        body = {"lora_name": "early", "lora_path": "big"}
+        with running_server(checkpoints.base, tmp_path, **settings, wait=False) as server:
+            early = [upload(server, "early", big), server.post("/v1/load_lora_adapter", json=body)]
+            assert [(one.status_code, one.json()["error"]["code"]) for one in early] == [(503, "not_ready")] * 2
+            wait_for(lambda: server.get("/ready").status_code == 200, "the server to be ready", 120)
+            assert upload(server, "big", big).status_code == 201
+            assert server.stop() == 0
+        with running_server(checkpoints.base, tmp_path, **settings, adapter_row_bytes=300_000) as server:
+            answer = server.post("/v1/completions", json={**LONG, "model": "big", "max_tokens": 2})
+            assert answer.status_code == 400, answer.text
+            assert re.search(r"needs \d+ \w+ rows.*\(\d+ bytes\).*holds \d+ \(\d+ bytes\)", answer.text)
+            assert server.post("/v1/completions", json={**LONG, "model": BASE, "max_tokens": 2}).status_code == 200
+
+
 class TestSigterm:
+    def test_one_that_comes_before_the_loop_ends_the_server(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
+        """uvicorn catches signals before the application's lifespan begins."""
+        settings = Settings(model_dir=checkpoints.base, store_dir=tmp_path, model_name=BASE)
+        server = _make_server(create_app(settings), settings)
+        server.handle_exit(signal.SIGTERM, None)
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+            thread.start()
+            thread.join(30)
+            ended = not thread.is_alive()
+            server.force_exit = server.should_exit = True
+            thread.join(30)
+        assert ended
+        assert server.started
+
+    def test_a_server_that_shuts_down_takes_no_adapters(self) -> None:
+        services: Any = SimpleNamespace(store=object(), draining=True)
+        with pytest.raises(NotReady, match="shutting down"):
+            require_open_store(services)
+
     def test_running_requests_finish_and_the_rest_is_refused(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
         settings: dict[str, Any] = {"model_name": BASE, "preload_adapters_dir": checkpoints.adapters}
         server = start_server(checkpoints.base, tmp_path, shutdown_limit_seconds=300, **settings)

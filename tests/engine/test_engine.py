@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from adapters.errors import RowsExceeded, Unsupported
+from kernels.lora.limits import MAX_KERNEL_RANK
+from kernels.platform import detect
+from service.engine.build import max_rank_of
 from service.engine.messages import Abort, Evict, Load, Sampling, Submit
 from service.engine.penalties import TokenCounts
 from service.engine.sampler import RowRequest, sample
@@ -121,6 +126,47 @@ def test_an_adapter_that_cannot_be_read_fails_its_own_requests_only(mock: MockEn
     assert ("a1", "failed") in mock.states
 
 
+def test_an_operating_system_s_error_is_told_without_its_path(
+    mock: MockEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def get(_digest: str) -> str:
+        raise PermissionError(13, "Permission denied", "/srv/secret/store/adapter.json")
+
+    monkeypatch.setattr(mock.host, "get", get)
+    mock.submit("bad", adapter="a1")
+    mock.settle()
+    assert mock.finished["bad"].error == "Adapter a1 could not be read: Permission denied"
+    assert not mock.finished["bad"].client_fault
+    assert "/srv/secret/store/adapter.json" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [RowsExceeded, Unsupported])
+def test_an_adapter_that_this_server_cannot_hold_is_its_owners_fault(
+    mock: MockEngine, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]
+) -> None:
+    """The store may hold it from a server with more rows or another device."""
+
+    def refuse(*_: object) -> bool:
+        raise kind("it needs 80 rows; the budget holds 64")
+
+    if kind is RowsExceeded:
+        monkeypatch.setattr(mock.rows, "load", refuse)
+    else:
+        monkeypatch.setattr(mock.host, "get", refuse)
+    mock.submit("bad", adapter="a1")
+    mock.submit("good")
+    mock.settle()
+    assert "80 rows; the budget holds 64" in (mock.finished["bad"].error or "")
+    assert mock.finished["bad"].client_fault
+    assert mock.finished["good"].reason == "length"
+
+
+def test_only_a_cpu_takes_any_rank() -> None:
+    cpu = detect("cpu")
+    assert max_rank_of(cpu) is None
+    assert [max_rank_of(replace(cpu, device=kind)) for kind in ("cuda", "npu")] == [MAX_KERNEL_RANK] * 2
+
+
 def test_an_adapter_that_failed_may_be_tried_again(mock: MockEngine) -> None:
     mock.host.broken.add("a1")
     mock.submit("first", adapter="a1")
@@ -136,6 +182,7 @@ def test_an_adapter_larger_than_all_rows_is_refused(mock: MockEngine) -> None:
     mock.submit("good", adapter="a2")
     mock.settle()
     assert "row budget" in (mock.finished["huge"].error or "")
+    assert mock.finished["huge"].client_fault
     assert mock.finished["good"].reason == "length"
 
 
