@@ -12,12 +12,13 @@ import msgspec
 
 from adapters import errors as store_errors
 from adapters.store import Lease
-from service.api.errors import BadRequest, UnknownModel
+from service.api.errors import BadRequest, UnknownModel, quoted
 from service.api.sampling import build_sampling, seed_of_choice, stop_strings
 from service.api.schemas import ChatMessage, ChatRequest, CompletionRequest
 from service.api.state import Services
 from service.engine.messages import Ready, Sampling
 from service.text.chat_template import RESERVED_VARIABLES, ChatTemplate
+from service.text.template_limits import WORKER
 
 DEFAULT_COMPLETION_TOKENS = 16
 # Longer texts are tokenised in a thread, so that they do not hold up the streams of other requests.
@@ -37,6 +38,11 @@ class Target:
     def digest(self) -> str | None:
         """The adapter's digest, None for the base."""
         return None if self.lease is None else self.lease.record.digest
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the adapter ships a chat template of its own: one that nobody here has chosen."""
+        return self.lease is not None and self.lease.record.manifest.has_chat_template
 
     def release(self) -> None:
         """Give the adapter's files back to the store; exactly once."""
@@ -120,7 +126,8 @@ def resolve_name(services: Services, model: str, adapter_id: str | None = None) 
     if adapter_id:
         if named is not None and named != adapter_id:
             raise BadRequest(
-                f"`model` names the adapter {named!r} and `adapter_id` names {adapter_id!r}; send one of them.",
+                f"`model` names the adapter {quoted(named)!r} and `adapter_id` names {quoted(adapter_id)!r}; "
+                "send one of them.",
                 param="adapter_id",
             )
         return adapter_id
@@ -128,22 +135,22 @@ def resolve_name(services: Services, model: str, adapter_id: str | None = None) 
 
 
 def resolve(services: Services, model: str, adapter_id: str | None = None) -> Target:
-    """Names to a digest, with a lease on it. UnknownModel if there is no such adapter."""
+    """Names to a digest, with a lease on it. UnknownModel if there is no such adapter, or none at all: LoRA is off."""
     name = resolve_name(services, model, adapter_id)
     if name is None:
         return Target(services.settings.base_name, None)
     param = "adapter_id" if adapter_id else "model"
+    unknown = f"The model `{quoted(adapter_id or model)}` does not exist"
     if services.store is None:
-        raise BadRequest(
-            f"The adapter {name!r} cannot be used: LoRA is off, since --adapter-row-bytes is 0.", param=param
+        raise UnknownModel(
+            f"{unknown}: LoRA is off, so there is only {services.settings.base_name!r}; to serve adapters, start the "
+            "server with --adapter-row-bytes above 0.",
+            param=param,
         )
     try:
         return Target(name, services.store.lease(name))
     except store_errors.NotFound:
-        raise UnknownModel(
-            f"The model `{adapter_id or model}` does not exist; GET /v1/models lists what does.",
-            param=param,
-        ) from None
+        raise UnknownModel(f"{unknown}; GET /v1/models lists what does.", param=param) from None
 
 
 async def off_loop(work: Callable[[], T], *, size_chars: int) -> T:
@@ -155,7 +162,7 @@ async def off_loop(work: Callable[[], T], *, size_chars: int) -> T:
 
 def chat_template_of(services: Services, target: Target) -> ChatTemplate:
     """The adapter's own template, or else the base's. BadRequest if neither has one."""
-    if target.digest is not None and services.store is not None:
+    if target.digest is not None and target.has_template:
         own = services.adapter_template(target.digest)
         if own is not None:
             return own
@@ -182,15 +189,18 @@ async def chat_prompt(
     final = bool(continue_final_message)
     generate = not final if add_generation_prompt is None else add_generation_prompt
 
-    def work() -> Prompt:
-        text = chat_template_of(services, target).render(
+    def render() -> str:
+        return chat_template_of(services, target).render(
             plain, add_generation_prompt=generate, continue_final_message=final, variables=variables
         )
+
+    def encode(text: str) -> Prompt:
         return Prompt(tuple(services.tokenizer.encode(text, add_special_tokens=bool(add_special_tokens))), text)
 
-    if target.digest is not None:  # its template may be the adapter's own, and slow
-        return await asyncio.to_thread(work)
-    return await off_loop(work, size_chars=sum(len(str(message.content)) for message in messages))
+    if target.has_template:  # compiling and rendering it are both the adapter's own code, and may be slow
+        text = await asyncio.get_running_loop().run_in_executor(WORKER, render)
+        return await off_loop(lambda: encode(text), size_chars=len(text))
+    return await off_loop(lambda: encode(render()), size_chars=sum(len(str(message.content)) for message in messages))
 
 
 async def completion_prompts(services: Services, request: CompletionRequest) -> list[Prompt]:

@@ -83,6 +83,7 @@ class Answer(NamedTuple):
 
 
 _INVALID = "invalid_request_error"
+_MAX_QUOTED_CHARS = 200
 
 # Looked up by the class itself, never by a base class: a new error without a row fails the table's test.
 TABLE: dict[type[Exception], Answer] = {
@@ -126,12 +127,22 @@ def error_body(error: Exception) -> dict[str, Any]:
         return shape(message, _UNEXPECTED.type, None, _UNEXPECTED.code)
     body = shape(str(error), answer.type, getattr(error, "param", None), answer.code)
     if isinstance(error, store_errors.BindingError):
-        body["error"]["problems"] = [{"name": name, "reason": reason} for name, reason in error.problems]
+        problems = [{"name": _unicode(name), "reason": _unicode(reason)} for name, reason in error.problems]
+        body["error"]["problems"] = problems
     return body
 
 
 def shape(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
-    """{"error": {"message", "type", "param", "code"}}; what is not Unicode in the message, which may quote the client,
-    is replaced."""
-    message = message.encode("utf-8", "replace").decode()
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    """{"error": {"message", "type", "param", "code"}}; what is not Unicode in what may quote the client is replaced."""
+    param = None if param is None else _unicode(param)
+    return {"error": {"message": _unicode(message), "type": kind, "param": param, "code": code}}
+
+
+def quoted(text: str) -> str:
+    """What a client sent, short enough for a sentence: an answer must not grow with the request that it refuses."""
+    return text if len(text) <= _MAX_QUOTED_CHARS else text[:_MAX_QUOTED_CHARS] + "…"
+
+
+def _unicode(text: str) -> str:
+    """The text with `?` for halves of surrogate pairs: JSON can spell them, but an answer's UTF-8 cannot."""
+    return text.encode("utf-8", "replace").decode()

@@ -9,6 +9,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 32
+# Both are gone through token by token in each step of the request; 300 is OpenAI's figure.
+MAX_LOGIT_BIASES = 300
+MAX_STOP_TOKEN_IDS = 512
 
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -68,16 +71,18 @@ class Generation(InertFields):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = Field(None, description="1 by default")
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(None, description="0 by default")
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(None, description="0 by default")
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
-        None, description="token id, as text, to what is added to its logit"
-    )
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIASES)] | None
+    ) = Field(None, description=f"token id, as text, to what is added to its logit; up to {MAX_LOGIT_BIASES} of them")
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
         None, description="the same seed, request and model give the same answer"
     )
     stop: StopString | list[StopString] | None = Field(
         None, description=f"up to {MAX_STOP_STRINGS} texts that end the answer and are not part of it"
     )
-    stop_token_ids: list[TokenId] | None = Field(None, description="token ids that end the answer")
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = Field(
+        None, description=f"up to {MAX_STOP_TOKEN_IDS} token ids that end the answer"
+    )
     ignore_eos: bool | None = Field(None, description="go on to max_tokens, whatever end tokens come")
     skip_special_tokens: bool | None = Field(None, description="leave special tokens out of the text; true by default")
     add_special_tokens: bool | None = Field(

@@ -19,13 +19,19 @@ async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
     services = services_of(request)
     prompt = await _prompt(services, body)
     ready = services.engine.ready
-    names = [services.tokenizer.token_name(token_id) for token_id in prompt.token_ids]
+    names = await _token_names(services, prompt) if body.return_token_strs else None
     return TokenizeResponse(
         tokens=list(prompt.token_ids),
         count=len(prompt.token_ids),
         max_model_len=None if ready is None else ready.max_model_len_tokens,
-        token_strs=names if body.return_token_strs else None,
+        token_strs=names,
     )
+
+
+async def _token_names(services: Services, prompt: Prompt) -> list[str]:
+    """The tokens as the vocabulary spells them: as many look-ups as tokens, so off the loop where the text is long."""
+    work = lambda: [services.tokenizer.token_name(token_id) for token_id in prompt.token_ids]  # noqa: E731
+    return await off_loop(work, size_chars=len(prompt.text))
 
 
 async def _prompt(services: Services, body: TokenizeRequest) -> Prompt:

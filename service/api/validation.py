@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from service.api.errors import BadRequest
+from service.api.errors import BadRequest, quoted
 from service.api.schemas import InertFields
 
 _PROMPT = "`prompt` must be a text, a list of texts, a list of token ids or a list of lists of token ids."
 _CONTENT = '`content` of a message must be a text or a list of parts {"type": "text", "text": ...}'
 _OTHER_PARTS = "; images, audio and files are not supported."
+# Fields of several types: below them pydantic's path goes on with the name of the type that it tried.
+_UNIONS = frozenset({"prompt", "stop", "content"})
 
 
 def bad_request(faults: Sequence[Mapping[str, Any]], *, prefix: str = "") -> BadRequest:
     """The first fault as a BadRequest; `prefix` stands before its sentence."""
     # Of a union's faults the plainest one is worth telling: an unsupported field beats a wrong type.
     fault = min(faults, key=_rank)
-    path = [part for part in fault["loc"] if part != "body"]
+    path = _path(fault)
     sentence = _sentence(fault, path, faults)
     return BadRequest(prefix + sentence, param=_dotted(path) or None)
 
@@ -29,20 +31,31 @@ def _rank(fault: Mapping[str, Any]) -> int:
     return 1 if fault["type"] in ("none_required", "extra_forbidden", "json_invalid") else 2
 
 
+def _path(fault: Mapping[str, Any]) -> list[Any]:
+    """Where the fault is in the client's body: without FastAPI's own first part, and without the types of unions."""
+    loc = list(fault["loc"])
+    # A batch's item has no first part of FastAPI's; there, `body` by itself is a field that the client made up.
+    is_field = fault["type"] == "extra_forbidden" and len(loc) == 1
+    if loc[:1] == ["body"] and not is_field:
+        del loc[0]
+    return [part for at, part in enumerate(loc) if not (at and loc[at - 1] in _UNIONS and isinstance(part, str))]
+
+
 def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mapping[str, Any]]) -> str:
     kind, name = fault["type"], _dotted(path)
+    if kind == "extra_forbidden":
+        return _unknown_field(path)
+    if kind == "string_unicode":  # most often the name of a field, which no path can hold
+        return f"`{quoted(str(fault['input']))}` holds half of a surrogate pair; send valid Unicode."
     if kind == "json_invalid":
         return f"The body is not valid JSON: {fault.get('ctx', {}).get('error', 'it cannot be parsed')}."
     if path[:1] == ["response_format"] and kind != "none_required":
         return '`response_format` must be {"type": "text"} or left out; other formats are not supported.'
-    if "content" in path:
+    if path[:1] == ["messages"] and "content" in path:
         index = path.index("content")
-        parts = [one for one in faults if one["type"] == "literal_error" and "type" in one["loc"]]
-        named = f" (it holds a part of type {parts[0]['input']!r})" if parts else ""
+        parts = [one for one in faults if one["type"] == "literal_error" and one["loc"][-1] == "type"]
+        named = f" (it holds a part of type {quoted(repr(parts[0]['input']))})" if parts else ""
         return f"{_dotted(path[: index + 1])}: {_CONTENT}{_OTHER_PARTS[:-1]}{named}."
-    if kind == "extra_forbidden":
-        inert = ", ".join(InertFields.model_fields)
-        return f"`{name}` is not a field of this request; leave it out. Accepted without effect are: {inert}."
     if path[:1] == ["prompt"]:
         return _PROMPT
     if not path:
@@ -60,17 +73,26 @@ def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mappin
     return f"`{name}`: {_words(fault)}."
 
 
+def _unknown_field(path: Sequence[Any]) -> str:
+    """The name stands as the client wrote it, whatever it is: that is what is to be found and left out."""
+    name, owner = quoted(str(path[-1])), _dotted(path[:-1])
+    if owner:
+        return f"`{name}` is not a field of `{owner}`; leave it out."
+    inert = ", ".join(InertFields.model_fields)
+    return f"`{name}` is not a field of this request; leave it out. Completions accept without effect: {inert}."
+
+
 def _words(fault: Mapping[str, Any]) -> str:
     message = str(fault["msg"]).removeprefix("Value error, ").rstrip(".")
     return message.replace("Input should", "it must", 1) if message.startswith("Input should") else message
 
 
 def _dotted(path: Sequence[Any]) -> str:
-    """`messages[0].role`; names of union members, which pydantic puts into paths, are left out."""
+    """`messages[0].role`."""
     text = ""
     for part in path:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part not in ("str", "int", "float", "bool") and not any(mark in part for mark in "[]()-"):
-            text += f".{part}" if text else part
+        else:
+            text += f".{quoted(part)}" if text else quoted(part)
     return text

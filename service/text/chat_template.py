@@ -183,9 +183,7 @@ class ChatTemplate:
     def check_cost(self) -> None:
         """TextError if the template exceeds its limits already on a short message."""
         try:
-            self._run(
-                messages=[{"role": "user", "content": _PROBE}], add_generation_prompt=True, **self._special_tokens
-            )
+            self._run(self._special_tokens, [{"role": "user", "content": _PROBE}])
         except TemplateError as error:
             if isinstance(error.__cause__, jinja2.exceptions.SecurityError):
                 raise TextError(f"The chat template is refused: {error}.") from error
@@ -208,17 +206,21 @@ class ChatTemplate:
         if continue_final_message:
             plain[-1] = _tag_final_message(final)
         names = {**self._special_tokens, **(variables or {})}
-        text = self._run(messages=plain, add_generation_prompt=add_generation_prompt, **names)
+        text = self._run(names, plain, add_generation_prompt=add_generation_prompt)
         if not continue_final_message:
             return text
         if "content" not in self.source:
             raise TemplateError("the chat template does not show the final message, so it cannot be continued")
         return _cut_at_tag(text, _final_text(final))
 
-    def _run(self, **names: Any) -> str:
+    def _run(
+        self, names: Mapping[str, Any], messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        # One dict, never keywords: `names` come from requests and may be called anything, `self` for one.
+        ours = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
         try:
             with nullcontext() if self._trusted else limited():
-                return self._template.render(tools=None, documents=None, **names)
+                return self._template.render({**names, **ours})
         except TemplateError:
             raise
         except Exception as error:  # a template may fail in any way that Python can
@@ -239,7 +241,7 @@ class ChatTemplate:
         for content in (_PROBE, [{"type": "text", "text": _PROBE}]):
             message = {"role": "user", "content": content}
             try:
-                rendered.append(self._run(messages=[message], add_generation_prompt=True, **self._special_tokens))
+                rendered.append(self._run(self._special_tokens, [message]))
             except TemplateError:
                 return False
         return rendered[0] == rendered[1]

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -25,6 +26,9 @@ MAX_NEW_BYTES = 512 << 20
 _TEMPLATE_FILE = "<template>"
 # The address space belongs to the whole process, so one template at a time runs under its limit.
 _one_at_a_time = threading.Lock()
+# Where requests render under `limited`: whoever waits for the turn waits here, and holds up no thread that uploads or
+# other chats need.
+WORKER = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-template")
 
 
 @contextmanager

@@ -23,6 +23,7 @@ def with_message(**message: Any) -> dict[str, Any]:
 
 IMAGE = [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]
 AUDIO = [{"type": "text", "text": "hear"}, {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]
+CACHED = [{"type": "text", "text": "hi", "cache_control": {}}]
 
 # (what is added to a good body, the `param`, words of the message)
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
@@ -74,6 +75,11 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"response_format": {"type": "text"}}, "response_format", "not supported"),
     ({"temprature": 1}, "temprature", "not a field"),
     ({"messages": []}, "messages", "not a field"),
+    ({"max-tokens": 5}, "max-tokens", "`max-tokens` is not a field"),
+    ({"content": "x"}, "content", "`content` is not a field"),
+    ({"a\ud800": 5}, None, "`a?` holds half of a surrogate pair"),
+    ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias", "at most 300"),
+    ({"stop_token_ids": [1] * 513}, "stop_token_ids", "at most 512"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
     ({"adapter_id": "nobody"}, "adapter_id", "does not exist"),
 ]
@@ -102,6 +108,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"top_logprobs": 2}, None, "only allowed with `logprobs`"),
     ({"logprobs": 2}, "logprobs", "valid boolean"),
     ({"continue_final_message": True, "add_generation_prompt": True}, None, "exclude each other"),
+    (with_message(content=CACHED), "messages[0].content[0].cache_control", "`cache_control` is not a field"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "may not hold messages"),
     ({"max_completion_tokens": 5000, "max_tokens": None}, "max_completion_tokens", "holds 512 tokens"),
     (with_message(content="x " * 2000), "messages", "holds 512 tokens"),
@@ -248,6 +255,11 @@ def test_a_wrong_item_fails_alone_and_leaves_nothing_behind(server: Server, wron
 def test_any_top_k_is_understood(server: Server) -> None:
     body = {"model": BASE, "prompt": "the", "max_tokens": 2, "seed": 1, "top_k": 10**30}
     assert server.post("/v1/completions", json=body).status_code == 200
+
+
+def test_a_template_variable_may_have_any_name(server: Server) -> None:
+    body = {**CHAT, "chat_template_kwargs": {"self": 1, "a b": 2}}
+    assert server.post("/v1/chat/completions", json=body).status_code == 200
 
 
 def test_an_image_is_refused_by_name(server: Server) -> None:

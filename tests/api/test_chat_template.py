@@ -176,6 +176,25 @@ def test_an_uploaded_template_has_limits(special_tokens: dict[str, str], source:
     assert resource.getrlimit(resource.RLIMIT_AS) == before
 
 
+@pytest.mark.parametrize(
+    "name", ["self", "names", "args", "kwargs", "context", "environment", "loop", "a b", "", "__class__", "caller"]
+)
+def test_a_variable_may_have_any_name(special_tokens: dict[str, str], name: str) -> None:
+    template = ChatTemplate("{{ messages[0].content }}{{ tools is none }}", special_tokens)
+    assert template.render([{"role": "user", "content": "x"}], variables={name: 1}) == "xTrue"
+
+
+def test_a_special_token_takes_no_name_of_ours() -> None:
+    """tokenizer_config.json may name its extra special tokens as it likes."""
+    template = ChatTemplate("{{ messages[0].content }}{{ tools is none }}", {"messages": "<m>", "tools": "<t>"})
+    assert template.render([{"role": "user", "content": "x"}]) == "xTrue"
+
+
+def test_a_variable_that_breaks_the_template_is_the_client_s_fault(special_tokens: dict[str, str]) -> None:
+    with pytest.raises(TemplateError, match="failed on these messages"):
+        ChatTemplate("{{ strftime_now('%Y') }}", special_tokens).render(CHATS[0], variables={"strftime_now": 1})
+
+
 def test_a_template_that_does_not_parse_is_refused_when_it_is_made(special_tokens: dict[str, str]) -> None:
     with pytest.raises(TextError, match="not valid jinja2"):
         ChatTemplate("{% for m in messages %}", special_tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from adapters import errors as store_errors
@@ -48,3 +50,10 @@ def test_unexpected_errors_keep_their_words(error: Exception) -> None:
 
 def test_what_is_not_unicode_in_a_message_is_replaced() -> None:
     assert error_body(UnknownModel("a\ud800b"))["error"]["message"] == "a?b"
+    assert error_body(UnknownModel("x", param="a\ud800b"))["error"]["param"] == "a?b"
+
+
+def test_what_is_not_unicode_in_a_problem_is_replaced() -> None:
+    body = error_body(store_errors.BindingError("x", (("layer\ud800", "no \udfff module"),)))
+    assert body["error"]["problems"] == [{"name": "layer?", "reason": "no ? module"}]
+    json.dumps(body, ensure_ascii=False).encode()

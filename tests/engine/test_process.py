@@ -43,6 +43,21 @@ def shared(config: EngineConfig) -> Iterator[tuple[asyncio.Runner, EngineClient]
         yield pair
 
 
+def test_an_engine_takes_off_the_address_space_limit_that_it_inherits() -> None:
+    """The API process has a low soft limit while an adapter's chat template renders; an engine may start meanwhile."""
+    script = (
+        "import resource, socket, sys; _, hard = resource.getrlimit(resource.RLIMIT_AS)\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, hard))\n"
+        "from service.engine.process import main\n"
+        "ours, theirs = socket.socketpair(); theirs.close(); sys.argv = ['engine', str(ours.detach())]\n"
+        "assert main() == 0\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert resource.getrlimit(resource.RLIMIT_AS) == (hard, hard)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+
+
 def is_alive(pid: int) -> bool:
     """A process that nobody has waited for yet is dead all the same."""
     try:

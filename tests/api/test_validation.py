@@ -1,0 +1,107 @@
+"""Pydantic's faults as sentences: a field is told by the name that the client wrote, and no answer grows with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from service.api.errors import BadRequest, error_body
+from service.api.schemas import (
+    MAX_LOGIT_BIASES,
+    MAX_STOP_TOKEN_IDS,
+    ChatRequest,
+    CompletionRequest,
+    Request,
+    TokenizeRequest,
+)
+from service.api.validation import bad_request
+
+COMPLETION = {"model": "tiny", "prompt": "the"}
+
+
+def refusal(kind: type[Request], body: dict[str, Any], *, prefix: tuple[str, ...] = ("body",)) -> BadRequest:
+    """What the client is told; `prefix` is what FastAPI puts before a path, and a batch's item does not."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    return bad_request([{**fault, "loc": (*prefix, *fault["loc"])} for fault in caught.value.errors()])
+
+
+def chat(content: Any, **fields: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": [{"role": "user", "content": content}], **fields}
+
+
+@pytest.mark.parametrize("prefix", [("body",), ()], ids=["request", "item of a batch"])
+@pytest.mark.parametrize(
+    "name", ["max-tokens", "a[0]", "f(x)", "str", "int", "float", "bool", "body", "content", "loc", "", "list[str]"]
+)
+def test_an_unknown_field_is_named_whatever_it_is_called(name: str, prefix: tuple[str, ...]) -> None:
+    error = refusal(CompletionRequest, {**COMPLETION, name: 5}, prefix=prefix)
+    assert error.message.startswith(f"`{name}` is not a field of this request; leave it out.")
+    assert error.param == (name or None)
+
+
+def test_an_unknown_field_of_a_field_is_named_with_both() -> None:
+    error = refusal(CompletionRequest, {**COMPLETION, "stream_options": {"str": 1}})
+    assert error.message == "`str` is not a field of `stream_options`; leave it out."
+    assert error.param == "stream_options.str"
+
+
+def test_content_is_told_of_messages_only() -> None:
+    assert "message" not in refusal(TokenizeRequest, {"prompt": "a", "content": "x"}).message
+    error = refusal(CompletionRequest, {**COMPLETION, "logit_bias": {"content": "x"}})
+    assert (error.param, "valid number" in error.message) == ("logit_bias.content", True)
+
+
+def test_an_unknown_field_of_a_part_is_named() -> None:
+    part = {"type": "text", "text": "hi", "cache_control": {}}
+    error = refusal(ChatRequest, chat([part]))
+    assert error.message == "`cache_control` is not a field of `messages[0].content[0]`; leave it out."
+    assert error.param == "messages[0].content[0].cache_control"
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [({"prompt": 3}, "prompt"), ({"prompt": [["a"]]}, "prompt"), ({"stop": 3}, "stop"), ({"stop": [3]}, "stop")],
+)
+def test_no_path_names_a_type_that_was_tried(change: dict[str, Any], param: str) -> None:
+    assert refusal(CompletionRequest, {**COMPLETION, **change}).param == param
+    assert refusal(ChatRequest, chat([{"type": "text", "text": 3}])).param == "messages[0].content"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        refusal(CompletionRequest, {**COMPLETION, "x" * 100_000: 1}),
+        refusal(CompletionRequest, {**COMPLETION, "logit_bias": {"x" * 100_000: "y"}}),
+        refusal(ChatRequest, chat([{"type": "x" * 100_000}])),
+    ],
+    ids=["field", "key", "type of a part"],
+)
+def test_what_the_client_sent_is_cut_short(error: BadRequest) -> None:
+    assert len(error.message) < 700
+    assert len(error.param or "") < 300
+    assert "x" * 190 in error.message
+    assert "…" in error.message
+
+
+def test_a_field_whose_name_is_not_unicode_can_be_answered() -> None:
+    error = error_body(refusal(CompletionRequest, {**COMPLETION, "a\ud800": 5}))["error"]
+    assert (error["message"], error["param"]) == ("`a?` holds half of a surrogate pair; send valid Unicode.", None)
+    nested = {"stream": True, "stream_options": {"a\ud800": 5}}
+    assert refusal(CompletionRequest, {**COMPLETION, **nested}).param == "stream_options"
+
+
+def test_as_many_biases_and_stop_tokens_as_are_documented() -> None:
+    fitting = {
+        "logit_bias": {str(token): 1.0 for token in range(MAX_LOGIT_BIASES)},
+        "stop_token_ids": list(range(MAX_STOP_TOKEN_IDS)),
+    }
+    CompletionRequest.model_validate({**COMPLETION, **fitting})
+    schema = CompletionRequest.model_json_schema()["properties"]
+    for name, limit in (("logit_bias", 300), ("stop_token_ids", 512)):
+        assert f"up to {limit}" in schema[name]["description"]
+        more: Any = {str(token): 1.0 for token in range(limit + 1)} if name == "logit_bias" else list(range(limit + 1))
+        error = refusal(CompletionRequest, {**COMPLETION, name: more})
+        assert (error.param, f"at most {limit} items" in error.message) == (name, True)
