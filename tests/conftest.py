@@ -27,9 +27,12 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.config.getoption("--device"))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="session")
 def _poisoned_memory() -> Iterator[None]:
-    """Fill fresh floating-point memory with NaN (integers: their largest value), so unwritten cells show."""
+    """Fill fresh floating-point memory with NaN (integers: their largest value), so unwritten cells show.
+
+    For the session, since fixtures of a module are made before those of its tests.
+    """
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True

@@ -118,7 +118,7 @@ class TestOnAHealthyCpu:
                 trial["status"] == "ok" and trial["microseconds"] > 0 and trial["error"] <= trial["tolerance"]
                 for trial in done.ops()[op]["trials"]
             )
-        assert len(done.ops()["lora"]["trials"]) == 5
+        assert len(done.ops()["lora"]["trials"]) == 6
 
     def test_it_reads_without_colour(self, work_dir: Path) -> None:
         done = visit("--device=cpu", work_dir=work_dir, as_json=False)
