@@ -262,6 +262,31 @@ def test_shares_of_one_token() -> None:
     assert config.expand.columns((152064,), 528) == (128, 1188)
 
 
+@pytest.mark.parametrize("max_tokens", [128, 1024])
+@pytest.mark.parametrize("rank", [1, 16, 17, 32, 33, 64, 65, 100, 128, 129, 256])
+def test_ranks_are_computed_up_to_the_next_multiple_of_16(
+    rank: int, max_tokens: int, triton_cuda: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Multiplications of one tile, as the interpreter is asked for them."""
+    if device != "cpu":
+        pytest.skip("NOT RUN: products are counted in the interpreter")
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    config, products = config_for("any", max_tokens), []
+    create_dot = InterpreterBuilder.create_dot
+
+    def counted(builder: Any, left: Any, right: Any, *rest: Any) -> Any:
+        products.append(left.data.size * right.data.shape[-1])
+        return create_dot(builder, left, right, *rest)
+
+    step = make_step(Case(512, (256,), ((rank,),), (3,), dtype=torch.float32))
+    with monkeypatch.context() as patch:
+        patch.setattr(InterpreterBuilder, "create_dot", counted)
+        triton_cuda.lora_linear(step.x, step.out, step.stack, step.maps, config=config)
+    assert isinstance(config.shrink, ShrinkConfig)
+    assert sum(products) == config.shrink.block_m * -(-rank // 16) * 16 * (512 + 256)
+
+
 def test_configuration_follows_from_the_token_count() -> None:
     table = TABLES["any"]
     for config, following in pairwise(table):
