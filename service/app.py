@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -33,6 +32,7 @@ from service.engine.client import EngineClient, EngineDied
 from service.logs import LOGGER
 from service.models.layouts import layout_in
 from service.settings import Settings
+from service.start_check import StartError
 from service.text.chat_template import ChatTemplate, template_source
 from service.text.tokenizer import TextTokenizer
 from service.version import server_version
@@ -49,21 +49,6 @@ ROUTERS = (
 )
 
 
-class StartError(ValueError):
-    """The server cannot start; one sentence."""
-
-
-def check_kernels_package() -> None:
-    """StartError if `import kernels` would find another distribution: Hugging Face publishes one of the same name."""
-    found = importlib.util.find_spec("kernels")
-    ours = Path(__file__).resolve().parent.parent / "kernels" / "__init__.py"
-    if found is None or found.origin is None or Path(found.origin).resolve() != ours:
-        raise StartError(
-            f"`import kernels` finds {found.origin if found else 'nothing'} and not multilora's own package; uninstall "
-            "the distribution called kernels (pip uninstall kernels), or put multilora's directory first on the path."
-        )
-
-
 def create_app(settings: Settings, engine: EngineClient | None = None) -> FastAPI:
     """The application. The engine process starts with the application's lifespan.
 
@@ -72,7 +57,6 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> FastAP
     Raises StartError and the ValueErrors of the parts, each one sentence, if something is wrong with the model or the
     store.
     """
-    check_kernels_package()
     engine = engine if engine is not None else EngineClient(settings.engine_config())
     services = _build_services(settings, engine)
     app = FastAPI(title="multilora", lifespan=_lifespan, redoc_url=None)

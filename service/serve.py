@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from service.logs import LOGGER, configure
 from service.settings import Settings, SettingsError, load_settings
+from service.start_check import StartError, check_kernels_package
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -60,7 +61,6 @@ def flag_parser() -> argparse.ArgumentParser:
 
 def _is_for_operator(error: ValueError) -> bool:
     from adapters.errors import AdapterError
-    from service.app import StartError
     from service.models.errors import ModelError
     from service.text.tokenizer import TextError
 
@@ -76,7 +76,8 @@ def _warn_of_unknown_variables() -> None:
 
 def _run(settings: Settings) -> int:
     listener = _listen(settings.host, settings.port)
-    from service.app import StartError, create_app
+    check_kernels_package()
+    from service.app import create_app
 
     try:
         app = create_app(settings)

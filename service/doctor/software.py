@@ -128,7 +128,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _check_our_packages(section: Section) -> None:
-    from service.app import StartError, check_kernels_package
+    from service.start_check import StartError, check_kernels_package
 
     try:
         check_kernels_package()

@@ -20,9 +20,10 @@ import pytest
 
 from service.api.adapters import require_open_store
 from service.api.errors import NotReady
-from service.app import StartError, create_app
+from service.app import create_app
 from service.serve import _make_server, serve
 from service.settings import Settings
+from service.start_check import StartError
 from tests.api.conftest import ADAPTERS, BASE, Checkpoints
 from tests.support.server import Server, running_server, start_server, wait_for
 from tests.support.tiny_models import make_adapter
@@ -153,7 +154,11 @@ class TestRefusalToStart:
     def test_another_package_called_kernels_is_refused(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
         (tmp_path / "kernels").mkdir()
         (tmp_path / "kernels" / "__init__.py").write_text("")
-        prelude = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+        # As in an installation that is not editable: nothing but the path says where packages are.
+        prelude = (
+            f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+            "sys.meta_path[:] = [one for one in sys.meta_path if 'editable' not in getattr(one, '__module__', '')]"
+        )
         done = self.serve("--port=0", f"--model-dir={checkpoints.base}", f"--store-dir={tmp_path}", prelude=prelude)
         assert done.returncode == 1
         assert "pip uninstall kernels" in done.stderr
