@@ -34,6 +34,7 @@ from service.models.layouts import layout_in
 from service.settings import Settings
 from service.start_check import StartError
 from service.text.chat_template import ChatTemplate, template_source
+from service.text.template_worker import AdapterTemplate
 from service.text.tokenizer import TextTokenizer
 from service.version import server_version
 
@@ -116,7 +117,9 @@ def _open_store(services: Services) -> AdapterStore:
             base_name=settings.base_name,
             base_dir=settings.model_dir,
             base_token_id=tokenizer.token_id,
-            check_template=lambda template: _check_template(template, tokenizer),
+            check_template=lambda template: AdapterTemplate(
+                services.template_worker, template, tokenizer.special_tokens
+            ).check(),
             on_gone=services.gone,
         )
     except OSError as error:
@@ -136,11 +139,6 @@ def _shadowed(settings: Settings) -> str:
     )
 
 
-def _check_template(source: str, tokenizer: TextTokenizer) -> None:
-    """TextError if an uploaded adapter's chat template does not compile, or costs too much for a short message."""
-    ChatTemplate(source, tokenizer.special_tokens, trusted=False).check_cost()
-
-
 @asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     """From the start of the engine to its end."""
@@ -158,6 +156,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await asyncio.gather(preparing, return_exceptions=True)
         if services.store is not None:
             services.store.close()
+        services.template_worker.close()
 
 
 async def _prepare(services: Services, engine: EngineClient) -> None:

@@ -18,7 +18,7 @@ from service.api.schemas import ChatMessage, ChatRequest, CompletionRequest
 from service.api.state import Services
 from service.engine.messages import Ready, Sampling
 from service.text.chat_template import RESERVED_VARIABLES, ChatTemplate
-from service.text.template_limits import WORKER
+from service.text.template_worker import AdapterTemplate
 
 DEFAULT_COMPLETION_TOKENS = 16
 # Longer texts are tokenised in a thread, so that they do not hold up the streams of other requests.
@@ -160,7 +160,7 @@ async def off_loop(work: Callable[[], T], *, size_chars: int) -> T:
     return await asyncio.to_thread(work)
 
 
-def chat_template_of(services: Services, target: Target) -> ChatTemplate:
+def chat_template_of(services: Services, target: Target) -> ChatTemplate | AdapterTemplate:
     """The adapter's own template, or else the base's. BadRequest if neither has one."""
     if target.digest is not None and target.has_template:
         own = services.adapter_template(target.digest)
@@ -197,8 +197,8 @@ async def chat_prompt(
     def encode(text: str) -> Prompt:
         return Prompt(tuple(services.tokenizer.encode(text, add_special_tokens=bool(add_special_tokens))), text)
 
-    if target.has_template:  # compiling and rendering it are both the adapter's own code, and may be slow
-        text = await asyncio.get_running_loop().run_in_executor(WORKER, render)
+    if target.has_template:
+        text = await asyncio.get_running_loop().run_in_executor(services.template_worker.thread, render)
         return await off_loop(lambda: encode(text), size_chars=len(text))
     return await off_loop(lambda: encode(render()), size_chars=sum(len(str(message.content)) for message in messages))
 

@@ -18,6 +18,7 @@ from service.api.metrics import Metrics
 from service.engine.messages import Finished, Ready, Stats, Submit, Tokens
 from service.settings import Settings
 from service.text.chat_template import ChatTemplate
+from service.text.template_worker import AdapterTemplate, TemplateWorker
 from service.text.tokenizer import TextTokenizer
 
 
@@ -51,10 +52,6 @@ class Engine(Protocol):
 
     def evict(self, adapter: str) -> None:
         """Free its rows and host memory."""
-
-
-# Compiled templates of adapters kept at the same time; each source is up to 1 MiB.
-_MAX_TEMPLATES = 256
 
 
 class Gate:
@@ -106,8 +103,8 @@ class Services:
     start_error: str | None = None
     started_at_seconds: int = field(default_factory=lambda: int(time.time()))
     stop: Callable[[], None] | None = None
+    template_worker: TemplateWorker = field(default_factory=TemplateWorker)
     gate: Gate = field(init=False)
-    _templates: dict[str, ChatTemplate | None] = field(default_factory=dict)
     _loop: asyncio.AbstractEventLoop | None = None
     # What `on_loop` was asked for before there was a loop.
     _before_loop: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
@@ -115,17 +112,11 @@ class Services:
     def __post_init__(self) -> None:
         self.gate = Gate(self.settings.max_queued_requests)
 
-    def adapter_template(self, digest: str) -> ChatTemplate | None:
-        """The chat template that an adapter ships, compiled once; None if it ships none."""
-        if digest in self._templates:
-            return self._templates[digest]
+    def adapter_template(self, digest: str) -> AdapterTemplate | None:
+        """The chat template that an adapter ships, None if it ships none. Reads a file."""
         assert self.store is not None, "an adapter without a store"
         source = self.store.chat_template(digest)
-        compiled = None if source is None else ChatTemplate(source, self.tokenizer.special_tokens, trusted=False)
-        if len(self._templates) >= _MAX_TEMPLATES:
-            self._templates.clear()
-        self._templates[digest] = compiled
-        return compiled
+        return None if source is None else AdapterTemplate(self.template_worker, source, self.tokenizer.special_tokens)
 
     def published(self, record: AdapterRecord) -> None:
         """An adapter is in the store: it may have metrics, and the engine may bring it in ahead of its first use."""
@@ -153,7 +144,7 @@ class Services:
 
     def gone(self, digest: str) -> None:
         """The last request of a deleted adapter has ended and its files are removed. Any thread."""
-        self.on_loop(self._evict, digest)
+        self.on_loop(self.engine.evict, digest)
 
     def on_loop(self, call: Callable[..., None], *arguments: Any) -> None:
         """Call something in the engine client's loop, from any thread or signal handler: once there is one, and never
@@ -162,10 +153,6 @@ class Services:
             self._before_loop.append((call, arguments))
         elif not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call, *arguments)
-
-    def _evict(self, digest: str) -> None:
-        self._templates.pop(digest, None)
-        self.engine.evict(digest)
 
     def require_ready(self) -> Ready:
         """The running engine's sizes. NotReady with what is going on, if there is none."""

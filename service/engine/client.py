@@ -14,15 +14,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Literal
 
+from service.child_process import child_environment
 from service.engine.config import EngineConfig
 from service.engine.messages import (
     Abort,
@@ -226,7 +225,7 @@ class EngineClient:
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,
-                env=_environment(),
+                env=child_environment(),
             )
         except OSError as error:
             ours.close()
@@ -303,10 +302,3 @@ class EngineClient:
     def _set_state(self, state: State, error: str | None = None) -> None:
         self.state, self.state_error = state, error
         self._changed.set()
-
-
-def _environment() -> dict[str, str]:
-    """The engine imports the same tree as this process, however that was found."""
-    root = str(Path(__file__).resolve().parents[2])
-    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -14,7 +14,6 @@ import gc
 import logging
 import os
 import queue
-import resource
 import signal
 import sys
 import threading
@@ -114,7 +113,6 @@ class EngineProcess:
 
 def main() -> int:
     """Returns the exit code."""
-    _lift_address_space()
     _die_with_parent()
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
@@ -182,16 +180,6 @@ def _read(side: EngineSide, inbox: queue.SimpleQueue[ToEngine], wake: list[threa
         for event in wake:
             event.set()
     os._exit(0)
-
-
-def _lift_address_space() -> None:
-    """Raise the soft limit of the address space to the hard one.
-
-    The API process lowers its own while an adapter's chat template renders (`service.text.template_limits`); an engine
-    that is started meanwhile inherits the low one, and could not load its model under it.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
 
 
 def _die_with_parent() -> None:

@@ -1,7 +1,7 @@
 """Chat messages to the prompt text, rendered as transformers' `apply_chat_template` renders them.
 
-Templates come with models and with uploaded adapters, so they are untrusted: they run in jinja2's immutable sandbox,
-see plain JSON data only, and neither load nor write anything.
+Templates run in jinja2's immutable sandbox, see plain JSON data only, and neither load nor write anything. Those that
+came with uploaded adapters run so in a process of their own besides, see `service.text.template_worker`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import jinja2.parser
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from service.text.template_limits import MAX_ITEMS, limited
 from service.text.tokenizer import TextError, read_json
 
 # What `render` gives to a template; a request's own variables may not take these names.
@@ -96,8 +94,6 @@ class _Namespace(jinja2.utils.Namespace):
 
     def __setitem__(self, name: str, value: Any) -> None:
         _refuse_underscore(name)
-        if isinstance(value, str | list | tuple | dict) and len(value) > MAX_ITEMS:
-            raise jinja2.exceptions.SecurityError("the template makes too large a text")
         super().__setitem__(name, value)
 
 
@@ -165,28 +161,20 @@ class ChatTemplate:
 
     takes_parts  whether the template itself understands a message whose content is a list of text parts; where it does
                  not, the texts of the parts are joined with a newline before it sees them (as vLLM does).
-    trusted      the operator chose it, with the model; one that came with an adapter runs under `template_limits`
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], *, trusted: bool = True) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         if len(source.encode()) > _MAX_TEMPLATE_BYTES:
             raise TextError("The chat template is larger than 1 MiB.")
         self.source = source
         self._special_tokens = dict(special_tokens)
-        self._trusted = trusted
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # Python's own compiler has limits too, and says so in several ways
             raise TextError(f"The chat template is not valid jinja2: {error}.") from error
         self.takes_parts = self._probe_parts()
-
-    def check_cost(self) -> None:
-        """TextError if the template exceeds its limits already on a short message."""
-        try:
-            self._run(self._special_tokens, [{"role": "user", "content": _PROBE}])
-        except TemplateError as error:
-            if isinstance(error.__cause__, jinja2.exceptions.SecurityError):
-                raise TextError(f"The chat template is refused: {error}.") from error
 
     def render(
         self,
@@ -219,8 +207,7 @@ class ChatTemplate:
         # One dict, never keywords: `names` come from requests and may be called anything, `self` for one.
         ours = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
         try:
-            with nullcontext() if self._trusted else limited():
-                return self._template.render({**names, **ours})
+            return self._template.render({**names, **ours})
         except TemplateError:
             raise
         except Exception as error:  # a template may fail in any way that Python can

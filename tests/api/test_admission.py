@@ -17,7 +17,7 @@ from service.api.errors import BadRequest, UnknownModel, status_of
 from service.api.schemas import ChatMessage, TokenizeRequest
 from service.api.state import Services
 from service.text.chat_template import ChatTemplate
-from service.text.template_limits import WORKER
+from service.text.template_worker import AdapterTemplate, TemplateWorker
 
 LONG = "x" * 100_000
 SETTINGS = SimpleNamespace(base_name="tiny")
@@ -78,6 +78,7 @@ def test_a_long_name_is_cut_in_the_answer(store: EmptyStore | None, adapter_id: 
 def render(source: str | None) -> tuple[list[str], Words]:
     """A chat with an adapter that brings this template, or none: names of the rendering threads, and the tokenizer."""
     threads: list[str] = []
+    worker = TemplateWorker()
 
     def noting(call: Callable[..., str]) -> Callable[..., str]:
         def noted(*args: Any, **options: Any) -> str:
@@ -86,7 +87,8 @@ def render(source: str | None) -> tuple[list[str], Words]:
 
         return noted
 
-    template = ChatTemplate(source or "{{ messages[0].content }}", {}, trusted=source is None)
+    template: ChatTemplate | AdapterTemplate
+    template = ChatTemplate("{{ messages[0].content }}", {}) if source is None else AdapterTemplate(worker, source, {})
     template.render = noting(template.render)  # type: ignore[method-assign]
     manifest = SimpleNamespace(has_chat_template=source is not None)
     lease = SimpleNamespace(record=SimpleNamespace(digest="d", manifest=manifest))
@@ -96,12 +98,14 @@ def render(source: str | None) -> tuple[list[str], Words]:
         template=template if source is None else None,
         tokenizer=words,
         adapter_template=lambda _digest: template if source is not None else None,
+        template_worker=worker,
     )
     messages = [ChatMessage(role="user", content="hi")]
     none: dict[str, Any] = dict.fromkeys(
         ("add_generation_prompt", "continue_final_message", "variables", "add_special_tokens")
     )
     asyncio.run(chat_prompt(parts, Target("a", cast(Any, lease)), messages, **none))
+    worker.close()
     return threads, words
 
 
@@ -109,7 +113,6 @@ def test_an_adapter_s_own_template_renders_in_a_thread_of_its_own() -> None:
     """It may take its second, and the next one waits for it: not in a thread that uploads and other chats need."""
     threads, words = render("OWN {{ messages[0].content }}")
     assert [name.rpartition("_")[0] for name in threads] == ["adapter-template"]
-    assert WORKER._max_workers == 1
     assert words.threads == {threading.main_thread()}
 
 

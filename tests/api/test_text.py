@@ -13,7 +13,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from service.text.chat_template import ChatTemplate
 from service.text.detokenizer import IncrementalDetokenizer
 from service.text.stop_strings import StopStrings
 from service.text.tokenizer import TextError, TextTokenizer
@@ -194,30 +193,3 @@ class TestStopStrings:
         watch = StopStrings(["END"])
         assert [watch.push(piece) for piece in ("xE", "N", "x", "E")] == ["x", "", "ENx", ""]
         assert watch.finish() == "E"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a * b %}{% endfor %}{% endfor %}",
-        "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-        "{{ ('%300000000s' % 'a')|length }}",
-        "{{ 'a'.ljust(3000000000)|length }}",
-        "{{ '{:>3000000000}'.format('a')|length }}",
-        "{{ '{:>{}}'.format('a', 3000000000)|length }}",
-        "{{ ('a' * 1000000).replace('a', 'b' * 1000000)|length }}",
-        "{{ 'a'|center(3000000000)|length }}",
-    ],
-    ids=["time", "doubling", "percent", "ljust", "format", "format argument", "replace", "center"],
-)
-def test_a_costly_template_of_an_adapter_is_refused(source: str) -> None:
-    """One process renders for everybody: a template that came with an upload must not take its time or memory."""
-    with pytest.raises(TextError):
-        ChatTemplate(source, {}, trusted=False).check_cost()
-
-
-def test_an_ordinary_template_of_an_adapter_is_not_refused() -> None:
-    source = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    template = ChatTemplate(source, {}, trusted=False)
-    template.check_cost()
-    assert template.render([{"role": "user", "content": "x" * 100_000}]).startswith("user: xxx")

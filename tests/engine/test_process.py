@@ -27,6 +27,7 @@ from tests.support.engine_process import (
     until,
     within,
 )
+from tests.support.server import is_alive
 from tests.support.tiny_models import make_tiny_model
 
 
@@ -41,30 +42,6 @@ def shared(config: EngineConfig) -> Iterator[tuple[asyncio.Runner, EngineClient]
     """One engine for the tests that leave it alive."""
     with event_loop_with_client(config) as pair:
         yield pair
-
-
-def test_an_engine_takes_off_the_address_space_limit_that_it_inherits() -> None:
-    """The API process has a low soft limit while an adapter's chat template renders; an engine may start meanwhile."""
-    script = (
-        "import resource, socket, sys; _, hard = resource.getrlimit(resource.RLIMIT_AS)\n"
-        "resource.setrlimit(resource.RLIMIT_AS, (2 << 30, hard))\n"
-        "from service.engine.process import main\n"
-        "ours, theirs = socket.socketpair(); theirs.close(); sys.argv = ['engine', str(ours.detach())]\n"
-        "assert main() == 0\n"
-        "assert 'torch' not in sys.modules\n"
-        "assert resource.getrlimit(resource.RLIMIT_AS) == (hard, hard)\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 0, ended.stderr
-
-
-def is_alive(pid: int) -> bool:
-    """A process that nobody has waited for yet is dead all the same."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state not in ("Z", "X")
 
 
 def test_tokens_are_those_of_an_engine_in_this_process(

@@ -76,10 +76,15 @@ class Server:
         return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
     def engine_pid(self) -> int:
-        """Process id of the engine, the server's only child."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        assert len(children) == 1, children
-        return int(children[0])
+        """Process id of the engine."""
+        engines = [pid for pid in self.child_pids() if b"service.engine.process" in _command_line(pid)]
+        assert len(engines) == 1, engines
+        return engines[0]
+
+    def child_pids(self) -> list[int]:
+        """Process ids of all children."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [int(pid) for task in tasks for pid in task.read_text().split()]
 
     def stop(self) -> int:
         """SIGTERM; the exit code."""
@@ -87,8 +92,11 @@ class Server:
         return self.process.wait(STOP_LIMIT_SECONDS)
 
 
-def start_server(model_dir: Path, work_dir: Path, *, wait: bool = True, **settings: Any) -> Server:
-    """Start a server on a free port; with `wait` it is ready on return. End it with `Server.stop` or kill it."""
+def start_server(model_dir: Path | None, work_dir: Path, *, wait: bool = True, **settings: Any) -> Server:
+    """Start a server on a free port; with `wait` it is ready on return. End it with `Server.stop` or kill it.
+
+    A model directory or a setting that is None has the server's own default.
+    """
     work_dir.mkdir(parents=True, exist_ok=True)
     store_dir = Path(settings.pop("store_dir", work_dir / "store"))
     given = {
@@ -141,6 +149,25 @@ def _listening_url(server: Server) -> str | None:
     assert server.process.poll() is None, f"the server has ended with {server.process.returncode}:\n{server.log}"
     found = re.search(r"listening.*?(http://[^\s\"]+)", server.log)
     return None if found is None else found.group(1)
+
+
+def is_alive(pid: int) -> bool:
+    """A process that nobody has waited for yet is dead all the same."""
+    return _state(pid) not in ("Z", "X", "gone")
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
 
 
 def _is_ready(server: Server) -> bool:
