@@ -18,11 +18,13 @@ Typical request:
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +39,8 @@ from adapters.records import AdapterRecord, Manifest
 from adapters.row_plan import RowPlan
 from adapters.upload import Budget, Part, Staging, StoreLimits, disk_full_is_ours
 from adapters.validate import check_headers, module_reports, write_canonical
+
+log = logging.getLogger(__name__)
 
 # A manifest lists every module: thousands of adapters would fill memory with them. The rest is read when asked for.
 MAX_MANIFESTS_KEPT = 256
@@ -53,7 +57,8 @@ class Lease:
         self.record = record
 
     def release(self) -> None:
-        """The last release of a digest that no name points at removes its files and calls `on_gone(digest)`."""
+        """Quick, for an event loop. After the last release of a digest that no name points at, a thread of the store
+        removes the files and calls `on_gone(digest)`; `AdapterStore.settle` waits for that."""
         assert self._held, "a lease is released once"
         self._held = False
         self._store._release(self.record.digest)
@@ -165,10 +170,18 @@ class AdapterStore:
         self._num_names = Counter(alias.digest for alias in self._names.values())
         self._manifests: OrderedDict[str, Manifest] = OrderedDict()
         self._leases: Counter[str] = Counter()
+        # Whoever releases the last lease need not wait for the disk.
+        self._remover = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-files")
 
     def close(self) -> None:
-        """Release the lock. Uploads in progress are discarded by the next open."""
+        """Release the lock, once all files are removed that nobody uses. Uploads in progress are discarded by the next
+        open."""
+        self._remover.shutdown()
         self._files.close()
+
+    def settle(self) -> None:
+        """Wait until the files of all leases released so far are removed, if they had to go."""
+        self._remover.submit(lambda: None).result()
 
     # ---- uploads
 
@@ -271,17 +284,20 @@ class AdapterStore:
             return self._record(name)
 
     def list(self) -> tuple[AdapterRecord, ...]:
-        """All names, sorted; one by one, so that a long list holds up nobody."""
-        with self._lock:
-            names = sorted(self._names)
+        """What every name stands for, sorted. Reads a file for each; one by one, so that leases need not wait."""
         records = []
-        for name in names:
+        for name in self.names():
             with suppress(NotFound):  # deleted meanwhile
                 records.append(self.get(name))
         return tuple(records)
 
+    def names(self) -> dict[str, Alias]:
+        """All names, sorted, without reading a file."""
+        with self._lock:
+            return dict(sorted(self._names.items()))
+
     def num_names(self) -> int:
-        """How many names `list` would return, without reading a file: cheap enough for every scrape of metrics."""
+        """How many names there are: cheap enough for every scrape of metrics."""
         with self._lock:
             return len(self._names)
 
@@ -345,9 +361,17 @@ class AdapterStore:
             self._leases[digest] -= 1
             is_used = self._is_used(digest)
         if not is_used:
+            with suppress(RuntimeError):  # the store is closed: the next to open it removes them
+                self._remover.submit(self._collect, digest)
+
+    def _collect(self, digest: str) -> None:
+        """Remove a digest that nobody uses, unless somebody does by now."""
+        try:
             with self._disk:
                 is_gone = self._remove_if_unused(digest)
             self._tell_if_gone(digest, is_gone)
+        except Exception:
+            log.exception("the files of adapter %s could not be removed; the next start will try again", digest)
 
     def _is_used(self, digest: str) -> bool:
         """Under `_lock`."""
@@ -368,7 +392,8 @@ class AdapterStore:
             self.on_gone(digest)
 
     def check_integrity(self) -> None:
-        """Assert that names, leases and directories agree, on disk and in memory."""
+        """Assert that names, leases and directories agree, on disk and in memory, after `settle`."""
+        self.settle()
         with self._disk, self._lock:
             assert self._files.names() == self._names
             assert +self._num_names == Counter(alias.digest for alias in self._names.values())

@@ -85,7 +85,7 @@ def _build_services(settings: Settings, engine: EngineClient) -> Services:
     )
     if settings.lora_enabled:
         services.store = _open_store(services)
-        names = [record.name for record in services.store.list()]
+        names = services.store.names()
         if settings.base_name in names:
             services.store.close()
             raise StartError(_shadowed(settings))

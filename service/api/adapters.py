@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from adapters.records import AdapterRecord
@@ -49,12 +49,18 @@ async def upload_adapter(request: Request) -> JSONResponse:
     return JSONResponse(answer.model_dump(), status_code=201 if created else 200)
 
 
-@router.get("/v1/adapters", responses=errors((400, 401)), summary="List the adapters")
-async def list_adapters(request: Request) -> AdapterList:
+@router.get("/v1/adapters", response_model=AdapterList, responses=errors((400, 401)), summary="List the adapters")
+async def list_adapters(request: Request) -> Response:
     """All adapters by name."""
     services = services_of(request)
-    records = require_store(services).list()
-    return AdapterList(object="list", data=[describe(services, record) for record in records])
+    store = require_store(services)
+
+    def listing() -> str:
+        reports = [describe(services, record) for record in store.list()]
+        return AdapterList(object="list", data=reports).model_dump_json()
+
+    # Thousands of reports of hundreds of modules: other requests' streams go on meanwhile.
+    return Response(await asyncio.to_thread(listing), media_type="application/json")
 
 
 @router.get("/v1/adapters/{name}", responses=errors((400, 401, 404)), summary="Show an adapter")

@@ -95,8 +95,7 @@ def _below(root: Path, path: str) -> Path:
 
 
 def _load(store: AdapterStore, path: Path, name: str, replace: bool) -> AdapterRecord:
-    taken = any(record.name == name for record in store.list())
-    if taken and not replace:
+    if name in store.names() and not replace:
         raise BadRequest(
             f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
             "'load_inplace' to True.",

@@ -6,7 +6,6 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from adapters.records import AdapterRecord
 from service.api.admission import resolve
 from service.api.openapi import errors
 from service.api.schemas import ModelCard, ModelList
@@ -19,9 +18,9 @@ router = APIRouter(tags=["OpenAI"])
 async def list_models(request: Request) -> ModelList:
     """The base first, then the adapters by name. Adapters have the base as `parent` and their digest as `root`."""
     services = services_of(request)
-    records = services.store.list() if services.store is not None else ()
-    cards = [_base_card(services), *(_adapter_card(services, record) for record in records)]
-    return ModelList(object="list", data=cards)
+    names = services.store.names() if services.store is not None else {}
+    adapters = (_adapter_card(services, name, alias.digest, alias.created_at_seconds) for name, alias in names.items())
+    return ModelList(object="list", data=[_base_card(services), *adapters])
 
 
 @router.get("/v1/models/{model}", responses=errors((401, 404)), summary="One model")
@@ -32,7 +31,8 @@ async def get_model(request: Request, model: str) -> ModelCard:
     try:
         if target.lease is None:
             return _base_card(services)
-        return _adapter_card(services, target.lease.record)
+        record = target.lease.record
+        return _adapter_card(services, record.name, record.digest, record.created_at_seconds)
     finally:
         target.release()
 
@@ -42,12 +42,12 @@ def _base_card(services: Services) -> ModelCard:
     return _card(services, id=name, created=services.started_at_seconds, root=name, parent=None)
 
 
-def _adapter_card(services: Services, record: AdapterRecord) -> ModelCard:
+def _adapter_card(services: Services, name: str, digest: str, created_at_seconds: float) -> ModelCard:
     return _card(
         services,
-        id=record.name,
-        created=int(record.created_at_seconds),
-        root=record.digest,
+        id=name,
+        created=int(created_at_seconds),
+        root=digest,
         parent=services.settings.base_name,
     )
 

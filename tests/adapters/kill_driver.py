@@ -42,6 +42,7 @@ def scenario(store: AdapterStore) -> None:
     lease = store.lease("old")
     store.delete("old")
     lease.release()
+    store.settle()
     put(store, "old", 2)
     put(store, "again", 1)
     store.delete("new")

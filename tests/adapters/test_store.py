@@ -234,6 +234,7 @@ def test_a_name_moves_in_one_step_when_asked_to(store: AdapterStore) -> None:
     assert store.get("mine").digest == new.digest != old.digest
     assert gone == []
     lease.release()
+    store.settle()
     assert gone == [old.digest]
 
 
@@ -261,8 +262,59 @@ def test_files_stay_while_leased_and_go_with_the_last_lease(store: AdapterStore)
     assert gone == []
     assert store.num_leases(record.digest) == 1
     second.release()
+    store.settle()
     assert not directory.exists()
     assert gone == [record.digest]
+
+
+def test_the_last_release_does_not_wait_for_the_disk(store: AdapterStore) -> None:
+    """It is called in the event loop; meanwhile another thread may sync an upload."""
+    told = threading.Event()
+    store.on_gone = lambda _digest: told.set()
+    record, _ = upload_small(store, LAYOUT, "mine")
+    lease = store.lease("mine")
+    store.delete("mine")
+    with store._disk:
+        lease.release()
+        assert not told.is_set()
+        assert store.path_of(record.digest).is_dir()
+    assert told.wait(30)
+
+
+def test_a_lease_may_outlive_the_store(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
+    record, _ = upload_small(store, LAYOUT, "mine")
+    lease = store.lease("mine")
+    store.delete("mine")
+    store.close()
+    lease.release()
+    again = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
+    with pytest.raises(NotFound):
+        again.path_of(record.digest)
+    again.close()
+
+
+def test_a_removal_that_fails_is_logged_and_hinders_no_other(
+    store: AdapterStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone: list[str] = []
+    store.on_gone = gone.append
+    leases = [(upload_small(store, LAYOUT, name, seed=seed)[0], store.lease(name)) for seed, name in enumerate("ab")]
+    for record, _ in leases:
+        store.delete(record.name)
+
+    def refuse(digest: str) -> bool:
+        raise PermissionError(13, "Permission denied", digest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store._files, "remove_adapter", refuse)
+        leases[0][1].release()
+        store.settle()
+    leases[1][1].release()
+    store.settle()
+    assert gone == [leases[1][0].digest]
+    assert leases[0][0].digest in caplog.text
+    store._files.remove_adapter(leases[0][0].digest)
 
 
 def test_a_second_name_keeps_the_files(store: AdapterStore) -> None:
@@ -623,13 +675,15 @@ def test_more_adapters_than_manifests_in_memory(store: AdapterStore, monkeypatch
 
 
 def test_names_are_counted_without_reading_a_manifest(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert store.num_names() == 0
+    assert (store.num_names(), store.names()) == (0, {})
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         upload_bytes(store, name, config_bytes(), safetensors_bytes(good_tensors(seed=seed)))
     store.delete("b")
     with monkeypatch.context() as patched:
         patched.setattr(store, "_manifest", None)
         assert store.num_names() == 2
+        assert list(store.names()) == ["a", "c"]
+        assert store.names()["a"].digest != store.names()["c"].digest
 
 
 def test_adapters_of_another_base_are_left_alone(tmp_path: Path) -> None:
