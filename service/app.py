@@ -60,7 +60,7 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> FastAP
     """
     engine = engine if engine is not None else EngineClient(settings.engine_config())
     services = _build_services(settings, engine)
-    app = FastAPI(title="multilora", lifespan=_lifespan, redoc_url=None)
+    app = FastAPI(title="multilora", lifespan=_lifespan, redoc_url=None, redirect_slashes=False)
     app.state.services, app.state.engine = services, engine
     for router in ROUTERS:
         app.include_router(router)
