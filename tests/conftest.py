@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 torch.set_num_threads(1)
+_POISONED = Path(__file__).parent / "support" / "poisoned"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -31,11 +33,15 @@ def device(request: pytest.FixtureRequest) -> str:
 def _poisoned_memory() -> Iterator[None]:
     """Fill fresh floating-point memory with NaN (integers: their largest value), so unwritten cells show.
 
-    For the session, since fixtures of a module are made before those of its tests.
+    For the session, since fixtures of a module are made before those of its tests; and in the processes that tests
+    start, by tests/support/poisoned/sitecustomize.py.
     """
+    paths = [str(_POISONED), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
-    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        yield
     torch.use_deterministic_algorithms(before[0])
     torch.utils.deterministic.fill_uninitialized_memory = before[1]

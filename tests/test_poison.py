@@ -1,0 +1,28 @@
+"""Fresh memory is NaN here and in the processes that tests start."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+
+def test_fresh_memory_is_nan_in_this_process() -> None:
+    assert torch.empty(1000).isnan().all()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch; assert torch.empty(1000, dtype=torch.bfloat16).isnan().all()",
+        "import sys; assert not {'torch', 'numpy'} & set(sys.modules)",
+        "import subprocess, sys; code = 'import torch; assert torch.empty(9).isnan().all()';"
+        "subprocess.run([sys.executable, '-c', code], check=True)",
+    ],
+    ids=["with torch", "without torch", "a child's child"],
+)
+def test_a_process_that_a_test_starts(code: str) -> None:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
