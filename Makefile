@@ -12,15 +12,20 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --no-build-isolation --constraint constraints.txt
 
-.PHONY: serve test test-python test-ascend image-test check format bench bundle clean
+.PHONY: serve test test-service test-ops test-ascend image-test check format bench bundle clean
 
 serve: $(VENV)/.runtime
 	$(BIN)/multilora serve $(ARGS)
 
-test: test-python test-ascend
+test: test-service test-ops test-ascend
 
-test-python: $(VENV)/.dev
-	$(BIN)/python -m pytest tests $(ARGS)
+# Models, engine, HTTP, adapters, documents: at most 12 minutes on two cores.
+test-service: $(VENV)/.dev
+	$(BIN)/python -m pytest tests --ignore tests/ops $(ARGS)
+
+# Every op's implementations, the kernels for NVIDIA GPUs in Triton's interpreter.
+test-ops: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/ops $(ARGS)
 
 # The kernels for Ascend, compiled and executed without an NPU, in a virtual environment of their own.
 test-ascend:
