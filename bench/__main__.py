@@ -1,6 +1,6 @@
 """`make bench`: prints a table and writes `bench/out/result.json`.
 
-python -m bench [--dtype float32 bfloat16] [--rounds 7] [--threads 2] [--only speed|memory]
+python -m bench [--dtype float32 bfloat16] [--rounds 7] [--threads 2] [--only speed|memory|startup]
                     [--peft-batch-sizes 4 8 16 32] [--out bench/out/result.json]
 """
 
@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench import memory, speed
+from bench import memory, speed, startup
 from bench.workload import OUT
 
 
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds; a figure is their median")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--only", choices=["speed", "memory"])
+    parser.add_argument("--only", choices=["speed", "memory", "startup"])
     parser.add_argument(
         "--peft-batch-sizes",
         type=int,
@@ -49,16 +49,18 @@ def main() -> None:
         "memory": memories,
     }
 
-    def save(figures: dict[str, dict[str, object]], dtype: str, new: dict[str, object]) -> None:
-        figures[dtype] = new
+    def save(figures: dict[str, Any], name: str, new: dict[str, object]) -> None:
+        figures[name] = new
         arguments.out.write_text(json.dumps(result, indent=1))
 
     with Progress() as progress:
+        if arguments.only in (None, "startup"):
+            save(result, "startup", startup.measure(progress))
         for dtype in arguments.dtype:
-            if arguments.only != "memory":
+            if arguments.only in (None, "speed"):
                 keep = functools.partial(save, speeds, dtype)
                 speed.measure(dtype, arguments.rounds, arguments.threads, arguments.peft_batch_sizes, progress, keep)
-            if arguments.only != "speed":
+            if arguments.only in (None, "memory"):
                 save(memories, dtype, memory.measure(dtype, arguments.threads, progress))
     _print(result)
 
@@ -67,6 +69,10 @@ def _print(result: dict[str, Any]) -> None:
     table = Table(title=f"{result['machine']}, torch {result['torch']}")
     for column in ("dtype", "figure", "median", "min - max", "bar"):
         table.add_column(column)
+    if "startup" in result:
+        seconds = result["startup"]
+        spread = f"{seconds['min']:.2f} - {seconds['max']:.2f}"
+        table.add_row("bundled", "seconds from start to ready", f"{seconds['median']:.2f}", spread, "<= 5")
     for dtype, figures in result["speed"].items():
         for ratio in figures["ratios"]:
             spread = f"{ratio['min']:.3f} - {ratio['max']:.3f}"

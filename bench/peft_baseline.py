@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -60,6 +61,8 @@ def main() -> None:
     root, dtype, num_threads = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     torch.set_num_threads(num_threads)
     model = load(root, dtype)
+    with torch.inference_mode():  # what is set up lazily belongs to no run
+        generate(model, [replace(request, num_output_tokens=4) for request in requests()[:8]])
     print("ready", flush=True)
     for line in sys.stdin:
         command, batch_size = line.split()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,14 @@ def start(model_dir: Path, work_dir: Path, *, dtype: str, num_threads: int, **se
     return start_server(model_dir, work_dir, model_name="base", dtype=dtype, num_threads=num_threads, **settings)
 
 
-def upload(server: Server, name: str, directory: Path) -> None:
+def upload(server: Server, name: str, directory: Path, *, lora_alpha: int | None = None) -> None:
+    """Another `lora_alpha` than the adapter's own makes it another adapter."""
+    config = json.loads((directory / "adapter_config.json").read_text())
+    if lora_alpha is not None:
+        config["lora_alpha"] = lora_alpha
     parts = {
         "name": (None, name),
-        "adapter_config": ("adapter_config.json", (directory / "adapter_config.json").read_bytes()),
+        "adapter_config": ("adapter_config.json", json.dumps(config).encode()),
         "adapter_model": ("adapter_model.safetensors", (directory / "adapter_model.safetensors").read_bytes()),
     }
     server.post("/v1/adapters", files=parts).raise_for_status()
@@ -33,24 +39,27 @@ def delete(server: Server, name: str) -> None:
     httpx.delete(f"{server.url}/v1/adapters/{name}", timeout=60).raise_for_status()
 
 
-def complete(server: Server, work: list[Request], *, with_adapters: bool) -> float:
+def complete(
+    server: Server, work: list[Request], *, with_adapters: bool, name_of: Callable[[int], str] = adapter_name
+) -> float:
     """Send all requests at once; seconds until the last answer. Every answer must have the length asked for."""
-    return asyncio.run(_complete(server.url, work, with_adapters))
+    models = [name_of(request.adapter) if with_adapters else "base" for request in work]
+    return asyncio.run(_complete(server.url, work, models))
 
 
-async def _complete(url: str, work: list[Request], with_adapters: bool) -> float:
+async def _complete(url: str, work: list[Request], models: list[str]) -> float:
     limits = httpx.Limits(max_connections=len(work))
     async with httpx.AsyncClient(base_url=url, timeout=REQUEST_LIMIT_SECONDS, limits=limits) as client:
         start_seconds = time.perf_counter()
-        await asyncio.gather(*(_one(client, request, with_adapters) for request in work))
+        await asyncio.gather(*(_one(client, *one) for one in zip(work, models, strict=True)))
         return time.perf_counter() - start_seconds
 
 
-async def _one(client: httpx.AsyncClient, request: Request, with_adapters: bool) -> None:
+async def _one(client: httpx.AsyncClient, request: Request, model: str) -> None:
     answer = await client.post(
         "/v1/completions",
         json={
-            "model": adapter_name(request.adapter) if with_adapters else "base",
+            "model": model,
             "prompt": list(request.prompt_token_ids),
             "max_tokens": request.num_output_tokens,
             "temperature": 0,

@@ -121,7 +121,7 @@ def _warm_up(sides: dict[str, Callable[[], float]], lora: Server) -> float:
 
 
 def _choose(peft: PeftProcess, dtype: str, batch_sizes: Sequence[int], progress: Progress) -> dict[int, float]:
-    """Seconds by batch size; a single size is not run, but taken."""
+    """Seconds by batch size, one run of each; a single size is not run, but taken."""
     if len(batch_sizes) == 1:
         return {batch_sizes[0]: 0.0}
     task = progress.add_task(f"{dtype}: PEFT's best batch size", total=len(batch_sizes))

@@ -11,6 +11,7 @@ from pathlib import Path
 OUT = Path(__file__).parent / "out"
 NUM_ADAPTERS = 8
 RANK = 16
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 12, 8, 128
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 VOCABULARY = 32_000
 SEED = 20_26
@@ -42,6 +43,11 @@ def adapter_name(index: int) -> str:
     return f"adapter-{index}"
 
 
+def kv_bytes_per_token(dtype: str) -> int:
+    """Keys and values of one token in all layers of the model."""
+    return 2 * NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM * {"float32": 4, "bfloat16": 2}[dtype]
+
+
 def make_model(dtype: str) -> Path:
     """A qwen3 of hidden 1024 and 12 layers with eight adapters beside it; returns its directory."""
     root = OUT / f"qwen3-{dtype}"
@@ -62,11 +68,11 @@ def _write_base(directory: Path, dtype: str) -> None:
     torch.manual_seed(SEED)
     config = Qwen3Config(
         hidden_size=1024,
-        num_hidden_layers=12,
+        num_hidden_layers=NUM_LAYERS,
         intermediate_size=3072,
         num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
+        num_key_value_heads=NUM_KV_HEADS,
+        head_dim=HEAD_DIM,
         vocab_size=VOCABULARY,
         max_position_embeddings=4096,
         tie_word_embeddings=True,
