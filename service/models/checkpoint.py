@@ -31,6 +31,9 @@ class Checkpoint:
         self._read: set[str] = set()
         self._mapped_bytes = 0
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor as it is stored, perhaps still in the memory map. Raises ModelError."""
         file = self._find(name)

@@ -69,6 +69,7 @@ class ModelFacts:
                         as config.json says; `context_tokens` is the longest sequence
     layer_kinds         per layer: what mixes the tokens
     sliding_windows     per layer: number of latest tokens a query sees, itself included; None = all of them
+    tie_word_embeddings the head is the token embedding, unless the checkpoint holds a head of other values
     qkv_bias, attention_out_bias, mlp_bias, conv_bias
                         which projections have biases; conv_bias covers the convolution and its two projections
     qk_norm             queries and keys are normalised per head before rotation

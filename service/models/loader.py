@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 
 _FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "lfm2": lfm2}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# Tensors that some exports carry and nobody needs: tied heads, and rotary frequencies, which follow from the config.
-_REDUNDANT = ("lm_head.weight", "rotary_emb.inv_freq")
+# What some exports carry and nobody needs: rotary frequencies, which follow from the config.
+_REDUNDANT = "rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

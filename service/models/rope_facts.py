@@ -52,7 +52,13 @@ def rope_facts(config: Mapping[str, Any]) -> RopeFacts:
 
     `config` gives `rope_theta` (its family's default, if need be) and `max_position_embeddings`.
     """
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    field = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    rope = config.get(field) or {}
+    nested = [key for key, value in rope.items() if isinstance(value, dict)]
+    if nested:
+        raise ModelError(
+            f"config.json gives {field} by layer type ({', '.join(nested)}); served is one rotation for all layers"
+        )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _NEEDS:
         raise ModelError(f"config.json asks for the rope type {kind!r}; served are {', '.join(_NEEDS)}")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from adapters.layout import BaseLayout
 from kernels.linear.ops import pack_weight
 from service.models.checkpoint import Checkpoint
 from service.models.projection import Projection
+
+log = logging.getLogger(__name__)
 
 
 class Weights:
@@ -40,8 +44,22 @@ class Weights:
         return self._pack(name, self._join(weights), self._join(biases) if bias else None)
 
     def tied_head(self, name: str, embedding: torch.Tensor) -> Projection:
-        """A head that multiplies with the token embedding [vocabulary, hidden]; packed, so a copy of it."""
-        return self._pack(name, embedding, None)
+        """A head that multiplies with the token embedding [vocabulary, hidden]; packed, so a copy of it.
+
+        Where the checkpoint holds a head of other values, against its config.json, that head wins, as in transformers.
+        Raises ModelError.
+        """
+        tensor = f"{name}.weight"
+        if tensor not in self._checkpoint:
+            return self._pack(name, embedding, None)
+        head = self._join([self._checkpoint.tensor(tensor, tuple(embedding.shape))])
+        if not torch.equal(head, embedding):
+            log.warning(
+                "the checkpoint's %s differs from the token embedding, so it is used as it is, although config.json "
+                "ties the two (its tie_word_embeddings or tie_embedding should be false)",
+                tensor,
+            )
+        return self._pack(name, head, None)
 
     def _pack(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
         projection = Projection(name, pack_weight(weight, bias))

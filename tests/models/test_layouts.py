@@ -79,6 +79,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "activation": ("llama", {"hidden_act": "gelu"}, "activation 'gelu'"),
     "rope-type": ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
     "rope-factor": ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' without factor"),
+    "rope-by-layer-type": (
+        "qwen3",
+        {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}},
+        "rope_parameters by layer type (full_attention)",
+    ),
+    "old-rope-by-layer-type": (
+        "qwen3",
+        {"rope_scaling": {"rope_type": "default", "sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+        "rope_scaling by layer type (sliding_attention)",
+    ),
     "partial-rotation": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "no-size": ("qwen2", {"hidden_size": None}, "hidden_size as a positive integer, and has None"),
     "zero-size": ("qwen2", {"num_hidden_layers": 0}, "num_hidden_layers as a positive integer, and has 0"),
@@ -104,6 +114,17 @@ def test_the_old_spelling_of_rope_means_the_same() -> None:
     old = {key: value for key, value in config.items() if key != "rope_parameters"}
     old |= {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 777.0}
     assert model_facts(old) == model_facts(config)
+
+
+@pytest.mark.parametrize(
+    ("rope", "context_tokens"),
+    [({"original_max_position_embeddings": 300}, 1200), ({"original_max_position_embeddings": 100}, 512), ({}, 2048)],
+    ids=["stretched", "shorter-than-config-says", "without-original"],
+)
+def test_yarn_stretches_the_context_by_its_factor(rope: dict[str, int], context_tokens: int) -> None:
+    config = {**config_of("qwen2"), "rope_parameters": {"rope_type": "yarn", "factor": 4.0, **rope}}
+    assert config["max_position_embeddings"] == 512
+    assert model_facts(config).context_tokens == context_tokens
 
 
 def test_the_old_spelling_of_lfm2_means_what_transformers_reads_in_it() -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from service.models.errors import ModelError
 from service.models.loader import load_model
-from tests.support.tiny_models import make_tiny_model
+from tests.support.tiny_models import EMBEDDING, HEAD, make_tiny_model, make_wrongly_tied_model
 
 NORM = "model.layers.1.input_layernorm.weight"
 
@@ -34,6 +34,10 @@ def sentence(model_dir: Path, dtype: str = "auto") -> str:
         load_model(model_dir, dtype=dtype)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
 
 
 def test_a_missing_tensor_is_named(model_dir: Path) -> None:
@@ -129,8 +133,23 @@ def test_the_stored_dtype_counts_where_config_json_is_silent(model_dir: Path) ->
 
 
 def test_tensors_that_nobody_uses_are_named_in_a_warning(model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
-    extra = {"model.layers.0.self_attn.q_proj.bias": torch.zeros(192), "lm_head.weight": torch.zeros(304, 48)}
-    edit_tensors(model_dir, lambda tensors: tensors.update(extra))
+    bias = "model.layers.0.self_attn.q_proj.bias"
+    edit_tensors(model_dir, lambda tensors: tensors.update({bias: torch.zeros(192), HEAD: tensors[EMBEDDING].clone()}))
     load_model(model_dir)
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert warning == "the model does not use these tensors of the checkpoint: model.layers.0.self_attn.q_proj.bias"
+    assert warnings_of(caplog) == [f"the model does not use these tensors of the checkpoint: {bias}"]
+
+
+def test_a_head_that_contradicts_a_tied_config_is_named_in_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That it is used, and how, is for the parity tests."""
+    load_model(make_wrongly_tied_model("qwen3", tmp_path))
+    assert warnings_of(caplog) == [
+        "the checkpoint's lm_head.weight differs from the token embedding, so it is used as it is, although "
+        "config.json ties the two (its tie_word_embeddings or tie_embedding should be false)"
+    ]
+
+
+def test_a_misshapen_head_is_named_even_where_config_json_ties_it(model_dir: Path) -> None:
+    edit_tensors(model_dir, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING][:-1].clone()}))
+    assert f"{HEAD} in model.safetensors has the shape [303, 48]" in sentence(model_dir)

@@ -20,7 +20,14 @@ from kernels.platform import detect
 from service.engine.maps import BASE, MapLimits, Part, adapter_order, build_step
 from service.models.caches import allocate_caches
 from service.models.loader import LoadedModel, load_model
-from tests.support.tiny_models import FAMILIES, LINEAR_MODULES, VOCAB_SIZE, make_adapter, make_tiny_model
+from tests.support.tiny_models import (
+    FAMILIES,
+    LINEAR_MODULES,
+    VOCAB_SIZE,
+    make_adapter,
+    make_tiny_model,
+    make_wrongly_tied_model,
+)
 from tests.tolerances import LOGITS, LOGITS_RMS
 
 EMBEDDINGS = ["embed_tokens", "lm_head"]
@@ -32,6 +39,7 @@ TARGETS: dict[str, tuple[int, slice | list[str]]] = {
     "last": (33, slice(-2, None)),
     "embeddings": (4, EMBEDDINGS),
 }
+DTYPES = (torch.float32, torch.bfloat16)
 BLOCK_SIZE, PROMPT_TOKENS = 4, 22
 
 
@@ -82,14 +90,17 @@ def peft_logits(
     return logits
 
 
-SETTINGS = [(family, dtype) for dtype in (torch.float32, torch.bfloat16) for family in FAMILIES]
+SETTINGS = {
+    **{f"{family}-{dtype}": (family, dtype, make_tiny_model) for dtype in DTYPES for family in FAMILIES},
+    "qwen3-wrongly-tied": ("qwen3", torch.float32, make_wrongly_tied_model),
+}
 
 
-@pytest.fixture(scope="module", params=SETTINGS, ids=[f"{family}-{dtype}" for family, dtype in SETTINGS])
+@pytest.fixture(scope="module", params=SETTINGS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str) -> Served:
-    family, dtype = request.param
+    family, dtype, make_model = SETTINGS[request.param]
     root = tmp_path_factory.mktemp(family)
-    model_dir = make_tiny_model(family, root / "model", dtype=dtype)
+    model_dir = make_model(family, root / "model", dtype=dtype)
     loaded = load_model(model_dir, device=device)
     # PEFT holds the rows of a half-precision model in float32, as we do on a CPU.
     pool = RowPool(loaded.layout, 4 << 20, dtype=detect(device).row_dtype(dtype), device=loaded.device)

@@ -11,7 +11,7 @@ import transformers
 
 from service.models.loader import LoadedModel, load_model
 from tests.support.hand_steps import HandDriver
-from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, make_tiny_model
+from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, make_tiny_model, make_wrongly_tied_model
 from tests.tolerances import LOGITS, LOGITS_RMS
 
 LENGTHS = (1, 7, 33, 50)
@@ -137,6 +137,13 @@ def test_float16_when_asked(family: str, tmp_path: Path, device: str) -> None:
 def test_shards_equal_transformers(tmp_path: Path, device: str) -> None:
     assert_parity(make_tiny_model("qwen2", tmp_path, max_shard_size="100KB"), device)
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_that_contradicts_a_tied_config_is_used_as_transformers_does(
+    family: str, tmp_path: Path, device: str
+) -> None:
+    assert_parity(make_wrongly_tied_model(family, tmp_path), device)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

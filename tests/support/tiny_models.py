@@ -6,6 +6,7 @@ enough that a wrong number anywhere changes the logits visibly.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "lfm2")
 VOCAB_SIZE = 304
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -88,6 +90,14 @@ def make_tiny_model(
                     parameter.add_(torch.randn_like(parameter), alpha=0.1 if "norm" in name else 0.3)
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
     make_tokenizer(directory)
+    return directory
+
+
+def make_wrongly_tied_model(family: str, directory: Path, *, dtype: torch.dtype = torch.float32) -> Path:
+    """A random model with a head of its own, whose config.json says that its head is the embedding."""
+    make_tiny_model(family, directory, dtype=dtype, tie_word_embeddings=False)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     return directory
 
 
