@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 32
 # Both are gone through token by token in each step of the request; 300 is OpenAI's figure.
 MAX_LOGIT_BIASES = 300
 MAX_STOP_TOKEN_IDS = 512
+MAX_FIELDS = 256  # of any object of a request
 
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
@@ -19,12 +20,29 @@ _INERT = "Accepted and ignored: it has no meaning for this server."
 _UNSUPPORTED = "Not supported: leave it out or send null."
 
 Unsupported = Annotated[None, Field(description=_UNSUPPORTED)]
+# For every list that may be long: the first wrong item tells all that a client needs.
+FIRST = Field(fail_fast=True)
+
+
+def _bounded(value: Any, most: int) -> Any:
+    if isinstance(value, dict) and len(value) > most:
+        raise ValueError(f"The object may have at most {most} items, and has {len(value)}")
+    return value
 
 
 class Request(BaseModel):
-    """Base of all request bodies: unknown fields, wrong types, NaN and infinity are refused."""
+    """Base of all request bodies: unknown fields, wrong types, NaN and infinity are refused.
+
+    What is wrong with a body is found in bounded time and memory, for pydantic keeps an error of every field and every
+    item: lists stop at the first (`FIRST`), and objects with too many fields are not looked at.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, value: Any) -> Any:
+        return _bounded(value, MAX_FIELDS)
 
 
 class Response(BaseModel):
@@ -72,15 +90,20 @@ class Generation(InertFields):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(None, description="0 by default")
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(None, description="0 by default")
     logit_bias: (
-        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_LOGIT_BIASES)] | None
+        Annotated[
+            dict[str, Annotated[float, Field(ge=-100, le=100)]],
+            Field(max_length=MAX_LOGIT_BIASES),
+            BeforeValidator(lambda value: _bounded(value, MAX_LOGIT_BIASES)),
+        ]
+        | None
     ) = Field(None, description=f"token id, as text, to what is added to its logit; up to {MAX_LOGIT_BIASES} of them")
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
         None, description="the same seed, request and model give the same answer"
     )
-    stop: StopString | list[StopString] | None = Field(
+    stop: StopString | Annotated[list[StopString], FIRST] | None = Field(
         None, description=f"up to {MAX_STOP_STRINGS} texts that end the answer and are not part of it"
     )
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = Field(
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS), FIRST] | None = Field(
         None, description=f"up to {MAX_STOP_TOKEN_IDS} token ids that end the answer"
     )
     ignore_eos: bool | None = Field(None, description="go on to max_tokens, whatever end tokens come")
@@ -102,9 +125,12 @@ class Generation(InertFields):
 class CompletionRequest(Generation):
     """Body of POST /v1/completions."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(
-        description="a text, texts, token ids, or lists of token ids"
-    )
+    prompt: (
+        str
+        | Annotated[list[str], FIRST]
+        | Annotated[list[TokenId], FIRST]
+        | Annotated[list[Annotated[list[TokenId], FIRST]], FIRST]
+    ) = Field(description="a text, texts, token ids, or lists of token ids")
     echo: bool | None = Field(None, description="begin the answer with the prompt")
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
         None, description="log probabilities, with so many alternatives; with `echo` of the prompt too"
@@ -125,7 +151,7 @@ class ChatMessage(Request):
     """One message of a chat. Images, audio, files and tool calls are not supported."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: str | Annotated[list[TextPart], Field(min_length=1), FIRST]
     name: str | None = None
     reasoning_content: str | None = Field(None, description="for templates that show earlier reasoning")
     tool_calls: Unsupported = None
@@ -143,7 +169,7 @@ class TextFormat(Request):
 class ChatRequest(Generation):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1), FIRST]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(
         None, description="most tokens of an answer; default: what the context has left"
     )
@@ -159,7 +185,7 @@ class ChatRequest(Generation):
         None, description="variables for the chat template, such as enable_thinking"
     )
     response_format: TextFormat | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], FIRST] | None = None
     tools: Unsupported = None
     tool_choice: Literal["none"] | None = None
     parallel_tool_calls: Unsupported = None
@@ -200,7 +226,7 @@ class TokenizeRequest(Request):
 
     model: str | None = Field(None, description="default: the base; an adapter may bring its own chat template")
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1), FIRST] | None = None
     add_special_tokens: bool | None = Field(None, description="true for prompts, false for messages by default")
     add_generation_prompt: bool | None = Field(None, description="true by default; only with messages")
     continue_final_message: bool | None = Field(None, description="only with messages")
@@ -228,7 +254,7 @@ class DetokenizeRequest(Request):
     """Body of POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], FIRST]
 
 
 class LoadLoraRequest(Request):

@@ -13,6 +13,7 @@ from service.api.schemas import (
     MAX_STOP_TOKEN_IDS,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     Request,
     TokenizeRequest,
 )
@@ -105,3 +106,30 @@ def test_as_many_biases_and_stop_tokens_as_are_documented() -> None:
         more: Any = {str(token): 1.0 for token in range(limit + 1)} if name == "logit_bias" else list(range(limit + 1))
         error = refusal(CompletionRequest, {**COMPLETION, name: more})
         assert (error.param, f"at most {limit} items" in error.message) == (name, True)
+
+
+MANY = 100_000
+LARGE_AND_WRONG: list[tuple[type[Request], dict[str, Any]]] = [
+    (CompletionRequest, {**COMPLETION, "prompt": [{}] * MANY}),
+    (CompletionRequest, {**COMPLETION, "prompt": [[""]] * MANY}),
+    (CompletionRequest, {**COMPLETION, "prompt": [1] * MANY + [""]}),
+    (CompletionRequest, {**COMPLETION, "stop": [1] * MANY}),
+    (CompletionRequest, {**COMPLETION, "stop_token_ids": [""] * MANY}),
+    (CompletionRequest, {**COMPLETION, "logit_bias": {str(index): "x" for index in range(MANY)}}),
+    (CompletionRequest, {**COMPLETION, **{f"field{index}": 1 for index in range(MANY)}}),
+    (ChatRequest, {"model": "b", "messages": [{}] * MANY}),
+    (ChatRequest, {"model": "b", "messages": [{f"field{index}": 1 for index in range(MANY)}]}),
+    (ChatRequest, {"model": "b", "messages": [{"role": "user", "content": [{}] * MANY}]}),
+    (ChatRequest, {"model": "b", "messages": [{"role": "user", "content": "x"}], "modalities": [1] * MANY}),
+    (TokenizeRequest, {"messages": [1] * MANY}),
+    (DetokenizeRequest, {"tokens": [""] * MANY}),
+]
+
+
+@pytest.mark.parametrize(("schema", "body"), LARGE_AND_WRONG)
+def test_a_large_wrong_body_has_few_errors(schema: type[Request], body: dict[str, Any]) -> None:
+    """pydantic would keep one for every item and field: seconds and gigabytes for a body that is within the limit."""
+    with pytest.raises(ValidationError) as caught:
+        schema.model_validate(body)
+    assert caught.value.error_count() < 10
+    assert len(refusal(schema, body).message) < 500
