@@ -23,6 +23,8 @@ from service.text.template_worker import AdapterTemplate
 DEFAULT_COMPLETION_TOKENS = 16
 # Longer texts are tokenised in a thread, so that they do not hold up the streams of other requests.
 _LONG_TEXT_CHARS = 20_000
+# A message costs as much as so many characters of one, however short it is.
+_MESSAGE_CHARS = 50
 
 T = TypeVar("T")
 
@@ -71,46 +73,70 @@ class Plan:
 
 @dataclass(frozen=True)
 class Admitted:
-    """A request that can be served: hand it to a `Job`, or `release` it."""
+    """A request that can be served: hand it to a `Job`, or `release` it. It has a place in the queue for each plan."""
 
+    services: Services
     target: Target
     plans: list[Plan]
 
     def release(self) -> None:
-        """Give the lease back, if no Job has taken it over."""
+        """Give lease and places back; exactly once."""
+        self.services.gate.leave(len(self.plans))
         self.target.release()
 
 
-async def admit_completion(services: Services, request: CompletionRequest) -> Admitted:
-    """Everything about a completion request that can be checked before it runs. ApiError leaves nothing behind."""
-    ready = services.require_ready()
-    target = resolve(services, request.model, request.adapter_id)
+async def admit(services: Services, request: CompletionRequest | ChatRequest, *, has_places: bool = False) -> Admitted:
+    """Everything about a request that can be checked before it runs. ApiError leaves nothing behind.
+
+    The places in the queue are taken before any text is looked at, so that no more requests than fit in it cost
+    anything. With `has_places` the caller has taken them (`num_sequences`), and they are this request's from now on.
+    """
+    places = num_sequences(services, request) if has_places else 0
+    target: Target | None = None
     try:
-        prompts = await completion_prompts(services, request)
-        return Admitted(target, plan_sequences(services, ready, request, prompts))
+        ready = services.require_ready()
+        target = resolve(services, request.model, request.adapter_id)
+        if not has_places:
+            wanted = num_sequences(services, request)
+            services.gate.enter(wanted)
+            places = wanted
+        prompts = await _prompts(services, target, request)
+        return Admitted(services, target, plan_sequences(ready, request, prompts, services.tokenizer.eos_token_ids))
     except BaseException:
-        target.release()
+        services.gate.leave(places)
+        if target is not None:
+            target.release()
         raise
 
 
-async def admit_chat(services: Services, request: ChatRequest) -> Admitted:
-    """Everything about a chat request that can be checked before it runs. ApiError leaves nothing behind."""
-    ready = services.require_ready()
-    target = resolve(services, request.model, request.adapter_id)
-    try:
-        prompt = await chat_prompt(
-            services,
-            target,
-            request.messages,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            variables=request.chat_template_kwargs,
-            add_special_tokens=request.add_special_tokens,
+def num_sequences(services: Services, request: CompletionRequest | ChatRequest) -> int:
+    """`n` for each prompt. BadRequest if the server could never run so many."""
+    num_choices = request.n or 1
+    if num_choices > services.settings.max_choices:
+        raise BadRequest(f"`n` is {num_choices}; this server allows {services.settings.max_choices}.", param="n")
+    num_prompts = 1 if isinstance(request, ChatRequest) else len(_raw_prompts(request))
+    if num_prompts * num_choices > services.gate.limit:
+        raise BadRequest(
+            f"{num_prompts} prompts with n = {num_choices} are more than the {services.gate.limit} sequences this "
+            "server runs or queues; send fewer.",
+            param="prompt",
         )
-        return Admitted(target, plan_sequences(services, ready, request, [prompt]))
-    except BaseException:
-        target.release()
-        raise
+    return num_prompts * num_choices
+
+
+async def _prompts(services: Services, target: Target, request: CompletionRequest | ChatRequest) -> list[Prompt]:
+    if isinstance(request, CompletionRequest):
+        return await completion_prompts(services, request)
+    prompt = await chat_prompt(
+        services,
+        target,
+        request.messages,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        variables=request.chat_template_kwargs,
+        add_special_tokens=request.add_special_tokens,
+    )
+    return [prompt]
 
 
 def resolve_name(services: Services, model: str, adapter_id: str | None = None) -> str | None:
@@ -185,35 +211,30 @@ async def chat_prompt(
     taken = RESERVED_VARIABLES & set(variables or ())
     if taken:
         raise BadRequest(f"chat_template_kwargs may not hold {', '.join(sorted(taken))}.", param="chat_template_kwargs")
-    plain = [message.model_dump(exclude_none=True) for message in messages]
     final = bool(continue_final_message)
     generate = not final if add_generation_prompt is None else add_generation_prompt
 
     def render() -> str:
+        plain = [message.model_dump(exclude_none=True) for message in messages]
         return chat_template_of(services, target).render(
             plain, add_generation_prompt=generate, continue_final_message=final, variables=variables
         )
 
     def encode(text: str) -> Prompt:
-        return Prompt(tuple(services.tokenizer.encode(text, add_special_tokens=bool(add_special_tokens))), text)
+        return _encoded(services, text, special=bool(add_special_tokens), field="messages")
 
     if target.has_template:
-        text = await asyncio.get_running_loop().run_in_executor(services.template_worker.thread, render)
+        assert target.digest is not None, "the base has no template of an adapter's"
+        async with services.template_turn(target.digest):
+            text = await asyncio.get_running_loop().run_in_executor(services.template_worker.thread, render)
         return await off_loop(lambda: encode(text), size_chars=len(text))
-    return await off_loop(lambda: encode(render()), size_chars=sum(len(str(message.content)) for message in messages))
+    size_chars = sum(_MESSAGE_CHARS + len(str(message.content)) for message in messages)
+    return await off_loop(lambda: encode(render()), size_chars=size_chars + len(str(variables)))
 
 
 async def completion_prompts(services: Services, request: CompletionRequest) -> list[Prompt]:
     """The four forms of `prompt` to tokens."""
-    raw = request.prompt
-    if isinstance(raw, str):
-        texts: list[str | list[int]] = [raw]
-    elif not raw:
-        raise BadRequest("`prompt` is an empty list; send at least one token or text.", param="prompt")
-    elif isinstance(raw[0], int):
-        texts = [raw]
-    else:
-        texts = list(raw)
+    texts = _raw_prompts(request)
     special = request.add_special_tokens is None or request.add_special_tokens
 
     def work() -> list[Prompt]:
@@ -222,28 +243,44 @@ async def completion_prompts(services: Services, request: CompletionRequest) -> 
     return await off_loop(work, size_chars=sum(len(text) for text in texts))
 
 
+def _raw_prompts(request: CompletionRequest) -> list[str | list[int]]:
+    """The four forms of `prompt` as one."""
+    raw = request.prompt
+    if isinstance(raw, str):
+        return [raw]
+    if not raw:
+        raise BadRequest("`prompt` is an empty list; send at least one token or text.", param="prompt")
+    return [raw] if isinstance(raw[0], int) else list(raw)  # type: ignore[list-item]
+
+
+def _encoded(services: Services, text: str, *, special: bool, field: str) -> Prompt:
+    """Text to tokens. One that is too long however its tokens fall is refused at once: encoding takes two hundred
+    times its memory."""
+    ready, most_chars = services.engine.ready, services.tokenizer.max_chars_per_token
+    if ready is not None and most_chars is not None:
+        limit = min(ready.max_model_len_tokens, ready.kv_capacity_tokens)
+        if len(text) > limit * most_chars:
+            raise BadRequest(
+                f"The prompt has {len(text)} characters, which cannot be within the {limit} tokens that this server "
+                "holds for a request; shorten it.",
+                param=field,
+            )
+    return Prompt(tuple(services.tokenizer.encode(text, add_special_tokens=special)), text)
+
+
 def _completion_prompt(services: Services, raw: str | list[int], *, special: bool, echo: bool) -> Prompt:
     tokenizer = services.tokenizer
     if isinstance(raw, str):
-        return Prompt(tuple(tokenizer.encode(raw, add_special_tokens=special)), raw)
+        return _encoded(services, raw, special=special, field="prompt")
     # The text is needed for `echo` only; ids that no text can have are refused once the limits are checked.
     has_text = echo and all(token_id < tokenizer.vocab_size for token_id in raw)
     return Prompt(tuple(raw), tokenizer.decode(raw, skip_special_tokens=False) if has_text else "")
 
 
 def plan_sequences(
-    services: Services, ready: Ready, request: CompletionRequest | ChatRequest, prompts: Sequence[Prompt]
+    ready: Ready, request: CompletionRequest | ChatRequest, prompts: Sequence[Prompt], eos_token_ids: Sequence[int]
 ) -> list[Plan]:
     """`n` sequences for each prompt, in order of the choices' index. BadRequest if one could never be served."""
-    num_choices = request.n or 1
-    if num_choices > services.settings.max_choices:
-        raise BadRequest(f"`n` is {num_choices}; this server allows {services.settings.max_choices}.", param="n")
-    if len(prompts) * num_choices > services.gate.limit:
-        raise BadRequest(
-            f"{len(prompts)} prompts with n = {num_choices} are more than the {services.gate.limit} sequences this "
-            "server runs or queues; send fewer.",
-            param="prompt",
-        )
     plans = []
     for prompt in prompts:
         max_tokens = checked_max_tokens(ready, request, prompt.token_ids)
@@ -251,9 +288,9 @@ def plan_sequences(
             request,
             max_tokens=max_tokens,
             vocab_size=ready.vocab_size,
-            eos_token_ids=services.tokenizer.eos_token_ids,
+            eos_token_ids=eos_token_ids,
         )
-        for index in range(num_choices):
+        for index in range(request.n or 1):
             plans.append(
                 Plan(
                     request_id=uuid4().hex,
@@ -276,11 +313,6 @@ def checked_max_tokens(ready: Ready, request: CompletionRequest | ChatRequest, t
     field = "messages" if isinstance(request, ChatRequest) else "prompt"
     if num_prompt == 0:
         raise BadRequest("The prompt has no tokens; send at least one.", param=field)
-    too_high = next((token_id for token_id in token_ids if token_id >= ready.vocab_size), None)
-    if too_high is not None:
-        raise BadRequest(
-            f"`prompt` holds the token {too_high}, but the vocabulary ends at {ready.vocab_size - 1}.", param=field
-        )
     limit = min(ready.max_model_len_tokens, ready.kv_capacity_tokens)
     wanted = _wanted_tokens(request)
     if wanted is None:
@@ -291,6 +323,12 @@ def checked_max_tokens(ready: Ready, request: CompletionRequest | ChatRequest, t
             f"The {what} holds {limit} tokens, but the prompt has {num_prompt} and up to {wanted} are to be generated; "
             "shorten the prompt or lower the number of tokens.",
             param=field if num_prompt >= limit else _limit_field(request),
+        )
+    # After the length: this walks through all of them.
+    too_high = next((token_id for token_id in token_ids if token_id >= ready.vocab_size), None)
+    if too_high is not None:
+        raise BadRequest(
+            f"`prompt` holds the token {too_high}, but the vocabulary ends at {ready.vocab_size - 1}.", param=field
         )
     return wanted
 

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import ValidationError
 
-from service.api.admission import Admitted, admit_chat, admit_completion
+from service.api.admission import Admitted, admit, num_sequences
 from service.api.chat import ChatAnswer
 from service.api.completions import CompletionAnswer
 from service.api.errors import HANDLED, BadRequest, BodyTooLarge, error_body
@@ -39,7 +39,7 @@ async def create_batch(request: Request, body: BatchRequest) -> Response:
     services = services_of(request)
     _check_size(len(body.items), services.settings.max_batch_items, "items")
     services.require_ready()
-    running = _start_all(services, await _check_all(services, body))
+    running = _start_all(services, await until_disconnect(request, _admit_all(services, body)))
     try:
         for item, answer in zip(body.items, running, strict=True):
             if not isinstance(answer, Exception):
@@ -57,19 +57,35 @@ def _check_size(count: int, limit: int, what: str) -> None:
         raise BodyTooLarge(f"The batch has {count} {what}; this server takes {limit}.", param="items")
 
 
-async def _check_all(services: Services, body: BatchRequest) -> list[_Checked | Exception]:
-    """Each item admitted, or what is wrong with it."""
+async def _admit_all(services: Services, body: BatchRequest) -> list[_Checked | Exception]:
+    """Each item admitted, or what is wrong with it. QueueFull, with nothing left behind, if the queue has not room for
+    all of them."""
+    parsed = [_parse(services, item) for item in body.items]
+    shares = [0 if isinstance(one, Exception) else num_sequences(services, one) for one in parsed]
+    _check_size(sum(shares), services.gate.limit, "sequences")
+    services.gate.enter(sum(shares))
     checked: list[_Checked | Exception] = []
     try:
-        for item in body.items:
-            checked.append(await _check(services, item))
+        for one in parsed:
+            checked.append(one if isinstance(one, Exception) else await _admit(services, one))
     except BaseException:
+        # The item that was being admitted has given its own share back.
+        services.gate.leave(sum(shares[len(checked) + 1 :]))
         _release(checked)
         raise
     return checked
 
 
-async def _check(services: Services, item: Any) -> _Checked | Exception:
+async def _admit(services: Services, request: ChatRequest | CompletionRequest) -> _Checked | Exception:
+    try:
+        return request, await admit(services, request, has_places=True)
+    except Exception as error:
+        return _surprise(error)
+
+
+def _parse(services: Services, item: Any) -> ChatRequest | CompletionRequest | Exception:
+    """The request that an item is, once it is known that the server could run as many sequences."""
+    request: ChatRequest | CompletionRequest
     try:
         if not isinstance(item, dict):
             raise BadRequest("An item must be an object: a completion or chat completion request.")
@@ -78,10 +94,11 @@ async def _check(services: Services, item: Any) -> _Checked | Exception:
         if item.get("messages") is not None:
             if item.get("prompt") is not None:
                 raise BadRequest("`messages` and `prompt` are both given; send one of them.", param="messages")
-            chat = ChatRequest.model_validate(item)
-            return chat, await admit_chat(services, chat)
-        completion = CompletionRequest.model_validate(item)
-        return completion, await admit_completion(services, completion)
+            request = ChatRequest.model_validate(item)
+        else:
+            request = CompletionRequest.model_validate(item)
+        num_sequences(services, request)
+        return request
     except ValidationError as error:
         return bad_request(error.errors())
     except Exception as error:
@@ -96,14 +113,7 @@ def _surprise(error: Exception) -> Exception:
 
 
 def _start_all(services: Services, checked: list[_Checked | Exception]) -> list[_Answer | Exception]:
-    """Submit all sequences of the batch between two steps, or, if the queue has not room for all of them, none."""
-    num_sequences = sum(len(one[1].plans) for one in checked if not isinstance(one, Exception))
-    try:
-        _check_size(num_sequences, services.gate.limit, "sequences")
-        services.gate.require(num_sequences)
-    except BaseException:
-        _release(checked)
-        raise
+    """Submit all sequences of the batch between two steps."""
     return [one if isinstance(one, Exception) else _start(services, *one) for one in checked]
 
 

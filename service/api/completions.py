@@ -10,7 +10,7 @@ from uuid import uuid4
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from service.api.admission import Admitted, Plan, admit_completion
+from service.api.admission import Admitted, Plan, admit
 from service.api.generation import Job, Piece
 from service.api.logprobs import completion_logprobs, join_columns, prompt_logprobs
 from service.api.openapi import GENERATION_ERRORS, streamed
@@ -31,7 +31,7 @@ router = APIRouter(tags=["OpenAI"])
 async def create_completion(request: Request, body: CompletionRequest) -> Response:
     """Complete one prompt or several, with the base or an adapter."""
     services = services_of(request)
-    answer = CompletionAnswer(services, body, await admit_completion(services, body))
+    answer = CompletionAnswer(services, body, await until_disconnect(request, admit(services, body)))
     note_job(request, body.model, answer.job)
     if body.stream:
         return EventStream(answer.chunks(), answer.job.close)

@@ -150,20 +150,17 @@ class SequenceRun:
 class Job:
     """The sequences of one request: n for each prompt, in order of the choices' index, all submitted when built.
 
-    Takes over the lease of `admitted`, and holds it and the places in the queue until `close`. If it cannot be built,
+    Takes over the lease and the places in the queue of `admitted`, and holds them until `close`. If it cannot be built,
     everything is given back at once.
     """
 
     def __init__(self, services: Services, admitted: Admitted) -> None:
-        self._services = services
         self._target = admitted.target
-        self._num_places = 0
+        self._admitted = admitted
         self._closed = False
         self.plans = admitted.plans
         self.runs: list[SequenceRun] = []
         try:
-            services.gate.enter(len(self.plans))
-            self._num_places = len(self.plans)
             for plan in self.plans:
                 self.runs.append(SequenceRun(services, self._target, plan))
         except BaseException:
@@ -225,5 +222,4 @@ class Job:
         self._closed = True
         for run in self.runs:
             run.close(outcome)
-        self._services.gate.leave(self._num_places)
-        self._target.release()
+        self._admitted.release()

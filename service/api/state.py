@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from fastapi import Request
 
@@ -63,17 +64,13 @@ class Gate:
 
     def enter(self, num_sequences: int) -> None:
         """Take places. QueueFull if not all of them are free."""
-        self.require(num_sequences)
-        self.num_open += num_sequences
-
-    def require(self, num_sequences: int) -> None:
-        """QueueFull if not so many places are free."""
         if self.num_open + num_sequences > self.limit:
             raise QueueFull(
                 f"{self.num_open} of {self.limit} places are taken and this request needs {num_sequences}; "
                 "send it again later, or fewer at a time.",
                 headers={"Retry-After": "1"},
             )
+        self.num_open += num_sequences
 
     def leave(self, num_sequences: int) -> None:
         """Give places back."""
@@ -105,6 +102,7 @@ class Services:
     stop: Callable[[], None] | None = None
     template_worker: TemplateWorker = field(default_factory=TemplateWorker)
     gate: Gate = field(init=False)
+    _template_turns: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _loop: asyncio.AbstractEventLoop | None = None
     # What `on_loop` was asked for before there was a loop.
     _before_loop: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
@@ -117,6 +115,14 @@ class Services:
         assert self.store is not None, "an adapter without a store"
         source = self.store.chat_template(digest)
         return None if source is None else AdapterTemplate(self.template_worker, source, self.tokenizer.special_tokens)
+
+    def template_turn(self, digest: str) -> asyncio.Lock:
+        """Held while a chat with the adapter's own template waits for it to be rendered: of each adapter one chat at a
+        time, so that those of one do not stand in the way of another's."""
+        turn = self._template_turns.get(digest)
+        if turn is None:
+            turn = self._template_turns[digest] = asyncio.Lock()
+        return turn
 
     def published(self, record: AdapterRecord) -> None:
         """An adapter is in the store: it may have metrics, and the engine may bring it in ahead of its first use."""

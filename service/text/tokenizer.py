@@ -40,6 +40,7 @@ class TextTokenizer:
     special_tokens  named special tokens (`bos_token`, ...) as text, for chat templates
     special_ids     ids that `skip_special_tokens` leaves out of text
     eos_token_ids   ids that end a sequence, from tokenizer_config.json, generation_config.json and config.json
+    max_chars_per_token  a text of more characters has more than one token; None where there is no such bound
     """
 
     def __init__(self, tokenizer: Tokenizer, config: dict[str, Any], eos_token_ids: tuple[int, ...]) -> None:
@@ -51,7 +52,9 @@ class TextTokenizer:
         eos = tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
         self.eos_token_ids = tuple(dict.fromkeys((*eos_token_ids, *(() if eos is None else (eos,)))))
         self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
-        self.is_byte_level = "ByteLevel" in json.dumps(json.loads(tokenizer.to_str()).get("decoder"))
+        parts = json.loads(tokenizer.to_str())
+        self.is_byte_level = "ByteLevel" in json.dumps(parts.get("decoder"))
+        self.max_chars_per_token = _max_chars_per_token(parts)
 
     @classmethod
     def load(cls, model_dir: Path) -> TextTokenizer:
@@ -84,7 +87,8 @@ class TextTokenizer:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise TextError("The text holds half of a surrogate pair; send valid Unicode.") from error
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # As a batch of one: that lets other threads run meanwhile, which `encode` does not.
+        return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are not UTF-8 come out as U+FFFD."""
@@ -111,6 +115,40 @@ class TextTokenizer:
     def token_name(self, token_id: int) -> str:
         """The token as the vocabulary spells it; empty for an id outside the vocabulary."""
         return self._tokenizer.id_to_token(token_id) or ""
+
+
+def _max_chars_per_token(parts: dict[str, Any]) -> int | None:
+    """The characters of the longest token, from a parsed tokenizer.json, if every text is cut into tokens and nothing
+    of it is lost: bytes stand for what no token spells, no token takes in the blanks around it, and the normalizer, if
+    any, only puts composed characters for up to four others."""
+    model = parts.get("model", {})
+    spells_all = bool(model.get("byte_fallback")) or "ByteLevel" in json.dumps(parts.get("pre_tokenizer"))
+    swallows = any(token.get("lstrip") or token.get("rstrip") for token in parts.get("added_tokens") or [])
+    vocabulary = model.get("vocab")
+    if model.get("type") != "BPE" or not vocabulary or swallows or not spells_all:
+        return None
+    steps = _steps(parts.get("normalizer"))
+    if not all(_keeps_length(step) or _composes(step) for step in steps):
+        return None
+    added = (token["content"] for token in parts.get("added_tokens") or [])
+    return max(len(token) for token in (*vocabulary, *added)) * (4 if any(map(_composes, steps)) else 1)
+
+
+def _steps(normalizer: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if normalizer is None:
+        return []
+    return list(normalizer["normalizers"]) if normalizer.get("type") == "Sequence" else [normalizer]
+
+
+def _keeps_length(step: dict[str, Any]) -> bool:
+    if step.get("type") == "Replace":
+        pattern = step.get("pattern", {}).get("String")
+        return pattern is not None and len(step.get("content", "")) >= len(pattern)
+    return step.get("type") in ("Prepend", "Lowercase", "NFD", "NFKD")
+
+
+def _composes(step: dict[str, Any]) -> bool:
+    return step.get("type") in ("NFC", "NFKC")
 
 
 def _byte_of_char() -> dict[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -12,10 +12,10 @@ import pytest
 
 from adapters import errors as store_errors
 from service.api import tokenize as tokenize_module
-from service.api.admission import Target, chat_prompt, resolve
-from service.api.errors import BadRequest, UnknownModel, status_of
-from service.api.schemas import ChatMessage, TokenizeRequest
-from service.api.state import Services
+from service.api.admission import Target, admit, chat_prompt, resolve
+from service.api.errors import BadRequest, QueueFull, UnknownModel, status_of
+from service.api.schemas import ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
+from service.api.state import Gate, Services
 from service.text.chat_template import ChatTemplate
 from service.text.template_worker import AdapterTemplate, TemplateWorker
 
@@ -32,6 +32,9 @@ class EmptyStore:
 
 class Words:
     """A tokenizer that notes in which threads it works; a token for each character."""
+
+    max_chars_per_token = None
+    eos_token_ids = ()
 
     def __init__(self) -> None:
         self.threads: set[threading.Thread] = set()
@@ -99,6 +102,8 @@ def render(source: str | None) -> tuple[list[str], Words]:
         tokenizer=words,
         adapter_template=lambda _digest: template if source is not None else None,
         template_worker=worker,
+        template_turn=lambda _digest: asyncio.Lock(),
+        engine=SimpleNamespace(ready=None),
     )
     messages = [ChatMessage(role="user", content="hi")]
     none: dict[str, Any] = dict.fromkeys(
@@ -133,3 +138,143 @@ def test_the_names_of_tokens_are_looked_up_when_asked_and_beside_the_loop(
     assert answer.token_strs == (list(LONG) if wanted else None)
     assert words.num_names == (len(LONG) if wanted else 0)
     assert threading.main_thread() not in words.threads
+
+
+READY = cast(Any, SimpleNamespace(max_model_len_tokens=100, kv_capacity_tokens=100, vocab_size=1000))
+
+
+class OneAdapter:
+    """A store whose adapters all have a template of their own; counts the leases that are out."""
+
+    def __init__(self) -> None:
+        self.num_out = 0
+
+    def lease(self, name: str) -> Any:
+        self.num_out += 1
+        record = SimpleNamespace(digest=name, manifest=SimpleNamespace(has_chat_template=True))
+        return SimpleNamespace(record=record, release=self._release)
+
+    def _release(self) -> None:
+        self.num_out -= 1
+
+
+class Template:
+    """Renders when `go` is set, and notes in which order."""
+
+    def __init__(self) -> None:
+        self.go, self.rendered = threading.Event(), list[str]()
+
+    def of(self, digest: str) -> Any:
+        def render(_messages: Any, **_options: Any) -> str:
+            assert self.go.wait(30)
+            self.rendered.append(digest)
+            return "hi"
+
+        return SimpleNamespace(render=render)
+
+
+@pytest.fixture
+def template() -> Template:
+    return Template()
+
+
+@pytest.fixture
+def full(template: Template) -> Iterator[Services]:
+    """As much of `Services` as admission needs."""
+    turns: dict[str, asyncio.Lock] = {}
+    worker = TemplateWorker()
+    yield services(
+        store=OneAdapter(),
+        tokenizer=Words(),
+        adapter_template=template.of,
+        template_worker=worker,
+        template_turn=lambda digest: turns.setdefault(digest, asyncio.Lock()),
+        engine=SimpleNamespace(ready=READY, state="ready"),
+        settings=SimpleNamespace(base_name="tiny", max_choices=4),
+        gate=Gate(30),
+        require_ready=lambda: READY,
+    )
+    worker.close()
+
+
+def a_chat(model: str, **fields: Any) -> ChatRequest:
+    return ChatRequest(model=model, messages=[ChatMessage(role="user", content="hi")], **fields)
+
+
+def nothing_is_held(parts: Services) -> bool:
+    return parts.gate.num_open == 0 and cast(Any, parts.store).num_out == 0
+
+
+def test_places_are_taken_before_any_text_is_looked_at(full: Services) -> None:
+    full.gate.enter(29)
+    with pytest.raises(QueueFull):
+        asyncio.run(admit(full, CompletionRequest(model="tiny", prompt=["a", "b"])))
+    assert not cast(Any, full.tokenizer).threads
+    full.gate.leave(29)
+    assert nothing_is_held(full)
+
+
+@pytest.mark.parametrize("has_places", [False, True])
+@pytest.mark.parametrize(
+    "request_",
+    [
+        CompletionRequest(model="tiny", prompt=["a" * 101, "b"]),
+        CompletionRequest(model="tiny", prompt=[[1], [1001]]),
+        CompletionRequest(model="tiny", prompt=["", "a"], add_special_tokens=False),
+    ],
+    ids=["too long", "no such token", "empty"],
+)
+def test_what_is_refused_gives_its_places_back(full: Services, request_: CompletionRequest, has_places: bool) -> None:
+    if has_places:
+        full.gate.enter(2)
+    with pytest.raises(BadRequest):
+        asyncio.run(admit(full, request_, has_places=has_places))
+    assert nothing_is_held(full)
+
+
+@pytest.mark.parametrize("prompt", [["a"] * 31, [""] * 10_000, [[]] * 10_000])
+def test_more_prompts_than_there_are_places_are_not_even_tokenised(full: Services, prompt: Any) -> None:
+    with pytest.raises(BadRequest, match="send fewer"):
+        asyncio.run(admit(full, CompletionRequest(model="tiny", prompt=prompt)))
+    assert not cast(Any, full.tokenizer).threads
+    assert nothing_is_held(full)
+
+
+def test_a_text_that_can_never_fit_is_not_tokenised(full: Services) -> None:
+    cast(Any, full.tokenizer).max_chars_per_token = 5
+    with pytest.raises(BadRequest, match="501 characters"):
+        asyncio.run(admit(full, CompletionRequest(model="tiny", prompt="a" * 501)))
+    assert not cast(Any, full.tokenizer).threads
+    assert nothing_is_held(full)
+
+
+def test_chats_of_one_adapter_do_not_stand_in_the_way_of_another_s(full: Services, template: Template) -> None:
+    async def run() -> None:
+        many = [asyncio.create_task(admit(full, a_chat("busy"))) for _ in range(20)]
+        await asyncio.sleep(0)
+        one = asyncio.create_task(admit(full, a_chat("other")))
+        await asyncio.sleep(0)
+        template.go.set()
+        for admitted in await asyncio.gather(one, *many):
+            admitted.release()
+
+    asyncio.run(run())
+    assert template.rendered.index("other") <= 2
+    assert len(template.rendered) == 21
+    assert nothing_is_held(full)
+
+
+def test_a_chat_that_is_given_up_is_not_rendered(full: Services, template: Template) -> None:
+    async def run() -> None:
+        first, second = (asyncio.create_task(admit(full, a_chat("busy"))) for _ in range(2))
+        await asyncio.sleep(0)
+        assert full.gate.num_open == 2
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        assert full.gate.num_open == 1
+        template.go.set()
+        (await first).release()
+
+    asyncio.run(run())
+    assert template.rendered == ["busy"]
+    assert nothing_is_held(full)

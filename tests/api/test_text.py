@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 
 from service.text.detokenizer import IncrementalDetokenizer
 from service.text.stop_strings import StopStrings
-from service.text.tokenizer import TextError, TextTokenizer
+from service.text.tokenizer import TextError, TextTokenizer, _max_chars_per_token
 from tests.support.tiny_models import BOS_ID, EOS_ID, VOCAB_SIZE, make_tokenizer
 
 MODEL_IDS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=80)
@@ -193,3 +193,29 @@ class TestStopStrings:
         watch = StopStrings(["END"])
         assert [watch.push(piece) for piece in ("xE", "N", "x", "E")] == ["x", "", "ENx", ""]
         assert watch.finish() == "E"
+
+
+class TestMostCharactersOfAToken:
+    @given(text=st.text())
+    def test_no_text_has_more_for_each_of_its_tokens(self, byte_level: TextTokenizer, text: str) -> None:
+        assert byte_level.max_chars_per_token is not None
+        num_tokens = len(byte_level.encode(text, add_special_tokens=False))
+        assert len(text) <= num_tokens * byte_level.max_chars_per_token
+
+    @pytest.mark.parametrize(
+        ("change", "factor"),
+        [
+            ({}, 1),
+            ({"normalizer": {"type": "NFC"}}, 4),
+            ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "NFD"}, {"type": "Lowercase"}]}}, 1),
+            ({"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}, None),
+            ({"normalizer": {"type": "Replace", "pattern": {"String": "  "}, "content": " "}}, None),
+            ({"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": " "}}, None),
+            ({"pre_tokenizer": None}, None),
+            ({"added_tokens": [{"content": "<x>", "lstrip": True}]}, None),
+        ],
+    )
+    def test_there_is_no_bound_where_characters_may_vanish(self, change: dict[str, Any], factor: int | None) -> None:
+        vocabulary = {"a": 0, "four": 1}
+        parts = {"model": {"type": "BPE", "vocab": vocabulary}, "pre_tokenizer": {"type": "ByteLevel"}, **change}
+        assert _max_chars_per_token(parts) == (None if factor is None else 4 * factor)
