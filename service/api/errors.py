@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from adapters import errors as store_errors
 from service.text.chat_template import TemplateError
+from service.text.template_worker import LimitError
 from service.text.tokenizer import TextError
 
 
@@ -99,6 +100,7 @@ TABLE: dict[type[Exception], Answer] = {
     EngineFailed: Answer(500, "server_error", "engine_failed"),
     TextError: Answer(400, _INVALID, "unusable_text_files"),
     TemplateError: Answer(400, _INVALID, "chat_template_refused"),
+    LimitError: Answer(400, _INVALID, "chat_template_refused"),
     store_errors.Malformed: Answer(400, _INVALID, store_errors.Malformed.code),
     store_errors.Unsupported: Answer(400, _INVALID, store_errors.Unsupported.code),
     store_errors.BindingError: Answer(400, _INVALID, store_errors.BindingError.code),

@@ -221,7 +221,8 @@ class EngineClient:
         try:
             # fd 2 for its stdout: nothing but logs may come out of the engine.
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "service.engine.process", str(theirs.fileno())),
+                # -P: what lies in the directory that the server was started in is none of ours.
+                *(sys.executable, "-P", "-m", "service.engine.process", str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,

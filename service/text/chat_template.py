@@ -198,7 +198,7 @@ class ChatTemplate:
         if not continue_final_message:
             return text
         if "content" not in self.source:
-            raise TemplateError("the chat template does not show the final message, so it cannot be continued")
+            raise TemplateError("The chat template does not show the final message, so it cannot be continued.")
         return _cut_at_tag(text, _final_text(final))
 
     def _run(
@@ -211,7 +211,7 @@ class ChatTemplate:
         except TemplateError:
             raise
         except Exception as error:  # a template may fail in any way that Python can
-            raise TemplateError(f"the chat template failed on these messages: {error}") from error
+            raise TemplateError(f"The chat template failed on these messages: {error}.") from error
 
     def _plain_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         plain = {key: value for key, value in message.items() if value is not None}
@@ -252,7 +252,7 @@ def _cut_at_tag(text: str, final: str) -> str:
     """The text up to the end of the final message. A template that trims the message trims the tag's space too."""
     at = text.rfind(_CONTINUE_TAG.strip())
     if at < 0 or final.strip() not in text:
-        raise TemplateError("the chat template does not show the final message, so it cannot be continued")
+        raise TemplateError("The chat template does not show the final message, so it cannot be continued.")
     kept_space = text[at : at + len(_CONTINUE_TAG)] == _CONTINUE_TAG
     return text[:at] if kept_space else text[:at].rstrip()
 

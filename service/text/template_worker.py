@@ -43,7 +43,9 @@ _PROBE = [{"role": "user", "content": "probe of the cost"}]
 
 
 class LimitError(TemplateError):
-    """The template takes more time, memory or text than it may, or does what the sandbox forbids."""
+    """The template takes more time, memory or text than it may, or does what the sandbox forbids; `excess` says it."""
+
+    excess = ""
 
 
 class TemplateWorker:
@@ -59,22 +61,24 @@ class TemplateWorker:
 
     def render(self, job: Mapping[str, Any]) -> str:
         """The text of a job (`AdapterTemplate` builds them). TextError for a source that does not compile, LimitError,
-        or TemplateError with the template's own words."""
+        or TemplateError with the template's own words; RuntimeError or OSError if the child cannot work."""
         try:
             line = json.dumps(job).encode() + b"\n"
         except (ValueError, RecursionError) as error:  # a number too long, variables nested too deep
-            raise TemplateError(f"the chat template failed on these messages: {error}") from error
+            raise TemplateError(f"The chat template failed on these messages: {error}.") from error
         with self._lock:
             was_fresh = self._child is None
             answer = self._ask(line)
-            if answer == _OUT_OF_MEMORY and not was_fresh:  # what others had left there may have been too much
+            # The child may have been killed while it was idle, and what others had left there may have been too much.
+            if isinstance(answer, int) and answer != -signal.SIGPROF and not was_fresh:
                 answer = self._ask(line)
         if isinstance(answer, int):
-            raise LimitError(f"the chat template {_ending(answer)}")
+            raise _ending(answer)
         if "text" in answer:
             return str(answer["text"])
-        kind = {"invalid": TextError, "limit": LimitError}.get(answer["kind"], TemplateError)
-        raise kind(answer["error"])
+        if answer["kind"] == "limit":
+            raise _limit(answer["error"])
+        raise TextError(answer["error"]) if answer["kind"] == "invalid" else TemplateError(answer["error"])
 
     def close(self) -> None:
         """End the child, after what it is rendering."""
@@ -124,7 +128,7 @@ class AdapterTemplate:
         try:
             self.render(_PROBE)
         except LimitError as error:
-            raise TextError(f"The chat template is refused: {error}.") from error
+            raise TextError(f"The chat template is refused: for a short message already, it {error.excess}.") from error
         except TemplateError as error:
             log.debug("an uploaded chat template refuses the probe: %s", error)
 
@@ -149,19 +153,30 @@ def _start() -> subprocess.Popen[bytes]:
     """The child knows none of the settings, which hold keys; nothing but answers may come out of it."""
     environment = {name: value for name, value in child_environment().items() if not name.startswith("MULTILORA_")}
     return subprocess.Popen(
-        [sys.executable, "-m", "service.text.template_worker"],
+        [sys.executable, "-P", "-m", "service.text.template_worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
     )
 
 
-def _ending(code: int) -> str:
+def _limit(excess: str) -> LimitError:
+    error = LimitError(
+        f"The adapter's chat template {excess}; shorten the messages, or upload the adapter with a simpler template."
+    )
+    error.excess = excess
+    return error
+
+
+def _ending(code: int) -> Exception:
+    """What an exit code says: about the template if it got its process killed, about us if the process gave up."""
     if code == -signal.SIGPROF:
-        return f"takes longer than {MAX_SECONDS:g} s"
+        return _limit(f"takes longer than {MAX_SECONDS:g} s")
     if code == _OUT_OF_MEMORY:
-        return f"takes more than {MAX_NEW_BYTES >> 20} MiB of memory"
-    return f"has ended its process (code {code})"
+        return _limit(f"takes more than {MAX_NEW_BYTES >> 20} MiB of memory")
+    if code < 0:
+        return _limit(f"got its process killed by signal {-code}")
+    return RuntimeError(f"the process of adapters' templates ended with exit code {code}")
 
 
 # ---- the child's side
@@ -183,10 +198,11 @@ def _answer(line: bytes) -> dict[str, str]:
     except TemplateError as error:
         if isinstance(error.__cause__, MemoryError):
             raise MemoryError from error
-        kind = "limit" if isinstance(error.__cause__, SecurityError) else "failed"
-        return {"kind": kind, "error": str(error)[:MAX_ERROR_CHARS]}
+        if isinstance(error.__cause__, SecurityError):
+            return {"kind": "limit", "error": f"goes too far: {error.__cause__}"[:MAX_ERROR_CHARS]}
+        return {"kind": "failed", "error": str(error)[:MAX_ERROR_CHARS]}
     if len(text) > MAX_TEXT_CHARS:
-        return {"kind": "limit", "error": f"the chat template makes a text of more than {MAX_TEXT_CHARS} characters"}
+        return {"kind": "limit", "error": f"makes a text of more than {MAX_TEXT_CHARS} characters"}
     return {"text": text}
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.api.conftest import BASE
+from tests.api.conftest import BASE, Checkpoints
 from tests.support.server import Server, wait_for
 from tests.support.tiny_models import VOCAB_SIZE
+from tests.support.uploads import parts_of
 
 COMPLETION = {"model": BASE, "prompt": "the", "max_tokens": 2}
 CHAT = {"model": BASE, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
@@ -274,3 +275,30 @@ def test_invented_methods_make_no_series(server: Server) -> None:
     for method in ("EVIL1", "EVIL2"):
         httpx.request(method, f"{server.url}/v1/models")
     assert "EVIL" not in server.get("/metrics").text
+
+
+def test_a_template_that_a_request_makes_too_costly_is_that_request_s_fault(
+    server: Server, checkpoints: Checkpoints
+) -> None:
+    source = (
+        b"{% if messages[0].content == 'go' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+        b"{% endfor %}{% endif %}{{ messages[0].content }}"
+    )
+    files = {**parts_of(checkpoints.spare), "chat_template": ("chat_template.jinja", source)}
+    assert server.post("/v1/adapters", data={"name": "costly"}, files=files).status_code == 201
+    try:
+        said = [{**CHAT, "model": "costly", "messages": [{"role": "user", "content": text}]} for text in ("go", "stay")]
+        refused, answered = (server.post("/v1/chat/completions", json=body) for body in said)
+        check_error(refused, 400, None, "longer than 1 s")
+        assert answered.status_code == 200
+        items = server.post("/v1/completions/batch", json={"items": said}).json()["items"]
+        assert (items[0]["error"]["code"], "choices" in items[1]) == ("chat_template_refused", True)
+        wait_for(lambda: server.metric("num_requests_open") == 0, "all places to be free again")
+    finally:
+        server.http.delete(f"{server.url}/v1/adapters/costly")
+
+
+@pytest.mark.parametrize("prompt", ["x" * 100_000, ["x" * 100_000], [1] * 100_000, [[1] * 100_000]])
+def test_a_prompt_far_too_long_is_refused(server: Server, prompt: Any) -> None:
+    answer = server.post("/v1/completions", json={**COMPLETION, "prompt": prompt})
+    check_error(answer, 400, "prompt", "512 tokens")

@@ -133,6 +133,22 @@ def test_a_child_that_others_have_filled_is_no_fault_of_the_next(
     assert worker._child is not first
 
 
+def test_a_child_that_was_killed_is_replaced_and_one_that_cannot_work_is_our_fault(
+    worker: TemplateWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = AdapterTemplate(worker, ORDINARY, {})
+    template.render(HELLO)
+    assert worker._child is not None
+    worker._child.kill()
+    assert template.render(HELLO) == "user: hello\n"
+    worker._child.kill()
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", "/bin/false")
+        with pytest.raises(RuntimeError, match="exit code 1"):
+            template.render(HELLO)
+    assert template.render(HELLO) == "user: hello\n"
+
+
 def test_the_child_knows_no_settings(worker: TemplateWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MULTILORA_API_KEYS", "a-secret")
     AdapterTemplate(worker, ORDINARY, {}).render(HELLO)
