@@ -17,7 +17,10 @@ INSTALL := $(PIP) install --quiet --no-build-isolation --constraint constraints.
 serve: $(VENV)/.runtime
 	$(BIN)/multilora serve $(ARGS)
 
-test: test-service test-ops test-ascend
+test: $(VENV)/.dev
+	@failed=; for suite in test-service test-ops test-ascend; do \
+		$(MAKE) --no-print-directory $$suite || failed="$$failed $$suite"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 # Models, engine, HTTP, adapters, documents: at most 12 minutes on two cores.
 test-service: $(VENV)/.dev

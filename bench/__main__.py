@@ -77,6 +77,8 @@ def _print(result: dict[str, Any]) -> None:
         for ratio in figures["ratios"]:
             spread = f"{ratio['min']:.3f} - {ratio['max']:.3f}"
             table.add_row(dtype, ratio["name"], f"{ratio['median']:.3f}", spread, ratio["bar"])
+        num_calls = figures["lora_op_calls_of_base_only_requests"]
+        table.add_row(dtype, "LoRA ops run for base-only requests", f"{num_calls:g}", "", "0")
     for dtype, figures in result["memory"].items():
         table.add_row(dtype, "memory above floor / budgets", f"{figures['above_floor_over_budget']:.3f}", "", "<= 1.10")
         table.add_row(dtype, "growth, requests 200 to 1000", f"{figures['growth']:.3%}", "", "<= 2 %")

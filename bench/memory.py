@@ -1,6 +1,7 @@
 """What the server's two processes weigh beyond weights and runtime, and whether they grow.
 
-"Runtime" is the same server with a tiny budget before any model work, minus its weights: interpreter, torch, HTTP.
+"Runtime" is the same server with tiny budgets and steps of few tokens, before any request, minus its weights:
+interpreter, torch, HTTP.
 
 The system gives out a page when it is first written, so budgets that are not in use would hide what the server takes
 beside them: prompts and adapters fill them before anything is weighed. The host tier, a budget for adapters in host
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +44,8 @@ def measure(dtype: str, num_threads: int, progress: Progress, num_requests: int 
     root = make_model(dtype)
     with tempfile.TemporaryDirectory() as scratch:
         common: dict[str, Any] = {"dtype": dtype, "num_threads": num_threads, "host_tier_bytes": 0}
-        small: dict[str, Any] = {"kv_bytes": SMALL_BYTES, "adapter_row_bytes": SMALL_BYTES}
+        small: dict[str, Any] = {"kv_bytes": SMALL_BYTES, "adapter_row_bytes": SMALL_BYTES, "token_budget": 8}
+        small |= {"max_sequences": 8}
         idle = start(root / "base", Path(scratch) / "a", **common, **small)
         floor_bytes = pss_bytes(idle) - 2 * SMALL_BYTES
         idle.stop()
@@ -93,14 +96,19 @@ def _load(root: Path, server: Server, floor_bytes: int, num_requests: int, progr
     short = [Request(request.prompt_token_ids[:16], 4, request.adapter) for request in requests()]
     task = progress.add_task("sequential requests, uploads and deletes", total=num_requests)
     at: dict[int, int] = {}
+    loads_before = server.metric("adapter_loads_total")
     for count in range(1, num_requests + 1):
-        if count % 10 == 0:
-            upload(server, "passing", root / adapter_name(count // 10 % NUM_ADAPTERS))
-            delete(server, "passing")
+        if count % 10 == 0:  # an adapter of its own, so that files, rows and host memory come and go
+            upload(server, filler_name(count), root / adapter_name(0), lora_alpha=1000 + count)
+            complete(server, [replace(short[0], adapter=count)], with_adapters=True, name_of=filler_name)
+            delete(server, filler_name(count))
         complete(server, [short[count % len(short)]], with_adapters=True)
         if count in (200, num_requests):
             at[count] = pss_bytes(server)
         progress.advance(task)
+    num_loads = server.metric("adapter_loads_total") - loads_before
+    if num_loads < num_requests // 10:
+        raise RuntimeError(f"only {num_loads} of {num_requests // 10} adapters that came and went were loaded")
     return {
         "budget_bytes": budget_bytes,
         "loaded_bytes": loaded_bytes,
