@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -24,12 +25,25 @@ def main(argv: list[str] | None = None) -> int:
     from service.client import ClientError
 
     try:
+        if "url" in arguments:
+            _refuse_other_than_utf8(arguments)
         return _command(arguments.command)(arguments)
     except KeyboardInterrupt:
         return 130
     except ClientError as error:
         print(f"multilora: {error}", file=sys.stderr)
         return 1
+
+
+def _refuse_other_than_utf8(arguments: argparse.Namespace) -> None:
+    """ClientError for text that cannot be sent. A Path may be any bytes."""
+    from service.client import utf8
+
+    for name, value in vars(arguments).items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str):
+                with utf8(name.replace("_", " ")):
+                    text.encode()
 
 
 def _command(name: str) -> Callable[[argparse.Namespace], int]:
@@ -77,7 +91,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("message", nargs="*", help="one message; without any an interactive chat")
     parser.add_argument("--adapter", help="name of an adapter; default: the base")
     parser.add_argument("--system", help="system message")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (%(default)s)")
+    parser.add_argument("--temperature", type=_finite, default=0.0, help="0 is greedy (%(default)s)")
     parser.add_argument("--max-tokens", type=_positive, default=256, help="most tokens of an answer (%(default)s)")
 
 
@@ -103,6 +117,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is not at least 1")
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{value} is not finite")
     return value
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
 # Reading waits for tokens, which may queue; connecting does not.
 TIMEOUT = httpx.Timeout(connect=5.0, read=600.0, write=600.0, pool=5.0)
+
+Result = TypeVar("Result")
 
 
 class ClientError(Exception):
@@ -19,8 +21,32 @@ class ClientError(Exception):
 
 def connect(url: str, api_key: str | None) -> httpx.Client:
     """A client for the server at `url`. Use its requests inside `sentences`."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    return httpx.Client(base_url=url.rstrip("/"), headers=headers, timeout=TIMEOUT)
+    try:
+        httpx.URL(url).host.encode("idna")
+    except UnicodeError as error:  # of a host such as a..b, which httpx passes and the resolver does not
+        raise httpx.InvalidURL(str(error)) from error
+    return httpx.Client(base_url=url.rstrip("/"), headers=headers_of(api_key), timeout=TIMEOUT)
+
+
+def headers_of(api_key: str | None) -> dict[str, str]:
+    """What shows the key to the server. ClientError, without the key, for one that no header can hold."""
+    if not api_key:
+        return {}
+    if not api_key.isascii() or not api_key.isprintable():
+        raise ClientError("The API key is not printable ASCII, as every key is; correct --api-key (MULTILORA_API_KEY).")
+    return {"Authorization": f"Bearer {api_key}"}
+
+
+@contextmanager
+def utf8(what: str) -> Iterator[None]:
+    """Turn bytes that are not UTF-8 into ClientError; `what` is the sentence's subject. Python reads such bytes of the
+    command line as lone surrogates, which no request can hold."""
+    try:
+        yield
+    except UnicodeError as error:
+        raise ClientError(
+            f"The {what} is not UTF-8; give it in UTF-8, as a terminal with a UTF-8 locale does."
+        ) from error
 
 
 @contextmanager
@@ -38,7 +64,7 @@ def sentences(url: str) -> Iterator[None]:
         ) from error
     except httpx.TimeoutException as error:
         raise ClientError(f"The server at {url} does not answer.") from error
-    except httpx.TransportError as error:
+    except httpx.RequestError as error:
         raise ClientError(f"The connection to {url} broke: {error or type(error).__name__}.") from error
 
 
@@ -59,16 +85,41 @@ def error_sentence(text: str, status: int) -> str:
     return str(message)
 
 
-def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    """The JSON objects of a stream of server-sent events. ClientError for an error event or a stream cut short."""
+def answer_of(response: httpx.Response, read: Callable[[Any], Result]) -> Result:
+    """What `read` finds in the JSON of an answer. ClientError for an error, and for the answer of another server."""
+    return _found(checked(response), response.content, read)
+
+
+def event_of(response: httpx.Response, line: str, read: Callable[[Any], Result]) -> Result:
+    """What `read` finds in a line of server-sent events. ClientError for an error event, and for another server's."""
+
+    def read_event(event: Any) -> Result:
+        if "error" in event:
+            raise ClientError(str(event["error"]["message"]))
+        return read(event)
+
+    return _found(response, line.removeprefix("data:"), read_event)
+
+
+def events(response: httpx.Response, read: Callable[[Any], Result]) -> Iterator[Result]:
+    """`event_of` for each event of a stream. ClientError also for a stream cut short."""
+    if not response.headers.get("content-type", "").startswith("text/event-stream"):
+        raise _not_ours(response)
     for line in response.iter_lines():
         if not line.startswith("data:"):
             continue
-        data = line.removeprefix("data:").strip()
-        if data == "[DONE]":
+        if line.removeprefix("data:").strip() == "[DONE]":
             return
-        event = json.loads(data)
-        if "error" in event:
-            raise ClientError(str(event["error"]["message"]))
-        yield event
+        yield event_of(response, line, read)
     raise ClientError("The answer broke off.")
+
+
+def _found(response: httpx.Response, text: str | bytes, read: Callable[[Any], Result]) -> Result:
+    try:
+        return read(json.loads(text))
+    except (ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
+        raise _not_ours(response) from error
+
+
+def _not_ours(response: httpx.Response) -> ClientError:
+    return ClientError(f"What answers at {response.url} is no multilora server; set --url (MULTILORA_URL) to one.")

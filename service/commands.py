@@ -11,10 +11,11 @@ from urllib.parse import quote
 
 import httpx
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from service.client import ClientError, checked, connect, events, sentences
+from service.client import ClientError, answer_of, checked, connect, events, sentences, utf8
 
 _CONFIG, _TENSORS, _TEMPLATE = "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"
 _ARCHIVES = (".tar.gz", ".tgz", ".zip")
@@ -31,11 +32,13 @@ def chat(arguments: argparse.Namespace) -> int:
             _answer(client, model, [*messages, {"role": "user", "content": " ".join(arguments.message)}], arguments)
             return 0
         console = Console(highlight=False)
-        console.print(f"[dim]{model} - an empty line starts anew, Ctrl-D ends[/dim]")
+        console.print(f"[dim]{escape(model)} - an empty line starts anew, Ctrl-D ends[/dim]")
         talk = list(messages)
         while True:
             try:
-                said = console.input("[bold cyan]> [/bold cyan]")
+                with utf8("message"):
+                    said = console.input("[bold cyan]> [/bold cyan]")
+                    said.encode()
             except EOFError:
                 console.print()
                 return 0
@@ -48,7 +51,7 @@ def chat(arguments: argparse.Namespace) -> int:
                 talk.append({"role": "assistant", "content": _answer(client, model, talk, arguments)})
             except ClientError as error:
                 talk.pop()
-                console.print(f"[red]{error}[/red]", markup=True)
+                console.print(f"[red]{escape(str(error))}[/red]")
 
 
 def _answer(client: httpx.Client, model: str, messages: list[dict[str, str]], arguments: argparse.Namespace) -> str:
@@ -57,35 +60,48 @@ def _answer(client: httpx.Client, model: str, messages: list[dict[str, str]], ar
     body |= {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
     said = ""
     with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        for event in events(checked(response)):
-            piece = event["choices"][0]["delta"].get("content") or ""
+        for piece in events(checked(response), _piece):
             said += piece
             print(piece, end="", flush=True)
     print(flush=True)
     return said
 
 
+def _piece(event: Any) -> str:
+    return str(event["choices"][0]["delta"].get("content") or "")
+
+
 def upload(arguments: argparse.Namespace) -> int:
     """Send a PEFT directory or an archive of one; says what was bound."""
     with _readable(arguments.path):
         files = _files_of(arguments.path)
-    name = arguments.name or arguments.path.resolve().name.removesuffix(".zip").removesuffix(".gz").removesuffix(".tar")
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    own_name = _sendable(arguments.path.resolve())
+    name = arguments.name or own_name.removesuffix(".zip").removesuffix(".gz").removesuffix(".tar")
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with sentences(arguments.url), connect(arguments.url, arguments.api_key) as client, _readable(arguments.path):
         with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
             opened = {
-                part: (path.name, progress.open(path, "rb", description=path.name)) for part, path in files.items()
+                part: (_sendable(path), progress.open(path, "rb", description=_sendable(path)))
+                for part, path in files.items()
             }
-            response = checked(client.post("/v1/adapters", data={"name": name}, files=opened))
-        report = response.json()
-    created = "is there" if response.status_code == 201 else "was there already"
-    print(
+            response = client.post("/v1/adapters", data={"name": name}, files=opened)
+        created = "is there" if response.status_code == 201 else "was there already"
+        print(answer_of(response, lambda report: _bound(report, created)))
+    return 0
+
+
+def _sendable(path: Path) -> str:
+    """The name of a file, with `?` for what is not UTF-8: the server then says which names there are."""
+    return path.name.encode(errors="replace").decode()
+
+
+def _bound(report: Any, created: str) -> str:
+    """What the server made of an upload, in lines."""
+    first = (
         f"{report['name']} {created}: rank {report['rank']}, {len(report['modules'])} modules, "
         f"{report['bytes']} bytes, digest {report['digest'][:12]}"
     )
-    for sentence in report["notes"]:
-        print(f"  {sentence}")
-    return 0
+    return "\n".join([first, *(f"  {sentence}" for sentence in report["notes"])])
 
 
 @contextmanager
@@ -115,19 +131,23 @@ def _files_of(path: Path) -> dict[str, Path]:
 def ls(arguments: argparse.Namespace) -> int:
     """List the adapters."""
     with sentences(arguments.url), connect(arguments.url, arguments.api_key) as client:
-        adapters = checked(client.get("/v1/adapters")).json()["data"]
+        rows = answer_of(client.get("/v1/adapters"), lambda body: [_row(one) for one in body["data"]])
     table = Table("name", "rank", "bytes", "where", "digest")
-    for one in adapters:
-        table.add_row(one["name"], str(one["rank"]), f"{one['bytes']:,}", one["state"], one["digest"][:12])
+    for row in rows:
+        table.add_row(*map(escape, row))
     Console().print(table)
     return 0
+
+
+def _row(one: Any) -> tuple[str, ...]:
+    return str(one["name"]), str(one["rank"]), f"{one['bytes']:,}", str(one["state"]), str(one["digest"])[:12]
 
 
 def rm(arguments: argparse.Namespace) -> int:
     """Delete adapters by name."""
     with sentences(arguments.url), connect(arguments.url, arguments.api_key) as client:
         for name in arguments.name:
-            checked(client.delete(_path_of(name)))
+            answer_of(client.delete(_path_of(name)), lambda body: body["deleted"])
             print(f"{name} is deleted")
     return 0
 
@@ -140,5 +160,7 @@ def _path_of(name: str) -> str:
 
 
 def _base_name(client: httpx.Client) -> str:
-    cards = checked(client.get("/v1/models")).json()["data"]
-    return str(next(card["id"] for card in cards if card["parent"] is None))
+    def base(body: Any) -> str:
+        return str(next(card["id"] for card in body["data"] if card["parent"] is None))
+
+    return answer_of(client.get("/v1/models"), base)

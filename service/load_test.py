@@ -14,10 +14,11 @@ from typing import Any
 
 import httpx
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from service.client import TIMEOUT, ClientError, checked, connect, error_sentence, sentences
+from service.client import TIMEOUT, ClientError, answer_of, connect, error_sentence, event_of, headers_of, sentences
 
 _WORDS = ("quick", "lazy", "seven", "wizards", "boat", "near", "over", "jumps", "oxygen", "brown")
 _SEED = 0
@@ -43,8 +44,10 @@ class Tally:
 def bench(arguments: argparse.Namespace) -> int:
     """Send the requests, show the table; 1 if a request failed."""
     with sentences(arguments.url), connect(arguments.url, arguments.api_key) as client:
-        known = [card["id"] for card in checked(client.get("/v1/models")).json()["data"]]
+        known = answer_of(client.get("/v1/models"), lambda body: [str(card["id"]) for card in body["data"]])
     models = arguments.model or known
+    if not models:
+        raise ClientError(f"The server at {arguments.url} has no models; set --url (MULTILORA_URL) to another.")
     with sentences(arguments.url):
         tallies, seconds = asyncio.run(_load(arguments, models))
     if arguments.json:
@@ -52,7 +55,7 @@ def bench(arguments: argparse.Namespace) -> int:
     else:
         Console().print(_table(tallies, seconds))
     for error in sorted({error for tally in tallies.values() for error in tally.errors}):
-        Console(stderr=True).print(f"[red]{error}[/red]")
+        Console(stderr=True).print(f"[red]{escape(error)}[/red]")
     return int(any(tally.errors for tally in tallies.values()))
 
 
@@ -61,7 +64,7 @@ async def _load(arguments: argparse.Namespace, models: Sequence[str]) -> tuple[d
     tallies = {name: Tally() for name in models}
     chosen = random.Random(_SEED)
     bodies = [_body(arguments, models[index % len(models)], chosen) for index in range(arguments.requests)]
-    headers = {"Authorization": f"Bearer {arguments.api_key}"} if arguments.api_key else {}
+    headers = headers_of(arguments.api_key)
     places = asyncio.Semaphore(arguments.concurrency)
     limits = httpx.Limits(max_connections=arguments.concurrency)
     async with httpx.AsyncClient(base_url=arguments.url, headers=headers, timeout=TIMEOUT, limits=limits) as client:
@@ -105,10 +108,7 @@ async def _request(client: httpx.AsyncClient, body: dict[str, Any]) -> Timing:
         async for line in response.aiter_lines():
             if not line.startswith("data: {"):
                 continue
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                raise ClientError(str(event["error"]["message"]))
-            new = sum(len(choice.get("token_ids") or ()) for choice in event["choices"])
+            new = event_of(response, line, _num_tokens)
             if new:
                 last = time.perf_counter()
                 first = last if first is None else first
@@ -116,6 +116,10 @@ async def _request(client: httpx.AsyncClient, body: dict[str, Any]) -> Timing:
     if first is None:
         raise ClientError("The answer has no tokens.")
     return Timing(num_tokens, first - started, (last - first) / (num_tokens - 1) if num_tokens > 1 else None)
+
+
+def _num_tokens(event: Any) -> int:
+    return sum(len(choice.get("token_ids") or ()) for choice in event["choices"])
 
 
 def _summary(tally: Tally, seconds: float) -> dict[str, float | int | None]:
@@ -145,7 +149,7 @@ def _table(tallies: dict[str, Tally], seconds: float) -> Table:
     table = Table("model", "requests", "errors", "tokens", "tok/s", "TTFT ms p50", "p95", "TPOT ms p50", "p95")
     whole = Tally()
     for name, tally in tallies.items():
-        table.add_row(name, *_cells(_summary(tally, seconds)))
+        table.add_row(escape(name), *_cells(_summary(tally, seconds)))
         whole.timings += tally.timings
         whole.errors += tally.errors
     table.add_section()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +185,38 @@ class TestSettings:
             load_settings(**given)
 
 
+@contextmanager
+def another_server(content_type: str, body: str) -> Iterator[str]:
+    """The URL of a server that gives this one answer to everything, with status 200."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(200)
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(body.encode())))
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        do_GET = do_POST = do_DELETE = answer
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
+        thread = threading.Thread(target=listener.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.server_port}"
+        finally:
+            listener.shutdown()
+            thread.join()
+
+
+HTML, JSON, EVENTS = "text/html", "application/json", "text/event-stream"
+PAGE = "<html>It works!</html>"
+
+
 class TestCommands:
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -228,6 +265,120 @@ class TestCommands:
         monkeypatch.setattr(Progress, "open", refuse)
         assert main(["upload", str(checkpoints.spare), "--url=http://127.0.0.1:9"]) == 1
         assert capsys.readouterr().err.endswith("adapter_config.json cannot be read: Permission denied.\n")
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (["chat", "\udcff"], "The message is not UTF-8"),
+            (["chat", "--adapter=\udcff", "hi"], "The adapter is not UTF-8"),
+            (["rm", "kept", "\udcff"], "The name is not UTF-8"),
+            (["bench", "--model=\udcff"], "The model is not UTF-8"),
+            (["ls", "--api-key=schl\u00fcssel"], "The API key is not printable ASCII"),
+            (["ls", "--api-key=one\ntwo"], "The API key is not printable ASCII"),
+            (["ls", "--url=http://a..b"], "'http://a..b' is no URL"),
+        ],
+    )
+    def test_what_no_request_can_hold_is_a_sentence(
+        self, server: Server, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main([arguments[0], f"--url={server.url}", *arguments[1:]]) == 1
+        shown = capsys.readouterr()
+        assert (shown.out, shown.err.startswith(f"multilora: {words}"), shown.err.count("\n")) == ("", True, 1)
+        assert "two" not in shown.err, "a key is shown"
+
+    @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+    def test_input_that_is_not_utf_8_is_a_sentence(
+        self, errors: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """How Python reads it depends on the locale."""
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), "utf-8", errors))
+        assert main(["chat", "--adapter=x", "--url=http://127.0.0.1:9"]) == 1
+        assert capsys.readouterr().err.startswith("multilora: The message is not UTF-8")
+
+    def test_a_file_s_name_that_is_not_utf_8_is_a_sentence(
+        self, server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        archive = tmp_path / "\udcff.zip"
+        archive.write_bytes(b"")
+        assert main(["upload", str(archive), f"--url={server.url}"]) == 1
+        assert "multilora: An adapter's name has 1 to 128 letters" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("value", ["nan", "inf"])
+    def test_a_temperature_that_json_does_not_know_is_refused(
+        self, value: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit, match="2"):
+            main(["chat", f"--temperature={value}", "hi"])
+        assert f"--temperature: {value} is not finite" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("arguments", "content_type", "body"),
+        [
+            (["ls"], HTML, PAGE),
+            (["ls"], JSON, "[]"),
+            (["ls"], JSON, '{"data": [{"name": "x"}]}'),
+            (["rm", "x"], HTML, PAGE),
+            (["rm", "x"], JSON, "{}"),
+            (["chat", "hi"], HTML, PAGE),
+            (["chat", "hi"], JSON, '{"data": []}'),
+            (["chat", "--adapter=x", "hi"], HTML, PAGE),
+            (["chat", "--adapter=x", "hi"], EVENTS, "data: hello\n\n"),
+            (["chat", "--adapter=x", "hi"], EVENTS, 'data: {"choices": []}\n\n'),
+            (["upload"], HTML, PAGE),
+            (["upload"], JSON, "{}"),
+            (["bench"], HTML, PAGE),
+            (["bench"], JSON, '{"data": [1]}'),
+        ],
+    )
+    def test_another_server_is_a_sentence(
+        self,
+        checkpoints: Checkpoints,
+        arguments: list[str],
+        content_type: str,
+        body: str,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        with another_server(content_type, body) as url:
+            path = [str(checkpoints.spare)] if arguments == ["upload"] else []
+            assert main([*arguments, *path, f"--url={url}"]) == 1
+        shown = capsys.readouterr()
+        last = shown.err.splitlines()[-1]  # before it, the progress of an upload
+        assert (shown.out, last.startswith(f"multilora: What answers at {url}/")) == ("", True), shown
+        assert last.endswith(" is no multilora server; set --url (MULTILORA_URL) to one.")
+
+    def test_a_load_on_a_server_without_models_is_a_sentence(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with another_server(JSON, '{"data": []}') as url:
+            assert main(["bench", f"--url={url}"]) == 1
+        assert capsys.readouterr().err.startswith(f"multilora: The server at {url} has no models")
+
+    def test_what_looks_like_markup_is_shown_as_it_is(
+        self,
+        server: Server,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """As tokens of chat templates do, which a server's sentence may quote."""
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
+        assert main(["chat", "--adapter=[/INST]", f"--url={server.url}"]) == 0
+        shown = capsys.readouterr().out
+        assert "[/INST] - an empty line" in shown
+        assert "`[/INST]` does not exist" in shown
+
+        assert main(["bench", "--model=[/INST]", "--requests=1", f"--url={server.url}"]) == 1
+        shown_by_bench = capsys.readouterr()
+        assert "[/INST]" in shown_by_bench.out
+        assert "`[/INST]` does not exist" in shown_by_bench.err
+
+        row = {"name": "[/INST]", "rank": 1, "bytes": 1, "state": "[/x]", "digest": "0"}
+        with another_server(JSON, json.dumps({"data": [row]})) as url:
+            assert main(["ls", f"--url={url}"]) == 0
+        assert {"[/INST]", "[/x]"} <= set(capsys.readouterr().out.split())
+
+        (tmp_path / "[bold].zip").write_bytes(b"")
+        assert main(["upload", str(tmp_path / "[bold].zip"), f"--url={server.url}"]) == 1
+        assert "[bold].zip" in capsys.readouterr().err
 
     def test_no_server_is_a_sentence(self) -> None:
         done = self.run("ls", "--url=http://127.0.0.1:9")
