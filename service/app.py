@@ -187,22 +187,31 @@ async def _prepare(services: Services, engine: EngineClient) -> None:
 
 def preload(services: Services) -> None:
     """Put the operator's adapters into the store under their folder names. A name that clients have given to other
-    content since is left as it is. Raises StartError and the store's errors."""
+    content since is left as it is, and a full disk ends no start: the server is what one deletes adapters with.
+    Raises StartError."""
     directory, store = services.settings.preload_dir, services.store
     if directory is None or store is None:
         return
     if not directory.is_dir():
         raise StartError(f"--preload-adapters-dir {directory} is not a directory.")
     for path in sorted(path for path in directory.iterdir() if (path / "adapter_config.json").is_file()):
-        with store.begin() as upload:
-            upload.add_directory(path)
-            try:
+        try:
+            with store.begin() as upload:
+                upload.add_directory(path)
                 record, created = upload.finish(path.name)
-            except store_errors.Conflict as error:
-                LOGGER.warning("Not preloaded: %s", error)
-                continue
-            except store_errors.AdapterError as error:
-                raise StartError(f"The adapter {path.name!r} in {directory} cannot be loaded: {error}") from error
+        except store_errors.Conflict as error:
+            LOGGER.warning("Not preloaded: %s", error)
+            continue
+        except store_errors.StorageFull as error:
+            LOGGER.warning(
+                "Not preloaded: the adapter %r; what the store holds of that name is left as it is. %s The floor is "
+                "--min-free-disk-bytes (MULTILORA_MIN_FREE_DISK_BYTES).",
+                path.name,
+                error,
+            )
+            continue
+        except store_errors.AdapterError as error:
+            raise StartError(f"The adapter {path.name!r} in {directory} cannot be loaded: {error}") from error
         services.metrics.know_adapter(record.name)
         LOGGER.info("adapter %s %s", record.name, "preloaded" if created else "is there already")
 

@@ -14,7 +14,7 @@ import pytest
 
 from service.api.errors import BadRequest
 from service.api.lora_compat import _load
-from tests.api.conftest import BASE, Checkpoints
+from tests.api.conftest import ADAPTERS, BASE, Checkpoints
 from tests.support.server import Server, running_server, wait_for
 from tests.support.tiny_models import make_adapter
 from tests.support.uploads import CONFIG, MULTIPART, TENSORS, multipart, upload
@@ -166,6 +166,28 @@ def test_a_disk_that_would_be_too_full_answers_507(checkpoints: Checkpoints, tmp
         assert "disk is too full" in answer.json()["error"]["message"]
         assert server.get("/v1/adapters").json()["data"] == []
         assert not [path for path in server.store_dir.rglob("*") if path.name == TENSORS]
+
+
+def test_a_full_disk_ends_no_start_of_a_server_that_preloads(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """Not even where everything is stored already; and it is with the server that one deletes adapters."""
+    with running_server(
+        checkpoints.base, tmp_path, model_name=BASE, preload_adapters_dir=checkpoints.adapters
+    ) as first:
+        assert first.stop() == 0
+    wanted = tmp_path / "wanted"
+    wanted.mkdir()
+    for name in ADAPTERS:
+        (wanted / name).symlink_to(checkpoints.adapters / name)
+    (wanted / "another").symlink_to(checkpoints.spare)
+    settings: dict[str, Any] = {"model_name": BASE, "preload_adapters_dir": wanted, "min_free_disk_bytes": 1 << 60}
+    with running_server(checkpoints.base, tmp_path, **settings) as server:
+        assert {card["id"] for card in server.get("/v1/models").json()["data"]} == {BASE, *ADAPTERS}
+        for name in ADAPTERS:
+            answer = server.post("/v1/completions", json={"model": name, "prompt": "the", "max_tokens": 2})
+            assert answer.status_code == 200, answer.text
+        for name in ("another", *ADAPTERS):
+            assert server.log.count(f"Not preloaded: the adapter '{name}'") == 1
+        assert "--min-free-disk-bytes (MULTILORA_MIN_FREE_DISK_BYTES)" in server.log
 
 
 def raw_exchange(host: str, port: int, head: str, headers: dict[str, str]) -> bytes:
