@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 from adapters.records import AdapterRecord
 from adapters.store import AdapterStore
 from service.api.errors import BadRequest, NotReady
+from service.api.listing import listing
 from service.api.openapi import ADMIN_ERRORS, UPLOAD_BODY, UPLOAD_ERRORS, errors
 from service.api.requestlog import note
 from service.api.schemas import AdapterDeleted, AdapterList, AdapterResponse, ModuleReport
@@ -54,13 +55,9 @@ async def list_adapters(request: Request) -> Response:
     """All adapters by name."""
     services = services_of(request)
     store = require_store(services)
-
-    def listing() -> str:
-        reports = [describe(services, record) for record in store.list()]
-        return AdapterList(object="list", data=reports).model_dump_json()
-
-    # Thousands of reports of hundreds of modules: other requests' streams go on meanwhile.
-    return Response(await asyncio.to_thread(listing), media_type="application/json")
+    return await listing(
+        lambda: AdapterList(object="list", data=[describe(services, record) for record in store.list()])
+    )
 
 
 @router.get("/v1/adapters/{name}", responses=errors((400, 401, 404)), summary="Show an adapter")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from service.api.admission import resolve
+from service.api.listing import listing
 from service.api.openapi import errors
 from service.api.schemas import ModelCard, ModelList
 from service.api.state import Services, services_of
@@ -14,13 +15,19 @@ from service.api.state import Services, services_of
 router = APIRouter(tags=["OpenAI"])
 
 
-@router.get("/v1/models", responses=errors((401,)), summary="List the base and its adapters")
-async def list_models(request: Request) -> ModelList:
+@router.get("/v1/models", response_model=ModelList, responses=errors((401,)), summary="List the base and its adapters")
+async def list_models(request: Request) -> Response:
     """The base first, then the adapters by name. Adapters have the base as `parent` and their digest as `root`."""
     services = services_of(request)
-    names = services.store.names() if services.store is not None else {}
-    adapters = (_adapter_card(services, name, alias.digest, alias.created_at_seconds) for name, alias in names.items())
-    return ModelList(object="list", data=[_base_card(services), *adapters])
+
+    def build() -> ModelList:
+        names = services.store.names() if services.store is not None else {}
+        adapters = (
+            _adapter_card(services, name, alias.digest, alias.created_at_seconds) for name, alias in names.items()
+        )
+        return ModelList(object="list", data=[_base_card(services), *adapters])
+
+    return await listing(build)
 
 
 @router.get("/v1/models/{model}", responses=errors((401, 404)), summary="One model")
