@@ -33,7 +33,12 @@ _BY_NAME: dict[str, Role] = {
     "added_tokens.json": "added_tokens",
     "tokenizer.json": "tokenizer",
 }
-_BY_PART: dict[str, Role] = {"adapter_config": "config", "adapter_model": "tensors", "archive": "archive"}
+_BY_PART: dict[str, Role] = {
+    "adapter_config": "config",
+    "adapter_model": "tensors",
+    "archive": "archive",
+    "chat_template": "template",
+}
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz", ".joblib")
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".gguf", ".onnx", ".h5", ".msgpack", ".ggml")
 _ARCHIVES = (".tar.gz", ".tgz", ".zip")
@@ -66,8 +71,8 @@ def role_of_part(part_name: str, file_name: str | None) -> Role:
     role = role_of(name)
     if role == "ignored":
         raise Malformed(
-            f"The part {part_name[:100]!r} (file {name[:100]!r}) is not known; parts are adapter_config, adapter_model "
-            "and archive."
+            f"The part {part_name[:100]!r} (file {name[:100]!r}) is not known; parts are adapter_config, "
+            "adapter_model, archive and chat_template."
         )
     return role
 

@@ -56,8 +56,8 @@ UPLOAD_BODY = {
             "schema": {
                 "type": "object",
                 "required": ["name"],
-                "description": "Send `name`, and either `adapter_config` and `adapter_model` or `archive`. Files are "
-                "also recognised by their file name, whatever the part is called.",
+                "description": "Send `name`, and either `adapter_config` and `adapter_model` or `archive`. These names "
+                "need no file name; parts of other names are recognised by theirs.",
                 "properties": {
                     "name": {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"},
                     "adapter_config": {

@@ -275,7 +275,10 @@ def test_the_last_release_does_not_wait_for_the_disk(store: AdapterStore) -> Non
     lease = store.lease("mine")
     store.delete("mine")
     with store._disk:
-        lease.release()
+        release = threading.Thread(target=lease.release, daemon=True)
+        release.start()
+        release.join(30)
+        assert not release.is_alive()
         assert not told.is_set()
         assert store.path_of(record.digest).is_dir()
     assert told.wait(30)
@@ -479,6 +482,29 @@ def test_an_adapters_chat_template_is_kept(store: AdapterStore, files: dict[str,
     plain, _ = upload_bytes(store, "plain", config_bytes(), safetensors_bytes(good_tensors()))
     assert plain.digest != record.digest
     assert store.chat_template(plain.digest) is None
+
+
+@pytest.mark.parametrize("file_name", [None, "template.jinja"])
+def test_a_part_called_chat_template_is_one_whatever_its_file_is_called(
+    store: AdapterStore, file_name: str | None
+) -> None:
+    parts = {"adapter_config": config_bytes(), "adapter_model": safetensors_bytes(good_tensors())}
+    with store.begin() as upload:
+        for part_name, data in parts.items():
+            with upload.open_part(part_name) as part:
+                part.write(data)
+        with upload.open_part("chat_template", file_name) as part:
+            part.write(b"hello {{ x }}")
+        record, _ = upload.finish("x")
+    assert store.chat_template(record.digest) == "hello {{ x }}"
+
+
+def test_a_part_that_is_not_known_is_refused_with_the_parts_that_are(store: AdapterStore) -> None:
+    with (
+        store.begin() as upload,
+        pytest.raises(Malformed, match=r"adapter_config, adapter_model, archive and chat_template\."),
+    ):
+        upload.open_part("readme", "README.md")
 
 
 @pytest.mark.parametrize(
