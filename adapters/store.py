@@ -78,8 +78,8 @@ class Upload:
         self._staging: Staging | None = staging
 
     def open_part(self, part_name: str, file_name: str | None = None) -> Part:
-        """Open the next file, recognised by its part name ("adapter_config", "adapter_model", "archive") or else by
-        its file name (adapter_config.json, *.safetensors, *.tar.gz, *.tgz, *.zip, chat_template.jinja...).
+        """Open the next file, recognised by its part name ("adapter_config", "adapter_model", "archive",
+        "chat_template"...) or else by its file name (adapter_config.json, *.safetensors, *.tar.gz, *.tgz, *.zip...).
 
         Raises Unsupported for pickles and other weight files, Malformed for a file given twice or not recognised.
         """
@@ -295,6 +295,11 @@ class AdapterStore:
         """All names, sorted, without reading a file."""
         with self._lock:
             return dict(sorted(self._names.items()))
+
+    def has(self, name: str) -> bool:
+        """Whether the name stands for an adapter now."""
+        with self._lock:
+            return name in self._names
 
     def num_names(self) -> int:
         """How many names there are: cheap enough for every scrape of metrics."""

@@ -95,7 +95,7 @@ def _below(root: Path, path: str) -> Path:
 
 
 def _load(store: AdapterStore, path: Path, name: str, replace: bool) -> AdapterRecord:
-    if name in store.names() and not replace:
+    if store.has(name) and not replace:
         raise BadRequest(
             f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
             "'load_inplace' to True.",

@@ -126,13 +126,21 @@ class Services:
 
     def published(self, record: AdapterRecord) -> None:
         """An adapter is in the store: it may have metrics, and the engine may bring it in ahead of its first use."""
-        self.metrics.know_adapter(record.name)
+        self._settle(record.name)
         if self.engine.state == "ready":
             self.engine.load(record.digest)
 
     def deleted(self, record: AdapterRecord) -> None:
         """A name is gone."""
-        self.metrics.forget_adapter(record.name)
+        self._settle(record.name)
+
+    def _settle(self, name: str) -> None:
+        """Have the metrics know the name if the store has it now: the store changes in threads, so of an upload and a
+        delete of one name that cross, the news may come in the other order."""
+        if self.store is not None and self.store.has(name):
+            self.metrics.know_adapter(name)
+        else:
+            self.metrics.forget_adapter(name)
 
     def fail_start(self, error: str) -> None:
         """The server can never become ready."""

@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import httpx
 import openai
 import pytest
+from fastapi import FastAPI
 
+from adapters.row_plan import plan_rows
+from adapters.store import AdapterStore, Upload
+from service.api import adapters as adapter_routes
+from service.api import lora_compat
+from service.api.auth import KeyRing
+from service.api.metrics import Metrics
+from service.api.middleware import Door
+from service.api.state import Engine, Services
+from service.settings import Settings
+from service.text.tokenizer import TextTokenizer
 from tests.api.conftest import ADAPTERS, BASE, Checkpoints
+from tests.support.adapter_files import (
+    config_bytes,
+    lora_tensors,
+    modules_ending,
+    safetensors_bytes,
+    small_layout,
+    write_peft_directory,
+)
 from tests.support.server import Server, wait_for
 from tests.support.tiny_models import make_adapter
 from tests.support.uploads import CONFIG, MULTIPART, multipart, parts_of, tar_of, upload, zip_of
@@ -93,6 +116,25 @@ class TestUpload:
         answer = server.post("/v1/adapters", data={"name": "broken"}, files=files)
         assert answer.status_code == 400
         assert "jinja2" in answer.json()["error"]["message"]
+
+    def test_every_part_that_openapi_lists_is_known_by_its_name_alone(
+        self, server: Server, checkpoints: Checkpoints, gone: list[str]
+    ) -> None:
+        gone += ["by-parts", "by-archive"]
+        files = {part: content for part, (_, content) in parts_of(checkpoints.spare).items()}
+        uploads = {
+            "by-parts": {**files, "chat_template": b"TALK {{ messages[0].content }}"},
+            "by-archive": {"archive": tar_of(checkpoints.spare)},
+        }
+        schema = server.get("/openapi.json").json()["paths"]["/v1/adapters"]["post"]["requestBody"]["content"]
+        listed = set(schema["multipart/form-data"]["schema"]["properties"])
+        assert listed == {"name"}.union(*uploads.values())
+        for name, parts in uploads.items():
+            named = {"name": name.encode(), **parts}
+            body = multipart([(f'name="{part}"', content) for part, content in named.items()])
+            answer = server.post("/v1/adapters", content=body, headers=MULTIPART)
+            assert answer.status_code == 201, answer.text
+            assert answer.json()["has_chat_template"] == ("chat_template" in parts)
 
 
 def broken_config(directory: Path, **change: Any) -> dict[str, tuple[str, bytes]]:
@@ -200,3 +242,104 @@ class TestDelete:
         assert server.http.delete(f"{server.url}/v1/adapters/nobody").status_code == 404
         answer = server.http.delete(f"{server.url}/v1/adapters/{BASE}")
         assert (answer.status_code, "base model" in answer.json()["error"]["message"]) == (400, True)
+
+
+class HeldBack:
+    """A call that is done at once, in its own thread, and returns when the test says so."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+        self.done, self.may_return = threading.Event(), threading.Event()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._call(*args, **kwargs)
+        self.done.set()
+        assert self.may_return.wait(30)
+        return result
+
+
+class Routes:
+    """The routes of adapters over a real store, in this process, so that a test can order their threads."""
+
+    def __init__(self, tmp_path: Path, store: AdapterStore, *, as_vllm: bool) -> None:
+        layout, self._as_vllm = small_layout(), as_vllm
+        tensors = safetensors_bytes(lora_tensors(layout, modules_ending(layout, "q_proj"), 4))
+        self._directory = write_peft_directory(tmp_path / "root" / "peft", config_bytes(), tensors)
+        self.metrics = Metrics("base")
+        app = FastAPI()
+        app.include_router(adapter_routes.router)
+        app.include_router(lora_compat.router)
+        app.add_middleware(Door, keys=KeyRing((), ()), metrics=self.metrics, body_limit=lambda *_: 1 << 20)
+        app.state.services = Services(
+            settings=Settings(model_name="base", lora_path_root=tmp_path / "root"),
+            engine=cast(Engine, SimpleNamespace(state="starting", stats=None)),
+            layout=layout,
+            tokenizer=cast(TextTokenizer, None),
+            template=None,
+            metrics=self.metrics,
+            store=store,
+        )
+        self._http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here")
+
+    async def put(self) -> None:
+        if self._as_vllm:
+            body = {"lora_name": "mine", "lora_path": "peft"}
+            answer = await self._http.post("/v1/load_lora_adapter", json=body)
+        else:
+            answer = await self._http.post("/v1/adapters", data={"name": "mine"}, files=parts_of(self._directory))
+        assert answer.is_success, answer.text
+
+    async def delete(self) -> None:
+        if self._as_vllm:
+            answer = await self._http.post("/v1/unload_lora_adapter", json={"lora_name": "mine"})
+        else:
+            answer = await self._http.delete("/v1/adapters/mine")
+        assert answer.is_success, answer.text
+
+
+@pytest.mark.parametrize("as_vllm", [False, True])
+class TestCrossing:
+    """An upload and a delete of one name whose news reach the metrics in the other order."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[AdapterStore]:
+        layout = small_layout()
+        plan = plan_rows(layout, 1 << 20, element_bytes=4)
+        store = AdapterStore(tmp_path / "store", layout, base_name="base", row_plan=plan)
+        yield store
+        store.close()
+
+    def test_a_name_that_came_back_during_its_delete_is_counted_as_its_own(
+        self, tmp_path: Path, store: AdapterStore, monkeypatch: pytest.MonkeyPatch, as_vllm: bool
+    ) -> None:
+        routes, held = Routes(tmp_path, store, as_vllm=as_vllm), HeldBack(store.delete)
+        monkeypatch.setattr(store, "delete", held)
+
+        async def cross() -> None:
+            await routes.put()
+            delete = asyncio.create_task(routes.delete())
+            assert await asyncio.to_thread(held.done.wait, 30)
+            await routes.put()
+            held.may_return.set()
+            await delete
+
+        asyncio.run(cross())
+        assert list(store.names()) == ["mine"]
+        assert routes.metrics.label_of("mine") == "mine"
+
+    def test_a_name_that_was_deleted_during_its_upload_is_known_no_more(
+        self, tmp_path: Path, store: AdapterStore, monkeypatch: pytest.MonkeyPatch, as_vllm: bool
+    ) -> None:
+        routes, held = Routes(tmp_path, store, as_vllm=as_vllm), HeldBack(Upload.finish)
+        monkeypatch.setattr(Upload, "finish", lambda *args, **kwargs: held(*args, **kwargs))
+
+        async def cross() -> None:
+            put = asyncio.create_task(routes.put())
+            assert await asyncio.to_thread(held.done.wait, 30)
+            await routes.delete()
+            held.may_return.set()
+            await put
+
+        asyncio.run(cross())
+        assert store.names() == {}
+        assert routes.metrics.label_of("mine") == "deleted:"
