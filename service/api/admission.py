@@ -250,7 +250,7 @@ def _raw_prompts(request: CompletionRequest) -> list[str | list[int]]:
         return [raw]
     if not raw:
         raise BadRequest("`prompt` is an empty list; send at least one token or text.", param="prompt")
-    return [raw] if isinstance(raw[0], int) else list(raw)  # type: ignore[list-item]
+    return [raw] if isinstance(raw[0], int) else list(raw)
 
 
 def _encoded(services: Services, text: str, *, special: bool, field: str) -> Prompt:
@@ -278,7 +278,7 @@ def _completion_prompt(services: Services, raw: str | list[int], *, special: boo
 
 
 def plan_sequences(
-    ready: Ready, request: CompletionRequest | ChatRequest, prompts: Sequence[Prompt], eos_token_ids: Sequence[int]
+    ready: Ready, request: CompletionRequest | ChatRequest, prompts: Sequence[Prompt], eos_token_ids: tuple[int, ...]
 ) -> list[Plan]:
     """`n` sequences for each prompt, in order of the choices' index. BadRequest if one could never be served."""
     plans = []

@@ -145,7 +145,8 @@ def _check_tensors(model_dir: Path, facts: ModelFacts) -> None:
             for piece in projection.slices:
                 rows = projection.in_features if projection.kind == "embedding" else piece.out_features
                 columns = piece.out_features if projection.kind == "embedding" else projection.in_features
-                if piece.module != "lm_head" or not facts.tie_word_embeddings:
+                is_tied = piece.module == "lm_head" and facts.tie_word_embeddings
+                if not is_tied or "lm_head.weight" in checkpoint:
                     checkpoint.tensor(f"{piece.module}.weight", (rows, columns))
 
 
