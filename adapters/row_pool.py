@@ -95,10 +95,11 @@ class RowPool:
 
     # ---- residents
 
-    def load(self, digest: str, adapter: HostAdapter) -> bool:
-        """Copy the adapter to the device unless it is there. False when the adapters in use leave too few rows; then
-        nothing has changed. Raises RowsExceeded when it would not fit an empty pool, or when the kernels do not
-        take its rank: the store may hold it from a server with more rows, or with another device."""
+    def load(self, digest: str, adapter: HostAdapter, *, may_evict: bool = True) -> bool:
+        """Copy the adapter to the device unless it is there. False when the adapters in use leave too few rows, or,
+        without `may_evict`, when no more than sliding idle ranges together is not enough; then nothing has changed.
+        Raises RowsExceeded when it would not fit an empty pool, or when the kernels do not take its rank: the store may
+        hold it from a server with more rows, or with another device."""
         self._clock += 1
         resident = self._residents.get(digest)
         if resident is not None:
@@ -106,7 +107,8 @@ class RowPool:
             return True
         self._refuse_too_large(adapter)
         lengths = {group: self.plan.aligned(adapter.rows[group]) for group in self._groups if adapter.rows.get(group)}
-        if any(self._rows_in_use(group) + length > self.plan.rows[group] for group, length in lengths.items()):
+        has_room = self._has_room_beside_used if may_evict else self._has_room_beside_all
+        if not all(has_room(group, length) for group, length in lengths.items()):
             return False
         for group, length in lengths.items():
             self._make_room(group, length)
@@ -176,6 +178,14 @@ class RowPool:
         )
 
     # ---- making room
+
+    def _has_room_beside_used(self, group: Group, length: int) -> bool:
+        return self._rows_in_use(group) + length <= self.plan.rows[group]
+
+    def _has_room_beside_all(self, group: Group, length: int) -> bool:
+        """Whether `_make_room` would evict nobody and move no rows in use."""
+        ranges = self._ranges[group]
+        return ranges.has_gap(length) or ranges.moves_for(length, self._is_idle) is not None
 
     def _make_room(self, group: Group, length: int) -> None:
         """Leave one gap of `length` rows in the group. The rows in use are known to leave that many."""

@@ -3,6 +3,7 @@
 Disk -> host is read by one loader thread, the only one that touches the host tier. Host -> device is `RowPool.load`,
 called by the scheduler between steps when a request is otherwise ready to run. The desk counts the users of each
 adapter (requests that wait or run) and pins its rows while any of them runs; the row pool never evicts pinned rows.
+What only a hint asked for evicts nobody: each upload is one, and a burst of them must not push out what is in demand.
 
 Who frees: rows by the row pool when others need them, or by `evict` after the last user; host memory by the host
 tier's own budget, or by `evict`. A killed engine leaves only the store on disk, which it never writes.
@@ -20,7 +21,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, Protocol
 
-from adapters.errors import RowsExceeded, Unsupported
+from adapters.errors import NotFound, RowsExceeded, Unsupported
 from adapters.row_pool import PoolUsage
 from service.engine.brief_thread import BriefThread
 from service.engine.messages import AdapterState
@@ -47,7 +48,7 @@ class HostSource(Protocol):
 class Rows(Protocol):
     """The row pool, as far as the engine needs it."""
 
-    def load(self, digest: str, host_adapter: Any) -> bool: ...
+    def load(self, digest: str, host_adapter: Any, *, may_evict: bool = True) -> bool: ...
     def pin(self, digest: str) -> None: ...
     def unpin(self, digest: str) -> None: ...
     def drop(self, digest: str) -> None: ...
@@ -113,7 +114,7 @@ class AdapterDesk:
         self._wake = wake
         self._entries: dict[str, _Entry] = {}
         self._loader = BriefThread("adapter-loader")
-        self._done: queue.SimpleQueue[tuple[_Work, str, Any, Failure | None]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[_Work, str, Any, Exception | None]] = queue.SimpleQueue()
         self._states: list[AdapterState] = []
         self._failures: dict[str, Failure] = {}
 
@@ -131,7 +132,8 @@ class AdapterDesk:
         self._settle_entry(digest, entry)
 
     def hint(self, digest: str) -> None:
-        """Bring it to the host tier, and to the device if rows are free, although no request has come yet."""
+        """Bring it to the host tier, and to the device if rows are free without an eviction, although no request has
+        come yet."""
         if self.rows is None:
             self._states.append(AdapterState(digest, "failed", LORA_IS_OFF))
             return
@@ -183,19 +185,23 @@ class AdapterDesk:
     def settle_loads(self) -> None:
         """Take over what the loader thread has finished. Never waits."""
         while not self._done.empty():
-            work, digest, host, failure = self._done.get()
+            work, digest, host, error = self._done.get()
             if work is _Work.DROP:
                 self._states.append(AdapterState(digest, "gone"))
                 continue
             entry = self._entries[digest]
             entry.is_loading = False
-            if failure is not None:
-                self._fail(digest, entry, failure)
+            if error is not None:
+                if entry.num_users == 0 and isinstance(error, NotFound):
+                    log.info("adapter %s has left the store, and nobody waits for it", digest)
+                else:
+                    log.warning("adapter %s could not be read", digest, exc_info=error)
+                self._fail(digest, entry, _unread(digest, error))
             else:
                 entry.host = host
                 self._states.append(AdapterState(digest, "host"))
                 if entry.num_users == 0 and not entry.evict_asked:
-                    self._bring(digest, entry)
+                    self._bring(digest, entry, may_evict=False)
             self._settle_entry(digest, entry)
 
     def take_states(self) -> list[AdapterState]:
@@ -242,8 +248,7 @@ class AdapterDesk:
         try:
             self._done.put((_Work.READ, digest, self._host.get(digest), None))
         except Exception as error:
-            log.warning("adapter %s could not be read", digest, exc_info=error)
-            self._done.put((_Work.READ, digest, None, _unread(digest, error)))
+            self._done.put((_Work.READ, digest, None, error))
         self._wake()
 
     def _drop_from_host(self, digest: str) -> None:
@@ -253,12 +258,12 @@ class AdapterDesk:
         self._done.put((_Work.DROP, digest, None, None))
         self._wake()
 
-    def _bring(self, digest: str, entry: _Entry) -> bool:
+    def _bring(self, digest: str, entry: _Entry, *, may_evict: bool = True) -> bool:
         """Host -> device. What had to leave the device for it is reported."""
         assert self.rows is not None
         before = self.rows.resident()
         try:
-            fits = self.rows.load(digest, entry.host)
+            fits = self.rows.load(digest, entry.host, may_evict=may_evict)
         except ValueError as error:
             self._fail(digest, entry, Failure(str(error), isinstance(error, _CLIENT_FAULTS)))
             return False
@@ -269,7 +274,7 @@ class AdapterDesk:
         if fits:
             entry.host = None
             self._states.append(AdapterState(digest, "device"))
-        elif not any(other.num_pins for other in self._entries.values()):
+        elif may_evict and not any(other.num_pins for other in self._entries.values()):
             sentence = f"Adapter {digest} is larger than the row budget; raise it or use smaller ranks."
             self._fail(digest, entry, Failure(sentence, client_fault=True))
         return fits

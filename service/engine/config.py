@@ -26,7 +26,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_tier_bytes             adapters held in host memory, ready for the device
     num_threads                 threads of one matrix product; None: as torch sees fit
     max_steps_waiting_for_rows  after so many steps the oldest request that waits for rows gets them before newer
-                                requests of other adapters
+                                requests of other adapters, but for those that `Scheduler._door` lets in
     max_loads_ahead             adapters that are read from disk, or wait in host memory for rows, at the same time
     max_prompt_logits           logits of prompt tokens (prompt logprobs) in one step; bounds the memory of a step
     stats_interval_seconds      shortest time between two Stats of a busy engine

@@ -65,8 +65,8 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Bring an adapter to the host tier, and to the device if the rows in use leave room; a hint, a request would do
-    the same."""
+    """Bring an adapter to the host tier, and to the device if rows are free without an eviction: a hint, from which no
+    request has to suffer."""
 
     adapter: str
 

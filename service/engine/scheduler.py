@@ -12,14 +12,15 @@ One step, under one token budget:
 3. waiting sequences join, oldest first, while a place, a line and the blocks for all their present tokens are free.
    One whose adapter is being read, or finds no rows, is passed over, not waited for.
 Nobody starves: places, lines and blocks go strictly by age among those who have rows. Who has waited too long for rows
-(the oldest such) closes the door to younger requests of other adapters, until those that run have ended and given
-theirs back.
+(the oldest such) closes the door to younger requests of other adapters, but for some of those that run already, until
+these have ended and given their rows back; `_door` says for whom, and why that comes to an end.
 
 Cost per step: O(running), plus O(waiting) while some wait for adapters.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import insort
 from itertools import pairwise
 
@@ -31,6 +32,11 @@ from service.engine.state_lines import StateLines
 
 def _age(sequence: Sequence) -> int:
     return sequence.key
+
+
+def _tokens_to_come(sequence: Sequence) -> int:
+    """The most that it may still get; it may end sooner."""
+    return sequence.max_total - sequence.num_tokens
 
 
 class Scheduler:
@@ -149,27 +155,50 @@ class Scheduler:
         if not self.waiting:
             return
         self.desk.prefetch(sequence.adapter for sequence in self.waiting if sequence.adapter is not None)
-        door: Sequence | None = None  # the oldest that has waited too long for rows
+        door: dict[str, float] | None = None
         free_blocks = self.blocks.num_free - sum(self._blocks_missing(sequence) for sequence in self.running)
         for sequence in list(self.waiting):
             if sequence.steps_waiting_for_rows >= self._max_steps_waiting_for_rows and door is None:
-                door = sequence
+                door = self._door(sequence)
             need = self._blocks_missing(sequence)
             has_line = self.lines is None or self.lines.num_free > 0
-            if budget <= 0 or len(self.running) >= self._max_sequences or not has_line or need > free_blocks:
+            if budget <= 0 or len(self.running) >= self._max_sequences or not has_line:
                 return
             if sequence.adapter is not None:
-                if door is not None and sequence.adapter != door.adapter:
+                if door is not None and _tokens_to_come(sequence) >= door.get(sequence.adapter, 0):
                     continue
                 turn = self.desk.acquire(sequence.adapter)
                 if turn is not Turn.RUN:
                     sequence.steps_waiting_for_rows += turn is Turn.NO_ROWS
                     continue
+            # Asked after rows: who lacks those too must not keep the blocks from the others.
+            if need > free_blocks:
+                if sequence.adapter is not None:
+                    self.desk.release(sequence.adapter)
+                return
             free_blocks -= need
             share = self._start(sequence, budget)
             if share is not None:
                 shares.append(share)
                 budget -= share.num_tokens
+
+    def _door(self, waiting: Sequence) -> dict[str, float]:
+        """Who may still join while `waiting`, the oldest that has waited too long for rows, lacks them: per adapter,
+        requests to which fewer tokens than this may come.
+
+        No adapter that does not run is let in: it would pin more rows. As long as somebody older than `waiting` runs,
+        its rows do not come free whoever is kept out, so that all may join it; the older ones are finitely many and
+        end. Then only those may join an adapter that cannot outlast the longest beside them: the most tokens that may
+        come to any of its sequences are never raised, and fall as they run. After finitely many steps nobody runs with
+        it, under any load, and its rows are free.
+        """
+        assert waiting.adapter is not None
+        tokens = {waiting.adapter: math.inf}
+        for other in self.running:
+            if other.adapter is not None:
+                most = math.inf if other.key < waiting.key else _tokens_to_come(other)
+                tokens[other.adapter] = max(most, tokens.get(other.adapter, 0))
+        return tokens
 
     def _blocks_missing(self, sequence: Sequence) -> int:
         """Blocks it lacks for all its present tokens and the next; admitted with fewer, it would soon be preempted."""

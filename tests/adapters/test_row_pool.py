@@ -222,6 +222,31 @@ def test_pinned_ranges_in_the_way_slide_as_a_last_resort_and_keep_their_places()
     assert set(pool.resident()) == {"b", "d", "wide"}
 
 
+def test_without_evictions_only_free_rows_are_taken_sliding_idle_ranges_at_most() -> None:
+    layout = churn_layout()
+    pool = RowPool(layout, budget_for(layout, 64, 16))
+    adapters = {name: make_host_adapter(layout, name, {"q": 16}) for name in "abcd"}
+    for name, adapter in adapters.items():
+        assert pool.load(name, adapter, may_evict=False)
+    wide = make_host_adapter(layout, "wide", {"q": 32, "down": 16})
+    assert not pool.load("wide", wide, may_evict=False)
+    assert set(pool.resident()) == set("abcd")
+    pool.drop("a")
+    pool.drop("c")  # free: 0-16 and 32-48, with b between them
+    pool.pin("b")
+    pool.pin("d")
+    assert not pool.load("wide", wide, may_evict=False), "it moved rows in use"
+    assert pool.usage().num_moves == 0
+    pool.unpin("b")
+    assert pool.load("wide", wide, may_evict=False)
+    assert set(pool.resident()) == {"b", "d", "wide"}
+    assert not pool.load("e", make_host_adapter(layout, "e", {"q": 1}), may_evict=False)
+    assert (pool.usage().num_moves, pool.usage().num_evictions) == (1, 0)
+    pool.check_integrity()
+    for adapter in (adapters["b"], adapters["d"], wide):
+        assert_holds(pool, layout, adapter)
+
+
 def test_an_adapter_takes_rows_only_in_the_groups_it_targets() -> None:
     layout = small_layout()
     pool = RowPool(layout, 200_000, alignment=4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adapters.errors import RowsExceeded, Unsupported
+from adapters.errors import NotFound, RowsExceeded, Unsupported
 from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.platform import detect
 from service.engine.build import max_rank_of
@@ -146,7 +147,7 @@ def test_an_adapter_that_this_server_cannot_hold_is_its_owners_fault(
 ) -> None:
     """The store may hold it from a server with more rows or another device."""
 
-    def refuse(*_: object) -> bool:
+    def refuse(*_: object, **__: object) -> bool:
         raise kind("it needs 80 rows; the budget holds 64")
 
     if kind is RowsExceeded:
@@ -285,6 +286,45 @@ def test_a_hint_loads_ahead_of_any_request(mock: MockEngine) -> None:
     assert mock.finished["r"].reason == "length"
 
 
+def test_a_hint_evicts_nobody() -> None:
+    """A burst of uploads must not push out the adapters that requests come back to."""
+    mock = make_mock_engine(num_rows=2)
+    for adapter in ("a1", "a2"):
+        mock.submit(adapter, adapter=adapter)
+        mock.settle()
+    for i in range(3, 8):
+        mock.engine.handle(Load(f"a{i}"))
+    mock.step_until(lambda: all((f"a{i}", "host") in mock.states for i in range(3, 8)))
+    assert mock.rows.resident() == ("a1", "a2")
+    assert not [state for state in mock.states if state[1] == "failed"]
+    assert not mock.engine.desk._entries
+    mock.submit("r", adapter="a3")
+    mock.settle()
+    assert mock.output["r"] == expected_tokens((1, 2, 3), "a3", 4)
+    assert mock.rows.resident() == ("a2", "a3")
+    mock.engine.close()
+
+
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_an_adapter_deleted_after_a_hint_is_no_warning_unless_somebody_waits_for_it(
+    mock: MockEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_awaited: bool
+) -> None:
+    def get(digest: str) -> str:
+        raise NotFound(f"The store has no adapter {digest}.")
+
+    monkeypatch.setattr(mock.host, "get", get)
+    caplog.set_level(logging.INFO)
+    mock.engine.handle(Load("a1"))
+    if is_awaited:
+        mock.submit("r", adapter="a1")
+    mock.engine.handle(Evict("a1"))
+    mock.step_until(lambda: ("a1", "gone") in mock.states)
+    assert mock.states == [("a1", "failed"), ("a1", "gone")]
+    records = [(record.levelname, record.exc_info is not None) for record in caplog.records]
+    assert records == [("WARNING", True) if is_awaited else ("INFO", False)]
+    assert not mock.engine.desk._entries
+
+
 # ---- log probabilities of the prompt
 
 
@@ -326,6 +366,19 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle() -> None:
     assert found == pytest.approx(prompt_logprobs(prompt, None), abs=1e-5)
     assert mock.output["echo"] == expected_tokens(prompt, None, 2)
     mock.engine.close()
+
+
+def test_prompt_logprobs_of_all_requests_share_the_bound_of_a_step() -> None:
+    mock = make_mock_engine(token_budget=64, max_prompt_logits=5)
+    prompts = {f"echo-{i}": tuple(range(i, i + 12)) for i in range(3)}
+    for name, prompt in prompts.items():
+        mock.submit(name, prompt, max_tokens=0, prompt_logprobs=0)
+    mock.settle()
+    mock.engine.close()
+    assert max(len(batch.logits_rows) for batch in mock.runner.batches) == 5
+    for name, prompt in prompts.items():
+        found = [entry.logprob for entry in mock.messages[name][0].prompt_logprobs or () if entry is not None]
+        assert found == pytest.approx(prompt_logprobs(prompt, None), abs=1e-5)
 
 
 def test_output_logprobs_follow_each_token(mock: MockEngine) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from service.engine.messages import Finished, Load
+from service.engine.messages import Abort, Finished, Load
+from service.engine.sequence import Sequence
 from tests.support.engine_mock import MockEngine, expected_tokens, make_mock_engine
 
 
@@ -22,6 +23,17 @@ def mocks() -> Iterator[list[MockEngine]]:
 
 def prompt(length: int, first: int = 1) -> tuple[int, ...]:
     return tuple((first + i) % 90 for i in range(length))
+
+
+def names_of(sequences: list[Sequence]) -> list[str]:
+    return [sequence.request_id for sequence in sequences]
+
+
+def open_gate(mock: MockEngine) -> None:
+    """Let the one gated adapter be read; the next step finds it in host memory."""
+    mock.engine.wake.clear()
+    mock.host.gate.set()
+    assert mock.engine.wake.wait(30)
 
 
 def test_prefill_chunks_share_the_step_with_decode_tokens(mocks: list[MockEngine]) -> None:
@@ -54,11 +66,11 @@ def test_sequences_join_and_leave_at_every_step(mocks: list[MockEngine]) -> None
     for i in range(4):
         mock.submit(f"r{i}", prompt(2, i), max_tokens=2 + i)
     mock.step()
-    assert [sequence.request_id for sequence in mock.engine.scheduler.running] == ["r0", "r1"]
+    assert names_of(mock.engine.scheduler.running) == ["r0", "r1"]
     mock.step_until(lambda: "r0" in mock.finished)
     mock.step()
     # r0 has left after two tokens, and r2 has its place; r1 has taken its third and last.
-    assert [sequence.request_id for sequence in mock.engine.scheduler.running] == ["r2"]
+    assert names_of(mock.engine.scheduler.running) == ["r2"]
     mock.settle()
     assert {finished.reason for finished in mock.finished.values()} == {"length"}
 
@@ -86,19 +98,53 @@ def test_a_preempted_request_goes_before_newer_ones(mocks: list[MockEngine]) -> 
     while mock.engine.scheduler.num_preemptions == 0:
         mock.step()
     mock.submit("newer", prompt(2, 50), max_tokens=2)
-    assert [sequence.request_id for sequence in mock.engine.scheduler.waiting] == ["r1", "newer"]
+    assert names_of(mock.engine.scheduler.waiting) == ["r1", "newer"]
     mock.settle()
     assert mock.output["r1"] == expected_tokens(prompt(8, 10), None, 16)
 
 
-@pytest.mark.parametrize("token_budget", [8, 64], ids=["in-chunks", "at-once"])
-def test_two_prompts_are_not_admitted_into_blocks_for_one(mocks: list[MockEngine], token_budget: int) -> None:
-    mock = make_mock_engine(num_blocks=11, token_budget=token_budget)
+@pytest.mark.parametrize(
+    ("token_budget", "prompt_logprobs"), [(8, None), (64, None), (64, 0)], ids=["in-chunks", "at-once", "by-logits"]
+)
+def test_two_prompts_are_not_admitted_into_blocks_for_one(
+    mocks: list[MockEngine], token_budget: int, prompt_logprobs: int | None
+) -> None:
+    """With prompt logprobs the first takes few blocks per step, and leaves budget: what it will take is not free."""
+    mock = make_mock_engine(num_blocks=11, token_budget=token_budget, max_prompt_logits=3)
     mocks.append(mock)
-    for i in range(2):
-        mock.submit(f"r{i}", prompt(30, i), max_tokens=4)
+    mock.submit("first", prompt(30), max_tokens=4, prompt_logprobs=prompt_logprobs)
+    mock.submit("second", prompt(30, 1), max_tokens=4)
+    mock.step()
+    assert names_of(mock.engine.scheduler.running) == ["first"]
     mock.settle()
     assert mock.engine.scheduler.num_preemptions == 0
+
+
+def test_nobody_takes_the_blocks_of_one_just_preempted(mocks: list[MockEngine]) -> None:
+    """It is passed over in that very step, since somebody else waits for rows; it would be first were that one gone."""
+    mock = make_mock_engine(num_blocks=25, num_rows=4, max_steps_waiting_for_rows=1, max_sequences=8)
+    mocks.append(mock)
+    mock.host.gated.add("a3-4")
+    for adapter in ("a1-2", "a2-2"):
+        mock.engine.handle(Load(adapter))
+    mock.step_until(lambda: {"a1-2", "a2-2"} == set(mock.rows.resident()))
+    mock.submit("oldest", prompt(12), max_tokens=60)
+    mock.submit("holds-rows", prompt(2), adapter="a1-2", max_tokens=60)
+    mock.submit("waits-for-rows", prompt(2), adapter="a3-4", max_tokens=2)
+    mock.submit("youngest", prompt(30), adapter="a2-2", max_tokens=60)
+    mock.step()
+    open_gate(mock)
+    mock.step_until(lambda: mock.engine.scheduler.blocks.num_free < 4)
+    mock.submit("newcomer", prompt(14), max_tokens=2)
+    mock.step_until(lambda: mock.engine.scheduler.num_preemptions)
+    running = mock.engine.scheduler.running
+    assert names_of(running) == ["oldest", "holds-rows"], "who was preempted goes before a newcomer"
+    mock.engine.handle(Abort("waits-for-rows"))
+    mock.step()
+    assert "newcomer" not in names_of(mock.engine.scheduler.running)
+    mock.settle()
+    assert mock.output["youngest"] == expected_tokens(prompt(30), "a2-2", 60)
+    assert mock.output["newcomer"] == expected_tokens(prompt(14), None, 2)
 
 
 def test_a_slow_load_does_not_hold_up_the_others(mocks: list[MockEngine]) -> None:
@@ -114,6 +160,56 @@ def test_a_slow_load_does_not_hold_up_the_others(mocks: list[MockEngine]) -> Non
     mock.host.gate.set()
     mock.settle()
     assert mock.output["waits"] == expected_tokens((1, 2, 3), "a1", 4)
+
+
+def with_a_long_prompt_at_the_head(mocks: list[MockEngine], *, has_rows: bool) -> MockEngine:
+    """The request "long" needs more blocks than the two running ones leave. Its adapter is being read until the gate
+    opens; without `has_rows` there are none for it before "holds-rows" has ended. Small base requests come after it."""
+    mock = make_mock_engine(num_blocks=24, num_rows=4)
+    mocks.append(mock)
+    mock.host.gated.add("a2-2")
+    mock.submit("holds-rows", prompt(3), adapter="a1-1" if has_rows else "a1-4", max_tokens=25)
+    mock.step_until(lambda: mock.engine.scheduler.running)
+    mock.submit("holds-blocks", prompt(28), max_tokens=8)
+    mock.step()
+    mock.submit("long", prompt(60), adapter="a2-2", max_tokens=4)
+    mock.step()
+    for i in range(3):
+        mock.submit(f"small-{i}", prompt(3, i), max_tokens=2)
+    scheduler = mock.engine.scheduler
+    assert scheduler.waiting[0].request_id == "long"
+    assert 2 * 3 <= scheduler.blocks.num_free < 16, "enough for the small ones, too few for the long one"
+    return mock
+
+
+@pytest.mark.parametrize("is_read", [False, True], ids=["being-read", "no-rows"])
+def test_a_long_prompt_that_waits_for_its_adapter_keeps_no_blocks_from_the_others(
+    mocks: list[MockEngine], is_read: bool
+) -> None:
+    mock = with_a_long_prompt_at_the_head(mocks, has_rows=False)
+    if is_read:
+        open_gate(mock)
+    for _ in range(3):
+        mock.step()
+    assert set(mock.finished) == {"small-0", "small-1", "small-2"}
+    (long,) = mock.engine.scheduler.waiting
+    assert long.steps_waiting_for_rows == (3 if is_read else 0)
+    mock.host.gate.set()
+    mock.settle()
+    assert mock.engine.scheduler.num_preemptions == 0
+    assert mock.output["long"] == expected_tokens(prompt(60), "a2-2", 4)
+
+
+def test_a_long_prompt_whose_adapter_is_there_is_overtaken_by_nobody_and_pins_no_rows(mocks: list[MockEngine]) -> None:
+    mock = with_a_long_prompt_at_the_head(mocks, has_rows=True)
+    open_gate(mock)
+    for _ in range(3):
+        mock.step()
+        assert mock.rows.place_of("a2-2") is not None
+        assert not mock.rows.pins.get("a2-2")
+        assert names_of(mock.engine.scheduler.waiting) == ["long", "small-0", "small-1", "small-2"]
+    mock.settle()
+    assert mock.output["long"] == expected_tokens(prompt(60), "a2-2", 4)
 
 
 def test_only_so_many_adapters_are_read_ahead(mocks: list[MockEngine]) -> None:
@@ -151,22 +247,53 @@ def test_a_request_that_finds_no_rows_is_served_under_any_load_of_others(mocks: 
     mock.settle()
 
 
-def test_the_base_model_goes_on_while_somebody_waits_for_rows(mocks: list[MockEngine]) -> None:
+def test_who_can_be_served_goes_on_while_somebody_waits_for_rows(mocks: list[MockEngine]) -> None:
+    """The base model, and all who join one that is older than the waiting one; nobody who would pin more rows."""
     mock = make_mock_engine(num_rows=4, max_steps_waiting_for_rows=1)
     mocks.append(mock)
+    mock.submit("idle", adapter="a3-1", max_tokens=1)
+    mock.settle()
     mock.submit("holds", adapter="a1-3", max_tokens=60)
     mock.step_until(lambda: mock.engine.scheduler.running)
-    mock.submit("waits", adapter="a2-3", max_tokens=2)
-    mock.step_until(lambda: ("a2-3", "host") in mock.states)
-    mock.submit("same", adapter="a1-3", max_tokens=2)
-    for _ in range(4):
+    mock.host.gated.add("a2-2")
+    mock.submit("waits", adapter="a2-2", max_tokens=2)
+    mock.step()
+    open_gate(mock)
+    for _ in range(2):
         mock.step()
     mock.submit("base", prompt(4), max_tokens=2)
+    mock.submit("same", adapter="a1-3", max_tokens=2)
+    mock.submit("same-for-long", adapter="a1-3", max_tokens=99)
+    mock.submit("another", adapter="a3-1", max_tokens=2)
     for _ in range(4):
         mock.step()
-    assert "base" in mock.finished
-    # The door is closed to younger requests of other adapters, even of the one that runs.
-    assert {"same", "waits"}.isdisjoint(mock.finished)
+    assert {"base", "same"} <= set(mock.finished)
+    assert names_of(mock.engine.scheduler.running) == ["holds", "same-for-long"]
+    assert names_of(mock.engine.scheduler.waiting) == ["waits", "another"]
+    assert mock.rows.place_of("a3-1") is not None, "it had only to run"
+    mock.settle()
+    assert mock.output["waits"] == expected_tokens((1, 2, 3), "a2-2", 2)
+
+
+def test_beside_younger_ones_only_those_go_on_that_outlast_nobody(mocks: list[MockEngine]) -> None:
+    mock = make_mock_engine(num_rows=4, max_steps_waiting_for_rows=1)
+    mocks.append(mock)
+    mock.submit("holds", adapter="a1-3", max_tokens=20)
+    mock.step_until(lambda: mock.engine.scheduler.running)
+    mock.host.gated.add("a2-3")
+    mock.submit("waits", adapter="a2-3", max_tokens=2)
+    mock.submit("younger", adapter="a1-3", max_tokens=60)
+    mock.step()
+    open_gate(mock)
+    mock.step_until(lambda: "holds" in mock.finished)
+    (younger,) = mock.engine.scheduler.running
+    num_left = 60 - younger.num_output
+    mock.submit("as-long", adapter="a1-3", max_tokens=num_left)
+    mock.submit("shorter", adapter="a1-3", max_tokens=num_left - 1)
+    mock.step()
+    assert names_of(mock.engine.scheduler.running) == ["younger", "shorter"]
+    mock.step_until(lambda: "waits" in mock.finished)
+    assert "as-long" not in mock.output
     mock.settle()
     assert mock.output["waits"] == expected_tokens((1, 2, 3), "a2-3", 2)
 

@@ -62,11 +62,11 @@ class MockRows:
     def size(digest: str) -> int:
         return int(digest.partition("-")[2] or 1)
 
-    def load(self, digest: str, host_adapter: object) -> bool:
+    def load(self, digest: str, host_adapter: object, *, may_evict: bool = True) -> bool:
         assert host_adapter == f"weights of {digest}"
         idle = [other for other in self.residents if not self.pins.get(other)]
-        pinned = sum(size for other, size in self.residents.items() if other not in idle)
-        if pinned + self.size(digest) > self.num_rows:
+        staying = sum(size for other, size in self.residents.items() if other not in idle or not may_evict)
+        if staying + self.size(digest) > self.num_rows:
             return False
         while sum(self.residents.values()) + self.size(digest) > self.num_rows:
             self.drop(idle.pop(0))
