@@ -1,0 +1,132 @@
+"""Every sampling field on its way from a request's body to the engine, and its effect on an answer over HTTP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from service.api.sampling import build_sampling
+from service.api.schemas import ChatRequest, CompletionRequest
+from service.engine.messages import Sampling
+from tests.api.conftest import BASE
+from tests.support.server import Server
+from tests.support.tiny_models import EOS_ID, VOCAB_SIZE
+
+REQUIRED: dict[type[CompletionRequest] | type[ChatRequest], dict[str, Any]] = {
+    CompletionRequest: {"prompt": "the"},
+    ChatRequest: {"messages": [{"role": "user", "content": "the"}]},
+}
+MAX_TOKENS = 24
+# Every field is away from its default, and no two fields are alike.
+FIELDS: dict[str, Any] = {
+    "max_tokens": MAX_TOKENS,
+    "min_tokens": 3,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 40,
+    "min_p": 0.05,
+    "repetition_penalty": 1.2,
+    "presence_penalty": -0.5,
+    "frequency_penalty": 1.5,
+    "logit_bias": {"9": -2.5, "17": 4.0},
+    "seed": 11,
+    "stop_token_ids": [8, 6],
+    "ignore_eos": True,
+}
+COMMON = {**FIELDS, "logit_bias": {9: -2.5, 17: 4.0}, "stop_token_ids": (8, 6)}
+TABLE: list[tuple[type[CompletionRequest] | type[ChatRequest], dict[str, Any], dict[str, Any]]] = [
+    (CompletionRequest, {"logprobs": 5, "echo": True}, {**COMMON, "logprobs": 5, "prompt_logprobs": 5}),
+    # A chat has no `echo`, so nothing of its prompt is told.
+    (ChatRequest, {"logprobs": True, "top_logprobs": 4}, {**COMMON, "logprobs": 4, "prompt_logprobs": None}),
+]
+
+
+def sampling_of(kind: type[CompletionRequest] | type[ChatRequest], **fields: Any) -> Sampling:
+    request = kind(model=BASE, **REQUIRED[kind], **fields)
+    return build_sampling(request, max_tokens=MAX_TOKENS, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS_ID,))
+
+
+def is_default(field: msgspec.structs.FieldInfo, value: Any) -> bool:
+    default = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+    return bool(value == default)
+
+
+@pytest.mark.parametrize(("kind", "own", "expected"), TABLE, ids=["completion", "chat"])
+def test_every_field_reaches_the_engine(
+    kind: type[CompletionRequest] | type[ChatRequest], own: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    sampling = sampling_of(kind, **FIELDS, **own)
+    assert {name: getattr(sampling, name) for name in sampling.__struct_fields__} == expected
+
+
+def test_the_table_leaves_no_field_at_its_default() -> None:
+    for field in msgspec.structs.fields(Sampling):
+        assert not all(is_default(field, expected[field.name]) for _, _, expected in TABLE), field.name
+
+
+@pytest.mark.parametrize("kind", REQUIRED, ids=lambda kind: kind.__name__)
+def test_what_is_null_or_left_out_is_the_default(kind: type[CompletionRequest] | type[ChatRequest]) -> None:
+    default = Sampling(max_tokens=MAX_TOKENS, stop_token_ids=(EOS_ID,))
+    assert sampling_of(kind) == sampling_of(kind, **dict.fromkeys(FIELDS)) == default
+
+
+def test_end_tokens_stop_beside_those_of_the_request() -> None:
+    assert sampling_of(CompletionRequest, stop_token_ids=[8, EOS_ID]).stop_token_ids == (8, EOS_ID)
+    assert sampling_of(CompletionRequest, stop_token_ids=[8]).stop_token_ids == (8, EOS_ID)
+
+
+@pytest.mark.parametrize(("top_k", "sent"), [(-1, 0), (0, 0), (VOCAB_SIZE + 1, VOCAB_SIZE)])
+def test_top_k_is_off_or_within_the_vocabulary(top_k: int, sent: int) -> None:
+    assert sampling_of(CompletionRequest, top_k=top_k).top_k == sent
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "the thing in the tin"},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "the thing in the tin"}]},
+}
+HOT: dict[str, Any] = {"temperature": 2, "seed": 5}
+
+
+@pytest.mark.parametrize("path", BODIES)
+class TestAnswers:
+    def answer(self, server: Server, path: str, **fields: Any) -> list[int]:
+        """Token ids of an answer of 24 tokens."""
+        body = {"model": BASE, "max_tokens": MAX_TOKENS, "ignore_eos": True, "return_token_ids": True, **BODIES[path]}
+        answer = server.post(path, json=body | fields)
+        assert answer.status_code == 200, answer.text
+        token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
+        assert len(token_ids) == MAX_TOKENS
+        return token_ids
+
+    def test_temperature_is_one_unless_told(self, server: Server, path: str) -> None:
+        told = self.answer(server, path, seed=5, temperature=1)
+        assert told == self.answer(server, path, seed=5)
+        assert told != self.answer(server, path, seed=5, temperature=2)
+
+    @pytest.mark.parametrize("cut", [{"top_k": 1}, {"min_p": 1}, {"top_p": 1e-6}], ids=str)
+    def test_what_leaves_the_likeliest_token_alone_makes_heat_greedy(
+        self, server: Server, path: str, cut: dict[str, float]
+    ) -> None:
+        greedy = self.answer(server, path, temperature=0)
+        assert self.answer(server, path, **HOT) != greedy
+        assert self.answer(server, path, **HOT, **cut) == greedy
+
+    @pytest.mark.parametrize(
+        "penalty", [{"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 10}], ids=str
+    )
+    def test_a_penalty_makes_a_greedy_answer_repeat_less(
+        self, server: Server, path: str, penalty: dict[str, float]
+    ) -> None:
+        greedy = self.answer(server, path, temperature=0)
+        assert len(set(greedy)) < MAX_TOKENS
+        assert len(set(self.answer(server, path, temperature=0, **penalty))) > len(set(greedy))
+
+    def test_a_bias_forces_a_token(self, server: Server, path: str) -> None:
+        assert 50 not in self.answer(server, path, temperature=0)
+        assert self.answer(server, path, temperature=0, logit_bias={"50": 100}) == [50] * MAX_TOKENS
+
+    def test_a_seed_repeats_and_another_does_not(self, server: Server, path: str) -> None:
+        first, second, other = (self.answer(server, path, seed=seed) for seed in (11, 11, 12))
+        assert first == second != other
