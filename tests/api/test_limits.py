@@ -239,7 +239,7 @@ class TestLoadByPath:
     def test_a_file_without_access_is_400_and_a_fault_of_the_store_is_not(self, tmp_path: Path) -> None:
         for filename, kind in ((tmp_path / "in" / CONFIG, BadRequest), (tmp_path / "store" / "part", PermissionError)):
             error = PermissionError(13, "Permission denied", str(filename))
-            store = MagicMock(**{"list.return_value": ()})
+            store = MagicMock(**{"has.return_value": False})
             store.begin.return_value.__enter__.return_value.add_directory.side_effect = error
             store.begin.return_value.__exit__.return_value = None
             with pytest.raises(kind, match="Permission denied") as refused:
