@@ -17,11 +17,12 @@ def test_fresh_memory_is_nan_in_this_process() -> None:
     "code",
     [
         "import torch; assert torch.empty(1000, dtype=torch.bfloat16).isnan().all()",
+        "import sys, torch; assert not {'torch._dynamo', 'torch._inductor', 'triton'} & set(sys.modules)",
         "import sys; assert not {'torch', 'numpy'} & set(sys.modules)",
         "import subprocess, sys; code = 'import torch; assert torch.empty(9).isnan().all()';"
         "subprocess.run([sys.executable, '-c', code], check=True)",
     ],
-    ids=["with torch", "without torch", "a child's child"],
+    ids=["with torch", "nothing more than torch", "without torch", "a child's child"],
 )
 def test_a_process_that_a_test_starts(code: str) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -28,8 +28,9 @@ class _Poisoner(importlib.abc.MetaPathFinder):
 
         def run_and_poison(module: ModuleType) -> None:
             run(module)
-            module.use_deterministic_algorithms(True, warn_only=True)
-            module.utils.deterministic.fill_uninitialized_memory = True
+            # What use_deterministic_algorithms calls, without its import of torch's compiler and of Triton with it.
+            module._C._set_deterministic_algorithms(True, warn_only=True)
+            module._C._set_deterministic_fill_uninitialized_memory(True)
 
         spec.loader.exec_module = run_and_poison  # type: ignore[method-assign]
         return spec
