@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -14,7 +14,7 @@ from adapters import errors as store_errors
 from adapters.store import Lease
 from service.api.errors import BadRequest, UnknownModel, quoted
 from service.api.sampling import build_sampling, seed_of_choice, stop_strings
-from service.api.schemas import ChatMessage, ChatRequest, CompletionRequest
+from service.api.schemas import ChatRequest, CompletionRequest, TokenizeRequest
 from service.api.state import Services
 from service.engine.messages import Ready, Sampling
 from service.text.chat_template import RESERVED_VARIABLES, ChatTemplate
@@ -127,16 +127,7 @@ def num_sequences(services: Services, request: CompletionRequest | ChatRequest) 
 async def _prompts(services: Services, target: Target, request: CompletionRequest | ChatRequest) -> list[Prompt]:
     if isinstance(request, CompletionRequest):
         return await completion_prompts(services, request)
-    prompt = await chat_prompt(
-        services,
-        target,
-        request.messages,
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=request.continue_final_message,
-        variables=request.chat_template_kwargs,
-        add_special_tokens=request.add_special_tokens,
-    )
-    return [prompt]
+    return [await chat_prompt(services, target, request)]
 
 
 def resolve_name(services: Services, model: str, adapter_id: str | None = None) -> str | None:
@@ -197,22 +188,15 @@ def chat_template_of(services: Services, target: Target) -> ChatTemplate | Adapt
     return services.template
 
 
-async def chat_prompt(
-    services: Services,
-    target: Target,
-    messages: Sequence[ChatMessage],
-    *,
-    add_generation_prompt: bool | None,
-    continue_final_message: bool | None,
-    variables: dict[str, Any] | None,
-    add_special_tokens: bool | None,
-) -> Prompt:
-    """Messages through the chat template to tokens."""
+async def chat_prompt(services: Services, target: Target, request: ChatRequest | TokenizeRequest) -> Prompt:
+    """The request's messages, which it must have, through the chat template to tokens."""
+    messages, variables = request.messages, request.chat_template_kwargs
+    assert messages is not None, "a request without messages has no chat"
     taken = RESERVED_VARIABLES & set(variables or ())
     if taken:
         raise BadRequest(f"chat_template_kwargs may not hold {', '.join(sorted(taken))}.", param="chat_template_kwargs")
-    final = bool(continue_final_message)
-    generate = not final if add_generation_prompt is None else add_generation_prompt
+    final = bool(request.continue_final_message)
+    generate = not final if request.add_generation_prompt is None else request.add_generation_prompt
 
     def render() -> str:
         plain = [message.model_dump(exclude_none=True) for message in messages]
@@ -221,7 +205,7 @@ async def chat_prompt(
         )
 
     def encode(text: str) -> Prompt:
-        return _encoded(services, text, special=bool(add_special_tokens), field="messages")
+        return _encoded(services, text, special=bool(request.add_special_tokens), field="messages")
 
     if target.has_template:
         assert target.digest is not None, "the base has no template of an adapter's"

@@ -38,15 +38,7 @@ async def _prompt(services: Services, body: TokenizeRequest) -> Prompt:
     target = resolve(services, services.settings.base_name if body.model is None else body.model)
     try:
         if body.messages is not None:
-            return await chat_prompt(
-                services,
-                target,
-                body.messages,
-                add_generation_prompt=body.add_generation_prompt,
-                continue_final_message=body.continue_final_message,
-                variables=body.chat_template_kwargs,
-                add_special_tokens=body.add_special_tokens,
-            )
+            return await chat_prompt(services, target, body)
         text = body.prompt or ""
         special = body.add_special_tokens is None or body.add_special_tokens
         work = lambda: Prompt(tuple(services.tokenizer.encode(text, add_special_tokens=special)), text)  # noqa: E731

@@ -105,11 +105,7 @@ def render(source: str | None) -> tuple[list[str], Words]:
         template_turn=lambda _digest: asyncio.Lock(),
         engine=SimpleNamespace(ready=None),
     )
-    messages = [ChatMessage(role="user", content="hi")]
-    none: dict[str, Any] = dict.fromkeys(
-        ("add_generation_prompt", "continue_final_message", "variables", "add_special_tokens")
-    )
-    asyncio.run(chat_prompt(parts, Target("a", cast(Any, lease)), messages, **none))
+    asyncio.run(chat_prompt(parts, Target("a", cast(Any, lease)), a_chat("a")))
     worker.close()
     return threads, words
 
