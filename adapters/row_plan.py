@@ -40,10 +40,6 @@ class RowPlan:
         """Rows that a range for `rank` takes."""
         return -(-rank // self.alignment) * self.alignment
 
-    def bytes_of(self, rows: Mapping[str, int]) -> int:
-        """Bytes on the device of an adapter whose largest rank per group is `rows`."""
-        return sum(self.aligned(rows[group]) * self.row_bytes[group] for group in self.row_bytes if group in rows)
-
     def group_too_small(self, rows: Mapping[str, int]) -> Group | None:
         """The first group in which `rows` could never fit, None if it fits an empty pool."""
         return next((group for group in self.rows if self.aligned(rows.get(group, 0)) > self.rows[group]), None)

@@ -34,7 +34,6 @@ class PoolUsage:
 class _Resident:
     place: int
     rows: dict[Group, int]
-    load_bytes: int
     last_use: int
     num_pins: int = 0
 
@@ -43,8 +42,8 @@ class RowPool:
     """Owns every `LoraStack`. One thread, between steps: what `first_rows` says holds until the next `load`.
 
     A load makes room in this order: a free range; sliding idle ranges together when only fragmentation is in the way;
-    evicting the cheapest window of idle ranges (few bytes, long unused); evicting idle adapters and sliding all ranges,
-    those in use included. Places never change while an adapter is resident, ranges may.
+    evicting the window of idle ranges that was not used for longest; evicting the least recently used idle adapters and
+    sliding all ranges, those in use included. Places never change while an adapter is resident, ranges may.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class RowPool:
             assert taken is not None, (group, length)
             # In use until the load is complete: room in the next group is not made at the cost of this one.
         place = heapq.heappop(self._free_places) if self._free_places else self._new_place()
-        resident = _Resident(place, lengths, self.plan.bytes_of(adapter.rows), self._clock)
+        resident = _Resident(place, lengths, self._clock)
         self._residents[digest] = resident
         self._write(digest, resident, adapter)
         self._num_loads += 1
@@ -194,14 +193,14 @@ class RowPool:
             return
         moves = ranges.moves_for(length, self._is_idle) if ranges.num_free >= length else None
         if moves is None:
-            victims = ranges.cheapest_window(length, self._eviction_cost)
+            victims = ranges.oldest_window(length, self._idle_since)
             if victims is not None:
                 for victim in victims:
                     self._evict(victim)
                 return
             while ranges.num_free < length:
                 idle = [owner for owner in ranges.owners() if self._is_idle(owner)]
-                self._evict(min(idle, key=lambda owner: (self._eviction_cost(owner), owner)))
+                self._evict(min(idle, key=lambda owner: self._residents[owner].last_use))
             moves = ranges.moves_for(length, lambda _: True)
         assert moves is not None, (group, length)
         for move in moves:
@@ -211,12 +210,9 @@ class RowPool:
         resident = self._residents.get(owner)
         return resident is not None and resident.num_pins == 0
 
-    def _eviction_cost(self, owner: str) -> float | None:
-        """Bytes to load again, the less the longer it was not used; None while in use."""
-        if not self._is_idle(owner):
-            return None
-        resident = self._residents[owner]
-        return resident.load_bytes / (self._clock - resident.last_use + 1)
+    def _idle_since(self, owner: str) -> int | None:
+        """The clock at the adapter's last use; None while in use."""
+        return self._residents[owner].last_use if self._is_idle(owner) else None
 
     def _rows_in_use(self, group: Group) -> int:
         return sum(r.rows.get(group, 0) for r in self._residents.values() if r.num_pins)

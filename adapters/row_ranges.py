@@ -104,24 +104,25 @@ class RangeAllocator:
                     break
         return None if best is None else best[1]
 
-    def cheapest_window(self, length: int, cost: Callable[[str], float | None]) -> list[str] | None:
-        """The owners to evict so that one gap of `length` rows appears, at the least total cost; None where ranges of
-        cost None (in use) are always in the way."""
-        best: tuple[float, int, list[str]] | None = None
+    def oldest_window(self, length: int, last_use: Callable[[str], int | None]) -> list[str] | None:
+        """The owners to evict so that one gap of `length` rows appears: the most recently used of them was used as long
+        ago as possible, and they are few. None where ranges of last use None (in use) are always in the way."""
+        best: tuple[int, int, list[str]] | None = None
         ranges = self.ordered()
         for first in range(len(ranges)):
             low = ranges[first - 1][1].end if first else 0
-            total, victims = 0.0, []
+            latest = 0
+            victims: list[str] = []
             for index in range(first, len(ranges)):
-                owner_cost = cost(ranges[index][0])
-                if owner_cost is None:
+                used = last_use(ranges[index][0])
+                if used is None:
                     break
-                total += owner_cost
+                latest = max(latest, used)
                 victims.append(ranges[index][0])
                 high = ranges[index + 1][1].start if index + 1 < len(ranges) else self.num_rows
                 if high - low >= length:
-                    if best is None or (total, len(victims)) < best[:2]:
-                        best = total, len(victims), victims
+                    if best is None or (latest, len(victims)) < best[:2]:
+                        best = latest, len(victims), victims
                     break
         return None if best is None else best[2]
 

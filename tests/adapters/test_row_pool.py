@@ -171,6 +171,26 @@ def test_equal_adapters_leave_in_order_of_last_use() -> None:
     assert pool.usage().num_evictions == 1
 
 
+def test_a_large_adapter_that_was_not_used_for_longest_leaves_before_small_ones() -> None:
+    layout = churn_layout()
+    pool = RowPool(layout, budget_for(layout, 64, 16))
+    for name, rank in (("large", 32), ("small", 16), ("newest", 16)):
+        assert pool.load(name, make_host_adapter(layout, name, {"q": rank}))
+    assert pool.load("a", make_host_adapter(layout, "a", {"q": 16}))
+    assert pool.resident() == ("small", "newest", "a")
+
+
+def test_a_wide_gap_costs_the_neighbours_that_were_not_used_for_longest() -> None:
+    layout = churn_layout()
+    pool = RowPool(layout, budget_for(layout, 64, 16))
+    for name in "abcd":
+        assert pool.load(name, make_host_adapter(layout, name, {"q": 16}))
+    for name in "bcad":  # of the neighbours ab, bc and cd, bc were last used before the others
+        pool.load(name, make_host_adapter(layout, name, {"q": 16}))
+    assert pool.load("wide", make_host_adapter(layout, "wide", {"q": 32}))
+    assert pool.resident() == ("a", "d", "wide")
+
+
 def test_idle_ranges_slide_together_before_anything_is_evicted() -> None:
     layout = churn_layout()
     pool = RowPool(layout, budget_for(layout, 64, 16))
