@@ -114,6 +114,7 @@ class EngineProcess:
 def main() -> int:
     """Returns the exit code."""
     _die_with_parent()
+    keep_freed_memory()
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     side = EngineSide(int(sys.argv[1]))
@@ -150,7 +151,6 @@ def _start(config: EngineConfig) -> Engine:
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
     engine = build_engine(config)
-    keep_freed_memory()
     warm_up(engine)
     # What lives now lives on: the collector need not walk through all of torch each time.
     gc.collect()
