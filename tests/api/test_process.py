@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +29,7 @@ from service.start_check import StartError
 from tests.api.conftest import ADAPTERS, BASE, Checkpoints
 from tests.support.server import Server, running_server, start_server, wait_for
 from tests.support.tiny_models import make_adapter
-from tests.support.uploads import upload
+from tests.support.uploads import parts_of, upload
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG: dict[str, Any] = {"model": "alpha", "prompt": "the", "max_tokens": 450, "ignore_eos": True, "temperature": 0}
@@ -174,6 +176,17 @@ class TestRefusalToStart:
         assert done.stderr.splitlines()[-1].startswith("multilora: ")
 
 
+@contextlib.contextmanager
+def sent_by_hand(server: Server, path: str, body: dict[str, Any]) -> Iterator[None]:
+    """A POST whose connection is closed on leaving, answered or not."""
+    content = json.dumps(body).encode()
+    headers = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"POST {path} HTTP/1.1\r\n{headers}\r\n".encode() + content)
+        yield
+
+
 class TestDisconnect:
     @pytest.mark.parametrize(
         ("path", "body"),
@@ -191,16 +204,31 @@ class TestDisconnect:
     )
     def test_a_client_that_goes_frees_everything(self, server: Server, path: str, body: dict[str, Any]) -> None:
         aborted = server.metric("requests_total", outcome="abort")
-        content = json.dumps(body).encode()
-        headers = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
-        host, port = server.url.removeprefix("http://").split(":")
-        with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(f"POST {path} HTTP/1.1\r\n{headers}\r\n".encode() + content)
+        with sent_by_hand(server, path, body):
             wait_for(lambda: server.metric("num_requests_running") > 0, "the request to run")
         wait_for(lambda: server.metric("requests_total", outcome="abort") > aborted, "the request to be aborted")
         wait_for(lambda: server.metric("num_requests_running") == 0, "the engine to forget the request")
         for name in ("num_requests_open", "num_requests_waiting", "kv_blocks_used", "state_lines_used"):
             assert server.metric(name) == 0
+
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions/batch"])
+    def test_a_client_that_goes_ends_its_admission(self, server: Server, checkpoints: Checkpoints, path: str) -> None:
+        spins = b"{% if messages|length > 1 %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
+        spins += b"{% endfor %}{% endif %}"  # until its limit, which would be answered with 400
+        files = {**parts_of(checkpoints.spare), "chat_template": ("chat_template.jinja", spins)}
+        server.post("/v1/adapters", data={"name": "spinner"}, files=files).raise_for_status()
+
+        def num_ended(status: int) -> float:
+            return server.metric("http_requests_total", route=path, status=str(status))
+
+        gone, refused = num_ended(499), num_ended(400)
+        chat = {"model": "spinner", "messages": [{"role": "user", "content": "x"}] * 2}
+        with sent_by_hand(server, path, chat if path.endswith("completions") else {"items": [chat]}):
+            wait_for(lambda: server.metric("num_requests_open") > 0, "the request to take its place")
+        wait_for(lambda: num_ended(499) + num_ended(400) > gone + refused, "the request to end")
+        assert (num_ended(499), num_ended(400)) == (gone + 1, refused)
+        assert server.metric("num_requests_open") == 0
+        server.http.delete(f"{server.url}/v1/adapters/spinner").raise_for_status()
 
 
 class TestKilledEngine:
