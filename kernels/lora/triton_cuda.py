@@ -26,7 +26,8 @@ from kernels.lora.triton_cuda_configs import (
     ShrinkConfig,
     config_for,
 )
-from kernels.lora.triton_cuda_kernels import lora_embedding_kernel, lora_expand_kernel, lora_shrink_kernel
+from kernels.lora.triton_cuda_expand import lora_expand_kernel
+from kernels.lora.triton_cuda_shrink import lora_embedding_kernel, lora_shrink_kernel
 from kernels.platform import detect
 
 _HOPPER = (9, 0)

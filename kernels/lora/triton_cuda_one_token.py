@@ -4,7 +4,7 @@ One token has the rows of one adapter to read, a few hundred kilobytes: what cou
 by many cores, and before the wait for the kernel before. So cores share parts of the input and blocks of columns, and
 products are sums of elementwise products in float32; tensor cores would multiply a tile of sixteen tokens.
 
-Order of events under programmatic dependent launch, row selection and h are those of `triton_cuda_kernels`.
+Order of events under programmatic dependent launch, row selection and h are those of `triton_cuda_tiles`.
 
 Shape comments: R ranks, K inputs, N columns, S splits.
 """
@@ -24,7 +24,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.lora.triton_cuda_configs import OneTokenExpand, OneTokenShrink
-from kernels.lora.triton_cuda_kernels import _ceil_div, _pick, _prefetch_rows
+from kernels.lora.triton_cuda_tiles import ceil_div, pick, prefetch_rows
 
 
 @triton.jit
@@ -76,21 +76,21 @@ def lora_shrink_one_token_kernel(
     for i in tl.static_range(NUM_SLICES):
         # Without an adapter there may be no ranks to read: a pool too small for any has no places.
         rank = tl.load(ranks_ptr + i * num_places + place, mask=first_row >= 0, other=0)
-        num_items += _ceil_div(rank, 16) * NUM_SPLITS
+        num_items += ceil_div(rank, 16) * NUM_SPLITS
     ranks = tl.arange(0, 16)
     for item in tl.range(tl.program_id(0), num_items, tl.num_programs(0), num_stages=1):
         block = item // NUM_SPLITS
         split = item % NUM_SPLITS
         slice_id = 0
         first_block = 0
-        behind = _ceil_div(tl.load(ranks_ptr + place), 16)
+        behind = ceil_div(tl.load(ranks_ptr + place), 16)
         for i in tl.static_range(1, NUM_SLICES):
             slice_id = tl.where(block >= behind, i, slice_id)
             first_block = tl.where(block >= behind, behind, first_block)
-            behind += _ceil_div(tl.load(ranks_ptr + i * num_places + place), 16)
+            behind += ceil_div(tl.load(ranks_ptr + i * num_places + place), 16)
         first_rank = (block - first_block) * 16
         is_there = first_rank + ranks < tl.load(ranks_ptr + slice_id * num_places + place)
-        a_ptr = _pick(a_ptrs, slice_id, NUM_SLICES) + (first_row + first_rank).to(tl.int64) * in_features
+        a_ptr = pick(a_ptrs, slice_id, NUM_SLICES) + (first_row + first_rank).to(tl.int64) * in_features
         a_rows = a_ptr + ranks.to(tl.int64) * in_features
         first_k = split * PART
         end_k = in_features
@@ -180,12 +180,12 @@ def lora_expand_one_token_kernel(
             behind += tl.cdiv(widths[i], BLOCK_N)
         rank = tl.load(ranks_ptr + slice_id * num_places + place, mask=first_row >= 0, other=0)
         if OVERWRITE or rank > 0:
-            width = _pick(widths, slice_id, NUM_SLICES)
+            width = pick(widths, slice_id, NUM_SLICES)
             columns = (item - first_block) * BLOCK_N + tl.arange(0, BLOCK_N)
-            b_ptr = _pick(b_ptrs, slice_id, NUM_SLICES) + tl.maximum(first_row, 0).to(tl.int64) * width
+            b_ptr = pick(b_ptrs, slice_id, NUM_SLICES) + tl.maximum(first_row, 0).to(tl.int64) * width
             h_row = h_ptr + slice_id * h_slice_stride
             row = _only_row(row_index_ptr, HAS_INDEX)
-            out_row = out_ptr + row * out_stride + _pick(slice_starts, slice_id, NUM_SLICES)
+            out_row = out_ptr + row * out_stride + pick(slice_starts, slice_id, NUM_SLICES)
             b = _load_rows(b_ptr, rank, columns, width, 0)
             delta = tl.zeros([BLOCK_N], dtype=tl.float32)
             if not OVERWRITE:
@@ -193,7 +193,7 @@ def lora_expand_one_token_kernel(
             if DEPENDENT_LAUNCH:
                 if rank > 16:
                     following = tl.minimum(16 + tl.arange(0, 64), rank - 1).to(tl.int64)
-                    _prefetch_rows(b_ptr + following * width + (item - first_block) * BLOCK_N, BLOCK_N)
+                    prefetch_rows(b_ptr + following * width + (item - first_block) * BLOCK_N, BLOCK_N)
                 gdc_wait()
             h = _sum_splits(h_row, rank, 0, h_split_stride, NUM_SPLITS, BLOCK_S)
             delta += tl.sum(h[:, None] * b.to(tl.float32), 0)

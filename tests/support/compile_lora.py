@@ -19,10 +19,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.lora import triton_cuda_kernels as kernels
 from kernels.lora import triton_cuda_one_token as one_token
 from kernels.lora.triton_cuda import fit_columns
 from kernels.lora.triton_cuda_configs import TABLES, ExpandConfig, OneTokenExpand, OneTokenShrink, ShrinkConfig
+from kernels.lora.triton_cuda_expand import lora_expand_kernel
+from kernels.lora.triton_cuda_shrink import lora_embedding_kernel, lora_shrink_kernel
 from tests.support.sass import disassemble, foreign_descriptors
 
 DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
@@ -70,7 +71,7 @@ def compile_kernel(
 def compile_shrink(config: ShrinkConfig, unaligned: Collection[str] = ()) -> list[str]:
     """The shrink of a bfloat16 model with an input width of 4096, or one that is no multiple of anything."""
     return compile_kernel(
-        kernels.lora_shrink_kernel,
+        lora_shrink_kernel,
         {
             "x_ptr": "*bf16",
             "a_ptrs": ("*bf16",) * NUM_SLICES,
@@ -113,7 +114,7 @@ def compile_expand(
     """The expand into slices of even width, or of widths that are no multiple of anything."""
     given = {"row_index_ptr": "*i64"} if constants.get("HAS_INDEX") else {}
     return compile_kernel(
-        kernels.lora_expand_kernel,
+        lora_expand_kernel,
         {
             "h_ptr": h_type or ("*fp32" if num_splits > 1 else f"*{dtype}"),
             "b_ptrs": (f"*{dtype}",) * num_slices,
@@ -199,7 +200,7 @@ def compile_one_token(shrink: OneTokenShrink, expand: OneTokenExpand) -> None:
 def compile_embedding() -> None:
     """The embedding's gather."""
     compile_kernel(
-        kernels.lora_embedding_kernel,
+        lora_embedding_kernel,
         {
             "token_ids_ptr": "*i64",
             "a_ptr": "*bf16",
