@@ -1,6 +1,5 @@
-"""Launch configurations of the paged attention on NVIDIA GPUs, chosen by reasoning and measured on an H200.
-
-`python -m bench.kernels.attention --tune` finds faster ones there, which await a full run of the tests on a GPU.
+"""Launch configurations of the paged attention on NVIDIA GPUs: 16-bit heads of up to 128 as
+`python -m bench.kernels.attention --tune` found them on an H200, the others chosen by reasoning.
 
 How a call is launched follows from the padded sizes of a step and the GPU alone, never from the lengths of its
 sequences, so that a captured step fits all steps of its size.
@@ -77,13 +76,13 @@ MAX_SPLITS = 64
 # Partial results of split sequences; fewer splits where more would not fit.
 WORKSPACE_BYTES = 64 * 2**20
 
-# Two programs share a multiprocessor (228 KiB of shared memory on compute capability 9.0), chunks of the largest heads
-# excepted. float32 has no tensor cores at full precision: its tiles are small, since each product is an instruction.
+# Two programs share a multiprocessor (228 KiB of shared memory on compute capability 9.0), 16-bit chunks of heads above
+# 64 excepted. float32 has no tensor cores at full precision: its tiles are small, since each product is an instruction.
 _HOPPER = AttentionTable(
     decode=MappingProxyType(
         {
-            (2, 64): TileConfig(16, 64, 4, 4),
-            (2, 128): TileConfig(16, 64, 3, 4),
+            (2, 64): TileConfig(16, 64, 3, 4),
+            (2, 128): TileConfig(16, 32, 2, 4),
             (2, 256): TileConfig(16, 32, 3, 4),
             (4, 128): TileConfig(16, 32, 2, 8),
             (4, 256): TileConfig(16, 16, 2, 8),
@@ -91,8 +90,8 @@ _HOPPER = AttentionTable(
     ),
     chunks=MappingProxyType(
         {
-            (2, 64): TileConfig(64, 64, 3, 4),
-            (2, 128): TileConfig(64, 64, 2, 4),
+            (2, 64): TileConfig(128, 64, 2, 4),
+            (2, 128): TileConfig(128, 64, 2, 8),
             (2, 256): TileConfig(64, 32, 2, 8),
             (4, 128): TileConfig(32, 32, 2, 8),
             (4, 256): TileConfig(16, 16, 2, 8),

@@ -190,12 +190,12 @@ def test_plans_by_hand() -> None:
     assert plan_for(H200, replace(heads, sliding_window=4096), 64, 64, 131072).num_splits == 1
     # A long prompt alone, and the end of one.
     assert plan_for(H200, heads, 2048, 1, 4096).num_splits == 1
-    assert plan_for(H200, heads, 64, 1, 4096).num_splits == 8
+    assert plan_for(H200, heads, 64, 1, 4096).num_splits == 16
     # A chunk of a very long one: eight splits would be worth it, and their results take eight times 64 MiB.
     assert plan_for(H200, heads, 4096, 1, 131072).num_splits == 1
     assert plan_for(H200, heads, 1000, 1, 131072).num_splits == 4
     assert plan_for(H200, heads, 8, 8, 64).tile.block_m == 16
-    assert plan_for(H200, heads, 9, 8, 64).tile.block_m == 64
+    assert plan_for(H200, heads, 9, 8, 64).tile.block_m == 128
 
 
 def test_heads_that_no_tile_serves_are_refused() -> None:
