@@ -12,8 +12,8 @@ One step, under one token budget:
 3. waiting sequences join, oldest first, while a place, a line and the blocks for all their present tokens are free.
    One whose adapter is being read, or finds no rows, is passed over, not waited for.
 Nobody starves: places, lines and blocks go strictly by age among those who have rows. Who has waited too long for rows
-(the oldest such) closes the door to younger requests of other adapters, but for some of those that run already, until
-these have ended and given their rows back; `_door` says for whom, and why that comes to an end.
+(the oldest such) closes the door to younger requests of other adapters, but for those that cannot keep it waiting for
+longer, until enough have ended and given their rows back; `_door_of` says for whom, and why that comes to an end.
 
 Cost per step: O(running), plus O(waiting) while some wait for adapters.
 """
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from dataclasses import dataclass
 from itertools import pairwise
 
 from service.engine.adapter_desk import AdapterDesk, Turn
@@ -37,6 +38,22 @@ def _age(sequence: Sequence) -> int:
 def _tokens_to_come(sequence: Sequence) -> int:
     """The most that it may still get; it may end sooner."""
     return sequence.max_total - sequence.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Door:
+    """Who may still join while the oldest that has waited too long for rows lacks them: requests to which fewer tokens
+    than these may come.
+
+    of_running  by adapter of those that run
+    of_others   for any other adapter, whose rows will be pinned too
+    """
+
+    of_running: dict[str, float]
+    of_others: int
+
+    def lets_in(self, adapter: str, num_tokens_to_come: int) -> bool:
+        return num_tokens_to_come < self.of_running.get(adapter, self.of_others)
 
 
 class Scheduler:
@@ -155,17 +172,17 @@ class Scheduler:
         if not self.waiting:
             return
         self.desk.prefetch(sequence.adapter for sequence in self.waiting if sequence.adapter is not None)
-        door: dict[str, float] | None = None
+        door: _Door | None = None
         free_blocks = self.blocks.num_free - sum(self._blocks_missing(sequence) for sequence in self.running)
         for sequence in list(self.waiting):
             if sequence.steps_waiting_for_rows >= self._max_steps_waiting_for_rows and door is None:
-                door = self._door(sequence)
+                door = self._door_of(sequence)
             need = self._blocks_missing(sequence)
             has_line = self.lines is None or self.lines.num_free > 0
             if budget <= 0 or len(self.running) >= self._max_sequences or not has_line:
                 return
             if sequence.adapter is not None:
-                if door is not None and _tokens_to_come(sequence) >= door.get(sequence.adapter, 0):
+                if door is not None and not door.lets_in(sequence.adapter, _tokens_to_come(sequence)):
                     continue
                 turn = self.desk.acquire(sequence.adapter)
                 if turn is not Turn.RUN:
@@ -182,23 +199,27 @@ class Scheduler:
                 shares.append(share)
                 budget -= share.num_tokens
 
-    def _door(self, waiting: Sequence) -> dict[str, float]:
-        """Who may still join while `waiting`, the oldest that has waited too long for rows, lacks them: per adapter,
-        requests to which fewer tokens than this may come.
+    def _door_of(self, waiting: Sequence) -> _Door:
+        """The door that `waiting`, the oldest that has waited too long for rows, has closed.
 
-        No adapter that does not run is let in: it would pin more rows. As long as somebody older than `waiting` runs,
-        its rows do not come free whoever is kept out, so that all may join it; the older ones are finitely many and
-        end. Then only those may join an adapter that cannot outlast the longest beside them: the most tokens that may
-        come to any of its sequences are never raised, and fall as they run. After finitely many steps nobody runs with
-        it, under any load, and its rows are free.
+        As long as somebody older than `waiting` runs, its rows do not come free whoever is kept out: all may join the
+        older ones' adapters, and any other adapter those that cannot outlast the longest of them. The older ones are
+        finitely many and end. Then only those may join an adapter that cannot outlast the longest beside them: the most
+        tokens that may come to any of its sequences are never raised, and fall as they run. After finitely many steps
+        nobody runs with it, under any load, and its rows are free.
         """
         assert waiting.adapter is not None
         tokens = {waiting.adapter: math.inf}
+        beside_older = 0
         for other in self.running:
-            if other.adapter is not None:
-                most = math.inf if other.key < waiting.key else _tokens_to_come(other)
-                tokens[other.adapter] = max(most, tokens.get(other.adapter, 0))
-        return tokens
+            if other.adapter is None:
+                continue
+            most: float = _tokens_to_come(other)
+            if other.key < waiting.key:
+                beside_older = max(beside_older, _tokens_to_come(other))
+                most = math.inf
+            tokens[other.adapter] = max(most, tokens.get(other.adapter, 0))
+        return _Door(tokens, beside_older)
 
     def _blocks_missing(self, sequence: Sequence) -> int:
         """Blocks it lacks for all its present tokens and the next; admitted with fewer, it would soon be preempted."""

@@ -248,7 +248,7 @@ def test_a_request_that_finds_no_rows_is_served_under_any_load_of_others(mocks: 
 
 
 def test_who_can_be_served_goes_on_while_somebody_waits_for_rows(mocks: list[MockEngine]) -> None:
-    """The base model, and all who join one that is older than the waiting one; nobody who would pin more rows."""
+    """The base model, all who join one that is older than the waiting one, and whoever cannot outlast that one."""
     mock = make_mock_engine(num_rows=4, max_steps_waiting_for_rows=1)
     mocks.append(mock)
     mock.submit("idle", adapter="a3-1", max_tokens=1)
@@ -265,11 +265,12 @@ def test_who_can_be_served_goes_on_while_somebody_waits_for_rows(mocks: list[Moc
     mock.submit("same", adapter="a1-3", max_tokens=2)
     mock.submit("same-for-long", adapter="a1-3", max_tokens=99)
     mock.submit("another", adapter="a3-1", max_tokens=2)
+    mock.submit("another-for-long", adapter="a3-1", max_tokens=99)
     for _ in range(4):
         mock.step()
-    assert {"base", "same"} <= set(mock.finished)
+    assert {"base", "same", "another"} <= set(mock.finished)
     assert names_of(mock.engine.scheduler.running) == ["holds", "same-for-long"]
-    assert names_of(mock.engine.scheduler.waiting) == ["waits", "another"]
+    assert names_of(mock.engine.scheduler.waiting) == ["waits", "another-for-long"]
     assert mock.rows.place_of("a3-1") is not None, "it had only to run"
     mock.settle()
     assert mock.output["waits"] == expected_tokens((1, 2, 3), "a2-2", 2)
