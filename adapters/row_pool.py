@@ -184,7 +184,10 @@ class RowPool:
     def _has_room_beside_all(self, group: Group, length: int) -> bool:
         """Whether `_make_room` would evict nobody and move no rows in use."""
         ranges = self._ranges[group]
-        return ranges.has_gap(length) or ranges.moves_for(length, self._is_idle) is not None
+        if ranges.has_gap(length):
+            return True
+        # Asked first: without enough free rows, the search for moves is quadratic in the residents.
+        return ranges.num_free >= length and ranges.moves_for(length, self._is_idle) is not None
 
     def _make_room(self, group: Group, length: int) -> None:
         """Leave one gap of `length` rows in the group. The rows in use are known to leave that many."""

@@ -13,6 +13,7 @@ from adapters.host_tier import HostAdapter, HostSlice
 from adapters.layout import BaseLayout, Projection, Slice
 from adapters.row_plan import plan_rows
 from adapters.row_pool import RowPool
+from adapters.row_ranges import RangeAllocator
 from tests.support.adapter_files import small_layout
 
 PIECES = {"attention": ("q", "k"), "mlp": ("down",)}
@@ -265,6 +266,16 @@ def test_without_evictions_only_free_rows_are_taken_sliding_idle_ranges_at_most(
     pool.check_integrity()
     for adapter in (adapters["b"], adapters["d"], wide):
         assert_holds(pool, layout, adapter)
+
+
+def test_a_full_pool_is_not_searched_for_rows_that_it_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search is quadratic in the residents, and each upload would make it."""
+    layout = churn_layout()
+    pool = RowPool(layout, budget_for(layout, 64, 16))
+    for name in "abcd":
+        assert pool.load(name, make_host_adapter(layout, name, {"q": 16}))
+    monkeypatch.setattr(RangeAllocator, "moves_for", None)
+    assert not pool.load("e", make_host_adapter(layout, "e", {"q": 16}), may_evict=False)
 
 
 def test_an_adapter_takes_rows_only_in_the_groups_it_targets() -> None:
