@@ -13,7 +13,8 @@ _MAX_ID_DIGITS = 10
 def build_sampling(
     request: CompletionRequest | ChatRequest, *, max_tokens: int, vocab_size: int, eos_token_ids: tuple[int, ...]
 ) -> Sampling:
-    """What the engine is told. `eos_token_ids` end the answer unless `ignore_eos`. BadRequest names a wrong field."""
+    """What the engine is told. `eos_token_ids` end the answer unless `ignore_eos`; those that the model cannot produce,
+    which checkpoints may name, are left out. BadRequest names a wrong field."""
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise BadRequest(
@@ -21,7 +22,8 @@ def build_sampling(
         )
     stop_token_ids = _checked_stop_ids(request, vocab_size)
     if not request.ignore_eos:
-        stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *eos_token_ids)))
+        endings = (token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
+        stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *endings)))
     if min_tokens and len(set(stop_token_ids)) >= vocab_size:
         raise BadRequest(
             "min_tokens needs a token that does not end the answer, but stop_token_ids names the whole vocabulary.",

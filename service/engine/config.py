@@ -18,7 +18,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     device                      "cpu", "cuda" or "npu", perhaps with an index: "npu:1"
     token_budget                most tokens in one step: prefill chunks and decode tokens together
     max_sequences               most sequences that run at the same time
-    max_model_len_tokens        prompt + output of one request; None: the model's own limit
+    max_model_len_tokens        prompt + output of one request; None: the model's own limit. At most
+                                `ModelFacts.longest_context_tokens`
     block_size_tokens           tokens per KV block; see `default_block_size_tokens`
     kv_bytes                    KV cache, allocated once
     state_bytes                 conv-state lines, allocated once; None: one line for each of max_sequences
@@ -26,7 +27,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     host_tier_bytes             adapters held in host memory, ready for the device
     num_threads                 threads of one matrix product; None: as torch sees fit
     max_steps_waiting_for_rows  after so many steps the oldest request that waits for rows gets them before newer
-                                requests of other adapters, but for those that `Scheduler._door` lets in
+                                requests of other adapters, but for those that `Scheduler._door_of` lets in
     max_loads_ahead             adapters that are read from disk, or wait in host memory for rows, at the same time
     max_prompt_logits           logits of prompt tokens (prompt logprobs) in one step; bounds the memory of a step
     stats_interval_seconds      shortest time between two Stats of a busy engine

@@ -93,10 +93,12 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
             num_lines = min(num_lines, config.state_bytes // state_bytes_per_line(facts, loaded.dtype))
         if num_lines < 1:
             raise ValueError(f"The state budget of {config.state_bytes} bytes holds no line of convolution state.")
-    limit = facts.context_tokens
+    context = facts.context_tokens
+    if config.max_model_len_tokens is not None:
+        context = min(config.max_model_len_tokens, facts.longest_context_tokens)
     return Capacity(
         vocab_size=facts.vocab_size,
-        max_model_len_tokens=min(limit, config.max_model_len_tokens or limit),
+        max_model_len_tokens=context,
         eos_token_ids=facts.eos_token_ids,
         num_blocks=1 + num_blocks,
         num_lines=num_lines and 1 + num_lines,

@@ -120,6 +120,14 @@ class ModelFacts:
         return self.max_position_embeddings
 
     @property
+    def longest_context_tokens(self) -> int:
+        """What the operator may allow: with linear scaling, some config.json give the context before the stretching,
+        others the one after it, and nothing tells which."""
+        if self.rope.kind == "linear":
+            return int(self.max_position_embeddings * max(self.rope.factor, 1.0))
+        return self.context_tokens
+
+    @property
     def needs_rope_limits(self) -> bool:
         """Whether `StepBatch.rope_limits` has to be filled: dynamic RoPE scaling depends on a request's own limit."""
         return self.rope.kind == "dynamic"
@@ -179,7 +187,7 @@ def model_facts(config: dict[str, Any]) -> ModelFacts:
         conv_width=_count(config, "conv_L_cache") if "conv" in layer_kinds else 0,
         conv_bias=bool(config.get("conv_bias", False)) and family == "lfm2",
         bos_token_id=config.get("bos_token_id"),
-        eos_token_ids=_token_ids(config, "eos_token_id"),
+        eos_token_ids=_endings(config),
         checkpoint_dtype=config.get("dtype") or config.get("torch_dtype"),
     )
 
@@ -195,6 +203,13 @@ def _count(config: dict[str, Any], key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ModelError(f"config.json must give {key} as a positive integer, and has {value!r}")
     return value
+
+
+def _endings(config: dict[str, Any]) -> tuple[int, ...]:
+    """The end-of-sequence ids that the model can produce: some checkpoints name others, of another size of the family,
+    say, or of a tokenizer with more tokens than the model."""
+    vocab_size = _count(config, "vocab_size")
+    return tuple(token_id for token_id in _token_ids(config, "eos_token_id") if 0 <= token_id < vocab_size)
 
 
 def _token_ids(config: dict[str, Any], key: str) -> tuple[int, ...]:

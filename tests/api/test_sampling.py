@@ -77,6 +77,13 @@ def test_end_tokens_stop_beside_those_of_the_request() -> None:
     assert sampling_of(CompletionRequest, stop_token_ids=[8]).stop_token_ids == (8, EOS_ID)
 
 
+def test_end_tokens_that_the_model_cannot_produce_are_left_out() -> None:
+    request = CompletionRequest(model=BASE, **REQUIRED[CompletionRequest])
+    ids = (-1, EOS_ID, VOCAB_SIZE - 1, VOCAB_SIZE, 10**9)
+    sampling = build_sampling(request, max_tokens=MAX_TOKENS, vocab_size=VOCAB_SIZE, eos_token_ids=ids)
+    assert sampling.stop_token_ids == (EOS_ID, VOCAB_SIZE - 1)
+
+
 @pytest.mark.parametrize(("top_k", "sent"), [(-1, 0), (0, 0), (VOCAB_SIZE + 1, VOCAB_SIZE)])
 def test_top_k_is_off_or_within_the_vocabulary(top_k: int, sent: int) -> None:
     assert sampling_of(CompletionRequest, top_k=top_k).top_k == sent

@@ -127,6 +127,20 @@ def test_yarn_stretches_the_context_by_its_factor(rope: dict[str, int], context_
     assert model_facts(config).context_tokens == context_tokens
 
 
+def test_linear_scaling_stretches_the_context_only_as_far_as_the_operator_says() -> None:
+    config = {**config_of("llama"), "rope_parameters": {"rope_type": "linear", "factor": 4.0}}
+    facts = model_facts(config)
+    assert (facts.context_tokens, facts.longest_context_tokens) == (512, 2048)
+    plain = model_facts(config_of("llama"))
+    assert (plain.context_tokens, plain.longest_context_tokens) == (512, 512)
+
+
+def test_endings_that_the_model_cannot_produce_are_left_out() -> None:
+    config = config_of("llama")
+    size = config["vocab_size"]
+    assert model_facts({**config, "eos_token_id": [-1, 2, size - 1, size, 10**9]}).eos_token_ids == (2, size - 1)
+
+
 def test_the_old_spelling_of_lfm2_means_what_transformers_reads_in_it() -> None:
     old = {key: value for key, value in config_of("lfm2").items() if key not in ("layer_types", "tie_word_embeddings")}
     old |= {"full_attn_idxs": [1, 2], "tie_embedding": False, "block_ff_dim": 200, "intermediate_size": 7}
