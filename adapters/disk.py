@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from adapters.errors import NotFound, StoreBusy
+from adapters.errors import Damaged, NotFound, StoreBusy
 from adapters.paths import CONFIG_FILE, DIGEST, MANIFEST_FILE, NAME, TEMPLATE_FILE, TENSOR_FILE
 from adapters.records import Manifest
 
@@ -88,7 +88,12 @@ class StoreFiles:
         return path
 
     def read_manifest(self, digest: str) -> Manifest:
-        return msgspec.json.decode((self.adapter(digest) / MANIFEST_FILE).read_bytes(), type=Manifest)
+        """Raises NotFound, and Damaged if something else has changed the file since it was published."""
+        path = self.adapter(digest) / MANIFEST_FILE
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=Manifest)
+        except (msgspec.DecodeError, FileNotFoundError) as error:
+            raise Damaged(f"The files of adapter {digest[:12]} are damaged; delete it and upload it again.") from error
 
     def complete(self, ready: Path, config: bytes, template: bytes | None, manifest: Manifest) -> None:
         """Write what stands beside the tensors, and sync the directory: it can be published then."""
@@ -100,11 +105,21 @@ class StoreFiles:
         _sync_directory(ready)
 
     def publish(self, ready: Path, digest: str) -> None:
-        """Move a complete directory to its digest; a digest that is there already stays as it is."""
+        """Move a complete directory to its digest; one that is there already stays as it is unless it is damaged."""
         target = self._adapters / digest
+        if target.is_dir() and not self.is_whole(digest):
+            self.remove_adapter(digest)
         if not target.is_dir():
             ready.rename(target)
             _sync_directory(self._adapters)
+
+    def is_whole(self, digest: str) -> bool:
+        """Whether it can be told what the adapter is."""
+        try:
+            self.read_manifest(digest)
+        except (Damaged, NotFound):
+            return False
+        return True
 
     def write_name(self, name: str, alias: Alias) -> None:
         temporary = self.staging / f"name-{uuid.uuid4().hex}"

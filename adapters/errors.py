@@ -68,6 +68,12 @@ class NotFound(AdapterError):
     code = "not_found"
 
 
+class Damaged(AdapterError):
+    """Something else has changed the adapter's files in the store. 500."""
+
+    code = "damaged"
+
+
 class StorageFull(AdapterError):
     """Writing on would leave less free disk than the operator's floor. 507."""
 

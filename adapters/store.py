@@ -32,7 +32,7 @@ from types import TracebackType
 from adapters import extras
 from adapters.base_weights import BaseWeights
 from adapters.disk import Alias, StoreFiles
-from adapters.errors import Conflict, InvalidName, Malformed, NotFound, TooLarge
+from adapters.errors import Conflict, Damaged, InvalidName, Malformed, NotFound, TooLarge
 from adapters.layout import BaseLayout
 from adapters.paths import NAME, TEMPLATE_FILE, TENSOR_FILE, layout_fingerprint
 from adapters.records import AdapterRecord, Manifest
@@ -247,9 +247,9 @@ class AdapterStore:
         digest = manifest.digest
         with self._disk:
             taken = self._names.get(name)
-            if taken is not None and taken.digest == digest:
+            if taken is not None and taken.digest == digest and self._files.is_whole(digest):
                 return AdapterRecord(name, taken.created_at_seconds, manifest), False
-            if taken is not None and not replace:
+            if taken is not None and taken.digest != digest and not replace:
                 raise Conflict(
                     f"The name {name!r} is taken by another adapter; delete that first or choose another name."
                 )
@@ -284,11 +284,16 @@ class AdapterStore:
             return self._record(name)
 
     def list(self) -> tuple[AdapterRecord, ...]:
-        """What every name stands for, sorted. Reads a file for each; one by one, so that leases need not wait."""
+        """What every name stands for, sorted; damaged adapters are logged and left out. Reads a file for each; one by
+        one, so that leases need not wait."""
         records = []
         for name in self.names():
-            with suppress(NotFound):  # deleted meanwhile
+            try:
                 records.append(self.get(name))
+            except NotFound:
+                continue  # deleted meanwhile
+            except Damaged as error:
+                log.error("adapter %s: %s", name, error)
         return tuple(records)
 
     def names(self) -> dict[str, Alias]:
@@ -321,10 +326,15 @@ class AdapterStore:
             return None
         return (self.path_of(digest) / TEMPLATE_FILE).read_text(encoding="utf-8")
 
-    def _record(self, name: str) -> AdapterRecord:
+    def _alias(self, name: str) -> Alias:
+        """Under either lock."""
         alias = self._names.get(name)
         if alias is None:
             raise NotFound(f"The adapter {name[:200]!r} does not exist.")
+        return alias
+
+    def _record(self, name: str) -> AdapterRecord:
+        alias = self._alias(name)
         return AdapterRecord(name, alias.created_at_seconds, self._manifest(alias.digest))
 
     def _manifest(self, digest: str) -> Manifest:
@@ -349,16 +359,16 @@ class AdapterStore:
         """Leases held on the digest, for metrics and tests."""
         return self._leases[digest]
 
-    def delete(self, name: str) -> AdapterRecord:
+    def delete(self, name: str) -> str:
         """Remove the name at once; the files go with the last lease, or now if nobody holds one and no other name
-        points at them. Raises NotFound."""
+        points at them. Returns the digest, damaged or not. Raises NotFound."""
         with self._disk:
-            record = self.get(name)
+            digest = self._alias(name).digest
             self._files.remove_name(name)
             self._point(name, None)
-            is_gone = self._remove_if_unused(record.digest)
-        self._tell_if_gone(record.digest, is_gone)
-        return record
+            is_gone = self._remove_if_unused(digest)
+        self._tell_if_gone(digest, is_gone)
+        return digest
 
     def _release(self, digest: str) -> None:
         with self._lock:

@@ -13,11 +13,13 @@ import httpx
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from service.client import ClientError, answer_of, checked, connect, events, sentences, utf8
 
-_CONFIG, _TENSORS, _TEMPLATE = "adapter_config.json", "adapter_model.safetensors", "chat_template.jinja"
+_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+# What a directory may hold beside them that the server looks at: a chat template, tokens that the base has not.
+_BESIDE = ("chat_template.jinja", "tokenizer_config.json", "added_tokens.json", "tokenizer.json")
 _ARCHIVES = (".tar.gz", ".tgz", ".zip")
 
 
@@ -124,15 +126,14 @@ def _files_of(path: Path) -> dict[str, Path]:
         raise ClientError(
             f"{path} has no {' and no '.join(missing)}; give a directory that PEFT's save_pretrained wrote."
         )
-    files = {"adapter_config": path / _CONFIG, "adapter_model": path / _TENSORS}
-    return files | ({"chat_template": path / _TEMPLATE} if (path / _TEMPLATE).is_file() else {})
+    return {name: path / name for name in (_CONFIG, _TENSORS, *_BESIDE) if (path / name).is_file()}
 
 
 def ls(arguments: argparse.Namespace) -> int:
     """List the adapters."""
     with sentences(arguments.url), connect(arguments.url, arguments.api_key) as client:
         rows = answer_of(client.get("/v1/adapters"), lambda body: [_row(one) for one in body["data"]])
-    table = Table("name", "rank", "bytes", "where", "digest")
+    table = Table(Column("name", overflow="fold"), "rank", "bytes", "where", Column("digest", no_wrap=True))
     for row in rows:
         table.add_row(*map(escape, row))
     Console().print(table)

@@ -141,7 +141,8 @@ def _server_class(base: type[uvicorn.Server]) -> Any:
             self._draining = asyncio.create_task(self._drain())
 
         async def _drain(self) -> None:
-            await self._engine.drain(self._limit_seconds)
+            limit_seconds = self._limit_seconds
+            await asyncio.gather(self._engine.drain(limit_seconds), self._services.uploads_end(limit_seconds))
             self.should_exit = True
 
     return Server

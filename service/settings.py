@@ -48,7 +48,10 @@ class Settings(BaseSettings):
     device: str = Field("cpu", description="cpu, cuda or npu")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: as torch sees fit")
     max_model_len_tokens: int | None = Field(
-        None, ge=1, description="prompt and output of one request; default: the model's own limit"
+        None,
+        ge=1,
+        description="prompt and output of one request; default and most: the model's own limit (with linear RoPE "
+        "scaling up to that times its factor)",
     )
     token_budget: int = Field(256, ge=1, description="most tokens in one step, prefill and decode together")
     max_sequences: int = Field(64, ge=1, description="most sequences that run at the same time")
@@ -85,7 +88,9 @@ class Settings(BaseSettings):
     api_keys: Keys = Field((), description="keys for inference, separated by commas; default: no key is needed")
     admin_api_keys: Keys = Field((), description="keys for inference, upload and delete, separated by commas")
 
-    shutdown_limit_seconds: float = Field(30.0, ge=0, description="how long running requests may go on after SIGTERM")
+    shutdown_limit_seconds: float = Field(
+        30.0, ge=0, description="how long running requests and uploads may go on after SIGTERM"
+    )
     log_format: Literal["text", "json"] = Field("text", description="one line per request as text or as JSON")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
 
@@ -99,9 +104,12 @@ class Settings(BaseSettings):
     @field_validator("api_keys", "admin_api_keys", mode="before")
     @classmethod
     def _split_keys(cls, value: Any) -> Any:
-        if isinstance(value, str):
-            return tuple(key.strip() for key in value.split(",") if key.strip())
-        return value
+        if not isinstance(value, str):
+            return value
+        keys = tuple(key.strip() for key in value.split(",") if key.strip())
+        if value and not keys:  # of variables that are not set, say: nobody means a server that is open to all
+            raise ValueError("there is no key in it; leave it out to let everybody in")
+        return keys
 
     @field_validator("api_keys", "admin_api_keys")
     @classmethod

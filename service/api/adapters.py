@@ -38,12 +38,13 @@ async def upload_adapter(request: Request) -> JSONResponse:
     store = require_open_store(services)
     # The announced bytes include the multipart framing, so the store's own limit is left to its running count.
     announced = int(request.headers.get("content-length", 0))
-    upload = await asyncio.to_thread(store.begin, declared_bytes=min(announced, store.limits.max_upload_bytes))
-    try:
-        name = await receive_upload(request, store, upload)
-        record, created = await asyncio.to_thread(upload.finish, name)
-    finally:
-        await asyncio.to_thread(upload.discard)
+    with services.uploading():
+        upload = await asyncio.to_thread(store.begin, declared_bytes=min(announced, store.limits.max_upload_bytes))
+        try:
+            name = await receive_upload(request, store, upload)
+            record, created = await asyncio.to_thread(upload.finish, name)
+        finally:
+            await asyncio.to_thread(upload.discard)
     note(request, adapter=record.name, digest=record.digest[:12], created=created)
     services.published(record)
     answer = describe(services, record)
@@ -74,10 +75,10 @@ async def delete_adapter(request: Request, name: str) -> AdapterDeleted:
     services = services_of(request)
     if name == services.settings.base_name:
         raise BadRequest(f"{name!r} is the base model, which cannot be deleted; name an adapter.")
-    record = await asyncio.to_thread(require_store(services).delete, name)
-    services.deleted(record)
-    note(request, adapter=record.name, digest=record.digest[:12])
-    return AdapterDeleted(name=record.name, object="adapter.deleted", digest=record.digest, deleted=True)
+    digest = await asyncio.to_thread(require_store(services).delete, name)
+    services.deleted(name)
+    note(request, adapter=name, digest=digest[:12])
+    return AdapterDeleted(name=name, object="adapter.deleted", digest=digest, deleted=True)
 
 
 def require_store(services: Services) -> AdapterStore:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 from uuid import uuid4
@@ -23,6 +24,9 @@ from service.text.template_worker import AdapterTemplate
 DEFAULT_COMPLETION_TOKENS = 16
 # Longer texts are tokenised in a thread, so that they do not hold up the streams of other requests.
 _LONG_TEXT_CHARS = 20_000
+# Even longer ones one after another, as tokenising takes two hundred times their memory.
+_HUGE_TEXT_CHARS = 1 << 20
+_huge_texts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="huge-text")
 # A message costs as much as so many characters of one, however short it is.
 _MESSAGE_CHARS = 50
 
@@ -171,10 +175,12 @@ def resolve(services: Services, model: str, adapter_id: str | None = None) -> Ta
 
 
 async def off_loop(work: Callable[[], T], *, size_chars: int) -> T:
-    """Run `work` here, or in a thread if the text is long."""
+    """Run `work` here, in a thread if the text is long, or in the thread of the longest."""
     if size_chars < _LONG_TEXT_CHARS:
         return work()
-    return await asyncio.to_thread(work)
+    if size_chars < _HUGE_TEXT_CHARS:
+        return await asyncio.to_thread(work)
+    return await asyncio.get_running_loop().run_in_executor(_huge_texts, work)
 
 
 def chat_template_of(services: Services, target: Target) -> ChatTemplate | AdapterTemplate:
@@ -238,8 +244,7 @@ def _raw_prompts(request: CompletionRequest) -> list[str | list[int]]:
 
 
 def _encoded(services: Services, text: str, *, special: bool, field: str) -> Prompt:
-    """Text to tokens. One that is too long however its tokens fall is refused at once: encoding takes two hundred
-    times its memory."""
+    """Text to tokens. One that is too long however its tokens fall is refused at once."""
     ready, most_chars = services.engine.ready, services.tokenizer.max_chars_per_token
     if ready is not None and most_chars is not None:
         limit = min(ready.max_model_len_tokens, ready.kv_capacity_tokens)

@@ -41,9 +41,9 @@ async def create_batch(request: Request, body: BatchRequest) -> Response:
     services.require_ready()
     running = _start_all(services, await until_disconnect(request, _admit_all(services, body)))
     try:
-        for item, answer in zip(body.items, running, strict=True):
+        for answer in running:
             if not isinstance(answer, Exception):
-                note_job(request, str(item["model"]), answer.job)
+                note_job(request, answer.job)
         answers = await until_disconnect(request, asyncio.gather(*(_answer(one) for one in running)))
     finally:
         for answer in running:

@@ -32,7 +32,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     """Complete one prompt or several, with the base or an adapter."""
     services = services_of(request)
     answer = CompletionAnswer(services, body, await until_disconnect(request, admit(services, body)))
-    note_job(request, body.model, answer.job)
+    note_job(request, answer.job)
     if body.stream:
         return EventStream(answer.chunks(), answer.job.close)
     try:

@@ -168,6 +168,11 @@ class Job:
             raise
 
     @property
+    def name(self) -> str:
+        """The adapter that answers, or the base."""
+        return self._target.name
+
+    @property
     def num_completion_tokens(self) -> int:
         """Tokens generated so far."""
         return sum(run.timer.num_tokens for run in self.runs)

@@ -1,4 +1,4 @@
-"""Answers that grow with the number of adapters."""
+"""Answers that grow with the number of adapters, or with a text."""
 
 from __future__ import annotations
 

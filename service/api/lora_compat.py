@@ -39,7 +39,8 @@ async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTex
     root = _require_root(services)
     store = require_open_store(services)
     store.check_name(body.lora_name)
-    record = await asyncio.to_thread(_load, store, _below(root, body.lora_path), body.lora_name, body.load_inplace)
+    with services.uploading():
+        record = await asyncio.to_thread(_load, store, _below(root, body.lora_path), body.lora_name, body.load_inplace)
     services.published(record)
     note(request, adapter=record.name, digest=record.digest[:12])
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -56,11 +57,11 @@ async def unload_lora_adapter(request: Request, body: UnloadLoraRequest) -> Plai
     services = services_of(request)
     _require_root(services)
     try:
-        record = await asyncio.to_thread(require_store(services).delete, body.lora_name)
+        digest = await asyncio.to_thread(require_store(services).delete, body.lora_name)
     except store_errors.NotFound:
         raise UnknownModel(f"The lora adapter '{body.lora_name}' cannot be found.", param="lora_name") from None
-    services.deleted(record)
-    note(request, adapter=record.name, digest=record.digest[:12])
+    services.deleted(body.lora_name)
+    note(request, adapter=body.lora_name, digest=digest[:12])
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 

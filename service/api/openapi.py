@@ -89,13 +89,16 @@ UPLOAD_BODY = {
 
 
 def finish(schema: dict[str, Any], *, with_keys: bool, open_paths: frozenset[str], chunks: dict[str, Any]) -> None:
-    """Complete FastAPI's schema in place: our 400 instead of its 422, the chunks of streams, and the security scheme
-    where keys are set."""
+    """Complete FastAPI's schema in place: our 400 instead of its 422, what batches hold, the chunks of streams, and the
+    security scheme where keys are set."""
     schemas = schema.setdefault("components", {}).setdefault("schemas", {})
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
     for name, chunk in chunks.items():
         schemas.setdefault(name, chunk)
+    # The items are looked at one by one, so that their model says nothing of what they are.
+    item = {"anyOf": [{"$ref": f"#/components/schemas/{name}"} for name in ("CompletionRequest", "ChatRequest")]}
+    schemas["BatchRequest"]["properties"]["items"]["items"] = item
     for path, operations in schema["paths"].items():
         for operation in operations.values():
             operation["responses"].pop("422", None)

@@ -40,8 +40,8 @@ def note(request: Request, **fields: Any) -> None:
     notes_of(request).fields.update(fields)
 
 
-def note_job(request: Request, model: str, job: Job) -> None:
-    """Add a generating job to the log line."""
+def note_job(request: Request, job: Job) -> None:
+    """Add a generating job to the log line: who answers, whichever field named it."""
     notes = notes_of(request)
-    notes.fields["model"] = model if "model" not in notes.fields else f"{notes.fields['model']},{model}"
+    notes.fields["model"] = f"{notes.fields['model']},{job.name}" if "model" in notes.fields else job.name
     notes.jobs.append(job)

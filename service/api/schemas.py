@@ -158,6 +158,7 @@ class ChatMessage(Request):
     function_call: Unsupported = None
     audio: Unsupported = None
     refusal: Unsupported = None
+    annotations: Unsupported = None
 
 
 class TextFormat(Request):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -104,11 +105,14 @@ class Services:
     gate: Gate = field(init=False)
     _template_turns: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _loop: asyncio.AbstractEventLoop | None = None
+    _num_uploads: int = 0
+    _no_uploads: asyncio.Event = field(default_factory=asyncio.Event)
     # What `on_loop` was asked for before there was a loop.
     _before_loop: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.gate = Gate(self.settings.max_queued_requests)
+        self._no_uploads.set()
 
     def adapter_template(self, digest: str) -> AdapterTemplate | None:
         """The chat template that an adapter ships, None if it ships none. Reads a file."""
@@ -124,15 +128,32 @@ class Services:
             turn = self._template_turns[digest] = asyncio.Lock()
         return turn
 
+    @contextmanager
+    def uploading(self) -> Iterator[None]:
+        """An adapter is on its way into the store: a server that shuts down waits for it, see `uploads_end`."""
+        self._num_uploads += 1
+        self._no_uploads.clear()
+        try:
+            yield
+        finally:
+            self._num_uploads -= 1
+            if not self._num_uploads:
+                self._no_uploads.set()
+
+    async def uploads_end(self, limit_seconds: float) -> None:
+        """Return when no adapter is on its way any more, at the latest after the limit."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._no_uploads.wait(), limit_seconds)
+
     def published(self, record: AdapterRecord) -> None:
         """An adapter is in the store: it may have metrics, and the engine may bring it in ahead of its first use."""
         self._settle(record.name)
         if self.engine.state == "ready":
             self.engine.load(record.digest)
 
-    def deleted(self, record: AdapterRecord) -> None:
+    def deleted(self, name: str) -> None:
         """A name is gone."""
-        self._settle(record.name)
+        self._settle(name)
 
     def _settle(self, name: str) -> None:
         """Have the metrics know the name if the store has it now: the store changes in threads, so of an upload and a

@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 
 from service.api.admission import Prompt, chat_prompt, off_loop, resolve
 from service.api.errors import BadRequest
+from service.api.listing import listing
 from service.api.openapi import INFERENCE_ERRORS
 from service.api.schemas import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from service.api.state import Services, services_of
 
 router = APIRouter(tags=["text"])
 
+# Far beyond most contexts: counting what does not fit is what many ask for. Tokenising takes 200 bytes for each.
+MAX_TEXT_CHARS = 4 << 20
 
-@router.post("/tokenize", responses=INFERENCE_ERRORS, summary="Text or messages to token ids")
-async def tokenize(request: Request, body: TokenizeRequest) -> TokenizeResponse:
+
+@router.post(
+    "/tokenize",
+    response_model=TokenizeResponse,
+    responses=INFERENCE_ERRORS,
+    summary="Text or messages to token ids",
+)
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """The token ids that a completion or chat request with this prompt or these messages would run."""
     services = services_of(request)
     prompt = await _prompt(services, body)
     ready = services.engine.ready
     names = await _token_names(services, prompt) if body.return_token_strs else None
-    return TokenizeResponse(
-        tokens=list(prompt.token_ids),
-        count=len(prompt.token_ids),
-        max_model_len=None if ready is None else ready.max_model_len_tokens,
-        token_strs=names,
+    return await listing(
+        lambda: TokenizeResponse(
+            tokens=list(prompt.token_ids),
+            count=len(prompt.token_ids),
+            max_model_len=None if ready is None else ready.max_model_len_tokens,
+            token_strs=names,
+        )
     )
 
 
@@ -40,6 +51,11 @@ async def _prompt(services: Services, body: TokenizeRequest) -> Prompt:
         if body.messages is not None:
             return await chat_prompt(services, target, body)
         text = body.prompt or ""
+        if len(text) > MAX_TEXT_CHARS:
+            raise BadRequest(
+                f"`prompt` has {len(text)} characters; /tokenize takes {MAX_TEXT_CHARS}. Send it in parts.",
+                param="prompt",
+            )
         special = body.add_special_tokens is None or body.add_special_tokens
         work = lambda: Prompt(tuple(services.tokenizer.encode(text, add_special_tokens=special)), text)  # noqa: E731
         return await off_loop(work, size_chars=len(text))

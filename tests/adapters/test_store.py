@@ -21,6 +21,7 @@ from adapters.errors import (
     AdapterError,
     BindingError,
     Conflict,
+    Damaged,
     InvalidName,
     Malformed,
     NotFound,
@@ -739,6 +740,35 @@ def test_damaged_files_of_names_stop_no_start(tmp_path: Path, caplog: pytest.Log
     assert "broken" in caplog.text
     assert "lost" in caplog.text
     store.close()
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", None], ids=["empty", "cut", "other", "missing"])
+def test_a_damaged_adapter_is_told_and_can_be_deleted_or_uploaded_again(
+    store: AdapterStore, caplog: pytest.LogCaptureFixture, content: bytes | None
+) -> None:
+    whole, _ = upload_small(store, LAYOUT, "whole", seed=5)
+    record, _ = upload_small(store, LAYOUT, "hurt")
+
+    def hurt() -> None:
+        store._manifests.clear()  # as in a server that is started again
+        path = store.path_of(record.digest) / "manifest.json"
+        path.unlink() if content is None else path.write_bytes(content)
+
+    hurt()
+    assert store.list() == (whole,)
+    assert "hurt" in caplog.text
+    for look_up in (store.get, store.lease):
+        with pytest.raises(Damaged, match="upload it again"):
+            look_up("hurt")
+    assert upload_small(store, LAYOUT, "hurt")[0].digest == record.digest
+    assert {one.name for one in store.list()} == {"hurt", "whole"}
+    hurt()
+    assert upload_small(store, LAYOUT, "again")[0].digest == record.digest
+    assert {one.name for one in store.list()} == {"again", "hurt", "whole"}
+    store.delete("again")
+    hurt()
+    assert store.delete("hurt") == record.digest
+    assert store.names().keys() == {"whole"}
 
 
 # ---- copies of base weights

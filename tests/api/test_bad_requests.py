@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from service.api.tokenize import MAX_TEXT_CHARS
 from tests.api.conftest import BASE, Checkpoints
 from tests.support.server import Server, wait_for
 from tests.support.tiny_models import VOCAB_SIZE
@@ -175,6 +176,12 @@ def test_a_batch_that_is_no_list_is_refused(server: Server, items: Any) -> None:
 )
 def test_bad_tokenize_requests_are_refused(server: Server, body: dict[str, Any]) -> None:
     check_error(server.post("/tokenize", json=body), 400, None, "")
+
+
+def test_a_text_is_counted_beyond_the_context_but_not_without_end(server: Server) -> None:
+    answer = server.post("/tokenize", json={"prompt": "x" * 2_000_000})
+    assert answer.json()["count"] > answer.json()["max_model_len"]
+    check_error(server.post("/tokenize", json={"prompt": "x" * (MAX_TEXT_CHARS + 1)}), 400, "prompt", "in parts")
 
 
 @pytest.mark.parametrize("tokens", [None, "x", [-1], [999], [1.5], ["1"]])

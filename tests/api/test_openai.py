@@ -213,6 +213,15 @@ class TestChat:
         assert chat.usage is not None
         assert chat.usage.prompt_tokens == len(ids)
 
+    def test_an_answer_can_be_sent_back_as_the_client_writes_it(self, client: openai.OpenAI) -> None:
+        options: Any = {"model": "alpha", **GREEDY}
+        said = client.chat.completions.create(messages=CHAT, **options).choices[0].message
+        follow = {"role": "user", "content": "and?"}
+        plain: list[Any] = [*CHAT, {"role": "assistant", "content": said.content}, follow]
+        dumped: list[Any] = [*CHAT, said.model_dump(), follow]
+        answers = [client.chat.completions.create(messages=messages, **options) for messages in (plain, dumped)]
+        assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
+
     def test_a_stream_is_the_whole_answer_in_pieces(self, client: openai.OpenAI) -> None:
         options: Any = {"model": "gamma", "messages": CHAT, "n": 3, "seed": 7, "max_tokens": 15}
         whole = client.chat.completions.create(**options)

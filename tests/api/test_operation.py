@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -97,6 +98,14 @@ class TestOpenapi:
         for event in events[:-1]:
             check_answer(openapi, "post", path, answer, json.loads(event))
 
+    def test_a_batch_holds_completions_and_chats(self, openapi: dict[str, Any]) -> None:
+        schemas = openapi["components"]["schemas"]
+        item = {**schemas["BatchRequest"]["properties"]["items"]["items"], "components": openapi["components"]}
+        jsonschema.validate({"model": "alpha", "prompt": "a"}, item)
+        jsonschema.validate({"model": "alpha", "messages": CHAT}, item)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({"model": "alpha"}, item)
+
     def test_every_path_has_a_scope(self, openapi: dict[str, Any]) -> None:
         admin = {
             (method, path)
@@ -155,6 +164,16 @@ def test_a_request_is_one_json_line(server: Server) -> None:
     assert "a b c" not in lines[0]
 
 
+@pytest.mark.parametrize("model", [BASE, "alpha"])
+def test_the_line_names_the_adapter_that_answers_whichever_field_named_it(server: Server, model: str) -> None:
+    body = {"model": model, "adapter_id": "alpha", "prompt": "a", "max_tokens": 1}
+    for path, sent in (("/v1/completions", body), ("/v1/completions/batch", {"items": [body]})):
+        request_id = server.post(path, json=sent).headers["x-request-id"]
+        wait_for(lambda request_id=request_id: request_id in server.log, "the line")
+        (line,) = (json.loads(line) for line in server.log.splitlines() if request_id in line)
+        assert line["model"] == "alpha"
+
+
 def test_every_line_of_both_processes_is_json(server: Server) -> None:
     """The fixture's server logs JSON; its engine tells of the loaded model."""
     loggers = {json.loads(line)["logger"] for line in server.log.splitlines()}
@@ -183,6 +202,12 @@ class TestSettings:
     def test_a_wrong_one_is_named(self, given: dict[str, Any], words: str) -> None:
         with pytest.raises(SettingsError, match=words):
             load_settings(**given)
+
+    @pytest.mark.parametrize("name", ["api_keys", "admin_api_keys"])
+    @pytest.mark.parametrize("keys", [",", " ", ", ,"])
+    def test_keys_that_are_blank_leave_no_server_open(self, name: str, keys: str) -> None:
+        with pytest.raises(SettingsError, match="no key"):
+            load_settings(**{name: keys})
 
 
 @contextmanager
@@ -250,6 +275,52 @@ class TestCommands:
         finally:
             server.http.delete(f"{server.url}/v1/adapters/kept")
 
+    def test_what_lies_beside_an_adapter_is_sent_too(
+        self, server: Server, checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Older versions of transformers keep the chat template in tokenizer_config.json."""
+        directory, at = tmp_path / "talker", f"--url={server.url}"
+        shutil.copytree(checkpoints.spare, directory)
+        (directory / "tokenizer_config.json").write_text(
+            json.dumps({"chat_template": "TALK {{ messages[0].content }}"})
+        )
+        try:
+            assert main(["upload", str(directory), at]) == 0
+            assert server.get("/v1/adapters/talker").json()["has_chat_template"]
+            (directory / "added_tokens.json").write_text(json.dumps({"<tool>": 10**6}))
+            assert main(["upload", str(directory), "--name=other", at]) == 1
+            assert "<tool>" in capsys.readouterr().err
+        finally:
+            server.http.delete(f"{server.url}/v1/adapters/talker")
+
+    def test_a_long_name_is_listed_whole(
+        self, server: Server, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        name = "-".join(["customer-support-summariser"] * 4)
+        upload(server, name, checkpoints.spare).raise_for_status()
+        try:
+            assert main(["ls", f"--url={server.url}"]) == 0
+            table = capsys.readouterr().out
+            cells = [line.replace("│", " ").split() for line in table.splitlines()]
+            assert name in "".join(cell[0] for cell in cells if cell)
+        finally:
+            server.http.delete(f"{server.url}/v1/adapters/{name}")
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (["bench", "--requests=abc"], "'abc' is not a whole number of at least 1"),
+            (["bench", "--requests=0"], "'0' is not a whole number of at least 1"),
+            (["chat", "--temperature=hot", "hi"], "'hot' is not a finite number"),
+        ],
+    )
+    def test_what_is_no_number_is_a_sentence(
+        self, arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert words in capsys.readouterr().err
+
     def test_a_redirect_is_an_error(self) -> None:
         """Of a proxy in between, say; following it would send the key and the file somewhere else."""
         moved = httpx.Response(307, headers={"location": "http://127.0.0.1:9/"})
@@ -309,7 +380,7 @@ class TestCommands:
     ) -> None:
         with pytest.raises(SystemExit, match="2"):
             main(["chat", f"--temperature={value}", "hi"])
-        assert f"--temperature: {value} is not finite" in capsys.readouterr().err
+        assert f"--temperature: '{value}' is not a finite number" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("arguments", "content_type", "body"),

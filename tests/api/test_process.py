@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -29,7 +30,7 @@ from service.start_check import StartError
 from tests.api.conftest import ADAPTERS, BASE, Checkpoints
 from tests.support.server import Server, running_server, start_server, wait_for
 from tests.support.tiny_models import make_adapter
-from tests.support.uploads import parts_of, upload
+from tests.support.uploads import MULTIPART, multipart, parts_of, upload
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG: dict[str, Any] = {"model": "alpha", "prompt": "the", "max_tokens": 450, "ignore_eos": True, "temperature": 0}
@@ -319,6 +320,61 @@ class TestSigterm:
         services: Any = SimpleNamespace(store=object(), draining=True)
         with pytest.raises(NotReady, match="shutting down"):
             require_open_store(services)
+
+    @pytest.mark.parametrize("limit_seconds", [300.0, 0.0])
+    def test_uploads_are_waited_for_up_to_the_limit(
+        self, checkpoints: Checkpoints, tmp_path: Path, limit_seconds: float
+    ) -> None:
+        settings = Settings(model_dir=checkpoints.base, store_dir=tmp_path, shutdown_limit_seconds=limit_seconds)
+        app = create_app(settings)
+        server = _make_server(app, settings)
+
+        async def drain() -> None:
+            """The engine has nothing to do, as it was never started."""
+            with app.state.services.uploading():
+                draining = asyncio.create_task(server._drain())
+                if not limit_seconds:
+                    await draining
+                for _ in range(10):
+                    await asyncio.sleep(0)
+                assert server.should_exit == (limit_seconds == 0)
+            await draining
+
+        asyncio.run(drain())
+        assert server.should_exit
+        app.state.services.store.close()
+
+    def test_an_upload_on_its_way_is_taken(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
+        parts = [(f'name="{part}"', content) for part, (_, content) in parts_of(checkpoints.spare).items()]
+        body = multipart([('name="name"', b"late"), *parts])
+        server = start_server(checkpoints.base, tmp_path, shutdown_limit_seconds=300, model_name=BASE)
+        on_its_way, draining = threading.Event(), threading.Event()
+
+        def chunks() -> Iterator[bytes]:
+            yield body[:-1000]
+            on_its_way.set()
+            assert draining.wait(60)
+            yield body[-1000:]
+
+        def send(answers: list[httpx.Response]) -> None:
+            answers.append(httpx.post(f"{server.url}/v1/adapters", content=chunks(), headers=MULTIPART, timeout=60))
+
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(target=send, args=(answers,))
+        try:
+            thread.start()
+            assert on_its_way.wait(60)
+            wait_for(lambda: list((tmp_path / "store").glob("*/staging/*")), "the upload to begin")
+            server.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: "The engine process ended" in server.log, "the engine to have nothing to do")
+            draining.set()
+            thread.join(60)
+            assert answers[0].status_code == 201, answers[0].text
+            assert server.process.wait(60) == 0
+        finally:
+            draining.set()
+            server.process.kill()
+            thread.join(60)
 
     def test_running_requests_finish_and_the_rest_is_refused(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
         settings: dict[str, Any] = {"model_name": BASE, "preload_adapters_dir": checkpoints.adapters}
