@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -136,6 +136,15 @@ class RowPool:
             f"The adapter needs {needed} {group} rows on the device ({needed * size} bytes); the row budget holds "
             f"{held} ({held * size} bytes). Upload it with a smaller rank, or ask the operator for a larger "
             "--adapter-row-bytes."
+        )
+
+    def fits_beside(self, adapter: HostAdapter, digests: Collection[str]) -> bool:
+        """Whether it would have room if these residents were the only ones in use."""
+        residents = [self._residents[digest] for digest in digests]
+        return all(
+            self.plan.aligned(adapter.rows.get(group, 0)) + sum(one.rows.get(group, 0) for one in residents)
+            <= self.plan.rows[group]
+            for group in self._groups
         )
 
     def pin(self, digest: str) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -52,6 +52,7 @@ class Rows(Protocol):
     def pin(self, digest: str) -> None: ...
     def unpin(self, digest: str) -> None: ...
     def drop(self, digest: str) -> None: ...
+    def fits_beside(self, host_adapter: Any, digests: Collection[str]) -> bool: ...
     def place_of(self, digest: str) -> int | None: ...
     def first_rows(self, place: int) -> tuple[int, ...]: ...
     def resident(self) -> tuple[str, ...]: ...
@@ -179,6 +180,12 @@ class AdapterDesk:
         if entry.num_pins == 0:
             assert self.rows is not None
             self.rows.unpin(digest)
+
+    def fits_beside(self, digest: str, others: Collection[str]) -> bool:
+        """Whether rows of no other adapters than these, which are resident, could keep it from the device."""
+        assert self.rows is not None
+        host = self._entries[digest].host
+        return host is None or self.rows.fits_beside(host, others)
 
     # ---- between steps
 

@@ -12,7 +12,7 @@ One step, under one token budget:
 3. waiting sequences join, oldest first, while a place, a line and the blocks for all their present tokens are free.
    One whose adapter is being read, or finds no rows, is passed over, not waited for.
 Nobody starves: places, lines and blocks go strictly by age among those who have rows. Who has waited too long for rows
-(the oldest such) closes the door to younger requests of other adapters, but for those that cannot keep it waiting for
+(the oldest such) closes the door to younger requests of other adapters, but for those that hardly keep it waiting for
 longer, until enough have ended and given their rows back; `_door_of` says for whom, and why that comes to an end.
 
 Cost per step: O(running), plus O(waiting) while some wait for adapters.
@@ -202,24 +202,22 @@ class Scheduler:
     def _door_of(self, waiting: Sequence) -> _Door:
         """The door that `waiting`, the oldest that has waited too long for rows, has closed.
 
-        As long as somebody older than `waiting` runs, its rows do not come free whoever is kept out: all may join the
-        older ones' adapters, and any other adapter those that cannot outlast the longest of them. The older ones are
-        finitely many and end. Then only those may join an adapter that cannot outlast the longest beside them: the most
-        tokens that may come to any of its sequences are never raised, and fall as they run. After finitely many steps
-        nobody runs with it, under any load, and its rows are free.
+        All may join the adapters of the older ones that run: their rows are in use whoever joins. Where `waiting` does
+        not fit beside these, it waits for them in any case, so that any adapter may be joined by those to which fewer
+        tokens may come than to the longest of them. The older ones are finitely many and end. Otherwise only those may
+        join an adapter to which fewer tokens may come than to the longest beside them: the most tokens that may come to
+        any of its sequences are never raised, and fall as they run. After finitely many steps nobody runs with it,
+        under any load, and its rows are free.
         """
         assert waiting.adapter is not None
-        tokens = {waiting.adapter: math.inf}
-        beside_older = 0
-        for other in self.running:
-            if other.adapter is None:
-                continue
-            most: float = _tokens_to_come(other)
-            if other.key < waiting.key:
-                beside_older = max(beside_older, _tokens_to_come(other))
-                most = math.inf
-            tokens[other.adapter] = max(most, tokens.get(other.adapter, 0))
-        return _Door(tokens, beside_older)
+        with_rows = [(one.adapter, one) for one in self.running if one.adapter is not None]
+        older = [(adapter, one) for adapter, one in with_rows if one.key < waiting.key]
+        fits = self.desk.fits_beside(waiting.adapter, {adapter for adapter, _ in older})
+        of_others = 0 if fits else max((_tokens_to_come(one) for _, one in older), default=0)
+        tokens: dict[str, float] = dict.fromkeys((waiting.adapter, *(adapter for adapter, _ in older)), math.inf)
+        for adapter, one in with_rows:
+            tokens[adapter] = max(_tokens_to_come(one), tokens.get(adapter, of_others))
+        return _Door(tokens, of_others)
 
     def _blocks_missing(self, sequence: Sequence) -> int:
         """Blocks it lacks for all its present tokens and the next; admitted with fewer, it would soon be preempted."""

@@ -268,6 +268,21 @@ def test_without_evictions_only_free_rows_are_taken_sliding_idle_ranges_at_most(
         assert_holds(pool, layout, adapter)
 
 
+def test_what_fits_beside_some_is_told_by_group_whoever_else_is_in_use() -> None:
+    layout = churn_layout()
+    pool = RowPool(layout, budget_for(layout, 64, 16))
+    for name, ranks in (("a", {"q": 32}), ("b", {"q": 3, "down": 48}), ("c", {"q": 16})):
+        assert pool.load(name, make_host_adapter(layout, name, ranks))
+        pool.pin(name)
+    adapter = make_host_adapter(layout, "d", {"k": 20, "down": 16})  # 32 rows and 16
+    assert not pool.load("d", adapter)
+    assert pool.fits_beside(adapter, ())
+    assert pool.fits_beside(adapter, ("a",))
+    assert pool.fits_beside(adapter, ("b", "c"))
+    assert not pool.fits_beside(adapter, ("a", "b"))
+    assert not pool.fits_beside(make_host_adapter(layout, "e", {"down": 17}), ("b",))
+
+
 def test_a_full_pool_is_not_searched_for_rows_that_it_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search is quadratic in the residents, and each upload would make it."""
     layout = churn_layout()

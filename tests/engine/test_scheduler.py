@@ -276,6 +276,51 @@ def test_who_can_be_served_goes_on_while_somebody_waits_for_rows(mocks: list[Moc
     assert mock.output["waits"] == expected_tokens((1, 2, 3), "a2-2", 2)
 
 
+def test_who_fits_beside_the_older_ones_waits_for_the_younger_ones_only(mocks: list[MockEngine]) -> None:
+    """Short requests of seven adapters come without end; one that came before keeps its row for long."""
+    mock = make_mock_engine(num_rows=8, max_sequences=8, max_steps_waiting_for_rows=2)
+    mocks.append(mock)
+    for i in range(1, 8):
+        mock.submit(f"before-{i}", adapter=f"a{i}-1", max_tokens=1)
+    mock.settle()
+    mock.submit("older", adapter="a8-1", max_tokens=150)
+    mock.submit("small-0", adapter="a1-1", max_tokens=10)
+    mock.submit("small-1", adapter="a2-1", max_tokens=10)
+    mock.step_until(lambda: len(mock.engine.scheduler.running) == 3)
+    mock.host.gated.add("a9-6")
+    mock.submit("large", adapter="a9-6", max_tokens=2)
+    mock.step()
+    open_gate(mock)
+    for i in range(2, 50):
+        mock.submit(f"small-{i}", adapter=f"a{1 + i % 7}-1", max_tokens=10)
+        mock.step()
+    assert "large" in mock.finished
+    assert "older" not in mock.finished
+    mock.settle()
+
+
+def test_beside_the_older_ones_those_that_run_are_joined_as_others_are(mocks: list[MockEngine]) -> None:
+    mock = make_mock_engine(num_rows=4, max_sequences=8, max_steps_waiting_for_rows=1)
+    mocks.append(mock)
+    for adapter in ("a1-1", "a2-1"):
+        mock.submit(f"before-{adapter}", adapter=adapter, max_tokens=1)
+    mock.settle()
+    mock.submit("older", adapter="a0-2", max_tokens=100)
+    mock.step_until(lambda: mock.engine.scheduler.running)
+    mock.host.gated.add("a3-3")
+    mock.submit("waits", adapter="a3-3", max_tokens=2)
+    mock.submit("younger", adapter="a1-1", max_tokens=10)
+    mock.step_until(lambda: len(mock.engine.scheduler.running) == 2)
+    open_gate(mock)
+    for _ in range(3):
+        mock.step()
+    for name, adapter in (("joins", "a1-1"), ("another", "a2-1")):
+        mock.submit(name, adapter=adapter, max_tokens=40)
+    mock.step()
+    assert names_of(mock.engine.scheduler.running) == ["older", "younger", "joins", "another"]
+    mock.settle()
+
+
 def test_beside_younger_ones_only_those_go_on_that_outlast_nobody(mocks: list[MockEngine]) -> None:
     mock = make_mock_engine(num_rows=4, max_steps_waiting_for_rows=1)
     mocks.append(mock)

@@ -9,7 +9,7 @@ must come out.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -74,6 +74,10 @@ class MockRows:
         self.residents[digest] = self.size(digest)
         self.places[digest] = min(set(range(len(self.places) + 1)) - set(self.places.values()))
         return True
+
+    def fits_beside(self, host_adapter: object, digests: Collection[str]) -> bool:
+        size = self.size(str(host_adapter).removeprefix("weights of "))
+        return size + sum(self.residents[digest] for digest in digests) <= self.num_rows
 
     def pin(self, digest: str) -> None:
         self.pins[digest] = self.pins.get(digest, 0) + 1
