@@ -11,13 +11,14 @@ import logging
 import os
 import shutil
 import uuid
+from filecmp import cmp
 from pathlib import Path
 
 import msgspec
 
 from adapters.errors import Damaged, NotFound, StoreBusy
 from adapters.paths import CONFIG_FILE, DIGEST, MANIFEST_FILE, NAME, TEMPLATE_FILE, TENSOR_FILE
-from adapters.records import Manifest
+from adapters.records import UNREADABLE, Manifest
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ class StoreFiles:
                 if not NAME.fullmatch(path.name) or not DIGEST.fullmatch(alias.digest):
                     raise msgspec.DecodeError("not a name of this store")
                 names[path.name] = alias
-            except msgspec.DecodeError as error:
+            except UNREADABLE as error:
                 log.error("the adapter store's file names/%s is ignored: %s", path.name, error)
         return names
 
@@ -92,7 +93,7 @@ class StoreFiles:
         path = self.adapter(digest) / MANIFEST_FILE
         try:
             return msgspec.json.decode(path.read_bytes(), type=Manifest)
-        except (msgspec.DecodeError, FileNotFoundError) as error:
+        except (*UNREADABLE, FileNotFoundError) as error:
             raise Damaged(f"The files of adapter {digest[:12]} are damaged; delete it and upload it again.") from error
 
     def complete(self, ready: Path, config: bytes, template: bytes | None, manifest: Manifest) -> None:
@@ -107,19 +108,23 @@ class StoreFiles:
     def publish(self, ready: Path, digest: str) -> None:
         """Move a complete directory to its digest; one that is there already stays as it is unless it is damaged."""
         target = self._adapters / digest
-        if target.is_dir() and not self.is_whole(digest):
+        if target.is_dir() and not self.is_whole(digest, ready):
             self.remove_adapter(digest)
         if not target.is_dir():
             ready.rename(target)
             _sync_directory(self._adapters)
 
-    def is_whole(self, digest: str) -> bool:
-        """Whether it can be told what the adapter is."""
+    def is_whole(self, digest: str, ready: Path) -> bool:
+        """Whether the files are what they were when they were published; `ready` holds the same adapter again."""
         try:
+            path = self.adapter(digest)
             self.read_manifest(digest)
-        except (Damaged, NotFound):
+            kept = [name for name in (TENSOR_FILE, TEMPLATE_FILE) if (ready / name).is_file()]
+            return (path / CONFIG_FILE).is_file() and all(
+                cmp(path / name, ready / name, shallow=False) for name in kept
+            )
+        except (Damaged, NotFound, FileNotFoundError):
             return False
-        return True
 
     def write_name(self, name: str, alias: Alias) -> None:
         temporary = self.staging / f"name-{uuid.uuid4().hex}"

@@ -16,7 +16,7 @@ from adapters.errors import Malformed, NotFound, Unsupported
 from adapters.format import Tensor, read_header
 from adapters.layout import BaseLayout
 from adapters.paths import EMBEDDING_SIDES, LINEAR_SIDES, MANIFEST_FILE, TENSOR_FILE, adapter_dir, stored_name
-from adapters.records import Manifest
+from adapters.records import UNREADABLE, Manifest
 
 _NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<i2")}
 
@@ -115,7 +115,7 @@ def read_adapter(store_root: Path, layout: BaseLayout, digest: str, dtype: torch
         mapped = np.memmap(directory / TENSOR_FILE, dtype=np.uint8, mode="c")  # private: torch wants it writable
     except FileNotFoundError:
         raise NotFound(f"The store has no adapter {digest}.") from None
-    except msgspec.DecodeError:
+    except UNREADABLE:
         raise Malformed(f"Adapter {digest} is damaged on disk; delete it and upload it again.") from None
     known = {piece.module: (projection, piece) for projection in layout.projections for piece in projection.slices}
     slices = {}

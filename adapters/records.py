@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+# What msgspec raises where it cannot read them.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
+
 
 class ModuleReport(msgspec.Struct, frozen=True):
     """One adapted module of the base, e.g. `model.layers.3.self_attn.q_proj`; `num_bytes` counts A and B as stored."""

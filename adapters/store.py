@@ -247,7 +247,7 @@ class AdapterStore:
         digest = manifest.digest
         with self._disk:
             taken = self._names.get(name)
-            if taken is not None and taken.digest == digest and self._files.is_whole(digest):
+            if taken is not None and taken.digest == digest and self._files.is_whole(digest, ready):
                 return AdapterRecord(name, taken.created_at_seconds, manifest), False
             if taken is not None and taken.digest != digest and not replace:
                 raise Conflict(

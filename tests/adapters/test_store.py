@@ -733,6 +733,7 @@ def test_damaged_files_of_names_stop_no_start(tmp_path: Path, caplog: pytest.Log
     names = store.path_of(record.digest).parent.parent / "names"
     store.close()
     (names / "broken").write_bytes(b"{")
+    (names / "flipped").write_bytes(b'{"digest": "\xff"}')
     (names / "evil").write_text(json.dumps({"digest": "../../x", "created_at_seconds": 1.0}))
     (names.parent / "adapters" / lost.digest / "manifest.json").unlink()
     store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
@@ -742,7 +743,9 @@ def test_damaged_files_of_names_stop_no_start(tmp_path: Path, caplog: pytest.Log
     store.close()
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", None], ids=["empty", "cut", "other", "missing"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"digest": "\xff"}', None], ids=["empty", "cut", "other", "flipped", "missing"]
+)
 def test_a_damaged_adapter_is_told_and_can_be_deleted_or_uploaded_again(
     store: AdapterStore, caplog: pytest.LogCaptureFixture, content: bytes | None
 ) -> None:
@@ -769,6 +772,23 @@ def test_a_damaged_adapter_is_told_and_can_be_deleted_or_uploaded_again(
     hurt()
     assert store.delete("hurt") == record.digest
     assert store.names().keys() == {"whole"}
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
+@pytest.mark.parametrize("name", ["hurt", "again"])
+def test_an_upload_replaces_damaged_tensors(store: AdapterStore, damage: str, name: str) -> None:
+    record, _ = upload_small(store, LAYOUT, "hurt")
+    path = store.path_of(record.digest) / "adapter_model.safetensors"
+    whole = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    else:
+        path.write_bytes(whole[:-1] + (bytes([whole[-1] ^ 1]) if damage == "flipped" else b""))
+    assert upload_small(store, LAYOUT, name)[0].digest == record.digest
+    assert path.read_bytes() == whole
+    inode = path.stat().st_ino
+    assert not upload_small(store, LAYOUT, name)[1]
+    assert path.stat().st_ino == inode
 
 
 # ---- copies of base weights
