@@ -107,7 +107,7 @@ class Settings(BaseSettings):
         if not isinstance(value, str):
             return value
         keys = tuple(key.strip() for key in value.split(",") if key.strip())
-        if value and not keys:  # of variables that are not set, say: nobody means a server that is open to all
+        if not keys:  # of variables that are not set, say: nobody means a server that is open to all
             raise ValueError("there is no key in it; leave it out to let everybody in")
         return keys
 

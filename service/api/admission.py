@@ -211,7 +211,8 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
         )
 
     def encode(text: str) -> Prompt:
-        return _encoded(services, text, special=bool(request.add_special_tokens), field="messages")
+        _refuse_hopeless(services, text, "messages")
+        return _encoded(services, text, special=bool(request.add_special_tokens))
 
     if target.has_template:
         assert target.digest is not None, "the base has no template of an adapter's"
@@ -226,6 +227,10 @@ async def completion_prompts(services: Services, request: CompletionRequest) -> 
     """The four forms of `prompt` to tokens."""
     texts = _raw_prompts(request)
     special = request.add_special_tokens is None or request.add_special_tokens
+
+    for text in texts:
+        if isinstance(text, str):
+            _refuse_hopeless(services, text, "prompt")
 
     def work() -> list[Prompt]:
         return [_completion_prompt(services, text, special=special, echo=bool(request.echo)) for text in texts]
@@ -243,8 +248,12 @@ def _raw_prompts(request: CompletionRequest) -> list[str | list[int]]:
     return [raw] if isinstance(raw[0], int) else list(raw)
 
 
-def _encoded(services: Services, text: str, *, special: bool, field: str) -> Prompt:
-    """Text to tokens. One that is too long however its tokens fall is refused at once."""
+def _encoded(services: Services, text: str, *, special: bool) -> Prompt:
+    return Prompt(tuple(services.tokenizer.encode(text, add_special_tokens=special)), text)
+
+
+def _refuse_hopeless(services: Services, text: str, field: str) -> None:
+    """BadRequest for a text that is too long however its tokens fall, before they are looked for."""
     ready, most_chars = services.engine.ready, services.tokenizer.max_chars_per_token
     if ready is not None and most_chars is not None:
         limit = min(ready.max_model_len_tokens, ready.kv_capacity_tokens)
@@ -254,13 +263,12 @@ def _encoded(services: Services, text: str, *, special: bool, field: str) -> Pro
                 "holds for a request; shorten it.",
                 param=field,
             )
-    return Prompt(tuple(services.tokenizer.encode(text, add_special_tokens=special)), text)
 
 
 def _completion_prompt(services: Services, raw: str | list[int], *, special: bool, echo: bool) -> Prompt:
     tokenizer = services.tokenizer
     if isinstance(raw, str):
-        return _encoded(services, raw, special=special, field="prompt")
+        return _encoded(services, raw, special=special)
     # The text is needed for `echo` only; ids that no text can have are refused once the limits are checked.
     has_text = echo and all(token_id < tokenizer.vocab_size for token_id in raw)
     return Prompt(tuple(raw), tokenizer.decode(raw, skip_special_tokens=False) if has_text else "")

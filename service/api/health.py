@@ -22,9 +22,10 @@ _EXPOSITION: dict[int | str, dict[str, Any]] = {
 
 @router.get("/health", responses=errors((503,)), summary="Is the process up?")
 async def health(request: Request) -> HealthResponse:
-    """200 while the process can serve or will again; 503 once the engine stays down."""
-    engine = services_of(request).engine
-    if engine.state == "down":
+    """200 while the process can serve or will again, or finishes what it has begun; 503 once the engine stays down."""
+    services = services_of(request)
+    engine = services.engine
+    if engine.state == "down" and not services.draining:
         raise NotReady(engine_sentence(engine))
     return HealthResponse(status="ok", engine=engine.state)
 

@@ -9,6 +9,7 @@ from service.api.errors import BadRequest
 from service.api.listing import listing
 from service.api.openapi import INFERENCE_ERRORS
 from service.api.schemas import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from service.api.sse import until_disconnect
 from service.api.state import Services, services_of
 
 router = APIRouter(tags=["text"])
@@ -26,7 +27,7 @@ MAX_TEXT_CHARS = 4 << 20
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """The token ids that a completion or chat request with this prompt or these messages would run."""
     services = services_of(request)
-    prompt = await _prompt(services, body)
+    prompt = await until_disconnect(request, _prompt(services, body))
     ready = services.engine.ready
     names = await _token_names(services, prompt) if body.return_token_strs else None
     return await listing(

@@ -131,7 +131,8 @@ def test_the_names_of_tokens_are_looked_up_when_asked_and_beside_the_loop(
     parts = services(tokenizer=words, engine=SimpleNamespace(ready=None))
     monkeypatch.setattr(tokenize_module, "services_of", lambda _request: parts)
     body = TokenizeRequest(prompt=LONG, add_special_tokens=False, return_token_strs=wanted)
-    answer = asyncio.run(tokenize_module.tokenize(cast(Any, None), body))
+    stays = cast(Any, SimpleNamespace(receive=lambda: asyncio.Event().wait()))
+    answer = asyncio.run(tokenize_module.tokenize(stays, body))
     assert json.loads(answer.body)["token_strs"] == (list(LONG) if wanted else None)
     assert words.num_names == (len(LONG) if wanted else 0)
     assert threading.main_thread() not in words.threads

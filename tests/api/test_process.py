@@ -367,6 +367,7 @@ class TestSigterm:
             wait_for(lambda: list((tmp_path / "store").glob("*/staging/*")), "the upload to begin")
             server.process.send_signal(signal.SIGTERM)
             wait_for(lambda: "The engine process ended" in server.log, "the engine to have nothing to do")
+            assert server.get("/health").json() == {"status": "ok", "engine": "down"}
             draining.set()
             thread.join(60)
             assert answers[0].status_code == 201, answers[0].text
