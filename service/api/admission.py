@@ -212,7 +212,7 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
 
     def encode(text: str) -> Prompt:
         _refuse_hopeless(services, text, "messages")
-        return _encoded(services, text, special=bool(request.add_special_tokens))
+        return encoded(services, text, special=bool(request.add_special_tokens))
 
     if target.has_template:
         assert target.digest is not None, "the base has no template of an adapter's"
@@ -248,7 +248,8 @@ def _raw_prompts(request: CompletionRequest) -> list[str | list[int]]:
     return [raw] if isinstance(raw[0], int) else list(raw)
 
 
-def _encoded(services: Services, text: str, *, special: bool) -> Prompt:
+def encoded(services: Services, text: str, *, special: bool) -> Prompt:
+    """Text to tokens, with the special tokens of the tokenizer's post-processor if `special`."""
     return Prompt(tuple(services.tokenizer.encode(text, add_special_tokens=special)), text)
 
 
@@ -268,7 +269,7 @@ def _refuse_hopeless(services: Services, text: str, field: str) -> None:
 def _completion_prompt(services: Services, raw: str | list[int], *, special: bool, echo: bool) -> Prompt:
     tokenizer = services.tokenizer
     if isinstance(raw, str):
-        return _encoded(services, raw, special=special)
+        return encoded(services, raw, special=special)
     # The text is needed for `echo` only; ids that no text can have are refused once the limits are checked.
     has_text = echo and all(token_id < tokenizer.vocab_size for token_id in raw)
     return Prompt(tuple(raw), tokenizer.decode(raw, skip_special_tokens=False) if has_text else "")

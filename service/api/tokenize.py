@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from service.api.admission import Prompt, chat_prompt, off_loop, resolve
+from service.api.admission import Prompt, chat_prompt, encoded, off_loop, resolve
 from service.api.errors import BadRequest
 from service.api.listing import listing
 from service.api.openapi import INFERENCE_ERRORS
@@ -58,8 +58,7 @@ async def _prompt(services: Services, body: TokenizeRequest) -> Prompt:
                 param="prompt",
             )
         special = body.add_special_tokens is None or body.add_special_tokens
-        work = lambda: Prompt(tuple(services.tokenizer.encode(text, add_special_tokens=special)), text)  # noqa: E731
-        return await off_loop(work, size_chars=len(text))
+        return await off_loop(lambda: encoded(services, text, special=special), size_chars=len(text))
     finally:
         target.release()
 

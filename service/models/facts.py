@@ -209,7 +209,8 @@ def _endings(config: dict[str, Any]) -> tuple[int, ...]:
     """The end-of-sequence ids that the model can produce: some checkpoints name others, of another size of the family,
     say, or of a tokenizer with more tokens than the model."""
     vocab_size = _count(config, "vocab_size")
-    return tuple(token_id for token_id in _token_ids(config, "eos_token_id") if 0 <= token_id < vocab_size)
+    token_ids = _token_ids(config, "eos_token_id")
+    return tuple(token_id for token_id in token_ids if isinstance(token_id, int) and 0 <= token_id < vocab_size)
 
 
 def _token_ids(config: dict[str, Any], key: str) -> tuple[int, ...]:

@@ -38,7 +38,9 @@ print((used - before) / SIZE, (resident_bytes() - before) / SIZE)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and speaks of glibc")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="NOT RUN: the heap that is told how to behave is glibc's, and /proc is read"
+)
 def test_what_threads_have_freed_is_kept_for_the_next_and_goes_back_when_trimmed() -> None:
     child = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, check=True, timeout=60)
     kept, left = (float(number) for number in child.stdout.split())

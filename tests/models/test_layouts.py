@@ -138,7 +138,10 @@ def test_linear_scaling_stretches_the_context_only_as_far_as_the_operator_says()
 def test_endings_that_the_model_cannot_produce_are_left_out() -> None:
     config = config_of("llama")
     size = config["vocab_size"]
-    assert model_facts({**config, "eos_token_id": [-1, 2, size - 1, size, 10**9]}).eos_token_ids == (2, size - 1)
+    assert model_facts({**config, "eos_token_id": [-1, 2, size - 1, size, 10**9, "2", None]}).eos_token_ids == (
+        2,
+        size - 1,
+    )
 
 
 def test_the_old_spelling_of_lfm2_means_what_transformers_reads_in_it() -> None:
