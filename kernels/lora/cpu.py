@@ -1,9 +1,10 @@
 """The LoRA ops on a CPU: few, batched matrix products over segments, computed in float32.
 
-A CPU step costs what its rows' bytes cost only when the products of all adapters run as one batched product: a product
-per adapter is dominated by call overhead. Segments of similar length and rank therefore form a batch, tokens padded to
-the longest segment (activations are small), rows read in place where the adapters' ranges are evenly spaced and
-gathered once per adapter (never per token) where they are not. Long segments go through plain products.
+A CPU step costs what its rows' bytes cost only when the products of many adapters run as one batched product: a product
+per adapter is dominated by call overhead. Short segments of similar rank therefore form batches, tokens padded to the
+longest segment (activations are small). A batch reads rows in place where its adapters' ranges are evenly spaced. Where
+they are not, it is split into batches that do; or, where so many calls would cost more, rows are gathered once per
+adapter (never per token). Longer segments go through plain products.
 """
 
 from __future__ import annotations
@@ -17,12 +18,17 @@ import torch
 
 from kernels.lora.maps import LoraMaps, LoraStack, Segment
 
-# Segments and ranks of one class share a batch; padding inside a class costs less than a second batch. Longer segments
-# amortise a product of their own.
-_LENGTH_CLASSES_TOKENS = (16, 64)
+# Longer segments amortise a product of their own.
+_MAX_BATCHED_TOKENS = 8
+# Ranks of one class may share a batch; padding inside a class costs less than a second batch.
 _RANK_CLASSES = (16, 64, 256)
+# Copying so many bytes takes about as long as the calls of one more batch.
+_BYTES_PER_BATCH = 256 * 2**10
 _MAX_CACHED_STEPS = 4
-_MAX_KEPT_VIEWS = 64  # of a stack
+_MAX_KEPT_VIEWS = 64  # pairs, of a stack
+
+# Of A and of B.
+_Rows = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,54 +158,53 @@ def _linear_in_order(x: torch.Tensor, out: torch.Tensor, stack: LoraStack, maps:
     if x.dtype != rows_dtype:
         x = x.to(rows_dtype)
     x = x.float()
-    padded: dict[int, torch.Tensor] = {}  # x of a batch, by identity of its token index: slices share it
-    for s, (a, b) in enumerate(zip(stack.a, stack.b, strict=True)):
+    padded: dict[int, torch.Tensor] = {}  # x of a batch, by identity of the batch: slices may share it
+    for s, (start, b) in enumerate(zip(stack.slice_starts, stack.b, strict=True)):
         plan = _plan(maps.segments, stack, s)
-        target = out.narrow(1, stack.slice_starts[s], b.shape[1])
+        target = out.narrow(1, start, b.shape[1])
         for one in plan.solos:
-            _run_solo(x, target, a, b, one, overwrite)
+            _run_solo(x, target, _rows_of_one(stack, s, one), one, overwrite)
         for batch in plan.batches:
-            _run_batch(_padded_x(x, batch, padded), target, stack, s, batch, overwrite)
+            batch_x = padded.get(id(batch))
+            if batch_x is None:
+                batch_x = padded[id(batch)] = _padded_x(x, batch)
+            _run_batch(batch_x, target, _rows_of_batch(stack, s, batch), batch, overwrite)
         if overwrite:
-            for start, end in plan.untargeted:
-                target[start:end].zero_()
+            for first, end in plan.untargeted:
+                target[first:end].zero_()
 
 
-def _run_solo(
-    x: torch.Tensor, target: torch.Tensor, a: torch.Tensor, b: torch.Tensor, one: _Solo, overwrite: bool
-) -> None:
-    h = x[one.start : one.end] @ a[one.first_row : one.first_row + one.rank].float().t()
-    b = b[one.first_row : one.first_row + one.rank].float()
-    rows = target[one.start : one.end]
-    if rows.dtype == torch.float32 and not overwrite:
-        rows.addmm_(h, b, alpha=one.scaling)
+def _run_solo(x: torch.Tensor, target: torch.Tensor, rows: _Rows, one: _Solo, overwrite: bool) -> None:
+    """rows  [in, rank] and [rank, width]"""
+    a, b = rows
+    h = torch.mm(x[one.start : one.end], a)
+    out = target[one.start : one.end]
+    if out.dtype == torch.float32 and not overwrite:
+        out.addmm_(h, b, alpha=one.scaling)
     else:
         delta = (h * one.scaling) @ b
-        _ = rows.copy_(delta) if overwrite else rows.add_(delta)
+        _ = out.copy_(delta) if overwrite else out.add_(delta)
 
 
-def _padded_x(x: torch.Tensor, batch: _Batch, padded: dict[int, torch.Tensor]) -> torch.Tensor:
+def _padded_x(x: torch.Tensor, batch: _Batch) -> torch.Tensor:
     """x of the batch as [S, L, in]."""
-    if batch.tokens is None:
-        return x[batch.start : batch.end].unflatten(0, (batch.num_segments, batch.length))
-    key = id(batch.tokens)
-    if key not in padded:
-        padded[key] = x.index_select(0, batch.tokens).unflatten(0, (batch.num_segments, batch.length))
-    return padded[key]
+    chosen = x[batch.start : batch.end] if batch.tokens is None else x.index_select(0, batch.tokens)
+    return chosen.view(batch.num_segments, batch.length, -1)
 
 
-def _run_batch(x: torch.Tensor, target: torch.Tensor, stack: LoraStack, s: int, batch: _Batch, overwrite: bool) -> None:
-    h = torch.bmm(x, _batch_rows(stack, s, batch, of_b=False).transpose(1, 2))  # [S, L, R]
+def _run_batch(x: torch.Tensor, target: torch.Tensor, rows: _Rows, batch: _Batch, overwrite: bool) -> None:
+    """rows  [S, in, R] and [S, R, width]"""
+    a, b = rows
+    h = torch.bmm(x, a)  # [S, L, R]
     factor = batch.factor
     if factor is None:
         h *= batch.scaling
         factor = 1.0
-    b_rows = _batch_rows(stack, s, batch, of_b=True)  # [S, R, width]
-    rows = target[batch.start : batch.end]
-    if batch.tokens is None and not overwrite and rows.dtype == torch.float32 and rows.is_contiguous():
-        rows.view(batch.num_segments, batch.length, -1).baddbmm_(h, b_rows, alpha=factor)
+    out = target[batch.start : batch.end]
+    if batch.tokens is None and not overwrite and out.dtype == torch.float32 and out.is_contiguous():
+        out.view(batch.num_segments, batch.length, -1).baddbmm_(h, b, alpha=factor)
         return
-    delta = torch.bmm(h, b_rows).flatten(0, 1)  # [S * L, width]
+    delta = torch.bmm(h, b).flatten(0, 1)  # [S * L, width]
     if batch.members is not None:
         tokens, positions = batch.members
         delta = delta.index_select(0, positions) * factor
@@ -207,24 +212,48 @@ def _run_batch(x: torch.Tensor, target: torch.Tensor, stack: LoraStack, s: int, 
         return
     if batch.valid is not None:
         delta = delta.index_select(0, batch.valid)
-    _ = rows.copy_(delta.mul_(factor)) if overwrite else rows.add_(delta, alpha=factor)
+    _ = out.copy_(delta.mul_(factor)) if overwrite else out.add_(delta, alpha=factor)
 
 
-def _batch_rows(stack: LoraStack, s: int, batch: _Batch, *, of_b: bool) -> torch.Tensor:
-    """The batch's rows of a[s] or b[s] as float32 [S, R, columns]: a view where the ranges are evenly spaced."""
-    stacked = stack.b[s] if of_b else stack.a[s]
+def _rows_of_one(stack: LoraStack, s: int, one: _Solo) -> _Rows:
+    """Its rows of a[s] and b[s] as float32 [in, rank] and [rank, width]: views."""
+    key = (s, one.first_row, one.rank)
+    kept: _Rows | None = stack.kept.get(key)
+    if kept is None:
+        a, b = (stacked.narrow(0, one.first_row, one.rank) for stacked in (stack.a[s], stack.b[s]))
+        kept = _keep(stack, key, a.t(), b)
+    a, b = kept
+    return a.float(), b.float()
+
+
+def _rows_of_batch(stack: LoraStack, s: int, batch: _Batch) -> _Rows:
+    """The batch's rows of a[s] and b[s] as float32 [S, in, R] and [S, R, width]: views where the ranges are evenly
+    spaced."""
     if batch.rows is not None:
-        return stacked.index_select(0, batch.rows).float().unflatten(0, (batch.num_segments, batch.rank))
-    key = (s, of_b, batch.first_row, batch.row_step, batch.num_segments, batch.rank)
-    view = stack.kept.get(key)
-    if view is None:  # making one costs as much as the call of a small product
-        if len(stack.kept) >= _MAX_KEPT_VIEWS:
-            stack.kept.clear()
-        columns = stacked.shape[1]
-        shape, strides = (batch.num_segments, batch.rank, columns), (batch.row_step * columns, columns, 1)
-        view = stacked.as_strided(shape, strides, stacked.storage_offset() + batch.first_row * columns)
-        stack.kept[key] = view
-    return view.float()
+        a, b = (stacked.index_select(0, batch.rows).float() for stacked in (stack.a[s], stack.b[s]))
+        num, rank = batch.num_segments, batch.rank
+        return a.view(num, rank, -1).transpose(1, 2), b.view(num, rank, -1)
+    key = (s, batch.first_row, batch.row_step, batch.num_segments, batch.rank)
+    kept: _Rows | None = stack.kept.get(key)
+    if kept is None:
+        a, b = (_view_of_rows(stacked, batch) for stacked in (stack.a[s], stack.b[s]))
+        kept = _keep(stack, key, a.transpose(1, 2), b)
+    a, b = kept
+    return a.float(), b.float()
+
+
+def _view_of_rows(stacked: torch.Tensor, batch: _Batch) -> torch.Tensor:
+    columns = stacked.shape[1]
+    shape, strides = (batch.num_segments, batch.rank, columns), (batch.row_step * columns, columns, 1)
+    return stacked.as_strided(shape, strides, stacked.storage_offset() + batch.first_row * columns)
+
+
+def _keep(stack: LoraStack, key: tuple[int, ...], a: torch.Tensor, b: torch.Tensor) -> _Rows:
+    """Views cost as much to make as a small product to call."""
+    if len(stack.kept) >= _MAX_KEPT_VIEWS:
+        stack.kept.clear()
+    stack.kept[key] = (a, b)
+    return a, b
 
 
 # The layers of a step ask for the same few plans again and again. Keyed by identity of the segments, which the entry
@@ -240,16 +269,22 @@ def _plan(segments: tuple[Segment, ...], stack: LoraStack, s: int) -> _Plan:
         entry = _plans[id(segments)] = (segments, itemgetter(*(segment.place for segment in segments)), {})
     _, of_places, plans = entry
     ranks, scalings = stack.host_ranks[s], stack.host_scalings[s]
-    key = (stack.group, of_places(ranks), of_places(scalings))
+    num_columns = stack.a[s].shape[1] + stack.b[s].shape[1]
+    key = (stack.group, num_columns, of_places(ranks), of_places(scalings))
     plan = plans.get(key)
     if plan is None:
-        plan = plans[key] = _make_plan(segments, stack.group, ranks, scalings)
+        plan = plans[key] = _make_plan(segments, stack.group, ranks, scalings, num_columns)
     return plan
 
 
-def _make_plan(segments: tuple[Segment, ...], group: int, ranks: list[int], scalings: list[float]) -> _Plan:
-    """Pure function from host integers: which segments of one slice share a batched product."""
-    classes: dict[tuple[int, int], list[_Solo]] = {}
+def _make_plan(
+    segments: tuple[Segment, ...], group: int, ranks: list[int], scalings: list[float], num_columns: int
+) -> _Plan:
+    """Pure function from host integers: which segments of one slice share a batched product.
+
+    num_columns  of a row of A and of B together
+    """
+    classes: dict[int, list[_Solo]] = {}
     solos, untargeted = [], []
     for segment in segments:
         first_row, rank = segment.first_rows[group], ranks[segment.place]
@@ -257,23 +292,50 @@ def _make_plan(segments: tuple[Segment, ...], group: int, ranks: list[int], scal
             untargeted.append((segment.start, segment.end))
             continue
         one = _Solo(segment.start, segment.end, first_row, rank, scalings[segment.place])
-        length_class = _class(segment.end - segment.start, _LENGTH_CLASSES_TOKENS)
-        rank_class = _class(rank, _RANK_CLASSES)
-        if length_class is None or rank_class is None:
+        rank_class = next((limit for limit in _RANK_CLASSES if rank <= limit), None)
+        if segment.end - segment.start > _MAX_BATCHED_TOKENS or rank_class is None:
             solos.append(one)
         else:
-            classes.setdefault((length_class, rank_class), []).append(one)
+            classes.setdefault(rank_class, []).append(one)
     batches = []
     for members in classes.values():
-        if len(members) == 1:
-            solos.append(members[0])
-        else:
-            batches.append(_make_batch(members))
+        for batched in _divided(members, num_columns):
+            if len(batched) == 1:
+                solos.append(batched[0])
+            else:
+                batches.append(_make_batch(batched))
     return _Plan(tuple(solos), tuple(batches), tuple(untargeted))
 
 
-def _class(size: int, limits: tuple[int, ...]) -> int | None:
-    return next((i for i, limit in enumerate(limits) if size <= limit), None)
+def _divided(members: list[_Solo], num_columns: int) -> list[list[_Solo]]:
+    """The members as one batch, or as several that copy nothing, whichever costs less."""
+    runs: list[list[_Solo]] = []
+    for one in members:
+        if runs and _is_run([*runs[-1][-2:], one]):
+            runs[-1].append(one)
+        else:
+            runs.append([one])
+    copied_bytes = 0
+    if not _are_evenly_spaced(members):
+        copied_bytes += len(members) * max(one.rank for one in members) * num_columns * 4
+    if not _are_adjacent(members):
+        copied_bytes += sum(one.end - one.start for one in members) * num_columns * 4
+    return runs if (len(runs) - 1) * _BYTES_PER_BATCH <= copied_bytes else [members]
+
+
+def _is_run(members: list[_Solo]) -> bool:
+    return _are_evenly_spaced(members) and _are_adjacent(members)
+
+
+def _are_evenly_spaced(members: list[_Solo]) -> bool:
+    """Whether a view can show the rows of all: equal ranks at equal, positive distances."""
+    step = members[1].first_row - members[0].first_row if len(members) > 1 else 1
+    is_even = all(b.first_row - a.first_row == step for a, b in pairwise(members))
+    return is_even and step > 0 and all(one.rank == members[0].rank for one in members)
+
+
+def _are_adjacent(members: list[_Solo]) -> bool:
+    return all(a.end == b.start for a, b in pairwise(members))
 
 
 def _make_batch(members: list[_Solo]) -> _Batch:
@@ -284,7 +346,7 @@ def _make_batch(members: list[_Solo]) -> _Batch:
     for i, one in enumerate(members):
         scaling[i, 0, : one.rank] = one.scaling
     tokens = valid = pairs = rows = None
-    adjacent = end - start == sum(lengths)
+    adjacent = _are_adjacent(members)
     if not adjacent or min(lengths) < length:
         tokens = torch.tensor([min(one.start + i, one.end - 1) for one in members for i in range(length)])
         positions = torch.tensor([i * length + j for i, num in enumerate(lengths) for j in range(num)])
@@ -293,8 +355,7 @@ def _make_batch(members: list[_Solo]) -> _Batch:
         else:
             pairs = (tokens.index_select(0, positions), positions)
     row_step = members[1].first_row - members[0].first_row
-    evenly = all(b.first_row - a.first_row == row_step for a, b in pairwise(members))
-    if row_step <= 0 or not evenly or any(one.rank != rank for one in members):
+    if not _are_evenly_spaced(members):
         row_step = 0
         rows = torch.tensor([one.first_row + min(j, one.rank - 1) for one in members for j in range(rank)])
     is_uniform = all(one.rank == rank and one.scaling == members[0].scaling for one in members)

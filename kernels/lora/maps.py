@@ -7,6 +7,7 @@ base model (no adapter) come last. Only integers live here; the weights are in `
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -71,7 +72,7 @@ class LoraStack:
     slice_starts: tuple[int, ...]
     host_ranks: list[list[int]] = field(default_factory=list)
     host_scalings: list[list[float]] = field(default_factory=list)
-    kept: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict, repr=False)
+    kept: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False)
 
 
 def largest_active_rank(stack: LoraStack, maps: LoraMaps) -> int:
