@@ -70,6 +70,14 @@ class HostTier:
             self._keep(adapter)
         return adapter
 
+    def rows_of(self, digest: str) -> dict[str, int]:
+        """The largest rank per projection group, without reading weights. Raises NotFound and Malformed as `get`."""
+        with self._lock:
+            kept = self._kept.get(digest)
+        return dict(
+            read_manifest(adapter_dir(self._root, self._layout, digest), digest).rows if kept is None else kept.rows
+        )
+
     def drop(self, digest: str) -> None:
         """Forget the adapter; unknown digests are ignored."""
         with self._lock:
@@ -109,14 +117,12 @@ class HostTier:
 def read_adapter(store_root: Path, layout: BaseLayout, digest: str, dtype: torch.dtype) -> HostAdapter:
     """Read a published adapter; errors as in `HostTier.get`."""
     directory = adapter_dir(store_root, layout, digest)
+    manifest = read_manifest(directory, digest)
     try:
-        manifest = msgspec.json.decode((directory / MANIFEST_FILE).read_bytes(), type=Manifest)
         header = read_header(directory / TENSOR_FILE)
         mapped = np.memmap(directory / TENSOR_FILE, dtype=np.uint8, mode="c")  # private: torch wants it writable
     except FileNotFoundError:
         raise NotFound(f"The store has no adapter {digest}.") from None
-    except UNREADABLE:
-        raise Malformed(f"Adapter {digest} is damaged on disk; delete it and upload it again.") from None
     known = {piece.module: (projection, piece) for projection in layout.projections for piece in projection.slices}
     slices = {}
     for report in manifest.modules:
@@ -128,6 +134,16 @@ def read_adapter(store_root: Path, layout: BaseLayout, digest: str, dtype: torch
         slices[report.module] = HostSlice(_own(a, dtype), _own(b.t(), dtype), report.rank, report.scaling)
     num_bytes = sum(s.a.nbytes + s.b.nbytes for s in slices.values())
     return HostAdapter(digest, slices, dict(manifest.rows), num_bytes)
+
+
+def read_manifest(directory: Path, digest: str) -> Manifest:
+    """What the store says of a published adapter. Raises NotFound, and Malformed when it is damaged."""
+    try:
+        return msgspec.json.decode((directory / MANIFEST_FILE).read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        raise NotFound(f"The store has no adapter {digest}.") from None
+    except UNREADABLE:
+        raise Malformed(f"Adapter {digest} is damaged on disk; delete it and upload it again.") from None
 
 
 def _tensor(mapped: np.memmap, header: dict[str, Tensor], name: str) -> torch.Tensor:

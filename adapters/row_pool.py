@@ -73,6 +73,7 @@ class RowPool:
         self._first_rows: dict[int, tuple[int, ...]] = {}
         self._free_places: list[int] = []
         self._num_places = 0  # places ever used: the length of the host tables
+        self._rows_in_use = dict.fromkeys(self._groups, 0)  # of pinned residents
         self._clock = 0
         self._num_loads = self._num_evictions = self._num_moves = 0
 
@@ -105,9 +106,10 @@ class RowPool:
             resident.last_use = self._clock
             return True
         self._refuse_too_large(adapter)
-        lengths = {group: self.plan.aligned(adapter.rows[group]) for group in self._groups if adapter.rows.get(group)}
-        has_room = self._has_room_beside_used if may_evict else self._has_room_beside_all
-        if not all(has_room(group, length) for group, length in lengths.items()):
+        lengths = self._lengths(adapter.rows)
+        if not self.has_room(adapter.rows):
+            return False
+        if not may_evict and not all(self._has_room_beside_all(group, length) for group, length in lengths.items()):
             return False
         for group, length in lengths.items():
             self._make_room(group, length)
@@ -138,20 +140,27 @@ class RowPool:
             "--adapter-row-bytes."
         )
 
-    def fits_beside(self, adapter: HostAdapter, digests: Collection[str]) -> bool:
-        """Whether it would have room if these residents were the only ones in use."""
+    def has_room(self, rows: Mapping[str, int]) -> bool:
+        """Whether the residents in use leave an adapter of so many rows its room."""
+        lengths = self._lengths(rows)
+        return all(length + self._rows_in_use[group] <= self.plan.rows[group] for group, length in lengths.items())
+
+    def fits_beside(self, rows: Mapping[str, int], digests: Collection[str]) -> bool:
+        """Whether an adapter of so many rows would have room if these residents were the only ones in use."""
         residents = [self._residents[digest] for digest in digests]
         return all(
-            self.plan.aligned(adapter.rows.get(group, 0)) + sum(one.rows.get(group, 0) for one in residents)
-            <= self.plan.rows[group]
-            for group in self._groups
+            length + sum(one.rows.get(group, 0) for one in residents) <= self.plan.rows[group]
+            for group, length in self._lengths(rows).items()
         )
 
     def pin(self, digest: str) -> None:
         """Keep a resident adapter on the device until as many unpins."""
         self._clock += 1
-        self._residents[digest].num_pins += 1
-        self._residents[digest].last_use = self._clock
+        resident = self._residents[digest]
+        resident.num_pins += 1
+        resident.last_use = self._clock
+        if resident.num_pins == 1:
+            self._count_in_use(resident, 1)
 
     def unpin(self, digest: str) -> None:
         self._clock += 1
@@ -159,6 +168,8 @@ class RowPool:
         assert resident.num_pins > 0, digest
         resident.num_pins -= 1
         resident.last_use = self._clock
+        if resident.num_pins == 0:
+            self._count_in_use(resident, -1)
 
     def drop(self, digest: str) -> None:
         """Free the adapter's rows; it must not be pinned. Unknown digests are ignored."""
@@ -187,8 +198,9 @@ class RowPool:
 
     # ---- making room
 
-    def _has_room_beside_used(self, group: Group, length: int) -> bool:
-        return self._rows_in_use(group) + length <= self.plan.rows[group]
+    def _lengths(self, rows: Mapping[str, int]) -> dict[Group, int]:
+        """Of the ranges that an adapter of so many rows takes."""
+        return {group: self.plan.aligned(rows[group]) for group in self._groups if rows.get(group)}
 
     def _has_room_beside_all(self, group: Group, length: int) -> bool:
         """Whether `_make_room` would evict nobody and move no rows in use."""
@@ -226,8 +238,9 @@ class RowPool:
         """The clock at the adapter's last use; None while in use."""
         return self._residents[owner].last_use if self._is_idle(owner) else None
 
-    def _rows_in_use(self, group: Group) -> int:
-        return sum(r.rows.get(group, 0) for r in self._residents.values() if r.num_pins)
+    def _count_in_use(self, resident: _Resident, sign: int) -> None:
+        for group, length in resident.rows.items():
+            self._rows_in_use[group] += sign * length
 
     def _evict(self, digest: str) -> None:
         self._remove(digest)
@@ -329,6 +342,8 @@ class RowPool:
         assert set(self._first_rows) == set(places)
         for digest, resident in self._residents.items():
             self._check_resident(digest, resident)
+        for group, in_use in self._rows_in_use.items():
+            assert in_use == sum(r.rows.get(group, 0) for r in self._residents.values() if r.num_pins), group
         host_ranks = [ranks for stack in self._stacks.values() for ranks in stack.host_ranks]
         host_scalings = [scalings for stack in self._stacks.values() for scalings in stack.host_scalings]
         known = slice(0, self._num_places)

@@ -8,14 +8,14 @@ What only a hint asked for evicts nobody: each upload is one, and a burst of the
 Who frees: rows by the row pool when others need them, or by `evict` after the last user; host memory by the host
 tier's own budget, or by `evict`. A killed engine leaves only the store on disk, which it never writes.
 
-Cost per step: a queue look-up, and one dictionary look-up per waiting request until enough loads are under way.
+Cost per step: a queue look-up, and a few dictionary look-ups per waiting request.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -36,7 +36,10 @@ class HostSource(Protocol):
     """The host tier, as far as the desk needs it."""
 
     def get(self, digest: str) -> Any:
-        """The adapter in host memory, read from the store if need be."""
+        """The adapter in host memory, read from the store if need be; its `rows` are what `rows_of` says."""
+
+    def rows_of(self, digest: str) -> Mapping[str, int]:
+        """The rows that it takes on the device, without reading its weights."""
 
     def drop(self, digest: str) -> None:
         """Forget it; unknown digests are ignored."""
@@ -52,7 +55,8 @@ class Rows(Protocol):
     def pin(self, digest: str) -> None: ...
     def unpin(self, digest: str) -> None: ...
     def drop(self, digest: str) -> None: ...
-    def fits_beside(self, host_adapter: Any, digests: Collection[str]) -> bool: ...
+    def has_room(self, rows: Mapping[str, int]) -> bool: ...
+    def fits_beside(self, rows: Mapping[str, int], digests: Collection[str]) -> bool: ...
     def place_of(self, digest: str) -> int | None: ...
     def first_rows(self, place: int) -> tuple[int, ...]: ...
     def resident(self) -> tuple[str, ...]: ...
@@ -70,7 +74,8 @@ class Turn(Enum):
 
 class _Work(Enum):
     READ = 0
-    DROP = 1
+    MEASURE = 1
+    DROP = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +91,19 @@ LORA_IS_OFF = "LoRA is off: this server was started with adapter_row_bytes = 0."
 
 @dataclass(slots=True)
 class _Entry:
-    """An adapter that has users, or is being read. `host` is held from the end of reading to the copy to the device."""
+    """An adapter that has users, or is being read.
+
+    host  held from the end of reading to the copy to the device, or until somebody else needs its place more
+    rows  that it takes on the device, once they are known
+    """
 
     num_users: int = 0
     num_pins: int = 0
     is_loading: bool = False
+    is_measured: bool = False
+    is_read_again: bool = False
     host: Any = None
+    rows: Mapping[str, int] | None = None
     evict_asked: bool = False
 
     @property
@@ -152,12 +164,27 @@ class AdapterDesk:
     # ---- the scheduler's questions
 
     def prefetch(self, digests: Iterable[str]) -> None:
-        """Start reading those that are not here, in this order, as far as `max_loads_ahead` allows."""
+        """Start reading those that are not here, in this order, as far as `max_loads_ahead` allows.
+
+        Who would have room on the device now does not wait for a place behind those who were read and have none, nor
+        behind younger ones: the last of these gives up its host copy, and is read again later.
+        """
+        if self.rows is None:
+            return
         num_ahead = sum(entry.num_users > 0 and entry.is_ahead for entry in self._entries.values())
-        for digest in digests:
+        wanted = [(digest, self._entries[digest]) for digest in dict.fromkeys(digests)]
+        held = [(age, entry) for age, (_, entry) in enumerate(wanted) if entry.host is not None]
+        for age, (digest, entry) in enumerate(wanted):
+            if entry.is_ahead or self.rows.place_of(digest) is not None:
+                continue
             if num_ahead >= self._max_loads_ahead:
-                return
-            num_ahead += self._start_reading(digest, self._entries[digest])
+                if entry.rows is None:
+                    self._measure(digest, entry)
+                    continue
+                if not (self.rows.has_room(entry.rows) and self._give_up_one(held, age)):
+                    continue
+                num_ahead -= 1
+            num_ahead += self._start_reading(digest, entry)
 
     def acquire(self, digest: str) -> Turn:
         """Pin the adapter's rows for one more running request, copying them to the device first if they fit."""
@@ -165,7 +192,8 @@ class AdapterDesk:
         entry = self._entries[digest]
         if self.rows.place_of(digest) is None:
             if entry.host is None:
-                return Turn.LOADING
+                has_room = entry.rows is None or self.rows.has_room(entry.rows)
+                return Turn.LOADING if has_room else Turn.NO_ROWS
             if not self._bring(digest, entry):
                 return Turn.NO_ROWS
         if entry.num_pins == 0:
@@ -184,32 +212,22 @@ class AdapterDesk:
     def fits_beside(self, digest: str, others: Collection[str]) -> bool:
         """Whether rows of no other adapters than these, which are resident, could keep it from the device."""
         assert self.rows is not None
-        host = self._entries[digest].host
-        return host is None or self.rows.fits_beside(host, others)
+        needed = self._entries[digest].rows
+        return needed is None or self.rows.fits_beside(needed, others)
 
     # ---- between steps
 
     def settle_loads(self) -> None:
         """Take over what the loader thread has finished. Never waits."""
         while not self._done.empty():
-            work, digest, host, error = self._done.get()
+            work, digest, result, error = self._done.get()
             if work is _Work.DROP:
                 self._states.append(AdapterState(digest, "gone"))
-                continue
-            entry = self._entries[digest]
-            entry.is_loading = False
-            if error is not None:
-                if entry.num_users == 0 and isinstance(error, NotFound):
-                    log.info("adapter %s has left the store, and nobody waits for it", digest)
-                else:
-                    log.warning("adapter %s could not be read", digest, exc_info=error)
-                self._fail(digest, entry, _unread(digest, error))
+            elif work is _Work.MEASURE:
+                if digest in self._entries:
+                    self._entries[digest].rows = result
             else:
-                entry.host = host
-                self._states.append(AdapterState(digest, "host"))
-                if entry.num_users == 0 and not entry.evict_asked:
-                    self._bring(digest, entry, may_evict=False)
-            self._settle_entry(digest, entry)
+                self._settle_read(digest, self._entries[digest], result, error)
 
     def take_states(self) -> list[AdapterState]:
         """What happened to adapters since the last call."""
@@ -248,6 +266,54 @@ class AdapterDesk:
         entry.is_loading = True
         self._loader.submit(partial(self._read, digest))
         return True
+
+    def _give_up_one(self, held: list[tuple[int, _Entry]], age: int) -> bool:
+        """Let the last one in host memory go that has no room on the device, or comes after `age`; False if none."""
+        assert self.rows is not None
+        for i, (other_age, entry) in reversed(list(enumerate(held))):
+            assert entry.rows is not None, "read, and of unknown size"
+            if other_age > age or not self.rows.has_room(entry.rows):
+                entry.host = None
+                del held[i]
+                return True
+        return False
+
+    def _measure(self, digest: str, entry: _Entry) -> None:
+        """Find out how many rows it takes, once."""
+        if not entry.is_measured:
+            entry.is_measured = True
+            self._loader.submit(partial(self._read_rows, digest))
+
+    def _read_rows(self, digest: str) -> None:
+        """In the loader thread. What goes wrong is told when the adapter itself is read."""
+        assert self._host is not None
+        try:
+            rows = self._host.rows_of(digest)
+        except Exception as error:
+            log.debug("the size of adapter %s could not be read: %s", digest, error)
+            return
+        self._done.put((_Work.MEASURE, digest, rows, None))
+        self._wake()
+
+    def _settle_read(self, digest: str, entry: _Entry, host: Any, error: Exception | None) -> None:
+        entry.is_loading = False
+        if isinstance(error, NotFound) and entry.num_users and not entry.is_read_again:
+            # A user's lease keeps the files, so they are back since: deleted and uploaded again while nobody used them.
+            entry.is_read_again = True
+            self._start_reading(digest, entry)
+            return
+        if error is not None:
+            if entry.num_users == 0 and isinstance(error, NotFound):
+                log.info("adapter %s has left the store, and nobody waits for it", digest)
+            else:
+                log.warning("adapter %s could not be read", digest, exc_info=error)
+            self._fail(digest, entry, _unread(digest, error))
+        else:
+            entry.host, entry.rows = host, host.rows
+            self._states.append(AdapterState(digest, "host"))
+            if entry.num_users == 0 and not entry.evict_asked:
+                self._bring(digest, entry, may_evict=False)
+        self._settle_entry(digest, entry)
 
     def _read(self, digest: str) -> None:
         """In the loader thread. Whatever goes wrong is this adapter's failure, never the engine's."""

@@ -148,6 +148,23 @@ def test_damage_on_disk_is_an_error_of_ours(store: AdapterStore, tmp_path: Path,
         read_adapter(tmp_path, LAYOUT, record.digest, torch.float32)
 
 
+def test_rows_are_told_without_the_weights(store: AdapterStore, tmp_path: Path) -> None:
+    digest = upload_small(store, LAYOUT, "small")[0].digest
+    tier = HostTier(tmp_path, LAYOUT, 2**20)
+    (store.path_of(digest) / "adapter_model.safetensors").rename(tmp_path / "aside")
+    rows = tier.rows_of(digest)
+    (tmp_path / "aside").rename(store.path_of(digest) / "adapter_model.safetensors")
+    assert tier.resident() == ()
+    assert rows == tier.get(digest).rows
+    (store.path_of(digest) / "manifest.json").write_bytes(b"{")
+    assert tier.rows_of(digest) == rows, "it is in memory"
+    tier.drop(digest)
+    with pytest.raises(Malformed, match="damaged"):
+        tier.rows_of(digest)
+    with pytest.raises(NotFound, match="no adapter"):
+        tier.rows_of("0" * 64)
+
+
 def test_the_api_side_of_the_package_imports_no_torch() -> None:
     code = "import sys, adapters.store, adapters.row_plan; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0

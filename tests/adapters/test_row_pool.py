@@ -276,11 +276,14 @@ def test_what_fits_beside_some_is_told_by_group_whoever_else_is_in_use() -> None
         pool.pin(name)
     adapter = make_host_adapter(layout, "d", {"k": 20, "down": 16})  # 32 rows and 16
     assert not pool.load("d", adapter)
-    assert pool.fits_beside(adapter, ())
-    assert pool.fits_beside(adapter, ("a",))
-    assert pool.fits_beside(adapter, ("b", "c"))
-    assert not pool.fits_beside(adapter, ("a", "b"))
-    assert not pool.fits_beside(make_host_adapter(layout, "e", {"down": 17}), ("b",))
+    assert not pool.has_room(adapter.rows)
+    assert pool.fits_beside(adapter.rows, ())
+    assert pool.fits_beside(adapter.rows, ("a",))
+    assert pool.fits_beside(adapter.rows, ("b", "c"))
+    assert not pool.fits_beside(adapter.rows, ("a", "b"))
+    assert not pool.fits_beside(make_host_adapter(layout, "e", {"down": 17}).rows, ("b",))
+    pool.unpin("a")
+    assert pool.has_room(adapter.rows)
 
 
 def test_a_full_pool_is_not_searched_for_rows_that_it_has_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 
+from adapters.errors import NotFound
 from service.engine.messages import Abort, Finished, Load
 from service.engine.sequence import Sequence
 from tests.support.engine_mock import MockEngine, expected_tokens, make_mock_engine
@@ -34,6 +36,14 @@ def open_gate(mock: MockEngine) -> None:
     mock.engine.wake.clear()
     mock.host.gate.set()
     assert mock.engine.wake.wait(30)
+
+
+def step_and_load(mock: MockEngine) -> None:
+    """One step, and then all that it asked the loader for; the next step finds it."""
+    mock.step()
+    done = threading.Event()
+    mock.engine.desk._loader.submit(done.set)
+    assert done.wait(30)
 
 
 def test_prefill_chunks_share_the_step_with_decode_tokens(mocks: list[MockEngine]) -> None:
@@ -223,6 +233,102 @@ def test_only_so_many_adapters_are_read_ahead(mocks: list[MockEngine]) -> None:
     mock.host.gate.set()
     mock.settle()
     assert sorted(mock.host.reads) == [f"a{i}" for i in range(6)]
+
+
+def test_who_has_room_is_read_although_those_read_before_have_none(mocks: list[MockEngine]) -> None:
+    mock = make_mock_engine(num_rows=4, max_loads_ahead=2, max_sequences=8)
+    mocks.append(mock)
+    mock.submit("holds", adapter="a1-3", max_tokens=60)
+    mock.step_until(lambda: mock.engine.scheduler.running)
+    for i in range(2, 5):
+        mock.submit(f"large-{i}", adapter=f"a{i}-4", max_tokens=2)
+    mock.submit("small", adapter="a5-1", max_tokens=2)
+    for _ in range(4):
+        step_and_load(mock)
+    assert "small" in mock.finished
+    assert "holds" not in mock.finished
+    assert mock.host.measured == ["a4-4", "a5-1"], "each is measured once, and only who finds no place to be read into"
+    mock.settle()
+    for i in range(2, 5):
+        assert mock.output[f"large-{i}"] == expected_tokens((1, 2, 3), f"a{i}-4", 2)
+
+
+def test_who_gave_up_its_place_has_it_back_from_a_younger_one_that_may_not_join(mocks: list[MockEngine]) -> None:
+    """Else the one place would be held for ever by who has room, and waits for the other to be served."""
+    mock = make_mock_engine(num_rows=4, max_loads_ahead=1, max_steps_waiting_for_rows=2, max_len=200)
+    mocks.append(mock)
+    mock.submit("holds", adapter="a1-3", max_tokens=40)
+    mock.step_until(lambda: mock.engine.scheduler.running)
+    mock.submit("waits", adapter="a2-4", max_tokens=2)
+    for _ in range(4):
+        step_and_load(mock)
+    mock.submit("younger", adapter="a3-1", max_tokens=150)
+    for _ in range(3):
+        step_and_load(mock)
+    assert mock.host.reads == ["a1-3", "a2-4", "a3-1"]
+    assert "holds" not in mock.finished
+    mock.step_until(lambda: "waits" in mock.finished)
+    assert "younger" not in mock.finished
+    assert mock.host.reads[:4] == ["a1-3", "a2-4", "a3-1", "a2-4"]
+    mock.settle()
+    assert mock.output["waits"] == expected_tokens((1, 2, 3), "a2-4", 2)
+    assert mock.output["younger"] == expected_tokens((1, 2, 3), "a3-1", 150)
+
+
+def test_an_adapter_that_cannot_be_measured_fails_when_it_is_read(mocks: list[MockEngine]) -> None:
+    mock = make_mock_engine(num_rows=4, max_loads_ahead=1)
+    mocks.append(mock)
+    mock.host.broken.add("a3")
+    mock.submit("holds", adapter="a1-3", max_tokens=20)
+    mock.step_until(lambda: mock.engine.scheduler.running)
+    mock.submit("large", adapter="a2-4", max_tokens=2)
+    step_and_load(mock)
+    mock.submit("broken", adapter="a3", max_tokens=2)
+    mock.settle()
+    assert mock.host.measured == ["a3"]
+    assert mock.finished["broken"].error == "Adapter a3 could not be read: the file is damaged"
+    assert mock.output["large"] == expected_tokens((1, 2, 3), "a2-4", 2)
+
+
+def test_an_adapter_that_came_back_while_it_was_read_is_read_again(
+    mocks: list[MockEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Uploaded, deleted before the hint was followed, uploaded again, and asked for before the first news came."""
+    mock = make_mock_engine()
+    mocks.append(mock)
+    read, missing = mock.host.get, iter([1])
+
+    def get(digest: str) -> object:
+        if next(missing, None) is not None:
+            raise NotFound(f"The store has no adapter {digest}.")
+        return read(digest)
+
+    monkeypatch.setattr(mock.host, "get", get)
+    mock.engine.handle(Load("a1"))
+    done = threading.Event()
+    mock.engine.desk._loader.submit(done.set)
+    assert done.wait(30)
+    mock.submit("r", adapter="a1", max_tokens=2)
+    mock.settle()
+    assert mock.output["r"] == expected_tokens((1, 2, 3), "a1", 2)
+
+
+def test_an_adapter_that_is_not_there_fails_in_the_end(
+    mocks: list[MockEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mock = make_mock_engine()
+    mocks.append(mock)
+    asked: list[str] = []
+
+    def get(digest: str) -> object:
+        asked.append(digest)
+        raise NotFound(f"The store has no adapter {digest}.")
+
+    monkeypatch.setattr(mock.host, "get", get)
+    mock.submit("r", adapter="a1", max_tokens=2)
+    mock.settle()
+    assert "has no adapter" in (mock.finished["r"].error or "")
+    assert asked == ["a1", "a1"]
 
 
 def test_a_request_that_finds_no_rows_is_served_under_any_load_of_others(mocks: list[MockEngine]) -> None:

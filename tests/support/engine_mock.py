@@ -9,11 +9,12 @@ must come out.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from adapters.layout import Group
 from adapters.row_pool import PoolUsage
 from service.engine.batch import StepBatch
 from service.engine.config import EngineConfig
@@ -23,6 +24,7 @@ from service.engine.runner import Capacity
 
 VOCAB = 97
 EOS = 96
+GROUP: Group = "attention"
 
 
 def next_logits(history: list[int], adapter: int) -> torch.Tensor:
@@ -47,10 +49,20 @@ def adapter_number(adapter: str | None) -> int:
     return -1 if adapter is None else int(adapter.removeprefix("a").partition("-")[0])
 
 
+@dataclass(frozen=True)
+class MockWeights:
+    """An adapter in host memory: "a3-8" takes 8 rows, 1 where no size is named."""
+
+    digest: str
+
+    @property
+    def rows(self) -> dict[Group, int]:
+        return {GROUP: int(self.digest.partition("-")[2] or 1)}
+
+
 @dataclass
 class MockRows:
-    """A row pool of `num_rows`; adapter "a3-8" takes 8 rows (1 where no size is named). Evicts idle ones, oldest
-    first."""
+    """A row pool of `num_rows`. Evicts idle ones, oldest first."""
 
     num_rows: int
     residents: dict[str, int] = field(default_factory=dict)
@@ -60,10 +72,10 @@ class MockRows:
 
     @staticmethod
     def size(digest: str) -> int:
-        return int(digest.partition("-")[2] or 1)
+        return MockWeights(digest).rows[GROUP]
 
     def load(self, digest: str, host_adapter: object, *, may_evict: bool = True) -> bool:
-        assert host_adapter == f"weights of {digest}"
+        assert host_adapter == MockWeights(digest)
         idle = [other for other in self.residents if not self.pins.get(other)]
         staying = sum(size for other, size in self.residents.items() if other not in idle or not may_evict)
         if staying + self.size(digest) > self.num_rows:
@@ -75,9 +87,11 @@ class MockRows:
         self.places[digest] = min(set(range(len(self.places) + 1)) - set(self.places.values()))
         return True
 
-    def fits_beside(self, host_adapter: object, digests: Collection[str]) -> bool:
-        size = self.size(str(host_adapter).removeprefix("weights of "))
-        return size + sum(self.residents[digest] for digest in digests) <= self.num_rows
+    def has_room(self, rows: Mapping[str, int]) -> bool:
+        return self.fits_beside(rows, [digest for digest in self.residents if self.pins.get(digest)])
+
+    def fits_beside(self, rows: Mapping[str, int], digests: Collection[str]) -> bool:
+        return rows[GROUP] + sum(self.residents[digest] for digest in digests) <= self.num_rows
 
     def pin(self, digest: str) -> None:
         self.pins[digest] = self.pins.get(digest, 0) + 1
@@ -117,15 +131,22 @@ class MockHost:
     gate: threading.Event = field(default_factory=threading.Event)
     gated: set[str] = field(default_factory=set)
     reads: list[str] = field(default_factory=list)
+    measured: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
 
-    def get(self, digest: str) -> str:
+    def get(self, digest: str) -> MockWeights:
         if digest in self.gated:
             assert self.gate.wait(30)
         self.reads.append(digest)
         if digest in self.broken:
             raise ValueError("the file is damaged")
-        return f"weights of {digest}"
+        return MockWeights(digest)
+
+    def rows_of(self, digest: str) -> dict[Group, int]:
+        self.measured.append(digest)
+        if digest in self.broken:
+            raise ValueError("the file is damaged")
+        return MockWeights(digest).rows
 
     def drop(self, digest: str) -> None:
         self.dropped.append(digest)
