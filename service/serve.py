@@ -142,7 +142,9 @@ def _server_class(base: type[uvicorn.Server]) -> Any:
 
         async def _drain(self) -> None:
             limit_seconds = self._limit_seconds
-            await asyncio.gather(self._engine.drain(limit_seconds), self._services.uploads_end(limit_seconds))
-            self.should_exit = True
+            try:
+                await asyncio.gather(self._engine.drain(limit_seconds), self._services.uploads_end(limit_seconds))
+            finally:
+                self.should_exit = True
 
     return Server

@@ -46,6 +46,8 @@ State = Literal["starting", "ready", "restarting", "draining", "down"]
 MAX_DEATHS = 3
 DEATHS_WITHIN_SECONDS = 60.0
 EXIT_GRACE_SECONDS = 5.0
+# An engine that could not even begin is tried again after this time, and twice it: what it lacked may come back.
+RETRY_SECONDS = 2.0
 
 
 class EngineDied(RuntimeError):
@@ -93,7 +95,8 @@ class TokenStream(AsyncIterator[Tokens | Finished]):
 
 
 class EngineClient:
-    """See the module's docstring. `state_error` is one sentence while the state is "restarting" or "down"."""
+    """See the module's docstring. `state_error` is one sentence while the state is "restarting" or "down"; `ready` and
+    `stats` are what the engine that lives now has said, else None."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -107,6 +110,7 @@ class EngineClient:
         self._stats_listeners: list[Callable[[Stats], None]] = []
         self._adapter_listeners: list[Callable[[AdapterState], None]] = []
         self._changed = asyncio.Event()
+        self._closing = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -131,6 +135,7 @@ class EngineClient:
     async def drain(self, limit_seconds: float) -> None:
         """Let running requests finish, up to `limit_seconds`, and wait for the engine's end. New ones are refused."""
         was_ready = self.state == "ready"
+        self._closing.set()
         self._set_state("draining")
         if self._supervisor is None:
             self._set_state("down")
@@ -143,6 +148,7 @@ class EngineClient:
 
     async def close(self) -> None:
         """Kill the engine process if it lives; every open stream raises EngineDied."""
+        self._closing.set()
         if self.state != "down":
             self._set_state("draining")
         if self._process is not None and self._process.returncode is None:
@@ -192,15 +198,28 @@ class EngineClient:
     # ---- inner parts
 
     async def _supervise(self) -> None:
-        """Run engines one after the other until one says that it cannot start, or too many have died."""
+        """Run engines one after the other until the first says that it cannot start, or too many have died."""
+        try:
+            await self._run_engines()
+        except Exception as error:
+            # Without this task nobody would ever start an engine, or say that there is none.
+            log.exception("the engine is given up")
+            if self._process is not None and self._process.returncode is None:
+                self._process.kill()
+            self._lose_all(str(error))
+            self._set_state("down", f"The engine cannot be kept running: {type(error).__name__}: {error}")
+
+    async def _run_engines(self) -> None:
         deaths: deque[float] = deque()
+        was_ever_ready = False
         while True:
             was_ready, error = await self._live()
+            was_ever_ready |= was_ready
             self._lose_all(error)
             if self.state == "draining":
                 self._set_state("down", "The server is shutting down.")
                 return
-            if self._fatal is not None and not was_ready:
+            if self._fatal is not None and not was_ever_ready:
                 self._set_state("down", self._fatal)
                 return
             now = time.monotonic()
@@ -213,27 +232,20 @@ class EngineClient:
                 return
             self._set_state("restarting", error)
             self.num_restarts += 1
+            if not was_ready:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._closing.wait(), RETRY_SECONDS * len(deaths))
+            if self._closing.is_set():
+                self._set_state("down", "The server is shutting down.")
+                return
 
     async def _live(self) -> tuple[bool, str]:
         """The whole life of one engine process. Returns whether it was ever ready, and how it ended."""
         self._fatal = None
-        ours, theirs = socket.socketpair()
         try:
-            # fd 2 for its stdout: nothing but logs may come out of the engine.
-            self._process = await asyncio.create_subprocess_exec(
-                # -P: what lies in the directory that the server was started in is none of ours.
-                *(sys.executable, "-P", "-m", "service.engine.process", str(theirs.fileno())),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=2,
-                env=child_environment(),
-            )
+            self._process, reader, self._writer = await _spawn()
         except OSError as error:
-            ours.close()
-            return False, f"The engine process could not be started: {error}"
-        finally:
-            theirs.close()
-        reader, self._writer = await asyncio.open_connection(sock=ours)
+            return False, f"The engine process could not be started: {error.strerror or error}"
         self._writer.write(frame(self.config))
         if self.state == "draining":  # closed while the process was being made
             self._process.kill()
@@ -241,7 +253,7 @@ class EngineClient:
             for message in messages:
                 self._take(message)
         self._writer.close()
-        self._writer = None
+        self._writer = self.stats = None
         if self.state == "ready":
             self._set_state("restarting", "The engine process has ended.")
         code = await self._exit_code(self._process)
@@ -303,3 +315,24 @@ class EngineClient:
     def _set_state(self, state: State, error: str | None = None) -> None:
         self.state, self.state_error = state, error
         self._changed.set()
+
+
+async def _spawn() -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
+    """A new engine process, and our end of the socket pair. Raises OSError, with nothing left open."""
+    ours, theirs = socket.socketpair()
+    try:
+        # fd 2 for its stdout: nothing but logs may come out of the engine.
+        process = await asyncio.create_subprocess_exec(
+            # -P: what lies in the directory that the server was started in is none of ours.
+            *(sys.executable, "-P", "-m", "service.engine.process", str(theirs.fileno())),
+            pass_fds=(theirs.fileno(),),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=2,
+            env=child_environment(),
+        )
+    except OSError:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return process, *await asyncio.open_connection(sock=ours)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -183,6 +185,105 @@ def test_killed_thrice_it_restarts_twice_and_then_stays_down(config: EngineConfi
     assert state == "down"
     assert "3 times within 60 seconds" in error
     assert refusal == error
+
+
+class TestRestarts:
+    """What keeps an engine from starting again may pass."""
+
+    def test_a_lack_of_descriptors_is_waited_for(self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def drive() -> int:
+            async with running_client(config) as client:
+                assert client.ready is not None
+                break_pairs(monkeypatch, times=1)
+                os.kill(client.ready.pid, signal.SIGKILL)
+                await until(lambda: client.state != "ready")
+                await within(30, client.wait_ready())
+                return client.num_restarts
+
+        assert asyncio.run(drive()) == 2
+
+    def test_without_end_it_is_given_up_and_the_server_can_still_end(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def drive() -> str | None:
+            async with running_client(config) as client:
+                assert client.ready is not None
+                break_pairs(monkeypatch, times=99)
+                os.kill(client.ready.pid, signal.SIGKILL)
+                await until(lambda: client.state == "down")
+                error = client.state_error
+                await within(10, client.drain(60))
+                return error
+
+        assert "died 3 times" in (error := asyncio.run(drive()) or "")
+        assert "Too many open files" in error
+
+    def test_a_fault_of_our_own_is_told_and_the_server_can_still_end(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(_client: EngineClient, _message: object) -> None:
+            raise RuntimeError("nobody thought of this")
+
+        async def drive() -> None:
+            async with running_client(config) as client:
+                process = client._process
+                assert process is not None
+                monkeypatch.setattr(EngineClient, "_take", fail)
+                _, ended = await within(30, collect(client.submit(request("r"))))
+                assert isinstance(ended, EngineDied)
+                await until(lambda: client.state == "down")
+                assert "nobody thought of this" in (client.state_error or "")
+                await within(10, client.drain(60))
+                assert await within(10, process.wait()) == -signal.SIGKILL
+
+        asyncio.run(drive())
+
+    def test_a_model_that_is_away_for_a_while_ends_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model_dir = make_tiny_model("llama", tmp_path / "model")
+        monkeypatch.setattr("service.engine.client.RETRY_SECONDS", 1.0)
+
+        async def drive() -> None:
+            async with running_client(small_config(model_dir, tmp_path / "store")) as client:
+                assert client.ready is not None
+                model_dir.rename(tmp_path / "away")
+                os.kill(client.ready.pid, signal.SIGKILL)
+                await until(lambda: client.num_restarts == 2)
+                assert "config.json" in (client.state_error or "")
+                assert (client.ready, client.stats) == (None, None)
+                (tmp_path / "away").rename(model_dir)
+                await within(30, client.wait_ready())
+
+        asyncio.run(drive())
+
+    def test_a_drain_does_not_wait_for_the_next_try(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def drive() -> str:
+            async with running_client(config) as client:
+                assert client.ready is not None
+                break_pairs(monkeypatch, times=99)
+                monkeypatch.setattr("service.engine.client.RETRY_SECONDS", 600.0)
+                os.kill(client.ready.pid, signal.SIGKILL)
+                await until(lambda: client.num_restarts == 2)
+                await within(10, client.drain(60))
+                return client.state
+
+        assert asyncio.run(drive()) == "down"
+
+
+def break_pairs(monkeypatch: pytest.MonkeyPatch, *, times: int) -> None:
+    """No descriptors are left for an engine, so many times; then all is well."""
+    make_pair, failures = socket.socketpair, iter(range(times))
+
+    def pair() -> tuple[socket.socket, socket.socket]:
+        if next(failures, None) is not None:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return make_pair()
+
+    monkeypatch.setattr("service.engine.client.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("service.engine.client.socket.socketpair", pair)
 
 
 def test_draining_finishes_what_runs_and_refuses_what_comes(config: EngineConfig) -> None:
