@@ -133,7 +133,7 @@ class StoreFiles:
         _sync_directory(self._names)
 
     def remove_name(self, name: str) -> None:
-        (self._names / name).unlink()
+        (self._names / name).unlink(missing_ok=True)  # somebody else's removal of it is as good
         _sync_directory(self._names)
 
     def remove_adapter(self, digest: str) -> bool:

@@ -91,6 +91,9 @@ def _unpack_tar(archive: Path, sink: Sink, max_files: int, limit: int) -> None:
                 assert data is not None
                 with reader.data():
                     sink(path, data)
+        with reader.data():  # tarfile stops at the end mark; what gzip says of its content comes after
+            while reader.read(CHUNK_BYTES):
+                pass
 
 
 def _refuse_special(member: tarfile.TarInfo) -> None:
@@ -155,6 +158,11 @@ class _ZipReader(io.BufferedReader):
         raise TooLarge(
             f"The archive's directory is larger than {self._limit} bytes; pack only the adapter's own files."
         )
+
+    def seek(self, position: int, whence: int = io.SEEK_SET, /) -> int:
+        if whence == io.SEEK_SET and position < 0:  # damaged offsets add up to it, and the file would raise OSError
+            raise Malformed("The archive is damaged: an entry begins before the archive.")
+        return super().seek(position, whence)
 
 
 class _Limited:

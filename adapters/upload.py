@@ -84,7 +84,10 @@ class Part:
 
     def __init__(self, path: Path | None, role: Role, budget: Budget) -> None:
         """`path` None counts the bytes and keeps nothing."""
-        self._file: IO[bytes] | None = path.open("xb") if path is not None else None
+        self._file: IO[bytes] | None = None
+        if path is not None:
+            with disk_full_is_ours():
+                self._file = path.open("xb")
         self._role = role
         self._budget = budget
         self._num_bytes = 0

@@ -345,6 +345,32 @@ def test_encrypted_and_exotic_members_are_refused(store: AdapterStore, pack: typ
             send(store, out.getvalue())
 
 
+@pytest.mark.parametrize("pack", PACKERS)
+def test_a_flipped_bit_of_the_packed_bytes_never_makes_another_adapter(store: AdapterStore, pack: type) -> None:
+    """Only the checksum at its end tells of most of them in a gzip."""
+    content = pack(GOOD)
+    whole = send(store, content).digest  # kept, so that each of the others is written to a name of its own
+    num_refused = 0
+    for position in range(0, len(content), max(1, len(content) // 150)):
+        damaged = bytearray(content)
+        damaged[position] ^= 4
+        try:
+            record = send(store, bytes(damaged), "damaged")
+        except AdapterError:
+            num_refused += 1
+            continue
+        assert record.digest == whole, position
+        store.delete("damaged")
+    assert num_refused > 100
+
+
+def test_a_gzip_without_its_end_is_damaged(store: AdapterStore) -> None:
+    content = tar_gz(GOOD)
+    for num_bytes in (1, 4, 8):
+        with pytest.raises(Malformed, match="damaged"):
+            send(store, content[:-num_bytes])
+
+
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_damage_is_an_error_of_ours_or_harmless(store: AdapterStore, data: st.DataObject) -> None:

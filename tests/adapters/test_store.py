@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -604,6 +605,27 @@ def test_the_free_disk_floor_refuses_before_and_while_writing(tmp_path: Path, mo
             part.write(b"x" * 2000)
     assert staged(tmp_path) == []
     store.close()
+
+
+def test_a_disk_without_room_for_another_file_is_full(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Path.open
+
+    def without_inodes(path: Path, mode: str = "r", *arguments: Any, **named: Any) -> Any:
+        if "x" in mode:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return opened(path, mode, *arguments, **named)
+
+    monkeypatch.setattr(Path, "open", without_inodes)
+    with store.begin() as upload, pytest.raises(StorageFull, match="full"):
+        upload.open_part("adapter_config")
+
+
+def test_a_name_whose_file_has_gone_can_be_deleted(store: AdapterStore, tmp_path: Path) -> None:
+    upload_small(store, LAYOUT, "x")
+    (name,) = tmp_path.glob("**/names/x")
+    name.unlink()
+    store.delete("x")
+    assert store.list() == ()
 
 
 def test_refused_uploads_leave_nothing(store: AdapterStore, tmp_path: Path) -> None:
