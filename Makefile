@@ -55,11 +55,12 @@ bundle: $(VENV)/.dev
 	$(BIN)/python -m examples.train_base $(ARGS)
 	$(BIN)/python -m examples.train_adapters $(ARGS)
 
-# torch is a step of its own: which build is right depends on the device, and only torch is taken from TORCH_INDEX.
+# torch is a step of its own: which build is right depends on the device. Only torch is taken from TORCH_INDEX, which
+# need not hold what torch requires in the versions of constraints.txt: that comes with the next step.
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints.txt setuptools wheel
-	$(PIP) install --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) install --no-deps --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
 	touch $@
 
 $(VENV)/.runtime: $(VENV)/.torch pyproject.toml
