@@ -23,7 +23,7 @@ import threading
 import time
 import uuid
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -284,17 +284,19 @@ class AdapterStore:
             return self._record(name)
 
     def list(self) -> tuple[AdapterRecord, ...]:
+        """All that `each` tells of."""
+        return tuple(self.each())
+
+    def each(self) -> Iterator[AdapterRecord]:
         """What every name stands for, sorted; damaged adapters are logged and left out. Reads a file for each; one by
-        one, so that leases need not wait."""
-        records = []
+        one, so that leases need not wait, and the load reports of thousands need not be in memory together."""
         for name in self.names():
             try:
-                records.append(self.get(name))
+                yield self.get(name)
             except NotFound:
                 continue  # deleted meanwhile
             except Damaged as error:
                 log.error("adapter %s: %s", name, error)
-        return tuple(records)
 
     def names(self) -> dict[str, Alias]:
         """All names, sorted, without reading a file."""
@@ -310,6 +312,11 @@ class AdapterStore:
         """How many names there are: cheap enough for every scrape of metrics."""
         with self._lock:
             return len(self._names)
+
+    def num_on_disk(self) -> int:
+        """How many adapters have files here, by content: also those that only leases keep. As cheap."""
+        with self._lock:
+            return len(self._num_names)
 
     def manifest(self, digest: str) -> Manifest:
         """Raises NotFound."""
@@ -398,9 +405,12 @@ class AdapterStore:
         with self._lock:
             if self._is_used(digest):
                 return False
-            del self._leases[digest], self._num_names[digest]
+            del self._leases[digest]
             self._manifests.pop(digest, None)
-        return self._files.remove_adapter(digest)
+        is_gone = self._files.remove_adapter(digest)
+        with self._lock:
+            del self._num_names[digest]  # not before: `num_on_disk` counts the digest until its files are gone
+        return is_gone
 
     def _tell_if_gone(self, digest: str, is_gone: bool) -> None:
         if is_gone and self.on_gone is not None:

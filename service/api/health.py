@@ -62,8 +62,11 @@ async def get_version(request: Request) -> VersionResponse:
 async def metrics(request: Request) -> PlainTextResponse:
     """All metrics. They name adapters, so where API keys are set this needs one."""
     services = services_of(request)
-    services.metrics.queue.set(services.gate.num_open)
-    services.metrics.engine_up.set(services.engine.state == "ready")
-    services.metrics.show_ops(() if services.engine.ready is None else services.engine.ready.ops)
-    services.metrics.adapters.labels("store").set(services.store.num_names() if services.store is not None else 0)
-    return PlainTextResponse(services.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    shown, engine, store = services.metrics, services.engine, services.store
+    shown.queue.set(services.gate.num_open)
+    shown.engine_up.set(engine.state == "ready")
+    shown.show_engine(engine.stats, engine.num_restarts)
+    shown.show_ops(() if engine.ready is None else engine.ready.ops)
+    shown.adapters.labels("store").set(0 if store is None else store.num_names())
+    shown.adapters_on_disk.set(0 if store is None else store.num_on_disk())
+    return PlainTextResponse(shown.render(), media_type="text/plain; version=0.0.4; charset=utf-8")

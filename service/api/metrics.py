@@ -18,7 +18,7 @@ _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5
 _DELETED = "deleted:"
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
-# Gauges that are a field of Stats: name, field, help.
+# Gauges that are a field of Stats, and 0 while no engine is there: name, field, help.
 _STATS_GAUGES = (
     ("num_requests_waiting", "num_waiting", "Sequences waiting in the engine."),
     ("num_requests_running", "num_running", "Sequences running in the engine."),
@@ -47,7 +47,7 @@ class Metrics:
     def __init__(self, base_name: str) -> None:
         self.registry = CollectorRegistry()
         self._last_stats: Stats | None = None
-        self._engine_life = 0
+        self._engine_life = self._num_restarts = 0
         self._known = {base_name}
         self._make_request_metrics()
         self._make_engine_metrics()
@@ -86,6 +86,11 @@ class Metrics:
             registry=self.registry,
         )
         self.adapters = Gauge("multilora_adapters", "Adapters by where they are.", ("tier",), registry=self.registry)
+        self.adapters_on_disk = Gauge(
+            "multilora_adapters_on_disk",
+            "Adapters whose files are on disk, by content, under a name or still in use by a request.",
+            registry=self.registry,
+        )
         self._gauges = {
             field: Gauge(f"multilora_{name}", text, registry=self.registry) for name, field, text in _STATS_GAUGES
         }
@@ -103,21 +108,26 @@ class Metrics:
     def take_stats(self, stats: Stats, engine_life: int) -> None:
         """Add what is new in `stats` against the last one of the same engine; each life of the engine counts from 0."""
         if engine_life != self._engine_life:
-            self.engine_restarts.inc(engine_life - self._engine_life)
             self._engine_life, self._last_stats = engine_life, None
-        for field, gauge in self._gauges.items():
-            gauge.set(getattr(stats, field))
         last = self._last_stats
         for field, counter in self._counters.items():
             counter.inc(getattr(stats, field) - (getattr(last, field) if last is not None else 0))
         self._last_stats = stats
-        self.adapters.labels("device").set(len(stats.adapters_on_device))
-        self.adapters.labels("host").set(len(stats.adapters_on_host))
         for num_tokens, num_sequences, num_adapters, milliseconds in stats.steps:
             self.step_tokens.observe(num_tokens)
             self.step_sequences.observe(num_sequences)
             self.step_adapters.observe(num_adapters)
             self.step_seconds.observe(milliseconds / 1e3)
+
+    def show_engine(self, stats: Stats | None, num_restarts: int) -> None:
+        """What the engine that lives now holds, None if there is none: of a dead one nothing is left. The restarts are
+        the client's count, since an engine that never got ready has sent no Stats."""
+        for field, gauge in self._gauges.items():
+            gauge.set(0 if stats is None else getattr(stats, field))
+        self.adapters.labels("device").set(0 if stats is None else len(stats.adapters_on_device))
+        self.adapters.labels("host").set(0 if stats is None else len(stats.adapters_on_host))
+        self.engine_restarts.inc(num_restarts - self._num_restarts)
+        self._num_restarts = num_restarts
 
     def show_ops(self, ops: Iterable[OpInUse]) -> None:
         """These ops and no others; a restarted engine may find another implementation to work."""

@@ -41,7 +41,11 @@ class Engine(Protocol):
 
     @property
     def stats(self) -> Stats | None:
-        """The last Stats of the running engine."""
+        """The last Stats of the running engine; None while there is none."""
+
+    @property
+    def num_restarts(self) -> int:
+        """How often an engine was started again."""
 
     def submit(self, request: Submit) -> AsyncIterator[Tokens | Finished]:
         """Send at once; the iterator ends with Finished or raises EngineDied."""

@@ -15,6 +15,7 @@ import openai
 import pytest
 from fastapi import FastAPI
 
+from adapters.disk import StoreFiles
 from adapters.row_plan import plan_rows
 from adapters.store import AdapterStore, Upload
 from service.api import adapters as adapter_routes
@@ -32,6 +33,7 @@ from tests.support.adapter_files import (
     modules_ending,
     safetensors_bytes,
     small_layout,
+    upload_small,
     write_peft_directory,
 )
 from tests.support.server import Server, wait_for
@@ -39,6 +41,16 @@ from tests.support.tiny_models import make_adapter
 from tests.support.uploads import CONFIG, MULTIPART, multipart, parts_of, tar_of, upload, zip_of
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[AdapterStore]:
+    """A store in this process."""
+    layout = small_layout()
+    plan = plan_rows(layout, 1 << 20, element_bytes=4)
+    store = AdapterStore(tmp_path / "store", layout, base_name="base", row_plan=plan)
+    yield store
+    store.close()
 
 
 @pytest.fixture
@@ -197,6 +209,15 @@ class TestRefusals:
         assert answer.status_code == 400, answer.text
         assert words in answer.json()["error"]["message"]
 
+    def test_a_listed_adapter_is_told_in_full_by_its_own_address(self, server: Server) -> None:
+        listed = server.get("/v1/adapters").json()["data"]
+        assert [one["name"] for one in listed] == sorted(ADAPTERS)
+        for one in listed:
+            told = server.get(f"/v1/adapters/{one['name']}").json()
+            assert told.pop("modules")
+            assert told.pop("notes") is not None
+            assert told == one
+
     def test_nothing_of_a_refused_upload_stays(self, server: Server) -> None:
         names = {adapter["name"] for adapter in server.get("/v1/adapters").json()["data"]}
         assert names == set(ADAPTERS)
@@ -213,7 +234,9 @@ class TestDelete:
         digest = upload(server, "doomed", doomed).json()["digest"]
         options: Any = {"model": "doomed", "prompt": "the", "temperature": 0, "extra_body": {"ignore_eos": True}}
         expected = client.completions.create(max_tokens=400, **options).choices[0].text
-        rows_with = server.metric("adapter_row_bytes_used")
+        wait_for(lambda: server.get("/v1/adapters/doomed").json()["state"] == "device", "the engine to tell of it")
+        held = self.held(server)
+        assert min(held) > 0
         stream = client.completions.create(max_tokens=400, stream=True, **options)
         text = next(stream).choices[0].text
         answer = server.http.delete(f"{server.url}/v1/adapters/doomed")
@@ -221,11 +244,22 @@ class TestDelete:
         assert server.get("/v1/adapters/doomed").status_code == 404
         with pytest.raises(openai.NotFoundError):
             client.completions.create(**options)
+        assert self.held(server) == held
+        assert server.metric("num_requests_open") == 1, "it must still run"
         text += "".join(chunk.choices[0].text for chunk in stream)
         assert text == expected
         wait_for(lambda: not list(server.store_dir.glob(f"*/adapters/{digest}")), "the files to go")
-        wait_for(lambda: server.metric("adapter_row_bytes_used") < rows_with, "the rows to be free")
+        for at, what in enumerate(("rows", "host memory", "files")):
+            wait_for(lambda at=at: self.held(server)[at] < held[at], f"the {what} to be free")
         assert 'adapter="doomed"' not in server.get("/metrics").text
+
+    def held(self, server: Server) -> tuple[float, float, float]:
+        """Rows on the device, adapters in host memory, adapters on disk."""
+        return (
+            server.metric("adapter_row_bytes_used"),
+            server.metric("adapters", tier="host"),
+            server.metric("adapters_on_disk"),
+        )
 
     def test_a_deleted_content_can_come_back_under_its_digest(
         self, server: Server, client: openai.OpenAI, checkpoints: Checkpoints, gone: list[str]
@@ -237,6 +271,28 @@ class TestDelete:
             texts.append(client.completions.create(model="phoenix", prompt="the", **GREEDY).choices[0].text)
             assert server.http.delete(f"{server.url}/v1/adapters/phoenix").status_code == 200
         assert len(set(texts)) == 1
+
+    def test_files_are_counted_once_for_all_names_and_until_they_are_removed(
+        self, store: AdapterStore, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        remove, num_after_removal = StoreFiles.remove_adapter, []
+
+        def remove_and_count(files: StoreFiles, digest: str) -> bool:
+            is_gone = remove(files, digest)
+            num_after_removal.append(store.num_on_disk())
+            return is_gone
+
+        monkeypatch.setattr(StoreFiles, "remove_adapter", remove_and_count)
+        for name in ("one", "two"):
+            upload_small(store, small_layout(), name)
+        assert (store.num_names(), store.num_on_disk()) == (2, 1)
+        lease = store.lease("one")
+        for name in ("one", "two"):
+            store.delete(name)
+            assert (store.num_on_disk(), num_after_removal) == (1, [])
+        lease.release()
+        store.settle()
+        assert (store.num_on_disk(), num_after_removal) == (0, [1])
 
     def test_an_unknown_name_is_404(self, server: Server) -> None:
         assert server.http.delete(f"{server.url}/v1/adapters/nobody").status_code == 404
@@ -300,14 +356,6 @@ class Routes:
 @pytest.mark.parametrize("as_vllm", [False, True])
 class TestCrossing:
     """An upload and a delete of one name whose news reach the metrics in the other order."""
-
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Iterator[AdapterStore]:
-        layout = small_layout()
-        plan = plan_rows(layout, 1 << 20, element_bytes=4)
-        store = AdapterStore(tmp_path / "store", layout, base_name="base", row_plan=plan)
-        yield store
-        store.close()
 
     def test_a_name_that_came_back_during_its_delete_is_counted_as_its_own(
         self, tmp_path: Path, store: AdapterStore, monkeypatch: pytest.MonkeyPatch, as_vllm: bool

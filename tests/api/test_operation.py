@@ -17,14 +17,19 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from rich.progress import Progress
 
+from adapters.paths import MANIFEST_FILE
 from service.api.auth import OPEN_PATHS, required_scope
+from service.api.metrics import Metrics
 from service.cli import main
 from service.client import ClientError, checked
+from service.engine.messages import Stats
 from service.settings import Settings, SettingsError, load_settings
 from tests.api.conftest import ADAPTERS, BASE, Checkpoints
 from tests.support.server import Server, wait_for
+from tests.support.tiny_models import make_adapter
 from tests.support.uploads import parts_of, upload
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -80,6 +85,37 @@ class TestOpenapi:
         check_answer(openapi, "post", "/v1/adapters", server.post("/v1/adapters", data={"name": "beta"}, files=files))
         missing = server.http.delete(f"{server.url}/v1/adapters/nobody")
         check_answer(openapi, "delete", "/v1/adapters/{name}", missing)
+
+    def test_a_damaged_adapter_is_a_500_that_it_tells(
+        self, server: Server, openapi: dict[str, Any], checkpoints: Checkpoints, tmp_path: Path
+    ) -> None:
+        damaged = make_adapter(checkpoints.base, tmp_path / "damaged", rank=2, target_modules=["q_proj"], seed=77)
+        digest = upload(server, "damaged", damaged).json()["digest"]
+        try:
+            (manifest,) = server.store_dir.glob(f"*/adapters/{digest}/{MANIFEST_FILE}")
+            manifest.write_bytes(b"{")
+            for path, parameter in (("/v1/adapters", "name"), ("/v1/models", "model")):
+                answer = server.get(f"{path}/damaged")
+                assert (answer.status_code, answer.json()["error"]["code"]) == (500, "damaged")
+                check_answer(openapi, "get", f"{path}/{{{parameter}}}", answer)
+        finally:
+            server.http.delete(f"{server.url}/v1/adapters/damaged").raise_for_status()
+
+    @pytest.mark.parametrize(
+        ("method", "path"),
+        [
+            ("delete", "/v1/adapters/{name}"),
+            ("post", "/v1/unload_lora_adapter"),
+            ("post", "/v1/load_lora_adapter"),
+        ],
+    )
+    def test_what_changes_adapters_tells_that_bodies_have_limits_and_that_it_may_fail(
+        self, server: Server, openapi: dict[str, Any], method: str, path: str
+    ) -> None:
+        too_large = server.http.request(method, f"{server.url}{path}", content=b" " * ((16 << 20) + 1))
+        assert too_large.status_code == 413
+        check_answer(openapi, method, path, too_large)
+        assert "500" in openapi["paths"][path][method]["responses"]
 
     @pytest.mark.parametrize(
         ("path", "body"),
@@ -147,6 +183,65 @@ class TestMetrics:
             assert server.metric(name) > 0
         assert server.metric("adapters", tier="store") >= len(ADAPTERS)
         assert server.metric("http_requests_total", route="/v1/completions/batch", status="200") > 0
+
+
+class TestLivesOfTheEngine:
+    """What /metrics shows of one engine after the other."""
+
+    def stats(self, num_steps: int) -> Stats:
+        gauges = dict.fromkeys(
+            ("num_waiting", "num_running", "kv_blocks_used", "state_lines_used", "rows_used", "row_bytes_used"), 3
+        )
+        totals = dict.fromkeys(("kv_blocks_total", "state_lines_total", "rows_total", "row_bytes_total"), 9)
+        counters = dict.fromkeys(
+            ("num_preemptions", "num_adapter_loads", "num_adapter_evictions", "num_lora_op_calls"), num_steps
+        )
+        return Stats(
+            **gauges,
+            **totals,
+            **counters,
+            num_steps=num_steps,
+            adapters_on_device=("a",),
+            adapters_on_host=("a", "b"),
+            steps=((4, 2, 1, 1.5),),
+        )
+
+    def shown(self, metrics: Metrics) -> dict[str, float]:
+        families = text_string_to_metric_families(metrics.render().decode())
+        return {
+            sample.name.removeprefix("multilora_") + "".join(sample.labels.values()): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+    def test_a_dead_engine_holds_nothing_and_what_it_has_done_still_counts(self) -> None:
+        metrics = Metrics("base")
+        metrics.take_stats(self.stats(10), 0)
+        metrics.show_engine(self.stats(10), 0)
+        living = self.shown(metrics)
+        held = [name for name in living if name.endswith(("_used", "_waiting", "_running"))]
+        held += ["kv_blocks_total", "adaptersdevice", "adaptershost"]
+        assert len(held) == 9
+        assert all(living[name] > 0 for name in held)
+        metrics.show_engine(None, 1)
+        dead = self.shown(metrics)
+        assert {name: dead[name] for name in held} == dict.fromkeys(held, 0)
+        assert (dead["engine_steps_total"], dead["step_tokens_count"]) == (10, 1)
+
+    def test_totals_go_on_where_the_last_engine_ended(self) -> None:
+        metrics = Metrics("base")
+        counters = ("engine_steps", "preemptions", "adapter_loads", "adapter_evictions", "lora_op_calls")
+        for life, num_steps, total in ((0, 10, 10), (0, 12, 12), (1, 3, 15), (1, 20, 32), (3, 1, 33)):
+            metrics.take_stats(self.stats(num_steps), life)
+            metrics.show_engine(self.stats(num_steps), life)
+            assert {self.shown(metrics)[f"{name}_total"] for name in counters} == {total}
+
+    def test_restarts_are_those_of_the_client_also_of_engines_that_never_got_ready(self) -> None:
+        metrics = Metrics("base")
+        metrics.take_stats(self.stats(10), 0)
+        for num_restarts in (0, 1, 2, 2):
+            metrics.show_engine(None, num_restarts)
+            assert self.shown(metrics)["engine_restarts_total"] == num_restarts
 
 
 def test_a_request_is_one_json_line(server: Server) -> None:

@@ -278,6 +278,11 @@ class TestKilledEngine:
         assert message.count("\n") == 0
         answer = server.post("/v1/completions", json=LONG)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "not_ready")
+        assert server.metric("engine_restarts_total") == 2
+        gauges = ("num_requests_running", "num_requests_waiting", "kv_blocks_used", "adapter_rows_used")
+        assert [server.metric(name) for name in gauges] == [0] * len(gauges)
+        assert [server.metric("adapters", tier=tier) for tier in ("device", "host", "store")] == [0, 0, len(ADAPTERS)]
+        assert {one["state"] for one in server.get("/v1/adapters").json()["data"]} == {"disk"}
 
 
 class TestAdaptersThatDoNotFit:
