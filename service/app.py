@@ -14,6 +14,7 @@ from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 
 import adapters.errors as store_errors
 from adapters.row_plan import plan_rows
@@ -23,7 +24,7 @@ from service.api import adapters, batch, chat, completions, health, lora_compat,
 from service.api.auth import OPEN_PATHS, KeyRing
 from service.api.errors import HANDLED, BadRequest, UnknownRoute, WrongMethod
 from service.api.metrics import Metrics
-from service.api.middleware import Door, Refusal
+from service.api.middleware import METHODS, Door, Refusal
 from service.api.openapi import finish
 from service.api.schemas import ChatChunk
 from service.api.state import Services
@@ -257,9 +258,20 @@ def _from_http(request: Request, error: HTTPException) -> Exception:
     if error.status_code == 404:
         return UnknownRoute(f"There is no {path} here; /openapi.json lists what there is.")
     if error.status_code == 405:
-        headers = dict(error.headers or {})
-        return WrongMethod(f"{path} is not allowed; send {headers.get('Allow', 'another method')}.", headers=headers)
+        methods = _methods_of(request)
+        return WrongMethod(
+            f"{path} is not allowed; send {' or '.join(methods)}.", headers={"Allow": ", ".join(methods)}
+        )
     return BadRequest(f"The request cannot be read: {error.detail}.")
+
+
+def _methods_of(request: Request) -> list[str]:
+    """Those that the path takes, of all its routes: the error itself knows of the first one alone."""
+    return [
+        method
+        for method in sorted(METHODS)
+        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in request.app.routes)
+    ]
 
 
 def _openapi(app: FastAPI, *, with_keys: bool) -> Callable[[], dict[str, Any]]:

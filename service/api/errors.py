@@ -2,6 +2,7 @@
 
 ApiError
 ├── BadRequest          the request itself is wrong
+├── InvalidUserInput    the same, where vLLM has its own word for it
 ├── Unauthorized        no key, or a wrong one
 ├── Forbidden           the key's scope, or a setting, does not allow it
 ├── UnknownModel        no base model or adapter of that name
@@ -37,6 +38,10 @@ class ApiError(Exception):
 
 class BadRequest(ApiError):
     """400: the request itself is wrong."""
+
+
+class InvalidUserInput(ApiError):
+    """400: the request itself is wrong, with the `type` that vLLM gives it; its clients look for that."""
 
 
 class Unauthorized(ApiError):
@@ -89,6 +94,7 @@ _MAX_QUOTED_CHARS = 200
 # Looked up by the class itself, never by a base class: a new error without a row fails the table's test.
 TABLE: dict[type[Exception], Answer] = {
     BadRequest: Answer(400, _INVALID, "bad_request"),
+    InvalidUserInput: Answer(400, "InvalidUserInput", "bad_request"),
     Unauthorized: Answer(401, "authentication_error", "invalid_api_key"),
     Forbidden: Answer(403, "permission_error", "forbidden"),
     UnknownModel: Answer(404, "NotFoundError", "model_not_found"),

@@ -3,24 +3,51 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import PlainTextResponse
+from fastapi.routing import APIRoute
 
 from adapters import errors as store_errors
 from adapters.records import AdapterRecord
 from adapters.store import AdapterStore
 from adapters.upload import disk_full_is_ours
 from service.api.adapters import require_open_store, require_store
-from service.api.errors import BadRequest, Forbidden, UnknownModel
-from service.api.openapi import errors
+from service.api.errors import BadRequest, Forbidden, InvalidUserInput, UnknownModel
+from service.api.openapi import DELETE_ERRORS, errors
 from service.api.requestlog import note
 from service.api.schemas import LoadLoraRequest, UnloadLoraRequest
 from service.api.state import Services, services_of
+from service.api.upload import in_upload_thread
+from service.api.validation import bad_request
 
-router = APIRouter(tags=["vLLM"])
+
+class _Route(APIRoute):
+    """Asks whether loading by path is on before it looks at the body, and says of missing fields what vLLM says."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_if_on(request: Request) -> Response:
+            _require_root(services_of(request))
+            try:
+                return await handle(request)
+            except RequestValidationError as error:
+                faults = error.errors()
+                # For vLLM an empty field is a missing one.
+                if not all(fault["type"] in ("missing", "string_too_short") for fault in faults):
+                    raise
+                wrong = bad_request(faults)
+                raise InvalidUserInput(wrong.message, param=wrong.param) from error
+
+        return handle_if_on
+
+
+router = APIRouter(tags=["vLLM"], route_class=_Route)
 
 _ANSWER: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Done; a sentence says so."}
@@ -30,7 +57,7 @@ _ANSWER: dict[int | str, dict[str, Any]] = {
 @router.post(
     "/v1/load_lora_adapter",
     response_class=PlainTextResponse,
-    responses={**errors((400, 401, 403, 404, 409, 413, 503, 507)), **_ANSWER},
+    responses={**errors((400, 401, 403, 404, 409, 413, 500, 503, 507)), **_ANSWER},
     summary="Load an adapter from the operator's directory",
 )
 async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTextResponse:
@@ -40,7 +67,8 @@ async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTex
     store = require_open_store(services)
     store.check_name(body.lora_name)
     with services.uploading():
-        record = await asyncio.to_thread(_load, store, _below(root, body.lora_path), body.lora_name, body.load_inplace)
+        path = _below(root, body.lora_path)
+        record = await in_upload_thread(_load, store, path, body.lora_name, body.load_inplace)
     services.published(record)
     note(request, adapter=record.name, digest=record.digest[:12])
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
@@ -49,13 +77,12 @@ async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTex
 @router.post(
     "/v1/unload_lora_adapter",
     response_class=PlainTextResponse,
-    responses={**errors((400, 401, 403, 404)), **_ANSWER},
+    responses={**DELETE_ERRORS, **_ANSWER},
     summary="Delete an adapter",
 )
 async def unload_lora_adapter(request: Request, body: UnloadLoraRequest) -> PlainTextResponse:
     """The same as DELETE /v1/adapters/{name}."""
     services = services_of(request)
-    _require_root(services)
     try:
         digest = await asyncio.to_thread(require_store(services).delete, body.lora_name)
     except store_errors.NotFound:
@@ -97,7 +124,7 @@ def _below(root: Path, path: str) -> Path:
 
 def _load(store: AdapterStore, path: Path, name: str, replace: bool) -> AdapterRecord:
     if store.has(name) and not replace:
-        raise BadRequest(
+        raise InvalidUserInput(
             f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
             "'load_inplace' to True.",
             param="lora_name",

@@ -25,8 +25,9 @@ from service.logs import LOGGER, REQUEST_LOGGER
 
 # The status in logs and metrics of a request whose client went before the answer; nothing is sent.
 CLIENT_GONE = 499
+# Those that routes may have, and that metrics name.
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 # Asked every few seconds by machines; their lines are debug lines.
-_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
 # How much of a refused body is read and thrown away, so that the client gets to read why.
 _DRAIN_BYTES = 64 << 20
@@ -72,7 +73,7 @@ class Door:
     def _write_down(self, scope: Scope, visit: _Visit) -> None:
         status = visit.status if visit.status is not None else CLIENT_GONE
         route = getattr(scope.get("route"), "path", "unknown")
-        method = scope["method"] if scope["method"] in _METHODS else "other"  # clients may invent methods without end
+        method = scope["method"] if scope["method"] in METHODS else "other"  # clients may invent methods without end
         self._metrics.http_requests.labels(method, route, str(status)).inc()
         fields = {
             "method": scope["method"],

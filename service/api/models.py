@@ -30,7 +30,7 @@ async def list_models(request: Request) -> Response:
     return await listing(build)
 
 
-@router.get("/v1/models/{model}", responses=errors((401, 404)), summary="One model")
+@router.get("/v1/models/{model}", responses=errors((401, 404, 500)), summary="One model")
 async def get_model(request: Request, model: str) -> ModelCard:
     """The card of the base or of an adapter, by any name that requests may use."""
     services = services_of(request)

@@ -28,7 +28,7 @@ def errors(statuses: Iterable[int]) -> dict[int | str, dict[str, Any]]:
 
 INFERENCE_ERRORS = errors((400, 401, 404, 413, 500, 503))
 GENERATION_ERRORS = errors((400, 401, 404, 413, 429, 500, 503))
-ADMIN_ERRORS = errors((400, 401, 403, 404, 500, 503))
+DELETE_ERRORS = errors((400, 401, 403, 404, 413, 500))
 UPLOAD_ERRORS = errors((400, 401, 403, 409, 413, 500, 503, 507))
 
 

@@ -196,6 +196,23 @@ def test_unknown_paths_and_methods_have_the_same_shape(server: Server) -> None:
     assert answer.headers["allow"] == "POST"
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("PUT", "/v1/adapters", ["GET", "POST"]),
+        ("PUT", "/v1/adapters/x", ["DELETE", "GET"]),
+        ("POST", "/health", ["GET", "HEAD"]),
+        ("BREW", "/v1/models", ["GET"]),
+    ],
+)
+def test_a_wrong_method_is_told_all_that_the_path_takes(
+    server: Server, method: str, path: str, allowed: list[str]
+) -> None:
+    answer = server.http.request(method, f"{server.url}{path}")
+    check_error(answer, 405, None, f"send {' or '.join(allowed)}.")
+    assert answer.headers["allow"] == ", ".join(allowed)
+
+
 def test_a_json_body_too_large_is_refused_before_it_is_read(server: Server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=30) as connection:

@@ -208,13 +208,45 @@ class TestLoadByPath:
             assert answer.status_code == 403
             assert "--lora-path-root" in answer.json()["error"]["message"]
 
+    @pytest.mark.parametrize("content", [b"{}", b"", b"{", b'{"lora_name": ""}'])
+    @pytest.mark.parametrize("path", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+    def test_that_it_is_off_is_told_before_anything_of_the_body(
+        self, server: Server, path: str, content: bytes
+    ) -> None:
+        answer = server.post(path, content=content, headers={"Content-Type": "application/json"})
+        assert answer.status_code == 403
+        assert "--lora-path-root" in answer.json()["error"]["message"]
+
+    @pytest.mark.parametrize(
+        ("path", "body", "kind", "param"),
+        [
+            ("load", {}, "InvalidUserInput", "lora_name"),
+            ("load", {"lora_name": "x"}, "InvalidUserInput", "lora_path"),
+            ("load", {"lora_name": "", "lora_path": "beta"}, "InvalidUserInput", "lora_name"),
+            ("unload", {}, "InvalidUserInput", "lora_name"),
+            ("load", {"lora_name": 1}, "invalid_request_error", "lora_name"),
+            ("load", {"lora_name": "x", "lora_path": "x", "odd": 1}, "invalid_request_error", "odd"),
+            ("unload", [], "invalid_request_error", None),
+        ],
+    )
+    def test_missing_fields_have_vllm_s_type_and_other_faults_openai_s(
+        self, strict: Server, path: str, body: Any, kind: str, param: str | None
+    ) -> None:
+        answer = strict.post(f"/v1/{path}_lora_adapter", json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["param"]) == (400, kind, param)
+        assert error["code"] == "bad_request"
+
     def test_vllm_s_shapes(self, strict: Server) -> None:
         loaded = strict.post("/v1/load_lora_adapter", json={"lora_name": "one", "lora_path": "beta"})
         assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'one' added successfully.")
         assert loaded.headers["content-type"].startswith("text/plain")
         again = strict.post("/v1/load_lora_adapter", json={"lora_name": "one", "lora_path": "spare"})
-        assert again.status_code == 400
-        assert "load_inplace" in again.json()["error"]["message"]
+        assert (again.status_code, again.json()["error"]["type"]) == (400, "InvalidUserInput")
+        assert again.json()["error"]["message"] == (
+            "The lora adapter 'one' has already been loaded. If you want to load the adapter in place, set "
+            "'load_inplace' to True."
+        )
         before = strict.get("/v1/adapters/one").json()["digest"]
         body = {"lora_name": "one", "lora_path": "spare", "load_inplace": True}
         assert strict.post("/v1/load_lora_adapter", json=body).status_code == 200
