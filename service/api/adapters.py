@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
@@ -12,13 +13,15 @@ from adapters.records import AdapterRecord
 from adapters.store import AdapterStore
 from service.api.errors import BadRequest, NotReady
 from service.api.listing import listing
-from service.api.openapi import ADMIN_ERRORS, UPLOAD_BODY, UPLOAD_ERRORS, errors
+from service.api.openapi import DELETE_ERRORS, UPLOAD_BODY, UPLOAD_ERRORS, errors
 from service.api.requestlog import note
-from service.api.schemas import AdapterDeleted, AdapterList, AdapterResponse, ModuleReport
+from service.api.schemas import AdapterDeleted, AdapterList, AdapterResponse, AdapterSummary, ModuleReport
 from service.api.state import Services, services_of
-from service.api.upload import receive_upload
+from service.api.upload import in_upload_thread, receive_upload
 
 router = APIRouter(tags=["adapters"])
+
+_State = Literal["disk", "host", "device"]
 
 
 @router.post(
@@ -39,12 +42,12 @@ async def upload_adapter(request: Request) -> JSONResponse:
     # The announced bytes include the multipart framing, so the store's own limit is left to its running count.
     announced = int(request.headers.get("content-length", 0))
     with services.uploading():
-        upload = await asyncio.to_thread(store.begin, declared_bytes=min(announced, store.limits.max_upload_bytes))
+        upload = await in_upload_thread(store.begin, declared_bytes=min(announced, store.limits.max_upload_bytes))
         try:
             name = await receive_upload(request, store, upload)
-            record, created = await asyncio.to_thread(upload.finish, name)
+            record, created = await in_upload_thread(upload.finish, name)
         finally:
-            await asyncio.to_thread(upload.discard)
+            await in_upload_thread(upload.discard)
     note(request, adapter=record.name, digest=record.digest[:12], created=created)
     services.published(record)
     answer = describe(services, record)
@@ -53,22 +56,28 @@ async def upload_adapter(request: Request) -> JSONResponse:
 
 @router.get("/v1/adapters", response_model=AdapterList, responses=errors((400, 401)), summary="List the adapters")
 async def list_adapters(request: Request) -> Response:
-    """All adapters by name."""
+    """All adapters by name; what each is bound to is told by its own address."""
     services = services_of(request)
     store = require_store(services)
-    return await listing(
-        lambda: AdapterList(object="list", data=[describe(services, record) for record in store.list()])
-    )
+
+    def build() -> AdapterList:
+        state_of = _states(services)
+        return AdapterList(
+            object="list",
+            data=[AdapterSummary(**_summary(services, record, state_of(record.digest))) for record in store.each()],
+        )
+
+    return await listing(build)
 
 
-@router.get("/v1/adapters/{name}", responses=errors((400, 401, 404)), summary="Show an adapter")
+@router.get("/v1/adapters/{name}", responses=errors((400, 401, 404, 500)), summary="Show an adapter")
 async def get_adapter(request: Request, name: str) -> AdapterResponse:
     """What the adapter is bound to, and where it is now."""
     services = services_of(request)
     return describe(services, require_store(services).get(name))
 
 
-@router.delete("/v1/adapters/{name}", responses=ADMIN_ERRORS, summary="Delete an adapter")
+@router.delete("/v1/adapters/{name}", responses=DELETE_ERRORS, summary="Delete an adapter")
 async def delete_adapter(request: Request, name: str) -> AdapterDeleted:
     """The name is gone when this returns. Requests that use the adapter finish; its rows, memory and files go with the
     last of them."""
@@ -104,16 +113,7 @@ def describe(services: Services, record: AdapterRecord) -> AdapterResponse:
     """The load report of an adapter."""
     manifest = record.manifest
     return AdapterResponse(
-        name=record.name,
-        object="adapter",
-        digest=manifest.digest,
-        base=services.settings.base_name,
-        created=int(record.created_at_seconds),
-        rank=manifest.rank,
-        bytes=manifest.num_bytes,
-        rows=manifest.rows,
-        state=_state(services, manifest.digest),
-        has_chat_template=manifest.has_chat_template,
+        **_summary(services, record, _states(services)(record.digest)),
         modules=[
             ModuleReport(module=one.module, rank=one.rank, scaling=one.scaling, bytes=one.num_bytes)
             for one in manifest.modules
@@ -122,8 +122,26 @@ def describe(services: Services, record: AdapterRecord) -> AdapterResponse:
     )
 
 
-def _state(services: Services, digest: str) -> Literal["disk", "host", "device"]:
+def _summary(services: Services, record: AdapterRecord, state: _State) -> dict[str, Any]:
+    """The fields of AdapterSummary."""
+    manifest = record.manifest
+    return {
+        "name": record.name,
+        "object": "adapter",
+        "digest": manifest.digest,
+        "base": services.settings.base_name,
+        "created": int(record.created_at_seconds),
+        "rank": manifest.rank,
+        "bytes": manifest.num_bytes,
+        "rows": manifest.rows,
+        "state": state,
+        "has_chat_template": manifest.has_chat_template,
+    }
+
+
+def _states(services: Services) -> Callable[[str], _State]:
+    """Where the weights of a digest are now."""
     stats = services.engine.stats
-    if stats is not None and digest in stats.adapters_on_device:
-        return "device"
-    return "host" if stats is not None and digest in stats.adapters_on_host else "disk"
+    on_device = frozenset() if stats is None else frozenset(stats.adapters_on_device)
+    on_host = frozenset() if stats is None else frozenset(stats.adapters_on_host)
+    return lambda digest: "device" if digest in on_device else "host" if digest in on_host else "disk"

@@ -472,8 +472,8 @@ class ModuleReport(Response):
     bytes: int
 
 
-class AdapterResponse(Response):
-    """An adapter: what was bound where. `state` is where its weights are now."""
+class AdapterSummary(Response):
+    """An adapter, as it is listed. `state` is where its weights are now."""
 
     name: str
     object: Literal["adapter"]
@@ -485,15 +485,20 @@ class AdapterResponse(Response):
     rows: dict[str, int]
     state: Literal["disk", "host", "device"]
     has_chat_template: bool
+
+
+class AdapterResponse(AdapterSummary):
+    """An adapter: what was bound where."""
+
     modules: list[ModuleReport]
     notes: list[str]
 
 
 class AdapterList(Response):
-    """All adapters."""
+    """All adapters, without their load reports."""
 
     object: Literal["list"]
-    data: list[AdapterResponse]
+    data: list[AdapterSummary]
 
 
 class AdapterDeleted(Response):

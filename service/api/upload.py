@@ -6,6 +6,10 @@ The parser's callbacks write to disk, so each chunk is parsed in a thread; one c
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import Request
 from python_multipart.exceptions import FormParserError
@@ -17,6 +21,10 @@ from service.api.errors import BadRequest
 _MAX_NAME_BYTES = 1024
 # The parser is fed at least so much at a time, so that small network reads do not cost a thread switch each.
 _FEED_BYTES = 1 << 20
+MAX_SILENCE_SECONDS = 60.0
+
+_Result = TypeVar("_Result")
+_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="upload")
 
 
 class MultipartUpload:
@@ -124,6 +132,29 @@ class MultipartUpload:
         self._complete = True
 
 
+async def in_upload_thread(work: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result:
+    """Run what checks or stores an adapter, which may take seconds, in threads of its own: listings, deletions and
+    prompts have the default ones, and do not wait for uploads."""
+    return await asyncio.get_running_loop().run_in_executor(_threads, partial(work, *arguments, **named))
+
+
+async def _chunks(request: Request) -> AsyncIterator[bytes]:
+    """The body, as it comes. BadRequest when nothing has come for too long: a client that lost its network says
+    nothing, and its bytes would stay in the store's staging directory."""
+    stream = aiter(request.stream())
+    while True:
+        try:
+            async with asyncio.timeout(MAX_SILENCE_SECONDS):
+                chunk = await anext(stream)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise BadRequest(
+                f"Nothing of the upload has come for {MAX_SILENCE_SECONDS:g} seconds; send it again."
+            ) from None
+        yield chunk
+
+
 async def receive_upload(request: Request, store: AdapterStore, upload: Upload) -> str:
     """Read the request's body into `upload`; the adapter's name. Raises BadRequest and the errors of the store."""
     kind, options = parse_options_header(request.headers.get("content-type"))
@@ -132,12 +163,12 @@ async def receive_upload(request: Request, store: AdapterStore, upload: Upload) 
     parts = MultipartUpload(store, upload, options[b"boundary"])
     try:
         waiting = bytearray()
-        async for chunk in request.stream():
+        async for chunk in _chunks(request):
             waiting += chunk
             if len(waiting) >= _FEED_BYTES:
-                await asyncio.to_thread(parts.feed, bytes(waiting))
+                await in_upload_thread(parts.feed, bytes(waiting))
                 waiting.clear()
-        await asyncio.to_thread(parts.feed, bytes(waiting))
+        await in_upload_thread(parts.feed, bytes(waiting))
         return parts.finish()
     finally:
         parts.close()
