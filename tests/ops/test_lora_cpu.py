@@ -11,7 +11,7 @@ from kernels.lora import cpu, ops
 from kernels.lora.cpu import _divided, _make_plan, _Solo
 from kernels.lora.maps import Segment
 from tests.ops.test_lora import POPULARITIES, assert_right, expected_linear
-from tests.support.lora_cases import Case, make_step, popularity
+from tests.support.lora_cases import Case, Step, make_maps, make_step, popularity
 
 WIDE = 4096  # columns of a row of A and of B together, of which 16 ranks are what one batch costs
 
@@ -113,3 +113,26 @@ def test_kept_views_are_bounded_and_right_after_they_were_dropped(monkeypatch: p
         assert_right(out, expected_linear(step), step, step.out)
         assert 1 <= len(step.stack.kept) <= 2
     assert torch.isfinite(out).all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_steps_of_one_stack_read_their_own_rows(seed: int) -> None:
+    """What is kept of a stack for later steps is found again by everything that tells two views apart."""
+    rng = random.Random(seed)
+    rank = (16,) * 7 + (8, 40, 300)
+    step = make_step(Case(2100, (2000, 40), (rank, rank), (1,) * len(rank), seed=seed), shuffle_places=bool(seed))
+    everyone = step.maps.segments
+    for count in range(25):
+        if count == 12:  # another adapter takes the range and the place of the last one
+            for ranks in step.stack.host_ranks:
+                ranks[everyone[-1].place] = 200
+        chosen = sorted(rng.sample(everyone, rng.randint(1, len(everyone))), key=lambda segment: segment.start)
+        lengths = [rng.choice([1, 1, 1, 2, 8, 9]) for _ in chosen]
+        num_tokens = sum(lengths) + 1
+        places, rows = [one.place for one in chosen], [one.first_rows[0] for one in chosen]
+        maps = make_maps(lengths, places, rows, num_tokens)
+        x, before = torch.randn(num_tokens, 2100), torch.randn(num_tokens, 2040)
+        now = Step(x, before, step.stack, maps)
+        out = before.clone()
+        ops.lora_linear(x, out, step.stack, maps)
+        assert_right(out, expected_linear(now), now, before)
