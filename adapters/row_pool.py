@@ -130,10 +130,14 @@ class RowPool:
                 f"The adapter has rank {rank}; the kernels of this device take ranks up to {max_rank}. Upload it with "
                 "a smaller rank."
             )
-        group = self.plan.group_too_small(adapter.rows)
+        self.check_size(adapter.rows)
+
+    def check_size(self, rows: Mapping[str, int]) -> None:
+        """Raises RowsExceeded when an adapter of so many rows would not fit an empty pool."""
+        group = self.plan.group_too_small(rows)
         if group is None:
             return
-        needed, held, size = self.plan.aligned(adapter.rows[group]), self.plan.rows[group], self.plan.row_bytes[group]
+        needed, held, size = self.plan.aligned(rows[group]), self.plan.rows[group], self.plan.row_bytes[group]
         raise RowsExceeded(
             f"The adapter needs {needed} {group} rows on the device ({needed * size} bytes); the row budget holds "
             f"{held} ({held * size} bytes). Upload it with a smaller rank, or ask the operator for a larger "

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -55,6 +55,7 @@ class Rows(Protocol):
     def pin(self, digest: str) -> None: ...
     def unpin(self, digest: str) -> None: ...
     def drop(self, digest: str) -> None: ...
+    def check_size(self, rows: Mapping[str, int]) -> None: ...
     def has_room(self, rows: Mapping[str, int]) -> bool: ...
     def fits_beside(self, rows: Mapping[str, int], digests: Collection[str]) -> bool: ...
     def place_of(self, digest: str) -> int | None: ...
@@ -163,28 +164,43 @@ class AdapterDesk:
 
     # ---- the scheduler's questions
 
-    def prefetch(self, digests: Iterable[str]) -> None:
-        """Start reading those that are not here, in this order, as far as `max_loads_ahead` allows.
+    def prefetch(self, wanted: Mapping[str, bool], first: str | None) -> None:
+        """Start reading, as far as `max_loads_ahead` allows, what requests wait for.
 
-        Who would have room on the device now does not wait for a place behind those who were read and have none, nor
-        behind younger ones: the last of these gives up its host copy, and is read again later.
+        wanted  adapters in the order of the requests' age, and whether one of these may join now; the others are read,
+                once, if nobody else is left to read
+        first   the adapter for which rows are being kept; what was read of it stays
+
+        Who could run now does not wait behind those who cannot: the last of these gives up its host copy, and is read
+        again once there is room for it. Who knows of no room is not read at all.
         """
         if self.rows is None:
             return
         num_ahead = sum(entry.num_users > 0 and entry.is_ahead for entry in self._entries.values())
-        wanted = [(digest, self._entries[digest]) for digest in dict.fromkeys(digests)]
-        held = [(age, entry) for age, (_, entry) in enumerate(wanted) if entry.host is not None]
-        for age, (digest, entry) in enumerate(wanted):
-            if entry.is_ahead or self.rows.place_of(digest) is not None:
-                continue
+        useful, others, held = [], [], []
+        for digest, may_join in wanted.items():
+            entry = self._entries[digest]
+            has_room = entry.rows is None or self.rows.has_room(entry.rows)
+            is_useful = digest == first or (may_join and has_room)
+            if entry.host is not None:
+                if not is_useful:
+                    held.append(entry)
+            elif not entry.is_loading and self.rows.place_of(digest) is None:
+                if is_useful:
+                    useful.append((digest, entry))
+                elif entry.rows is None:
+                    others.append((digest, entry))
+        for digest, entry in (*useful, *others[: max(0, self._max_loads_ahead - num_ahead - len(useful))]):
             if num_ahead >= self._max_loads_ahead:
                 if entry.rows is None:
                     self._measure(digest, entry)
                     continue
-                if not (self.rows.has_room(entry.rows) and self._give_up_one(held, age)):
+                if not held:
                     continue
+                held.pop().host = None
                 num_ahead -= 1
-            num_ahead += self._start_reading(digest, entry)
+            self._start_reading(digest, entry)
+            num_ahead += 1
 
     def acquire(self, digest: str) -> Turn:
         """Pin the adapter's rows for one more running request, copying them to the device first if they fit."""
@@ -192,8 +208,9 @@ class AdapterDesk:
         entry = self._entries[digest]
         if self.rows.place_of(digest) is None:
             if entry.host is None:
-                has_room = entry.rows is None or self.rows.has_room(entry.rows)
-                return Turn.LOADING if has_room else Turn.NO_ROWS
+                # Nobody needs its weights to know that there is no room for it.
+                knows_of_none = entry.rows is not None and not entry.is_loading and not self.rows.has_room(entry.rows)
+                return Turn.NO_ROWS if knows_of_none else Turn.LOADING
             if not self._bring(digest, entry):
                 return Turn.NO_ROWS
         if entry.num_pins == 0:
@@ -225,7 +242,7 @@ class AdapterDesk:
                 self._states.append(AdapterState(digest, "gone"))
             elif work is _Work.MEASURE:
                 if digest in self._entries:
-                    self._entries[digest].rows = result
+                    self._settle_measure(digest, self._entries[digest], result)
             else:
                 self._settle_read(digest, self._entries[digest], result, error)
 
@@ -267,17 +284,6 @@ class AdapterDesk:
         self._loader.submit(partial(self._read, digest))
         return True
 
-    def _give_up_one(self, held: list[tuple[int, _Entry]], age: int) -> bool:
-        """Let the last one in host memory go that has no room on the device, or comes after `age`; False if none."""
-        assert self.rows is not None
-        for i, (other_age, entry) in reversed(list(enumerate(held))):
-            assert entry.rows is not None, "read, and of unknown size"
-            if other_age > age or not self.rows.has_room(entry.rows):
-                entry.host = None
-                del held[i]
-                return True
-        return False
-
     def _measure(self, digest: str, entry: _Entry) -> None:
         """Find out how many rows it takes, once."""
         if not entry.is_measured:
@@ -285,15 +291,30 @@ class AdapterDesk:
             self._loader.submit(partial(self._read_rows, digest))
 
     def _read_rows(self, digest: str) -> None:
-        """In the loader thread. What goes wrong is told when the adapter itself is read."""
+        """In the loader thread. What goes wrong is told when the adapter itself is read, for which any size will do."""
         assert self._host is not None
+        rows: Mapping[str, int] = {}
         try:
             rows = self._host.rows_of(digest)
         except Exception as error:
             log.debug("the size of adapter %s could not be read: %s", digest, error)
-            return
         self._done.put((_Work.MEASURE, digest, rows, None))
         self._wake()
+
+    def _settle_measure(self, digest: str, entry: _Entry, rows: Mapping[str, int]) -> None:
+        if entry.rows is None:
+            self._note_rows(digest, entry, rows)
+
+    def _note_rows(self, digest: str, entry: _Entry, rows: Mapping[str, int]) -> bool:
+        """Now its size is known. False when it can never have room: whoever waits for it must not make others wait."""
+        assert self.rows is not None
+        entry.rows = rows
+        try:
+            self.rows.check_size(rows)
+        except RowsExceeded as error:
+            self._fail(digest, entry, Failure(str(error), client_fault=True))
+            return False
+        return True
 
     def _settle_read(self, digest: str, entry: _Entry, host: Any, error: Exception | None) -> None:
         entry.is_loading = False
@@ -309,9 +330,10 @@ class AdapterDesk:
                 log.warning("adapter %s could not be read", digest, exc_info=error)
             self._fail(digest, entry, _unread(digest, error))
         else:
-            entry.host, entry.rows = host, host.rows
+            entry.host = host
             self._states.append(AdapterState(digest, "host"))
-            if entry.num_users == 0 and not entry.evict_asked:
+            is_servable = self._note_rows(digest, entry, host.rows)
+            if is_servable and entry.num_users == 0 and not entry.evict_asked:
                 self._bring(digest, entry, may_evict=False)
         self._settle_entry(digest, entry)
 

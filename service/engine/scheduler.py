@@ -36,8 +36,8 @@ def _age(sequence: Sequence) -> int:
 
 
 def _tokens_to_come(sequence: Sequence) -> int:
-    """The most that it may still get; it may end sooner."""
-    return sequence.max_total - sequence.num_tokens
+    """The most that are still to be computed for it, of its prompt and of its answer; it may end sooner."""
+    return sequence.max_total - sequence.num_computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +45,20 @@ class _Door:
     """Who may still join while the oldest that has waited too long for rows lacks them: requests to which fewer tokens
     than these may come.
 
+    closed_by   older ones are let in as ever
     of_running  by adapter of those that run
     of_others   for any other adapter, whose rows will be pinned too
     """
 
+    closed_by: Sequence
     of_running: dict[str, float]
     of_others: int
 
-    def lets_in(self, adapter: str, num_tokens_to_come: int) -> bool:
-        return num_tokens_to_come < self.of_running.get(adapter, self.of_others)
+    def lets_in(self, sequence: Sequence) -> bool:
+        assert sequence.adapter is not None
+        if sequence.key < self.closed_by.key:
+            return True
+        return _tokens_to_come(sequence) < self.of_running.get(sequence.adapter, self.of_others)
 
 
 class Scheduler:
@@ -171,18 +176,15 @@ class Scheduler:
         """Let waiting sequences join; see the module's docstring."""
         if not self.waiting:
             return
-        self.desk.prefetch(sequence.adapter for sequence in self.waiting if sequence.adapter is not None)
-        door: _Door | None = None
+        door = self._prefetch()
         free_blocks = self.blocks.num_free - sum(self._blocks_missing(sequence) for sequence in self.running)
         for sequence in list(self.waiting):
-            if sequence.steps_waiting_for_rows >= self._max_steps_waiting_for_rows and door is None:
-                door = self._door_of(sequence)
             need = self._blocks_missing(sequence)
             has_line = self.lines is None or self.lines.num_free > 0
             if budget <= 0 or len(self.running) >= self._max_sequences or not has_line:
                 return
             if sequence.adapter is not None:
-                if door is not None and not door.lets_in(sequence.adapter, _tokens_to_come(sequence)):
+                if door is not None and not door.lets_in(sequence):
                     continue
                 turn = self.desk.acquire(sequence.adapter)
                 if turn is not Turn.RUN:
@@ -198,6 +200,20 @@ class Scheduler:
             if share is not None:
                 shares.append(share)
                 budget -= share.num_tokens
+
+    def _prefetch(self) -> _Door | None:
+        """Have the waiting ones' adapters read, those first that may join. Returns the door, if one is closed."""
+        closer = next((one for one in self.waiting if self._has_waited_too_long(one)), None)
+        door = None if closer is None else self._door_of(closer)
+        wanted: dict[str, bool] = {}
+        for one in self.waiting:
+            if one.adapter is not None:
+                wanted[one.adapter] = wanted.get(one.adapter, False) or door is None or door.lets_in(one)
+        self.desk.prefetch(wanted, None if closer is None else closer.adapter)
+        return door
+
+    def _has_waited_too_long(self, sequence: Sequence) -> bool:
+        return sequence.steps_waiting_for_rows >= self._max_steps_waiting_for_rows
 
     def _door_of(self, waiting: Sequence) -> _Door:
         """The door that `waiting`, the oldest that has waited too long for rows, has closed.
@@ -217,7 +233,7 @@ class Scheduler:
         tokens: dict[str, float] = dict.fromkeys((waiting.adapter, *(adapter for adapter, _ in older)), math.inf)
         for adapter, one in with_rows:
             tokens[adapter] = max(_tokens_to_come(one), tokens.get(adapter, of_others))
-        return _Door(tokens, of_others)
+        return _Door(waiting, tokens, of_others)
 
     def _blocks_missing(self, sequence: Sequence) -> int:
         """Blocks it lacks for all its present tokens and the next; admitted with fewer, it would soon be preempted."""

@@ -508,7 +508,7 @@ def test_random_operations_lose_nothing(seed: int) -> None:
         match rng.choice(("submit", "submit", "step", "step", "step", "abort", "evict", "load")):
             case "submit":
                 prompt = tuple(rng.randrange(90) for _ in range(rng.randint(1, 18)))
-                adapter = rng.choice((None, "a1", "a2-2", "a3", "a4-2", "a5"))
+                adapter = rng.choice((None, "a1", "a2-2", "a3", "a4-2", "a5", "a6-7"))
                 requests[f"r{i}"] = (prompt, adapter, rng.randint(1, 16))
                 mock.submit(f"r{i}", prompt, adapter, max_tokens=requests[f"r{i}"][2])
             case "step":
@@ -528,9 +528,9 @@ def test_random_operations_lose_nothing(seed: int) -> None:
     mock.engine.close()
     assert holds_nothing(mock)
     for name, (prompt, adapter, num_tokens) in requests.items():
-        expected = [] if adapter == "a5" else expected_tokens(prompt, adapter, num_tokens)
+        expected = [] if adapter in ("a5", "a6-7") else expected_tokens(prompt, adapter, num_tokens)
         if name in aborted and name not in mock.finished:
             assert mock.output.get(name, []) == expected[: len(mock.output.get(name, []))]
         else:
             assert mock.output.get(name, []) == expected
-            assert mock.finished[name].reason == ("error" if adapter == "a5" else "length")
+            assert mock.finished[name].reason == ("error" if adapter in ("a5", "a6-7") else "length")

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from adapters.errors import RowsExceeded
 from adapters.layout import Group
 from adapters.row_pool import PoolUsage
 from service.engine.batch import StepBatch
@@ -76,6 +77,7 @@ class MockRows:
 
     def load(self, digest: str, host_adapter: object, *, may_evict: bool = True) -> bool:
         assert host_adapter == MockWeights(digest)
+        self.check_size(MockWeights(digest).rows)
         idle = [other for other in self.residents if not self.pins.get(other)]
         staying = sum(size for other, size in self.residents.items() if other not in idle or not may_evict)
         if staying + self.size(digest) > self.num_rows:
@@ -87,11 +89,15 @@ class MockRows:
         self.places[digest] = min(set(range(len(self.places) + 1)) - set(self.places.values()))
         return True
 
+    def check_size(self, rows: Mapping[str, int]) -> None:
+        if rows.get(GROUP, 0) > self.num_rows:
+            raise RowsExceeded(f"The adapter needs {rows[GROUP]} rows; the row budget holds {self.num_rows}.")
+
     def has_room(self, rows: Mapping[str, int]) -> bool:
         return self.fits_beside(rows, [digest for digest in self.residents if self.pins.get(digest)])
 
     def fits_beside(self, rows: Mapping[str, int], digests: Collection[str]) -> bool:
-        return rows[GROUP] + sum(self.residents[digest] for digest in digests) <= self.num_rows
+        return rows.get(GROUP, 0) + sum(self.residents[digest] for digest in digests) <= self.num_rows
 
     def pin(self, digest: str) -> None:
         self.pins[digest] = self.pins.get(digest, 0) + 1
