@@ -62,18 +62,21 @@ def rope_facts(config: Mapping[str, Any]) -> RopeFacts:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _NEEDS:
         raise ModelError(f"config.json asks for the rope type {kind!r}; served are {', '.join(_NEEDS)}")
+    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
+    original = int(original or config["max_position_embeddings"])
+    if kind == "yarn" and "factor" in rope and rope["factor"] is None:  # what transformers takes it for
+        rope = {**rope, "factor": config["max_position_embeddings"] / original}
     missing = [key for key in _NEEDS[kind] if rope.get(key) is None]
     if missing:
         raise ModelError(f"config.json asks for the rope type {kind!r} without {', '.join(missing)}")
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if partial != 1.0:
         raise ModelError(f"config.json rotates only {partial} of each head (partial_rotary_factor); served is 1")
-    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     return RopeFacts(
         kind=kind,
         theta=float(rope.get("rope_theta") or config["rope_theta"]),
         factor=float(rope.get("factor") or 1.0),
-        original_max_position_embeddings=int(original or config["max_position_embeddings"]),
+        original_max_position_embeddings=original,
         low_freq_factor=float(rope.get("low_freq_factor") or 1.0),
         high_freq_factor=float(rope.get("high_freq_factor") or 1.0),
         attention_factor=rope.get("attention_factor"),

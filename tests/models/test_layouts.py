@@ -116,6 +116,13 @@ def test_the_old_spelling_of_rope_means_the_same() -> None:
     assert model_facts(old) == model_facts(config)
 
 
+def test_yarn_without_a_factor_has_that_of_its_two_contexts() -> None:
+    """As transformers has it, where the field is there and null."""
+    rope = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16}
+    config = {**config_of("qwen2"), "max_position_embeddings": 64, "rope_parameters": rope}
+    assert model_facts(config).rope.factor == 4.0
+
+
 @pytest.mark.parametrize(
     ("rope", "context_tokens"),
     [({"original_max_position_embeddings": 300}, 1200), ({"original_max_position_embeddings": 100}, 512), ({}, 2048)],

@@ -79,8 +79,12 @@ def test_greedy_tokens_are_those_of_merged_weights(run: Run) -> None:
 
 
 def test_log_probabilities_agree_with_peft(run: Run) -> None:
+    assert_log_probabilities(run, run.answers)
+
+
+def assert_log_probabilities(run: Run, answers: dict[str, Answer]) -> None:
     for request in run.requests:
-        answer = run.answers[request.name]
+        answer = answers[request.name]
         expected = run.oracle.logits(request.adapter, [*request.prompt, *answer.tokens]).log_softmax(-1)
         for entry, row in zip(answer.logprobs, expected[len(request.prompt) - 1 :], strict=False):
             tokens = [entry.token_id, *(token for token, _ in entry.top)]
@@ -108,9 +112,19 @@ def test_the_run_was_as_hard_as_it_claims(run: Run) -> None:
     assert any(len(r.adapters) >= 5 and r.num_base_tokens for r in run.records)
 
 
-def test_large_budgets_and_all_at_once_give_the_same_tokens(run: Run) -> None:
-    answers = answers_of(run.world, run.requests, token_budget=512, max_sequences=32, num_rows=160)
+def test_large_budgets_and_all_at_once_give_the_same_tokens_as_peft(run: Run) -> None:
+    """All 24 requests, all eight adapters and the base in one step."""
+    engine = build_engine(config_of(run.world, token_budget=2048, max_sequences=32, num_rows=160))
+    for request in run.requests[: len(run.world.adapters) + 1]:  # have them all on the device
+        run_engine(engine, [Request(request.name, request.adapter, (1,), 1).submit(run.world.digests)])
+    answers = run_engine(engine, [request.submit(run.world.digests, logprobs=5) for request in run.requests])
+    engine.close()
+    assert any(
+        (record.num_sequences, len(record.adapters), record.num_base_tokens > 0) == (24, 8, True)
+        for record in engine.step_records
+    )
     assert {name: answer.tokens for name, answer in answers.items()} == run.tokens
+    assert_log_probabilities(run, answers)
 
 
 def test_rows_for_two_adapters_at_a_time_give_the_same_tokens(run: Run) -> None:
