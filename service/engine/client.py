@@ -206,6 +206,7 @@ class EngineClient:
             log.exception("the engine is given up")
             if self._process is not None and self._process.returncode is None:
                 self._process.kill()
+            self._writer = self.ready = self.stats = None
             self._lose_all(str(error))
             self._set_state("down", f"The engine cannot be kept running: {type(error).__name__}: {error}")
 
@@ -320,7 +321,8 @@ class EngineClient:
 async def _spawn() -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
     """A new engine process, and our end of the socket pair. Raises OSError, with nothing left open."""
     ours, theirs = socket.socketpair()
-    try:
+    with theirs, contextlib.ExitStack() as undo:
+        undo.callback(ours.close)
         # fd 2 for its stdout: nothing but logs may come out of the engine.
         process = await asyncio.create_subprocess_exec(
             # -P: what lies in the directory that the server was started in is none of ours.
@@ -330,9 +332,7 @@ async def _spawn() -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, as
             stdout=2,
             env=child_environment(),
         )
-    except OSError:
-        ours.close()
-        raise
-    finally:
-        theirs.close()
-    return process, *await asyncio.open_connection(sock=ours)
+        undo.callback(process.kill)
+        reader, writer = await asyncio.open_connection(sock=ours)
+        undo.pop_all()
+    return process, reader, writer

@@ -233,6 +233,7 @@ class TestRestarts:
                 assert isinstance(ended, EngineDied)
                 await until(lambda: client.state == "down")
                 assert "nobody thought of this" in (client.state_error or "")
+                assert (client.ready, client.stats) == (None, None)
                 await within(10, client.drain(60))
                 assert await within(10, process.wait()) == -signal.SIGKILL
 

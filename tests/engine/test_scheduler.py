@@ -247,6 +247,7 @@ def test_who_has_room_is_read_although_those_read_before_have_none(mocks: list[M
         step_and_load(mock)
     assert "small" in mock.finished
     assert "holds" not in mock.finished
+    assert mock.engine.desk._entries["a2-4"].host is not None, "the last one makes way, not the first"
     assert mock.host.measured == ["a4-4", "a5-1"], "each is measured once, and only who finds no place to be read into"
     mock.settle()
     for i in range(2, 5):
@@ -371,14 +372,7 @@ def test_an_adapter_that_came_back_while_it_was_read_is_read_again(
     """Uploaded, deleted before the hint was followed, uploaded again, and asked for before the first news came."""
     mock = make_mock_engine()
     mocks.append(mock)
-    read, missing = mock.host.get, iter([1])
-
-    def get(digest: str) -> object:
-        if next(missing, None) is not None:
-            raise NotFound(f"The store has no adapter {digest}.")
-        return read(digest)
-
-    monkeypatch.setattr(mock.host, "get", get)
+    asked = miss_in_store(monkeypatch, mock, times=1)
     mock.engine.handle(Load("a1"))
     done = threading.Event()
     mock.engine.desk._loader.submit(done.set)
@@ -386,6 +380,21 @@ def test_an_adapter_that_came_back_while_it_was_read_is_read_again(
     mock.submit("r", adapter="a1", max_tokens=2)
     mock.settle()
     assert mock.output["r"] == expected_tokens((1, 2, 3), "a1", 2)
+    assert asked == ["a1", "a1"]
+
+
+def miss_in_store(monkeypatch: pytest.MonkeyPatch, mock: MockEngine, *, times: int) -> list[str]:
+    """The store has nothing, so many times; returns the digests asked for, as they come."""
+    read, asked = mock.host.get, []
+
+    def get(digest: str) -> object:
+        asked.append(digest)
+        if len(asked) <= times:
+            raise NotFound(f"The store has no adapter {digest}.")
+        return read(digest)
+
+    monkeypatch.setattr(mock.host, "get", get)
+    return asked
 
 
 def test_an_adapter_that_is_not_there_fails_in_the_end(
@@ -393,13 +402,7 @@ def test_an_adapter_that_is_not_there_fails_in_the_end(
 ) -> None:
     mock = make_mock_engine()
     mocks.append(mock)
-    asked: list[str] = []
-
-    def get(digest: str) -> object:
-        asked.append(digest)
-        raise NotFound(f"The store has no adapter {digest}.")
-
-    monkeypatch.setattr(mock.host, "get", get)
+    asked = miss_in_store(monkeypatch, mock, times=9)
     mock.submit("r", adapter="a1", max_tokens=2)
     mock.settle()
     assert "has no adapter" in (mock.finished["r"].error or "")
