@@ -283,10 +283,6 @@ class AdapterStore:
         with self._lock:
             return self._record(name)
 
-    def list(self) -> tuple[AdapterRecord, ...]:
-        """All that `each` tells of."""
-        return tuple(self.each())
-
     def each(self) -> Iterator[AdapterRecord]:
         """What every name stands for, sorted; damaged adapters are logged and left out. Reads a file for each; one by
         one, so that leases need not wait, and the load reports of thousands need not be in memory together."""

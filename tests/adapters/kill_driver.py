@@ -101,7 +101,7 @@ def look(root: Path, digests: dict[str, int]) -> dict[str, int]:
     store = open_store(root)
     store.check_integrity()
     found = {}
-    for record in store.list():
+    for record in store.each():
         directory = store.path_of(record.digest)
         stored = (directory / "adapter_model.safetensors").read_bytes()
         payloads = [content[8 + int.from_bytes(content[:8], "little") :] for content in TENSORS]

@@ -206,7 +206,7 @@ def test_a_name_with_other_content_is_a_conflict_and_keeps_what_it_had(store: Ad
     with pytest.raises(Conflict, match="taken"):
         upload_small(store, LAYOUT, "mine", seed=2)
     assert store.get("mine") == record
-    assert [r.name for r in store.list()] == ["mine"]
+    assert [r.name for r in store.each()] == ["mine"]
 
 
 def test_a_deleted_name_is_gone_at_once_and_free_again(store: AdapterStore) -> None:
@@ -625,7 +625,7 @@ def test_a_name_whose_file_has_gone_can_be_deleted(store: AdapterStore, tmp_path
     (name,) = tmp_path.glob("**/names/x")
     name.unlink()
     store.delete("x")
-    assert store.list() == ()
+    assert tuple(store.each()) == ()
 
 
 def test_refused_uploads_leave_nothing(store: AdapterStore, tmp_path: Path) -> None:
@@ -638,7 +638,7 @@ def test_refused_uploads_leave_nothing(store: AdapterStore, tmp_path: Path) -> N
         with pytest.raises(error):
             upload_bytes(store, "x", config, tensors)
         assert staged(tmp_path) == []
-    assert store.list() == ()
+    assert tuple(store.each()) == ()
 
 
 def test_no_message_holds_a_path_of_the_server(store: AdapterStore, tmp_path: Path) -> None:
@@ -708,7 +708,7 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
 
     again = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
     again.check_integrity()
-    assert again.list() == (records[0], records[2])
+    assert tuple(again.each()) == (records[0], records[2])
     assert staged(tmp_path) == []
     with pytest.raises(NotFound):
         again.path_of(held.record.digest)
@@ -718,7 +718,7 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
 def test_more_adapters_than_manifests_in_memory(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "MAX_MANIFESTS_KEPT", 2)
     records = [upload_small(store, LAYOUT, f"n{index}", seed=index)[0] for index in range(5)]
-    assert store.list() == tuple(records)
+    assert tuple(store.each()) == tuple(records)
     assert store.get("n0") == records[0]
     assert len(store._manifests) == 2
 
@@ -741,10 +741,10 @@ def test_adapters_of_another_base_are_left_alone(tmp_path: Path) -> None:
     record, _ = upload_small(store, LAYOUT, "a")
     store.close()
     elsewhere = AdapterStore(tmp_path / "store", other, LIMITS, base_name="base")
-    assert elsewhere.list() == ()
+    assert tuple(elsewhere.each()) == ()
     elsewhere.close()
     store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
-    assert store.list() == (record,)
+    assert tuple(store.each()) == (record,)
     store.close()
 
 
@@ -759,7 +759,7 @@ def test_damaged_files_of_names_stop_no_start(tmp_path: Path, caplog: pytest.Log
     (names / "evil").write_text(json.dumps({"digest": "../../x", "created_at_seconds": 1.0}))
     (names.parent / "adapters" / lost.digest / "manifest.json").unlink()
     store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
-    assert store.list() == (record,)
+    assert tuple(store.each()) == (record,)
     assert "broken" in caplog.text
     assert "lost" in caplog.text
     store.close()
@@ -780,16 +780,16 @@ def test_a_damaged_adapter_is_told_and_can_be_deleted_or_uploaded_again(
         path.unlink() if content is None else path.write_bytes(content)
 
     hurt()
-    assert store.list() == (whole,)
+    assert tuple(store.each()) == (whole,)
     assert "hurt" in caplog.text
     for look_up in (store.get, store.lease):
         with pytest.raises(Damaged, match="upload it again"):
             look_up("hurt")
     assert upload_small(store, LAYOUT, "hurt")[0].digest == record.digest
-    assert {one.name for one in store.list()} == {"hurt", "whole"}
+    assert {one.name for one in store.each()} == {"hurt", "whole"}
     hurt()
     assert upload_small(store, LAYOUT, "again")[0].digest == record.digest
-    assert {one.name for one in store.list()} == {"again", "hurt", "whole"}
+    assert {one.name for one in store.each()} == {"again", "hurt", "whole"}
     store.delete("again")
     hurt()
     assert store.delete("hurt") == record.digest

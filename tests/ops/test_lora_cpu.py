@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from kernels.lora import cpu, ops
-from kernels.lora.cpu import _divided, _make_plan, _Solo
+from kernels.lora import cpu, cpu_plan, ops
+from kernels.lora.cpu_plan import Solo, _divided, make_plan
 from kernels.lora.maps import Segment
 from tests.ops.test_lora import POPULARITIES, assert_right, expected_linear
 from tests.support.lora_cases import Case, Step, make_maps, make_step, popularity
@@ -16,16 +16,16 @@ from tests.support.lora_cases import Case, Step, make_maps, make_step, popularit
 WIDE = 4096  # columns of a row of A and of B together, of which 16 ranks are what one batch costs
 
 
-def members(first_rows: list[int], *, rank: int = 16, lengths: list[int] | None = None) -> list[_Solo]:
+def members(first_rows: list[int], *, rank: int = 16, lengths: list[int] | None = None) -> list[Solo]:
     """Adjacent segments of one token each, or of `lengths`."""
     found, start = [], 0
     for row, length in zip(first_rows, lengths or [1] * len(first_rows), strict=True):
-        found.append(_Solo(start, start + length, row, rank, 1.0))
+        found.append(Solo(start, start + length, row, rank, 1.0))
         start += length
     return found
 
 
-def first_rows(batches: list[list[_Solo]]) -> list[list[int]]:
+def first_rows(batches: list[list[Solo]]) -> list[list[int]]:
     return [[one.first_row for one in batch] for batch in batches]
 
 
@@ -53,14 +53,14 @@ def test_a_division_pays_for_the_batches_that_it_adds() -> None:
 
 def test_tokens_that_stand_apart_divide_a_batch_once_copying_them_costs_more() -> None:
     near, far = members([0, 16], lengths=[8, 8]), members([32, 48], lengths=[8, 8])
-    far = [_Solo(one.start + 100, one.end + 100, one.first_row, one.rank, 1.0) for one in far]
+    far = [Solo(one.start + 100, one.end + 100, one.first_row, one.rank, 1.0) for one in far]
     assert first_rows(_divided([*near, *far], 4096)) == [[0, 16], [32, 48]]
     assert first_rows(_divided([*near, *far], 1024)) == [[0, 16, 32, 48]]
 
 
 def test_unequal_ranks_divide_a_batch_of_wide_rows() -> None:
     one, other = members([0, 16])
-    other = _Solo(other.start, other.end, other.first_row, 8, 1.0)
+    other = Solo(other.start, other.end, other.first_row, 8, 1.0)
     assert first_rows(_divided([one, other], WIDE)) == [[0], [16]]
 
 
@@ -76,7 +76,7 @@ def test_every_segment_has_its_product(num_columns: int) -> None:
             segments.append(Segment(start, start + length, place, (rng.choice([-1, 16 * place, 16 * (20 - place)]),)))
             start += length
         ranks = [rng.choice([0, 8, 16, 16, 40, 300]) for _ in segments]
-        plan = _make_plan(tuple(segments), 0, ranks, [0.5] * len(segments), num_columns)
+        plan = make_plan(tuple(segments), 0, ranks, [0.5] * len(segments), num_columns)
         covered = [list(range(one.start, one.end)) for one in plan.solos]
         for batch in plan.batches:
             if batch.members is not None:
@@ -88,10 +88,10 @@ def test_every_segment_has_its_product(num_columns: int) -> None:
         assert sorted(token for some in covered for token in some) == tokens
 
 
-@pytest.mark.parametrize("bytes_per_batch", [0, cpu._BYTES_PER_BATCH, 2**60], ids=["divided", "as is", "gathered"])
+@pytest.mark.parametrize("bytes_per_batch", [0, cpu_plan._BYTES_PER_BATCH, 2**60], ids=["divided", "as is", "gathered"])
 @pytest.mark.parametrize("name", POPULARITIES)
 def test_however_divided_it_equals_float64(name: str, bytes_per_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_BYTES_PER_BATCH", bytes_per_batch)
+    monkeypatch.setattr(cpu_plan, "_BYTES_PER_BATCH", bytes_per_batch)
     for num_tokens in (5, 20, 90):
         lengths = popularity(name, num_tokens, 9, random.Random(num_tokens))
         ranks = tuple((16, 16, 16, 8, 16, 0, 40, 16, 300) for _ in range(2))
