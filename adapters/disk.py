@@ -105,14 +105,17 @@ class StoreFiles:
         _write_synced(ready / MANIFEST_FILE, msgspec.json.encode(manifest))
         _sync_directory(ready)
 
-    def publish(self, ready: Path, digest: str) -> None:
-        """Move a complete directory to its digest; one that is there already stays as it is unless it is damaged."""
+    def publish(self, ready: Path, digest: str) -> bool:
+        """Move a complete directory to its digest; one that is there already stays as it is unless it is damaged.
+        Returns whether a damaged one was replaced."""
         target = self._adapters / digest
-        if target.is_dir() and not self.is_whole(digest, ready):
+        is_damaged = target.is_dir() and not self.is_whole(digest, ready)
+        if is_damaged:
             self.remove_adapter(digest)
         if not target.is_dir():
             ready.rename(target)
             _sync_directory(self._adapters)
+        return is_damaged
 
     def is_whole(self, digest: str, ready: Path) -> bool:
         """Whether the files are what they were when they were published; `ready` holds the same adapter again."""

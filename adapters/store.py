@@ -134,7 +134,8 @@ class AdapterStore:
                    May be set after construction, once the engine has told its sizes
     check_template called with an upload's own chat template; its ValueError refuses the upload
     base_token_id  token text -> id of the base tokenizer or None, to refuse adapters that extend the vocabulary
-    on_gone        called with a digest after its files were removed, outside all locks; the API sends Evict then
+    on_gone        called with a digest after its files were removed, or put in the place of damaged ones, outside all
+                   locks; the API sends Evict then
 
     Opening removes the leftovers of a killed process. Raises StoreBusy when another process holds the lock.
     """
@@ -253,7 +254,7 @@ class AdapterStore:
                 raise Conflict(
                     f"The name {name!r} is taken by another adapter; delete that first or choose another name."
                 )
-            self._files.publish(ready, digest)
+            is_replaced = self._files.publish(ready, digest)
             alias = Alias(digest, time.time())
             try:
                 self._files.write_name(name, alias)
@@ -262,6 +263,7 @@ class AdapterStore:
                 raise
             self._point(name, alias)
             is_gone = taken is not None and self._remove_if_unused(taken.digest)
+        self._tell_if_gone(digest, is_replaced)  # whoever has read the damaged files must read again
         if taken is not None:
             self._tell_if_gone(taken.digest, is_gone)
         return AdapterRecord(name, alias.created_at_seconds, manifest), True

@@ -799,6 +799,9 @@ def test_a_damaged_adapter_is_told_and_can_be_deleted_or_uploaded_again(
 @pytest.mark.parametrize("damage", ["flipped", "cut", "missing"])
 @pytest.mark.parametrize("name", ["hurt", "again"])
 def test_an_upload_replaces_damaged_tensors(store: AdapterStore, damage: str, name: str) -> None:
+    """And says so: the engine may have read them."""
+    gone: list[str] = []
+    store.on_gone = gone.append
     record, _ = upload_small(store, LAYOUT, "hurt")
     path = store.path_of(record.digest) / "adapter_model.safetensors"
     whole = path.read_bytes()
@@ -808,9 +811,11 @@ def test_an_upload_replaces_damaged_tensors(store: AdapterStore, damage: str, na
         path.write_bytes(whole[:-1] + (bytes([whole[-1] ^ 1]) if damage == "flipped" else b""))
     assert upload_small(store, LAYOUT, name)[0].digest == record.digest
     assert path.read_bytes() == whole
+    assert gone == [record.digest]
     inode = path.stat().st_ino
     assert not upload_small(store, LAYOUT, name)[1]
     assert path.stat().st_ino == inode
+    assert gone == [record.digest]
 
 
 # ---- copies of base weights
