@@ -70,14 +70,6 @@ class HostTier:
             self._keep(adapter)
         return adapter
 
-    def rows_of(self, digest: str) -> dict[str, int]:
-        """The largest rank per projection group, without reading weights. Raises NotFound and Malformed as `get`."""
-        with self._lock:
-            kept = self._kept.get(digest)
-        return dict(
-            read_manifest(adapter_dir(self._root, self._layout, digest), digest).rows if kept is None else kept.rows
-        )
-
     def drop(self, digest: str) -> None:
         """Forget the adapter; unknown digests are ignored."""
         with self._lock:
@@ -124,16 +116,20 @@ def read_adapter(store_root: Path, layout: BaseLayout, digest: str, dtype: torch
     except FileNotFoundError:
         raise NotFound(f"The store has no adapter {digest}.") from None
     known = {piece.module: (projection, piece) for projection in layout.projections for piece in projection.slices}
-    slices = {}
+    slices: dict[str, HostSlice] = {}
+    rows: dict[str, int] = {}
     for report in manifest.modules:
         projection, piece = known[report.module]
         sides = EMBEDDING_SIDES if projection.kind == "embedding" else LINEAR_SIDES
         a, b = (_tensor(mapped, header, stored_name(report.module, side)) for side in sides)
         if a.shape != (report.rank, projection.in_features) or b.shape != (piece.out_features, report.rank):
             raise Malformed(f"Adapter {digest} is damaged on disk; delete it and upload it again.")
+        rows[projection.group] = max(rows.get(projection.group, 0), report.rank)
         slices[report.module] = HostSlice(_own(a, dtype), _own(b.t(), dtype), report.rank, report.scaling)
+    if rows != manifest.rows:
+        raise Malformed(f"Adapter {digest} is damaged on disk; delete it and upload it again.")
     num_bytes = sum(s.a.nbytes + s.b.nbytes for s in slices.values())
-    return HostAdapter(digest, slices, dict(manifest.rows), num_bytes)
+    return HostAdapter(digest, slices, rows, num_bytes)
 
 
 def read_manifest(directory: Path, digest: str) -> Manifest:

@@ -105,7 +105,7 @@ class RowPool:
         if resident is not None:
             resident.last_use = self._clock
             return True
-        self._refuse_too_large(adapter)
+        self.check_size(adapter.rows)
         lengths = self._lengths(adapter.rows)
         if not self.has_room(adapter.rows):
             return False
@@ -123,17 +123,15 @@ class RowPool:
         self._num_loads += 1
         return True
 
-    def _refuse_too_large(self, adapter: HostAdapter) -> None:
-        rank, max_rank = max((one.rank for one in adapter.slices.values()), default=0), self.plan.max_rank
+    def check_size(self, rows: Mapping[str, int]) -> None:
+        """Raises RowsExceeded when an adapter of so many rows would not fit an empty pool, or when the kernels do not
+        take its rank."""
+        rank, max_rank = max(rows.values(), default=0), self.plan.max_rank
         if max_rank is not None and rank > max_rank:
             raise RowsExceeded(
                 f"The adapter has rank {rank}; the kernels of this device take ranks up to {max_rank}. Upload it with "
                 "a smaller rank."
             )
-        self.check_size(adapter.rows)
-
-    def check_size(self, rows: Mapping[str, int]) -> None:
-        """Raises RowsExceeded when an adapter of so many rows would not fit an empty pool."""
         group = self.plan.group_too_small(rows)
         if group is None:
             return

@@ -46,6 +46,11 @@ class Target:
         return None if self.lease is None else self.lease.record.digest
 
     @property
+    def adapter_rows(self) -> dict[str, int]:
+        """Rows that the adapter takes on the device, by projection group."""
+        return {} if self.lease is None else self.lease.record.manifest.rows
+
+    @property
     def has_template(self) -> bool:
         """Whether the adapter ships a chat template of its own: one that nobody here has chosen."""
         return self.lease is not None and self.lease.record.manifest.has_chat_template

@@ -61,7 +61,7 @@ class SequenceRun:
         self._ended = False
         self.timer = SequenceTimer(services.metrics, target.name, len(plan.prompt.token_ids))
         self._messages = services.engine.submit(
-            Submit(plan.request_id, plan.prompt.token_ids, plan.sampling, target.digest)
+            Submit(plan.request_id, plan.prompt.token_ids, plan.sampling, target.digest, target.adapter_rows)
         )
 
     @property

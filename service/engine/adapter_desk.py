@@ -1,14 +1,16 @@
-"""Brings adapters to the device for the requests that name them, without ever blocking the step.
+"""Brings adapters to the device for the requests that name them; no step ever waits for the disk.
 
-Disk -> host is read by one loader thread, the only one that touches the host tier. Host -> device is `RowPool.load`,
-called by the scheduler between steps when a request is otherwise ready to run. The desk counts the users of each
-adapter (requests that wait or run) and pins its rows while any of them runs; the row pool never evicts pinned rows.
-What only a hint asked for evicts nobody: each upload is one, and a burst of them must not push out what is in demand.
+Disk -> host is read by one loader thread. Host -> device is `RowPool.load`, between steps: when a request asks for the
+rows, or ahead of any request when a hint's copy has been read. The desk counts the users of each adapter (requests
+that wait or run) and pins its rows while any of them runs; the row pool never evicts pinned rows. A hint takes no rows
+from others and is read when no request's adapter is: each upload is one, and a burst of them must not push out of the
+device, or hold up, what is in demand.
 
 Who frees: rows by the row pool when others need them, or by `evict` after the last user; host memory by the host
 tier's own budget, or by `evict`. A killed engine leaves only the store on disk, which it never writes.
 
-Cost per step: a queue look-up, and a few dictionary look-ups per waiting request.
+Cost per step: a queue look-up, and a few dictionary look-ups per waiting request; room is computed anew for an adapter
+only when rows have come into use, or out of it, since it was last asked for.
 """
 
 from __future__ import annotations
@@ -16,30 +18,27 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from enum import Enum
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from adapters.errors import NotFound, RowsExceeded, Unsupported
+from adapters.errors import AdapterError, NotFound, RowsExceeded, Unsupported
 from adapters.row_pool import PoolUsage
 from service.engine.brief_thread import BriefThread
-from service.engine.messages import AdapterState
 
 log = logging.getLogger(__name__)
 
 # What is wrong with the adapter itself, as an upload of it would be told; everything else is the server's fault.
 _CLIENT_FAULTS = (RowsExceeded, Unsupported)
 
+LORA_IS_OFF = "LoRA is off: this server was started with adapter_row_bytes = 0."
+
 
 class HostSource(Protocol):
-    """The host tier, as far as the desk needs it."""
+    """The host tier, as far as the desk needs it. `get` is called in the loader thread, the others in the step's."""
 
     def get(self, digest: str) -> Any:
-        """The adapter in host memory, read from the store if need be; its `rows` are what `rows_of` says."""
-
-    def rows_of(self, digest: str) -> Mapping[str, int]:
-        """The rows that it takes on the device, without reading its weights."""
+        """The adapter in host memory, read from the store if need be."""
 
     def drop(self, digest: str) -> None:
         """Forget it; unknown digests are ignored."""
@@ -65,20 +64,6 @@ class Rows(Protocol):
     def check_integrity(self) -> None: ...
 
 
-class Turn(Enum):
-    """Answer to "may a request of this adapter run now?"."""
-
-    RUN = "its rows are on the device and now pinned once more"
-    LOADING = "it is still being read from disk"
-    NO_ROWS = "the rows in use leave no room for it"
-
-
-class _Work(Enum):
-    READ = 0
-    MEASURE = 1
-    DROP = 2
-
-
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Why an adapter cannot be served, one sentence, and whether the adapter itself is to blame."""
@@ -87,30 +72,36 @@ class Failure:
     client_fault: bool = False
 
 
-LORA_IS_OFF = "LoRA is off: this server was started with adapter_row_bytes = 0."
-
-
 @dataclass(slots=True)
 class _Entry:
     """An adapter that has users, or is being read.
 
-    host  held from the end of reading to the copy to the device, or until somebody else needs its place more
-    rows  that it takes on the device, once they are known
+    rows      that it takes on the device, as its first user said; {} while there was only a hint
+    host      held from the end of reading to the copy to the device, or until somebody else needs its place more
+    was_read  its copy was lost once, or will be: it is read again only when it can be used
+    room      whether it has room, and the desk's `_num_pin_changes` at which that was found
     """
 
+    rows: Mapping[str, int] = field(default_factory=dict)
     num_users: int = 0
     num_pins: int = 0
     is_loading: bool = False
-    is_measured: bool = False
+    is_hinted: bool = False
+    was_read: bool = False
     is_read_again: bool = False
     host: Any = None
-    rows: Mapping[str, int] | None = None
     evict_asked: bool = False
+    room: tuple[int, bool] = (-1, False)
 
     @property
     def is_ahead(self) -> bool:
         """Takes up host memory outside the host tier, or will."""
         return self.is_loading or self.host is not None
+
+    @property
+    def is_wanted(self) -> bool:
+        """Somebody is still there for whom it is being read."""
+        return self.num_users > 0 or self.is_hinted
 
 
 class AdapterDesk:
@@ -127,16 +118,20 @@ class AdapterDesk:
         self._max_loads_ahead = max_loads_ahead
         self._wake = wake
         self._entries: dict[str, _Entry] = {}
+        self._hints: dict[str, None] = {}  # not begun yet, in the order of their arrival
+        self._num_pin_changes = 0
         self._loader = BriefThread("adapter-loader")
-        self._done: queue.SimpleQueue[tuple[_Work, str, Any, Exception | None]] = queue.SimpleQueue()
-        self._states: list[AdapterState] = []
+        # (digest, copy, error); both None where nobody wanted it any more when its turn came
+        self._done: queue.SimpleQueue[tuple[str, Any, Exception | None]] = queue.SimpleQueue()
         self._failures: dict[str, Failure] = {}
 
     # ---- users
 
-    def enter(self, digest: str) -> None:
-        """A request that names the adapter has arrived."""
-        self._entry(digest).num_users += 1
+    def enter(self, digest: str, rows: Mapping[str, int]) -> None:
+        """A request that names the adapter, which takes so many rows, has arrived."""
+        entry = self._entries.setdefault(digest, _Entry())
+        entry.rows = rows
+        entry.num_users += 1
 
     def leave(self, digest: str) -> None:
         """It is over, and holds no pin any more."""
@@ -147,18 +142,18 @@ class AdapterDesk:
 
     def hint(self, digest: str) -> None:
         """Bring it to the host tier, and to the device if rows are free without an eviction, although no request has
-        come yet."""
+        come yet; in its turn, when no other adapter is being read."""
         if self.rows is None:
-            self._states.append(AdapterState(digest, "failed", LORA_IS_OFF))
             return
-        self._start_reading(digest, self._entry(digest))
+        self._hints[digest] = None
+        self._follow_hints()
 
     def evict(self, digest: str) -> None:
-        """Forget it as soon as its last user has left; AdapterState "gone" follows."""
+        """Forget it, on the device and in host memory, as soon as its last user has left."""
         if self.rows is None:
-            self._states.append(AdapterState(digest, "gone"))
             return
-        entry = self._entry(digest)
+        self._hints.pop(digest, None)
+        entry = self._entries.setdefault(digest, _Entry())
         entry.evict_asked = True
         self._settle_entry(digest, entry)
 
@@ -167,56 +162,56 @@ class AdapterDesk:
     def prefetch(self, wanted: Mapping[str, bool], first: str | None) -> None:
         """Start reading, as far as `max_loads_ahead` allows, what requests wait for.
 
-        wanted  adapters in the order of the requests' age, and whether one of these may join now; the others are read,
-                once, if nobody else is left to read
-        first   the adapter for which rows are being kept; what was read of it stays
+        wanted  adapters in the order of the requests' age, and whether one of these may join now
+        first   the adapter that has waited too long: it is read whatever the others do, and its copy stays
 
         Who could run now does not wait behind those who cannot: the last of these gives up its host copy, and is read
-        again once there is room for it. Who knows of no room is not read at all.
+        again when it could run. Who cannot is read once, if places are left, so that it need not wait for the disk too.
         """
-        if self.rows is None:
+        if self.rows is None or not wanted:
             return
-        num_ahead = sum(entry.num_users > 0 and entry.is_ahead for entry in self._entries.values())
+        places = self._max_loads_ahead - sum(
+            entry.num_users > 0 and entry.is_ahead for digest, entry in self._entries.items() if digest != first
+        )
         useful, others, held = [], [], []
         for digest, may_join in wanted.items():
             entry = self._entries[digest]
-            has_room = entry.rows is None or self.rows.has_room(entry.rows)
-            is_useful = digest == first or (may_join and has_room)
+            if entry.is_loading or self.rows.place_of(digest) is not None:
+                continue
+            is_useful = digest == first or (may_join and self._has_room(entry))
             if entry.host is not None:
                 if not is_useful:
                     held.append(entry)
-            elif not entry.is_loading and self.rows.place_of(digest) is None:
-                if is_useful:
-                    useful.append((digest, entry))
-                elif entry.rows is None:
-                    others.append((digest, entry))
-        for digest, entry in (*useful, *others[: max(0, self._max_loads_ahead - num_ahead - len(useful))]):
-            if num_ahead >= self._max_loads_ahead:
-                if entry.rows is None:
-                    self._measure(digest, entry)
-                    continue
-                if not held:
-                    continue
-                held.pop().host = None
-                num_ahead -= 1
-            self._start_reading(digest, entry)
-            num_ahead += 1
+            elif is_useful:
+                useful.append(digest)
+            elif not entry.was_read:
+                others.append(digest)
+        for digest in useful:
+            if digest != first:
+                if places <= 0:
+                    if not held:
+                        continue
+                    held.pop().host = None
+                    places += 1
+                places -= 1
+            self._start_reading(digest, self._entries[digest])
+        for digest in others[: max(places, 0)]:
+            self._start_reading(digest, self._entries[digest])
 
-    def acquire(self, digest: str) -> Turn:
-        """Pin the adapter's rows for one more running request, copying them to the device first if they fit."""
+    def acquire(self, digest: str) -> bool:
+        """Pin the adapter's rows for one more running request, copying them to the device first if need be. False when
+        it has not been read, or the rows in use leave no room for it."""
         assert self.rows is not None
         entry = self._entries[digest]
-        if self.rows.place_of(digest) is None:
-            if entry.host is None:
-                # Nobody needs its weights to know that there is no room for it.
-                knows_of_none = entry.rows is not None and not entry.is_loading and not self.rows.has_room(entry.rows)
-                return Turn.NO_ROWS if knows_of_none else Turn.LOADING
-            if not self._bring(digest, entry):
-                return Turn.NO_ROWS
+        if self.rows.place_of(digest) is None and not (
+            entry.host is not None and self._has_room(entry) and self._bring(digest, entry)
+        ):
+            return False
         if entry.num_pins == 0:
             self.rows.pin(digest)
+            self._num_pin_changes += 1
         entry.num_pins += 1
-        return Turn.RUN
+        return True
 
     def release(self, digest: str) -> None:
         """One running request less (ended or preempted)."""
@@ -225,31 +220,26 @@ class AdapterDesk:
         if entry.num_pins == 0:
             assert self.rows is not None
             self.rows.unpin(digest)
+            self._num_pin_changes += 1
+
+    def is_read(self, digest: str) -> bool:
+        """Whether nothing but rows can keep it from running."""
+        assert self.rows is not None
+        return self._entries[digest].host is not None or self.rows.place_of(digest) is not None
 
     def fits_beside(self, digest: str, others: Collection[str]) -> bool:
-        """Whether rows of no other adapters than these, which are resident, could keep it from the device."""
+        """Whether it would have room if no other adapters than these, which are resident, were in use."""
         assert self.rows is not None
-        needed = self._entries[digest].rows
-        return needed is None or self.rows.fits_beside(needed, others)
+        return self.rows.fits_beside(self._entries[digest].rows, others)
 
     # ---- between steps
 
     def settle_loads(self) -> None:
         """Take over what the loader thread has finished. Never waits."""
         while not self._done.empty():
-            work, digest, result, error = self._done.get()
-            if work is _Work.DROP:
-                self._states.append(AdapterState(digest, "gone"))
-            elif work is _Work.MEASURE:
-                if digest in self._entries:
-                    self._settle_measure(digest, self._entries[digest], result)
-            else:
-                self._settle_read(digest, self._entries[digest], result, error)
-
-    def take_states(self) -> list[AdapterState]:
-        """What happened to adapters since the last call."""
-        states, self._states = self._states, []
-        return states
+            digest, host, error = self._done.get()
+            self._settle_read(digest, self._entries[digest], host, error)
+        self._follow_hints()
 
     def take_failures(self) -> dict[str, Failure]:
         """Adapters whose users cannot be served, and why."""
@@ -272,52 +262,48 @@ class AdapterDesk:
 
     # ---- inner parts
 
-    def _entry(self, digest: str) -> _Entry:
-        return self._entries.setdefault(digest, _Entry())
-
-    def _start_reading(self, digest: str, entry: _Entry) -> bool:
+    def _has_room(self, entry: _Entry) -> bool:
+        """Whether the rows in use leave it its own."""
         assert self.rows is not None
-        if entry.is_ahead or self.rows.place_of(digest) is not None:
-            self._settle_entry(digest, entry)
-            return False
-        entry.is_loading = True
-        self._loader.submit(partial(self._read, digest))
-        return True
+        if entry.room[0] != self._num_pin_changes:
+            entry.room = (self._num_pin_changes, self.rows.has_room(entry.rows))
+        return entry.room[1]
 
-    def _measure(self, digest: str, entry: _Entry) -> None:
-        """Find out how many rows it takes, once."""
-        if not entry.is_measured:
-            entry.is_measured = True
-            self._loader.submit(partial(self._read_rows, digest))
+    def _follow_hints(self) -> None:
+        """Start reading the next one, unless an adapter is being read."""
+        while self._hints and not any(entry.is_loading for entry in self._entries.values()):
+            assert self.rows is not None
+            digest = next(iter(self._hints))
+            del self._hints[digest]
+            entry = self._entries.setdefault(digest, _Entry())
+            if entry.host is not None or self.rows.place_of(digest) is not None:
+                self._settle_entry(digest, entry)
+                continue
+            entry.is_hinted = True
+            self._start_reading(digest, entry)
 
-    def _read_rows(self, digest: str) -> None:
-        """In the loader thread. What goes wrong is told when the adapter itself is read, for which any size will do."""
-        assert self._host is not None
-        rows: Mapping[str, int] = {}
+    def _start_reading(self, digest: str, entry: _Entry) -> None:
+        entry.is_loading = entry.was_read = True
         try:
-            rows = self._host.rows_of(digest)
-        except Exception as error:
-            log.debug("the size of adapter %s could not be read: %s", digest, error)
-        self._done.put((_Work.MEASURE, digest, rows, None))
+            self._loader.submit(partial(self._read, digest, entry))
+        except RuntimeError as error:  # no thread can be started
+            self._done.put((digest, None, error))
+            self._wake()
+
+    def _read(self, digest: str, entry: _Entry) -> None:
+        """In the loader thread. Whatever goes wrong is this adapter's failure, never the engine's."""
+        assert self._host is not None
+        host, error = None, None
+        try:
+            if entry.is_wanted:  # its users may have left while others were read
+                host = self._host.get(digest)
+        except Exception as caught:
+            error = caught
+        self._done.put((digest, host, error))
         self._wake()
 
-    def _settle_measure(self, digest: str, entry: _Entry, rows: Mapping[str, int]) -> None:
-        if entry.rows is None:
-            self._note_rows(digest, entry, rows)
-
-    def _note_rows(self, digest: str, entry: _Entry, rows: Mapping[str, int]) -> bool:
-        """Now its size is known. False when it can never have room: whoever waits for it must not make others wait."""
-        assert self.rows is not None
-        entry.rows = rows
-        try:
-            self.rows.check_size(rows)
-        except RowsExceeded as error:
-            self._fail(digest, entry, Failure(str(error), client_fault=True))
-            return False
-        return True
-
     def _settle_read(self, digest: str, entry: _Entry, host: Any, error: Exception | None) -> None:
-        entry.is_loading = False
+        entry.is_loading = entry.is_hinted = False
         if isinstance(error, NotFound) and entry.num_users and not entry.is_read_again:
             # A user's lease keeps the files, so they are back since: deleted and uploaded again while nobody used them.
             entry.is_read_again = True
@@ -329,54 +315,28 @@ class AdapterDesk:
             else:
                 log.warning("adapter %s could not be read", digest, exc_info=error)
             self._fail(digest, entry, _unread(digest, error))
+        elif host is None:
+            entry.was_read = False
         else:
             entry.host = host
-            self._states.append(AdapterState(digest, "host"))
-            is_servable = self._note_rows(digest, entry, host.rows)
-            if is_servable and entry.num_users == 0 and not entry.evict_asked:
+            if entry.num_users == 0 and not entry.evict_asked:
                 self._bring(digest, entry, may_evict=False)
         self._settle_entry(digest, entry)
 
-    def _read(self, digest: str) -> None:
-        """In the loader thread. Whatever goes wrong is this adapter's failure, never the engine's."""
-        assert self._host is not None
-        try:
-            self._done.put((_Work.READ, digest, self._host.get(digest), None))
-        except Exception as error:
-            self._done.put((_Work.READ, digest, None, error))
-        self._wake()
-
-    def _drop_from_host(self, digest: str) -> None:
-        """In the loader thread."""
-        assert self._host is not None
-        self._host.drop(digest)
-        self._done.put((_Work.DROP, digest, None, None))
-        self._wake()
-
     def _bring(self, digest: str, entry: _Entry, *, may_evict: bool = True) -> bool:
-        """Host -> device. What had to leave the device for it is reported."""
+        """Host -> device."""
         assert self.rows is not None
-        before = self.rows.resident()
         try:
-            fits = self.rows.load(digest, entry.host, may_evict=may_evict)
-        except ValueError as error:
+            is_there = self.rows.load(digest, entry.host, may_evict=may_evict)
+        except AdapterError as error:
             self._fail(digest, entry, Failure(str(error), isinstance(error, _CLIENT_FAULTS)))
             return False
-        after = set(self.rows.resident())
-        for evicted in before:
-            if evicted not in after:
-                self._states.append(AdapterState(evicted, "host"))
-        if fits:
+        if is_there:
             entry.host = None
-            self._states.append(AdapterState(digest, "device"))
-        elif may_evict and not any(other.num_pins for other in self._entries.values()):
-            sentence = f"Adapter {digest} is larger than the row budget; raise it or use smaller ranks."
-            self._fail(digest, entry, Failure(sentence, client_fault=True))
-        return fits
+        return is_there
 
     def _fail(self, digest: str, entry: _Entry, failure: Failure) -> None:
         entry.host = None
-        self._states.append(AdapterState(digest, "failed", failure.error))
         if entry.num_users:
             self._failures[digest] = failure
             self._wake()  # there may be no step to come that would answer them
@@ -387,9 +347,9 @@ class AdapterDesk:
             return
         del self._entries[digest]
         if entry.evict_asked:
-            assert self.rows is not None
+            assert self.rows is not None and self._host is not None
             self.rows.drop(digest)
-            self._loader.submit(partial(self._drop_from_host, digest))
+            self._host.drop(digest)
 
 
 def _unread(digest: str, error: Exception) -> Failure:

@@ -7,7 +7,8 @@ import math
 import random
 from typing import TYPE_CHECKING
 
-from service.engine.adapter_desk import LORA_IS_OFF
+from adapters.errors import RowsExceeded
+from service.engine.adapter_desk import LORA_IS_OFF, Rows
 from service.engine.messages import Sampling, Submit
 from service.engine.penalties import TokenCounts, uses_penalties
 from service.engine.sequence import Sequence
@@ -18,16 +19,14 @@ if TYPE_CHECKING:
 MAX_TOKENS_LIMIT = 2**31
 
 
-def error_in(request: Submit, capacity: Capacity, kv_capacity_tokens: int, *, has_lora: bool) -> str | None:
+def error_in(request: Submit, capacity: Capacity, kv_capacity_tokens: int, rows: Rows | None) -> str | None:
     """One sentence that says what is wrong and what to do, or None if the request can be served."""
     prompt, sampling = request.prompt_token_ids, request.sampling
     if not prompt:
         return "The prompt is empty; send at least one token."
     if not all(0 <= token < capacity.vocab_size for token in prompt):
         return f"The prompt has token ids outside the vocabulary of {capacity.vocab_size}."
-    if request.adapter is not None and not has_lora:
-        return LORA_IS_OFF
-    error = _error_in_sampling(sampling, capacity.vocab_size)
+    error = _error_in_adapter(request, rows) or _error_in_sampling(sampling, capacity.vocab_size)
     if error is not None:
         return error
     total, limit = len(prompt) + sampling.max_tokens, capacity.max_model_len_tokens
@@ -56,6 +55,18 @@ def sequence_of(request: Submit, key: int, capacity: Capacity) -> Sequence:
         counts=TokenCounts(prompt) if uses_penalties(sampling) else None,
         prompt_logprobs=[] if sampling.prompt_logprobs is None else [None],
     )
+
+
+def _error_in_adapter(request: Submit, rows: Rows | None) -> str | None:
+    if request.adapter is None:
+        return None
+    if rows is None:
+        return LORA_IS_OFF
+    try:
+        rows.check_size(request.adapter_rows)
+    except RowsExceeded as error:  # in the store since a start with more rows, or on another device
+        return str(error)
+    return None
 
 
 def _error_in_sampling(sampling: Sampling, vocab_size: int) -> str | None:

@@ -22,12 +22,14 @@ class BriefThread:
         self._thread: threading.Thread | None = None  # set while it runs, or may still take work
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run `work`, which handles its own errors, after what was submitted before it."""
+        """Run `work`, which handles its own errors, after what was submitted before it. Raises RuntimeError, and has
+        not taken it, where the system gives no thread."""
         with self._lock:
-            self._work.append(work)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
+            self._work.append(work)
 
     def close(self) -> None:
         """Drop what has not begun, and wait for what has."""

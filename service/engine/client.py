@@ -25,7 +25,6 @@ from service.child_process import child_environment
 from service.engine.config import EngineConfig
 from service.engine.messages import (
     Abort,
-    AdapterState,
     Drain,
     Evict,
     Fatal,
@@ -106,9 +105,7 @@ class EngineClient:
         self.stats: Stats | None = None
         self.num_restarts = 0
         self._streams: dict[str, TokenStream] = {}
-        self._evicting: set[str] = set()
         self._stats_listeners: list[Callable[[Stats], None]] = []
-        self._adapter_listeners: list[Callable[[AdapterState], None]] = []
         self._changed = asyncio.Event()
         self._closing = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
@@ -180,20 +177,13 @@ class EngineClient:
             self._send(Load(digest))
 
     def evict(self, digest: str) -> None:
-        """Forget an adapter; AdapterState "gone" is told to the listeners when no running request uses it any more."""
-        if self.state in ("ready", "draining") and self._writer is not None:
-            self._evicting.add(digest)
+        """Forget an adapter whose files are gone, as soon as no request uses it. A later engine never had it."""
+        if self.state == "ready":
             self._send(Evict(digest))
-        else:
-            self._tell_adapter(AdapterState(digest, "gone"))
 
     def on_stats(self, listener: Callable[[Stats], None]) -> None:
         """Call `listener` with every Stats, in the event loop."""
         self._stats_listeners.append(listener)
-
-    def on_adapter_state(self, listener: Callable[[AdapterState], None]) -> None:
-        """Call `listener` with every AdapterState, in the event loop."""
-        self._adapter_listeners.append(listener)
 
     # ---- inner parts
 
@@ -284,8 +274,6 @@ class EngineClient:
                 self.stats = message
                 for listener in self._stats_listeners:
                     listener(message)
-            case AdapterState():
-                self._tell_adapter(message)
             case Ready():
                 self.ready = message
                 if self.state != "draining":
@@ -293,20 +281,12 @@ class EngineClient:
             case Fatal():
                 self._fatal = message.error
 
-    def _tell_adapter(self, state: AdapterState) -> None:
-        if state.state == "gone":
-            self._evicting.discard(state.adapter)
-        for listener in self._adapter_listeners:
-            listener(state)
-
     def _lose_all(self, error: str) -> None:
-        """The engine is gone, and with it all requests, and all adapters that were on their way out."""
+        """The engine is gone, and with it all requests."""
         log.log(logging.INFO if self.state == "draining" else logging.ERROR, "engine: %s", error)
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.die(error)
-        for digest in list(self._evicting):
-            self._tell_adapter(AdapterState(digest, "gone"))
 
     def _send(self, message: ToEngine) -> None:
         """Into the socket's buffer. After the engine's end it goes nowhere, and the streams are told of that."""

@@ -26,9 +26,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     row_bytes                   LoRA rows on the device, allocated once; 0: LoRA is off
     host_tier_bytes             adapters held in host memory, ready for the device
     num_threads                 threads of one matrix product; None: as torch sees fit
-    max_steps_waiting_for_rows  after so many steps the oldest request that waits for rows gets them before newer
-                                requests of other adapters, but for those that `Scheduler._door_of` lets in
-    max_loads_ahead             adapters that are read from disk, or wait in host memory for rows, at the same time
+    max_steps_waiting_for_rows  after so many steps in which it was passed over, the oldest request that waits for rows
+                                gets them before newer ones, but for those that `Scheduler._door_of` lets in
+    max_loads_ahead             requests' adapters that are read from disk, or wait in host memory for rows, at the
+                                same time, beside the one of that oldest request
     max_prompt_logits           logits of prompt tokens (prompt logprobs) in one step; bounds the memory of a step
     stats_interval_seconds      shortest time between two Stats of a busy engine
     log_level, log_format       of the engine process, which logs to stderr

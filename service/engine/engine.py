@@ -25,7 +25,6 @@ from service.engine.config import EngineConfig
 from service.engine.maps import BASE, MapLimits, Part, adapter_order, build_step
 from service.engine.messages import (
     Abort,
-    AdapterState,
     Evict,
     Finished,
     Load,
@@ -45,7 +44,7 @@ from service.engine.sequence import Sequence, Share
 from service.engine.staging import Staging
 from service.engine.state_lines import StateLines
 
-Event = Tokens | Finished | AdapterState
+Event = Tokens | Finished
 NO_ROWS = PoolUsage(0, 0, 0, 0, 0, 0, 0, 0)
 NOT_FINITE = "The model gave no finite logits for this request."
 ADAPTER_NOT_FINITE = "The adapter gives no finite logits for this request: its weights or its scaling are too large."
@@ -150,7 +149,7 @@ class Engine:
 
     def submit(self, request: Submit) -> None:
         """Queue a request. One that can never run is answered with Finished(error) by the next step."""
-        error = admission.error_in(request, self.capacity, self.kv_capacity_tokens, has_lora=self.desk.rows is not None)
+        error = admission.error_in(request, self.capacity, self.kv_capacity_tokens, self.desk.rows)
         if error is None and request.request_id in self._sequences:
             error = f"The request id {request.request_id!r} is in use."
         if error is not None:
@@ -328,6 +327,5 @@ class Engine:
 
     def take_events(self) -> list[Event]:
         """What there is to tell since the last call; `step` returns it too."""
-        events: list[Event] = [*self.desk.take_states(), *self._events]
-        self._events = []
+        events, self._events = self._events, []
         return events

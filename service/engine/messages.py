@@ -1,6 +1,6 @@
 """What the API process and the engine process say to each other: small typed messages, msgpack by msgspec.
 
-API to engine: Submit, Abort, Load, Evict, Drain. Engine to API: Ready, Tokens, Finished, AdapterState, Stats, Fatal.
+API to engine: Submit, Abort, Load, Evict, Drain. Engine to API: Ready, Tokens, Finished, Stats, Fatal.
 Text never crosses: the engine knows token ids only. Weights never cross: the engine reads adapters from the store.
 """
 
@@ -47,13 +47,14 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Run one sequence. `adapter` is a digest in the store, None the base model. max_tokens 0 is allowed with
-    prompt_logprobs (`echo` alone)."""
+    """Run one sequence. `adapter` is a digest in the store, None the base model; `adapter_rows` are the rows that it
+    takes on the device, by projection group. max_tokens 0 is allowed with prompt_logprobs (`echo` alone)."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling
     adapter: str | None = None
+    adapter_rows: dict[str, int] = {}
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -65,15 +66,14 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):
-    """Bring an adapter to the host tier, and to the device if rows are free without an eviction: a hint, from which no
-    request has to suffer."""
+    """Bring an adapter to the host tier, and to the device if rows are free without an eviction: a hint, followed when
+    no request's adapter is being read."""
 
     adapter: str
 
 
 class Evict(msgspec.Struct, frozen=True, tag=True):
-    """No request will name this digest again: free its rows and host memory as soon as no running request uses it,
-    then answer AdapterState(state="gone")."""
+    """Its files are gone: free its rows and host memory as soon as no request uses it."""
 
     adapter: str
 
@@ -138,14 +138,6 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     client_fault: bool = False
 
 
-class AdapterState(msgspec.Struct, frozen=True, tag=True):
-    """Where an adapter is now."""
-
-    adapter: str
-    state: Literal["host", "device", "gone", "failed"]
-    error: str | None = None
-
-
 class Stats(msgspec.Struct, frozen=True, tag=True):
     """State of the engine, sent at most every `stats_interval_seconds` and whenever it goes idle. Counters never fall
     within one life of the engine."""
@@ -177,4 +169,4 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-FromEngine = Ready | Tokens | Finished | AdapterState | Stats | Fatal
+FromEngine = Ready | Tokens | Finished | Stats | Fatal

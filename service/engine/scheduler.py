@@ -10,22 +10,22 @@ One step, under one token budget:
    from its tokens, so that nothing is lost and the output does not change. The oldest never yields, hence there is
    progress;
 3. waiting sequences join, oldest first, while a place, a line and the blocks for all their present tokens are free.
-   One whose adapter is being read, or finds no rows, is passed over, not waited for.
-Nobody starves: places, lines and blocks go strictly by age among those who have rows. Who has waited too long for rows
-(the oldest such) closes the door to younger requests of other adapters, but for those that hardly keep it waiting for
-longer, until enough have ended and given their rows back; `_door_of` says for whom, and why that comes to an end.
+   One whose adapter has not been read, or finds no rows, is passed over, not waited for.
+Nobody starves: places, lines and blocks go strictly by age among those who have rows. Of those that were passed over
+too often, the adapter of the oldest is read before all others and stays in host memory. From then on that sequence
+closes the door to younger requests, but for those that keep it waiting no longer, until enough have ended and given
+their rows back; `_door_of` says for whom, and why that comes to an end.
 
 Cost per step: O(running), plus O(waiting) while some wait for adapters.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from itertools import pairwise
 
-from service.engine.adapter_desk import AdapterDesk, Turn
+from service.engine.adapter_desk import AdapterDesk
 from service.engine.block_pool import BlockPool
 from service.engine.sequence import Sequence, Share
 from service.engine.state_lines import StateLines
@@ -42,23 +42,23 @@ def _tokens_to_come(sequence: Sequence) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Door:
-    """Who may still join while the oldest that has waited too long for rows lacks them: requests to which fewer tokens
-    than these may come.
+    """Who may still join while the oldest that has waited too long for rows lacks them.
 
-    closed_by   older ones are let in as ever
-    of_running  by adapter of those that run
-    of_others   for any other adapter, whose rows will be pinned too
+    closed_by     older ones are let in as ever
+    harmless      adapters that all may join: their rows are not what it waits for
+    until_tokens  any adapter may be joined by requests to which fewer tokens may come
     """
 
     closed_by: Sequence
-    of_running: dict[str, float]
-    of_others: int
+    harmless: frozenset[str]
+    until_tokens: int
 
     def lets_in(self, sequence: Sequence) -> bool:
-        assert sequence.adapter is not None
-        if sequence.key < self.closed_by.key:
-            return True
-        return _tokens_to_come(sequence) < self.of_running.get(sequence.adapter, self.of_others)
+        return (
+            sequence.key < self.closed_by.key
+            or sequence.adapter in self.harmless
+            or _tokens_to_come(sequence) < self.until_tokens
+        )
 
 
 class Scheduler:
@@ -92,7 +92,7 @@ class Scheduler:
         """A new request; it waits."""
         insort(self.waiting, sequence, key=_age)
         if sequence.adapter is not None:
-            self.desk.enter(sequence.adapter)
+            self.desk.enter(sequence.adapter, sequence.request.adapter_rows)
 
     def remove(self, sequence: Sequence) -> None:
         """The request is over, for whatever reason: everything it holds is free when this returns."""
@@ -177,6 +177,7 @@ class Scheduler:
         if not self.waiting:
             return
         door = self._prefetch()
+        passed_over: set[str] = set()  # their answer holds for the step: no rows come free in between
         free_blocks = self.blocks.num_free - sum(self._blocks_missing(sequence) for sequence in self.running)
         for sequence in list(self.waiting):
             need = self._blocks_missing(sequence)
@@ -186,9 +187,9 @@ class Scheduler:
             if sequence.adapter is not None:
                 if door is not None and not door.lets_in(sequence):
                     continue
-                turn = self.desk.acquire(sequence.adapter)
-                if turn is not Turn.RUN:
-                    sequence.steps_waiting_for_rows += turn is Turn.NO_ROWS
+                if sequence.adapter in passed_over or not self.desk.acquire(sequence.adapter):
+                    passed_over.add(sequence.adapter)
+                    sequence.steps_waiting_for_rows += 1
                     continue
             # Asked after rows: who lacks those too must not keep the blocks from the others.
             if need > free_blocks:
@@ -203,37 +204,37 @@ class Scheduler:
 
     def _prefetch(self) -> _Door | None:
         """Have the waiting ones' adapters read, those first that may join. Returns the door, if one is closed."""
-        closer = next((one for one in self.waiting if self._has_waited_too_long(one)), None)
-        door = None if closer is None else self._door_of(closer)
+        too_long = self._max_steps_waiting_for_rows
+        first = next((one for one in self.waiting if one.steps_waiting_for_rows >= too_long), None)
+        first_adapter = None if first is None else first.adapter
+        door = None
+        if first is not None and first_adapter is not None and self.desk.is_read(first_adapter):
+            door = self._door_of(first, first_adapter)
         wanted: dict[str, bool] = {}
         for one in self.waiting:
-            if one.adapter is not None:
-                wanted[one.adapter] = wanted.get(one.adapter, False) or door is None or door.lets_in(one)
-        self.desk.prefetch(wanted, None if closer is None else closer.adapter)
+            if one.adapter is not None and not wanted.get(one.adapter):
+                wanted[one.adapter] = door is None or door.lets_in(one)
+        self.desk.prefetch(wanted, first_adapter)
         return door
 
-    def _has_waited_too_long(self, sequence: Sequence) -> bool:
-        return sequence.steps_waiting_for_rows >= self._max_steps_waiting_for_rows
+    def _door_of(self, waiting: Sequence, its_adapter: str) -> _Door:
+        """The door that `waiting`, which only lacks rows, has closed.
 
-    def _door_of(self, waiting: Sequence) -> _Door:
-        """The door that `waiting`, the oldest that has waited too long for rows, has closed.
-
-        All may join the adapters of the older ones that run: their rows are in use whoever joins. Where `waiting` does
-        not fit beside these, it waits for them in any case, so that any adapter may be joined by those to which fewer
-        tokens may come than to the longest of them. The older ones are finitely many and end. Otherwise only those may
-        join an adapter to which fewer tokens may come than to the longest beside them: the most tokens that may come to
-        any of its sequences are never raised, and fall as they run. After finitely many steps nobody runs with it,
-        under any load, and its rows are free.
+        If those that run end as late as they may, their adapters leave one by one, and after a certain one there is
+        room. Those that are still in use then may be joined by all; any other, whether it runs or not, only by
+        requests that cannot outlast that certain one. So the end that is waited for never moves away, and comes nearer
+        with its tokens, under any load; only older requests, finitely many, can put it off.
         """
-        assert waiting.adapter is not None
-        with_rows = [(one.adapter, one) for one in self.running if one.adapter is not None]
-        older = [(adapter, one) for adapter, one in with_rows if one.key < waiting.key]
-        fits = self.desk.fits_beside(waiting.adapter, {adapter for adapter, _ in older})
-        of_others = 0 if fits else max((_tokens_to_come(one) for _, one in older), default=0)
-        tokens: dict[str, float] = dict.fromkeys((waiting.adapter, *(adapter for adapter, _ in older)), math.inf)
-        for adapter, one in with_rows:
-            tokens[adapter] = max(_tokens_to_come(one), tokens.get(adapter, of_others))
-        return _Door(waiting, tokens, of_others)
+        tokens_left: dict[str, int] = {}
+        for one in self.running:
+            if one.adapter is not None:
+                tokens_left[one.adapter] = max(_tokens_to_come(one), tokens_left.get(one.adapter, 0))
+        leaving = sorted(tokens_left, key=tokens_left.__getitem__)
+        num_ends = bisect_left(
+            range(len(leaving)), True, key=lambda num: self.desk.fits_beside(its_adapter, leaving[num:])
+        )
+        until_tokens = tokens_left[leaving[num_ends - 1]] if num_ends else 0
+        return _Door(waiting, frozenset((its_adapter, *leaving[num_ends:])), until_tokens)
 
     def _blocks_missing(self, sequence: Sequence) -> int:
         """Blocks it lacks for all its present tokens and the next; admitted with fewer, it would soon be preempted."""

@@ -26,7 +26,7 @@ class Sequence:
     is_running     stands in the running list, and so holds blocks, a line and a pin
     state_line     0 where it holds none
     counts         token counts for penalties; None where it uses none
-    steps_waiting_for_rows  scheduling rounds in which it found no rows
+    steps_waiting_for_rows  steps in which it was passed over because its adapter was not read, or found no rows
     prompt_logprobs  of the prompt so far, entry 0 None; empty where not asked for
     prompt_logprobs_sent  the one message that carries them has gone out
     """

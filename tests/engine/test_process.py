@@ -18,7 +18,7 @@ import pytest
 from service.engine.build import build_engine
 from service.engine.client import EngineClient, EngineDied
 from service.engine.config import EngineConfig
-from service.engine.messages import AdapterState, Finished, Stats, Tokens
+from service.engine.messages import Finished, Stats, Tokens
 from tests.support.engine_process import (
     collect,
     event_loop_with_client,
@@ -129,19 +129,6 @@ def test_stats_are_told_and_add_up(shared: tuple[asyncio.Runner, EngineClient]) 
     runner.run(drive())
     for earlier, later in pairwise(told):
         assert later.num_steps - earlier.num_steps == len(later.steps)
-
-
-def test_an_eviction_is_answered(shared: tuple[asyncio.Runner, EngineClient]) -> None:
-    runner, client = shared
-    told: list[AdapterState] = []
-    client.on_adapter_state(told.append)
-
-    async def drive() -> None:
-        client.evict("0" * 64)
-        await until(lambda: told)
-
-    runner.run(drive())
-    assert told == [AdapterState("0" * 64, "gone")]
 
 
 def test_an_adapter_that_is_not_in_the_store_is_an_error_of_its_request(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from adapters.errors import NotFound
-from service.engine.messages import Abort, Finished, Load
+from service.engine.messages import Abort, Evict, Finished, Load
 from service.engine.sequence import Sequence
 from tests.support.engine_mock import MockEngine, expected_tokens, make_mock_engine
 
@@ -41,6 +41,11 @@ def open_gate(mock: MockEngine) -> None:
 def step_and_load(mock: MockEngine) -> None:
     """One step, and then all that it asked the loader for; the next step finds it."""
     mock.step()
+    wait_for_loader(mock)
+
+
+def wait_for_loader(mock: MockEngine) -> None:
+    """All that is submitted to the loader is done."""
     done = threading.Event()
     mock.engine.desk._loader.submit(done.set)
     assert done.wait(30)
@@ -203,7 +208,7 @@ def test_a_long_prompt_that_waits_for_its_adapter_keeps_no_blocks_from_the_other
         mock.step()
     assert set(mock.finished) == {"small-0", "small-1", "small-2"}
     (long,) = mock.engine.scheduler.waiting
-    assert long.steps_waiting_for_rows == (3 if is_read else 0)
+    assert long.steps_waiting_for_rows == 4, "passed over in the step of its arrival, and ever since"
     mock.host.gate.set()
     mock.settle()
     assert mock.engine.scheduler.num_preemptions == 0
@@ -242,20 +247,23 @@ def test_who_has_room_is_read_although_those_read_before_have_none(mocks: list[M
     mock.step_until(lambda: mock.engine.scheduler.running)
     for i in range(2, 5):
         mock.submit(f"large-{i}", adapter=f"a{i}-4", max_tokens=2)
+    step_and_load(mock)
     mock.submit("small", adapter="a5-1", max_tokens=2)
     for _ in range(4):
         step_and_load(mock)
     assert "small" in mock.finished
     assert "holds" not in mock.finished
-    assert mock.engine.desk._entries["a2-4"].host is not None, "the last one makes way, not the first"
-    assert mock.host.measured == ["a4-4", "a5-1"], "each is measured once, and only who finds no place to be read into"
+    assert mock.host.reads == ["a1-3", "a2-4", "a3-4", "a5-1", "a4-4"]
+    held = [digest for digest, entry in mock.engine.desk._entries.items() if entry.host is not None]
+    assert held == ["a2-4", "a4-4"], "the last one made way, not the first, and is not read again for nothing"
     mock.settle()
     for i in range(2, 5):
         assert mock.output[f"large-{i}"] == expected_tokens((1, 2, 3), f"a{i}-4", 2)
 
 
 def test_who_closes_the_door_keeps_what_was_read_of_it(mocks: list[MockEngine]) -> None:
-    """Else it would be read again when its rows are free at last, and nobody could run meanwhile."""
+    """Else it would be read again when its rows are free at last, and nobody could run meanwhile. Its copy takes no
+    place from those that are let in."""
     mock = make_mock_engine(num_rows=4, max_loads_ahead=1, max_steps_waiting_for_rows=2, max_len=200)
     mocks.append(mock)
     mock.submit("holds", adapter="a1-3", max_tokens=40)
@@ -265,8 +273,10 @@ def test_who_closes_the_door_keeps_what_was_read_of_it(mocks: list[MockEngine]) 
         step_and_load(mock)
     mock.submit("barred", adapter="a3-1", max_tokens=150)
     mock.submit("short", adapter="a4-1", max_tokens=2)
+    mock.step_until(lambda: "short" in mock.finished)
+    assert "holds" not in mock.finished
     mock.step_until(lambda: "holds" in mock.finished)
-    assert mock.host.reads == ["a1-3", "a2-4"]
+    assert mock.host.reads == ["a1-3", "a2-4", "a4-1", "a3-1"]
     mock.step()
     assert names_of(mock.engine.scheduler.running) == ["waits"]
     mock.settle()
@@ -296,25 +306,19 @@ def test_who_may_join_does_not_wait_behind_those_who_may_not(mocks: list[MockEng
 
 
 def test_who_can_never_have_rows_is_told_so_and_holds_up_nobody(mocks: list[MockEngine]) -> None:
-    """In the store since a start with more rows. Whether measured or read first, it closes no door."""
-    mock = make_mock_engine(num_rows=8, max_loads_ahead=2, max_steps_waiting_for_rows=2, max_len=400, num_blocks=400)
+    """In the store since a start with more rows."""
+    mock = make_mock_engine(num_rows=8, max_steps_waiting_for_rows=1)
     mocks.append(mock)
     mock.submit("holds", adapter="a1-6", max_tokens=30)
     mock.step_until(lambda: mock.engine.scheduler.running)
-    for i in (2, 3):
-        mock.submit(f"large-{i}", adapter=f"a{i}-8", max_tokens=2)
     mock.submit("too-large", adapter="a4-9", max_tokens=2)
-    for i in (5, 6):
-        mock.submit(f"small-{i}", adapter=f"a{i}-1", max_tokens=300)
-    for _ in range(6):
-        step_and_load(mock)
-    for i in (2, 3):
-        mock.engine.handle(Abort(f"large-{i}"))
-    mock.settle()
+    mock.submit("small", adapter="a5-1", max_tokens=40)
+    mock.step()
     assert mock.finished["too-large"].client_fault
     assert "the row budget holds 8" in (mock.finished["too-large"].error or "")
+    mock.settle()
     assert "a4-9" not in mock.host.reads
-    assert mock.output["small-5"] == expected_tokens((1, 2, 3), "a5-1", 300)
+    assert mock.output["small"] == expected_tokens((1, 2, 3), "a5-1", 40)
 
 
 def test_large_ones_are_not_read_again_for_every_small_one_that_passes(mocks: list[MockEngine]) -> None:
@@ -346,12 +350,12 @@ def test_never_more_than_so_many_are_ahead(mocks: list[MockEngine]) -> None:
         mock.submit(f"small-{i}", adapter=f"a{i}-1", max_tokens=2)
     while mock.engine.num_requests:
         step_and_load(mock)
-        entries = mock.engine.desk._entries.values()
-        assert sum(entry.num_users > 0 and entry.is_ahead for entry in entries) <= 2
+        ahead = [digest for digest, entry in mock.engine.desk._entries.items() if entry.is_ahead]
+        assert len(ahead) <= 2
     assert mock.host.reads.index("a9-1") < mock.host.reads.index("a2-12", 3), "the large ones were read again last"
 
 
-def test_an_adapter_that_cannot_be_measured_fails_when_it_is_read(mocks: list[MockEngine]) -> None:
+def test_an_adapter_that_cannot_be_read_leaves_its_place_to_others(mocks: list[MockEngine]) -> None:
     mock = make_mock_engine(num_rows=4, max_loads_ahead=1)
     mocks.append(mock)
     mock.host.broken.add("a3")
@@ -361,7 +365,6 @@ def test_an_adapter_that_cannot_be_measured_fails_when_it_is_read(mocks: list[Mo
     step_and_load(mock)
     mock.submit("broken", adapter="a3", max_tokens=2)
     mock.settle()
-    assert mock.host.measured == ["a3"]
     assert mock.finished["broken"].error == "Adapter a3 could not be read: the file is damaged"
     assert mock.output["large"] == expected_tokens((1, 2, 3), "a2-4", 2)
 
@@ -374,9 +377,7 @@ def test_an_adapter_that_came_back_while_it_was_read_is_read_again(
     mocks.append(mock)
     asked = miss_in_store(monkeypatch, mock, times=1)
     mock.engine.handle(Load("a1"))
-    done = threading.Event()
-    mock.engine.desk._loader.submit(done.set)
-    assert done.wait(30)
+    wait_for_loader(mock)
     mock.submit("r", adapter="a1", max_tokens=2)
     mock.settle()
     assert mock.output["r"] == expected_tokens((1, 2, 3), "a1", 2)
@@ -415,7 +416,7 @@ def test_a_request_that_finds_no_rows_is_served_under_any_load_of_others(mocks: 
     mocks.append(mock)
     for adapter in ("a1-2", "a2-2"):
         mock.engine.handle(Load(adapter))
-    mock.step_until(lambda: {("a1-2", "device"), ("a2-2", "device")} <= set(mock.states))
+    mock.step_until(lambda: {"a1-2", "a2-2"} == set(mock.rows.resident()))
     mock.submit("small-0", adapter="a1-2", max_tokens=6)
     mock.submit("small-1", adapter="a2-2", max_tokens=6)
     mock.step()
@@ -427,12 +428,12 @@ def test_a_request_that_finds_no_rows_is_served_under_any_load_of_others(mocks: 
         if "large" in mock.finished:
             break
     assert mock.output["large"] == expected_tokens(prompt(3), "a3-4", 3)
-    assert any(f"small-{j}" not in mock.finished for j in range(i)), "it had to overtake nobody"
+    assert any(f"small-{j}" not in mock.finished for j in range(i)), "nobody came after it"
     mock.settle()
 
 
 def test_who_can_be_served_goes_on_while_somebody_waits_for_rows(mocks: list[MockEngine]) -> None:
-    """The base model, all who join one that is older than the waiting one, and whoever cannot outlast that one."""
+    """The base model, and whoever cannot outlast the one that has the rows: it has to be waited for in any case."""
     mock = make_mock_engine(num_rows=4, max_steps_waiting_for_rows=1)
     mocks.append(mock)
     mock.submit("idle", adapter="a3-1", max_tokens=1)
@@ -453,8 +454,8 @@ def test_who_can_be_served_goes_on_while_somebody_waits_for_rows(mocks: list[Moc
     for _ in range(4):
         mock.step()
     assert {"base", "same", "another"} <= set(mock.finished)
-    assert names_of(mock.engine.scheduler.running) == ["holds", "same-for-long"]
-    assert names_of(mock.engine.scheduler.waiting) == ["waits", "another-for-long"]
+    assert names_of(mock.engine.scheduler.running) == ["holds"]
+    assert names_of(mock.engine.scheduler.waiting) == ["waits", "same-for-long", "another-for-long"]
     assert mock.rows.place_of("a3-1") is not None, "it had only to run"
     mock.settle()
     assert mock.output["waits"] == expected_tokens((1, 2, 3), "a2-2", 2)
@@ -527,6 +528,193 @@ def test_beside_younger_ones_only_those_go_on_that_outlast_nobody(mocks: list[Mo
     assert "as-long" not in mock.output
     mock.settle()
     assert mock.output["waits"] == expected_tokens((1, 2, 3), "a2-3", 2)
+
+
+def test_who_needs_one_row_does_not_wait_for_those_beside_whom_it_fits(mocks: list[MockEngine]) -> None:
+    """Only the short one is in the way: nobody may join who outlasts it, but for those with the rows of the long one,
+    beside whom there is room."""
+    mock = make_mock_engine(num_rows=8, max_steps_waiting_for_rows=1, max_len=400, num_blocks=400)
+    mocks.append(mock)
+    mock.submit("short", adapter="a1-4", max_tokens=10)
+    mock.submit("long", adapter="a2-1", max_tokens=300)
+    mock.step_until(lambda: len(mock.engine.scheduler.running) == 2)
+    mock.submit("waits", adapter="a3-7", max_tokens=2)
+    for _ in range(2):
+        step_and_load(mock)
+    mock.submit("outlasts", adapter="a4-1", max_tokens=250)
+    mock.submit("joins-short", adapter="a1-4", max_tokens=250)
+    mock.submit("joins-long", adapter="a2-1", max_tokens=350)
+    for _ in range(3):
+        step_and_load(mock)
+    assert names_of(mock.engine.scheduler.running) == ["short", "long", "joins-long"]
+    mock.step_until(lambda: "short" in mock.finished)
+    mock.step()
+    assert names_of(mock.engine.scheduler.running) == ["long", "waits", "joins-long"]
+    mock.settle()
+
+
+def test_the_door_is_open_while_who_waits_for_rows_is_being_read(mocks: list[MockEngine]) -> None:
+    """Read once, its copy given up for others, and the disk is slow now: rows that it could not use are not kept."""
+    mock = make_mock_engine(num_rows=4, max_steps_waiting_for_rows=3)
+    mocks.append(mock)
+    mock.submit("idle", adapter="a3-1", max_tokens=1)
+    mock.settle()
+    mock.submit("holds", adapter="a1-2", max_tokens=100)
+    mock.step_until(lambda: mock.engine.scheduler.running)
+    mock.host.gated.add("a2-4")
+    mock.submit("waits", adapter="a2-4", max_tokens=2)
+    for _ in range(6):
+        mock.step()
+    mock.submit("long", adapter="a3-1", max_tokens=150)
+    mock.step()
+    assert names_of(mock.engine.scheduler.running) == ["holds", "long"]
+    open_gate(mock)
+    mock.step()
+    mock.submit("late", adapter="a4-1", max_tokens=150)
+    for _ in range(3):
+        step_and_load(mock)
+    assert names_of(mock.engine.scheduler.running) == ["holds", "long"], "from now on the door is closed"
+    mock.settle()
+    assert mock.output["waits"] == expected_tokens((1, 2, 3), "a2-4", 2)
+
+
+@pytest.mark.parametrize(("max_sequences", "num_rows"), [(1, 4), (3, 6)])
+def test_who_is_read_only_while_there_is_room_is_served_under_any_load_of_others(
+    mocks: list[MockEngine], max_sequences: int, num_rows: int
+) -> None:
+    """There is room for it only in the step in which somebody ends; all places ahead are taken then, its own copy has
+    made way for theirs, and a younger one takes the rows."""
+    mock = make_mock_engine(
+        num_rows=num_rows, max_sequences=max_sequences, max_loads_ahead=1, max_steps_waiting_for_rows=4, num_blocks=400
+    )
+    mocks.append(mock)
+    for i in range(max_sequences):
+        mock.engine.handle(Load(f"a{10 + i}-1"))
+    mock.step_until(lambda: len(mock.rows.resident()) == max_sequences)
+    for i in range(max_sequences):
+        mock.submit(f"s-{i}", adapter=f"a{10 + i}-1", max_tokens=6)
+    mock.step()
+    assert len(mock.engine.scheduler.running) == max_sequences
+    mock.submit("large", adapter="a2-4", max_tokens=2)
+    for i in range(max_sequences, 60):
+        mock.submit(f"s-{i}", adapter=f"a{10 + i}-1", max_tokens=6)
+        if i > 2 * max_sequences:
+            for _ in range(max(6 // max_sequences, 2)):
+                step_and_load(mock)
+    assert "large" in mock.finished
+    mock.settle()
+
+
+# ---- what is read, and in which order
+
+
+def test_nothing_is_read_for_those_that_have_left(mocks: list[MockEngine]) -> None:
+    """Clients that give up and ask again for something else must not queue behind what they gave up."""
+    mock = make_mock_engine(max_loads_ahead=2)
+    mocks.append(mock)
+    mock.host.gated.add("a0")
+    mock.submit("slow", adapter="a0")
+    for i in range(1, 20):
+        mock.submit(f"gone-{i}", adapter=f"a{i}")
+        mock.step()
+        mock.engine.handle(Abort(f"gone-{i}"))
+    mock.submit("back", adapter="a7", max_tokens=2)
+    mock.submit("live", adapter="a99", max_tokens=2)
+    mock.step()
+    mock.host.gate.set()
+    mock.settle()
+    assert mock.output["live"] == expected_tokens((1, 2, 3), "a99", 2)
+    assert mock.output["back"] == expected_tokens((1, 2, 3), "a7", 2)
+    assert mock.host.reads == ["a0", "a7", "a99"]
+
+
+def test_who_comes_back_after_its_adapter_was_passed_over_is_read_for(mocks: list[MockEngine]) -> None:
+    mock = make_mock_engine()
+    mocks.append(mock)
+    mock.host.gated.add("a0")
+    mock.submit("slow", adapter="a0")
+    mock.submit("gone", adapter="a1-64")
+    mock.step()
+    mock.engine.handle(Abort("gone"))
+    mock.host.gate.set()
+    wait_for_loader(mock)
+    mock.submit("again", adapter="a1-64", max_tokens=2)
+    mock.settle()
+    assert mock.host.reads == ["a0", "a1-64"]
+    assert mock.output["again"] == expected_tokens((1, 2, 3), "a1-64", 2)
+
+
+def test_requests_do_not_wait_behind_hints(mocks: list[MockEngine]) -> None:
+    mock = make_mock_engine()
+    mocks.append(mock)
+    mock.host.gated.add("a0")
+    for i in range(6):
+        mock.engine.handle(Load(f"a{i}"))
+    mock.submit("r", adapter="a9", max_tokens=2)
+    mock.step()
+    mock.engine.handle(Abort("nobody"))
+    mock.host.gate.set()
+    mock.step_until(lambda: len(mock.host.reads) == 7)
+    assert mock.host.reads[:2] == ["a0", "a9"], "the one that was being read, and then the request's"
+    mock.settle()
+    assert mock.output["r"] == expected_tokens((1, 2, 3), "a9", 2)
+
+
+def test_hints_of_what_is_there_or_gone_read_nothing(mocks: list[MockEngine]) -> None:
+    mock = make_mock_engine()
+    mocks.append(mock)
+    mock.host.gated.add("a0")
+    for adapter in ("a0", "a1", "a2", "a0"):
+        mock.engine.handle(Load(adapter))
+    mock.engine.handle(Evict("a1"))
+    mock.host.gate.set()
+    mock.step_until(lambda: mock.rows.place_of("a2") is not None)
+    mock.step()
+    wait_for_loader(mock)
+    assert mock.host.reads == ["a0", "a2"]
+    assert not mock.engine.desk._entries
+
+
+def test_without_a_thread_to_read_in_the_request_fails_and_the_engine_goes_on(
+    mocks: list[MockEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mock = make_mock_engine()
+    mocks.append(mock)
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        mock.submit("r", adapter="a1", max_tokens=2)
+        mock.settle()
+    assert mock.finished["r"].error == "Adapter a1 could not be read: can't start new thread"
+    assert not mock.finished["r"].client_fault
+    mock.submit("again", adapter="a1", max_tokens=2)
+    mock.settle()
+    assert mock.output["again"] == expected_tokens((1, 2, 3), "a1", 2)
+
+
+def test_a_step_in_which_no_rows_change_hands_asks_for_no_room(
+    mocks: list[MockEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds may wait, for one adapter or for one each."""
+    mock = make_mock_engine(num_rows=4, max_sequences=8, max_steps_waiting_for_rows=10**6)
+    mocks.append(mock)
+    mock.submit("holds", adapter="a1-4", max_tokens=60)
+    mock.step_until(lambda: mock.engine.scheduler.running)
+    for i in range(40):
+        mock.submit(f"same-{i}", adapter="a2-4", max_tokens=1)
+        mock.submit(f"other-{i}", adapter=f"a{10 + i}-1", max_tokens=1)
+    for _ in range(4):
+        step_and_load(mock)
+    asked: list[object] = []
+    has_room = mock.rows.has_room
+    monkeypatch.setattr(mock.rows, "has_room", lambda rows: asked.append(rows) or has_room(rows))
+    for _ in range(5):
+        step_and_load(mock)
+    assert not asked
+    mock.settle()
 
 
 def test_rows_in_use_are_never_taken_and_idle_ones_are(mocks: list[MockEngine]) -> None:

@@ -42,7 +42,7 @@ def test_steps_hold_eight_adapters_the_base_chunks_and_decode_tokens_together(wo
     requests = [Request(f"{i}", names[i % 9], random_prompt(12 + 9 * (i // 9), i), 25) for i in range(27)]
     engine = build_engine(config_of(world, token_budget=64, max_sequences=24, num_rows=160))
     # They join a few at a time, so that the later ones prefill while the earlier ones decode.
-    answers = run_engine(engine, [r.submit(world.digests) for r in requests], joins_per_step=3)
+    answers = run_engine(engine, [r.submit(world) for r in requests], joins_per_step=3)
     engine.close()
     mixed = [
         record
@@ -64,9 +64,9 @@ def test_a_run_without_adapters_calls_no_lora_op(world: World) -> None:
     engine = build_engine(config_of(world, token_budget=32, max_sequences=8))
     base_only = [dataclasses.replace(request, adapter=BASE) for request in make_requests(world, 6)]
     before = lora_ops.call_count()
-    run_engine(engine, [request.submit(world.digests) for request in base_only])
+    run_engine(engine, [request.submit(world) for request in base_only])
     assert lora_ops.call_count() == before
-    run_engine(engine, [Request("one", "mlp", (9, 8, 7), 2).submit(world.digests)])
+    run_engine(engine, [Request("one", "mlp", (9, 8, 7), 2).submit(world)])
     assert lora_ops.call_count() > before
     engine.close()
 
@@ -149,7 +149,7 @@ def test_bfloat16_stays_within_the_tolerances(
     world = make_world(family, tmp_path_factory.mktemp(family), device, dtype=torch.bfloat16)
     requests = make_requests(world)
     engine = build_engine(config_of(world, num_blocks=48, num_rows=160, token_budget=24, max_sequences=12))
-    answers = run_engine(engine, [request.submit(world.digests, logprobs=5) for request in requests])
+    answers = run_engine(engine, [request.submit(world, logprobs=5) for request in requests])
     engine.close()
     assert engine.stats().num_preemptions > 0
     oracle = Oracle(world)

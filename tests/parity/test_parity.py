@@ -50,7 +50,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     requests = make_requests(world)
     # 48 blocks of 4 tokens hold about three of these requests at their end; twelve may run; a step takes 24 tokens.
     engine = build_engine(config_of(world, num_blocks=48, num_rows=160, token_budget=24, max_sequences=12))
-    submits = [r.submit(world.digests, logprobs=5) for r in requests]
+    submits = [r.submit(world, logprobs=5) for r in requests]
     answers = run_engine(engine, submits, joins_per_step=2)
     engine.close()
     stats = engine.stats()
@@ -116,8 +116,8 @@ def test_large_budgets_and_all_at_once_give_the_same_tokens_as_peft(run: Run) ->
     """All 24 requests, all eight adapters and the base in one step."""
     engine = build_engine(config_of(run.world, token_budget=2048, max_sequences=32, num_rows=160))
     for request in run.requests[: len(run.world.adapters) + 1]:  # have them all on the device
-        run_engine(engine, [Request(request.name, request.adapter, (1,), 1).submit(run.world.digests)])
-    answers = run_engine(engine, [request.submit(run.world.digests, logprobs=5) for request in run.requests])
+        run_engine(engine, [Request(request.name, request.adapter, (1,), 1).submit(run.world)])
+    answers = run_engine(engine, [request.submit(run.world, logprobs=5) for request in run.requests])
     engine.close()
     assert any(
         (record.num_sequences, len(record.adapters), record.num_base_tokens > 0) == (24, 8, True)
@@ -131,7 +131,7 @@ def test_rows_for_two_adapters_at_a_time_give_the_same_tokens(run: Run) -> None:
     engine = build_engine(
         config_of(run.world, num_rows=48, token_budget=64, max_sequences=16, max_steps_waiting_for_rows=4)
     )
-    answers = run_engine(engine, [r.submit(run.world.digests) for r in run.requests])
+    answers = run_engine(engine, [r.submit(run.world) for r in run.requests])
     engine.close()
     assert {name: answer.tokens for name, answer in answers.items()} == run.tokens
     stats = engine.stats()
@@ -141,7 +141,7 @@ def test_rows_for_two_adapters_at_a_time_give_the_same_tokens(run: Run) -> None:
 def test_each_request_alone_gives_the_same_tokens(run: Run) -> None:
     engine = build_engine(config_of(run.world, token_budget=512, max_sequences=1, num_rows=160))
     for request in run.requests[:12]:
-        answer = run_engine(engine, [request.submit(run.world.digests)])[request.name]
+        answer = run_engine(engine, [request.submit(run.world)])[request.name]
         assert answer.tokens == run.answers[request.name].tokens
     engine.close()
 

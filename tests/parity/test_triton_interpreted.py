@@ -52,7 +52,7 @@ def test_greedy_tokens_are_those_of_peft(family: str, tmp_path: Path) -> None:
         engine.wake.clear()
         engine.step()
         assert len(engine.stats().adapters_on_device) == 2 or engine.wake.wait(30), "the adapters do not arrive"
-    answers = run_engine(engine, [request.submit(world.digests) for request in requests])
+    answers = run_engine(engine, [request.submit(world) for request in requests])
     engine.close()
     modules = [platform.implementation(op, torch.device("cpu")).__name__ for op in OPS]
     assert modules == [f"kernels.{op}.triton_cuda" for op in OPS]

@@ -137,7 +137,6 @@ class MockHost:
     gate: threading.Event = field(default_factory=threading.Event)
     gated: set[str] = field(default_factory=set)
     reads: list[str] = field(default_factory=list)
-    measured: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
 
     def get(self, digest: str) -> MockWeights:
@@ -147,12 +146,6 @@ class MockHost:
         if digest in self.broken:
             raise ValueError("the file is damaged")
         return MockWeights(digest)
-
-    def rows_of(self, digest: str) -> dict[Group, int]:
-        self.measured.append(digest)
-        if digest in self.broken:
-            raise ValueError("the file is damaged")
-        return MockWeights(digest).rows
 
     def drop(self, digest: str) -> None:
         self.dropped.append(digest)
@@ -234,7 +227,6 @@ class MockEngine:
     output: dict[str, list[int]] = field(default_factory=dict)
     messages: dict[str, list[Tokens]] = field(default_factory=dict)
     finished: dict[str, Finished] = field(default_factory=dict)
-    states: list[tuple[str, str]] = field(default_factory=list)
 
     def submit(
         self,
@@ -247,7 +239,8 @@ class MockEngine:
         **sampling: object,
     ) -> None:
         chosen = Sampling(max_tokens=max_tokens, temperature=temperature, **sampling)  # type: ignore[arg-type]
-        self.engine.submit(Submit(request_id, prompt, chosen, adapter))
+        rows = {} if adapter is None else {**MockWeights(adapter).rows}
+        self.engine.submit(Submit(request_id, prompt, chosen, adapter, rows))
         self.engine.check_integrity()
 
     def step(self) -> list[Event]:
@@ -278,11 +271,9 @@ class MockEngine:
                 assert event.request_id not in self.finished, "tokens after the end"
                 self.output.setdefault(event.request_id, []).extend(event.token_ids)
                 self.messages.setdefault(event.request_id, []).append(event)
-            elif isinstance(event, Finished):
+            else:
                 assert event.request_id not in self.finished, "ended twice"
                 self.finished[event.request_id] = event
-            else:
-                self.states.append((event.adapter, event.state))
 
 
 def make_mock_engine(

@@ -50,9 +50,10 @@ class Request:
     prompt: tuple[int, ...]
     max_tokens: int
 
-    def submit(self, digests: dict[str, str], **sampling: Any) -> Submit:
+    def submit(self, world: World, **sampling: Any) -> Submit:
         fields: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": self.max_tokens} | sampling
-        return Submit(self.name, self.prompt, Sampling(**fields), digests.get(self.adapter))
+        digest = world.digests.get(self.adapter)
+        return Submit(self.name, self.prompt, Sampling(**fields), digest, world.rows.get(self.adapter, {}))
 
 
 @dataclass
@@ -79,6 +80,7 @@ class World:
     store_root: Path
     adapters: dict[str, Path]
     digests: dict[str, str]
+    rows: dict[str, dict[str, int]]
 
     @property
     def tied_targets(self) -> set[str]:
@@ -116,16 +118,16 @@ def make_world(
     """Write the model and its adapters, and publish them as an upload would."""
     model_dir = make_tiny_model(family, directory / "model", dtype=dtype, **overrides)
     layout = layout_in(model_dir)
-    adapters, digests = {}, {}
+    adapters, digests, rows = {}, {}, {}
     store = AdapterStore(directory / "store", layout, base_name=BASE, base_dir=model_dir)
     for seed, (name, spec) in enumerate(adapter_specs(family).items(), start=1):
         adapters[name] = make_adapter(model_dir, directory / name, seed=seed, **spec)
         upload = store.begin()
         upload.add_directory(adapters[name])
         record, _ = upload.finish(name)
-        digests[name] = record.digest
+        digests[name], rows[name] = record.digest, record.manifest.rows
     store.close()
-    return World(family, dtype, device, model_dir, directory / "store", adapters, digests)
+    return World(family, dtype, device, model_dir, directory / "store", adapters, digests, rows)
 
 
 def make_requests(world: World, num: int = 24, *, seed: int = 0, max_prompt: int = 60) -> list[Request]:
@@ -192,17 +194,17 @@ def run_engine(engine: Engine, submits: Sequence[Submit], *, joins_per_step: int
 def submit_every_sampling(engine: Engine, world: World) -> None:
     """Have two adapters on the device; then submit, and do not run, a request of three tokens for each of SAMPLINGS."""
     first = [Request(f"first {name}", name, (9, 8), 1) for name in ("all", "embedding")]
-    run_engine(engine, [request.submit(world.digests) for request in first])
+    run_engine(engine, [request.submit(world) for request in first])
     for i, sampling in enumerate(SAMPLINGS):
         request = Request(f"r{i}", (BASE, "all", "embedding")[i % 3], (5 + i, 9, 8, 7), 3)
-        engine.submit(request.submit(world.digests, **sampling))
+        engine.submit(request.submit(world, **sampling))
 
 
 def answers_of(world: World, requests: Sequence[Request], *, sampling: Any = None, **config: Any) -> dict[str, Answer]:
     """Answers of a fresh engine to all requests at once."""
     engine = build_engine(config_of(world, **config))
     try:
-        return run_engine(engine, [request.submit(world.digests, **(sampling or {})) for request in requests])
+        return run_engine(engine, [request.submit(world, **(sampling or {})) for request in requests])
     finally:
         engine.close()
 

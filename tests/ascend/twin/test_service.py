@@ -101,8 +101,8 @@ def run(world: World, requests: list[Request], engine_config: EngineConfig, **sa
     try:
         # With all adapters on the device, what runs when depends on nothing but the requests.
         first = [Request(f"first {name}", name, (9,), 1) for name in world.adapters]
-        run_engine(engine, [request.submit(world.digests) for request in first])
-        submits = [request.submit(world.digests, **sampling) for request in requests]
+        run_engine(engine, [request.submit(world) for request in first])
+        submits = [request.submit(world, **sampling) for request in requests]
         answers = run_engine(engine, submits, joins_per_step=2)
         stats = engine.stats()
         return Run(
