@@ -51,10 +51,12 @@ class LimitError(TemplateError):
 class TemplateWorker:
     """Owns the child: started by the first template, started again after one that ended it, one template at a time.
 
-    thread  where requests wait for their turn: those who wait hold up no thread that uploads or other chats need
+    max_seconds  of processor time that one rendering may take
+    thread       where requests wait for their turn: those who wait hold up no thread that uploads or other chats need
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_seconds: float = MAX_SECONDS) -> None:
+        self._max_seconds = max_seconds
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-template")
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
@@ -73,7 +75,7 @@ class TemplateWorker:
             if isinstance(answer, int) and answer != -signal.SIGPROF and not was_fresh:
                 answer = self._ask(line)
         if isinstance(answer, int):
-            raise _ending(answer)
+            raise _ending(answer, self._max_seconds)
         if "text" in answer:
             return str(answer["text"])
         if answer["kind"] == "limit":
@@ -90,7 +92,7 @@ class TemplateWorker:
     def _ask(self, line: bytes) -> dict[str, str] | int:
         """The child's answer, or its exit code if it ended instead."""
         if self._child is None:
-            self._child = _start()
+            self._child = _start(self._max_seconds)
         child = self._child
         assert child.stdin is not None
         assert child.stdout is not None
@@ -149,11 +151,11 @@ class AdapterTemplate:
         return self._worker.render({**self._about, "messages": list(messages), "options": options})
 
 
-def _start() -> subprocess.Popen[bytes]:
+def _start(max_seconds: float) -> subprocess.Popen[bytes]:
     """The child knows none of the settings, which hold keys; nothing but answers may come out of it."""
     environment = {name: value for name, value in child_environment().items() if not name.startswith("MULTILORA_")}
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "service.text.template_worker"],
+        [sys.executable, "-P", "-m", "service.text.template_worker", str(max_seconds)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
@@ -168,10 +170,10 @@ def _limit(excess: str) -> LimitError:
     return error
 
 
-def _ending(code: int) -> Exception:
+def _ending(code: int, max_seconds: float) -> Exception:
     """What an exit code says: about the template if it got its process killed, about us if the process gave up."""
     if code == -signal.SIGPROF:
-        return _limit(f"takes longer than {MAX_SECONDS:g} s")
+        return _limit(f"takes longer than {max_seconds:g} s")
     if code == _OUT_OF_MEMORY:
         return _limit(f"takes more than {MAX_NEW_BYTES >> 20} MiB of memory")
     if code < 0:
@@ -224,8 +226,9 @@ def main() -> int:
     for ignored in (signal.SIGINT, signal.SIGTERM):  # they reach the whole process group; the parent judges them
         signal.signal(ignored, signal.SIG_IGN)
     _bound_memory()
+    max_seconds = float(sys.argv[1])
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
+        signal.setitimer(signal.ITIMER_PROF, max_seconds)
         try:
             encoded = json.dumps(_answer(line)).encode() + b"\n"
         except MemoryError:
