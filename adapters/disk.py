@@ -106,16 +106,16 @@ class StoreFiles:
         _sync_directory(ready)
 
     def publish(self, ready: Path, digest: str) -> bool:
-        """Move a complete directory to its digest; one that is there already stays as it is unless it is damaged.
-        Returns whether a damaged one was replaced."""
-        target = self._adapters / digest
-        is_damaged = target.is_dir() and not self.is_whole(digest, ready)
-        if is_damaged:
-            self.remove_adapter(digest)
-        if not target.is_dir():
-            ready.rename(target)
-            _sync_directory(self._adapters)
-        return is_damaged
+        """Move a complete directory to its digest. One that is there already stays as it is unless it is damaged:
+        False then."""
+        if self.is_whole(digest, ready):
+            return False
+        damaged = self._take_out(digest)
+        ready.rename(self._adapters / digest)
+        _sync_directory(self._adapters)
+        if damaged is not None:
+            shutil.rmtree(damaged, ignore_errors=True)
+        return True
 
     def is_whole(self, digest: str, ready: Path) -> bool:
         """Whether the files are what they were when they were published; `ready` holds the same adapter again."""
@@ -141,13 +141,18 @@ class StoreFiles:
 
     def remove_adapter(self, digest: str) -> bool:
         """Out of sight by one rename, then deleted. False when it is not there."""
+        out = self._take_out(digest)
+        if out is not None:
+            shutil.rmtree(out, ignore_errors=True)
+        return out is not None
+
+    def _take_out(self, digest: str) -> Path | None:
+        """Out of sight by one rename; returns where it is now, to be deleted."""
         out = self.staging / f"gone-{uuid.uuid4().hex}"
         try:
-            (self._adapters / digest).rename(out)
+            return (self._adapters / digest).rename(out)
         except FileNotFoundError:
-            return False
-        shutil.rmtree(out, ignore_errors=True)
-        return True
+            return None
 
 
 def _write_synced(path: Path, data: bytes) -> None:

@@ -109,7 +109,7 @@ class HostTier:
 def read_adapter(store_root: Path, layout: BaseLayout, digest: str, dtype: torch.dtype) -> HostAdapter:
     """Read a published adapter; errors as in `HostTier.get`."""
     directory = adapter_dir(store_root, layout, digest)
-    manifest = read_manifest(directory, digest)
+    manifest = _read_manifest(directory, digest)
     try:
         header = read_header(directory / TENSOR_FILE)
         mapped = np.memmap(directory / TENSOR_FILE, dtype=np.uint8, mode="c")  # private: torch wants it writable
@@ -132,7 +132,7 @@ def read_adapter(store_root: Path, layout: BaseLayout, digest: str, dtype: torch
     return HostAdapter(digest, slices, rows, num_bytes)
 
 
-def read_manifest(directory: Path, digest: str) -> Manifest:
+def _read_manifest(directory: Path, digest: str) -> Manifest:
     """What the store says of a published adapter. Raises NotFound, and Malformed when it is damaged."""
     try:
         return msgspec.json.decode((directory / MANIFEST_FILE).read_bytes(), type=Manifest)

@@ -246,27 +246,40 @@ class AdapterStore:
 
     def _publish(self, name: str, manifest: Manifest, ready: Path, *, replace: bool) -> tuple[AdapterRecord, bool]:
         digest = manifest.digest
-        with self._disk:
-            taken = self._names.get(name)
-            if taken is not None and taken.digest == digest and self._files.is_whole(digest, ready):
-                return AdapterRecord(name, taken.created_at_seconds, manifest), False
-            if taken is not None and taken.digest != digest and not replace:
-                raise Conflict(
-                    f"The name {name!r} is taken by another adapter; delete that first or choose another name."
-                )
-            is_replaced = self._files.publish(ready, digest)
-            alias = Alias(digest, time.time())
-            try:
-                self._files.write_name(name, alias)
-            except OSError:
-                self._remove_if_unused(digest)
-                raise
-            self._point(name, alias)
-            is_gone = taken is not None and self._remove_if_unused(taken.digest)
-        self._tell_if_gone(digest, is_replaced)  # whoever has read the damaged files must read again
-        if taken is not None:
-            self._tell_if_gone(taken.digest, is_gone)
+        gone: list[str] = []
+        try:
+            with self._disk:
+                taken = self._names.get(name)
+                if taken is not None and taken.digest == digest and self._files.is_whole(digest, ready):
+                    return AdapterRecord(name, taken.created_at_seconds, manifest), False
+                if taken is not None and taken.digest != digest and not replace:
+                    raise Conflict(
+                        f"The name {name!r} is taken by another adapter; delete that first or choose another name."
+                    )
+                if self._put(ready, digest):
+                    gone.append(digest)
+                alias = Alias(digest, time.time())
+                try:
+                    self._files.write_name(name, alias)
+                except OSError:
+                    self._remove_if_unused(digest)
+                    raise
+                self._point(name, alias)
+                if taken is not None and self._remove_if_unused(taken.digest):
+                    gone.append(taken.digest)
+        finally:
+            for one in gone:
+                self._tell_if_gone(one, True)
         return AdapterRecord(name, alias.created_at_seconds, manifest), True
+
+    def _put(self, ready: Path, digest: str) -> bool:
+        """The adapter's files are in the store from now on. Returns whether they are in the place of damaged ones:
+        whoever has read those must read again."""
+        is_new = self._files.publish(ready, digest)
+        with self._lock:
+            if is_new:
+                self._manifests.pop(digest, None)
+            return is_new and self._is_used(digest)
 
     def _point(self, name: str, alias: Alias | None) -> None:
         """Change what a name points at in memory; None removes it."""

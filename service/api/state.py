@@ -182,7 +182,7 @@ class Services:
             loop.call_soon(call, *arguments)
 
     def gone(self, digest: str) -> None:
-        """The last request of a deleted adapter has ended and its files are removed. Any thread."""
+        """An adapter's files are removed, after the last request for it, or damaged ones replaced. Any thread."""
         self.on_loop(self.engine.evict, digest)
 
     def on_loop(self, call: Callable[..., None], *arguments: Any) -> None:

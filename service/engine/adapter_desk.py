@@ -1,12 +1,12 @@
 """Brings adapters to the device for the requests that name them; no step ever waits for the disk.
 
 Disk -> host is read by one loader thread. Host -> device is `RowPool.load`, between steps: when a request asks for the
-rows, or ahead of any request when a hint's copy has been read. The desk counts the users of each adapter (requests
-that wait or run) and pins its rows while any of them runs; the row pool never evicts pinned rows. A hint takes no rows
-from others and is read when no request's adapter is: each upload is one, and a burst of them must not push out of the
-device, or hold up, what is in demand.
+rows, or ahead of any request when what a hint asked for has been read. The desk counts the users of each adapter
+(requests that wait or run) and pins its rows while any of them runs; the row pool never evicts pinned rows. A hint
+takes no rows from others and is read when no request's adapter is: each upload is one, and a burst of them must not
+push out of the device, or hold up, what is in demand.
 
-Who frees: rows by the row pool when others need them, or by `evict` after the last user; host memory by the host
+Who frees: rows by the row pool when others need them, or by `evict` when nobody runs with them; host memory by the host
 tier's own budget, or by `evict`. A killed engine leaves only the store on disk, which it never writes.
 
 Cost per step: a queue look-up, and a few dictionary look-ups per waiting request; room is computed anew for an adapter
@@ -38,7 +38,7 @@ class HostSource(Protocol):
     """The host tier, as far as the desk needs it. `get` is called in the loader thread, the others in the step's."""
 
     def get(self, digest: str) -> Any:
-        """The adapter in host memory, read from the store if need be."""
+        """The adapter in host memory, read from the store if need be; `rows` of it are those that it takes."""
 
     def drop(self, digest: str) -> None:
         """Forget it; unknown digests are ignored."""
@@ -72,13 +72,17 @@ class Failure:
     client_fault: bool = False
 
 
+_UNKNOWN = (-1, False)
+
+
 @dataclass(slots=True)
 class _Entry:
-    """An adapter that has users, or is being read.
+    """An adapter that has users, or is being read. The loader thread looks at `is_wanted`.
 
-    rows      that it takes on the device, as its first user said; {} while there was only a hint
+    rows      that it takes on the device, as its users say until it has been read; {} while there was only a hint
     host      held from the end of reading to the copy to the device, or until somebody else needs its place more
     was_read  its copy was lost once, or will be: it is read again only when it can be used
+    is_stale  `evict` came while it was in use, or being read: what was read until then is not used for newcomers
     room      whether it has room, and the desk's `_num_pin_changes` at which that was found
     """
 
@@ -90,8 +94,8 @@ class _Entry:
     was_read: bool = False
     is_read_again: bool = False
     host: Any = None
-    evict_asked: bool = False
-    room: tuple[int, bool] = (-1, False)
+    is_stale: bool = False
+    room: tuple[int, bool] = _UNKNOWN
 
     @property
     def is_ahead(self) -> bool:
@@ -119,6 +123,8 @@ class AdapterDesk:
         self._wake = wake
         self._entries: dict[str, _Entry] = {}
         self._hints: dict[str, None] = {}  # not begun yet, in the order of their arrival
+        self._is_short_of_places = False  # who could run was left unread in this step
+        self.num_reads = 0  # that have ended, one way or another
         self._num_pin_changes = 0
         self._loader = BriefThread("adapter-loader")
         # (digest, copy, error); both None where nobody wanted it any more when its turn came
@@ -130,7 +136,8 @@ class AdapterDesk:
     def enter(self, digest: str, rows: Mapping[str, int]) -> None:
         """A request that names the adapter, which takes so many rows, has arrived."""
         entry = self._entries.setdefault(digest, _Entry())
-        entry.rows = rows
+        if not entry.rows:
+            entry.rows = rows
         entry.num_users += 1
 
     def leave(self, digest: str) -> None:
@@ -142,19 +149,19 @@ class AdapterDesk:
 
     def hint(self, digest: str) -> None:
         """Bring it to the host tier, and to the device if rows are free without an eviction, although no request has
-        come yet; in its turn, when no other adapter is being read."""
-        if self.rows is None:
-            return
-        self._hints[digest] = None
-        self._follow_hints()
+        come yet; see `follow_hints`."""
+        if self.rows is not None:
+            self._hints[digest] = None
 
     def evict(self, digest: str) -> None:
-        """Forget it, on the device and in host memory, as soon as its last user has left."""
+        """Its files are gone, or new ones are in their place: forget it, on the device and in host memory, as soon as
+        nobody runs with it. Who still waits for it waits until it has been read anew."""
         if self.rows is None:
             return
         self._hints.pop(digest, None)
         entry = self._entries.setdefault(digest, _Entry())
-        entry.evict_asked = True
+        entry.is_stale = True
+        self._drop_stale(digest, entry)
         self._settle_entry(digest, entry)
 
     # ---- the scheduler's questions
@@ -188,11 +195,12 @@ class AdapterDesk:
                 others.append(digest)
         for digest in useful:
             if digest != first:
-                if places <= 0:
-                    if not held:
-                        continue
+                while places <= 0 and held:
                     held.pop().host = None
                     places += 1
+                if places <= 0:
+                    self._is_short_of_places = True
+                    continue
                 places -= 1
             self._start_reading(digest, self._entries[digest])
         for digest in others[: max(places, 0)]:
@@ -203,8 +211,8 @@ class AdapterDesk:
         it has not been read, or the rows in use leave no room for it."""
         assert self.rows is not None
         entry = self._entries[digest]
-        if self.rows.place_of(digest) is None and not (
-            entry.host is not None and self._has_room(entry) and self._bring(digest, entry)
+        if not self.is_on_device(digest) and (
+            entry.host is None or not self._has_room(entry) or not self._bring(digest, entry)
         ):
             return False
         if entry.num_pins == 0:
@@ -221,11 +229,16 @@ class AdapterDesk:
             assert self.rows is not None
             self.rows.unpin(digest)
             self._num_pin_changes += 1
+            self._drop_stale(digest, entry)
+
+    def is_on_device(self, digest: str) -> bool:
+        """Whether `acquire` has nothing to do but to pin."""
+        assert self.rows is not None
+        return self.rows.place_of(digest) is not None and not self._entries[digest].is_stale
 
     def is_read(self, digest: str) -> bool:
         """Whether nothing but rows can keep it from running."""
-        assert self.rows is not None
-        return self._entries[digest].host is not None or self.rows.place_of(digest) is not None
+        return self._entries[digest].host is not None or self.is_on_device(digest)
 
     def fits_beside(self, digest: str, others: Collection[str]) -> bool:
         """Whether it would have room if no other adapters than these, which are resident, were in use."""
@@ -238,8 +251,22 @@ class AdapterDesk:
         """Take over what the loader thread has finished. Never waits."""
         while not self._done.empty():
             digest, host, error = self._done.get()
+            self.num_reads += 1
             self._settle_read(digest, self._entries[digest], host, error)
-        self._follow_hints()
+
+    def follow_hints(self) -> None:
+        """Start reading the next one, unless an adapter is being read; called after `prefetch` in each step."""
+        is_short, self._is_short_of_places = self._is_short_of_places, False
+        while self._hints and not is_short and not any(entry.is_loading for entry in self._entries.values()):
+            assert self.rows is not None
+            digest = next(iter(self._hints))
+            del self._hints[digest]
+            entry = self._entries.setdefault(digest, _Entry())
+            if self.is_read(digest):
+                self._settle_entry(digest, entry)
+                continue
+            entry.is_hinted = True
+            self._start_reading(digest, entry)
 
     def take_failures(self) -> dict[str, Failure]:
         """Adapters whose users cannot be served, and why."""
@@ -251,6 +278,12 @@ class AdapterDesk:
         for digest, entry in self._entries.items():
             assert 0 <= entry.num_pins <= entry.num_users, f"{digest}: more pins than users"
             assert entry.num_users or entry.is_loading, f"{digest}: kept for nobody"
+            assert not entry.is_stale or entry.num_pins or entry.is_loading, f"{digest}: evicted, and still there"
+            assert (
+                entry.room[0] != self._num_pin_changes
+                or self.rows is None
+                or (entry.room[1] == self.rows.has_room(entry.rows))
+            ), f"{digest}: room is wrong"
             if entry.num_pins:
                 assert self.rows is not None and self.rows.place_of(digest) is not None, f"{digest}: used, not resident"
         if self.rows is not None:
@@ -269,19 +302,6 @@ class AdapterDesk:
             entry.room = (self._num_pin_changes, self.rows.has_room(entry.rows))
         return entry.room[1]
 
-    def _follow_hints(self) -> None:
-        """Start reading the next one, unless an adapter is being read."""
-        while self._hints and not any(entry.is_loading for entry in self._entries.values()):
-            assert self.rows is not None
-            digest = next(iter(self._hints))
-            del self._hints[digest]
-            entry = self._entries.setdefault(digest, _Entry())
-            if entry.host is not None or self.rows.place_of(digest) is not None:
-                self._settle_entry(digest, entry)
-                continue
-            entry.is_hinted = True
-            self._start_reading(digest, entry)
-
     def _start_reading(self, digest: str, entry: _Entry) -> None:
         entry.is_loading = entry.was_read = True
         try:
@@ -293,23 +313,25 @@ class AdapterDesk:
     def _read(self, digest: str, entry: _Entry) -> None:
         """In the loader thread. Whatever goes wrong is this adapter's failure, never the engine's."""
         assert self._host is not None
-        host, error = None, None
         try:
-            if entry.is_wanted:  # its users may have left while others were read
-                host = self._host.get(digest)
-        except Exception as caught:
-            error = caught
-        self._done.put((digest, host, error))
+            # Its users may have left while others were read.
+            self._done.put((digest, self._host.get(digest) if entry.is_wanted else None, None))
+        except Exception as error:  # kept in no local that outlives this clause: its frames hold what was read so far
+            self._done.put((digest, None, error))
         self._wake()
 
     def _settle_read(self, digest: str, entry: _Entry, host: Any, error: Exception | None) -> None:
+        is_stale, is_hinted = entry.is_stale, entry.is_hinted
         entry.is_loading = entry.is_hinted = False
+        self._drop_stale(digest, entry)
         if isinstance(error, NotFound) and entry.num_users and not entry.is_read_again:
             # A user's lease keeps the files, so they are back since: deleted and uploaded again while nobody used them.
             entry.is_read_again = True
             self._start_reading(digest, entry)
             return
-        if error is not None:
+        if is_stale and entry.num_users:
+            entry.was_read = False  # of the old files, whatever came of it
+        elif error is not None:
             if entry.num_users == 0 and isinstance(error, NotFound):
                 log.info("adapter %s has left the store, and nobody waits for it", digest)
             else:
@@ -317,9 +339,9 @@ class AdapterDesk:
             self._fail(digest, entry, _unread(digest, error))
         elif host is None:
             entry.was_read = False
-        else:
-            entry.host = host
-            if entry.num_users == 0 and not entry.evict_asked:
+        elif not is_stale:
+            entry.host, entry.rows, entry.room = host, host.rows, _UNKNOWN
+            if is_hinted and entry.num_users == 0:
                 self._bring(digest, entry, may_evict=False)
         self._settle_entry(digest, entry)
 
@@ -341,15 +363,19 @@ class AdapterDesk:
             self._failures[digest] = failure
             self._wake()  # there may be no step to come that would answer them
 
-    def _settle_entry(self, digest: str, entry: _Entry) -> None:
-        """Let go of what nobody needs: the host copy, and after `evict` everything."""
-        if entry.num_users > 0 or entry.is_loading:
-            return
-        del self._entries[digest]
-        if entry.evict_asked:
+    def _drop_stale(self, digest: str, entry: _Entry) -> None:
+        """Forget what was read of an evicted adapter, once nobody runs with it and nothing more of it is being read."""
+        if entry.is_stale and entry.num_pins == 0 and not entry.is_loading:
             assert self.rows is not None and self._host is not None
+            entry.is_stale = entry.was_read = False
+            entry.host = None
             self.rows.drop(digest)
             self._host.drop(digest)
+
+    def _settle_entry(self, digest: str, entry: _Entry) -> None:
+        """Let go of what nobody needs, the host copy with it."""
+        if entry.num_users == 0 and not entry.is_loading:
+            del self._entries[digest]
 
 
 def _unread(digest: str, error: Exception) -> Failure:

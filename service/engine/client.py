@@ -177,7 +177,7 @@ class EngineClient:
             self._send(Load(digest))
 
     def evict(self, digest: str) -> None:
-        """Forget an adapter whose files are gone, as soon as no request uses it. A later engine never had it."""
+        """Forget what was read of an adapter, as soon as no request runs with it. A later engine never had it."""
         if self.state == "ready":
             self._send(Evict(digest))
 

@@ -73,7 +73,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 
 class Evict(msgspec.Struct, frozen=True, tag=True):
-    """Its files are gone: free its rows and host memory as soon as no request uses it."""
+    """Its files are gone, or new ones are in the place of damaged ones: free its rows and host memory as soon as no
+    request runs with it. Requests that wait for it have it read anew."""
 
     adapter: str
 

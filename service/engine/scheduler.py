@@ -16,7 +16,7 @@ too often, the adapter of the oldest is read before all others and stays in host
 closes the door to younger requests, but for those that keep it waiting no longer, until enough have ended and given
 their rows back; `_door_of` says for whom, and why that comes to an end.
 
-Cost per step: O(running), plus O(waiting) while some wait for adapters.
+Cost per step: O(running + waiting).
 """
 
 from __future__ import annotations
@@ -187,6 +187,9 @@ class Scheduler:
             if sequence.adapter is not None:
                 if door is not None and not door.lets_in(sequence):
                     continue
+                # It would take the blocks that come free, and its pins would only come and go.
+                if need > free_blocks and self.desk.is_on_device(sequence.adapter):
+                    return
                 if sequence.adapter in passed_over or not self.desk.acquire(sequence.adapter):
                     passed_over.add(sequence.adapter)
                     sequence.steps_waiting_for_rows += 1
@@ -218,12 +221,12 @@ class Scheduler:
         return door
 
     def _door_of(self, waiting: Sequence, its_adapter: str) -> _Door:
-        """The door that `waiting`, which only lacks rows, has closed.
+        """The door that `waiting`, whose adapter has been read, has closed.
 
         If those that run end as late as they may, their adapters leave one by one, and after a certain one there is
-        room. Those that are still in use then may be joined by all; any other, whether it runs or not, only by
-        requests that cannot outlast that certain one. So the end that is waited for never moves away, and comes nearer
-        with its tokens, under any load; only older requests, finitely many, can put it off.
+        room. Those that are in use for longer may be joined by all; any other, whether it runs or not, only by requests
+        that end before that certain one. So the end that is waited for never moves away, and comes nearer with its
+        tokens, under any load; only older requests, finitely many, can put it off.
         """
         tokens_left: dict[str, int] = {}
         for one in self.running:
@@ -234,7 +237,8 @@ class Scheduler:
             range(len(leaving)), True, key=lambda num: self.desk.fits_beside(its_adapter, leaving[num:])
         )
         until_tokens = tokens_left[leaving[num_ends - 1]] if num_ends else 0
-        return _Door(waiting, frozenset((its_adapter, *leaving[num_ends:])), until_tokens)
+        stays = (adapter for adapter in leaving[num_ends:] if tokens_left[adapter] > until_tokens)
+        return _Door(waiting, frozenset((its_adapter, *stays)), until_tokens)
 
     def _blocks_missing(self, sequence: Sequence) -> int:
         """Blocks it lacks for all its present tokens and the next; admitted with fewer, it would soon be preempted."""

@@ -818,6 +818,27 @@ def test_an_upload_replaces_damaged_tensors(store: AdapterStore, damage: str, na
     assert gone == [record.digest]
 
 
+def test_damaged_tensors_are_told_to_be_replaced_although_the_upload_s_own_name_cannot_be_written(
+    store: AdapterStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files are new for the other name already; sent again, the upload would find them whole and say nothing."""
+    gone: list[str] = []
+    store.on_gone = gone.append
+    record, _ = upload_small(store, LAYOUT, "hurt")
+    path = store.path_of(record.digest) / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store._files, "write_name", refuse)
+        with pytest.raises(StorageFull, match="full"):
+            upload_small(store, LAYOUT, "again")
+    assert gone == [record.digest]
+    assert store.names().keys() == {"hurt"}
+
+
 # ---- copies of base weights
 
 

@@ -261,6 +261,13 @@ class TestDelete:
             server.metric("adapters_on_disk"),
         )
 
+    def test_what_is_uploaded_is_told_to_be_on_the_device_although_nobody_has_asked_for_it(
+        self, server: Server, checkpoints: Checkpoints, gone: list[str]
+    ) -> None:
+        gone.append("eager")
+        assert upload(server, "eager", checkpoints.spare).status_code == 201
+        wait_for(lambda: server.get("/v1/adapters/eager").json()["state"] == "device", "the engine to tell of it")
+
     def test_a_deleted_content_can_come_back_under_its_digest(
         self, server: Server, client: openai.OpenAI, checkpoints: Checkpoints, gone: list[str]
     ) -> None:

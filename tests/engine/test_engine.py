@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -266,6 +268,90 @@ def test_what_nobody_uses_is_evicted_at_once(mock: MockEngine) -> None:
     assert not mock.engine.desk._entries
 
 
+def test_what_replaces_a_damaged_adapter_is_served_as_soon_as_nobody_runs_with_the_damaged_one(
+    mock: MockEngine,
+) -> None:
+    """Its name and its digest stay, so its requests may come without end: newcomers wait for the new files."""
+    mock.submit("before", adapter="a1", max_tokens=6)
+    mock.submit("other", adapter="a2", max_tokens=40)
+    mock.step_until(lambda: mock.output.get("before"))
+    mock.engine.handle(Evict("a1"))
+    for i in range(20):
+        mock.submit(f"after-{i}", adapter="a1", max_tokens=6)
+        mock.step()
+        assert "before" in mock.finished or not any(name.startswith("after") for name in mock.output)
+    mock.settle()
+    assert mock.host.reads == ["a1", "a2", "a1"]
+    assert mock.host.dropped == ["a1"]
+    assert mock.output["after-19"] == expected_tokens((1, 2, 3), "a1", 6)
+
+
+def test_what_is_being_read_when_it_is_replaced_is_read_again(mock: MockEngine) -> None:
+    mock.host.gated.add("a1")
+    mock.submit("r", adapter="a1")
+    mock.step()
+    while not mock.host.asked:
+        mock.step()
+    mock.engine.handle(Evict("a1"))
+    mock.host.gate.set()
+    mock.settle()
+    assert mock.host.reads == ["a1", "a1"]
+    assert mock.host.dropped == ["a1"]
+    assert mock.output["r"] == expected_tokens((1, 2, 3), "a1", 4)
+
+
+def test_who_waits_for_what_was_damaged_is_served_from_what_replaces_it(mock: MockEngine) -> None:
+    """The damaged files were read before the new ones came, and that they could not be is not yet told."""
+    mock.host.broken.add("a1")
+    mock.submit("r", adapter="a1")
+    mock.engine.wake.clear()
+    mock.step()
+    assert mock.engine.wake.wait(30)
+    mock.host.broken.clear()
+    mock.engine.handle(Evict("a1"))
+    mock.settle()
+    assert mock.output["r"] == expected_tokens((1, 2, 3), "a1", 4)
+
+
+def test_a_copy_of_what_is_replaced_is_read_again(mock: MockEngine) -> None:
+    """It waits for rows in host memory."""
+    mock.submit("holds", adapter="a2-64", max_tokens=10)
+    mock.step_until(lambda: mock.output.get("holds"))
+    mock.submit("r", adapter="a1")
+    mock.step_until(lambda: mock.host.reads == ["a2-64", "a1"])
+    mock.step()
+    mock.engine.handle(Evict("a1"))
+    mock.settle()
+    assert mock.host.reads == ["a2-64", "a1", "a1"]
+
+
+def test_a_failed_read_leaves_nothing_of_the_adapter_in_memory(
+    mock: MockEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error holds the frames that it came through, and with them what had been read."""
+
+    class Weights:
+        pass
+
+    alive: list[weakref.ref[Weights]] = []
+
+    def get(_digest: str) -> None:
+        weights = Weights()
+        alive.append(weakref.ref(weights))
+        raise ValueError("the file is damaged")
+
+    monkeypatch.setattr(mock.host, "get", get)
+    caplog.set_level(logging.CRITICAL)  # its records hold the error too
+    gc.disable()
+    try:
+        mock.submit("r", adapter="a1")
+        mock.settle()
+        assert mock.finished["r"].reason == "error"
+        assert [one() for one in alive] == [None]
+    finally:
+        gc.enable()
+
+
 def test_an_evicted_adapter_may_come_back(mock: MockEngine) -> None:
     mock.submit("before", adapter="a1")
     mock.settle()
@@ -312,10 +398,12 @@ def test_an_adapter_deleted_after_a_hint_is_no_warning_unless_somebody_waits_for
     monkeypatch.setattr(mock.host, "get", get)
     caplog.set_level(logging.INFO)
     mock.engine.handle(Load("a1"))
+    mock.step()
     if is_awaited:
         mock.submit("r", adapter="a1")
     mock.engine.handle(Evict("a1"))
     mock.step_until(lambda: mock.host.dropped)
+    mock.settle()
     assert mock.host.dropped == ["a1"]
     assert ("r" in mock.finished) == is_awaited
     records = [(record.levelname, record.exc_info is not None) for record in caplog.records]

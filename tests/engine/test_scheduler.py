@@ -305,22 +305,6 @@ def test_who_may_join_does_not_wait_behind_those_who_may_not(mocks: list[MockEng
     mock.settle()
 
 
-def test_who_can_never_have_rows_is_told_so_and_holds_up_nobody(mocks: list[MockEngine]) -> None:
-    """In the store since a start with more rows."""
-    mock = make_mock_engine(num_rows=8, max_steps_waiting_for_rows=1)
-    mocks.append(mock)
-    mock.submit("holds", adapter="a1-6", max_tokens=30)
-    mock.step_until(lambda: mock.engine.scheduler.running)
-    mock.submit("too-large", adapter="a4-9", max_tokens=2)
-    mock.submit("small", adapter="a5-1", max_tokens=40)
-    mock.step()
-    assert mock.finished["too-large"].client_fault
-    assert "the row budget holds 8" in (mock.finished["too-large"].error or "")
-    mock.settle()
-    assert "a4-9" not in mock.host.reads
-    assert mock.output["small"] == expected_tokens((1, 2, 3), "a5-1", 40)
-
-
 def test_large_ones_are_not_read_again_for_every_small_one_that_passes(mocks: list[MockEngine]) -> None:
     mock = make_mock_engine(num_rows=8, max_loads_ahead=2, max_sequences=8, max_len=400, num_blocks=400)
     mocks.append(mock)
@@ -377,6 +361,7 @@ def test_an_adapter_that_came_back_while_it_was_read_is_read_again(
     mocks.append(mock)
     asked = miss_in_store(monkeypatch, mock, times=1)
     mock.engine.handle(Load("a1"))
+    mock.step()
     wait_for_loader(mock)
     mock.submit("r", adapter="a1", max_tokens=2)
     mock.settle()
@@ -628,36 +613,54 @@ def test_nothing_is_read_for_those_that_have_left(mocks: list[MockEngine]) -> No
     assert mock.host.reads == ["a0", "a7", "a99"]
 
 
-def test_who_comes_back_after_its_adapter_was_passed_over_is_read_for(mocks: list[MockEngine]) -> None:
-    mock = make_mock_engine()
+def test_what_was_not_read_for_somebody_who_left_is_read_ahead_for_the_next(mocks: list[MockEngine]) -> None:
+    """It has no room yet: it is read ahead once, and that has not happened."""
+    mock = make_mock_engine(num_rows=4)
     mocks.append(mock)
+    mock.submit("holds", adapter="a1-3", max_tokens=60)
+    mock.step_until(lambda: mock.engine.scheduler.running)
     mock.host.gated.add("a0")
     mock.submit("slow", adapter="a0")
-    mock.submit("gone", adapter="a1-64")
+    mock.submit("gone", adapter="a2-4")
     mock.step()
     mock.engine.handle(Abort("gone"))
     mock.host.gate.set()
     wait_for_loader(mock)
-    mock.submit("again", adapter="a1-64", max_tokens=2)
+    mock.submit("again", adapter="a2-4", max_tokens=2)
+    for _ in range(2):
+        step_and_load(mock)
+    assert mock.host.reads == ["a1-3", "a0", "a2-4"]
+    assert "holds" not in mock.finished
     mock.settle()
-    assert mock.host.reads == ["a0", "a1-64"]
-    assert mock.output["again"] == expected_tokens((1, 2, 3), "a1-64", 2)
+    assert mock.output["again"] == expected_tokens((1, 2, 3), "a2-4", 2)
 
 
-def test_requests_do_not_wait_behind_hints(mocks: list[MockEngine]) -> None:
+def test_hints_wait_until_no_request_waits_to_be_read_for(mocks: list[MockEngine]) -> None:
+    mock = make_mock_engine(max_loads_ahead=1)
+    mocks.append(mock)
+    for i in range(6):
+        mock.engine.handle(Load(f"a{i}"))
+    for adapter in ("a8", "a9"):
+        mock.submit(adapter, adapter=adapter, max_tokens=2)
+    mock.step_until(lambda: len(mock.host.reads) == 8)
+    assert mock.host.reads == ["a8", "a9", "a0", "a1", "a2", "a3", "a4", "a5"]
+    mock.settle()
+    assert mock.output["a9"] == expected_tokens((1, 2, 3), "a9", 2)
+
+
+def test_a_request_waits_for_one_hint_at_most(mocks: list[MockEngine]) -> None:
     mock = make_mock_engine()
     mocks.append(mock)
     mock.host.gated.add("a0")
     for i in range(6):
         mock.engine.handle(Load(f"a{i}"))
+    mock.step()
     mock.submit("r", adapter="a9", max_tokens=2)
     mock.step()
-    mock.engine.handle(Abort("nobody"))
     mock.host.gate.set()
     mock.step_until(lambda: len(mock.host.reads) == 7)
-    assert mock.host.reads[:2] == ["a0", "a9"], "the one that was being read, and then the request's"
+    assert mock.host.reads[:2] == ["a0", "a9"]
     mock.settle()
-    assert mock.output["r"] == expected_tokens((1, 2, 3), "a9", 2)
 
 
 def test_hints_of_what_is_there_or_gone_read_nothing(mocks: list[MockEngine]) -> None:
@@ -666,6 +669,7 @@ def test_hints_of_what_is_there_or_gone_read_nothing(mocks: list[MockEngine]) ->
     mock.host.gated.add("a0")
     for adapter in ("a0", "a1", "a2", "a0"):
         mock.engine.handle(Load(adapter))
+        mock.step()
     mock.engine.handle(Evict("a1"))
     mock.host.gate.set()
     mock.step_until(lambda: mock.rows.place_of("a2") is not None)
@@ -712,9 +716,28 @@ def test_a_step_in_which_no_rows_change_hands_asks_for_no_room(
     has_room = mock.rows.has_room
     monkeypatch.setattr(mock.rows, "has_room", lambda rows: asked.append(rows) or has_room(rows))
     for _ in range(5):
-        step_and_load(mock)
+        mock.engine.step()
+        wait_for_loader(mock)
     assert not asked
     mock.settle()
+
+
+def test_who_lacks_blocks_only_does_not_pin_and_unpin_in_every_step(
+    mocks: list[MockEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each change of pins makes the room of all that wait unknown."""
+    mock = with_a_long_prompt_at_the_head(mocks, has_rows=True)
+    open_gate(mock)
+    mock.step()
+    assert mock.rows.place_of("a2-2") is not None
+    pinned: list[str] = []
+    monkeypatch.setattr(mock.rows, "pin", pinned.append)
+    for _ in range(3):
+        mock.step()
+    assert not pinned
+    monkeypatch.undo()
+    mock.settle()
+    assert mock.output["long"] == expected_tokens(prompt(60), "a2-2", 4)
 
 
 def test_rows_in_use_are_never_taken_and_idle_ones_are(mocks: list[MockEngine]) -> None:

@@ -136,10 +136,12 @@ class MockHost:
     broken: set[str] = field(default_factory=set)
     gate: threading.Event = field(default_factory=threading.Event)
     gated: set[str] = field(default_factory=set)
+    asked: list[str] = field(default_factory=list)
     reads: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
 
     def get(self, digest: str) -> MockWeights:
+        self.asked.append(digest)
         if digest in self.gated:
             assert self.gate.wait(30)
         self.reads.append(digest)
