@@ -24,7 +24,7 @@ test: $(VENV)/.dev
 
 # Models, engine, HTTP, adapters, documents: at most 12 minutes on two cores.
 test-service: $(VENV)/.dev
-	$(BIN)/python -m pytest tests --ignore tests/ops $(ARGS)
+	$(BIN)/python -m pytest tests --ignore tests/ops -n 2 --dist loadfile $(ARGS)
 
 # Every op's implementations, the kernels for NVIDIA GPUs in Triton's interpreter.
 test-ops: $(VENV)/.dev
