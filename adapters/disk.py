@@ -81,6 +81,10 @@ class StoreFiles:
     def digests(self) -> set[str]:
         return {path.name for path in self._adapters.iterdir() if DIGEST.fullmatch(path.name)}
 
+    def has_adapter(self, digest: str) -> bool:
+        """Whether there is anything under the digest, whole or not."""
+        return (self._adapters / digest).exists()
+
     def adapter(self, digest: str) -> Path:
         """Raises NotFound."""
         path = self._adapters / digest
@@ -111,8 +115,13 @@ class StoreFiles:
         if self.is_whole(digest, ready):
             return False
         damaged = self._take_out(digest)
-        ready.rename(self._adapters / digest)
-        _sync_directory(self._adapters)
+        try:
+            ready.rename(self._adapters / digest)
+        except OSError:
+            if damaged is not None:
+                damaged.rename(self._adapters / digest)
+            raise
+        _sync_renamed(self._adapters)
         if damaged is not None:
             shutil.rmtree(damaged, ignore_errors=True)
         return True
@@ -126,14 +135,14 @@ class StoreFiles:
             return (path / CONFIG_FILE).is_file() and all(
                 cmp(path / name, ready / name, shallow=False) for name in kept
             )
-        except (Damaged, NotFound, FileNotFoundError):
+        except (Damaged, NotFound, OSError):
             return False
 
     def write_name(self, name: str, alias: Alias) -> None:
         temporary = self.staging / f"name-{uuid.uuid4().hex}"
         _write_synced(temporary, msgspec.json.encode(alias))
         temporary.rename(self._names / name)
-        _sync_directory(self._names)
+        _sync_renamed(self._names)
 
     def remove_name(self, name: str) -> None:
         (self._names / name).unlink(missing_ok=True)  # somebody else's removal of it is as good
@@ -160,6 +169,14 @@ def _write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _sync_renamed(path: Path) -> None:
+    """After a rename into `path`, which holds whether this works or not: only a failure of power could undo it."""
+    try:
+        _sync_directory(path)
+    except OSError:
+        log.exception("what was written to the store may not outlast a failure of power")
 
 
 def _sync_directory(path: Path) -> None:

@@ -262,7 +262,8 @@ class AdapterStore:
                 try:
                     self._files.write_name(name, alias)
                 except OSError:
-                    self._remove_if_unused(digest)
+                    if self._remove_if_unused(digest):
+                        gone.append(digest)
                     raise
                 self._point(name, alias)
                 if taken is not None and self._remove_if_unused(taken.digest):
@@ -273,13 +274,16 @@ class AdapterStore:
         return AdapterRecord(name, alias.created_at_seconds, manifest), True
 
     def _put(self, ready: Path, digest: str) -> bool:
-        """The adapter's files are in the store from now on. Returns whether they are in the place of damaged ones:
-        whoever has read those must read again."""
-        is_new = self._files.publish(ready, digest)
+        """The adapter's files are in the store from now on. Returns whether they are in the place of damaged or missing
+        ones: whoever has read those must read again."""
         with self._lock:
-            if is_new:
+            was_used = self._is_used(digest)
+        was_there = self._files.has_adapter(digest)  # although not used any more: its last user is about to remove it
+        is_new = self._files.publish(ready, digest)
+        if is_new:
+            with self._lock:
                 self._manifests.pop(digest, None)
-            return is_new and self._is_used(digest)
+        return is_new and (was_used or was_there)
 
     def _point(self, name: str, alias: Alias | None) -> None:
         """Change what a name points at in memory; None removes it."""

@@ -839,6 +839,81 @@ def test_damaged_tensors_are_told_to_be_replaced_although_the_upload_s_own_name_
     assert store.names().keys() == {"hurt"}
 
 
+def test_damaged_tensors_are_told_to_be_replaced_although_their_last_user_has_left(store: AdapterStore) -> None:
+    """Deleted and uploaded again, as the error of the damage says: nobody is left who would have them forgotten."""
+    gone: list[str] = []
+    store.on_gone = gone.append
+    record, _ = upload_small(store, LAYOUT, "hurt")
+    path = store.path_of(record.digest) / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    lease = store.lease("hurt")
+    store.delete("hurt")
+    gate = threading.Event()
+    store._remover.submit(gate.wait)
+    lease.release()  # its files go when the remover comes to it
+    upload_small(store, LAYOUT, "hurt")
+    gate.set()
+    store.check_integrity()
+    assert gone == [record.digest]
+
+
+def test_a_damaged_adapter_stays_where_it_is_when_the_new_files_cannot_be_moved_there(
+    store: AdapterStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, _ = upload_small(store, LAYOUT, "hurt")
+    path = store.path_of(record.digest) / "adapter_model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    rename, num_failures = Path.rename, 0
+
+    def fail_once(source: Path, target: Path) -> Path:
+        nonlocal num_failures
+        if target == path.parent and not num_failures:
+            num_failures += 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(source, target)
+
+    monkeypatch.setattr(Path, "rename", fail_once)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        upload_small(store, LAYOUT, "hurt")
+    assert path.read_bytes() == whole[:-1]
+    upload_small(store, LAYOUT, "hurt")
+    assert path.read_bytes() == whole
+    store.check_integrity()
+
+
+def test_tensors_that_cannot_be_read_are_replaced(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad sector is the damage that occurs."""
+    record, _ = upload_small(store, LAYOUT, "hurt")
+    inode = store.path_of(record.digest).stat().st_ino
+
+    def fail(*_: Any, **__: Any) -> bool:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("adapters.disk.cmp", fail)
+        upload_small(store, LAYOUT, "hurt")
+    assert store.path_of(record.digest).stat().st_ino != inode
+    store.check_integrity()
+
+
+def test_a_directory_that_cannot_be_synced_undoes_no_rename(
+    store: AdapterStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The name would point at files that are removed again, and the next start would take both away."""
+
+    def fail(_path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    upload_small(store, LAYOUT, "x", rank=2)
+    with monkeypatch.context() as patched:
+        patched.setattr("adapters.disk._sync_directory", lambda path: None if "staging" in str(path) else fail(path))
+        record, _ = upload_small(store, LAYOUT, "y", rank=3)
+    assert "failure of power" in caplog.text
+    assert store.get("y") == record
+    store.check_integrity()
+
+
 # ---- copies of base weights
 
 
