@@ -159,6 +159,7 @@ class AdapterDesk:
         if self.rows is None:
             return
         self._hints.pop(digest, None)
+        self._failures.pop(digest, None)  # of the old files; its users have not been told yet
         entry = self._entries.setdefault(digest, _Entry())
         entry.is_stale = True
         self._drop_stale(digest, entry)
@@ -255,14 +256,14 @@ class AdapterDesk:
             self._settle_read(digest, self._entries[digest], host, error)
 
     def follow_hints(self) -> None:
-        """Start reading the next one, unless an adapter is being read; called after `prefetch` in each step."""
+        """Start reading the next one that nobody waits for, unless one is being read. Called after `prefetch`."""
         is_short, self._is_short_of_places = self._is_short_of_places, False
         while self._hints and not is_short and not any(entry.is_loading for entry in self._entries.values()):
             assert self.rows is not None
             digest = next(iter(self._hints))
             del self._hints[digest]
             entry = self._entries.setdefault(digest, _Entry())
-            if self.is_read(digest):
+            if entry.num_users > 0 or self.is_read(digest):
                 self._settle_entry(digest, entry)
                 continue
             entry.is_hinted = True
@@ -340,10 +341,21 @@ class AdapterDesk:
         elif host is None:
             entry.was_read = False
         elif not is_stale:
-            entry.host, entry.rows, entry.room = host, host.rows, _UNKNOWN
-            if is_hinted and entry.num_users == 0:
+            self._keep(digest, entry, host)
+            if is_hinted and entry.num_users == 0 and entry.host is not None:
                 self._bring(digest, entry, may_evict=False)
         self._settle_entry(digest, entry)
+
+    def _keep(self, digest: str, entry: _Entry, host: Any) -> None:
+        """What was read waits for its rows, unless it is another adapter than its users were told and can have none."""
+        assert self.rows is not None
+        entry.is_read_again = False
+        try:
+            self.rows.check_size(host.rows)
+        except RowsExceeded as error:
+            self._fail(digest, entry, Failure(str(error), client_fault=True))
+        else:
+            entry.host, entry.rows, entry.room = host, host.rows, _UNKNOWN
 
     def _bring(self, digest: str, entry: _Entry, *, may_evict: bool = True) -> bool:
         """Host -> device."""
@@ -367,7 +379,7 @@ class AdapterDesk:
         """Forget what was read of an evicted adapter, once nobody runs with it and nothing more of it is being read."""
         if entry.is_stale and entry.num_pins == 0 and not entry.is_loading:
             assert self.rows is not None and self._host is not None
-            entry.is_stale = entry.was_read = False
+            entry.is_stale = entry.was_read = entry.is_read_again = False
             entry.host = None
             self.rows.drop(digest)
             self._host.drop(digest)

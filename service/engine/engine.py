@@ -178,7 +178,6 @@ class Engine:
         started = time.perf_counter()
         self._admit()
         shares = self.scheduler.schedule()
-        self.desk.follow_hints()
         if shares:
             shares, parts = self._in_adapter_order(shares)
             ask = ask_of(shares, self._sampled_columns)

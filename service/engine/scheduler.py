@@ -122,6 +122,7 @@ class Scheduler:
         # Whoever was preempted needs the blocks more than a newcomer does.
         if num_preemptions == self.num_preemptions:
             self._admit(shares, prefill_budget)
+            self.desk.follow_hints()
         return shares
 
     def check_integrity(self) -> None:

@@ -26,6 +26,7 @@ from tests.support.engine_mock import (
     EOS,
     VOCAB,
     MockEngine,
+    MockWeights,
     adapter_number,
     expected_tokens,
     make_mock_engine,
@@ -161,6 +162,16 @@ def test_an_adapter_that_this_server_cannot_hold_is_its_owners_fault(
     assert "80 rows; the budget holds 64" in (mock.finished["bad"].error or "")
     assert mock.finished["bad"].client_fault
     assert mock.finished["good"].reason == "length"
+
+
+def test_files_that_need_more_rows_than_was_said_and_there_are_fail_their_requests(
+    mock: MockEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another adapter's files, put there by hand: waiting for room would never end, and keep all others out."""
+    monkeypatch.setattr(mock.host, "get", lambda _digest: MockWeights("a1-65"))
+    mock.submit("bad", adapter="a1")
+    mock.settle()
+    assert "row budget" in (mock.finished["bad"].error or "")
 
 
 def test_only_a_cpu_takes_any_rank() -> None:

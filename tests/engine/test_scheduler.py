@@ -520,9 +520,12 @@ def test_who_needs_one_row_does_not_wait_for_those_beside_whom_it_fits(mocks: li
     beside whom there is room."""
     mock = make_mock_engine(num_rows=8, max_steps_waiting_for_rows=1, max_len=400, num_blocks=400)
     mocks.append(mock)
+    for adapter in ("a1-4", "a2-1"):
+        mock.engine.handle(Load(adapter))
+    mock.step_until(lambda: {"a1-4", "a2-1"} == set(mock.rows.resident()))
     mock.submit("short", adapter="a1-4", max_tokens=10)
     mock.submit("long", adapter="a2-1", max_tokens=300)
-    mock.step_until(lambda: len(mock.engine.scheduler.running) == 2)
+    mock.step()
     mock.submit("waits", adapter="a3-7", max_tokens=2)
     for _ in range(2):
         step_and_load(mock)
@@ -646,6 +649,20 @@ def test_hints_wait_until_no_request_waits_to_be_read_for(mocks: list[MockEngine
     assert mock.host.reads == ["a8", "a9", "a0", "a1", "a2", "a3", "a4", "a5"]
     mock.settle()
     assert mock.output["a9"] == expected_tokens((1, 2, 3), "a9", 2)
+
+
+def test_hints_read_no_more_ahead_for_those_that_wait(mocks: list[MockEngine]) -> None:
+    mock = make_mock_engine(num_rows=4, max_loads_ahead=2)
+    mocks.append(mock)
+    mock.submit("holds", adapter="a1-4", max_tokens=30)
+    mock.step_until(lambda: mock.engine.scheduler.running)
+    for i in range(2, 9):
+        mock.submit(f"waits-{i}", adapter=f"a{i}-4", max_tokens=2)
+        mock.engine.handle(Load(f"a{i}-4"))
+    for _ in range(12):
+        step_and_load(mock)
+    assert mock.host.reads == ["a1-4", "a2-4", "a3-4"]
+    mock.settle()
 
 
 def test_a_request_waits_for_one_hint_at_most(mocks: list[MockEngine]) -> None:
