@@ -1,8 +1,8 @@
 """Output tokens/s of the server and of PEFT, and what adapters cost, as ratios of interleaved runs.
 
 One round runs, one after another: a server with LoRA off, the same server with LoRA on and only base requests, that
-server with all eight adapters, and PEFT. Ratios are taken inside a round, so that a machine whose speed drifts does
-not move them.
+server with all eight adapters, and PEFT; and then the same back to the first. Ratios are taken inside a round, of the
+mean of each side's runs, so that a machine whose speed drifts does not move them.
 """
 
 from __future__ import annotations
@@ -139,12 +139,17 @@ def _rounds(
     progress: Progress,
     save: Callable[[dict[str, object]], None],
 ) -> None:
-    """All sides one after another, in alternating order, `num_rounds` times."""
+    """All sides forth and back, `num_rounds` times; the last side runs once in the middle, the others twice, so that
+    the mean time of all their runs is the same. `seconds` get the mean of each side's runs in a round."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     task = progress.add_task(f"{facts['dtype']}: rounds", total=num_rounds)
-    for index in range(num_rounds):
-        for name in list(sides) if index % 2 == 0 else list(reversed(sides)):
-            seconds[name].append(sides[name]())
+    there = list(sides)
+    for _ in range(num_rounds):
+        runs: dict[str, list[float]] = {name: [] for name in sides}
+        for name in (*there, *reversed(there[:-1])):
+            runs[name].append(sides[name]())
+        for name, taken in runs.items():
+            seconds[name].append(statistics.mean(taken))
         progress.advance(task)
         save(facts | {"seconds": seconds, "ratios": [ratio.summary() for ratio in _ratios(seconds)]})
 
