@@ -12,7 +12,7 @@ Synchronous and thread-safe: call it from a thread pool. No torch here. Typical 
 Typical request:
 
     lease = store.lease("my-adapter")        # NotFound; the files stay until the last lease is released
-    ... Submit(adapter=lease.record.digest) ...
+    ... Submit(adapter=lease.record.digest, adapter_rows=lease.record.manifest.rows) ...
     lease.release()
 """
 

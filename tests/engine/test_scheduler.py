@@ -417,25 +417,32 @@ def test_a_request_that_finds_no_rows_is_served_under_any_load_of_others(mocks: 
     mock.settle()
 
 
-def test_who_can_be_served_goes_on_while_somebody_waits_for_rows(mocks: list[MockEngine]) -> None:
-    """The base model, and whoever cannot outlast the one that has the rows: it has to be waited for in any case."""
-    mock = make_mock_engine(num_rows=4, max_steps_waiting_for_rows=1)
+def with_one_that_waits_for_rows(mocks: list[MockEngine], adapter: str, *, holder: str, max_steps: int) -> MockEngine:
+    """Four rows: "holds" runs with those of its adapter, that of "waits" cannot be read before the gate opens, and a3-1
+    is idle on the device."""
+    mock = make_mock_engine(num_rows=4, max_steps_waiting_for_rows=max_steps)
     mocks.append(mock)
     mock.submit("idle", adapter="a3-1", max_tokens=1)
     mock.settle()
-    mock.submit("holds", adapter="a1-3", max_tokens=60)
+    mock.submit("holds", adapter=holder, max_tokens=100)
     mock.step_until(lambda: mock.engine.scheduler.running)
-    mock.host.gated.add("a2-2")
-    mock.submit("waits", adapter="a2-2", max_tokens=2)
+    mock.host.gated.add(adapter)
+    mock.submit("waits", adapter=adapter, max_tokens=2)
+    return mock
+
+
+def test_who_can_be_served_goes_on_while_somebody_waits_for_rows(mocks: list[MockEngine]) -> None:
+    """The base model, and whoever cannot outlast the one that has the rows: it has to be waited for in any case."""
+    mock = with_one_that_waits_for_rows(mocks, "a2-2", holder="a1-3", max_steps=1)
     mock.step()
     open_gate(mock)
     for _ in range(2):
         mock.step()
     mock.submit("base", prompt(4), max_tokens=2)
     mock.submit("same", adapter="a1-3", max_tokens=2)
-    mock.submit("same-for-long", adapter="a1-3", max_tokens=99)
+    mock.submit("same-for-long", adapter="a1-3", max_tokens=150)
     mock.submit("another", adapter="a3-1", max_tokens=2)
-    mock.submit("another-for-long", adapter="a3-1", max_tokens=99)
+    mock.submit("another-for-long", adapter="a3-1", max_tokens=150)
     for _ in range(4):
         mock.step()
     assert {"base", "same", "another"} <= set(mock.finished)
@@ -543,14 +550,7 @@ def test_who_needs_one_row_does_not_wait_for_those_beside_whom_it_fits(mocks: li
 
 def test_the_door_is_open_while_who_waits_for_rows_is_being_read(mocks: list[MockEngine]) -> None:
     """Read once, its copy given up for others, and the disk is slow now: rows that it could not use are not kept."""
-    mock = make_mock_engine(num_rows=4, max_steps_waiting_for_rows=3)
-    mocks.append(mock)
-    mock.submit("idle", adapter="a3-1", max_tokens=1)
-    mock.settle()
-    mock.submit("holds", adapter="a1-2", max_tokens=100)
-    mock.step_until(lambda: mock.engine.scheduler.running)
-    mock.host.gated.add("a2-4")
-    mock.submit("waits", adapter="a2-4", max_tokens=2)
+    mock = with_one_that_waits_for_rows(mocks, "a2-4", holder="a1-2", max_steps=3)
     for _ in range(6):
         mock.step()
     mock.submit("long", adapter="a3-1", max_tokens=150)
