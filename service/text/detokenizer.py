@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 
 from service.text.tokenizer import TextTokenizer
 
 # Prompt tokens decoded ahead of the output, so that the first token keeps its leading space.
 _CONTEXT_TOKENS = 6
+# The context begins up to so many tokens earlier, so that it does not begin inside a character: UTF-8 has at most three
+# bytes behind the first, and a token has at least one.
+_MAX_CHARACTER_TAIL_TOKENS = 3
 # A window that never ends on a whole character is cut, so that its cost stays bounded.
 _MAX_WINDOW_TOKENS = 64
 _KEPT_TOKENS = 16
@@ -27,9 +31,12 @@ class IncrementalDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._window = list(prompt_token_ids[-_CONTEXT_TOKENS:])
-        self._num_context = len(self._window)
-        self._num_given = len(self._stable(self._decode()))
+        self._window = list(prompt_token_ids[self._context_start(prompt_token_ids) :])
+        # The first bytes of a character whose other bytes are to come count as new: the character is the answer's.
+        self._num_context, num_chars_behind = self._whole_characters()
+        self._num_given = len(self._decode(self._num_context)) + num_chars_behind
+        # What the decoder shows for these bytes; of the answer only if it makes a character of them.
+        self._num_unfinished = len(self._decode()) - self._num_given
 
     def push(self, token_id: int) -> str:
         """Add a token; the text that became certain with it, possibly empty."""
@@ -50,8 +57,27 @@ class IncrementalDetokenizer:
         """What was kept back; incomplete characters come out as U+FFFD."""
         return self._give(self._decode())
 
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special_tokens)
+    def _decode(self, num_tokens: int | None = None) -> str:
+        """The text of the window, or of its first `num_tokens`."""
+        return self._tokenizer.decode(self._window[:num_tokens], skip_special_tokens=self._skip_special_tokens)
+
+    def _context_start(self, prompt_token_ids: Sequence[int]) -> int:
+        start = max(len(prompt_token_ids) - _CONTEXT_TOKENS, 0)
+        earliest = max(start - _MAX_CHARACTER_TAIL_TOKENS, 0)
+        while start > earliest and 0x80 <= (self._tokenizer.token_bytes(prompt_token_ids[start]) or b"a")[0] < 0xC0:
+            start -= 1
+        return start
+
+    def _whole_characters(self) -> tuple[int, int]:
+        """(tokens of the window up to the last that ends on a whole character, whole characters behind these)."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        num_tokens = num_chars_behind = 0
+        for index, token_id in enumerate(self._window):
+            if not (self._skip_special_tokens and token_id in self._tokenizer.special_ids):
+                num_chars_behind += len(decoder.decode(self._tokenizer.token_bytes(token_id)))
+            if not decoder.getstate()[0]:
+                num_tokens, num_chars_behind = index + 1, 0
+        return num_tokens, num_chars_behind
 
     def _stable(self, text: str) -> str:
         """The text without what further tokens may change: a byte-level decoder shows an incomplete character as one
@@ -60,6 +86,9 @@ class IncrementalDetokenizer:
 
     def _give(self, text: str) -> str:
         piece = text[self._num_given :]
+        if piece and self._num_unfinished:
+            piece = piece.removeprefix("\ufffd" * self._num_unfinished)
+            self._num_unfinished = 0
         self._num_given = max(self._num_given, len(text))
         return piece
 

@@ -17,13 +17,17 @@ class StopStrings:
         self._held = ""
         self.matched: str | None = None
 
-    def push(self, piece: str) -> str:
-        """Add a piece; the text that may be given out. After a match `matched` is set and nothing more comes out."""
+    def push(self, piece: str, *, may_end: bool = True) -> str:
+        """Add a piece; the text that may be given out. After a match `matched` is set and nothing more comes out.
+
+        A stop string that is complete with a piece that may not end the text is text like any other; one that only
+        begins there is found when it is complete.
+        """
         if self.matched is not None or not self._stop:
             return "" if self.matched is not None else piece
         text = self._held + piece
         # The match that ends first is the one a reader of single characters sees; of those the longest starts first.
-        found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stop if stop in text]
+        found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stop if may_end and stop in text]
         if found:
             end, _, self.matched = min(found)
             self._held = ""

@@ -40,6 +40,7 @@ class TextTokenizer:
     special_tokens  named special tokens (`bos_token`, ...) as text, for chat templates
     special_ids     ids that `skip_special_tokens` leaves out of text
     eos_token_ids   ids that end a sequence, from tokenizer_config.json, generation_config.json and config.json
+    vocab_size      the highest id + 1; ids between may stand for nothing
     max_chars_per_token  a text of more characters has more than one token; None where there is no such bound
     """
 
@@ -51,10 +52,13 @@ class TextTokenizer:
         self.special_ids = frozenset(token_id for token_id, token in self._added.items() if token.special)
         eos = tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
         self.eos_token_ids = tuple(dict.fromkeys((*eos_token_ids, *(() if eos is None else (eos,)))))
-        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         parts = json.loads(tokenizer.to_str())
         self.is_byte_level = "ByteLevel" in json.dumps(parts.get("decoder"))
         self.max_chars_per_token = _max_chars_per_token(parts)
+        # Decoders of the sentencepiece kind take the space off what comes first, so a token is shown behind another.
+        first = [] if self.is_byte_level else self._tokenizer.encode("a", add_special_tokens=False).ids
+        self._first_ids = first if self.decode(first) == "a" else []
 
     @classmethod
     def load(cls, model_dir: Path) -> TextTokenizer:
@@ -95,7 +99,11 @@ class TextTokenizer:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token by itself, special tokens included; for listing alternatives in log probabilities."""
+        """Text of one token inside a text, special tokens included; for listing alternatives in log probabilities."""
+        if self._first_ids:
+            text = self._tokenizer.decode([*self._first_ids, token_id], skip_special_tokens=False)
+            if text.startswith("a"):
+                return text[1:]
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def token_bytes(self, token_id: int) -> bytes:

@@ -106,6 +106,22 @@ class TestTokenizer:
         assert b"".join(byte_level.token_bytes(token_id) for token_id in ids) == text.encode()
         assert byte_level.token_bytes(EOS_ID) == b"</s>"
         assert byte_fallback.token_bytes(3 + 0xE6) == b"\xe6"
+        text = " Hello 日 world a"
+        ids = byte_fallback.encode(text[1:], add_special_tokens=False)
+        assert b"".join(byte_fallback.token_bytes(token_id) for token_id in ids) == text.encode()
+
+    def test_a_word_and_its_end_read_differently(self, byte_fallback: TextTokenizer) -> None:
+        assert [byte_fallback.token_text(byte_fallback.token_id(name) or 0) for name in ("▁a", "a", "</s>")] == [
+            " a",
+            "a",
+            "</s>",
+        ]
+        assert byte_fallback.token_text(3 + 0xE6) == "\ufffd"
+
+    def test_the_vocabulary_ends_behind_the_highest_id(self, tmp_path: Path) -> None:
+        tokenizer = Tokenizer(models.WordLevel(vocab={"a": 0, "b": 9}, unk_token="a"))
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        assert TextTokenizer.load(tmp_path).vocab_size == 10
 
 
 class TestDetokenizer:
@@ -120,9 +136,34 @@ class TestDetokenizer:
     ) -> None:
         ids = byte_level.encode(text, add_special_tokens=False)
         before, after = ids[:cut], ids[cut:]
-        if "\ufffd" not in byte_level.decode(before):
+        if byte_level.decode(ids).startswith(byte_level.decode(before)):  # else a character is cut in two
             pieces = pieces_of(byte_level, after, prompt_token_ids=before)
             assert byte_level.decode(before) + "".join(pieces) == byte_level.decode(ids)
+
+    @pytest.mark.parametrize("prompt", ["\U0001f600" * 2, "é\U0001f600", "日\U0001f600", "a\ufffd", "é" * 9])
+    @pytest.mark.parametrize("answer", ["", "a", "\U0001f600", "\ufffd"])
+    def test_nothing_of_the_prompt_is_given_out(
+        self, byte_level: TextTokenizer, byte_fallback: TextTokenizer, prompt: str, answer: str
+    ) -> None:
+        for tokenizer in (byte_level, byte_fallback):
+            before, after = (tokenizer.encode(text, add_special_tokens=False) for text in (prompt, answer))
+            if tokenizer is byte_fallback:  # behind another text there is no space before the first word
+                after = [token_id for token_id in after if token_id != tokenizer.token_id("▁")]
+            assert "".join(pieces_of(tokenizer, after, prompt_token_ids=before)).lstrip(" ") == answer
+
+    @pytest.mark.parametrize("before", ["", "a", "\U0001f600"])
+    @pytest.mark.parametrize("num_bytes", [1, 2, 3])
+    def test_a_character_that_the_prompt_begins_is_the_answer_s(
+        self, byte_level: TextTokenizer, byte_fallback: TextTokenizer, before: str, num_bytes: int
+    ) -> None:
+        for tokenizer in (byte_level, byte_fallback):
+            first, last = (tokenizer.encode(text, add_special_tokens=False) for text in (before, "\U0001f600"))
+            face, other = last[-4:], tokenizer.encode("a", add_special_tokens=False)
+            prompt = first + face[:num_bytes]
+            assert "".join(pieces_of(tokenizer, face[num_bytes:] + face, prompt_token_ids=prompt)) == "\U0001f600" * 2
+            # It comes to nothing: what the decoder shows for its bytes belongs to the prompt.
+            assert "".join(pieces_of(tokenizer, other, prompt_token_ids=prompt)).strip() == "a"
+            assert "".join(pieces_of(tokenizer, [], prompt_token_ids=prompt)) == ""
 
     def test_no_piece_ends_inside_a_character(self, byte_level: TextTokenizer) -> None:
         ids = byte_level.encode("a\U0001f600b日本" * 20, add_special_tokens=False)
@@ -193,6 +234,11 @@ class TestStopStrings:
         watch = StopStrings(["END"])
         assert [watch.push(piece) for piece in ("xE", "N", "x", "E")] == ["x", "", "ENx", ""]
         assert watch.finish() == "E"
+
+    def test_a_stop_string_that_began_before_it_may_end_the_text_ends_it(self) -> None:
+        watch = StopStrings(["END"])
+        assert [watch.push("ENDxE", may_end=False), watch.push("N", may_end=False)] == ["ENDx", ""]
+        assert (watch.push("D"), watch.matched) == ("", "END")
 
 
 class TestMostCharactersOfAToken:
