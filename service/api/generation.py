@@ -11,7 +11,7 @@ from service.api.admission import Admitted, Plan, Target
 from service.api.errors import BadRequest, EngineFailed, NotReady
 from service.api.metrics import SequenceTimer
 from service.api.state import Services
-from service.engine.client import EngineDied
+from service.engine.client import EngineDied, NeverSent
 from service.engine.messages import Finished, Submit, TokenLogprob, Tokens
 from service.text.detokenizer import IncrementalDetokenizer
 from service.text.stop_strings import StopStrings
@@ -70,7 +70,10 @@ class SequenceRun:
         return len(self._plan.prompt.token_ids)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """What the engine sends, as pieces; the last one has a finish_reason. ApiError if the engine fails."""
+        """What the engine sends, as pieces; the last one has a finish_reason.
+
+        EngineFailed if the engine fails; NotReady if it never had the request, or the server shuts down.
+        """
         try:
             async for piece in self._pieces():
                 yield piece
@@ -78,6 +81,8 @@ class SequenceRun:
             self.close("error")
             if self._services.draining:
                 raise NotReady(_SHUT_DOWN) from error
+            if isinstance(error, NeverSent):
+                raise NotReady(f"{error} Send the request again later.") from error
             raise EngineFailed(f"{error} The request was lost; send it again.") from error
 
     async def collect(self) -> Piece:
@@ -91,11 +96,12 @@ class SequenceRun:
         async for message in self._messages:
             piece = self._finished(message) if isinstance(message, Finished) else self._tokens(message)
             if piece.finish_reason is not None:
+                # Before the piece is given out: who stops reading at it does not come back here.
                 self._ended = True
+                self._services.engine.abort(self._plan.request_id)
                 self.timer.end(piece.finish_reason)
             yield piece
             if self._ended:
-                self._services.engine.abort(self._plan.request_id)
                 return
         raise EngineFailed("The engine ended this request without saying why; send it again.")
 
@@ -124,11 +130,9 @@ class SequenceRun:
         return piece
 
     def _give(self, text: str) -> str:
-        """Text through the stop strings, which hold from `min_tokens` on."""
+        """Text through the stop strings, of which none ends the text before `min_tokens`."""
         self._num_chars += len(text)
-        if self.timer.num_tokens <= self._plan.sampling.min_tokens:
-            return text
-        return self._stop.push(text)
+        return self._stop.push(text, may_end=self.timer.num_tokens > self._plan.sampling.min_tokens)
 
     def _finished(self, message: Finished) -> Piece:
         if message.reason == "error":

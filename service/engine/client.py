@@ -53,22 +53,27 @@ class EngineDied(RuntimeError):
     """The engine ended, or was not there, before the request did; one sentence. The request may be sent again."""
 
 
+class NeverSent(EngineDied):
+    """The engine was not there when the request was to be sent to it."""
+
+
 class TokenStream(AsyncIterator[Tokens | Finished]):
-    """Messages of one request: Tokens, then one Finished. Raises EngineDied if the engine ends before."""
+    """Messages of one request: Tokens, then one Finished. Raises EngineDied if the engine ends before, NeverSent if it
+    has not had the request."""
 
     def __init__(self, request_id: str, on_close: Callable[[str], None]) -> None:
         self._request_id = request_id
         self._on_close = on_close
         self._messages: deque[Tokens | Finished] = deque()
         self._news = asyncio.Event()
-        self._death: str | None = None
+        self._death: EngineDied | None = None
         self._is_over = False
 
     def push(self, message: Tokens | Finished) -> None:
         self._messages.append(message)
         self._news.set()
 
-    def die(self, error: str) -> None:
+    def die(self, error: EngineDied) -> None:
         self._death = error
         self._news.set()
 
@@ -76,7 +81,7 @@ class TokenStream(AsyncIterator[Tokens | Finished]):
         while not self._messages and not self._is_over:
             if self._death is not None:
                 self._is_over = True
-                raise EngineDied(self._death)
+                raise self._death
             self._news.clear()
             await self._news.wait()
         if self._is_over:
@@ -160,7 +165,7 @@ class EngineClient:
         assert request.request_id not in self._streams, "request ids are unique"
         stream = TokenStream(request.request_id, self.abort)
         if self.state != "ready":
-            stream.die(self.state_error or f"The engine is not ready ({self.state}).")
+            stream.die(NeverSent(self.state_error or f"The engine is not ready ({self.state})."))
             return stream
         self._streams[request.request_id] = stream
         self._send(request)
@@ -286,7 +291,7 @@ class EngineClient:
         log.log(logging.INFO if self.state == "draining" else logging.ERROR, "engine: %s", error)
         streams, self._streams = self._streams, {}
         for stream in streams.values():
-            stream.die(error)
+            stream.die(EngineDied(error))
 
     def _send(self, message: ToEngine) -> None:
         """Into the socket's buffer. After the engine's end it goes nowhere, and the streams are told of that."""

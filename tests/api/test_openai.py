@@ -297,6 +297,8 @@ class TestSampling:
         char = client.completions.create(**forced).choices[0].text[0]
         answer = client.completions.create(stop=char, extra_body={"min_tokens": 4}, **forced)
         assert answer.choices[0].text == char * 4
+        begun: Any = client.completions.create(stop=char * 3, extra_body={"min_tokens": 2}, **forced)
+        assert (begun.choices[0].text, begun.usage.completion_tokens) == ("", 3)
 
     def test_a_stop_token_ends_the_answer(self, client: openai.OpenAI) -> None:
         answer: Any = client.completions.create(
