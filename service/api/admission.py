@@ -15,7 +15,7 @@ from adapters import errors as store_errors
 from adapters.store import Lease
 from service.api.errors import BadRequest, UnknownModel, quoted
 from service.api.sampling import build_sampling, seed_of_choice, stop_strings
-from service.api.schemas import ChatRequest, CompletionRequest, TokenizeRequest
+from service.api.schemas import MAX_PROMPT_LOGPROBS, ChatRequest, CompletionRequest, TokenizeRequest
 from service.api.state import Services
 from service.engine.messages import Ready, Sampling
 from service.text.chat_template import RESERVED_VARIABLES, ChatTemplate
@@ -275,9 +275,11 @@ def _completion_prompt(services: Services, raw: str | list[int], *, special: boo
     tokenizer = services.tokenizer
     if isinstance(raw, str):
         return encoded(services, raw, special=special)
-    # The text is needed for `echo` only; ids that no text can have are refused once the limits are checked.
-    has_text = echo and all(token_id < tokenizer.vocab_size for token_id in raw)
-    return Prompt(tuple(raw), tokenizer.decode(raw, skip_special_tokens=False) if has_text else "")
+    # The text is needed for `echo` only; a prompt that cannot be served is refused once the limits are checked.
+    ready = services.engine.ready
+    if not echo or ready is None or len(raw) > ready.max_model_len_tokens or max(raw, default=0) >= ready.vocab_size:
+        return Prompt(tuple(raw), "")
+    return Prompt(tuple(raw), tokenizer.decode(raw, skip_special_tokens=False))
 
 
 def plan_sequences(
@@ -285,6 +287,7 @@ def plan_sequences(
 ) -> list[Plan]:
     """`n` sequences for each prompt, in order of the choices' index. BadRequest if one could never be served."""
     plans = []
+    _check_prompt_logprobs(request, prompts)
     for prompt in prompts:
         max_tokens = checked_max_tokens(ready, request, prompt.token_ids)
         sampling = build_sampling(
@@ -304,6 +307,21 @@ def plan_sequences(
                 )
             )
     return plans
+
+
+def _check_prompt_logprobs(request: CompletionRequest | ChatRequest, prompts: Sequence[Prompt]) -> None:
+    if isinstance(request, ChatRequest) or not request.echo or request.logprobs is None:
+        return
+    num_sequences = len(prompts) * (request.n or 1)
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts) * (request.n or 1)
+    wanted = num_tokens * (request.logprobs + 1)
+    # One alone is bounded by the context length.
+    if num_sequences > 1 and wanted > MAX_PROMPT_LOGPROBS:
+        raise BadRequest(
+            f"`echo` with `logprobs` {request.logprobs} asks for {wanted} log probabilities of {num_tokens} prompt "
+            f"tokens; a request may have {MAX_PROMPT_LOGPROBS}: send fewer prompts, or lower `logprobs` or `n`.",
+            param="logprobs",
+        )
 
 
 def _replace_seed(sampling: Sampling, seed: int | None) -> Sampling:

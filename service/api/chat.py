@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from service.api.admission import Admitted, admit
+from service.api.admission import Admitted, admit, off_loop
 from service.api.generation import Job, Piece
-from service.api.logprobs import chat_logprobs
+from service.api.logprobs import chat_logprobs, cost_chars
 from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.requestlog import note_job
 from service.api.schemas import ChatRequest, ChatResponse
@@ -54,6 +55,9 @@ class ChatAnswer:
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
         pieces = await self.job.collect()
+        return await off_loop(partial(self._written, pieces), size_chars=cost_chars(pieces))
+
+    def _written(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         choices = [self._whole_choice(index, piece) for index, piece in enumerate(pieces)]
         answer = {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
         if self._request.return_token_ids:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from service.api.admission import Admitted, Plan, admit
+from service.api.admission import Admitted, Plan, admit, off_loop
 from service.api.generation import Job, Piece
-from service.api.logprobs import completion_logprobs, join_columns, prompt_logprobs
+from service.api.logprobs import completion_logprobs, cost_chars, join_columns, prompt_logprobs
 from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.requestlog import note_job
 from service.api.schemas import CompletionRequest, CompletionResponse
@@ -58,6 +59,9 @@ class CompletionAnswer:
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
         pieces = await self.job.collect()
+        return await off_loop(partial(self._written, pieces), size_chars=cost_chars(pieces))
+
+    def _written(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         choices = [
             self._choice(index, plan, piece, first=True)
             for index, (plan, piece) in enumerate(zip(self.job.plans, pieces, strict=True))
@@ -73,7 +77,8 @@ class CompletionAnswer:
             if first and piece.finish_reason is None and self._waits_for_prompt(piece):
                 begun.discard(index)
                 continue
-            choice = self._choice(index, self.job.plans[index], piece, first=first)
+            work = partial(self._choice, index, self.job.plans[index], piece, first=first)
+            choice = await off_loop(work, size_chars=cost_chars([piece]))
             if _is_worth_sending(choice):
                 yield {**self._head, "choices": [choice]}
         options = self._request.stream_options

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from service.api.admission import Prompt
@@ -13,6 +13,8 @@ from service.text.tokenizer import TextTokenizer
 
 # JSON has no infinity; a token that sampling ruled out gets what OpenAI and vLLM send for it.
 LOWEST_LOGPROB = -9999.0
+# To look up a token's text costs about as much as to tokenise so many characters.
+_CHARS_PER_LOOKUP = 4
 
 
 def completion_logprobs(tokenizer: TextTokenizer, piece: Piece, first_offset: int) -> dict[str, Any]:
@@ -39,6 +41,15 @@ def prompt_logprobs(
         if entry is None:
             columns["token_logprobs"][index] = columns["top_logprobs"][index] = None
     return columns
+
+
+def cost_chars(pieces: Iterable[Piece]) -> int:
+    """What it costs to write the log probabilities of `pieces`, in characters of a text to tokenise (`off_loop`)."""
+    num_lookups = 0
+    for piece in pieces:
+        entries = (*piece.logprobs, *(piece.prompt_logprobs or ()))
+        num_lookups += sum(2 + len(entry.top) for entry in entries if entry is not None)
+    return num_lookups * _CHARS_PER_LOOKUP
 
 
 def join_columns(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:

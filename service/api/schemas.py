@@ -8,10 +8,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MAX_LOGPROBS = 20
+# Of the prompts of one request, where it has more than one sequence: each takes a few hundred bytes until all are sent.
+MAX_PROMPT_LOGPROBS = 1_000_000
 MAX_STOP_STRINGS = 32
 # Both are gone through token by token in each step of the request; 300 is OpenAI's figure.
 MAX_LOGIT_BIASES = 300
 MAX_STOP_TOKEN_IDS = 512
+MAX_DETOKENIZED = 1 << 20  # tokens
 MAX_FIELDS = 256  # of any object of a request
 
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -133,7 +136,9 @@ class CompletionRequest(Generation):
     ) = Field(description="a text, texts, token ids, or lists of token ids")
     echo: bool | None = Field(None, description="begin the answer with the prompt")
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
-        None, description="log probabilities, with so many alternatives; with `echo` of the prompt too"
+        None,
+        description="log probabilities, with so many alternatives; with `echo` of the prompt too, up to "
+        f"{MAX_PROMPT_LOGPROBS} in all where there are several prompts or choices",
     )
     suffix: Unsupported = None
     best_of: Unsupported = None
@@ -255,7 +260,9 @@ class DetokenizeRequest(Request):
     """Body of POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], FIRST]
+    tokens: Annotated[list[TokenId], FIRST, Field(max_length=MAX_DETOKENIZED)] = Field(
+        description=f"token ids, up to {MAX_DETOKENIZED}"
+    )
 
 
 class LoadLoraRequest(Request):

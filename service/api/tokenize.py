@@ -70,8 +70,8 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeRes
     if body.model is not None:
         resolve(services, body.model).release()
     vocab_size = services.tokenizer.vocab_size
-    unknown = next((token_id for token_id in body.tokens if token_id >= vocab_size), None)
-    if unknown is not None:
-        raise BadRequest(f"`tokens` holds {unknown}, but the vocabulary ends at {vocab_size - 1}.", param="tokens")
+    highest = max(body.tokens, default=-1)
+    if highest >= vocab_size:
+        raise BadRequest(f"`tokens` holds {highest}, but the vocabulary ends at {vocab_size - 1}.", param="tokens")
     work = lambda: services.tokenizer.decode(body.tokens, skip_special_tokens=False)  # noqa: E731
     return DetokenizeResponse(prompt=await off_loop(work, size_chars=len(body.tokens)))

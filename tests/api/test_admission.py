@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from adapters import errors as store_errors
+from service.api import admission, chat, completions
 from service.api import tokenize as tokenize_module
-from service.api.admission import Target, admit, chat_prompt, resolve
+from service.api.admission import Prompt, Target, admit, chat_prompt, resolve
 from service.api.errors import BadRequest, QueueFull, UnknownModel, status_of
+from service.api.generation import Piece
 from service.api.schemas import ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
 from service.api.state import Gate, Services
+from service.engine.messages import TokenLogprob
 from service.text.chat_template import ChatTemplate
 from service.text.template_worker import AdapterTemplate, TemplateWorker
 
@@ -35,6 +38,7 @@ class Words:
     """A tokenizer that notes in which threads it works; a token for each character."""
 
     max_chars_per_token = None
+    vocab_size = 900
     eos_token_ids = ()
 
     def __init__(self) -> None:
@@ -44,6 +48,14 @@ class Words:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         self.threads.add(threading.current_thread())
         return [ord(char) + add_special_tokens for char in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        assert not skip_special_tokens
+        self.threads.add(threading.current_thread())
+        return "".join(chr(token_id) for token_id in token_ids if token_id < self.vocab_size)
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id], skip_special_tokens=False)
 
     def token_name(self, token_id: int) -> str:
         self.threads.add(threading.current_thread())
@@ -244,6 +256,69 @@ def test_a_text_that_can_never_fit_is_not_tokenised(full: Services) -> None:
         asyncio.run(admit(full, CompletionRequest(model="tiny", prompt="a" * 501)))
     assert not cast(Any, full.tokenizer).threads
     assert nothing_is_held(full)
+
+
+def test_echo_tells_the_tokens_that_have_a_text(full: Services) -> None:
+    """An embedding is often larger than the vocabulary, whose other ids stand for nothing."""
+    request = CompletionRequest(model="tiny", prompt=[ord("a"), 950, ord("b")], echo=True, max_tokens=1)
+    admitted = asyncio.run(admit(full, request))
+    assert admitted.plans[0].prompt.text == "ab"
+    admitted.release()
+
+
+@pytest.mark.parametrize("prompt", [[1] * 101, [1, 1000]], ids=["too long", "no such token"])
+def test_ids_that_are_refused_are_not_decoded(full: Services, prompt: list[int]) -> None:
+    with pytest.raises(BadRequest):
+        asyncio.run(admit(full, CompletionRequest(model="tiny", prompt=prompt, echo=True)))
+    assert not cast(Any, full.tokenizer).threads
+    assert nothing_is_held(full)
+
+
+@pytest.mark.parametrize("fields", [{"prompt": [[1] * 60] * 4}, {"prompt": [1] * 60, "n": 4}])
+def test_log_probabilities_of_many_prompts_are_bounded(
+    full: Services, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(admission, "MAX_PROMPT_LOGPROBS", 60 * 4 * 3)
+    wanted = {"model": "tiny", "echo": True, "max_tokens": 1, **fields}
+    asyncio.run(admit(full, CompletionRequest(**wanted, logprobs=2))).release()
+    with pytest.raises(
+        BadRequest, match="960 log probabilities of 240 prompt tokens; a request may have 720"
+    ) as caught:
+        asyncio.run(admit(full, CompletionRequest(**wanted, logprobs=3)))
+    assert caught.value.param == "logprobs"
+    assert nothing_is_held(full)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+@pytest.mark.parametrize("num_tokens", [10, 10_000])
+def test_many_log_probabilities_are_written_beside_the_loop(
+    full: Services, monkeypatch: pytest.MonkeyPatch, is_chat: bool, num_tokens: int
+) -> None:
+    piece = Piece(finish_reason="length", token_ids=[65] * num_tokens, text_offsets=[0] * num_tokens)
+    piece.logprobs = [TokenLogprob(65, -1.0, ((65, -1.0), (66, -2.0)))] * num_tokens
+
+    class Ended:
+        plans = (SimpleNamespace(prompt=Prompt((1,), "a")),)
+        runs = (SimpleNamespace(num_prompt_tokens=1),)
+        num_completion_tokens = num_tokens
+
+        async def collect(self) -> list[Piece]:
+            return [piece]
+
+    cast(Any, full.tokenizer).token_bytes = lambda token_id: bytes([token_id])
+    module = chat if is_chat else completions
+    monkeypatch.setattr(module, "Job", lambda *_: Ended())
+    answer: Any
+    if is_chat:
+        answer = chat.ChatAnswer(full, a_chat("tiny", logprobs=True), cast(Any, None))
+    else:
+        answer = completions.CompletionAnswer(
+            full, CompletionRequest(model="tiny", prompt=[1], logprobs=2), cast(Any, None)
+        )
+    whole = asyncio.run(answer.whole())
+    logprobs = whole["choices"][0]["logprobs"]
+    assert len(logprobs["content"] if is_chat else logprobs["tokens"]) == num_tokens
+    assert (threading.main_thread() in cast(Any, full.tokenizer).threads) == (num_tokens == 10)
 
 
 def test_chats_of_one_adapter_do_not_stand_in_the_way_of_another_s(full: Services, template: Template) -> None:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from service.api.errors import BadRequest, error_body
 from service.api.schemas import (
+    MAX_DETOKENIZED,
     MAX_LOGIT_BIASES,
     MAX_STOP_TOKEN_IDS,
     ChatRequest,
@@ -106,6 +107,11 @@ def test_as_many_biases_and_stop_tokens_as_are_documented() -> None:
         more: Any = {str(token): 1.0 for token in range(limit + 1)} if name == "logit_bias" else list(range(limit + 1))
         error = refusal(CompletionRequest, {**COMPLETION, name: more})
         assert (error.param, f"at most {limit} items" in error.message) == (name, True)
+
+
+def test_more_tokens_than_any_text_has_are_not_looked_at() -> None:
+    error = refusal(DetokenizeRequest, {"tokens": [1] * (MAX_DETOKENIZED + 1)})
+    assert (error.param, f"at most {MAX_DETOKENIZED} items" in error.message) == ("tokens", True)
 
 
 MANY = 100_000
