@@ -6,11 +6,13 @@ What a kill can leave (staging directories, adapters without a name) is removed 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
 import shutil
 import uuid
+from collections.abc import Callable
 from filecmp import cmp
 from pathlib import Path
 
@@ -21,6 +23,9 @@ from adapters.paths import CONFIG_FILE, DIGEST, MANIFEST_FILE, NAME, TEMPLATE_FI
 from adapters.records import UNREADABLE, Manifest
 
 log = logging.getLogger(__name__)
+
+# Faults of the process or the machine: they say nothing of the file that was to be read, and pass.
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
 class Alias(msgspec.Struct, frozen=True):
@@ -52,31 +57,55 @@ class StoreFiles:
         self._lock.close()
 
     def recover(self) -> dict[str, Alias]:
-        """Remove what a killed process left, and return the names."""
+        """Remove what a killed process left, and return the names. Adapters without a name stay for this time if a
+        name could not be read: it may be theirs."""
         for leftover in self.staging.iterdir():
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        names = self.names()
+        names, unreadable = self._read_names()
         for name, alias in list(names.items()):
-            if not (self._adapters / alias.digest / MANIFEST_FILE).is_file():
+            if self._is_missing(alias.digest):
                 log.error("adapter %s points at missing files (%s); the name is removed", name, alias.digest)
                 self.remove_name(name)
                 del names[name]
         for digest in self.digests() - {alias.digest for alias in names.values()}:
-            self.remove_adapter(digest)
+            if unreadable:
+                log.error("adapter %s has no name; it is kept, since names/%s cannot be read", digest, unreadable[0])
+            else:
+                self.remove_adapter(digest)
         return names
 
     def names(self) -> dict[str, Alias]:
-        """All names on disk. Foreign or damaged files are logged and left alone."""
-        names = {}
+        """All names on disk. What is foreign, damaged or cannot be read is logged and left alone."""
+        return self._read_names()[0]
+
+    def _read_names(self) -> tuple[dict[str, Alias], list[str]]:
+        """The names on disk, and the files among them that cannot be read."""
+        names, unreadable = {}, []
         for path in self._names.iterdir():
             try:
+                if not path.is_file():  # to open a pipe would wait for ever
+                    raise msgspec.DecodeError("not a file")
                 alias = msgspec.json.decode(path.read_bytes(), type=Alias)
                 if not NAME.fullmatch(path.name) or not DIGEST.fullmatch(alias.digest):
                     raise msgspec.DecodeError("not a name of this store")
                 names[path.name] = alias
             except UNREADABLE as error:
                 log.error("the adapter store's file names/%s is ignored: %s", path.name, error)
-        return names
+            except OSError as error:
+                _refuse_shortage(error)
+                log.error("the adapter store's file names/%s cannot be read: %s", path.name, error)
+                unreadable.append(path.name)
+        return names, unreadable
+
+    def _is_missing(self, digest: str) -> bool:
+        """Whether there is no manifest, not even one that cannot be read."""
+        try:
+            (self._adapters / digest / MANIFEST_FILE).lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError as error:
+            log.error("adapter %s cannot be read: %s", digest, error)
+        return False
 
     def digests(self) -> set[str]:
         return {path.name for path in self._adapters.iterdir() if DIGEST.fullmatch(path.name)}
@@ -93,11 +122,13 @@ class StoreFiles:
         return path
 
     def read_manifest(self, digest: str) -> Manifest:
-        """Raises NotFound, and Damaged if something else has changed the file since it was published."""
+        """Raises NotFound, and Damaged if something else has changed the file since it was published, or it cannot be
+        read; OSError when the process can read no file at all."""
         path = self.adapter(digest) / MANIFEST_FILE
         try:
             return msgspec.json.decode(path.read_bytes(), type=Manifest)
-        except (*UNREADABLE, FileNotFoundError) as error:
+        except (*UNREADABLE, OSError) as error:
+            _refuse_shortage(error)
             raise Damaged(f"The files of adapter {digest[:12]} are damaged; delete it and upload it again.") from error
 
     def complete(self, ready: Path, config: bytes, template: bytes | None, manifest: Manifest) -> None:
@@ -109,11 +140,9 @@ class StoreFiles:
         _write_synced(ready / MANIFEST_FILE, msgspec.json.encode(manifest))
         _sync_directory(ready)
 
-    def publish(self, ready: Path, digest: str) -> bool:
-        """Move a complete directory to its digest. One that is there already stays as it is unless it is damaged:
-        False then."""
-        if self.is_whole(digest, ready):
-            return False
+    def publish(self, ready: Path, digest: str) -> None:
+        """Move a complete directory to its digest, in the place of a damaged one if there is one. After an OSError all
+        is as before."""
         damaged = self._take_out(digest)
         try:
             ready.rename(self._adapters / digest)
@@ -124,17 +153,20 @@ class StoreFiles:
         _sync_renamed(self._adapters)
         if damaged is not None:
             shutil.rmtree(damaged, ignore_errors=True)
-        return True
 
-    def is_whole(self, digest: str, ready: Path) -> bool:
-        """Whether the files are what they were when they were published; `ready` holds the same adapter again."""
+    def is_whole(self, manifest: Manifest, ready: Path, config_fits: Callable[[bytes], bool]) -> bool:
+        """Whether the files are what they were when they were published. `ready` holds the same adapter again, with its
+        manifest; notes, and settings that only matter in training, may be others: `config_fits` is asked whether a
+        stored adapter_config.json with other bytes still describes the adapter."""
         try:
-            path = self.adapter(digest)
-            self.read_manifest(digest)
+            path = self.adapter(manifest.digest)
+            if _without_notes(self.read_manifest(manifest.digest)) != _without_notes(manifest):
+                return False
+            config = (path / CONFIG_FILE).read_bytes()
+            if config != (ready / CONFIG_FILE).read_bytes() and not config_fits(config):
+                return False
             kept = [name for name in (TENSOR_FILE, TEMPLATE_FILE) if (ready / name).is_file()]
-            return (path / CONFIG_FILE).is_file() and all(
-                cmp(path / name, ready / name, shallow=False) for name in kept
-            )
+            return all(cmp(path / name, ready / name, shallow=False) for name in kept)
         except (Damaged, NotFound, OSError):
             return False
 
@@ -162,6 +194,17 @@ class StoreFiles:
             return (self._adapters / digest).rename(out)
         except FileNotFoundError:
             return None
+
+
+def _refuse_shortage(error: Exception) -> None:
+    """Raise the error if it is none of the one file's."""
+    if isinstance(error, OSError) and error.errno in _SHORTAGES:
+        raise error
+
+
+def _without_notes(manifest: Manifest) -> Manifest:
+    """What the digest stands for: the rest follows from the adapter, the notes from how it was uploaded."""
+    return msgspec.structs.replace(manifest, notes=())
 
 
 def _write_synced(path: Path, data: bytes) -> None:

@@ -32,7 +32,7 @@ from types import TracebackType
 from adapters import extras
 from adapters.base_weights import BaseWeights
 from adapters.disk import Alias, StoreFiles
-from adapters.errors import Conflict, Damaged, InvalidName, Malformed, NotFound, TooLarge
+from adapters.errors import AdapterError, Conflict, Damaged, InvalidName, Malformed, NotFound, TooLarge
 from adapters.layout import BaseLayout
 from adapters.paths import NAME, TEMPLATE_FILE, TENSOR_FILE, layout_fingerprint
 from adapters.records import AdapterRecord, Manifest
@@ -71,11 +71,15 @@ class Lease:
 
 
 class Upload:
-    """One adapter on its way in, staged in the store's own file system. One thread at a time."""
+    """One adapter on its way in, staged in the store's own file system. One thread at a time writes it; it may be
+    discarded from another one."""
 
     def __init__(self, store: AdapterStore, staging: Staging) -> None:
         self._store = store
         self._staging: Staging | None = staging
+        # A thread whose request was cancelled works on, while the upload is discarded in another. To empty the staging
+        # directory beside it would empty what it publishes: a rename does not hinder who has a directory open.
+        self._at_work = threading.RLock()  # `finish` discards
 
     def open_part(self, part_name: str, file_name: str | None = None) -> Part:
         """Open the next file, recognised by its part name ("adapter_config", "adapter_model", "archive",
@@ -83,12 +87,14 @@ class Upload:
 
         Raises Unsupported for pickles and other weight files, Malformed for a file given twice or not recognised.
         """
-        return self._open_staging().open_part(part_name, file_name)
+        with self._at_work:
+            return self._open_staging().open_part(part_name, file_name)
 
     def add_directory(self, path: Path) -> None:
         """Take the files of a PEFT directory on this machine instead of parts. The caller has checked that the
         operator allows the path. Symbolic links that leave the directory are refused."""
-        self._open_staging().add_directory(path)
+        with self._at_work:
+            self._open_staging().add_directory(path)
 
     def finish(self, name: str, *, replace: bool = False) -> tuple[AdapterRecord, bool]:
         """Check everything, publish, and point `name` at it. Returns (record, created); created is False when the name
@@ -98,20 +104,23 @@ class Upload:
         Raises InvalidName, Conflict, Malformed, Unsupported, BindingError, RowsExceeded, TooLarge, StorageFull; after
         any of them the upload is discarded.
         """
-        staging = self._open_staging()
-        try:
-            self._store.check_name(name)
-            with disk_full_is_ours():
-                manifest, ready = self._store._prepare(staging)
-                return self._store._publish(name, manifest, ready, replace=replace)
-        finally:
-            self.discard()
+        with self._at_work:
+            staging = self._open_staging()
+            try:
+                self._store.check_name(name)
+                with disk_full_is_ours():
+                    manifest, ready = self._store._prepare(staging)
+                    return self._store._publish(name, manifest, ready, replace=replace)
+            finally:
+                self.discard()
 
     def discard(self) -> None:
-        """Forget the upload and remove what it wrote. Does nothing after finish() or a second time."""
-        if self._staging is not None:
-            self._staging.remove()
-            self._staging = None
+        """Forget the upload and remove what it wrote. Does nothing after finish() or a second time; waits for a call of
+        finish() that another thread is in."""
+        with self._at_work:
+            if self._staging is not None:
+                self._staging.remove()
+                self._staging = None
 
     def __enter__(self) -> Upload:
         return self
@@ -250,13 +259,14 @@ class AdapterStore:
         try:
             with self._disk:
                 taken = self._names.get(name)
-                if taken is not None and taken.digest == digest and self._files.is_whole(digest, ready):
-                    return AdapterRecord(name, taken.created_at_seconds, manifest), False
                 if taken is not None and taken.digest != digest and not replace:
                     raise Conflict(
                         f"The name {name!r} is taken by another adapter; delete that first or choose another name."
                     )
-                if self._put(ready, digest):
+                is_whole = self._files.is_whole(manifest, ready, lambda config: self._fits(config, manifest, ready))
+                if is_whole and taken is not None and taken.digest == digest:
+                    return AdapterRecord(name, taken.created_at_seconds, manifest), False
+                if not is_whole and self._put(ready, digest):
                     gone.append(digest)
                 alias = Alias(digest, time.time())
                 try:
@@ -273,17 +283,24 @@ class AdapterStore:
                 self._tell_if_gone(one, True)
         return AdapterRecord(name, alias.created_at_seconds, manifest), True
 
+    def _fits(self, config: bytes, manifest: Manifest, ready: Path) -> bool:
+        """Whether an adapter_config.json makes of the tensors in `ready` what the manifest says."""
+        try:
+            binding = check_headers(config, ready / TENSOR_FILE, self._layout, None, self._base)
+        except AdapterError:
+            return False
+        return module_reports(binding) == manifest.modules
+
     def _put(self, ready: Path, digest: str) -> bool:
-        """The adapter's files are in the store from now on. Returns whether they are in the place of damaged or missing
-        ones: whoever has read those must read again."""
+        """The adapter's files are in the store from now on, as uploaded. Returns whether they are in the place of
+        damaged or missing ones: whoever has read those must read again."""
         with self._lock:
             was_used = self._is_used(digest)
         was_there = self._files.has_adapter(digest)  # although not used any more: its last user is about to remove it
-        is_new = self._files.publish(ready, digest)
-        if is_new:
-            with self._lock:
-                self._manifests.pop(digest, None)
-        return is_new and (was_used or was_there)
+        self._files.publish(ready, digest)
+        with self._lock:
+            self._manifests.pop(digest, None)
+        return was_used or was_there
 
     def _point(self, name: str, alias: Alias | None) -> None:
         """Change what a name points at in memory; None removes it."""

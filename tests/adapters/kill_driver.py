@@ -1,7 +1,8 @@
 """Run by test_kill.py in a process of its own: kills children of itself inside the store, and looks at what is left.
 
 Every file-system operation of a fixed scenario is a point of death (an audit hook counts them and sends SIGKILL before
-the chosen one); then the moments between, by sleeping for part of the scenario's time. Prints one JSON line.
+the chosen one); then the moments between, by sleeping for part of the scenario's time. What a death leaves is opened by
+a second child, which dies as well, while it removes that: at another operation each time. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from adapters.store import AdapterStore, StoreLimits
@@ -78,41 +80,68 @@ def die_at(count: int) -> None:
     sys.addaudithook(hook)
 
 
-def child(root: Path, die_at_operation: int | None) -> int:
+def child(root: Path, die_at_operation: int | None, play: Callable[[AdapterStore], None] = scenario) -> int:
     """Fork; the child opens the store and plays the scenario."""
     pid = os.fork()
     if pid == 0:
         if die_at_operation is not None:
             die_at(die_at_operation)
-        scenario(open_store(root))
+        play(open_store(root))
         os._exit(0)
     return pid
 
 
-def prepare(root: Path, digests: dict[str, int]) -> None:
+def has_died(pid: int) -> bool:
+    """Wait for the child: whether it was killed, or else went through."""
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status):
+        return True
+    assert os.waitstatus_to_exitcode(status) == 0
+    return False
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def whole_adapters(root: Path) -> dict[str, tuple[int, dict[str, bytes]]]:
+    """Digest -> seed and files, from a store that nobody kills."""
+    store = open_store(root)
+    for seed in range(len(TENSORS)):
+        put(store, f"seed{seed}", seed)
+    adapters = {
+        record.digest: (int(record.name.removeprefix("seed")), files_of(store.path_of(record.digest)))
+        for record in store.each()
+    }
+    store.close()
+    assert all(files["adapter_config.json"] == config_bytes() for _, files in adapters.values())
+    return adapters
+
+
+def prepare(root: Path) -> None:
     store = open_store(root)
     put(store, "old", 0)
-    digests[store.get("old").digest] = 0
     store.close()
 
 
-def look(root: Path, digests: dict[str, int]) -> dict[str, int]:
+def leaves(root: Path) -> int:
+    """How many things in the store are there by the death alone."""
+    (layout,) = root.iterdir()
+    named = {json.loads(path.read_bytes())["digest"] for path in (layout / "names").iterdir()}
+    unnamed = {path.name for path in (layout / "adapters").iterdir()} - named
+    return len(list((layout / "staging").iterdir())) + len(unnamed)
+
+
+def look(root: Path, whole: dict[str, tuple[int, dict[str, bytes]]]) -> dict[str, int]:
     """Reopen, and return name -> seed. Whatever is there is whole."""
     store = open_store(root)
     store.check_integrity()
     found = {}
     for record in store.each():
-        directory = store.path_of(record.digest)
-        stored = (directory / "adapter_model.safetensors").read_bytes()
-        payloads = [content[8 + int.from_bytes(content[:8], "little") :] for content in TENSORS]
-        seed = next(i for i, payload in enumerate(payloads) if sorted(payload) == sorted(stored[-len(payload) :]))
-        assert digests.setdefault(record.digest, seed) == seed
-        assert {path.name for path in directory.iterdir()} == {
-            "adapter_config.json",
-            "adapter_model.safetensors",
-            "manifest.json",
-        }
+        seed, files = whole[record.digest]
+        assert files_of(store.path_of(record.digest)) == files
         found[record.name] = seed
+    assert found.keys() == store.names().keys(), "damaged"
     assert list(root.glob("*/staging/*")) == [], "leftovers"
     for name, seed in found.items():  # the store still works
         put(store, name, seed)
@@ -122,28 +151,40 @@ def look(root: Path, digests: dict[str, int]) -> dict[str, int]:
 
 
 def main(root: Path) -> None:
-    digests: dict[str, int] = {}
+    whole = whole_adapters(root / "whole")
     seen: list[dict[str, int]] = []
     deaths = 0
+    recovery_deaths: set[int] = set()  # the operations of an opening at which one died that had something to remove
+    recovery_point = 0
     for point in range(10_000):
         place = root / f"point{point}"
-        prepare(place, digests)
-        _, status = os.waitpid(child(place, point), 0)
-        seen.append(look(place, digests))
-        if not os.WIFSIGNALED(status):
-            assert os.waitstatus_to_exitcode(status) == 0
+        prepare(place)
+        if not has_died(child(place, point)):
+            seen.append(look(place, whole))
             break
         deaths += 1
+        if leaves(place):
+            if has_died(child(place, recovery_point, play=AdapterStore.close)):
+                recovery_deaths.add(recovery_point)
+                recovery_point += 1
+            else:
+                recovery_point = 0
+        seen.append(look(place, whole))
     for part in range(10):
         place = root / f"time{part}"
-        prepare(place, digests)
+        prepare(place)
         pid = child(place, None)
         time.sleep(0.004 * part)  # picks the moment of the kill; nothing waits for anything
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        seen.append(look(place, digests))
+        seen.append(look(place, whole))
     assert all(state in STATES for state in seen), [state for state in seen if state not in STATES]
-    print(json.dumps({"deaths": deaths, "states": sum(state in seen for state in STATES), "all": len(STATES)}))
+    num_states = sum(state in seen for state in STATES)
+    print(
+        json.dumps(
+            {"deaths": deaths, "recovery_deaths": len(recovery_deaths), "states": num_states, "all": len(STATES)}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -22,4 +22,5 @@ def test_kill_at_every_file_system_operation_leaves_whole_adapters(tmp_path: Pat
     assert done.returncode == 0, done.stderr[-3000:]
     result = json.loads(done.stdout)
     assert result["deaths"] > 50
+    assert result["recovery_deaths"] > 10
     assert result["states"] == result["all"], "a state of the scenario was never seen: the kills are too coarse"

@@ -690,6 +690,40 @@ def test_uploads_deletes_and_leases_from_many_threads_keep_the_books(store: Adap
     store.check_integrity()
 
 
+def test_an_upload_that_is_being_published_is_discarded_afterwards(
+    store: AdapterStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that is cancelled leaves its thread at work, and has the upload discarded in another one."""
+    publish, entered, may_publish = store._files.publish, threading.Event(), threading.Event()
+
+    def held(ready: Path, digest: str) -> None:
+        entered.set()
+        assert may_publish.wait(30)
+        publish(ready, digest)
+
+    monkeypatch.setattr(store._files, "publish", held)
+    upload = store.begin()
+    for part_name, data in (("adapter_config", config_bytes()), ("adapter_model", safetensors_bytes(good_tensors()))):
+        with upload.open_part(part_name) as part:
+            part.write(data)
+    with ThreadPoolExecutor(2) as pool:
+        finish = pool.submit(upload.finish, "mine")
+        assert entered.wait(30)
+        discard = pool.submit(upload.discard)
+        with pytest.raises(TimeoutError):  # a moment in which it would have been done
+            discard.result(timeout=0.2)
+        may_publish.set()
+        record, created = finish.result(timeout=30)
+        discard.result(timeout=30)
+    assert created
+    assert store.get("mine") == record
+    assert {path.name for path in store.path_of(record.digest).iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "manifest.json",
+    }
+
+
 @pytest.mark.usefixtures("store")
 def test_two_servers_cannot_share_a_store(tmp_path: Path) -> None:
     with pytest.raises(StoreBusy):
@@ -757,19 +791,103 @@ def test_damaged_files_of_names_stop_no_start(tmp_path: Path, caplog: pytest.Log
     (names / "broken").write_bytes(b"{")
     (names / "flipped").write_bytes(b'{"digest": "\xff"}')
     (names / "evil").write_text(json.dumps({"digest": "../../x", "created_at_seconds": 1.0}))
+    (names / "directory").mkdir()
+    os.mkfifo(names / "fifo")
     (names.parent / "adapters" / lost.digest / "manifest.json").unlink()
     store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
     assert tuple(store.each()) == (record,)
     assert "broken" in caplog.text
+    assert "directory" in caplog.text
+    assert "fifo" in caplog.text
     assert "lost" in caplog.text
     store.close()
 
 
+def refuse_to_read(monkeypatch: pytest.MonkeyPatch, refused: Path, code: int) -> None:
+    """Tests may run as root, who may read everything."""
+    read_bytes = Path.read_bytes
+
+    def read(path: Path) -> bytes:
+        if path == refused:
+            raise OSError(code, os.strerror(code), str(path))
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+def test_a_name_that_cannot_be_read_stops_no_start_and_keeps_its_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    """What has no name is removed at a start; but this one may have a name, which can be read another time."""
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
+    records = [upload_small(store, LAYOUT, name, seed=seed)[0] for seed, name in enumerate(("a", "b"))]
+    names = store.path_of(records[0].digest).parent.parent / "names"
+    store.close()
+    with monkeypatch.context() as patched:
+        refuse_to_read(patched, names / "b", code)
+        store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
+        assert tuple(store.each()) == (records[0],)
+        assert "names/b" in caplog.text
+        store.close()
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
+    assert list(store.each()) == records
+    store.check_integrity()
+    store.close()
+
+
+def test_a_process_that_may_open_no_more_files_says_so_and_blames_no_adapter(
+    store: AdapterStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, _ = upload_small(store, LAYOUT, "x")
+    path = store.path_of(record.digest)
+    store._manifests.clear()
+    for refused, look_up in (
+        (path / "manifest.json", store.each),
+        (path.parent.parent / "names/x", store._files.names),
+    ):
+        with monkeypatch.context() as patched:
+            refuse_to_read(patched, refused, errno.EMFILE)
+            with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+                tuple(look_up())
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
+def test_a_manifest_that_cannot_be_read_hides_no_other_adapter(
+    store: AdapterStore, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    whole, _ = upload_small(store, LAYOUT, "whole", seed=5)
+    record, _ = upload_small(store, LAYOUT, "hurt")
+    store._manifests.clear()
+    refuse_to_read(monkeypatch, store.path_of(record.digest) / "manifest.json", code)
+    assert tuple(store.each()) == (whole,)
+    with pytest.raises(Damaged, match="upload it again"):
+        store.lease("hurt")
+
+
+def test_a_directory_in_a_manifest_s_place_survives_a_start_and_is_replaced(tmp_path: Path) -> None:
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
+    record, _ = upload_small(store, LAYOUT, "hurt")
+    manifest = store.path_of(record.digest) / "manifest.json"
+    store.close()
+    manifest.unlink()
+    manifest.mkdir()
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
+    assert tuple(store.each()) == ()
+    with pytest.raises(Damaged, match="upload it again"):
+        store.lease("hurt")
+    upload_small(store, LAYOUT, "hurt")
+    assert [one.manifest for one in store.each()] == [record.manifest]
+    store.close()
+
+
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b'{"digest": "\xff"}', None], ids=["empty", "cut", "other", "flipped", "missing"]
+    "content",
+    [b"", b"{", b"[]", b'{"digest": "\xff"}', None, "directory"],
+    ids=["empty", "cut", "other", "flipped", "missing", "directory"],
 )
 def test_a_damaged_adapter_is_told_and_can_be_deleted_or_uploaded_again(
-    store: AdapterStore, caplog: pytest.LogCaptureFixture, content: bytes | None
+    store: AdapterStore, caplog: pytest.LogCaptureFixture, content: bytes | str | None
 ) -> None:
     whole, _ = upload_small(store, LAYOUT, "whole", seed=5)
     record, _ = upload_small(store, LAYOUT, "hurt")
@@ -777,7 +895,11 @@ def test_a_damaged_adapter_is_told_and_can_be_deleted_or_uploaded_again(
     def hurt() -> None:
         store._manifests.clear()  # as in a server that is started again
         path = store.path_of(record.digest) / "manifest.json"
-        path.unlink() if content is None else path.write_bytes(content)
+        path.unlink()
+        if content == "directory":
+            path.mkdir()
+        elif isinstance(content, bytes):
+            path.write_bytes(content)
 
     hurt()
     assert tuple(store.each()) == (whole,)
@@ -816,6 +938,51 @@ def test_an_upload_replaces_damaged_tensors(store: AdapterStore, damage: str, na
     assert not upload_small(store, LAYOUT, name)[1]
     assert path.stat().st_ino == inode
     assert gone == [record.digest]
+
+
+@pytest.mark.parametrize(
+    ("file", "whole", "damaged"),
+    [
+        ("manifest.json", b'"scaling":2.0', b'"scaling":6.0'),
+        ("manifest.json", b'"rank":4', b'"rank":5'),
+        ("adapter_config.json", b'"lora_alpha": 8', b'"lora_alpha": 9'),
+        ("adapter_config.json", b'"r": 4', b'"r": 4,,'),
+    ],
+)
+@pytest.mark.parametrize("name", ["hurt", "again"])
+def test_an_upload_replaces_files_that_parse_and_say_something_else(
+    store: AdapterStore, file: str, whole: bytes, damaged: bytes, name: str
+) -> None:
+    """The engine scales by the manifest: it would answer wrongly, and nothing else would show it."""
+    gone: list[str] = []
+    store.on_gone = gone.append
+    record, _ = upload_small(store, LAYOUT, "hurt")
+    path = store.path_of(record.digest) / file
+    content = path.read_bytes()
+    assert whole in content
+    path.write_bytes(content.replace(whole, damaged, 1))
+    store._manifests.clear()  # as in a server that is started again
+    assert upload_small(store, LAYOUT, name)[0].digest == record.digest
+    assert path.read_bytes() == content
+    assert store.get("hurt").manifest == record.manifest
+    assert gone == [record.digest]
+    inode = path.stat().st_ino
+    assert not upload_small(store, LAYOUT, name)[1]
+    assert path.stat().st_ino == inode
+    assert gone == [record.digest]
+
+
+def test_an_upload_whose_notes_and_training_settings_differ_replaces_nothing(store: AdapterStore) -> None:
+    gone: list[str] = []
+    store.on_gone = gone.append
+    tensors = safetensors_bytes(good_tensors())
+    record, _ = upload_bytes(store, "x", config_bytes(), tensors)
+    inode = store.path_of(record.digest).stat().st_ino
+    again, created = upload_bytes(store, "x", config_bytes(lora_dropout=0.5, target_modules=["q_proj", "?"]), tensors)
+    assert (again.digest, created) == (record.digest, False)
+    assert again.manifest.notes != record.manifest.notes
+    assert store.path_of(record.digest).stat().st_ino == inode
+    assert gone == []
 
 
 def test_damaged_tensors_are_told_to_be_replaced_although_the_upload_s_own_name_cannot_be_written(
