@@ -57,8 +57,8 @@ class TextTokenizer:
         self.is_byte_level = "ByteLevel" in json.dumps(parts.get("decoder"))
         self.max_chars_per_token = _max_chars_per_token(parts)
         # Decoders of the sentencepiece kind take the space off what comes first, so a token is shown behind another.
-        first = [] if self.is_byte_level else self._tokenizer.encode("a", add_special_tokens=False).ids
-        self._first_ids = first if self.decode(first) == "a" else []
+        first = None if self.is_byte_level else tokenizer.token_to_id("a")
+        self._first_ids = [first] if first is not None and self.decode([first]) == "a" else []
 
     @classmethod
     def load(cls, model_dir: Path) -> TextTokenizer:
