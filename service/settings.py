@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
 
 from service.engine.config import EngineConfig, default_block_size_tokens
 
@@ -19,8 +25,22 @@ Size = Annotated[ByteSize, Field(ge=0)]
 Keys = Annotated[tuple[SecretStr, ...], NoDecode]
 
 
+_KEY_FIELDS = ("api_keys", "admin_api_keys")
+
+
 class SettingsError(ValueError):
     """A setting is wrong; the message names it and says what to write."""
+
+
+class _KeyVariables(EnvSettingsSource):
+    """The variables of API keys, the empty ones too: those must not pass for unset, see `Settings._split_keys`."""
+
+    def __init__(self, settings: type[BaseSettings]) -> None:
+        super().__init__(settings, env_ignore_empty=False)
+
+    def __call__(self) -> dict[str, Any]:
+        """The values by the fields' names."""
+        return {name: value for name, value in super().__call__().items() if name in _KEY_FIELDS}
 
 
 class Settings(BaseSettings):
@@ -94,6 +114,18 @@ class Settings(BaseSettings):
     log_format: Literal["text", "json"] = Field("text", description="one line per request as text or as JSON")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
 
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """What is given, then the environment."""
+        return init_settings, env_settings, _KeyVariables(settings_cls)
+
     @model_validator(mode="before")
     @classmethod
     def _fit_to_device(cls, given: Any) -> Any:
@@ -101,17 +133,17 @@ class Settings(BaseSettings):
             return {**given, "block_size_tokens": default_block_size_tokens(str(given.get("device", "cpu")))}
         return given
 
-    @field_validator("api_keys", "admin_api_keys", mode="before")
+    @field_validator(*_KEY_FIELDS, mode="before")
     @classmethod
     def _split_keys(cls, value: Any) -> Any:
         if not isinstance(value, str):
             return value
         keys = tuple(key.strip() for key in value.split(",") if key.strip())
-        if not keys:  # of variables that are not set, say: nobody means a server that is open to all
-            raise ValueError("there is no key in it; leave it out to let everybody in")
+        if not keys:  # of a Secret without values, say: nobody means a server that is open to all
+            raise ValueError("it is set, but there is no key in it; give at least one key, or unset it to need none")
         return keys
 
-    @field_validator("api_keys", "admin_api_keys")
+    @field_validator(*_KEY_FIELDS)
     @classmethod
     def _printable_keys(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
         if any(not key.get_secret_value().isascii() or not key.get_secret_value().isprintable() for key in keys):

@@ -13,7 +13,7 @@ from service.api.admission import Admitted, admit, num_sequences
 from service.api.chat import ChatAnswer
 from service.api.completions import CompletionAnswer
 from service.api.errors import HANDLED, BadRequest, BodyTooLarge, error_body
-from service.api.openapi import GENERATION_ERRORS
+from service.api.openapi import BATCH_ERRORS
 from service.api.requestlog import note_job
 from service.api.schemas import BatchRequest, BatchResponse, ChatRequest, CompletionRequest
 from service.api.sse import JsonResponse, until_disconnect
@@ -30,7 +30,7 @@ _Checked = tuple[ChatRequest | CompletionRequest, Admitted]
 @router.post(
     "/v1/completions/batch",
     response_model=BatchResponse,
-    responses=GENERATION_ERRORS,
+    responses=BATCH_ERRORS,
     summary="Several requests in one call",
 )
 async def create_batch(request: Request, body: BatchRequest) -> Response:
@@ -46,6 +46,7 @@ async def create_batch(request: Request, body: BatchRequest) -> Response:
                 note_job(request, answer.job)
         answers = await until_disconnect(request, asyncio.gather(*(_answer(one) for one in running)))
     finally:
+        # Those that have no answer, since the client is gone.
         for answer in running:
             if not isinstance(answer, Exception):
                 answer.job.close()
@@ -133,9 +134,13 @@ def _release(checked: list[_Checked | Exception]) -> None:
 
 
 async def _answer(running: _Answer | Exception) -> dict[str, Any]:
+    """The item's answer, or its error. Its places in the queue and its adapter are given back then, not when the
+    longest item ends."""
     if isinstance(running, Exception):
         return error_body(running)
     try:
         return await running.whole()
     except Exception as error:
         return error_body(_surprise(error))
+    finally:
+        running.job.close()

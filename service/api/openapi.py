@@ -26,10 +26,14 @@ def errors(statuses: Iterable[int]) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorResponse, "description": _REASONS[status]} for status in statuses}
 
 
-INFERENCE_ERRORS = errors((400, 401, 404, 413, 500, 503))
+TEXT_ERRORS = errors((400, 401, 404, 413, 500))
 GENERATION_ERRORS = errors((400, 401, 404, 413, 429, 500, 503))
+# Unknown models and failures are told in the item's place, with 200.
+BATCH_ERRORS = errors((400, 401, 413, 429, 503))
 DELETE_ERRORS = errors((400, 401, 403, 404, 413, 500))
 UPLOAD_ERRORS = errors((400, 401, 403, 409, 413, 500, 503, 507))
+# Where a setting forbids things too; elsewhere 403 speaks of keys alone.
+_FORBIDDEN_BY_SETTING = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
 
 def streamed(chunk_schema: str) -> dict[int | str, dict[str, Any]]:
@@ -90,7 +94,7 @@ UPLOAD_BODY = {
 
 def finish(schema: dict[str, Any], *, with_keys: bool, open_paths: frozenset[str], chunks: dict[str, Any]) -> None:
     """Complete FastAPI's schema in place: our 400 instead of its 422, what batches hold, the chunks of streams, and the
-    security scheme where keys are set."""
+    security scheme where keys are set. Without keys no operation tells of errors that only keys cause."""
     schemas = schema.setdefault("components", {}).setdefault("schemas", {})
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
@@ -107,6 +111,8 @@ def finish(schema: dict[str, Any], *, with_keys: bool, open_paths: frozenset[str
                 operation["security"] = [] if path in open_paths else [{"apiKey": []}]
             else:
                 operation["responses"].pop("401", None)
+                if path not in _FORBIDDEN_BY_SETTING:
+                    operation["responses"].pop("403", None)
     if with_keys:
         schema["components"]["securitySchemes"] = {
             "apiKey": {

@@ -7,7 +7,7 @@ from fastapi import APIRouter, Request, Response
 from service.api.admission import Prompt, chat_prompt, encoded, off_loop, resolve
 from service.api.errors import BadRequest
 from service.api.listing import listing
-from service.api.openapi import INFERENCE_ERRORS
+from service.api.openapi import TEXT_ERRORS
 from service.api.schemas import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
 from service.api.sse import until_disconnect
 from service.api.state import Services, services_of
@@ -21,7 +21,7 @@ MAX_TEXT_CHARS = 4 << 20
 @router.post(
     "/tokenize",
     response_model=TokenizeResponse,
-    responses=INFERENCE_ERRORS,
+    responses=TEXT_ERRORS,
     summary="Text or messages to token ids",
 )
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
@@ -63,7 +63,7 @@ async def _prompt(services: Services, body: TokenizeRequest) -> Prompt:
         target.release()
 
 
-@router.post("/detokenize", responses=INFERENCE_ERRORS, summary="Token ids to text")
+@router.post("/detokenize", responses=TEXT_ERRORS, summary="Token ids to text")
 async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeResponse:
     """The text of token ids, special tokens included."""
     services = services_of(request)

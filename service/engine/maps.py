@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from kernels.lora.maps import LoraMaps, Segment
-from service.engine.batch import AttentionMaps, ConvMaps, StepBatch
 from service.engine.staging import Staging
+from service.models.batch import AttentionMaps, ConvMaps, StepBatch
 
 BASE = -1  # the place of sequences without an adapter
 

@@ -24,6 +24,7 @@ from service import logs
 from service.engine.config import EngineConfig
 from service.engine.messages import Drain, Fatal, Finished, FromEngine, Sampling, Submit, ToEngine
 from service.engine.wire import EngineSide
+from service.models.errors import ModelError
 from service.models.heap import keep_freed_memory, trim_heap
 
 if TYPE_CHECKING:
@@ -128,8 +129,11 @@ def main() -> int:
     try:
         engine = _start(config)
     except Exception as error:
-        log.exception("the engine cannot start")
-        side.write([Fatal(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")])
+        if _is_for_operator(error):
+            side.write([Fatal(str(error))])  # the parent logs it
+        else:
+            log.exception("the engine cannot start")
+            side.write([Fatal(f"{type(error).__name__}: {error}")])
         return 1
     wake.append(engine.wake)
     side.write([engine.ready(os.getpid())])
@@ -156,6 +160,17 @@ def _start(config: EngineConfig) -> Engine:
     gc.collect()
     gc.freeze()
     return engine
+
+
+def _is_for_operator(error: Exception) -> bool:
+    """Whether the error is one that is foreseen, of the model, the device, the budgets or the store: one sentence that
+    says what to change. Where it was raised helps nobody then."""
+    if not isinstance(error, ValueError):
+        return False
+    from adapters.errors import AdapterError
+    from kernels.platform import BackendError  # imports torch, which may be what failed
+
+    return isinstance(error, ModelError | BackendError | AdapterError)
 
 
 def warm_up(engine: Engine) -> None:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from kernels.platform import Platform
-from service.engine.batch import StepBatch
 from service.engine.config import EngineConfig
+from service.models.batch import StepBatch
+from service.models.errors import ModelError
 
 if TYPE_CHECKING:
     from service.models.loader import LoadedModel
@@ -76,14 +77,14 @@ class ModelRunner:
 def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -> Capacity:
     """How the byte budgets divide into blocks and lines; the null block and the null line come on top.
 
-    Raises ValueError if a budget does not hold a single block or line.
+    Raises ModelError if a budget does not hold a single block or line.
     """
     from service.models.caches import kv_bytes_per_token, state_bytes_per_line
 
     facts = loaded.facts
     num_blocks = config.kv_bytes // (kv_bytes_per_token(facts, loaded.dtype) * config.block_size_tokens)
     if num_blocks < 1:
-        raise ValueError(
+        raise ModelError(
             f"The KV budget of {config.kv_bytes} bytes holds no block of {config.block_size_tokens} tokens."
         )
     num_lines = 0
@@ -92,7 +93,7 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
         if config.state_bytes is not None:
             num_lines = min(num_lines, config.state_bytes // state_bytes_per_line(facts, loaded.dtype))
         if num_lines < 1:
-            raise ValueError(f"The state budget of {config.state_bytes} bytes holds no line of convolution state.")
+            raise ModelError(f"The state budget of {config.state_bytes} bytes holds no line of convolution state.")
     context = facts.context_tokens
     if config.max_model_len_tokens is not None:
         context = min(config.max_model_len_tokens, facts.longest_context_tokens)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.lora import ops as lora_ops
-from service.engine.batch import StepBatch
+from service.models.batch import StepBatch
 from service.models.caches import Caches, ConvStates, KvCache
 from service.models.facts import ModelFacts
 from service.models.layers import Attention, GatedMlp, RmsNorm, ShortConv

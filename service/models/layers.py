@@ -16,7 +16,7 @@ from kernels.paged_attention.ops import paged_attention
 from kernels.rms_norm.ops import add_rms_norm, rms_norm, rms_norm_heads
 from kernels.rotary.ops import rotary
 from kernels.swiglu.ops import swiglu
-from service.engine.batch import StepBatch
+from service.models.batch import StepBatch
 from service.models.caches import ConvStates, KvCache
 from service.models.facts import ModelFacts
 from service.models.projection import Projection

@@ -151,6 +151,34 @@ class TestLimits:
         assert fits.status_code == 200
         wait_for(lambda: strict.metric("num_requests_open") == 0, "the queue to be empty")
 
+    def test_items_of_a_batch_give_their_places_and_adapters_back_as_they_end(
+        self, strict: Server, checkpoints: Checkpoints
+    ) -> None:
+        for name in ("alpha", "beta"):
+            upload(strict, name, checkpoints.adapters / name).raise_for_status()
+        on_disk = strict.metric("adapters_on_disk")
+        item = {"prompt": "the", "ignore_eos": True}
+        items = [
+            {**item, "model": "alpha", "max_tokens": 1},
+            {**item, "model": BASE, "max_tokens": 1},
+            {**item, "model": "beta", "max_tokens": 480},
+        ]
+        ended = strict.metric("requests_total", outcome="length")
+        answers: list[httpx.Response] = []
+        running = threading.Thread(
+            target=lambda: answers.append(strict.post("/v1/completions/batch", json={"items": items}))
+        )
+        running.start()
+        wait_for(lambda: strict.metric("requests_total", outcome="length") >= ended + 2, "two items to end")
+        assert strict.metric("num_requests_open") == 1
+        strict.http.delete(f"{strict.url}/v1/adapters/alpha").raise_for_status()
+        assert strict.metric("adapters_on_disk") == on_disk - 1
+        assert strict.metric("num_requests_open") == 1  # all this while the third one ran
+        running.join()
+        assert [one["usage"]["completion_tokens"] for one in answers[0].json()["items"]] == [1, 1, 480]
+        assert strict.metric("num_requests_open") == 0
+        strict.http.delete(f"{strict.url}/v1/adapters/beta").raise_for_status()
+
     def test_more_than_the_queue_can_ever_hold_is_refused_for_good(self, strict: Server) -> None:
         body = {"model": BASE, "prompt": ["a", "b", "c"], "n": 2}
         assert strict.post("/v1/completions", json=body).status_code == 400

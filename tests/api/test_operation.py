@@ -23,6 +23,7 @@ from rich.progress import Progress
 from adapters.paths import MANIFEST_FILE
 from service.api.auth import OPEN_PATHS, required_scope
 from service.api.metrics import Metrics
+from service.app import create_app
 from service.cli import main
 from service.client import ClientError, checked
 from service.engine.messages import Stats
@@ -49,17 +50,52 @@ def check_answer(openapi: dict[str, Any], method: str, path: str, answer: Any, d
     jsonschema.validate(answer.json() if data is None else data, schema)
 
 
+# Operation: what it can answer of its own, and what besides where API keys are set. What is wrong with one item of a
+# batch is told in the item's place, with 200. 500 stands where files may be damaged, or the disk or engine fail.
+STATUSES: dict[str, tuple[str, str]] = {
+    "post /v1/chat/completions": ("200 400 404 413 429 500 503", "401"),
+    "post /v1/completions": ("200 400 404 413 429 500 503", "401"),
+    "post /v1/completions/batch": ("200 400 413 429 503", "401"),
+    "post /tokenize": ("200 400 404 413 500", "401"),
+    "post /detokenize": ("200 400 404 413 500", "401"),
+    "get /v1/models": ("200", "401"),
+    "get /v1/models/{model}": ("200 404 500", "401"),
+    "get /v1/adapters": ("200 400", "401"),
+    "get /v1/adapters/{name}": ("200 400 404 500", "401"),
+    "post /v1/adapters": ("200 201 400 409 413 500 503 507", "401 403"),
+    "delete /v1/adapters/{name}": ("200 400 404 413 500", "401 403"),
+    # 403 without keys too: where --lora-path-root is not set, and for paths outside it.
+    "post /v1/load_lora_adapter": ("200 400 403 404 409 413 500 503 507", "401"),
+    "post /v1/unload_lora_adapter": ("200 400 403 404 413 500", "401"),
+    "get /health": ("200 503", ""),
+    "get /ready": ("200 503", ""),
+    "get /version": ("200", ""),
+    "get /metrics": ("200", "401"),
+}
+
+
 class TestOpenapi:
-    def test_every_operation_tells_its_errors_and_only_real_ones(self, openapi: dict[str, Any]) -> None:
-        for path, operations in openapi["paths"].items():
-            for method, operation in operations.items():
-                statuses = set(operation["responses"])
-                assert "422" not in statuses
-                assert operation["summary"]
-                assert operation["description"]
-                if method == "post":
-                    assert {"400", "413" if "adapter" not in path else "400"} <= statuses
-                    assert operation["requestBody"]["required"]
+    @pytest.mark.parametrize("keys", [(), ("a-key",)], ids=["open", "with keys"])
+    def test_every_operation_tells_its_errors_and_only_real_ones(
+        self, checkpoints: Checkpoints, tmp_path: Path, keys: tuple[str, ...]
+    ) -> None:
+        app = create_app(load_settings(model_dir=checkpoints.base, store_dir=tmp_path, api_keys=keys))
+        app.state.services.store.close()
+        told = {
+            f"{method} {path}": operation
+            for path, operations in app.openapi()["paths"].items()
+            for method, operation in operations.items()
+        }
+        wanted = {
+            name: {*always.split(), *(with_keys.split() if keys else ())}
+            for name, (always, with_keys) in STATUSES.items()
+        }
+        assert {name: set(operation["responses"]) for name, operation in told.items()} == wanted
+        for name, operation in told.items():
+            assert operation["summary"]
+            assert operation["description"]
+            if name.startswith("post"):
+                assert operation["requestBody"]["required"]
 
     def test_answers_are_what_it_says(self, server: Server, openapi: dict[str, Any], checkpoints: Checkpoints) -> None:
         completion = {"model": "alpha", "prompt": "the", "max_tokens": 3}
@@ -303,6 +339,22 @@ class TestSettings:
     def test_keys_that_are_blank_leave_no_server_open(self, name: str, keys: str) -> None:
         with pytest.raises(SettingsError, match="no key"):
             load_settings(**{name: keys})
+
+    @pytest.mark.parametrize("name", ["MULTILORA_API_KEYS", "MULTILORA_ADMIN_API_KEYS"])
+    @pytest.mark.parametrize("keys", ["", ",", " "])
+    def test_nor_do_variables_that_hold_none(self, name: str, keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A Secret whose values are empty, say. The variable must be unset where no key is wanted."""
+        monkeypatch.setenv(name, keys)
+        with pytest.raises(SettingsError, match=rf"^Setting .*\({name}\): .*no key.*unset") as caught:
+            load_settings()
+        assert "\n" not in str(caught.value)
+        given = load_settings(**{name.removeprefix("MULTILORA_").lower(): "a"})  # a flag goes before the variable
+        assert (len(given.api_keys), len(given.admin_api_keys)) in ((1, 0), (0, 1))
+
+    def test_other_variables_that_are_empty_are_as_if_unset(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MULTILORA_MODEL_NAME", "")
+        monkeypatch.setenv("MULTILORA_PORT", "")
+        assert (load_settings().model_name, load_settings().port) == (None, 8000)
 
 
 @contextmanager

@@ -111,6 +111,20 @@ class TestRefusalToStart:
         done = self.serve("--port=0", f"--model-dir={tmp_path}", f"--store-dir={tmp_path / 'store'}")
         assert done.returncode == 1
         assert missing.removesuffix(".weight") in done.stderr.splitlines()[-1]
+        assert "Traceback" not in done.stderr
+
+    @pytest.mark.parametrize(
+        ("flags", "words"),
+        [(["--kv-bytes=1"], "KV budget of 1 bytes"), (["--device=cuda:99"], "cuda:99")],
+    )
+    def test_what_the_engine_cannot_do_with_is_one_sentence(
+        self, flags: list[str], words: str, checkpoints: Checkpoints, tmp_path: Path
+    ) -> None:
+        """It is the engine process that finds out, and its log goes where the server's does."""
+        done = self.serve("--port=0", f"--model-dir={checkpoints.base}", f"--store-dir={tmp_path}", *flags)
+        assert done.returncode == 1
+        assert words in done.stderr.splitlines()[-1]
+        assert "Traceback" not in done.stderr
 
     def test_a_store_that_cannot_be_opened_is_named(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")

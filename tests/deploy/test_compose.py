@@ -40,6 +40,12 @@ def test_every_variable_is_a_setting(service: dict[str, Any]) -> None:
     assert service["environment"].keys() <= known
 
 
+@pytest.mark.parametrize("name", ["MULTILORA_API_KEYS", "MULTILORA_ADMIN_API_KEYS"])
+def test_keys_are_passed_on_only_where_the_host_has_them(service: dict[str, Any], name: str) -> None:
+    """Without a value, Compose takes the host's, and sets nothing where there is none; a server refuses empty ones."""
+    assert service["environment"][name] is None
+
+
 def test_grace_period_is_longer_than_the_shutdown_limit(service: dict[str, Any]) -> None:
     limit_seconds = float(service["environment"]["MULTILORA_SHUTDOWN_LIMIT_SECONDS"])
     assert float(service["stop_grace_period"].removesuffix("s")) >= limit_seconds + 10

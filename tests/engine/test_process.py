@@ -19,6 +19,7 @@ from service.engine.build import build_engine
 from service.engine.client import EngineClient, EngineDied
 from service.engine.config import EngineConfig
 from service.engine.messages import Finished, Stats, Tokens
+from service.engine.wire import frame
 from tests.support.engine_process import (
     collect,
     event_loop_with_client,
@@ -320,6 +321,35 @@ def test_an_engine_that_cannot_start_stays_down_and_says_why(tmp_path: Path) -> 
     client = asyncio.run(drive())
     assert client.state == "down"
     assert client.num_restarts == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "has_traceback"), [("ModelError('odd')", False), ("ValueError('odd')", True), ("KeyError('odd')", True)]
+)
+def test_only_what_nobody_foresaw_at_the_start_has_a_traceback(
+    config: EngineConfig, error: str, has_traceback: bool
+) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(frame(config))
+        code = f"""
+import sys
+from service.engine import process
+from service.models.errors import ModelError
+
+def fail(_config):
+    raise {error}
+
+process._start = fail
+sys.argv[1:] = ["{theirs.fileno()}"]
+sys.exit(process.main())
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", code], pass_fds=(theirs.fileno(),), capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 1
+        assert ("Traceback" in done.stderr) == has_traceback
+        assert b"odd" in ours.recv(1000)
 
 
 PARENT = """

@@ -17,11 +17,11 @@ import torch
 from adapters.errors import RowsExceeded
 from adapters.layout import Group
 from adapters.row_pool import PoolUsage
-from service.engine.batch import StepBatch
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine, Event
 from service.engine.messages import Finished, Sampling, Submit, Tokens
 from service.engine.runner import Capacity
+from service.models.batch import StepBatch
 
 VOCAB = 97
 EOS = 96

@@ -9,7 +9,7 @@ import torch
 
 from kernels.lora.maps import LoraMaps
 from kernels.paged_attention.maps import AttentionMaps
-from service.engine.batch import ConvMaps, StepBatch
+from service.models.batch import ConvMaps, StepBatch
 from service.models.caches import allocate_caches
 from service.models.loader import LoadedModel
 

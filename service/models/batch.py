@@ -1,4 +1,5 @@
-"""The flattened step: what the model's forward reads. Built on the host by `maps.py`, passed as an argument.
+"""The flattened step: what the model's forward reads. Built on the host by `service/engine/maps.py`, passed as an
+argument.
 
 Sequences stand in adapter order, the base model's last; the tokens of a sequence are contiguous, so segments are too.
 """
