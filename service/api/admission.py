@@ -287,7 +287,6 @@ def plan_sequences(
 ) -> list[Plan]:
     """`n` sequences for each prompt, in order of the choices' index. BadRequest if one could never be served."""
     plans = []
-    _check_prompt_logprobs(request, prompts)
     for prompt in prompts:
         max_tokens = checked_max_tokens(ready, request, prompt.token_ids)
         sampling = build_sampling(
@@ -306,22 +305,25 @@ def plan_sequences(
                     skip_special_tokens=request.skip_special_tokens is None or request.skip_special_tokens,
                 )
             )
+    # One sequence alone is bounded by the context length.
+    if len(plans) > 1 and (wanted := num_prompt_logprobs(plans)) > MAX_PROMPT_LOGPROBS:
+        raise too_many_prompt_logprobs(wanted)
     return plans
 
 
-def _check_prompt_logprobs(request: CompletionRequest | ChatRequest, prompts: Sequence[Prompt]) -> None:
-    if isinstance(request, ChatRequest) or not request.echo or request.logprobs is None:
-        return
-    num_sequences = len(prompts) * (request.n or 1)
-    num_tokens = sum(len(prompt.token_ids) for prompt in prompts) * (request.n or 1)
-    wanted = num_tokens * (request.logprobs + 1)
-    # One alone is bounded by the context length.
-    if num_sequences > 1 and wanted > MAX_PROMPT_LOGPROBS:
-        raise BadRequest(
-            f"`echo` with `logprobs` {request.logprobs} asks for {wanted} log probabilities of {num_tokens} prompt "
-            f"tokens; a request may have {MAX_PROMPT_LOGPROBS}: send fewer prompts, or lower `logprobs` or `n`.",
-            param="logprobs",
-        )
+def num_prompt_logprobs(plans: Sequence[Plan]) -> int:
+    """Log probabilities of prompt tokens, alternatives included, that the sequences ask for."""
+    asked = [plan for plan in plans if plan.sampling.prompt_logprobs is not None]
+    return sum(len(plan.prompt.token_ids) * ((plan.sampling.prompt_logprobs or 0) + 1) for plan in asked)
+
+
+def too_many_prompt_logprobs(wanted: int) -> BadRequest:
+    """What to say of so many."""
+    return BadRequest(
+        f"`echo` with `logprobs` asks for {wanted} log probabilities of prompt tokens; a request may have "
+        f"{MAX_PROMPT_LOGPROBS}: send fewer prompts, or lower `logprobs` or `n`.",
+        param="logprobs",
+    )
 
 
 def _replace_seed(sampling: Sampling, seed: int | None) -> Sampling:

@@ -9,13 +9,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import ValidationError
 
-from service.api.admission import Admitted, admit, num_sequences
+from service.api.admission import Admitted, admit, num_prompt_logprobs, num_sequences, too_many_prompt_logprobs
 from service.api.chat import ChatAnswer
 from service.api.completions import CompletionAnswer
 from service.api.errors import HANDLED, BadRequest, BodyTooLarge, error_body
 from service.api.openapi import BATCH_ERRORS
 from service.api.requestlog import note_job
-from service.api.schemas import BatchRequest, BatchResponse, ChatRequest, CompletionRequest
+from service.api.schemas import MAX_PROMPT_LOGPROBS, BatchRequest, BatchResponse, ChatRequest, CompletionRequest
 from service.api.sse import JsonResponse, until_disconnect
 from service.api.state import Services, services_of
 from service.api.validation import bad_request
@@ -74,7 +74,23 @@ async def _admit_all(services: Services, body: BatchRequest) -> list[_Checked | 
         services.gate.leave(sum(shares[len(checked) + 1 :]))
         _release(checked)
         raise
+    _bound_prompt_logprobs(checked)
     return checked
+
+
+def _bound_prompt_logprobs(checked: list[_Checked | Exception]) -> None:
+    """Items that ask, with those before them, for more log probabilities of prompts than one request may have, fail;
+    in place."""
+    wanted = 0
+    for index, one in enumerate(checked):
+        if isinstance(one, Exception):
+            continue
+        share = num_prompt_logprobs(one[1].plans)
+        if share and wanted and wanted + share > MAX_PROMPT_LOGPROBS:
+            one[1].release()
+            checked[index] = too_many_prompt_logprobs(wanted + share)
+        else:
+            wanted += share
 
 
 async def _admit(services: Services, request: ChatRequest | CompletionRequest) -> _Checked | Exception:

@@ -12,12 +12,12 @@ from typing import Any, cast
 import pytest
 
 from adapters import errors as store_errors
-from service.api import admission, chat, completions
+from service.api import admission, batch, chat, completions
 from service.api import tokenize as tokenize_module
 from service.api.admission import Prompt, Target, admit, chat_prompt, resolve
 from service.api.errors import BadRequest, QueueFull, UnknownModel, status_of
 from service.api.generation import Piece
-from service.api.schemas import ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
+from service.api.schemas import BatchRequest, ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
 from service.api.state import Gate, Services
 from service.engine.messages import TokenLogprob
 from service.text.chat_template import ChatTemplate
@@ -281,11 +281,23 @@ def test_log_probabilities_of_many_prompts_are_bounded(
     monkeypatch.setattr(admission, "MAX_PROMPT_LOGPROBS", 60 * 4 * 3)
     wanted = {"model": "tiny", "echo": True, "max_tokens": 1, **fields}
     asyncio.run(admit(full, CompletionRequest(**wanted, logprobs=2))).release()
-    with pytest.raises(
-        BadRequest, match="960 log probabilities of 240 prompt tokens; a request may have 720"
-    ) as caught:
+    with pytest.raises(BadRequest, match="960 log probabilities of prompt tokens; a request may have 720") as caught:
         asyncio.run(admit(full, CompletionRequest(**wanted, logprobs=3)))
     assert caught.value.param == "logprobs"
+    asyncio.run(admit(full, CompletionRequest(**{**wanted, "echo": False}, logprobs=20))).release()
+    assert nothing_is_held(full)
+
+
+def test_log_probabilities_of_a_batch_are_bounded_together(full: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "MAX_PROMPT_LOGPROBS", 100)
+    item = {"model": "tiny", "prompt": [1] * 30, "echo": True, "max_tokens": 1}
+    items = [{**item, "logprobs": 3}, {**item, "logprobs": 0}, item, {**item, "logprobs": 0, "prompt": [1]}]
+    first, *others = asyncio.run(batch._admit_all(full, BatchRequest(items=[items[0], *items[1:], {}])))
+    assert not isinstance(first, Exception)  # alone it may have as many as its prompt makes
+    assert [isinstance(one, BadRequest) for one in others] == [True, False, True, True]
+    assert "150 log probabilities" in str(others[0])
+    assert full.gate.num_open == 2
+    batch._release([first, *others])
     assert nothing_is_held(full)
 
 
