@@ -109,7 +109,7 @@ async def admit(services: Services, request: CompletionRequest | ChatRequest, *,
             wanted = num_sequences(services, request)
             services.gate.enter(wanted)
             places = wanted
-        prompts = await _prompts(services, target, request)
+        prompts = await _prompts(services, ready, target, request)
         return Admitted(services, target, plan_sequences(ready, request, prompts, services.tokenizer.eos_token_ids))
     except BaseException:
         services.gate.leave(places)
@@ -133,9 +133,11 @@ def num_sequences(services: Services, request: CompletionRequest | ChatRequest) 
     return num_prompts * num_choices
 
 
-async def _prompts(services: Services, target: Target, request: CompletionRequest | ChatRequest) -> list[Prompt]:
+async def _prompts(
+    services: Services, ready: Ready, target: Target, request: CompletionRequest | ChatRequest
+) -> list[Prompt]:
     if isinstance(request, CompletionRequest):
-        return await completion_prompts(services, request)
+        return await completion_prompts(services, ready, request)
     return [await chat_prompt(services, target, request)]
 
 
@@ -228,7 +230,7 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
     return await off_loop(lambda: encode(render()), size_chars=size_chars + len(str(variables)))
 
 
-async def completion_prompts(services: Services, request: CompletionRequest) -> list[Prompt]:
+async def completion_prompts(services: Services, ready: Ready, request: CompletionRequest) -> list[Prompt]:
     """The four forms of `prompt` to tokens."""
     texts = _raw_prompts(request)
     special = request.add_special_tokens is None or request.add_special_tokens
@@ -238,7 +240,7 @@ async def completion_prompts(services: Services, request: CompletionRequest) -> 
             _refuse_hopeless(services, text, "prompt")
 
     def work() -> list[Prompt]:
-        return [_completion_prompt(services, text, special=special, echo=bool(request.echo)) for text in texts]
+        return [_completion_prompt(services, ready, text, special=special, echo=bool(request.echo)) for text in texts]
 
     return await off_loop(work, size_chars=sum(len(text) for text in texts))
 
@@ -271,13 +273,12 @@ def _refuse_hopeless(services: Services, text: str, field: str) -> None:
             )
 
 
-def _completion_prompt(services: Services, raw: str | list[int], *, special: bool, echo: bool) -> Prompt:
+def _completion_prompt(services: Services, ready: Ready, raw: str | list[int], *, special: bool, echo: bool) -> Prompt:
     tokenizer = services.tokenizer
     if isinstance(raw, str):
         return encoded(services, raw, special=special)
     # The text is needed for `echo` only; a prompt that cannot be served is refused once the limits are checked.
-    ready = services.engine.ready
-    if not echo or ready is None or len(raw) > ready.max_model_len_tokens or max(raw, default=0) >= ready.vocab_size:
+    if not echo or len(raw) > ready.max_model_len_tokens or max(raw, default=0) >= ready.vocab_size:
         return Prompt(tuple(raw), "")
     return Prompt(tuple(raw), tokenizer.decode(raw, skip_special_tokens=False))
 

@@ -20,6 +20,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+from adapters.errors import AdapterError
 from service import logs
 from service.engine.config import EngineConfig
 from service.engine.messages import Drain, Fatal, Finished, FromEngine, Sampling, Submit, ToEngine
@@ -165,12 +166,9 @@ def _start(config: EngineConfig) -> Engine:
 def _is_for_operator(error: Exception) -> bool:
     """Whether the error is one that is foreseen, of the model, the device, the budgets or the store: one sentence that
     says what to change. Where it was raised helps nobody then."""
-    if not isinstance(error, ValueError):
-        return False
-    from adapters.errors import AdapterError
-    from kernels.platform import BackendError  # imports torch, which may be what failed
-
-    return isinstance(error, ModelError | BackendError | AdapterError)
+    platform = sys.modules.get("kernels.platform")  # imports torch, which may be what failed
+    kinds = (ModelError, AdapterError) if platform is None else (ModelError, AdapterError, platform.BackendError)
+    return isinstance(error, kinds)
 
 
 def warm_up(engine: Engine) -> None:

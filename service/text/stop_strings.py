@@ -27,7 +27,8 @@ class StopStrings:
             return "" if self.matched is not None else piece
         text = self._held + piece
         # The match that ends first is the one a reader of single characters sees; of those the longest starts first.
-        found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in self._stop if may_end and stop in text]
+        starts = {stop: self._start(text, stop) for stop in self._stop} if may_end else {}
+        found = [(start + len(stop), -len(stop), stop) for stop, start in starts.items() if start >= 0]
         if found:
             end, _, self.matched = min(found)
             self._held = ""
@@ -35,6 +36,11 @@ class StopStrings:
         keep = max(_overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+    def _start(self, text: str, stop: str) -> int:
+        """Where `stop` stands in the text, -1 if nowhere. One that is kept back whole could not end the text, and was
+        kept as the beginning of a longer one."""
+        return text.find(stop, max(len(self._held) - len(stop) + 1, 0))
 
     def finish(self) -> str:
         """The text kept back, once no more can come."""

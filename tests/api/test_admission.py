@@ -258,8 +258,10 @@ def test_a_text_that_can_never_fit_is_not_tokenised(full: Services) -> None:
     assert nothing_is_held(full)
 
 
-def test_echo_tells_the_tokens_that_have_a_text(full: Services) -> None:
+@pytest.mark.parametrize("is_there", [True, False], ids=["engine ready", "engine gone meanwhile"])
+def test_echo_tells_the_tokens_that_have_a_text(full: Services, is_there: bool) -> None:
     """An embedding is often larger than the vocabulary, whose other ids stand for nothing."""
+    cast(Any, full.engine).ready = READY if is_there else None
     request = CompletionRequest(model="tiny", prompt=[ord("a"), 950, ord("b")], echo=True, max_tokens=1)
     admitted = asyncio.run(admit(full, request))
     assert admitted.plans[0].prompt.text == "ab"

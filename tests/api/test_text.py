@@ -240,6 +240,15 @@ class TestStopStrings:
         assert [watch.push("ENDxE", may_end=False), watch.push("N", may_end=False)] == ["ENDx", ""]
         assert (watch.push("D"), watch.matched) == ("", "END")
 
+    @pytest.mark.parametrize(("stops", "early", "late"), [(["\n", "\n\n"], "\n", "foo"), (["xaby", "ab"], "xab", "z")])
+    def test_a_stop_string_before_that_is_text_although_it_begins_another(
+        self, stops: list[str], early: str, late: str
+    ) -> None:
+        for piece in (late, ""):
+            watch = StopStrings(stops)
+            given_out = watch.push(early, may_end=False) + watch.push(piece) + watch.finish()
+            assert (given_out, watch.matched) == (early + piece, None)
+
 
 class TestMostCharactersOfAToken:
     @given(text=st.text())
