@@ -108,8 +108,15 @@ def _listen(host: str, port: int) -> socket.socket:
 def _make_server(app: Any, settings: Settings) -> Any:
     import uvicorn
 
+    from service.api.protocol import Protocol
+
     config = uvicorn.Config(
-        app, log_config=None, access_log=False, lifespan="on", timeout_graceful_shutdown=_FLUSH_SECONDS
+        app,
+        http=Protocol,
+        log_config=None,
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
     return _server_class(uvicorn.Server)(config, app.state.services, app.state.engine, settings.shutdown_limit_seconds)
 

@@ -238,10 +238,14 @@ def test_broken_http_does_not_hurt_the_server(server: Server) -> None:
         b"\x00\x01\x02\r\n\r\n",
         b"GET\r\n\r\n",
         b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
+        b"GET /v1/models HTTP/1.1\r\nHost: a\r\nX-Long: " + b"x" * 70_000,
     ):
         with socket.create_connection((host, int(port)), timeout=30) as connection:
             connection.sendall(garbage)
-            assert b" 400 " in connection.makefile("rb").readline()
+            head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
+            assert b" 400 " in head.splitlines()[0]
+            assert json.loads(body)["error"]["code"] == "bad_request"
+            assert f"content-length: {len(body)}".encode() in head.lower()
     assert server.get("/health").status_code == 200
 
 
