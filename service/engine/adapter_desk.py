@@ -1,10 +1,10 @@
 """Brings adapters to the device for the requests that name them; no step ever waits for the disk.
 
-Disk -> host is read by one loader thread. Host -> device is `RowPool.load`, between steps: when a request asks for the
-rows, or ahead of any request when what a hint asked for has been read. The desk counts the users of each adapter
-(requests that wait or run) and pins its rows while any of them runs; the row pool never evicts pinned rows. A hint
-takes no rows from others and is read when no request's adapter is: each upload is one, and a burst of them must not
-push out of the device, or hold up, what is in demand.
+Disk -> host is read by a loader, which has a thread of its own outside the engine's tests. Host -> device is
+`RowPool.load`, between steps: when a request asks for the rows, or ahead of any request when what a hint asked for has
+been read. The desk counts the users of each adapter (requests that wait or run) and pins its rows while any of them
+runs; the row pool never evicts pinned rows. A hint takes no rows from others and is read when no request's adapter is:
+each upload is one, and a burst of them must not push out of the device, or hold up, what is in demand.
 
 Who frees: rows by the row pool when others need them, or by `evict` when nobody runs with them; host memory by the host
 tier's own budget, or by `evict`. A killed engine leaves only the store on disk, which it never writes.
@@ -24,7 +24,6 @@ from typing import Any, Protocol
 
 from adapters.errors import AdapterError, NotFound, RowsExceeded, Unsupported
 from adapters.row_pool import PoolUsage
-from service.engine.brief_thread import BriefThread
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +34,7 @@ LORA_IS_OFF = "LoRA is off: this server was started with adapter_row_bytes = 0."
 
 
 class HostSource(Protocol):
-    """The host tier, as far as the desk needs it. `get` is called in the loader thread, the others in the step's."""
+    """The host tier, as far as the desk needs it. `get` is called by the loader, the others in the step's thread."""
 
     def get(self, digest: str) -> Any:
         """The adapter in host memory, read from the store if need be; `rows` of it are those that it takes."""
@@ -45,6 +44,17 @@ class HostSource(Protocol):
 
     def resident(self) -> tuple[str, ...]:
         """Digests in host memory."""
+
+
+class Loader(Protocol):
+    """Does what is submitted, one after the other: in a thread (`BriefThread`), or when a test says so."""
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Do `work`, which handles its own errors, after what was submitted before it. Raises RuntimeError, and has not
+        taken it, where it cannot be done."""
+
+    def close(self) -> None:
+        """Drop what has not begun, and wait for what has."""
 
 
 class Rows(Protocol):
@@ -77,7 +87,7 @@ _UNKNOWN = (-1, False)
 
 @dataclass(slots=True)
 class _Entry:
-    """An adapter that has users, or is being read. The loader thread looks at `is_wanted`.
+    """An adapter that has users, or is being read. The loader looks at `is_wanted`.
 
     rows      that it takes on the device, as its users say until it has been read; {} while there was only a hint
     host      held from the end of reading to the copy to the device, or until somebody else needs its place more
@@ -109,16 +119,24 @@ class _Entry:
 
 
 class AdapterDesk:
-    """See the module's docstring. `wake` is called from the loader thread when there is news for `settle_loads`.
+    """See the module's docstring. `wake` is called when there is news for `settle_loads`, mostly by the loader, which
+    the desk closes.
 
     rows and host are None where LoRA is off; the engine then refuses requests that name an adapter.
     """
 
     def __init__(
-        self, rows: Rows | None, host: HostSource | None, *, max_loads_ahead: int, wake: Callable[[], None]
+        self,
+        rows: Rows | None,
+        host: HostSource | None,
+        loader: Loader,
+        *,
+        max_loads_ahead: int,
+        wake: Callable[[], None],
     ) -> None:
         self.rows = rows
         self._host = host
+        self._loader = loader
         self._max_loads_ahead = max_loads_ahead
         self._wake = wake
         self._entries: dict[str, _Entry] = {}
@@ -126,7 +144,6 @@ class AdapterDesk:
         self._is_short_of_places = False  # who could run was left unread in this step
         self.num_reads = 0  # that have ended, one way or another
         self._num_pin_changes = 0
-        self._loader = BriefThread("adapter-loader")
         # (digest, copy, error); both None where nobody wanted it any more when its turn came
         self._done: queue.SimpleQueue[tuple[str, Any, Exception | None]] = queue.SimpleQueue()
         self._failures: dict[str, Failure] = {}
@@ -249,7 +266,7 @@ class AdapterDesk:
     # ---- between steps
 
     def settle_loads(self) -> None:
-        """Take over what the loader thread has finished. Never waits."""
+        """Take over what the loader has finished. Never waits."""
         while not self._done.empty():
             digest, host, error = self._done.get()
             self.num_reads += 1
@@ -291,7 +308,7 @@ class AdapterDesk:
             self.rows.check_integrity()
 
     def close(self) -> None:
-        """End the loader thread after what it is reading now."""
+        """End the loader after what it is reading now."""
         self._loader.close()
 
     # ---- inner parts
@@ -312,7 +329,7 @@ class AdapterDesk:
             self._wake()
 
     def _read(self, digest: str, entry: _Entry) -> None:
-        """In the loader thread. Whatever goes wrong is this adapter's failure, never the engine's."""
+        """By the loader. Whatever goes wrong is this adapter's failure, never the engine's."""
         assert self._host is not None
         try:
             # Its users may have left while others were read.

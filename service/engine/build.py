@@ -12,6 +12,7 @@ from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.platform import Platform, detect, in_use, prepare
 from kernels.probe.choose import choose_implementations
 from kernels.probe.shapes import ProbeShapes
+from service.engine.brief_thread import BriefThread
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.messages import OpInUse
@@ -44,7 +45,8 @@ def build_engine(config: EngineConfig) -> Engine:
         host = HostTier(Path(config.store_root), loaded.layout, config.host_tier_bytes, dtype=row_dtype)
         loaded.model.bind_rows(rows)
     ops = tuple(OpInUse(report.op, report.used or "", report.wished) for report in reports)
-    return Engine(ModelRunner(loaded, config, platform), rows, host, config, ops)
+    loader = BriefThread("adapter-loader")
+    return Engine(ModelRunner(loaded, config, platform), rows, host, config, ops, loader=loader)
 
 
 def max_rank_of(platform: Platform) -> int | None:

@@ -19,7 +19,7 @@ from adapters.row_pool import PoolUsage
 from kernels.lora import ops as lora_ops
 from kernels.platform import in_use
 from service.engine import admission
-from service.engine.adapter_desk import AdapterDesk, HostSource, Rows
+from service.engine.adapter_desk import AdapterDesk, HostSource, Loader, Rows
 from service.engine.block_pool import BlockPool
 from service.engine.config import EngineConfig
 from service.engine.maps import BASE, MapLimits, Part, adapter_order, build_step
@@ -63,12 +63,14 @@ class Engine:
         host: HostSource | None,
         config: EngineConfig,
         ops: tuple[OpInUse, ...] = (),
+        *,
+        loader: Loader,
     ) -> None:
         capacity = runner.capacity
         self.config = config
         self.capacity = capacity
         self.wake = threading.Event()
-        self.desk = AdapterDesk(rows, host, max_loads_ahead=config.max_loads_ahead, wake=self.wake.set)
+        self.desk = AdapterDesk(rows, host, loader, max_loads_ahead=config.max_loads_ahead, wake=self.wake.set)
         self.blocks = BlockPool(capacity.num_blocks)
         self.lines = StateLines(capacity.num_lines) if capacity.num_lines else None
         self.scheduler = Scheduler(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+import pytest
+
 from service.engine.brief_thread import BriefThread
 from tests.support.server import wait_for
 
@@ -38,6 +40,23 @@ def test_work_is_done_in_order_and_the_thread_ends() -> None:
     brief.submit(later)
     assert later.begun.wait(LIMIT_SECONDS)
     assert later.thread is not gate.thread
+
+
+def test_without_a_thread_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    brief, done, later = BriefThread("brief"), list[int](), _Gate()
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            brief.submit(lambda: done.append(1))
+    later.go.set()
+    brief.submit(later)
+    assert later.begun.wait(LIMIT_SECONDS)
+    brief.close()
+    assert done == []
 
 
 def test_closing_drops_what_has_not_begun_and_waits_for_what_has() -> None:

@@ -18,12 +18,15 @@ from hypothesis import strategies as st
 from adapters.errors import NotFound, RowsExceeded, Unsupported
 from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.platform import detect
+from service.engine.brief_thread import BriefThread
 from service.engine.build import max_rank_of
-from service.engine.messages import Abort, Evict, Load, Sampling, Submit
+from service.engine.engine import Engine
+from service.engine.messages import Abort, Evict, Load, Sampling, Submit, Tokens
 from service.engine.penalties import TokenCounts
 from service.engine.sampler import RowRequest, sample
 from tests.support.engine_mock import (
     EOS,
+    GROUP,
     VOCAB,
     MockEngine,
     MockWeights,
@@ -38,7 +41,6 @@ from tests.support.engine_mock import (
 def mock() -> Iterator[MockEngine]:
     made = make_mock_engine()
     yield made
-    made.host.gate.set()
     made.engine.close()
 
 
@@ -289,7 +291,7 @@ def test_what_replaces_a_damaged_adapter_is_served_as_soon_as_nobody_runs_with_t
     mock.engine.handle(Evict("a1"))
     for i in range(20):
         mock.submit(f"after-{i}", adapter="a1", max_tokens=6)
-        mock.step()
+        mock.step_and_load()
         assert "before" in mock.finished or not any(name.startswith("after") for name in mock.output)
     mock.settle()
     assert mock.host.reads == ["a1", "a2", "a1"]
@@ -298,13 +300,8 @@ def test_what_replaces_a_damaged_adapter_is_served_as_soon_as_nobody_runs_with_t
 
 
 def test_what_is_being_read_when_it_is_replaced_is_read_again(mock: MockEngine) -> None:
-    mock.host.gated.add("a1")
+    mock.host.during_next_read = lambda: mock.engine.handle(Evict("a1"))
     mock.submit("r", adapter="a1")
-    mock.step()
-    while not mock.host.asked:
-        mock.step()
-    mock.engine.handle(Evict("a1"))
-    mock.host.gate.set()
     mock.settle()
     assert mock.host.reads == ["a1", "a1"]
     assert mock.host.dropped == ["a1"]
@@ -315,9 +312,8 @@ def test_who_waits_for_what_was_damaged_is_served_from_what_replaces_it(mock: Mo
     """The damaged files were read before the new ones came, and that they could not be is not yet told."""
     mock.host.broken.add("a1")
     mock.submit("r", adapter="a1")
-    mock.engine.wake.clear()
     mock.step()
-    assert mock.engine.wake.wait(30)
+    mock.load()
     mock.host.broken.clear()
     mock.engine.handle(Evict("a1"))
     mock.settle()
@@ -329,11 +325,28 @@ def test_a_copy_of_what_is_replaced_is_read_again(mock: MockEngine) -> None:
     mock.submit("holds", adapter="a2-64", max_tokens=10)
     mock.step_until(lambda: mock.output.get("holds"))
     mock.submit("r", adapter="a1")
-    mock.step_until(lambda: mock.host.reads == ["a2-64", "a1"])
     mock.step()
+    mock.load()
+    mock.step()
+    assert "holds" not in mock.finished
     mock.engine.handle(Evict("a1"))
     mock.settle()
     assert mock.host.reads == ["a2-64", "a1", "a1"]
+
+
+def test_the_thread_that_reads_in_the_process_serves_the_engine_as_well(mock: MockEngine) -> None:
+    """However its reads and the steps fall together: the outcome is the same, and `run_until_idle` waits for them."""
+    loader = BriefThread("adapter-loader")
+    engine = Engine(mock.runner, mock.rows, mock.host, mock.engine.config, loader=loader)
+    for i in range(12):
+        engine.submit(Submit(f"r{i}", (1, i), Sampling(max_tokens=3, temperature=0.0), f"a{i}-16", {GROUP: 16}))
+    output: dict[str, list[int]] = {}
+    for event in engine.run_until_idle():
+        if isinstance(event, Tokens):
+            output.setdefault(event.request_id, []).extend(event.token_ids)
+    engine.check_integrity()
+    engine.close()
+    assert output == {f"r{i}": expected_tokens((1, i), f"a{i}-16", 3) for i in range(12)}
 
 
 def test_a_failed_read_leaves_nothing_of_the_adapter_in_memory(
@@ -601,7 +614,7 @@ def test_random_operations_lose_nothing(seed: int) -> None:
     requests: dict[str, tuple[tuple[int, ...], str | None, int]] = {}
     aborted: set[str] = set()
     for i in range(60):
-        match rng.choice(("submit", "submit", "step", "step", "step", "abort", "evict", "load")):
+        match rng.choice(("submit", "submit", "step", "step", "step", "read", "read", "abort", "evict", "load")):
             case "submit":
                 prompt = tuple(rng.randrange(90) for _ in range(rng.randint(1, 18)))
                 adapter = rng.choice((None, "a1", "a2-2", "a3", "a4-2", "a5", "a6-7"))
@@ -609,6 +622,8 @@ def test_random_operations_lose_nothing(seed: int) -> None:
                 mock.submit(f"r{i}", prompt, adapter, max_tokens=requests[f"r{i}"][2])
             case "step":
                 mock.step()
+            case "read":
+                mock.loader.do_next()
             case "abort" if requests:
                 name = rng.choice(list(requests))
                 mock.engine.handle(Abort(name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -15,11 +14,10 @@ from tests.support.engine_mock import MockEngine, expected_tokens, make_mock_eng
 
 @pytest.fixture
 def mocks() -> Iterator[list[MockEngine]]:
-    """Engines that the test makes; their loader threads are ended."""
+    """Engines that the test makes, closed at its end."""
     made: list[MockEngine] = []
     yield made
     for mock in made:
-        mock.host.gate.set()
         mock.engine.close()
 
 
@@ -29,26 +27,6 @@ def prompt(length: int, first: int = 1) -> tuple[int, ...]:
 
 def names_of(sequences: list[Sequence]) -> list[str]:
     return [sequence.request_id for sequence in sequences]
-
-
-def open_gate(mock: MockEngine) -> None:
-    """Let the one gated adapter be read; the next step finds it in host memory."""
-    mock.engine.wake.clear()
-    mock.host.gate.set()
-    assert mock.engine.wake.wait(30)
-
-
-def step_and_load(mock: MockEngine) -> None:
-    """One step, and then all that it asked the loader for; the next step finds it."""
-    mock.step()
-    wait_for_loader(mock)
-
-
-def wait_for_loader(mock: MockEngine) -> None:
-    """All that is submitted to the loader is done."""
-    done = threading.Event()
-    mock.engine.desk._loader.submit(done.set)
-    assert done.wait(30)
 
 
 def test_prefill_chunks_share_the_step_with_decode_tokens(mocks: list[MockEngine]) -> None:
@@ -139,7 +117,6 @@ def test_nobody_takes_the_blocks_of_one_just_preempted(mocks: list[MockEngine]) 
     """It is passed over in that very step, since somebody else waits for rows; it would be first were that one gone."""
     mock = make_mock_engine(num_blocks=25, num_rows=4, max_steps_waiting_for_rows=1, max_sequences=8)
     mocks.append(mock)
-    mock.host.gated.add("a3-4")
     for adapter in ("a1-2", "a2-2"):
         mock.engine.handle(Load(adapter))
     mock.step_until(lambda: {"a1-2", "a2-2"} == set(mock.rows.resident()))
@@ -148,7 +125,7 @@ def test_nobody_takes_the_blocks_of_one_just_preempted(mocks: list[MockEngine]) 
     mock.submit("waits-for-rows", prompt(2), adapter="a3-4", max_tokens=2)
     mock.submit("youngest", prompt(30), adapter="a2-2", max_tokens=60)
     mock.step()
-    open_gate(mock)
+    mock.load()
     mock.step_until(lambda: mock.engine.scheduler.blocks.num_free < 4)
     mock.submit("newcomer", prompt(14), max_tokens=2)
     mock.step_until(lambda: mock.engine.scheduler.num_preemptions)
@@ -165,24 +142,21 @@ def test_nobody_takes_the_blocks_of_one_just_preempted(mocks: list[MockEngine]) 
 def test_a_slow_load_does_not_hold_up_the_others(mocks: list[MockEngine]) -> None:
     mock = make_mock_engine()
     mocks.append(mock)
-    mock.host.gated.add("a1")
     mock.submit("waits", adapter="a1")
     for i in range(5):
         mock.submit(f"r{i}", prompt(3, i))
     for _ in range(10):
         mock.step()
     assert set(mock.finished) == {f"r{i}" for i in range(5)}
-    mock.host.gate.set()
     mock.settle()
     assert mock.output["waits"] == expected_tokens((1, 2, 3), "a1", 4)
 
 
 def with_a_long_prompt_at_the_head(mocks: list[MockEngine], *, has_rows: bool) -> MockEngine:
-    """The request "long" needs more blocks than the two running ones leave. Its adapter is being read until the gate
-    opens; without `has_rows` there are none for it before "holds-rows" has ended. Small base requests come after it."""
+    """The request "long" needs more blocks than the two running ones leave. Its adapter has not been read yet;
+    without `has_rows` there are none for it before "holds-rows" has ended. Small base requests come after it."""
     mock = make_mock_engine(num_blocks=24, num_rows=4)
     mocks.append(mock)
-    mock.host.gated.add("a2-2")
     mock.submit("holds-rows", prompt(3), adapter="a1-1" if has_rows else "a1-4", max_tokens=25)
     mock.step_until(lambda: mock.engine.scheduler.running)
     mock.submit("holds-blocks", prompt(28), max_tokens=8)
@@ -203,13 +177,12 @@ def test_a_long_prompt_that_waits_for_its_adapter_keeps_no_blocks_from_the_other
 ) -> None:
     mock = with_a_long_prompt_at_the_head(mocks, has_rows=False)
     if is_read:
-        open_gate(mock)
+        mock.load()
     for _ in range(3):
         mock.step()
     assert set(mock.finished) == {"small-0", "small-1", "small-2"}
     (long,) = mock.engine.scheduler.waiting
     assert long.steps_waiting_for_rows == 4, "passed over in the step of its arrival, and ever since"
-    mock.host.gate.set()
     mock.settle()
     assert mock.engine.scheduler.num_preemptions == 0
     assert mock.output["long"] == expected_tokens(prompt(60), "a2-2", 4)
@@ -217,7 +190,7 @@ def test_a_long_prompt_that_waits_for_its_adapter_keeps_no_blocks_from_the_other
 
 def test_a_long_prompt_whose_adapter_is_there_is_overtaken_by_nobody_and_pins_no_rows(mocks: list[MockEngine]) -> None:
     mock = with_a_long_prompt_at_the_head(mocks, has_rows=True)
-    open_gate(mock)
+    mock.load()
     for _ in range(3):
         mock.step()
         assert mock.rows.place_of("a2-2") is not None
@@ -230,12 +203,10 @@ def test_a_long_prompt_whose_adapter_is_there_is_overtaken_by_nobody_and_pins_no
 def test_only_so_many_adapters_are_read_ahead(mocks: list[MockEngine]) -> None:
     mock = make_mock_engine(max_loads_ahead=2)
     mocks.append(mock)
-    mock.host.gated.add("a0")
     for i in range(6):
         mock.submit(f"r{i}", adapter=f"a{i}")
     mock.step()
     assert [digest for digest, entry in mock.engine.desk._entries.items() if entry.is_loading] == ["a0", "a1"]
-    mock.host.gate.set()
     mock.settle()
     assert sorted(mock.host.reads) == [f"a{i}" for i in range(6)]
 
@@ -247,10 +218,10 @@ def test_who_has_room_is_read_although_those_read_before_have_none(mocks: list[M
     mock.step_until(lambda: mock.engine.scheduler.running)
     for i in range(2, 5):
         mock.submit(f"large-{i}", adapter=f"a{i}-4", max_tokens=2)
-    step_and_load(mock)
+    mock.step_and_load()
     mock.submit("small", adapter="a5-1", max_tokens=2)
     for _ in range(4):
-        step_and_load(mock)
+        mock.step_and_load()
     assert "small" in mock.finished
     assert "holds" not in mock.finished
     assert mock.host.reads == ["a1-3", "a2-4", "a3-4", "a5-1", "a4-4"]
@@ -270,7 +241,7 @@ def test_who_closes_the_door_keeps_what_was_read_of_it(mocks: list[MockEngine]) 
     mock.step_until(lambda: mock.engine.scheduler.running)
     mock.submit("waits", adapter="a2-4", max_tokens=2)
     for _ in range(4):
-        step_and_load(mock)
+        mock.step_and_load()
     mock.submit("barred", adapter="a3-1", max_tokens=150)
     mock.submit("short", adapter="a4-1", max_tokens=2)
     mock.step_until(lambda: "short" in mock.finished)
@@ -292,14 +263,14 @@ def test_who_may_join_does_not_wait_behind_those_who_may_not(mocks: list[MockEng
     mock.step_until(lambda: mock.engine.scheduler.running)
     mock.submit("waits", adapter="a2-8", max_tokens=2)
     for _ in range(4):
-        step_and_load(mock)
+        mock.step_and_load()
     for i in range(3, 7):
         mock.submit(f"barred-{i}", adapter=f"a{i}-1", max_tokens=300)
     for _ in range(3):
-        step_and_load(mock)
+        mock.step_and_load()
     mock.submit("short", adapter="a7-1", max_tokens=2)
     for _ in range(5):
-        step_and_load(mock)
+        mock.step_and_load()
     assert "short" in mock.finished
     assert names_of(mock.engine.scheduler.running) == ["holds"]
     mock.settle()
@@ -315,7 +286,7 @@ def test_large_ones_are_not_read_again_for_every_small_one_that_passes(mocks: li
     for i in range(5, 25):
         mock.submit(f"small-{i}", adapter=f"a{i}-1", max_tokens=2)
         for _ in range(4):
-            step_and_load(mock)
+            mock.step_and_load()
         assert f"small-{i}" in mock.finished
     mock.settle()
     assert sum(digest.endswith("-8") for digest in mock.host.reads) <= 6, "each at most twice"
@@ -329,11 +300,11 @@ def test_never_more_than_so_many_are_ahead(mocks: list[MockEngine]) -> None:
     mock.step_until(lambda: mock.engine.scheduler.running)
     for i in (2, 3):
         mock.submit(f"large-{i}", adapter=f"a{i}-12", max_tokens=2)
-    step_and_load(mock)
+    mock.step_and_load()
     for i in range(4, 10):
         mock.submit(f"small-{i}", adapter=f"a{i}-1", max_tokens=2)
     while mock.engine.num_requests:
-        step_and_load(mock)
+        mock.step_and_load()
         ahead = [digest for digest, entry in mock.engine.desk._entries.items() if entry.is_ahead]
         assert len(ahead) <= 2
     assert mock.host.reads.index("a9-1") < mock.host.reads.index("a2-12", 3), "the large ones were read again last"
@@ -346,7 +317,7 @@ def test_an_adapter_that_cannot_be_read_leaves_its_place_to_others(mocks: list[M
     mock.submit("holds", adapter="a1-3", max_tokens=20)
     mock.step_until(lambda: mock.engine.scheduler.running)
     mock.submit("large", adapter="a2-4", max_tokens=2)
-    step_and_load(mock)
+    mock.step_and_load()
     mock.submit("broken", adapter="a3", max_tokens=2)
     mock.settle()
     assert mock.finished["broken"].error == "Adapter a3 could not be read: the file is damaged"
@@ -362,7 +333,7 @@ def test_an_adapter_that_came_back_while_it_was_read_is_read_again(
     asked = miss_in_store(monkeypatch, mock, times=1)
     mock.engine.handle(Load("a1"))
     mock.step()
-    wait_for_loader(mock)
+    mock.load()
     mock.submit("r", adapter="a1", max_tokens=2)
     mock.settle()
     assert mock.output["r"] == expected_tokens((1, 2, 3), "a1", 2)
@@ -409,7 +380,7 @@ def test_a_request_that_finds_no_rows_is_served_under_any_load_of_others(mocks: 
     mock.submit("large", prompt(3), adapter="a3-4", max_tokens=3)
     for i in range(2, 400):
         mock.submit(f"small-{i}", prompt(2, i), adapter=f"a{1 + i % 2}-2", max_tokens=6)
-        mock.step()
+        mock.step_and_load()
         if "large" in mock.finished:
             break
     assert mock.output["large"] == expected_tokens(prompt(3), "a3-4", 3)
@@ -418,15 +389,14 @@ def test_a_request_that_finds_no_rows_is_served_under_any_load_of_others(mocks: 
 
 
 def with_one_that_waits_for_rows(mocks: list[MockEngine], adapter: str, *, holder: str, max_steps: int) -> MockEngine:
-    """Four rows: "holds" runs with those of its adapter, that of "waits" cannot be read before the gate opens, and a3-1
-    is idle on the device."""
+    """Four rows: "holds" runs with those of its adapter, that of "waits" has not been read yet, and a3-1 is idle on the
+    device."""
     mock = make_mock_engine(num_rows=4, max_steps_waiting_for_rows=max_steps)
     mocks.append(mock)
     mock.submit("idle", adapter="a3-1", max_tokens=1)
     mock.settle()
     mock.submit("holds", adapter=holder, max_tokens=100)
     mock.step_until(lambda: mock.engine.scheduler.running)
-    mock.host.gated.add(adapter)
     mock.submit("waits", adapter=adapter, max_tokens=2)
     return mock
 
@@ -435,7 +405,7 @@ def test_who_can_be_served_goes_on_while_somebody_waits_for_rows(mocks: list[Moc
     """The base model, and whoever cannot outlast the one that has the rows: it has to be waited for in any case."""
     mock = with_one_that_waits_for_rows(mocks, "a2-2", holder="a1-3", max_steps=1)
     mock.step()
-    open_gate(mock)
+    mock.load()
     for _ in range(2):
         mock.step()
     mock.submit("base", prompt(4), max_tokens=2)
@@ -464,13 +434,12 @@ def test_who_fits_beside_the_older_ones_waits_for_the_younger_ones_only(mocks: l
     mock.submit("small-0", adapter="a1-1", max_tokens=10)
     mock.submit("small-1", adapter="a2-1", max_tokens=10)
     mock.step_until(lambda: len(mock.engine.scheduler.running) == 3)
-    mock.host.gated.add("a9-6")
     mock.submit("large", adapter="a9-6", max_tokens=2)
     mock.step()
-    open_gate(mock)
+    mock.load()
     for i in range(2, 50):
         mock.submit(f"small-{i}", adapter=f"a{1 + i % 7}-1", max_tokens=10)
-        mock.step()
+        mock.step_and_load()
     assert "large" in mock.finished
     assert "older" not in mock.finished
     mock.settle()
@@ -484,11 +453,11 @@ def test_beside_the_older_ones_those_that_run_are_joined_as_others_are(mocks: li
     mock.settle()
     mock.submit("older", adapter="a0-2", max_tokens=100)
     mock.step_until(lambda: mock.engine.scheduler.running)
-    mock.host.gated.add("a3-3")
     mock.submit("waits", adapter="a3-3", max_tokens=2)
     mock.submit("younger", adapter="a1-1", max_tokens=10)
-    mock.step_until(lambda: len(mock.engine.scheduler.running) == 2)
-    open_gate(mock)
+    mock.step()
+    assert len(mock.engine.scheduler.running) == 2
+    mock.load()
     for _ in range(3):
         mock.step()
     for name, adapter in (("joins", "a1-1"), ("another", "a2-1")):
@@ -503,11 +472,10 @@ def test_beside_younger_ones_only_those_go_on_that_outlast_nobody(mocks: list[Mo
     mocks.append(mock)
     mock.submit("holds", adapter="a1-3", max_tokens=20)
     mock.step_until(lambda: mock.engine.scheduler.running)
-    mock.host.gated.add("a2-3")
     mock.submit("waits", adapter="a2-3", max_tokens=2)
     mock.submit("younger", adapter="a1-3", max_tokens=60)
     mock.step()
-    open_gate(mock)
+    mock.load()
     mock.step_until(lambda: "holds" in mock.finished)
     (younger,) = mock.engine.scheduler.running
     num_left = younger.max_total - younger.num_computed
@@ -535,12 +503,12 @@ def test_who_needs_one_row_does_not_wait_for_those_beside_whom_it_fits(mocks: li
     mock.step()
     mock.submit("waits", adapter="a3-7", max_tokens=2)
     for _ in range(2):
-        step_and_load(mock)
+        mock.step_and_load()
     mock.submit("outlasts", adapter="a4-1", max_tokens=250)
     mock.submit("joins-short", adapter="a1-4", max_tokens=250)
     mock.submit("joins-long", adapter="a2-1", max_tokens=350)
     for _ in range(3):
-        step_and_load(mock)
+        mock.step_and_load()
     assert names_of(mock.engine.scheduler.running) == ["short", "long", "joins-long"]
     mock.step_until(lambda: "short" in mock.finished)
     mock.step()
@@ -556,11 +524,11 @@ def test_the_door_is_open_while_who_waits_for_rows_is_being_read(mocks: list[Moc
     mock.submit("long", adapter="a3-1", max_tokens=150)
     mock.step()
     assert names_of(mock.engine.scheduler.running) == ["holds", "long"]
-    open_gate(mock)
+    mock.load()
     mock.step()
     mock.submit("late", adapter="a4-1", max_tokens=150)
     for _ in range(3):
-        step_and_load(mock)
+        mock.step_and_load()
     assert names_of(mock.engine.scheduler.running) == ["holds", "long"], "from now on the door is closed"
     mock.settle()
     assert mock.output["waits"] == expected_tokens((1, 2, 3), "a2-4", 2)
@@ -588,7 +556,7 @@ def test_who_is_read_only_while_there_is_room_is_served_under_any_load_of_others
         mock.submit(f"s-{i}", adapter=f"a{10 + i}-1", max_tokens=6)
         if i > 2 * max_sequences:
             for _ in range(max(6 // max_sequences, 2)):
-                step_and_load(mock)
+                mock.step_and_load()
     assert "large" in mock.finished
     mock.settle()
 
@@ -600,7 +568,6 @@ def test_nothing_is_read_for_those_that_have_left(mocks: list[MockEngine]) -> No
     """Clients that give up and ask again for something else must not queue behind what they gave up."""
     mock = make_mock_engine(max_loads_ahead=2)
     mocks.append(mock)
-    mock.host.gated.add("a0")
     mock.submit("slow", adapter="a0")
     for i in range(1, 20):
         mock.submit(f"gone-{i}", adapter=f"a{i}")
@@ -609,7 +576,6 @@ def test_nothing_is_read_for_those_that_have_left(mocks: list[MockEngine]) -> No
     mock.submit("back", adapter="a7", max_tokens=2)
     mock.submit("live", adapter="a99", max_tokens=2)
     mock.step()
-    mock.host.gate.set()
     mock.settle()
     assert mock.output["live"] == expected_tokens((1, 2, 3), "a99", 2)
     assert mock.output["back"] == expected_tokens((1, 2, 3), "a7", 2)
@@ -622,16 +588,14 @@ def test_what_was_not_read_for_somebody_who_left_is_read_ahead_for_the_next(mock
     mocks.append(mock)
     mock.submit("holds", adapter="a1-3", max_tokens=60)
     mock.step_until(lambda: mock.engine.scheduler.running)
-    mock.host.gated.add("a0")
     mock.submit("slow", adapter="a0")
     mock.submit("gone", adapter="a2-4")
     mock.step()
     mock.engine.handle(Abort("gone"))
-    mock.host.gate.set()
-    wait_for_loader(mock)
+    mock.load()
     mock.submit("again", adapter="a2-4", max_tokens=2)
     for _ in range(2):
-        step_and_load(mock)
+        mock.step_and_load()
     assert mock.host.reads == ["a1-3", "a0", "a2-4"]
     assert "holds" not in mock.finished
     mock.settle()
@@ -660,7 +624,7 @@ def test_hints_read_no_more_ahead_for_those_that_wait(mocks: list[MockEngine]) -
         mock.submit(f"waits-{i}", adapter=f"a{i}-4", max_tokens=2)
         mock.engine.handle(Load(f"a{i}-4"))
     for _ in range(12):
-        step_and_load(mock)
+        mock.step_and_load()
     assert mock.host.reads == ["a1-4", "a2-4", "a3-4"]
     mock.settle()
 
@@ -668,13 +632,12 @@ def test_hints_read_no_more_ahead_for_those_that_wait(mocks: list[MockEngine]) -
 def test_a_request_waits_for_one_hint_at_most(mocks: list[MockEngine]) -> None:
     mock = make_mock_engine()
     mocks.append(mock)
-    mock.host.gated.add("a0")
     for i in range(6):
         mock.engine.handle(Load(f"a{i}"))
     mock.step()
     mock.submit("r", adapter="a9", max_tokens=2)
     mock.step()
-    mock.host.gate.set()
+    mock.load()
     mock.step_until(lambda: len(mock.host.reads) == 7)
     assert mock.host.reads[:2] == ["a0", "a9"]
     mock.settle()
@@ -683,30 +646,28 @@ def test_a_request_waits_for_one_hint_at_most(mocks: list[MockEngine]) -> None:
 def test_hints_of_what_is_there_or_gone_read_nothing(mocks: list[MockEngine]) -> None:
     mock = make_mock_engine()
     mocks.append(mock)
-    mock.host.gated.add("a0")
     for adapter in ("a0", "a1", "a2", "a0"):
         mock.engine.handle(Load(adapter))
         mock.step()
     mock.engine.handle(Evict("a1"))
-    mock.host.gate.set()
+    mock.load()
     mock.step_until(lambda: mock.rows.place_of("a2") is not None)
-    mock.step()
-    wait_for_loader(mock)
+    mock.step_and_load()
     assert mock.host.reads == ["a0", "a2"]
     assert not mock.engine.desk._entries
 
 
-def test_without_a_thread_to_read_in_the_request_fails_and_the_engine_goes_on(
+def test_where_nothing_can_be_read_the_request_fails_and_the_engine_goes_on(
     mocks: list[MockEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mock = make_mock_engine()
     mocks.append(mock)
 
-    def refuse(_thread: threading.Thread) -> None:
+    def refuse(_work: object) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
+        patched.setattr(mock.loader, "submit", refuse)
         mock.submit("r", adapter="a1", max_tokens=2)
         mock.settle()
     assert mock.finished["r"].error == "Adapter a1 could not be read: can't start new thread"
@@ -728,13 +689,13 @@ def test_a_step_in_which_no_rows_change_hands_asks_for_no_room(
         mock.submit(f"same-{i}", adapter="a2-4", max_tokens=1)
         mock.submit(f"other-{i}", adapter=f"a{10 + i}-1", max_tokens=1)
     for _ in range(4):
-        step_and_load(mock)
+        mock.step_and_load()
     asked: list[object] = []
     has_room = mock.rows.has_room
     monkeypatch.setattr(mock.rows, "has_room", lambda rows: asked.append(rows) or has_room(rows))
     for _ in range(5):
         mock.engine.step()
-        wait_for_loader(mock)
+        mock.loader.do_all()
     assert not asked
     mock.settle()
 
@@ -744,7 +705,7 @@ def test_who_lacks_blocks_only_does_not_pin_and_unpin_in_every_step(
 ) -> None:
     """Each change of pins makes the room of all that wait unknown."""
     mock = with_a_long_prompt_at_the_head(mocks, has_rows=True)
-    open_gate(mock)
+    mock.load()
     mock.step()
     assert mock.rows.place_of("a2-2") is not None
     pinned: list[str] = []

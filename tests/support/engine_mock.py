@@ -8,7 +8,6 @@ must come out.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -22,6 +21,7 @@ from service.engine.engine import Engine, Event
 from service.engine.messages import Finished, Sampling, Submit, Tokens
 from service.engine.runner import Capacity
 from service.models.batch import StepBatch
+from tests.support.stepped_loader import SteppedLoader
 
 VOCAB = 97
 EOS = 96
@@ -131,19 +131,17 @@ class MockRows:
 
 @dataclass
 class MockHost:
-    """A host tier whose reads can be held back by the test, and fail for the digests in `broken`."""
+    """A host tier whose reads fail for the digests in `broken`, and whose next one can be met in the middle."""
 
     broken: set[str] = field(default_factory=set)
-    gate: threading.Event = field(default_factory=threading.Event)
-    gated: set[str] = field(default_factory=set)
-    asked: list[str] = field(default_factory=list)
+    during_next_read: Callable[[], None] | None = None
     reads: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
 
     def get(self, digest: str) -> MockWeights:
-        self.asked.append(digest)
-        if digest in self.gated:
-            assert self.gate.wait(30)
+        if self.during_next_read is not None:
+            meet, self.during_next_read = self.during_next_read, None
+            meet()
         self.reads.append(digest)
         if digest in self.broken:
             raise ValueError("the file is damaged")
@@ -220,12 +218,16 @@ class MockRunner:
 
 @dataclass
 class MockEngine:
-    """An engine over the mocks; `step` checks the integrity of everything after each step and gathers the output."""
+    """An engine over the mocks; `step` checks the integrity of everything after each step and gathers the output.
+
+    What a step asks the loader for is read when the test says so, by `load`, or in the course of `step_until`.
+    """
 
     engine: Engine
     runner: MockRunner
     rows: MockRows
     host: MockHost
+    loader: SteppedLoader
     output: dict[str, list[int]] = field(default_factory=dict)
     messages: dict[str, list[Tokens]] = field(default_factory=dict)
     finished: dict[str, Finished] = field(default_factory=dict)
@@ -251,20 +253,32 @@ class MockEngine:
         self._note(events)
         return events
 
+    def load(self) -> None:
+        """All that the loader was asked for; the next step finds it. There must be something."""
+        assert self.loader.do_all(), "nothing was to be read"
+
+    def step_and_load(self) -> list[Event]:
+        """One step, and then whatever it asked the loader for."""
+        events = self.step()
+        self.loader.do_all()
+        return events
+
     def settle(self) -> None:
         """Step until no request is left."""
         self.step_until(lambda: not self.engine.num_requests)
 
     def step_until(self, condition: Callable[[], object], max_steps: int = 2000) -> None:
-        """Step until the condition holds; waits for the loader thread where no step is possible."""
+        """Step until the condition holds; one adapter that was asked for is read between two steps."""
         for _ in range(max_steps):
             if condition():
                 return
             self.engine.wake.clear()
             before = self.engine.num_steps
             self.step()
-            if not condition() and self.engine.num_steps == before:
-                assert self.engine.wake.wait(30), "nothing can run, and no load ends"
+            if condition():
+                return
+            self.loader.do_next()
+            assert self.engine.num_steps > before or self.engine.wake.is_set(), "nothing can run, and no load ends"
         raise AssertionError(f"not after {max_steps} steps")
 
     def _note(self, events: list[Event]) -> None:
@@ -299,4 +313,5 @@ def make_mock_engine(
     )
     rows, host = MockRows(num_rows), MockHost()
     runner = MockRunner(rows, settings, num_blocks=num_blocks, has_conv=has_conv, max_len=max_len)
-    return MockEngine(Engine(runner, rows, host, settings), runner, rows, host)
+    loader = SteppedLoader()
+    return MockEngine(Engine(runner, rows, host, settings, loader=loader), runner, rows, host, loader)
