@@ -7,9 +7,8 @@ import threading
 import pytest
 
 from service.engine.brief_thread import BriefThread
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import wait_for
-
-LIMIT_SECONDS = 30
 
 
 class _Gate:

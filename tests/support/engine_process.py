@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from service.engine.client import EngineClient, EngineDied, TokenStream
 from service.engine.config import EngineConfig
 from service.engine.messages import Finished, Sampling, Submit, Tokens
+from tests.support.limits import LIMIT_SECONDS
 
 MIB = 2**20
 T = TypeVar("T")
@@ -84,13 +85,14 @@ async def first_tokens(stream: TokenStream) -> Tokens:
     return message
 
 
-async def until(condition: Callable[[], object], within_seconds: float = 30.0) -> None:
+async def until(condition: Callable[[], object]) -> None:
     """Wait for something that another process does."""
-    async with asyncio.timeout(within_seconds):
+    async with asyncio.timeout(LIMIT_SECONDS):
         while not condition():
             await asyncio.sleep(0.01)
 
 
-async def within(seconds: float, awaitable: Awaitable[T]) -> T:
-    async with asyncio.timeout(seconds):
+async def soon(awaitable: Awaitable[T]) -> T:
+    """What comes of it, which must come without a wait for anything that nobody does."""
+    async with asyncio.timeout(LIMIT_SECONDS):
         return await awaitable
