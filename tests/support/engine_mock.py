@@ -264,8 +264,9 @@ class MockEngine:
         return events
 
     def settle(self) -> None:
-        """Step until no request is left."""
+        """Step until no request is left, and take what is to be told of those that were refused."""
         self.step_until(lambda: not self.engine.num_requests)
+        self._note(self.engine.take_events())
 
     def step_until(self, condition: Callable[[], object], max_steps: int = 2000) -> None:
         """Step until the condition holds; one adapter that was asked for is read between two steps."""
