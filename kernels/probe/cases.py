@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from types import ModuleType
 
-from kernels.probe import attention_cases, conv_cases, dense_cases, lora_cases
+from kernels.probe import attention_cases, conv_cases, dense_cases, lora_cases, sampling_cases
 from kernels.probe.place import Place
 from kernels.probe.prepared import Prepared
 from kernels.probe.shapes import ProbeShapes
@@ -41,6 +41,7 @@ _CASES: Mapping[str, Mapping[str, Case]] = {
     },
     "rotary": {"rotary": dense_cases.rotary},
     "swiglu": {"swiglu": dense_cases.swiglu},
+    "sampling": {"sample": sampling_cases.sample, "sample_top_p": sampling_cases.sample_top_p},
 }
 
 

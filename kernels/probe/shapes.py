@@ -19,6 +19,7 @@ class ProbeShapes:
     block_size         tokens per KV block
     num_blocks         KV blocks of a layer's cache; a probe uses a few
     max_sequences      most sequences of one step; a probe has a few
+    vocab_size         columns of the logits
     """
 
     dtype: str = "float32"
@@ -33,6 +34,7 @@ class ProbeShapes:
     block_size: int = 16
     num_blocks: int = 64
     max_sequences: int = 64
+    vocab_size: int = 1000
     norm_eps: float = 1e-6
 
     @property

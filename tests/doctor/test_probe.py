@@ -26,6 +26,7 @@ from kernels.probe.choose import with_reports
 from kernels.probe.results import OpReport, Trial
 from kernels.probe.run import candidates, probe, report_of, try_op
 from kernels.probe.shapes import ProbeShapes
+from kernels.sampling import cpu as sampling
 from tests.doctor.conftest import BROKEN_OPS, ROOT
 from tests.support.made_up_npu import NO_TRITON, UPSTREAM, made_up_npu
 
@@ -164,6 +165,27 @@ def a_slot_too_many(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: An
     kv_write.write_kv(k[-1:], v[-1:], k_cache, v_cache, slot_mapping[-1:] + 1)
 
 
+def another_token(logits: Any, maps: Any, state: Any) -> Any:
+    """Off by one in the last row."""
+    sampled = sampling.sample(logits, maps, state)
+    sampled.token_ids[maps.facts.num_rows - 2] += 1
+    return sampled
+
+
+def a_token_counted_twice(logits: Any, maps: Any, state: Any) -> Any:
+    """Right but for the next step."""
+    sampled = sampling.sample(logits, maps, state)
+    state.add(maps.slots, sampled.token_ids)
+    return sampled
+
+
+def no_random_number_in_a_nucleus(logits: Any, maps: Any, state: Any) -> Any:
+    """Draws the first token that is not excluded, where the vocabulary is sorted."""
+    if maps.facts.num_ranked == maps.facts.vocab:
+        maps = dataclasses.replace(maps, numbers=torch.zeros_like(maps.numbers))
+    return sampling.sample(logits, maps, state)
+
+
 WRONG: list[tuple[str, str, Callable[..., Any]]] = [
     ("paged_attention", "paged_attention", a_key_too_few),
     ("paged_attention", "paged_attention_window", a_window_too_wide),
@@ -179,6 +201,9 @@ WRONG: list[tuple[str, str, Callable[..., Any]]] = [
     ("lora", "lora_linear_many", nothing_for_many_tokens),
     ("lora", "lora_linear_one", nothing_for_one_token),
     ("kv_write", "write_kv", a_slot_too_many),
+    ("sampling", "sample", another_token),
+    ("sampling", "sample", a_token_counted_twice),
+    ("sampling", "sample_top_p", no_random_number_in_a_nucleus),
 ]
 
 
@@ -191,7 +216,8 @@ def test_a_wrong_one_is_found(
     module = ModuleType(f"kernels.{op}.wrong")
     right = vars(importlib.import_module(f"kernels.{op}.{own}"))
     vars(module).update({name: value for name, value in right.items() if not name.startswith("__")})
-    setattr(module, {"lora": "lora_linear", "kv_write": "write_kv"}.get(op, "paged_attention"), wrong)
+    functions = {"lora": "lora_linear", "kv_write": "write_kv", "sampling": "sample"}
+    setattr(module, functions.get(op, "paged_attention"), wrong)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     platform = detect("cpu").with_fallback(op, "wrong", "for the test")
     assert candidates(platform, op) == ("wrong", *IMPLEMENTATIONS["cpu"][op])

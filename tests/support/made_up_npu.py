@@ -139,6 +139,7 @@ SERVED = {
     "paged_attention": "npu",
     "kv_write": "npu",
     "linear": "reference",
+    "sampling": "any_device",
     "rms_norm": "npu",
     "rotary": "npu",
     "swiglu": "npu",

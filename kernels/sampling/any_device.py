@@ -1,0 +1,141 @@
+"""`kernels.sampling.ops` on accelerators: all rows at once, nothing waits for the device.
+
+Devices may lack float64 and be slow at anything whose shape depends on values, so there is neither here: sums are
+taken by blocks in float32, whose rounding is the only difference to the reference, and a cut is a comparison with the
+smallest weight that is kept. Which operations run follows from the facts alone. Cost: a few passes over the logits, and
+a sort of them where a row has top_p without a small top_k.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from kernels.sampling.common import edit, model_logprobs, rows_to_sample
+from kernels.sampling.maps import SamplingMaps
+from kernels.sampling.results import Sampled, pack
+from kernels.sampling.state import DenseState, PenaltyState
+
+_BLOCK = 128
+
+
+def new_state(num_slots: int, vocab: int, device: torch.device) -> PenaltyState:
+    """See `ops.new_state`."""
+    return DenseState(num_slots, vocab, device)
+
+
+def sample(logits: torch.Tensor, maps: SamplingMaps, state: PenaltyState | None) -> Sampled:
+    """See `ops.sample`."""
+    facts = maps.facts
+    logprobs = model_logprobs(logits, maps)
+    if not facts.num_rows:
+        return pack(maps.given.new_empty(0), logprobs, maps)
+    logits = rows_to_sample(logits, maps)
+    if facts.num_penalised:
+        assert isinstance(state, DenseState), "the state is another implementation's"
+        _penalise(logits, maps, state)
+    edit(logits, maps)
+    best_values, tokens = logits.max(dim=-1)
+    if facts.is_random:
+        temperature = _column(maps, "temperature")
+        is_drawn = temperature > 0.0
+        # Relative to the most likely token, whose weight is 1: no temperature can overflow.
+        weights = logits.sub_(best_values[:, None]).div_(torch.where(is_drawn, temperature, 1.0)).exp_()
+        tokens = torch.where(is_drawn[:, 0], _pick(_cut(weights, maps), maps.numbers.float()), tokens)
+    tokens = torch.where(best_values.isfinite(), tokens, -1)
+    if state is not None and facts.num_penalised:
+        state.add(maps.slots, tokens)
+    return pack(tokens, logprobs, maps)
+
+
+def _penalise(logits: torch.Tensor, maps: SamplingMaps, state: DenseState) -> None:
+    """The penalties of the reference, in place."""
+    rows = maps.penalised
+    values = logits.index_select(0, rows)
+    held = state.table.index_select(0, maps.slots.index_select(0, rows))
+    num_output = held.floor()
+    if maps.uses("repetition_penalty"):
+        repetition = _column(maps, "repetition_penalty").index_select(0, rows)
+        repeated = torch.where(values > 0, values / repetition, values * repetition)
+        values = torch.where(held > 0, repeated, values)
+    if maps.uses("frequency_penalty"):
+        values = values - _column(maps, "frequency_penalty").index_select(0, rows) * num_output
+    if maps.uses("presence_penalty"):
+        values = values - _column(maps, "presence_penalty").index_select(0, rows) * (num_output > 0)
+    logits.index_copy_(0, rows, values)
+
+
+def _cut(weights: torch.Tensor, maps: SamplingMaps) -> torch.Tensor:
+    """Weights, with zero for what min_p, top_k and top_p exclude; equals of the last token kept stay too.
+
+    weights  float32 [num_rows, vocab], the largest of a row being 1
+    """
+    if maps.uses("min_p"):
+        weights = torch.where(weights < _column(maps, "min_p"), 0.0, weights)
+    num_ranked, vocab = maps.facts.num_ranked, maps.facts.vocab
+    if not num_ranked:
+        return weights
+    if num_ranked < vocab:
+        ranked = weights.topk(num_ranked, dim=-1).values
+    else:
+        ranked = weights.sort(dim=-1, descending=True).values
+    if maps.uses("top_k"):
+        top_k = _column(maps, "top_k").long()
+        least = ranked.gather(1, (top_k - 1).clamp(0, num_ranked - 1))
+        weights = torch.where((top_k > 0) & (weights < least), 0.0, weights)
+    if maps.uses("top_p"):
+        top_p = _column(maps, "top_p")
+        wanted = top_p * weights.sum(dim=-1, keepdim=True)
+        least = ranked.gather(1, _find(ranked, wanted, is_inclusive=True)[:, None])
+        weights = torch.where((top_p < 1.0) & (weights < least), 0.0, weights)
+    return weights
+
+
+def _pick(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """int64 [rows]: inverse transform sampling from rows of unnormalised weights; a weight of 0 is never picked."""
+    total = _blocks(weights).sum(dim=-1).sum(dim=-1)
+    return _find(weights, (numbers * total)[:, None], is_inclusive=False)
+
+
+def _find(weights: torch.Tensor, target: torch.Tensor, *, is_inclusive: bool) -> torch.Tensor:
+    """int64 [rows]: the first column at which a row's running sum exceeds (or, inclusive, reaches) its target.
+
+    First the block, by the blocks' sums, then the column within it: exact to a few hundred roundings, whatever the
+    order in which the device adds.
+
+    weights float32 [rows, n], not negative; target float32 [rows, 1]
+    """
+    blocks = _blocks(weights)
+    num_rows, num_blocks, _ = blocks.shape
+    block, before = _first_beyond(blocks.sum(dim=-1), target, is_inclusive)
+    # Made here and not kept: what a captured step makes lies in that step's own memory.
+    rows = torch.arange(num_rows, device=weights.device) * num_blocks + block
+    within = blocks.reshape(-1, _BLOCK).index_select(0, rows)
+    column, _ = _first_beyond(within, target - before, is_inclusive)
+    return block * _BLOCK + column
+
+
+def _first_beyond(weights: torch.Tensor, target: torch.Tensor, is_inclusive: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first column of a positive weight at which the running sum is beyond the target, int64 [rows], and the sum
+    before it, [rows, 1]; should rounding leave no such column, the last one of a positive weight."""
+    cumulated = weights.cumsum(dim=-1)
+    num_columns = weights.shape[1]
+    order = torch.arange(num_columns, dtype=torch.float32, device=weights.device)
+    is_beyond = cumulated >= target if is_inclusive else cumulated > target
+    rank = torch.where(is_beyond, 2 * num_columns - order, order)
+    column = torch.where(weights > 0.0, rank, -1.0).argmax(dim=-1)
+    index = column[:, None]
+    return column, cumulated.gather(1, index) - weights.gather(1, index)
+
+
+def _blocks(weights: torch.Tensor) -> torch.Tensor:
+    """[rows, n] -> [rows, blocks, _BLOCK], padded with zero."""
+    missing = -weights.shape[1] % _BLOCK
+    if missing:
+        weights = functional.pad(weights, (0, missing))
+    return weights.view(weights.shape[0], -1, _BLOCK)
+
+
+def _column(maps: SamplingMaps, name: str) -> torch.Tensor:
+    """float32 [num_rows, 1]"""
+    return maps.parameter(name).float()[:, None]

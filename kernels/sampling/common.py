@@ -1,0 +1,40 @@
+"""What the implementations on a CPU and on accelerators do alike: no data-dependent shapes, and nothing to wait for."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.sampling.maps import SamplingMaps
+
+
+def model_logprobs(logits: torch.Tensor, maps: SamplingMaps) -> torch.Tensor | None:
+    """float32 [num_given + num_chosen, vocab]: log probabilities of the model's own distribution; None if not wanted.
+
+    logits  as the model made them
+    """
+    rows = [maps.given] if maps.facts.num_given else []
+    if maps.facts.num_chosen:
+        rows.append(maps.rows.index_select(0, maps.chosen))
+    return logits.index_select(0, torch.cat(rows)).log_softmax(dim=-1) if rows else None
+
+
+def rows_to_sample(logits: torch.Tensor, maps: SamplingMaps) -> torch.Tensor:
+    """float32 [num_rows, vocab]: the logits themselves where they are in order already."""
+    return logits if maps.facts.is_in_order else logits.index_select(0, maps.rows)
+
+
+def edit(logits: torch.Tensor, maps: SamplingMaps) -> None:
+    """Add biases, bar tokens and apply masks, in place.
+
+    logits  float32 [num_rows, vocab], contiguous
+    """
+    facts, flat = maps.facts, logits.view(-1)
+    if facts.num_biased:
+        flat.index_copy_(0, maps.biased, flat.index_select(0, maps.biased) + maps.bias)
+    if facts.num_barred:
+        flat.index_copy_(0, maps.barred, torch.full_like(maps.barred, -torch.inf, dtype=torch.float32))
+    if facts.num_masked:
+        is_allowed = (maps.masks[:, :, None] & maps.mask_bits) != 0
+        is_allowed = is_allowed.view(facts.num_masked, -1)[:, : facts.vocab]
+        masked = torch.where(is_allowed, logits.index_select(0, maps.masked), -torch.inf)
+        logits.index_copy_(0, maps.masked, masked)

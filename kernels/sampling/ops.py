@@ -1,0 +1,53 @@
+"""Chooses the next token of each row of logits.
+
+    x = logits of the row
+    x[t] = x[t] / repetition if x[t] > 0 else x[t] * repetition     for tokens t of prompt and output
+    x[t] -= frequency * n(t) + presence * [n(t) > 0]                n(t): how often the output has t
+    x[t] += bias(t);  x[t] = -inf for barred tokens and for those that the mask does not allow
+    token = argmax x                                                with temperature 0; otherwise
+    w = exp((x - max x) / temperature)
+    w[t] = 0 below min_p; then below the top_k-th largest; then below the last of the largest that sum to top_p of what
+    is left (equals of the last one kept stay, too)
+    token = the first t at which the running sum of w exceeds (uniform number) * (sum of w)
+
+as in vLLM. The uniform number is a hash of the request's seed and the token's index. Log probabilities are those of the
+model's own distribution, before any of this.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.platform import implementation
+from kernels.sampling.maps import SamplingMaps
+from kernels.sampling.results import Sampled
+from kernels.sampling.state import PenaltyState
+
+
+def sample(logits: torch.Tensor, maps: SamplingMaps, state: PenaltyState | None = None) -> Sampled:
+    """One token per row, and the log probabilities that are asked for.
+
+    A row's token depends on no other row. Rows whose largest logit is not finite (NaN, infinite, all tokens excluded)
+    get -1. Nothing waits for the device, and all that is done follows from `maps.facts`, so that a captured call may be
+    replayed with other maps of equal facts.
+
+    logits  float32 [num_logits, vocab], contiguous; spent
+    state   `new_state` of the same device, every slot with penalties `reset` once; its counts grow by the tokens chosen
+            here. May be None if no row has penalties
+    """
+    facts = maps.facts
+    assert logits.dtype == torch.float32 and logits.is_contiguous(), "logits are float32 and contiguous"
+    assert logits.shape == (facts.num_logits, facts.vocab), f"logits are {list(logits.shape)}, the facts say otherwise"
+    assert state is not None or not facts.num_penalised, "penalties need the state of their slots"
+    assert facts.num_rows + facts.num_given, "nothing is asked for"
+    sampled: Sampled = implementation("sampling", logits.device).sample(logits, maps, state)
+    return sampled
+
+
+def new_state(num_slots: int, vocab: int, device: torch.device) -> PenaltyState:
+    """Counts for the penalties of so many slots, 0 to num_slots - 1; takes memory when the first slot is reset.
+
+    On an accelerator that is 4 bytes per slot and token of the vocabulary.
+    """
+    state: PenaltyState = implementation("sampling", device).new_state(num_slots, vocab, device)
+    return state

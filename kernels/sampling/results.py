@@ -1,0 +1,85 @@
+"""What a step has sampled: on the device in one tensor, so that one copy brings it all, and read on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kernels.sampling.asked import Asked
+from kernels.sampling.maps import SamplingMaps
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """Results on the device; fresh memory.
+
+    token_ids  int64 [num_rows]; -1 where the logits have no largest value that is finite
+    packed     int32 1-D for `read`: tokens; then, for the rows with a given token and after these the rows whose chosen
+               token is meant, all log probabilities, all values of the most likely tokens, all these tokens
+    """
+
+    token_ids: torch.Tensor
+    packed: torch.Tensor
+
+
+class TokenLogprob(NamedTuple):
+    """Log probability of one token and of the most likely ones, most likely first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Choice(NamedTuple):
+    """The token of a row; `token_id` None: there was none to choose, and no log probability then."""
+
+    token_id: int | None
+    logprob: TokenLogprob | None = None
+
+
+def pack(token_ids: torch.Tensor, logprobs: torch.Tensor | None, maps: SamplingMaps) -> Sampled:
+    """Results from chosen tokens and `model_logprobs`."""
+    parts = [token_ids.to(torch.int32)]
+    if logprobs is not None:
+        asked = [maps.given_tokens] if maps.facts.num_given else []
+        if maps.facts.num_chosen:
+            asked.append(token_ids.index_select(0, maps.chosen).clamp(min=0))
+        parts.append(_bits(logprobs.gather(1, torch.cat(asked)[:, None])))
+        if maps.facts.num_top:
+            values, top_tokens = logprobs.topk(maps.facts.num_top, dim=-1)
+            parts += [_bits(values), top_tokens.to(torch.int32).reshape(-1)]
+    return Sampled(token_ids, torch.cat(parts))
+
+
+def read(packed: np.ndarray, asked: Asked) -> tuple[list[Choice], list[TokenLogprob]]:
+    """Choices of the asked rows and log probabilities of the given tokens, in the order in which they were asked.
+
+    packed  `Sampled.packed` on the host
+    """
+    facts = asked.facts
+    tokens = [token if token >= 0 else None for token in packed[: len(asked.rows)].tolist()]
+    if not facts.num_given + facts.num_chosen:
+        return [Choice(token) for token in tokens], []
+    num_told, rest = facts.num_given + facts.num_chosen, packed[facts.num_rows :]
+    logprobs = rest[:num_told].view(np.float32).tolist()
+    values, top_tokens = rest[num_told:].reshape(2, num_told, facts.num_top)
+    pairs = zip(top_tokens.tolist(), values.view(np.float32).tolist(), strict=True)
+    tops = [tuple(zip(ids, row, strict=True)) for ids, row in pairs]
+    given = [TokenLogprob(entry.token_id, logprobs[i], tops[i][: entry.num_top]) for i, entry in enumerate(asked.given)]
+    told = iter(range(facts.num_given, num_told))
+    choices = []
+    for token, row in zip(tokens, asked.rows, strict=True):
+        place = None if row.num_top is None else next(told)
+        if token is None or place is None:
+            choices.append(Choice(token))
+        else:
+            choices.append(Choice(token, TokenLogprob(token, logprobs[place], tops[place][: row.num_top])))
+    return choices, given
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    """int32 1-D of the same bits as float32 ones."""
+    return values.reshape(-1).view(torch.int32)
