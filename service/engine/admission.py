@@ -8,9 +8,9 @@ import random
 from typing import TYPE_CHECKING
 
 from adapters.errors import RowsExceeded
+from kernels.sampling.parameters import row_of
 from service.engine.adapter_desk import LORA_IS_OFF, Rows
 from service.engine.messages import Sampling, Submit
-from service.engine.penalties import TokenCounts, uses_penalties
 from service.engine.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -49,10 +49,11 @@ def sequence_of(request: Submit, key: int, capacity: Capacity) -> Sequence:
         request=request,
         key=key,
         seed=random.getrandbits(63) if sampling.seed is None else sampling.seed,
+        parameters=row_of(sampling),
         stop_ids=frozenset(endings),
         token_ids=list(prompt),
         num_prompt=len(prompt),
-        counts=TokenCounts(prompt) if uses_penalties(sampling) else None,
+        num_prompt_logprobs=0 if sampling.prompt_logprobs is None else 1,
         prompt_logprobs=[] if sampling.prompt_logprobs is None else [None],
     )
 

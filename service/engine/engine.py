@@ -2,11 +2,29 @@
 `process.py`.
 
 Who owns: the scheduler owns the sequences and what they hold; the desk owns the way of adapters to the device; the
-runner owns the model and its caches. The engine owns nothing but the table of requests and the records of past steps.
-Who frees: `_finish` and `abort`, through the scheduler, at once. After kill -9 nothing is left but the adapter store
-on disk, which the engine never writes.
-Cost per step outside the model: O(running sequences + tokens of the step), plus sampling, which is a few passes over
-the logits.
+runner owns the model and its caches. The engine owns nothing but the table of requests, the inputs of its steps and
+the records of past ones. Who frees: `_finish` and `abort`, through the scheduler, at once. After kill -9 nothing is
+left but the adapter store on disk, which the engine never writes.
+
+A step has two halves: `_launch` decides what runs and asks the device for it, `_collect` waits for what was sampled and
+tells of it. With overlap, which is for devices, the next step is launched before the last one is collected, so that the
+device never waits for the host: at most one step is *in flight* meanwhile. Why nothing goes wrong then:
+
+- All that a step reads and writes on the device happens in the order of the launches: copies of inputs, adapter loads,
+  moves of rows, resets of penalty counts, the model, the sampler, the copy of the result. Blocks, slots and rows that
+  are freed while a step in flight works with them are therefore rewritten after it, by whoever gets them next, and
+  what it writes there late is never read: a sequence reads what it has itself written, and counts that were reset.
+- What a step samples goes to the next one by slot, on the device (`request_table.py`). The host counts it, and looks at
+  its value when the step is collected. A sequence that ends by its length is never scheduled again; one that turns out
+  to have ended otherwise (a stop token, an abort, logits that are not finite) may have one more row in flight, which is
+  dropped when that step is collected, since its request is gone.
+- A preempted sequence gives up everything at once; its token in flight still comes, is told, and is among the tokens
+  that it is computed again from: it joins again two launches later at the earliest, when that token is known.
+- Sampling needs nothing of the token before but what the device has: numbers, bars and endings by length follow from
+  counts, penalties from counts by slot on the device. So the tokens are those of a run without overlap.
+
+Cost per step outside the model: O(running sequences + tokens of prompts), plus sampling, which is a few passes over the
+logits.
 """
 
 from __future__ import annotations
@@ -14,15 +32,22 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
 
 from adapters.row_pool import PoolUsage
 from kernels.lora import ops as lora_ops
-from kernels.platform import in_use
+from kernels.sampling.maps import SamplingMaps, number_dtype
+from kernels.sampling.ops import new_state, sample
+from kernels.sampling.parameters import uses_penalties
 from service.engine import admission
 from service.engine.adapter_desk import AdapterDesk, HostSource, Loader, Rows
 from service.engine.block_pool import BlockPool
 from service.engine.config import EngineConfig
-from service.engine.maps import BASE, MapLimits, Part, adapter_order, build_step
+from service.engine.maps import BASE, IN_FLIGHT, ChunkInput, adapter_order, is_all_decode
 from service.engine.messages import (
     Abort,
     Evict,
@@ -34,20 +59,31 @@ from service.engine.messages import (
     Submit,
     Tokens,
 )
-from service.engine.output import ask_of, sample_step, tokens_message
 from service.engine.records import StepRecord, StepRecords, record_of
+from service.engine.request_table import RequestTable
+from service.engine.results import ResultBuffers, StepResult
 from service.engine.runner import Runner
-from service.engine.sampler import Choice
-from service.engine.sampling_plan import arrays_of
+from service.engine.sampled import StepSampling, read_sampled, sampling_of, tokens_message
 from service.engine.scheduler import Scheduler
-from service.engine.sequence import Sequence, Share
-from service.engine.staging import Staging
-from service.engine.state_lines import StateLines
+from service.engine.sequence import ScheduledChunk, Sequence
+from service.engine.slots import Slots
+from service.engine.step_inputs import InputLimits, StepInputs
+from service.engine.step_sizes import StepSizes
 
 Event = Tokens | Finished
 NO_ROWS = PoolUsage(0, 0, 0, 0, 0, 0, 0, 0)
 NOT_FINITE = "The model gave no finite logits for this request."
 ADAPTER_NOT_FINITE = "The adapter gives no finite logits for this request: its weights or its scaling are too large."
+
+
+@dataclass(frozen=True, slots=True)
+class _StepInFlight:
+    """A step that was launched and not collected: what is asked of it, and where the answer arrives."""
+
+    sampling: StepSampling
+    result: StepResult
+    record: StepRecord
+    launched_at: float
 
 
 class Engine:
@@ -72,36 +108,46 @@ class Engine:
         self.wake = threading.Event()
         self.desk = AdapterDesk(rows, host, loader, max_loads_ahead=config.max_loads_ahead, wake=self.wake.set)
         self.blocks = BlockPool(capacity.num_blocks)
-        self.lines = StateLines(capacity.num_lines) if capacity.num_lines else None
+        self.slots = Slots(capacity.num_slots)
         self.scheduler = Scheduler(
             self.blocks,
-            self.lines,
+            self.slots,
             self.desk,
             block_size_tokens=config.block_size_tokens,
             token_budget=config.token_budget,
-            max_sequences=config.max_sequences,
             max_steps_waiting_for_rows=config.max_steps_waiting_for_rows,
             max_prompt_logits=config.max_prompt_logits,
         )
         self.records = StepRecords()
         self.num_steps = 0
+        self.is_idle = True  # the last call of `step` has neither launched nor collected anything
         self._runner = runner
         self._ops = ops
         # Those of the probe at the start are no step's.
         self._num_lora_op_calls_before = lora_ops.call_count()
         self._rows = rows
         self._host = host
-        self._map_limits = MapLimits(
-            block_size=config.block_size_tokens,
-            num_groups=capacity.num_groups,
-            max_segments=config.max_sequences,
-            has_conv=self.lines is not None,
-            has_length_limits=capacity.has_length_limits,
-            device=capacity.device,
+        max_tokens = min(capacity.max_model_len_tokens, self.kv_capacity_tokens)
+        max_blocks = -(-max_tokens // config.block_size_tokens)
+        self._table = RequestTable(capacity.num_slots, max_blocks, capacity.device)
+        self._inputs = StepInputs(
+            InputLimits(
+                token_budget=config.token_budget,
+                max_sequences=config.max_sequences,
+                max_blocks=max_blocks,
+                max_logits_rows=config.max_sequences + config.max_prompt_logits,
+                block_size=config.block_size_tokens,
+                num_groups=capacity.num_groups,
+                has_conv=capacity.has_conv,
+                has_length_limits=capacity.has_length_limits,
+                device=capacity.device,
+            )
         )
-        self._staging = Staging(capacity.device)
-        # Of the logits, where the device samples; None where the host does.
-        self._sampled_columns = None if in_use(capacity.device).device == "cpu" else capacity.vocab_size
+        self._penalties = new_state(capacity.num_slots, capacity.vocab_size, capacity.device)
+        self._results = ResultBuffers(capacity.device)
+        self._overlaps = config.overlap if config.overlap is not None else capacity.device.type != "cpu"
+        self._in_flight: _StepInFlight | None = None
+        self._collected_at = 0.0
         self._sequences: dict[str, Sequence] = {}
         self._num_arrived = 0
         self._events: list[Event] = []
@@ -176,30 +222,25 @@ class Engine:
     # ---- the step
 
     def step(self) -> list[Event]:
-        """One forward pass for all that can run, and what came of it. Runs no model if nothing can."""
-        started = time.perf_counter()
-        self._admit()
-        shares = self.scheduler.schedule()
-        if shares:
-            shares, parts = self._in_adapter_order(shares)
-            ask = ask_of(shares, self._sampled_columns)
-            riders = {} if ask.plan is None else arrays_of(ask.plan)
-            batch = build_step(parts, self._map_limits, self._staging, riders)
-            logits = self._runner.run(batch)
-            choices = sample_step(logits, ask, batch.riders)
-            self._publish(choices)
-            self._settle(shares, choices, started)
+        """One forward pass for all that can run, and what came of it: of the pass before, with overlap. Runs no model
+        if nothing can."""
+        launched = self._launch()
+        collected = launched
+        if self._overlaps:
+            collected, self._in_flight = self._in_flight, launched
+        if collected is not None:
+            self._collect(collected)
+        self.is_idle = launched is None and collected is None
         return self.take_events()
 
     def run_until_idle(self, timeout_seconds: float = 60.0) -> list[Event]:
         """Step until no request is left, waiting for adapter loads in between; for use without the process."""
         deadline = time.monotonic() + timeout_seconds
         events = []
-        while self._sequences:
+        while self._sequences or self._in_flight is not None:
             self.wake.clear()
-            num_steps = self.num_steps
             events += self.step()
-            if self._sequences and self.num_steps == num_steps and not self.wake.wait(deadline - time.monotonic()):
+            if self._sequences and self.is_idle and not self.wake.wait(deadline - time.monotonic()):
                 raise TimeoutError("no step was possible, and no adapter load ended, within the time given")
         return events
 
@@ -211,8 +252,8 @@ class Engine:
             num_running=len(self.scheduler.running),
             kv_blocks_used=self.blocks.num_used,
             kv_blocks_total=self.blocks.capacity,
-            state_lines_used=0 if self.lines is None else self.lines.num_used,
-            state_lines_total=0 if self.lines is None else self.lines.capacity,
+            state_lines_used=self.slots.num_used if self.capacity.has_conv else 0,
+            state_lines_total=self.slots.capacity if self.capacity.has_conv else 0,
             rows_used=usage.rows_used,
             rows_total=usage.rows_total,
             row_bytes_used=usage.bytes_used,
@@ -228,7 +269,7 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Every block, line, pin and row is where the requests say."""
+        """Every block, slot, pin and row is where the requests say."""
         self.scheduler.check_integrity()
         known = sorted(sequence.key for sequence in self._sequences.values())
         queued = [*self.scheduler.waiting, *self.scheduler.running]
@@ -260,24 +301,57 @@ class Engine:
                 error, is_clients = failure.error, failure.client_fault
                 self._finish(sequence, Finished(sequence.request_id, "error", error=error, client_fault=is_clients))
 
-    def _in_adapter_order(self, shares: list[Share]) -> tuple[list[Share], list[Part]]:
-        """The shares as a step wants them, and the same in plain integers."""
-        parts = [self._part(share) for share in shares]
-        order = adapter_order(parts)
-        return [shares[i] for i in order], [parts[i] for i in order]
+    def _launch(self) -> _StepInFlight | None:
+        """Decide what runs next, and ask the device for it. None if nothing can run."""
+        launched_at = time.perf_counter()
+        self._admit()
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            return None
+        inputs = [self._input_of(chunk) for chunk in chunks]
+        order = adapter_order(inputs)
+        chunks, inputs = [chunks[i] for i in order], [inputs[i] for i in order]
+        sizes = self._runner.padded(self._sizes_of(inputs))
+        num_logits = sizes.num_tokens if sizes.num_rows is None else sizes.num_rows
+        sampling = sampling_of(chunks, num_logits, self.capacity.vocab_size)
+        riders = sampling.asked.arrays(number_dtype(self.capacity.device))
+        riders["sampled_slots"] = np.array([sequence.slot for sequence in sampling.sequences], np.int64)
+        blocks = [self.blocks.blocks(chunk.sequence.key) for chunk in chunks]
+        batch = self._inputs.fill(inputs, self._table.block_table, blocks, sizes, riders)
+        if self._overlaps:
+            assert batch.token_slots is not None
+            self._table.resolve_tokens(batch.token_ids, batch.token_slots)
+        self._reset_penalties(chunks)
+        logits = self._runner.run(batch, sizes)
+        result = self._sample(logits, sampling, batch.riders)
+        self.num_steps += 1
+        return _StepInFlight(sampling, result, record_of(chunks), launched_at)
 
-    def _part(self, share: Share) -> Part:
-        sequence, start = share.sequence, share.sequence.num_computed
+    def _input_of(self, chunk: ScheduledChunk) -> ChunkInput:
+        sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
+        self._table.set_blocks(sequence.slot, self.blocks.blocks(sequence.key))
         place, first_rows = self._rows_of(sequence.adapter)
-        return Part(
-            token_ids=sequence.token_ids[start : start + share.num_tokens],
-            start=start,
-            blocks=self.blocks.blocks(sequence.key),
-            num_logits=share.num_logits,
+        token_ids = sequence.token_ids[chunk.start : end]
+        return ChunkInput(
+            token_ids=token_ids if len(token_ids) == chunk.num_tokens else [*token_ids, IN_FLIGHT],
+            start=chunk.start,
+            slot=sequence.slot,
+            num_logits=chunk.num_logits,
             place=place,
             first_rows=first_rows,
-            state_line=sequence.state_line,
             length_limit=sequence.max_total,
+        )
+
+    def _sizes_of(self, inputs: list[ChunkInput]) -> StepSizes:
+        """Without padding."""
+        all_decode = is_all_decode(inputs)
+        return StepSizes(
+            num_tokens=sum(len(chunk.token_ids) for chunk in inputs),
+            num_sequences=len(inputs),
+            num_rows=None if all_decode else sum(chunk.num_logits for chunk in inputs),
+            table_blocks=max(-(-chunk.end // self.config.block_size_tokens) for chunk in inputs),
+            all_decode=all_decode,
+            has_lora=any(chunk.place != BASE for chunk in inputs),
         )
 
     def _rows_of(self, adapter: str | None) -> tuple[int, tuple[int, ...]]:
@@ -289,20 +363,38 @@ class Engine:
         assert rows is not None and place is not None, "a running sequence has lost its rows"
         return place, rows.first_rows(place)
 
-    def _publish(self, choices: list[tuple[Sequence, Choice]]) -> None:
-        """Tell of the new tokens."""
-        messages = [tokens_message(sequence, choice) for sequence, choice in choices]
-        self._events += [message for message in messages if message is not None]
+    def _reset_penalties(self, chunks: list[ScheduledChunk]) -> None:
+        """Count anew for those that begin; all their tokens are known then."""
+        for sequence in (chunk.sequence for chunk in chunks if chunk.start == 0):
+            if uses_penalties(sequence.parameters):
+                prompt, output = sequence.token_ids[: sequence.num_prompt], sequence.token_ids[sequence.num_prompt :]
+                self._penalties.reset(sequence.slot, prompt, output)
 
-    def _settle(self, shares: list[Share], choices: list[tuple[Sequence, Choice]], started: float) -> None:
-        """Count what is computed, end what has ended, write the record of the step."""
-        record = record_of(shares, (time.perf_counter() - started) * 1e3)
-        for share in shares:
-            share.sequence.num_computed += share.num_tokens
-        for sequence, choice in choices:
+    @torch.inference_mode()
+    def _sample(self, logits: torch.Tensor, sampling: StepSampling, riders: Mapping[str, torch.Tensor]) -> StepResult:
+        """Ask for the tokens, keep them for the next step, and begin to bring them to the host."""
+        facts = sampling.asked.facts
+        if not facts.num_rows + facts.num_given:  # chunks of prompts alone
+            return self._results.fetch(logits.new_empty(0, dtype=torch.int32))
+        sampled = sample(logits, SamplingMaps.from_tensors(facts, riders), self._penalties)
+        if self._overlaps and sampling.sequences:
+            self._table.keep_tokens(riders["sampled_slots"], sampled.token_ids)
+        return self._results.fetch(sampled.packed)
+
+    def _collect(self, step: _StepInFlight) -> None:
+        """Wait for what the step has sampled, tell of it, and end what has ended."""
+        for sequence, choice in read_sampled(step.result.wait(), step.sampling):
+            if self._sequences.get(sequence.request_id) is not sequence:
+                continue  # it has ended since the launch
+            if sequence.request.sampling.max_tokens > 0:
+                sequence.num_in_flight -= 1
+            message = tokens_message(sequence, choice)
+            if message is not None:
+                self._events.append(message)
             self._advance(sequence, choice.token_id)
-        self.num_steps += 1
-        self.records.add(record)
+        now = time.perf_counter()
+        self.records.add(step.record, (now - max(step.launched_at, self._collected_at)) * 1e3)
+        self._collected_at = now
 
     def _advance(self, sequence: Sequence, token: int | None) -> None:
         """The sequence has its next token (None: there was none to choose); end it if that was the last."""
@@ -314,12 +406,10 @@ class Engine:
             return
         if sampling.max_tokens > 0:
             sequence.token_ids.append(token)
-            if sequence.counts is not None:
-                sequence.counts.add(token)
             if token in sequence.stop_ids:
                 self._finish(sequence, Finished(request_id, "stop", stop_token_id=token))
                 return
-        if sequence.num_output >= sampling.max_tokens:
+        if len(sequence.token_ids) >= sequence.max_total:
             self._finish(sequence, Finished(request_id, "length"))
 
     def _finish(self, sequence: Sequence, message: Finished) -> None:

@@ -1,12 +1,14 @@
-"""Builds the maps of a step: pure functions from plain integers to arrays. Nothing here knows the scheduler or the
-model.
+"""Fills the maps of a step: pure functions from plain integers into arrays, which know neither scheduler nor model.
 
 The layout: sequences in adapter order, those of the base model last, so that the tokens of one adapter, and the rows
 of its logits, form one contiguous segment. Adapters stand in the order of their rows, which lets a CPU read
-neighbouring ranges as one. All arrays of a step are built in numpy; `staging.py` takes them to the device, and those
-of the sampler with them, in one copy.
+neighbouring ranges as one.
 
-Cost per step: O(tokens) Python for slots and positions, some ten microseconds for 256 tokens.
+Padding, behind the last token and the last sequence: tokens are token 0 at position 0, written to the null block;
+sequences are empty, of length 0, with the null block's row and the null line of state; rows of logits are row 0; no
+segment holds any of them. Hence padding reads and changes nothing that anybody else reads.
+
+Cost per step: a few numpy calls, and Python per sequence, not per token, but for the tokens of prompts.
 """
 
 from __future__ import annotations
@@ -15,214 +17,135 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
-from kernels.lora.maps import LoraMaps, Segment
-from service.engine.staging import Staging
-from service.models.batch import AttentionMaps, ConvMaps, StepBatch
+from kernels.lora.maps import Segment
 
 BASE = -1  # the place of sequences without an adapter
+IN_FLIGHT = -1  # a token whose value the request table has
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ChunkInput:
     """One sequence's part of a step, in plain integers.
 
-    token_ids    the tokens to run, at positions start, start + 1, ...
-    blocks       KV blocks of the sequence in order, at least up to its last token
+    token_ids    the tokens to run, at positions start, start + 1, ...; IN_FLIGHT for one that is not known yet
+    slot         of the sequence, whose row of the block table reaches at least up to its last token here
     num_logits   logits are wanted of so many of its last tokens
     place        of its adapter on the device, BASE for none; first_rows of that place, per group
-    state_line   0 for models without convolutions
     length_limit prompt + max tokens of its request
     """
 
     token_ids: Sequence[int]
     start: int
-    blocks: tuple[int, ...]
+    slot: int
     num_logits: int
     place: int = BASE
     first_rows: tuple[int, ...] = ()
-    state_line: int = 0
     length_limit: int = 0
 
+    @property
+    def end(self) -> int:
+        """Length of the sequence after the step."""
+        return self.start + len(self.token_ids)
 
-@dataclass(frozen=True, slots=True)
-class MapLimits:
-    """What the maps of all steps of an engine have in common.
 
-    max_segments pads the LoRA maps to one size, so that a captured step fits all
+Arrays = Mapping[str, np.ndarray]
+
+
+def adapter_order(chunks: Sequence[ChunkInput]) -> list[int]:
+    """Indices of the chunks in the order of a step: by the adapter's rows, the base model last, else as they came."""
+    return sorted(range(len(chunks)), key=lambda i: (chunks[i].place == BASE, chunks[i].first_rows, chunks[i].place))
+
+
+def is_all_decode(chunks: Sequence[ChunkInput]) -> bool:
+    """Whether each sequence has one token, which is its next, and wants its logits."""
+    return all(len(chunk.token_ids) == 1 and chunk.start > 0 and chunk.num_logits == 1 for chunk in chunks)
+
+
+def fill_tokens(arrays: Arrays, chunks: Sequence[ChunkInput], block_table: np.ndarray, block_size: int) -> list[int]:
+    """Tokens, where they stand and where their keys go; returns the running sum of the chunks' lengths.
+
+    arrays       token_ids, token_slots, positions, slot_mapping int64 [tokens]; query_start_loc int32 [sequences + 1];
+                 kv_lens int32 [sequences]; block_table int32 [sequences, columns]
+    block_table  int32 [slots, blocks], by slot
     """
-
-    block_size: int
-    num_groups: int
-    max_segments: int
-    has_conv: bool
-    has_length_limits: bool
-    device: torch.device
-
-
-def adapter_order(parts: Sequence[Part]) -> list[int]:
-    """Indices of the parts in the order of a step: by the adapter's rows, the base model last, else as they came."""
-    return sorted(range(len(parts)), key=lambda i: (parts[i].place == BASE, parts[i].first_rows, parts[i].place))
-
-
-def build_step(
-    parts: Sequence[Part],
-    limits: MapLimits,
-    staging: Staging | None = None,
-    riders: Mapping[str, np.ndarray] | None = None,
-) -> StepBatch:
-    """The batch of `parts`, which stand in adapter order already.
-
-    staging  takes the arrays to the device of `limits`; None: one of their own
-    riders   arrays that are no maps and travel with them, becoming `StepBatch.riders`
-    """
-    lengths = [len(part.token_ids) for part in parts]
-    starts = _running_sum(lengths)
-    segments = _segments(parts, lengths)
-    row_segments = _segments(parts, [part.num_logits for part in parts])
-    num_rows = sum(part.num_logits for part in parts)
-    arrays: dict[str, np.ndarray] = {
-        "token_ids": np.array([token for part in parts for token in part.token_ids], np.int64),
-        "positions": _positions(parts),
-        "slot_mapping": _slot_mapping(parts, limits.block_size),
-        "logits_rows": _logits_rows(parts, starts),
-        "query_start_loc": np.array(starts, np.int32),
-        "kv_lens": np.array([part.start + len(part.token_ids) for part in parts], np.int32),
-        "block_table": _block_table(parts),
-    }
-    if limits.has_conv:
-        arrays["state_indices"] = np.array([part.state_line for part in parts], np.int32)
-        arrays["has_initial_state"] = np.array([part.start > 0 for part in parts], np.bool_)
-    if limits.has_length_limits:
-        arrays["length_limits"] = np.repeat(np.array([part.length_limit for part in parts], np.float32), lengths)
-    arrays |= _lora_arrays("tokens", segments, starts[-1], limits)
-    arrays |= _lora_arrays("rows", row_segments, num_rows, limits)
-    riders = riders or {}
-    on_device = (staging or Staging(limits.device)).upload({**arrays, **riders})
-    return StepBatch(
-        token_ids=on_device["token_ids"],
-        positions=on_device["positions"],
-        rope_limits=on_device.get("length_limits"),
-        lora=_lora_maps("tokens", segments, starts[-1], on_device),
-        attention=_attention_maps(parts, starts, on_device),
-        conv=_conv_maps(parts, starts, on_device) if limits.has_conv else None,
-        logits_rows=on_device["logits_rows"],
-        logits_lora=_lora_maps("rows", row_segments, num_rows, on_device),
-        riders={name: on_device[name] for name in riders},
-    )
+    num = len(chunks)
+    lengths = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int64, num)
+    starts = np.zeros(num + 1, np.int64)
+    np.cumsum(lengths, out=starts[1:])
+    num_tokens = int(starts[-1])
+    first_positions = np.fromiter((chunk.start for chunk in chunks), np.int64, num)
+    slots = np.fromiter((chunk.slot for chunk in chunks), np.int64, num)
+    token_slots = np.repeat(slots, lengths)
+    positions = np.arange(num_tokens) + np.repeat(first_positions - starts[:-1], lengths)
+    token_ids = np.fromiter((token for chunk in chunks for token in chunk.token_ids), np.int64, num_tokens)
+    _put(arrays["token_ids"], token_ids, 0)
+    _put(arrays["token_slots"], token_slots, 0)
+    _put(arrays["positions"], positions, 0)
+    blocks = block_table[token_slots, positions // block_size].astype(np.int64)
+    _put(arrays["slot_mapping"], blocks * block_size + positions % block_size, 0)
+    _put(arrays["query_start_loc"], starts, num_tokens)
+    _put(arrays["kv_lens"], first_positions + lengths, 0)
+    _put(arrays["block_table"], block_table[slots, : arrays["block_table"].shape[1]], 0)
+    running: list[int] = starts.tolist()
+    return running
 
 
-def _segments(parts: Sequence[Part], lengths: Sequence[int]) -> tuple[Segment, ...]:
-    """One segment per place that has any of the `lengths`; the parts stand in adapter order."""
+def fill_conv(arrays: Arrays, chunks: Sequence[ChunkInput]) -> None:
+    """state_indices int32 and has_initial_state bool, [sequences]: a sequence's line is its slot's."""
+    num = len(chunks)
+    _put(arrays["state_indices"], np.fromiter((chunk.slot for chunk in chunks), np.int32, num), 0)
+    _put(arrays["has_initial_state"], np.fromiter((chunk.start > 0 for chunk in chunks), np.bool_, num), False)
+
+
+def fill_length_limits(arrays: Arrays, chunks: Sequence[ChunkInput]) -> None:
+    """length_limits float32 [tokens]."""
+    lengths = [len(chunk.token_ids) for chunk in chunks]
+    limits = np.fromiter((chunk.length_limit for chunk in chunks), np.float32, len(chunks))
+    _put(arrays["length_limits"], np.repeat(limits, lengths), 0)
+
+
+def fill_logits_rows(arrays: Arrays, chunks: Sequence[ChunkInput], starts: Sequence[int]) -> None:
+    """logits_rows int64 [rows]: the tokens whose logits are wanted."""
+    rows = [row for chunk, end in zip(chunks, starts[1:], strict=True) for row in range(end - chunk.num_logits, end)]
+    _put(arrays["logits_rows"], np.array(rows, np.int64), 0)
+
+
+def segments_of(chunks: Sequence[ChunkInput], lengths: Sequence[int]) -> tuple[Segment, ...]:
+    """One segment per place that has any of the `lengths`; the chunks stand in adapter order."""
     segments: list[Segment] = []
     start = 0
-    for part, length in zip(parts, lengths, strict=True):
+    for chunk, length in zip(chunks, lengths, strict=True):
         end = start + length
-        if part.place == BASE:
+        if chunk.place == BASE:
             continue
-        if segments and segments[-1].place == part.place:
-            segments[-1] = Segment(segments[-1].start, end, part.place, part.first_rows)
+        if segments and segments[-1].place == chunk.place:
+            segments[-1] = Segment(segments[-1].start, end, chunk.place, chunk.first_rows)
         elif length:
-            assert all(segment.place != part.place for segment in segments), "not in adapter order"
-            segments.append(Segment(start, end, part.place, part.first_rows))
+            assert all(segment.place != chunk.place for segment in segments), "not in adapter order"
+            segments.append(Segment(start, end, chunk.place, chunk.first_rows))
         start = end
     return tuple(segments)
 
 
-def _lora_arrays(
-    prefix: str, segments: tuple[Segment, ...], num_tokens: int, limits: MapLimits
-) -> dict[str, np.ndarray]:
-    """The device half of LoraMaps; none without segments."""
-    if not segments:
-        return {}
-    num, last = len(segments), segments[-1].end
-    assert num <= limits.max_segments, "more adapters in a step than sequences"
-    starts = np.full(limits.max_segments + 1, last, np.int32)
-    starts[:num] = [segment.start for segment in segments]
-    places = np.full(limits.max_segments, -1, np.int32)
-    places[:num] = [segment.place for segment in segments]
-    first_rows = np.full((limits.num_groups, limits.max_segments), -1, np.int32)
-    first_rows[:, :num] = np.array([segment.first_rows for segment in segments], np.int32).T
-    token_segment = np.full(num_tokens, -1, np.int32)
-    for index, segment in enumerate(segments):
-        token_segment[segment.start : segment.end] = index
-    return {
-        f"{prefix}/segment_starts": starts,
-        f"{prefix}/places": places,
-        f"{prefix}/first_rows": first_rows,
-        f"{prefix}/token_segment": token_segment,
-        f"{prefix}/num_segments": np.array([num], np.int32),
-    }
+def fill_lora(arrays: Arrays, prefix: str, segments: Sequence[Segment]) -> None:
+    """The device half of `LoraMaps`, in the arrays of that prefix; all of them say the same without segments."""
+    num, last = len(segments), segments[-1].end if segments else 0
+    starts, places = arrays[f"{prefix}/segment_starts"], arrays[f"{prefix}/places"]
+    assert num <= len(places), "more adapters in a step than sequences"
+    _put(starts, np.array([segment.start for segment in segments], np.int32), last)
+    _put(places, np.array([segment.place for segment in segments], np.int32), -1)
+    first_rows = arrays[f"{prefix}/first_rows"]
+    first_rows[:, num:] = -1
+    if num:
+        first_rows[:, :num] = np.array([segment.first_rows for segment in segments], np.int32).T
+    lengths = [segment.end - segment.start for segment in segments]
+    _put(arrays[f"{prefix}/token_segment"], np.repeat(np.arange(num, dtype=np.int32), lengths), -1)
+    arrays[f"{prefix}/num_segments"][0] = num
 
 
-def _lora_maps(
-    prefix: str, segments: tuple[Segment, ...], num_tokens: int, tensors: dict[str, torch.Tensor]
-) -> LoraMaps | None:
-    if not segments:
-        return None
-    return LoraMaps(
-        segments=segments,
-        num_tokens=num_tokens,
-        segment_starts=tensors[f"{prefix}/segment_starts"],
-        places=tensors[f"{prefix}/places"],
-        first_rows=tensors[f"{prefix}/first_rows"],
-        token_segment=tensors[f"{prefix}/token_segment"],
-        num_segments=tensors[f"{prefix}/num_segments"],
-    )
-
-
-def _attention_maps(parts: Sequence[Part], starts: list[int], tensors: dict[str, torch.Tensor]) -> AttentionMaps:
-    return AttentionMaps(
-        query_starts=tuple(starts),
-        kv_lens=tuple(part.start + len(part.token_ids) for part in parts),
-        block_tables=tuple(part.blocks for part in parts),
-        query_start_loc=tensors["query_start_loc"],
-        kv_lens_device=tensors["kv_lens"],
-        block_table=tensors["block_table"],
-        slot_mapping=tensors["slot_mapping"],
-    )
-
-
-def _conv_maps(parts: Sequence[Part], starts: list[int], tensors: dict[str, torch.Tensor]) -> ConvMaps:
-    return ConvMaps(
-        query_starts=tuple(starts),
-        query_start_loc=tensors["query_start_loc"],
-        state_indices=tensors["state_indices"],
-        has_initial_state=tensors["has_initial_state"],
-        all_decode=all(len(part.token_ids) == 1 and part.start > 0 for part in parts),
-    )
-
-
-def _positions(parts: Sequence[Part]) -> np.ndarray:
-    return np.array([p for part in parts for p in range(part.start, part.start + len(part.token_ids))], np.int64)
-
-
-def _slot_mapping(parts: Sequence[Part], block_size: int) -> np.ndarray:
-    slots = [
-        part.blocks[position // block_size] * block_size + position % block_size
-        for part in parts
-        for position in range(part.start, part.start + len(part.token_ids))
-    ]
-    return np.array(slots, np.int64)
-
-
-def _block_table(parts: Sequence[Part]) -> np.ndarray:
-    """One row per sequence, padded with the null block."""
-    table = np.zeros((len(parts), max(len(part.blocks) for part in parts)), np.int32)
-    for row, part in zip(table, parts, strict=True):
-        row[: len(part.blocks)] = part.blocks
-    return table
-
-
-def _logits_rows(parts: Sequence[Part], starts: list[int]) -> np.ndarray:
-    rows = [row for part, end in zip(parts, starts[1:], strict=True) for row in range(end - part.num_logits, end)]
-    return np.array(rows, np.int64)
-
-
-def _running_sum(lengths: Sequence[int]) -> list[int]:
-    """[3, 1] -> [0, 3, 4]."""
-    sums = [0]
-    for length in lengths:
-        sums.append(sums[-1] + length)
-    return sums
+def _put(array: np.ndarray, values: np.ndarray, padding: int | bool) -> None:
+    """array = values, and `padding` behind them."""
+    num = len(values)
+    array[:num] = values
+    array[num:] = padding

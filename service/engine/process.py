@@ -58,10 +58,10 @@ class EngineProcess:
         while not self._is_drained():
             engine.wake.clear()
             self._take_messages()
-            num_steps, num_reads = engine.num_steps, engine.desk.num_reads
+            num_reads = engine.desk.num_reads
             messages: list[FromEngine] = [*self._refused, *engine.step()]
             self._refused.clear()
-            is_idle = engine.num_steps == num_steps
+            is_idle = engine.is_idle
             self._stats_are_due |= bool(messages) or not is_idle or engine.desk.num_reads != num_reads
             if self._stats_are_due and (is_idle or self._stats_are_old()):
                 messages.append(engine.stats())

@@ -6,36 +6,34 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from service.engine.sequence import Share
+from service.engine.sequence import ScheduledChunk
 
 MAX_RECORDS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one step held. `adapters`: distinct digests; `milliseconds` of the whole step, sampling included."""
+    """What one step held. `adapters`: distinct digests."""
 
     num_tokens: int
     num_decode_tokens: int
     num_base_tokens: int
     num_sequences: int
     adapters: tuple[str, ...]
-    milliseconds: float
 
     @property
     def num_prefill_tokens(self) -> int:
         return self.num_tokens - self.num_decode_tokens
 
 
-def record_of(shares: Sequence[Share], milliseconds: float) -> StepRecord:
-    """The record of a step whose shares have not been settled yet."""
+def record_of(chunks: Sequence[ScheduledChunk]) -> StepRecord:
+    """The record of a step of these chunks."""
     return StepRecord(
-        num_tokens=sum(share.num_tokens for share in shares),
-        num_decode_tokens=sum(share.is_decode for share in shares),
-        num_base_tokens=sum(share.num_tokens for share in shares if share.sequence.adapter is None),
-        num_sequences=len(shares),
-        adapters=tuple(dict.fromkeys(s.sequence.adapter for s in shares if s.sequence.adapter is not None)),
-        milliseconds=milliseconds,
+        num_tokens=sum(chunk.num_tokens for chunk in chunks),
+        num_decode_tokens=sum(chunk.is_decode for chunk in chunks),
+        num_base_tokens=sum(chunk.num_tokens for chunk in chunks if chunk.sequence.adapter is None),
+        num_sequences=len(chunks),
+        adapters=tuple(dict.fromkeys(c.sequence.adapter for c in chunks if c.sequence.adapter is not None)),
     )
 
 
@@ -46,9 +44,10 @@ class StepRecords:
         self.all: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
         self._new: deque[tuple[int, int, int, float]] = deque(maxlen=MAX_RECORDS)
 
-    def add(self, record: StepRecord) -> None:
+    def add(self, record: StepRecord, milliseconds: float) -> None:
+        """milliseconds  from the collection of the step before, or this one's launch if that was later, to its own"""
         self.all.append(record)
-        self._new.append((record.num_tokens, record.num_sequences, len(record.adapters), record.milliseconds))
+        self._new.append((record.num_tokens, record.num_sequences, len(record.adapters), milliseconds))
 
     def take_new(self) -> tuple[tuple[int, int, int, float], ...]:
         """(tokens, sequences, distinct adapters, milliseconds) of each step since the last call."""

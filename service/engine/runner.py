@@ -12,6 +12,7 @@ import torch
 
 from kernels.platform import Platform
 from service.engine.config import EngineConfig
+from service.engine.step_sizes import StepSizes
 from service.models.batch import StepBatch
 from service.models.errors import ModelError
 
@@ -21,14 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The model and its caches in numbers. num_lines 0: no convolution layers. num_groups: see `BaseLayout.groups`;
-    row_element_bytes, row_alignment: of the LoRA rows, 0 where LoRA is off."""
+    """The model and its caches in numbers. num_blocks and num_slots include the null block and the null slot.
+    num_groups: see `BaseLayout.groups`; row_element_bytes, row_alignment: of the LoRA rows, 0 where LoRA is off."""
 
     vocab_size: int
     max_model_len_tokens: int
     eos_token_ids: tuple[int, ...]
     num_blocks: int
-    num_lines: int
+    num_slots: int
+    has_conv: bool
     num_groups: int
     has_length_limits: bool
     dtype: str
@@ -45,8 +47,11 @@ class Runner(Protocol):
     def warm_up(self, config: EngineConfig) -> None:
         """Compile all that steps within the configuration's sizes can need."""
 
-    def run(self, batch: StepBatch) -> torch.Tensor:
-        """float32 [len(batch.logits_rows), vocab]; writes the caches."""
+    def padded(self, exact: StepSizes) -> StepSizes:
+        """The sizes in which a step of these sizes is to be run."""
+
+    def run(self, batch: StepBatch, sizes: StepSizes) -> torch.Tensor:
+        """float32 [rows of logits, vocab]; writes the caches. What it returns may be written to by the next call."""
 
 
 class ModelRunner:
@@ -61,7 +66,7 @@ class ModelRunner:
             loaded.facts,
             self.capacity.num_blocks,
             config.block_size_tokens,
-            self.capacity.num_lines,
+            self.capacity.num_slots,
             loaded.dtype,
             loaded.device,
         )
@@ -70,14 +75,17 @@ class ModelRunner:
         """See `Runner.warm_up`; the model's LoRA rows are bound by now."""
         self._model.warm_up(self._caches, config.token_budget, config.max_sequences)
 
-    def run(self, batch: StepBatch) -> torch.Tensor:
+    def padded(self, exact: StepSizes) -> StepSizes:
+        return exact
+
+    def run(self, batch: StepBatch, sizes: StepSizes) -> torch.Tensor:  # noqa: ARG002
         return self._model.forward(batch, self._caches)
 
 
 def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -> Capacity:
-    """How the byte budgets divide into blocks and lines; the null block and the null line come on top.
+    """How the byte budgets divide into blocks and slots; the null block and the null slot come on top.
 
-    Raises ModelError if a budget does not hold a single block or line.
+    Raises ModelError if a budget does not hold a single block or line of state.
     """
     from service.models.caches import kv_bytes_per_token, state_bytes_per_line
 
@@ -87,12 +95,10 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
         raise ModelError(
             f"The KV budget of {config.kv_bytes} bytes holds no block of {config.block_size_tokens} tokens."
         )
-    num_lines = 0
-    if facts.conv_layers:
-        num_lines = config.max_sequences
-        if config.state_bytes is not None:
-            num_lines = min(num_lines, config.state_bytes // state_bytes_per_line(facts, loaded.dtype))
-        if num_lines < 1:
+    num_slots = config.max_sequences
+    if facts.conv_layers and config.state_bytes is not None:
+        num_slots = min(num_slots, config.state_bytes // state_bytes_per_line(facts, loaded.dtype))
+        if num_slots < 1:
             raise ModelError(f"The state budget of {config.state_bytes} bytes holds no line of convolution state.")
     context = facts.context_tokens
     if config.max_model_len_tokens is not None:
@@ -102,7 +108,8 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
         max_model_len_tokens=context,
         eos_token_ids=facts.eos_token_ids,
         num_blocks=1 + num_blocks,
-        num_lines=num_lines and 1 + num_lines,
+        num_slots=1 + num_slots,
+        has_conv=bool(facts.conv_layers),
         num_groups=len(loaded.layout.groups),
         has_length_limits=facts.needs_rope_limits,
         dtype=str(loaded.dtype).removeprefix("torch."),

@@ -1,17 +1,20 @@
 """Which sequences run in the next step, with how many tokens each.
 
-Owns the waiting and the running list (both in order of arrival) and, through them, who holds blocks, state lines and
-pins on adapter rows: a running sequence holds all of its own, a waiting one holds nothing. Freed on `remove` (ended,
-aborted) and on preemption, at once and completely.
+Owns the waiting and the running list (both in order of arrival) and, through them, who holds a slot, blocks and a pin
+on adapter rows: a running sequence holds all of its own, a waiting one holds nothing. Freed on `remove` (ended,
+aborted) and on preemption, at once and completely, whether or not a launched step still works with them: see
+`engine.py` for why that is right.
+
+It counts tokens and never looks at their values: what a launched step samples is a token like any other here.
 
 One step, under one token budget:
 1. every decoding sequence gets one token, every prefilling one a chunk of what is left, oldest first;
 2. if blocks run out, the youngest running sequence is preempted: it gives up everything and waits to be computed again
    from its tokens, so that nothing is lost and the output does not change. The oldest never yields, hence there is
    progress;
-3. waiting sequences join, oldest first, while a place, a line and the blocks for all their present tokens are free.
-   One whose adapter has not been read, or finds no rows, is passed over, not waited for.
-Nobody starves: places, lines and blocks go strictly by age among those who have rows. Of those that were passed over
+3. waiting sequences join, oldest first, while a slot and the blocks for all their present tokens are free. One whose
+   adapter has not been read, or finds no rows, is passed over, not waited for.
+Nobody starves: slots and blocks go strictly by age among those who have rows. Of those that were passed over
 too often, the adapter of the oldest is read before all others and stays in host memory. From then on that sequence
 closes the door to younger requests, but for those that keep it waiting no longer, until enough have ended and given
 their rows back; `_door_of` says for whom, and why that comes to an end.
@@ -27,8 +30,8 @@ from itertools import pairwise
 
 from service.engine.adapter_desk import AdapterDesk
 from service.engine.block_pool import BlockPool
-from service.engine.sequence import Sequence, Share
-from service.engine.state_lines import StateLines
+from service.engine.sequence import ScheduledChunk, Sequence
+from service.engine.slots import Slots
 
 
 def _age(sequence: Sequence) -> int:
@@ -38,6 +41,15 @@ def _age(sequence: Sequence) -> int:
 def _tokens_to_come(sequence: Sequence) -> int:
     """The most that are still to be computed for it, of its prompt and of its answer; it may end sooner."""
     return sequence.max_total - sequence.num_computed
+
+
+def _count(chunk: ScheduledChunk) -> None:
+    """The chunk will run: what it computes and samples is counted from now on."""
+    sequence = chunk.sequence
+    sequence.num_computed += chunk.num_tokens
+    sequence.num_prompt_logprobs += chunk.num_prompt_logits
+    if chunk.samples and sequence.request.sampling.max_tokens > 0:
+        sequence.num_in_flight += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,29 +74,27 @@ class _Door:
 
 
 class Scheduler:
-    """See the module's docstring. `lines` is None for models without convolution layers."""
+    """See the module's docstring."""
 
     def __init__(
         self,
         blocks: BlockPool,
-        lines: StateLines | None,
+        slots: Slots,
         desk: AdapterDesk,
         *,
         block_size_tokens: int,
         token_budget: int,
-        max_sequences: int,
         max_steps_waiting_for_rows: int,
         max_prompt_logits: int,
     ) -> None:
         self.blocks = blocks
-        self.lines = lines
+        self.slots = slots
         self.desk = desk
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._block_size = block_size_tokens
         self._token_budget = token_budget
-        self._max_sequences = max_sequences
         self._max_steps_waiting_for_rows = max_steps_waiting_for_rows
         self._max_prompt_logits = max_prompt_logits
 
@@ -103,36 +113,37 @@ class Scheduler:
         if sequence.adapter is not None:
             self.desk.leave(sequence.adapter)
 
-    def schedule(self) -> list[Share]:
+    def schedule(self) -> list[ScheduledChunk]:
         """The next step; blocks for its tokens are taken. Empty if nothing can run now."""
-        shares: list[Share] = []
+        chunks: list[ScheduledChunk] = []
         self._prompt_logits_left = self._max_prompt_logits
-        num_decoding = sum(sequence.num_tokens - sequence.num_computed == 1 for sequence in self.running)
+        num_decoding = sum(sequence.num_to_compute == 1 for sequence in self.running)
         prefill_budget = self._token_budget - num_decoding
         num_preemptions = self.num_preemptions
         index = 0
         while index < len(self.running):  # the list shortens from its end when a sequence is preempted
             sequence = self.running[index]
-            is_last_token = sequence.num_tokens - sequence.num_computed == 1
-            share = self._share(sequence, 1 if is_last_token else prefill_budget)
-            if share is not None and self._make_room(sequence, share.num_tokens):
-                shares.append(share)
-                prefill_budget -= 0 if is_last_token else share.num_tokens
+            is_last_token = sequence.num_to_compute == 1
+            chunk = self._chunk(sequence, 1 if is_last_token else prefill_budget)
+            if chunk is not None and self._make_room(sequence, chunk.num_tokens):
+                chunks.append(chunk)
+                prefill_budget -= 0 if is_last_token else chunk.num_tokens
             index += 1
         # Whoever was preempted needs the blocks more than a newcomer does.
         if num_preemptions == self.num_preemptions:
-            self._admit(shares, prefill_budget)
+            self._admit(chunks, prefill_budget)
             self.desk.follow_hints()
-        return shares
+        for chunk in chunks:
+            _count(chunk)
+        return chunks
 
     def check_integrity(self) -> None:
-        """Blocks, lines and pins are held by running sequences and by nobody else."""
+        """Slots, blocks and pins are held by running sequences and by nobody else."""
         self.blocks.check_integrity()
         held = sum(len(self.blocks.blocks(sequence.key)) for sequence in self.running)
         assert held == self.blocks.num_used, "blocks held by a sequence that does not run"
-        if self.lines is not None:
-            self.lines.check_integrity()
-            assert self.lines.num_used == len(self.running), "lines held by a sequence that does not run"
+        self.slots.check_integrity()
+        assert self.slots.num_used == len(self.running), "slots held by a sequence that does not run"
         for queue in (self.waiting, self.running):
             assert all(a.key < b.key for a, b in pairwise(queue)), "not in order of arrival"
         for sequence in self.running:
@@ -143,22 +154,26 @@ class Scheduler:
 
     # ---- inner parts
 
-    def _share(self, sequence: Sequence, budget: int) -> Share | None:
+    def _chunk(self, sequence: Sequence, budget: int) -> ScheduledChunk | None:
         """Up to `budget` tokens of the sequence, with the logits that they must yield; None if there is no budget."""
-        num_tokens = min(budget, sequence.num_tokens - sequence.num_computed)
+        start, num_tokens = sequence.num_computed, min(budget, sequence.num_to_compute)
         if num_tokens <= 0:
             return None
-        end = sequence.num_computed + num_tokens
+        end = start + num_tokens
         if not sequence.num_prompt_logprobs_missing:
-            return Share(sequence, num_tokens, int(end == sequence.num_tokens))
+            samples = end == sequence.num_tokens
+            return ScheduledChunk(sequence, start, num_tokens, int(samples), samples)
         # The logits of token i tell of prompt token i + 1; entry 0 has no logprob and is there from the start.
-        first_row = max(sequence.num_computed, len(sequence.prompt_logprobs) - 1)
+        first = sequence.num_prompt_logprobs
+        first_row = max(start, first - 1)
         end = min(end, first_row + self._prompt_logits_left)
-        if end <= sequence.num_computed:
+        if end <= start:
             return None
         num_logits = max(end - first_row, 0)
         self._prompt_logits_left -= num_logits
-        return Share(sequence, end - sequence.num_computed, num_logits)
+        num_prompt_logits = min(num_logits, sequence.num_prompt - first)
+        samples = end == sequence.num_tokens
+        return ScheduledChunk(sequence, start, end - start, num_logits, samples, first, num_prompt_logits)
 
     def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Blocks for `num_tokens` more, taken from the youngest if need be. False if the sequence had to yield."""
@@ -173,7 +188,7 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, shares: list[Share], budget: int) -> None:
+    def _admit(self, chunks: list[ScheduledChunk], budget: int) -> None:
         """Let waiting sequences join; see the module's docstring."""
         if not self.waiting:
             return
@@ -182,9 +197,9 @@ class Scheduler:
         free_blocks = self.blocks.num_free - sum(self._blocks_missing(sequence) for sequence in self.running)
         for sequence in list(self.waiting):
             need = self._blocks_missing(sequence)
-            has_line = self.lines is None or self.lines.num_free > 0
-            if budget <= 0 or len(self.running) >= self._max_sequences or not has_line:
+            if budget <= 0 or self.slots.num_free == 0:
                 return
+            assert not sequence.num_in_flight, "a sequence joins when all its tokens are known"
             if sequence.adapter is not None:
                 if door is not None and not door.lets_in(sequence):
                     continue
@@ -201,10 +216,10 @@ class Scheduler:
                     self.desk.release(sequence.adapter)
                 return
             free_blocks -= need
-            share = self._start(sequence, budget)
-            if share is not None:
-                shares.append(share)
-                budget -= share.num_tokens
+            chunk = self._start(sequence, budget)
+            if chunk is not None:
+                chunks.append(chunk)
+                budget -= chunk.num_tokens
 
     def _prefetch(self) -> _Door | None:
         """Have the waiting ones' adapters read, those first that may join. Returns the door, if one is closed."""
@@ -246,29 +261,25 @@ class Scheduler:
         held = len(self.blocks.blocks(sequence.key)) if sequence.is_running else 0
         return max(self._blocks_for(min(sequence.num_tokens + 1, sequence.max_total)) - held, 0)
 
-    def _start(self, sequence: Sequence, budget: int) -> Share | None:
+    def _start(self, sequence: Sequence, budget: int) -> ScheduledChunk | None:
         """The sequence runs from now on, its pin being taken already."""
         self.waiting.remove(sequence)
-        sequence.is_running = True
+        sequence.slot = self.slots.take()
         insort(self.running, sequence, key=_age)
         sequence.steps_waiting_for_rows = 0
         self.blocks.open(sequence.key, self._blocks_for(sequence.max_total))
-        if self.lines is not None:
-            sequence.state_line = self.lines.take()
-        share = self._share(sequence, budget)
-        if share is not None:
-            has_blocks = self.blocks.extend(sequence.key, self._blocks_for(share.num_tokens))
+        chunk = self._chunk(sequence, budget)
+        if chunk is not None:
+            has_blocks = self.blocks.extend(sequence.key, self._blocks_for(chunk.num_tokens))
             assert has_blocks, "room was looked at before"
-        return share
+        return chunk
 
     def _stop(self, sequence: Sequence) -> None:
-        """The sequence runs no more: blocks, line and pin are given back."""
+        """The sequence runs no more: slot, blocks and pin are given back."""
         self.running.remove(sequence)
-        sequence.is_running = False
+        self.slots.release(sequence.slot)
+        sequence.slot = 0
         self.blocks.release(sequence.key)
-        if self.lines is not None:
-            self.lines.release(sequence.state_line)
-            sequence.state_line = 0
         if sequence.adapter is not None:
             self.desk.release(sequence.adapter)
 

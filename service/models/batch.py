@@ -37,13 +37,15 @@ class ConvMaps:
 class StepBatch:
     """One forward pass.
 
-    token_ids        int64 [num_tokens]
+    token_ids        int64 [num_tokens]; -1 for one that the request table knows, at token_slots int64 [num_tokens]:
+                     replaced before the model reads it
     positions        int64 [num_tokens], position of the token in its sequence
     rope_limits      per token float32 [num_tokens] length limit (prompt + max tokens) of its request, for dynamic RoPE
                      scaling; None for models that do not use it
     lora             None when no token of the step uses an adapter: then no LoRA op is called at all
     attention, conv  conv is None for models without convolution layers
-    logits_rows      int64 [num_rows]: the tokens whose logits are wanted, ascending (hence also in adapter order)
+    logits_rows      int64 [num_rows]: the tokens whose logits are wanted, ascending (hence also in adapter order);
+                     None: all of them
     logits_lora      maps of those rows for the head; None like `lora`
     riders           tensors that came to the device with the maps and are none of the model's: the sampler's
     """
@@ -54,6 +56,7 @@ class StepBatch:
     lora: LoraMaps | None
     attention: AttentionMaps
     conv: ConvMaps | None
-    logits_rows: torch.Tensor
+    logits_rows: torch.Tensor | None
     logits_lora: LoraMaps | None
+    token_slots: torch.Tensor | None = None
     riders: Mapping[str, torch.Tensor] = field(default_factory=dict)

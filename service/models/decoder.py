@@ -76,7 +76,8 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, caches: Caches) -> torch.Tensor:
-        """Logits float32 [num_rows, vocabulary] of `batch.logits_rows`; advances the caches by the step's tokens."""
+        """Logits float32 [num_rows, vocabulary] of `batch.logits_rows` (None: of all tokens); advances the caches by
+        the step's tokens."""
         stream = self._embedding(batch.token_ids, batch.lora)
         rotation = self._rope.rotation(batch.positions, batch.rope_limits, stream.dtype)
         *inner, last = self._layers
@@ -85,11 +86,13 @@ class Decoder:
         for layer, following, cache in zip(inner, self._layers[1:], caches.layers[:-1], strict=True):
             normed, stream = layer.mlp_norm.add(layer.mix(normed, batch, rotation, cache), stream)
             normed, stream = following.mixer_norm.add(layer.mlp(normed, batch.lora), stream)
-        # What the last mixer leaves is read by nobody but the tokens whose logits are wanted.
         mixed = last.mix(normed, batch, rotation, caches.layers[-1])
-        if batch.logits_rows.shape[0] == 0:  # chunks of prompts alone; fused ops need not take empty tensors
-            return mixed.new_empty(0, self._vocab_size, dtype=torch.float32)
-        mixed = mixed.index_select(0, batch.logits_rows)
-        normed, stream = last.mlp_norm.add(mixed, stream.index_select(0, batch.logits_rows))
+        rows = batch.logits_rows
+        if rows is not None:
+            # What the last mixer leaves is read by nobody but the tokens whose logits are wanted.
+            if rows.shape[0] == 0:  # chunks of prompts alone; fused ops need not take empty tensors
+                return mixed.new_empty(0, self._vocab_size, dtype=torch.float32)
+            mixed, stream = mixed.index_select(0, rows), stream.index_select(0, rows)
+        normed, stream = last.mlp_norm.add(mixed, stream)
         normed, _ = self._norm.add(last.mlp(normed, batch.logits_lora), stream)
         return self._head(normed, batch.logits_lora).float()

@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 from adapters.errors import NotFound, RowsExceeded, Unsupported
 from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.platform import detect
+from kernels.sampling.asked import RowSampling, ask
+from kernels.sampling.maps import SamplingMaps, number_dtype
+from kernels.sampling.ops import new_state, sample
+from kernels.sampling.parameters import row_of
 from service.engine.brief_thread import BriefThread
 from service.engine.build import max_rank_of
 from service.engine.engine import Engine
 from service.engine.messages import Abort, Evict, Load, Sampling, Submit, Tokens
-from service.engine.penalties import TokenCounts
-from service.engine.sampler import RowRequest, sample
 from tests.support.engine_mock import (
     EOS,
     GROUP,
@@ -46,9 +48,8 @@ def mock() -> Iterator[MockEngine]:
 
 def holds_nothing(mock: MockEngine) -> bool:
     scheduler = mock.engine.scheduler
-    num_lines = 0 if scheduler.lines is None else scheduler.lines.num_used
     no_pins = not any(mock.rows.pins.values())
-    return scheduler.blocks.num_used == num_lines == mock.engine.num_requests == 0 and no_pins
+    return scheduler.blocks.num_used == scheduler.slots.num_used == mock.engine.num_requests == 0 and no_pins
 
 
 # ---- endings
@@ -211,8 +212,8 @@ def test_an_adapter_larger_than_all_rows_is_refused_where_nothing_else_runs(mock
 def test_not_a_number_ends_one_request_with_a_sentence(mock: MockEngine) -> None:
     run = mock.runner.run
 
-    def poisoned(batch: Any) -> torch.Tensor:
-        logits = run(batch)
+    def poisoned(*args: Any) -> torch.Tensor:
+        logits = run(*args)
         logits[-1] = float("nan")  # the base model's rows come last
         return logits
 
@@ -227,7 +228,7 @@ def test_not_a_number_ends_one_request_with_a_sentence(mock: MockEngine) -> None
 
 def test_an_adapter_that_overflows_is_its_owners_fault(mock: MockEngine) -> None:
     run = mock.runner.run
-    mock.runner.run = lambda batch: run(batch) * float("nan")  # type: ignore[method-assign]
+    mock.runner.run = lambda *args: run(*args) * float("nan")  # type: ignore[method-assign]
     mock.submit("bad", adapter="a1")
     mock.settle()
     assert "adapter" in (mock.finished["bad"].error or "")
@@ -485,7 +486,7 @@ def test_prompt_logprobs_of_all_requests_share_the_bound_of_a_step() -> None:
         mock.submit(name, prompt, max_tokens=0, prompt_logprobs=0)
     mock.settle()
     mock.engine.close()
-    assert max(len(batch.logits_rows) for batch in mock.runner.batches) == 5
+    assert max(mock.runner.num_logits) == 5
     for name, prompt in prompts.items():
         found = [entry.logprob for entry in mock.messages[name][0].prompt_logprobs or () if entry is not None]
         assert found == pytest.approx(prompt_logprobs(prompt, None), abs=1e-5)
@@ -521,13 +522,15 @@ def test_random_tokens_depend_neither_on_neighbours_nor_on_preemption() -> None:
 def test_each_token_is_drawn_from_its_own_place_in_the_stream_with_all_counts_so_far(mock: MockEngine) -> None:
     sampling = Sampling(max_tokens=12, temperature=0.8, frequency_penalty=4.0, seed=5)
     prompt = (1, 2, 3)
-    history, counts = list(prompt), TokenCounts(prompt)
+    history, cpu = list(prompt), torch.device("cpu")
     for index in range(sampling.max_tokens):
-        logits = next_logits(history, -1)[None]
-        (choice,) = sample(logits, [RowRequest(sampling, seed=5, index=index, counts=counts)])
-        assert choice.token_id is not None
-        history.append(choice.token_id)
-        counts.add(choice.token_id)
+        state = new_state(1, VOCAB, cpu)
+        state.reset(0, prompt, history[3:])
+        row = RowSampling(0, row_of(sampling), seed=5, index=index, slot=0)
+        asked = ask([row], num_logits=1, vocab=VOCAB)
+        tensors = {name: torch.from_numpy(array) for name, array in asked.arrays(number_dtype(cpu)).items()}
+        maps = SamplingMaps.from_tensors(asked.facts, tensors)
+        history.append(int(sample(next_logits(history, -1)[None], maps, state).token_ids[0]))
     mock.submit("r", prompt, max_tokens=12, temperature=0.8, frequency_penalty=4.0, seed=5)
     mock.settle()
     assert mock.output["r"] == history[3:]
@@ -609,6 +612,7 @@ def test_random_operations_lose_nothing(seed: int) -> None:
         has_conv=rng.random() < 0.5,
         max_steps_waiting_for_rows=rng.randint(1, 6),
         max_loads_ahead=rng.randint(1, 3),
+        overlap=rng.random() < 0.5,
     )
     mock.host.broken.add("a5")
     requests: dict[str, tuple[tuple[int, ...], str | None, int]] = {}

@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -17,7 +18,9 @@ from adapters.layout import BaseLayout
 from adapters.row_pool import RowPool
 from kernels.lora.ops import call_count
 from kernels.platform import detect
-from service.engine.maps import BASE, MapLimits, Part, adapter_order, build_step
+from service.engine.maps import BASE, ChunkInput, adapter_order
+from service.engine.step_inputs import InputLimits, StepInputs
+from service.engine.step_sizes import StepSizes
 from service.models.caches import allocate_caches
 from service.models.loader import LoadedModel, load_model
 from tests.support.tiny_models import (
@@ -134,22 +137,39 @@ def run(served: Served, chunk_starts: list[dict[str, int]]) -> dict[str, torch.T
     caches = allocate_caches(
         loaded.facts, 1 + num_blocks * len(names), BLOCK_SIZE, 1 + len(names), loaded.dtype, loaded.device
     )
-    limits = MapLimits(
-        BLOCK_SIZE, len(loaded.layout.groups), len(names), bool(loaded.facts.conv_layers), False, loaded.device
+    num_tokens = PROMPT_TOKENS * len(names)
+    inputs = StepInputs(
+        InputLimits(
+            token_budget=num_tokens,
+            max_sequences=len(names),
+            max_blocks=num_blocks,
+            max_logits_rows=num_tokens,
+            block_size=BLOCK_SIZE,
+            num_groups=len(loaded.layout.groups),
+            has_conv=bool(loaded.facts.conv_layers),
+            has_length_limits=False,
+            device=loaded.device,
+        )
     )
+    # Slot 1 + i is of the i-th name.
+    table = np.arange(1 - num_blocks, 1 + num_blocks * len(names), dtype=np.int32).reshape(1 + len(names), num_blocks)
     logits: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     for starts, ends in zip(chunk_starts, [*chunk_starts[1:], dict.fromkeys(names, PROMPT_TOKENS)], strict=True):
-        parts, running = [], [name for name in names if ends[name] > starts[name]]
+        chunks, running = [], [name for name in names if ends[name] > starts[name]]
         for name in running:
             place = served.pool.place_of(name) if name != "base" else BASE
             tokens = served.prompts[name][starts[name] : ends[name]]
             first_rows = served.pool.first_rows(place) if place != BASE else ()
-            first_block = 1 + num_blocks * names.index(name)
-            blocks = tuple(range(first_block, first_block + num_blocks))
-            parts.append(Part(tokens, starts[name], blocks, len(tokens), place, first_rows, 1 + names.index(name)))
-        order = adapter_order(parts)
-        out = loaded.model.forward(build_step([parts[i] for i in order], limits), caches)
-        for i, part in zip(order, out.split([parts[i].num_logits for i in order]), strict=True):
+            slot = 1 + names.index(name)
+            chunks.append(ChunkInput(tokens, starts[name], slot, len(tokens), place, first_rows))
+        order = adapter_order(chunks)
+        ordered = [chunks[i] for i in order]
+        num_step_tokens = sum(len(chunk.token_ids) for chunk in ordered)
+        has_lora = any(chunk.place != BASE for chunk in ordered)
+        sizes = StepSizes(num_step_tokens, len(ordered), num_step_tokens, num_blocks, False, has_lora)
+        blocks = [tuple(table[chunk.slot].tolist()) for chunk in ordered]
+        out = loaded.model.forward(inputs.fill(ordered, table, blocks, sizes), caches)
+        for i, part in zip(order, out.split([chunk.num_logits for chunk in ordered]), strict=True):
             logits[running[i]].append(part.cpu())
     return {name: torch.cat(parts) for name, parts in logits.items()}
 

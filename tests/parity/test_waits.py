@@ -32,7 +32,8 @@ def test_a_step_waits_for_the_device_once(model_type: str, device: str, tmp_path
                     torch.cuda.set_sync_debug_mode("default")
             # The mode's own warning, once in a process, speaks of "synchronizing operations" too.
             found = [f"{w.filename}:{w.lineno}" for w in waits if "called a synchronizing" in str(w.message)]
-            assert len(found) == 1 and "sampling_plan.py" in found[0], found
+            # The one wait is for an event, which CUDA does not count.
+            assert not found, found
         assert engine.num_steps > num_steps
     finally:
         engine.close()

@@ -8,6 +8,7 @@ must come out.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -20,6 +21,7 @@ from service.engine.config import EngineConfig
 from service.engine.engine import Engine, Event
 from service.engine.messages import Finished, Sampling, Submit, Tokens
 from service.engine.runner import Capacity
+from service.engine.step_sizes import StepSizes
 from service.models.batch import StepBatch
 from tests.support.stepped_loader import SteppedLoader
 
@@ -163,22 +165,27 @@ class MockRunner:
         self._kv = torch.full((num_blocks * config.block_size_tokens,), -1)
         self._lines = torch.full((config.max_sequences + 1,), -1)
         self.batches: list[StepBatch] = []
+        self.num_logits: list[int] = []  # of each step
         self.before_run: Callable[[], None] = lambda: None
         self.capacity = Capacity(
             vocab_size=VOCAB,
             max_model_len_tokens=max_len,
             eos_token_ids=(EOS,),
             num_blocks=num_blocks,
-            num_lines=config.max_sequences + 1 if has_conv else 0,
+            num_slots=config.max_sequences + 1,
+            has_conv=has_conv,
             num_groups=1,
             has_length_limits=False,
             dtype="float32",
             device=torch.device("cpu"),
         )
 
-    def run(self, batch: StepBatch) -> torch.Tensor:
+    def padded(self, exact: StepSizes) -> StepSizes:
+        return exact
+
+    def run(self, batch: StepBatch, sizes: StepSizes) -> torch.Tensor:
         self.before_run()
-        self.batches.append(batch)
+        self.batches.append(copy.deepcopy(batch))  # its memory is the next step's too
         attention = batch.attention
         assert 0 not in (attention.slot_mapping // self._block_size), "the null block was written"
         self._kv[attention.slot_mapping] = batch.token_ids
@@ -187,7 +194,9 @@ class MockRunner:
         for segment in batch.lora.segments if batch.lora else ():
             assert segment.first_rows == self._rows.first_rows(segment.place)
             adapters[segment.start : segment.end] = [owner[segment.place]] * (segment.end - segment.start)
-        rows = {int(row): index for index, row in enumerate(batch.logits_rows)}
+        wanted = range(sizes.num_tokens) if batch.logits_rows is None else batch.logits_rows.tolist()
+        rows = {row: index for index, row in enumerate(wanted)}
+        self.num_logits.append(len(rows))
         logits = torch.empty(len(rows), VOCAB)
         for sequence, kv_len in enumerate(attention.kv_lens):
             start, end = attention.query_starts[sequence], attention.query_starts[sequence + 1]
@@ -274,12 +283,11 @@ class MockEngine:
             if condition():
                 return
             self.engine.wake.clear()
-            before = self.engine.num_steps
             self.step()
             if condition():
                 return
             self.loader.do_next()
-            assert self.engine.num_steps > before or self.engine.wake.is_set(), "nothing can run, and no load ends"
+            assert not self.engine.is_idle or self.engine.wake.is_set(), "nothing can run, and no load ends"
         raise AssertionError(f"not after {max_steps} steps")
 
     def _note(self, events: list[Event]) -> None:

@@ -1,0 +1,76 @@
+"""The padded sizes of a step, and which of them are captured.
+
+A captured step runs again for any step of its sizes, so there are few: padding to the next size costs at most an
+eighth of the tokens above 8, and attention reads no more than the lengths say, whatever the width of its table.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass, replace
+
+# Decode steps are small and must fit closely; from 128 tokens on, chunks of prompts are among them.
+TOKEN_SIZES = (1, 2, 4, *range(8, 65, 8), 96, 128, 192, 256, 384, 512, 768, 1024)
+# Tokens that a row of the block table has room for; the widest is the engine's own.
+CONTEXT_SIZES = (1024, 16384)
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """Everything that a captured step depends on but the contents of its inputs.
+
+    num_tokens, num_sequences  padded
+    num_rows       rows of logits; None: one for each token, which is the last of its sequence
+    table_blocks   columns of the block table
+    all_decode     one token of each sequence, each with a conv state to begin from
+    has_lora       any token uses an adapter
+    window_rows    rows of the window behind the base weights (see `kernels.lora`); 0: the kernels of their own
+    """
+
+    num_tokens: int
+    num_sequences: int
+    num_rows: int | None
+    table_blocks: int
+    all_decode: bool
+    has_lora: bool
+    window_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedSizes:
+    """How the steps of an engine are padded: pure functions of its limits.
+
+    max_sequences, max_blocks  of a step, and of a sequence
+    block_size                 tokens
+    """
+
+    max_sequences: int
+    max_blocks: int
+    block_size: int
+
+    def table_blocks(self, num_blocks: int) -> int:
+        """The least width that is used for sequences of up to num_blocks blocks."""
+        widths = [-(-tokens // self.block_size) for tokens in CONTEXT_SIZES]
+        return next((width for width in widths if num_blocks <= width < self.max_blocks), self.max_blocks)
+
+    def padded(self, exact: StepSizes) -> StepSizes | None:
+        """The sizes of the captured step that `exact` is run in; None for steps that are too large to be captured, or
+        want other logits than one row of each sequence."""
+        index = bisect_left(TOKEN_SIZES, exact.num_tokens)
+        if index == len(TOKEN_SIZES):
+            return None
+        num_tokens = TOKEN_SIZES[index]
+        if exact.num_rows is None:
+            assert exact.num_sequences == exact.num_tokens, "one token of each sequence"
+            num_sequences = num_tokens
+        else:
+            num_sequences = min(num_tokens, self.max_sequences)
+            if exact.num_rows > num_sequences:
+                return None
+        return replace(
+            exact,
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+            num_rows=None if exact.num_rows is None else num_sequences,
+            table_blocks=self.table_blocks(exact.table_blocks),
+        )
