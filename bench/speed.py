@@ -19,9 +19,10 @@ from typing import Any
 
 from rich.progress import Progress
 
+from bench.rounds import forth_and_back
 from bench.server import complete, start, upload
+from bench.server_process import Server
 from bench.workload import NUM_ADAPTERS, adapter_name, make_model, requests
-from tests.support.server import Server
 
 KV_BYTES = 768 << 20
 ROW_BYTES = 256 << 20
@@ -143,10 +144,9 @@ def _rounds(
     the mean time of all their runs is the same. `seconds` get the mean of each side's runs in a round."""
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     task = progress.add_task(f"{facts['dtype']}: rounds", total=num_rounds)
-    there = list(sides)
     for _ in range(num_rounds):
         runs: dict[str, list[float]] = {name: [] for name in sides}
-        for name in (*there, *reversed(there[:-1])):
+        for name in forth_and_back(sides):
             runs[name].append(sides[name]())
         for name, taken in runs.items():
             seconds[name].append(statistics.mean(taken))

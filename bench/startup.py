@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from tests.support.server import start_server
+from bench.server_process import start_server
 
 NUM_STARTS = 7
 

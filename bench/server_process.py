@@ -1,0 +1,166 @@
+"""A real `multilora serve` process on a free port, for benchmarks and for tests over HTTP.
+
+    with running_server(model_dir, tmp_path, token_budget=64) as server:
+        httpx.get(f"{server.url}/v1/models")
+
+Settings are given by name; everything the process writes goes to `server.log_path`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+START_LIMIT_SECONDS = 120.0
+STOP_LIMIT_SECONDS = 60.0
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def wait_for(condition: Callable[[], Any], what: str, limit_seconds: float = 30.0) -> Any:
+    """Poll until `condition()` is true and return what it returned; AssertionError after the limit."""
+    deadline = time.monotonic() + limit_seconds
+    while True:
+        value = condition()
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"waited {limit_seconds} s in vain for {what}"
+        time.sleep(0.02)
+
+
+@dataclass
+class Server:
+    """A running server. `url` has no trailing slash."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log_path: Path
+    store_dir: Path
+    # One client for all calls: building one costs more than most requests.
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=120), repr=False)
+
+    @property
+    def log(self) -> str:
+        """Everything the processes have logged so far."""
+        return self.log_path.read_text(errors="replace")
+
+    @property
+    def openai_url(self) -> str:
+        """`base_url` for the openai client."""
+        return f"{self.url}/v1"
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        """GET a path."""
+        return self.http.get(f"{self.url}{path}", **options)
+
+    def post(self, path: str, **options: Any) -> httpx.Response:
+        """POST to a path."""
+        return self.http.post(f"{self.url}{path}", **options)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the samples of `multilora_<name>` whose labels include `labels`; 0 without any."""
+        from prometheus_client.parser import text_string_to_metric_families
+
+        families = text_string_to_metric_families(self.get("/metrics").text)
+        samples = [sample for family in families for sample in family.samples if sample.name == f"multilora_{name}"]
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+    def engine_pid(self) -> int:
+        """Process id of the engine."""
+        engines = [pid for pid in self.child_pids() if b"service.engine.process" in _command_line(pid)]
+        assert len(engines) == 1, engines
+        return engines[0]
+
+    def child_pids(self) -> list[int]:
+        """Process ids of all children."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        return [int(pid) for task in tasks for pid in task.read_text().split()]
+
+    def stop(self) -> int:
+        """SIGTERM; the exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(STOP_LIMIT_SECONDS)
+
+
+def start_server(model_dir: Path | None, work_dir: Path, *, wait: bool = True, **settings: Any) -> Server:
+    """Start a server on a free port; with `wait` it is ready on return. End it with `Server.stop` or kill it.
+
+    A model directory or a setting that is None has the server's own default.
+    """
+    work_dir.mkdir(parents=True, exist_ok=True)
+    store_dir = Path(settings.pop("store_dir", work_dir / "store"))
+    given = {
+        "model_dir": model_dir,
+        "store_dir": store_dir,
+        "port": 0,
+        "num_threads": 1,
+        "kv_bytes": "8MiB",
+        "adapter_row_bytes": "32MiB",
+        "host_tier_bytes": "32MiB",
+        **settings,
+    }
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
+    log_path = work_dir / f"server-{time.monotonic_ns()}.log"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MULTILORA_")}
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "service.cli", "serve", *flags],
+            cwd=_ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+    server = Server(process, "", log_path, store_dir)
+    try:
+        server.url = wait_for(lambda: _listening_url(server), "the server to listen", START_LIMIT_SECONDS)
+        if wait:
+            wait_for(lambda: _is_ready(server), "the server to be ready", START_LIMIT_SECONDS)
+    except BaseException:
+        process.kill()
+        process.wait()
+        print(server.log)
+        raise
+    return server
+
+
+@contextlib.contextmanager
+def running_server(model_dir: Path, work_dir: Path, **settings: Any) -> Iterator[Server]:
+    """A ready server, killed at the end if it has not been stopped."""
+    server = start_server(model_dir, work_dir, **settings)
+    try:
+        yield server
+    finally:
+        if server.process.poll() is None:
+            server.stop()
+
+
+def _listening_url(server: Server) -> str | None:
+    assert server.process.poll() is None, f"the server has ended with {server.process.returncode}:\n{server.log}"
+    found = re.search(r"listening.*?(http://[^\s\"]+)", server.log)
+    return None if found is None else found.group(1)
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+def _is_ready(server: Server) -> bool:
+    assert server.process.poll() is None, f"the server has ended with {server.process.returncode}:\n{server.log}"
+    try:
+        return server.get("/ready").status_code == 200
+    except httpx.TransportError:
+        return False
