@@ -1,4 +1,4 @@
-"""What all benchmarks share: the order of a round's runs, and percentiles."""
+"""What all benchmarks share: the order of a round's runs, percentiles, numbers in tables."""
 
 from __future__ import annotations
 
@@ -19,3 +19,10 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
     if not ordered:
         return None
     return ordered[max(math.ceil(percent * len(ordered) / 100), 1) - 1]
+
+
+def cell(value: float | None) -> str:
+    """A number in a table."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.2f}"

@@ -12,26 +12,33 @@ from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.platform import Platform, detect, in_use, prepare
 from kernels.probe.choose import choose_implementations
 from kernels.probe.shapes import ProbeShapes
+from service.engine.adapter_desk import HostSource
 from service.engine.brief_thread import BriefThread
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine
 from service.engine.messages import OpInUse
 from service.engine.runner import ModelRunner
 from service.models.caches import kv_bytes_per_token
-from service.models.checkpoint import open_checkpoint
+from service.models.checkpoint import OpenTensors, open_checkpoint
 from service.models.facts import model_facts, read_config
 from service.models.loader import choose_dtype, load_model
 
 
-def build_engine(config: EngineConfig) -> Engine:
+def build_engine(
+    config: EngineConfig, *, open_tensors: OpenTensors = open_checkpoint, adapters: HostSource | None = None
+) -> Engine:
     """Probe the ops, load the model and allocate everything. Raises ValueError with one sentence if the engine cannot
-    start."""
+    start.
+
+    open_tensors  where the base model's tensors come from
+    adapters      where adapters come from; None: a host tier over the store of the configuration
+    """
     model_dir = Path(config.model_dir)
     prepare(config.device)
     platform, reports = choose_implementations(config.device, shapes_to_probe(config))
-    loaded = load_model(model_dir, dtype=config.dtype, device=config.device)
+    loaded = load_model(model_dir, dtype=config.dtype, device=config.device, open_tensors=open_tensors)
     rows: RowPool | None = None
-    host: HostTier | None = None
+    host: HostSource | None = None
     if config.row_bytes > 0:
         row_dtype = platform.row_dtype(loaded.dtype)
         rows = RowPool(
@@ -42,7 +49,7 @@ def build_engine(config: EngineConfig) -> Engine:
             alignment=platform.row_alignment,
             max_rank=max_rank_of(platform),
         )
-        host = HostTier(Path(config.store_root), loaded.layout, config.host_tier_bytes, dtype=row_dtype)
+        host = adapters or HostTier(Path(config.store_root), loaded.layout, config.host_tier_bytes, dtype=row_dtype)
         loaded.model.bind_rows(rows)
     ops = tuple(OpInUse(report.op, report.used or "", report.wished) for report in reports)
     loader = BriefThread("adapter-loader")

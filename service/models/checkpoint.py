@@ -6,10 +6,10 @@ Nothing else is opened: no pickle, no code from the model's directory.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -19,6 +19,19 @@ from service.models.errors import ModelError
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MAPPED_BYTES = 128 << 20
+
+
+class TensorSource(Protocol):
+    """Where a model's tensors come from: an open `Checkpoint`, or weights that are made up, for benchmarks."""
+
+    def __contains__(self, name: str) -> bool: ...
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
+    def dtype(self, name: str) -> str: ...
+    def unread(self) -> list[str]: ...
+
+
+# Opens the tensors that belong to the config.json in a directory.
+OpenTensors = Callable[[Path], AbstractContextManager[TensorSource]]
 
 
 class Checkpoint:

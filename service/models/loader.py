@@ -13,7 +13,7 @@ import torch
 from adapters.layout import BaseLayout
 from kernels.platform import in_use
 from service.models import lfm2, llama, mistral, qwen2, qwen3
-from service.models.checkpoint import Checkpoint, open_checkpoint
+from service.models.checkpoint import OpenTensors, TensorSource, open_checkpoint
 from service.models.decoder import Decoder
 from service.models.errors import ModelError
 from service.models.facts import ModelFacts, model_facts, read_config
@@ -45,16 +45,19 @@ class LoadedModel:
     num_weight_bytes: int
 
 
-def load_model(model_dir: Path, *, dtype: str = "auto", device: str = "cpu") -> LoadedModel:
+def load_model(
+    model_dir: Path, *, dtype: str = "auto", device: str = "cpu", open_tensors: OpenTensors = open_checkpoint
+) -> LoadedModel:
     """Load the checkpoint in `model_dir`. Raises ModelError with one sentence that names what is wrong with it.
 
-    dtype  "float32", "bfloat16", "float16", or "auto": the checkpoint's, but float32 for a float16 one on a CPU
+    dtype         "float32", "bfloat16", "float16", or "auto": the checkpoint's, but float32 for a float16 one on a CPU
+    open_tensors  gives the tensors; config.json is read from `model_dir` in any case
     """
     started = time.monotonic()
     facts = model_facts(read_config(model_dir))
     layout = layout_in(model_dir)
     family = _FAMILIES[facts.model_type]
-    with open_checkpoint(model_dir) as checkpoint:
+    with open_tensors(model_dir) as checkpoint:
         compute_dtype, reason = choose_dtype(dtype, device, facts, checkpoint)
         weights = Weights(checkpoint, layout, compute_dtype, torch.device(device))
         model = Decoder(weights, facts, family.build_layer, family.FINAL_NORM)
@@ -68,7 +71,7 @@ def load_model(model_dir: Path, *, dtype: str = "auto", device: str = "cpu") -> 
     return LoadedModel(model, facts, layout, compute_dtype, torch.device(device), weights.num_bytes)
 
 
-def choose_dtype(wanted: str, device: str, facts: ModelFacts, checkpoint: Checkpoint) -> tuple[torch.dtype, str]:
+def choose_dtype(wanted: str, device: str, facts: ModelFacts, checkpoint: TensorSource) -> tuple[torch.dtype, str]:
     """What the model computes in, and why, as the end of a sentence. Raises ModelError for what is not served."""
     has_bfloat16 = torch.device(device).type != "npu" or in_use(torch.device(device)).native_bfloat16
     if wanted != "auto":

@@ -8,7 +8,7 @@ import torch
 
 from adapters.layout import BaseLayout
 from kernels.linear.ops import pack_weight
-from service.models.checkpoint import Checkpoint
+from service.models.checkpoint import TensorSource
 from service.models.projection import Projection
 
 log = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ class Weights:
     projections  linear projections handed out so far, in order
     """
 
-    def __init__(self, checkpoint: Checkpoint, layout: BaseLayout, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, checkpoint: TensorSource, layout: BaseLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._checkpoint = checkpoint
         self._layout = {projection.name: projection for projection in layout.projections}
         self.dtype = dtype

@@ -1,0 +1,176 @@
+"""Models of a known shape with random weights, made where they are used: nothing of them is ever on disk but their
+config.json, unless `write_checkpoint` is asked for it. Random adapters likewise."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from adapters.host_tier import HostAdapter, HostSlice
+from adapters.layout import BaseLayout
+from service.models.checkpoint import OpenTensors, TensorSource
+from service.models.facts import read_config
+from service.models.layouts import layout_of
+
+BUNDLED = Path(__file__).parents[1] / "examples" / "bundled" / "base"
+SEED = 20_26
+_STANDARD_DEVIATION = 0.02
+_POOL_NUMBERS = 1 << 26
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a llama, named as in config.json."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    tie_word_embeddings: bool = False
+
+
+# "bundled" is the repository's own model, with its own weights.
+SHAPES: dict[str, Shape | None] = {
+    "8b": Shape(4096, 14336, 32, 32, 8, 128, 128_256, 131_072),
+    "1b": Shape(2048, 8192, 16, 32, 8, 64, 128_256, 131_072, tie_word_embeddings=True),
+    "tiny": Shape(64, 128, 2, 4, 2, 16, 512, 1024),
+    "bundled": None,
+}
+
+
+class RandomTensors:
+    """Tensors of whatever shape is asked for: norms are ones, all else is normal. One seed and one order of the
+    questions give the same numbers on the same kind of device."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, *, is_tied: bool, seed: int = SEED) -> None:
+        self._device, self._dtype, self._is_tied = device, dtype, is_tied
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def __contains__(self, name: str) -> bool:
+        return not (self._is_tied and name == "lm_head.weight")
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Fresh, on the device."""
+        tensor = torch.empty(shape, device=self._device, dtype=self._dtype)
+        if len(shape) == 1:
+            return tensor.fill_(1.0 if "norm" in name else 0.0)
+        return tensor.normal_(std=_STANDARD_DEVIATION, generator=self._generator)
+
+    def dtype(self, name: str) -> str:  # noqa: ARG002
+        return str(self._dtype).removeprefix("torch.")
+
+    def unread(self) -> list[str]:
+        return []
+
+
+def opener(shape: Shape, device: str, dtype: torch.dtype) -> OpenTensors:
+    """Gives random tensors of this dtype on this device, the same each time."""
+
+    @contextmanager
+    def open_random(_: Path) -> Iterator[TensorSource]:
+        yield RandomTensors(torch.device(device), dtype, is_tied=shape.tie_word_embeddings)
+
+    return open_random
+
+
+def write_outside(directory: Path, shape: Shape, dtype: torch.dtype) -> None:
+    """What an engine reads of a model before its tensors: config.json, and a checkpoint that names a dtype and holds
+    no numbers."""
+    _write_config(directory, shape, dtype)
+    save_file({"model.embed_tokens.weight": torch.empty(0, dtype=dtype)}, directory / "model.safetensors")
+
+
+def _write_config(directory: Path, shape: Shape, dtype: torch.dtype) -> None:
+    config: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"}
+    config |= asdict(shape) | {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "bos_token_id": None, "eos_token_id": 0}
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def write_checkpoint(directory: Path, shape: Shape, device: str, dtype: torch.dtype) -> None:
+    """What `opener` gives, as a checkpoint of one file for each layer, for servers that run as processes; with a
+    tokenizer whose tokens are bytes and, from 256 on, made-up words."""
+    _write_config(directory, shape, dtype)
+    layout = layout_of(read_config(directory))
+    source = RandomTensors(torch.device(device), dtype, is_tied=shape.tie_word_embeddings)
+    files: dict[int, dict[str, tuple[int, ...]]] = {
+        layer: {f"model.layers.{layer}.{norm}.weight": (shape.hidden_size,) for norm in _NORMS}
+        for layer in range(shape.num_hidden_layers)
+    }
+    files[-1] = {"model.norm.weight": (shape.hidden_size,)}
+    for projection in layout.projections:
+        for piece in projection.slices:
+            size = (piece.out_features, projection.in_features)
+            is_embedding = projection.kind == "embedding"
+            files[projection.layer][f"{piece.module}.weight"] = size[::-1] if is_embedding else size
+    weight_map: dict[str, str] = {}
+    for layer, shapes in files.items():
+        name = f"layer-{layer}.safetensors"
+        tensors = {key: source.tensor(key, size).cpu() for key, size in shapes.items() if key in source}
+        save_file(tensors, directory / name)
+        weight_map |= dict.fromkeys(tensors, name)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    _write_tokenizer(directory, shape.vocab_size)
+
+
+def _write_tokenizer(directory: Path, vocab_size: int) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [f"Ġword{index}" for index in range(vocab_size - len(letters))]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(letters + words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+class RandomAdapters:
+    """A host tier that makes its adapters up: rank `rank` on every projection of every layer, another one by digest.
+
+    All are cut out of one pool of random numbers at places that follow from the digest, so that handing one out costs
+    no more than a look-up; its rows are copied to the device like those of any other.
+    """
+
+    def __init__(self, layout: BaseLayout, rank: int, dtype: torch.dtype) -> None:
+        self._rank = rank
+        self._projections = [projection for projection in layout.projections if projection.group != "embeddings"]
+        self.rows: dict[str, int] = {projection.group: rank for projection in self._projections}
+        widest = max(max(p.in_features, *(s.out_features for s in p.slices)) for p in self._projections)
+        size = max(min(_POOL_NUMBERS, 64 * rank * widest), rank * widest)
+        generator = torch.Generator().manual_seed(SEED + 1)
+        self._pool = torch.empty(size, dtype=dtype).normal_(std=_STANDARD_DEVIATION, generator=generator)
+
+    def get(self, digest: str) -> HostAdapter:
+        """Of a name that ends in a number."""
+        places = torch.Generator().manual_seed(int(digest.rpartition("-")[2]))
+        slices: dict[str, HostSlice] = {}
+        for projection in self._projections:
+            for piece in projection.slices:
+                a, b = (self._cut(width, places) for width in (projection.in_features, piece.out_features))
+                slices[piece.module] = HostSlice(a, b, self._rank, 1.0)
+        num_bytes = sum(one.a.nbytes + one.b.nbytes for one in slices.values())
+        return HostAdapter(digest, slices, dict(self.rows), num_bytes)
+
+    def drop(self, digest: str) -> None:
+        """Nothing is kept."""
+
+    def resident(self) -> tuple[str, ...]:
+        return ()
+
+    def _cut(self, width: int, places: torch.Generator) -> torch.Tensor:
+        size = self._rank * width
+        start = int(torch.randint(self._pool.numel() - size + 1, (), generator=places))
+        return self._pool[start : start + size].view(self._rank, width)
