@@ -1,0 +1,108 @@
+"""The benchmarks run and say what they found; how fast anything is, is no test."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.autograd import DeviceType
+
+from bench import engine
+from bench.rounds import forth_and_back, percentile
+from bench.step_profile import NUM_STEPS, figures
+
+ROOT = Path(__file__).parents[2]
+SMALL = "--shape tiny --requests 3 --prompt-tokens 12 --output-tokens 6 --token-budget 32 --rounds 1 --threads 1"
+
+
+def _run(module: str, work_dir: Path, *arguments: str) -> dict[str, Any]:
+    """What the benchmark writes as JSON."""
+    out = work_dir / "figures.json"
+    command = [sys.executable, "-m", module, *SMALL.split(), *arguments, "--json", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    figures: dict[str, Any] = json.loads(out.read_text())
+    return figures
+
+
+def test_the_engine_is_measured_in_all_cases_and_beside_a_long_prompt(tmp_path: Path) -> None:
+    figures = _run("bench.engine", tmp_path, "--adapters", "0,1,2", "--rank", "4", "--long-prompt", "96")
+    assert set(figures["starts"]) == {"base", "lora"}
+    cases = figures["cases"]
+    several = ["base", "lora-unused", "adapters-1", "adapters-2"]
+    assert list(cases) == [*several, "single-base", "single-adapter"]
+    for name, case in cases.items():
+        assert case["output_tokens"] == 6 * (3 if name in several else 1), name
+        assert case["decode_steps"] > 0, name
+        assert None not in case.values(), name
+    long = figures["long_prompt"]
+    assert long["running_streams"] == 2
+    assert long["steps_with_prompt_tokens"] >= 96 / 32
+    assert long["largest_gap_steps"] >= 1
+    assert long["largest_gap_ms"] > 0
+
+
+def test_http_is_measured_beside_the_engine_in_process(tmp_path: Path) -> None:
+    sides = _run("bench.http", tmp_path)["sides"]
+    assert list(sides) == ["in-process", "whole", "streamed"]
+    for side in sides.values():
+        assert side["output_tokens"] == 3 * 6
+    assert sides["in-process"]["share_of_in_process"] == 1.0
+    # Events that came together have no time between them.
+    assert sides["streamed"]["between_tokens_ms_p99"] >= sides["streamed"]["between_tokens_ms_p50"] >= 0
+    assert sides["streamed"]["first_token_ms_p50"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("--only adapters-3", "no case is called adapters-3; there are base, lora-unused"),
+        ("--engine tokens=3", "'tokens' is none of model_dir, store_root"),
+        ("--profile", "--profile looks at the kernels of a GPU; add --device cuda"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    arguments: str, error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.engine", *arguments.split()])
+    with pytest.raises(SystemExit) as ended:
+        engine.main()
+    assert ended.value.code == 2
+    assert error in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_round_favours_no_side() -> None:
+    assert forth_and_back(["a", "b", "c"]) == ["a", "b", "c", "b", "a"]
+
+
+@pytest.mark.parametrize(("percent", "expected"), [(0, 1.0), (50, 2.0), (51, 3.0), (99, 4.0), (100, 4.0)])
+def test_percentiles_are_values_that_were_seen(percent: float, expected: float) -> None:
+    assert percentile([4.0, 1.0, 3.0, 2.0], percent) == expected
+    assert percentile([], percent) is None
+
+
+def test_a_profile_counts_time_that_kernels_share_once() -> None:
+    def event(name: str, device: DeviceType, start: float, end: float) -> SimpleNamespace:
+        return SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(start=start, end=end))
+
+    found = figures(
+        [
+            event("cudaLaunchKernel", DeviceType.CPU, 0.0, 1.0),
+            event("cuLaunchKernelEx", DeviceType.CPU, 1.0, 2.0),
+            event("aten::mm", DeviceType.CPU, 0.0, 3.0),
+            event("shrink", DeviceType.CUDA, 10.0, 20.0),
+            event("expand", DeviceType.CUDA, 18.0, 30.0),
+            event("shrink", DeviceType.CUDA, 40.0, 50.0),
+        ]
+    )
+    assert found["gpu_busy_ms_per_step"] == pytest.approx(30.0 / NUM_STEPS / 1e3)
+    assert found["gpu_busy_share"] == pytest.approx(30.0 / 40.0)
+    assert found["launch_calls_per_step"] == pytest.approx(2 / NUM_STEPS)
+    assert found["kernels"][0] == {
+        "name": "shrink", "calls_per_step": pytest.approx(2 / NUM_STEPS), "us_per_step": pytest.approx(20 / NUM_STEPS)
+    }  # fmt: skip
