@@ -35,6 +35,8 @@ def sample(logits: torch.Tensor, maps: SamplingMaps, state: PenaltyState | None)
         assert isinstance(state, DenseState), "the state is another implementation's"
         _penalise(logits, maps, state)
     edit(logits, maps)
+    if facts.num_masked:
+        _mask(logits, maps)
     best_values, tokens = logits.max(dim=-1)
     if facts.is_random:
         temperature = _column(maps, "temperature")
@@ -63,6 +65,13 @@ def _penalise(logits: torch.Tensor, maps: SamplingMaps, state: DenseState) -> No
     if maps.uses("presence_penalty"):
         values = values - _column(maps, "presence_penalty").index_select(0, rows) * (num_output > 0)
     logits.index_copy_(0, rows, values)
+
+
+def _mask(logits: torch.Tensor, maps: SamplingMaps) -> None:
+    """Exclude what masks do not allow, in place."""
+    is_allowed = (maps.masks[:, :, None] & maps.mask_bits) != 0
+    is_allowed = is_allowed.view(len(maps.masks), -1)[:, : maps.facts.vocab]
+    logits.index_copy_(0, maps.masked, torch.where(is_allowed, logits.index_select(0, maps.masked), -torch.inf))
 
 
 def _cut(weights: torch.Tensor, maps: SamplingMaps) -> torch.Tensor:

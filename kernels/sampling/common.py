@@ -24,7 +24,7 @@ def rows_to_sample(logits: torch.Tensor, maps: SamplingMaps) -> torch.Tensor:
 
 
 def edit(logits: torch.Tensor, maps: SamplingMaps) -> None:
-    """Add biases, bar tokens and apply masks, in place.
+    """Add biases and bar tokens, in place.
 
     logits  float32 [num_rows, vocab], contiguous
     """
@@ -33,8 +33,3 @@ def edit(logits: torch.Tensor, maps: SamplingMaps) -> None:
         flat.index_copy_(0, maps.biased, flat.index_select(0, maps.biased) + maps.bias)
     if facts.num_barred:
         flat.index_copy_(0, maps.barred, torch.full_like(maps.barred, -torch.inf, dtype=torch.float32))
-    if facts.num_masked:
-        is_allowed = (maps.masks[:, :, None] & maps.mask_bits) != 0
-        is_allowed = is_allowed.view(facts.num_masked, -1)[:, : facts.vocab]
-        masked = torch.where(is_allowed, logits.index_select(0, maps.masked), -torch.inf)
-        logits.index_copy_(0, maps.masked, masked)

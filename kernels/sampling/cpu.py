@@ -35,6 +35,8 @@ def sample(logits: torch.Tensor, maps: SamplingMaps, state: PenaltyState | None)
         assert isinstance(state, SparseState), "the state is another implementation's"
         _penalise(logits, maps, state)
     edit(logits, maps)
+    if facts.num_masked:
+        _mask(logits, maps)
     best_values, tokens = logits.max(dim=-1)
     is_finite = best_values.isfinite()
     tokens.masked_fill_(~is_finite, -1)
@@ -68,6 +70,13 @@ def _penalise(logits: torch.Tensor, maps: SamplingMaps, state: SparseState) -> N
     values = torch.where(values > 0, values / repetition, values * repetition)
     values = values - per_token("frequency_penalty") * count
     logits[row, token] = values - per_token("presence_penalty") * (count > 0)
+
+
+def _mask(logits: torch.Tensor, maps: SamplingMaps) -> None:
+    """Exclude what masks do not allow, in place."""
+    is_barred = np.unpackbits((~maps.masks).numpy().view(np.uint8), axis=1, bitorder="little")[:, : maps.facts.vocab]
+    for row, barred in zip(maps.masked.tolist(), torch.from_numpy(is_barred).bool(), strict=True):
+        logits[row].masked_fill_(barred, -torch.inf)
 
 
 def _draw(logits: torch.Tensor, best_values: torch.Tensor, rows: torch.Tensor, maps: SamplingMaps) -> torch.Tensor:
