@@ -75,7 +75,7 @@ def _warn_of_unknown_variables() -> None:
 
 
 def _run(settings: Settings) -> int:
-    listener = _listen(settings.host, settings.port)
+    listener = listen(settings.host, settings.port)
     check_kernels_package()
     from service.app import create_app
 
@@ -97,12 +97,20 @@ def _run(settings: Settings) -> int:
     return 0 if server.started else 1
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """The listening socket. SettingsError if there can be none.
+
+    What it accepts sends at once (TCP_NODELAY, which connections take over from it): asyncio sets that only on sockets
+    that name TCP as their protocol. Otherwise the body of an answer waits until the client has acknowledged its head,
+    40 ms on Linux, and the tokens of a stream leave in clumps.
+    """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family, backlog=2048)
+        listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise SettingsError(f"Cannot listen on {host} port {port}: {error.strerror}; set another --port.") from error
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def _make_server(app: Any, settings: Settings) -> Any:

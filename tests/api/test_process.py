@@ -24,7 +24,7 @@ import pytest
 from service.api.adapters import require_open_store
 from service.api.errors import NotReady
 from service.app import create_app
-from service.serve import _make_server, serve
+from service.serve import _make_server, listen, serve
 from service.settings import Settings
 from service.start_check import StartError
 from tests.api.conftest import ADAPTERS, BASE, Checkpoints
@@ -200,6 +200,27 @@ def sent_by_hand(server: Server, path: str, body: dict[str, Any]) -> Iterator[No
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(f"POST {path} HTTP/1.1\r\n{headers}\r\n".encode() + content)
         yield
+
+
+def test_accepted_connections_send_at_once() -> None:
+    """As a loop gets them from the server's own listening socket: nothing else sets the option."""
+
+    async def nodelay() -> int:
+        found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+        def accept(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            accepted = writer.get_extra_info("socket")
+            found.set_result(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listener = listen("127.0.0.1", 0)
+        async with await asyncio.start_server(accept, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            option = await found
+            writer.close()
+        return option
+
+    assert asyncio.run(nodelay()) == 1
 
 
 class TestDisconnect:
