@@ -21,12 +21,12 @@ from adapters.row_plan import plan_rows
 from adapters.store import AdapterStore, StoreLimits
 from kernels.lora.limits import MAX_KERNEL_RANK
 from service.api import adapters, batch, chat, completions, health, lora_compat, models, tokenize
+from service.api.answers import ChatChunk
 from service.api.auth import OPEN_PATHS, KeyRing
 from service.api.errors import HANDLED, BadRequest, UnknownRoute, WrongMethod
 from service.api.metrics import Metrics
 from service.api.middleware import METHODS, Door, Refusal
 from service.api.openapi import finish
-from service.api.schemas import ChatChunk
 from service.api.state import Services
 from service.api.validation import bad_request
 from service.engine.client import EngineClient, EngineDied

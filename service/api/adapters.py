@@ -11,11 +11,11 @@ from fastapi.responses import JSONResponse
 
 from adapters.records import AdapterRecord
 from adapters.store import AdapterStore
+from service.api.answers import AdapterDeleted, AdapterList, AdapterResponse, AdapterSummary, ModuleReport
 from service.api.errors import BadRequest, NotReady
 from service.api.listing import listing
 from service.api.openapi import DELETE_ERRORS, UPLOAD_BODY, UPLOAD_ERRORS, errors
 from service.api.requestlog import note
-from service.api.schemas import AdapterDeleted, AdapterList, AdapterResponse, AdapterSummary, ModuleReport
 from service.api.state import Services, services_of
 from service.api.upload import in_upload_thread, receive_upload
 

@@ -10,12 +10,13 @@ from fastapi.responses import Response
 from pydantic import ValidationError
 
 from service.api.admission import Admitted, admit, num_prompt_logprobs, num_sequences, too_many_prompt_logprobs
+from service.api.answers import BatchResponse
 from service.api.chat import ChatAnswer
 from service.api.completions import CompletionAnswer
 from service.api.errors import HANDLED, BadRequest, BodyTooLarge, error_body
 from service.api.openapi import BATCH_ERRORS
 from service.api.requestlog import note_job
-from service.api.schemas import MAX_PROMPT_LOGPROBS, BatchRequest, BatchResponse, ChatRequest, CompletionRequest
+from service.api.schemas import MAX_PROMPT_LOGPROBS, BatchRequest, ChatRequest, CompletionRequest
 from service.api.sse import JsonResponse, until_disconnect
 from service.api.state import Services, services_of
 from service.api.validation import bad_request

@@ -12,11 +12,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from service.api.admission import Admitted, admit, off_loop
+from service.api.answers import ChatResponse
 from service.api.generation import Job, Piece
 from service.api.logprobs import chat_logprobs, cost_chars
 from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.requestlog import note_job
-from service.api.schemas import ChatRequest, ChatResponse
+from service.api.schemas import ChatRequest, StreamOptions
 from service.api.sse import EventStream, JsonResponse, until_disconnect
 from service.api.state import Services, services_of
 
@@ -67,18 +68,23 @@ class ChatAnswer:
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The answer as chunks: for each choice the role first, then what comes."""
         head = self._head("chat.completion.chunk")
+        options = self._request.stream_options or StreamOptions()
+
+        def so_far() -> dict[str, Any]:
+            return {"usage": self._usage()} if options.continuous_usage_stats else {}
+
         for index in range(len(self.job.runs)):
             delta = {"role": "assistant", "content": ""}
             first = {**head, "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]}
             if index == 0 and self._request.return_token_ids:
                 first["prompt_token_ids"] = list(self.job.plans[0].prompt.token_ids)
-            yield first
+            yield first | so_far()
         async for index, piece in self.job.stream():
             if piece.text or piece.finish_reason or piece.logprobs or self._request.return_token_ids:
                 delta = {"content": piece.text} if piece.text else {}
-                yield {**head, "choices": [self._choice(index, piece, delta=delta)]}
-        options = self._request.stream_options
-        if options is not None and options.include_usage:
+                choice = self._choice(index, piece, delta=delta)
+                yield {**head, "choices": [choice]} | so_far()
+        if options.include_usage:
             yield {**head, "choices": [], "usage": self._usage()}
 
     def _head(self, kind: str) -> dict[str, Any]:

@@ -12,11 +12,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from service.api.admission import Admitted, Plan, admit, off_loop
+from service.api.answers import CompletionResponse
 from service.api.generation import Job, Piece
 from service.api.logprobs import completion_logprobs, cost_chars, join_columns, prompt_logprobs
 from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.requestlog import note_job
-from service.api.schemas import CompletionRequest, CompletionResponse
+from service.api.schemas import CompletionRequest, StreamOptions
 from service.api.sse import EventStream, JsonResponse, until_disconnect
 from service.api.state import Services, services_of
 
@@ -71,6 +72,7 @@ class CompletionAnswer:
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """The answer as chunks. A choice's first chunk has the prompt if `echo` is asked."""
         begun: set[int] = set()
+        options = self._request.stream_options or StreamOptions()
         async for index, piece in self.job.stream():
             first = index not in begun
             begun.add(index)
@@ -80,9 +82,9 @@ class CompletionAnswer:
             work = partial(self._choice, index, self.job.plans[index], piece, first=first)
             choice = await off_loop(work, size_chars=cost_chars([piece]))
             if _is_worth_sending(choice):
-                yield {**self._head, "choices": [choice]}
-        options = self._request.stream_options
-        if options is not None and options.include_usage:
+                so_far = {"usage": self._usage()} if options.continuous_usage_stats else {}
+                yield {**self._head, "choices": [choice]} | so_far
+        if options.include_usage:
             yield {**self._head, "choices": [], "usage": self._usage()}
 
     def _waits_for_prompt(self, piece: Piece) -> bool:

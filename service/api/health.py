@@ -7,9 +7,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
+from service.api.answers import HealthResponse, ReadyResponse, VersionResponse
 from service.api.errors import NotReady
 from service.api.openapi import errors
-from service.api.schemas import HealthResponse, ReadyResponse, VersionResponse
 from service.api.state import engine_sentence, services_of
 from service.version import server_version
 

@@ -7,9 +7,9 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from service.api.admission import resolve
+from service.api.answers import ModelCard, ModelList
 from service.api.listing import listing
 from service.api.openapi import errors
-from service.api.schemas import ModelCard, ModelList
 from service.api.state import Services, services_of
 
 router = APIRouter(tags=["OpenAI"])

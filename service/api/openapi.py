@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from service.api.schemas import ErrorResponse
+from service.api.answers import ErrorResponse
 
 _REASONS = {
     400: "The request is wrong; the message says what to change.",

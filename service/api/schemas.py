@@ -1,11 +1,18 @@
-"""Every JSON shape of the HTTP interface. Requests refuse unknown fields; the few that are accepted without effect are
-declared in `InertFields`, those that OpenAI has and this server has not are declared as `Unsupported` (null only)."""
+"""Every JSON shape that the HTTP interface takes; `service.api.answers` has those that it answers with.
+
+The fields here are served. Requests refuse all others, but for those of `service.api.fields`, which they accept while
+these ask for nothing.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError
+
+from service.api.fields import GENERATION_FIELDS, MESSAGE_FIELDS, STREAM_FIELDS, TOKENIZE_FIELDS, UnservedField
 
 MAX_LOGPROBS = 20
 # Of the prompts of one request, where it has more than one sequence: each takes a few hundred bytes until all are sent.
@@ -19,10 +26,7 @@ MAX_FIELDS = 256  # of any object of a request
 
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
-_INERT = "Accepted and ignored: it has no meaning for this server."
-_UNSUPPORTED = "Not supported: leave it out or send null."
 
-Unsupported = Annotated[None, Field(description=_UNSUPPORTED)]
 # For every list that may be long: the first wrong item tells all that a client needs.
 FIRST = Field(fail_fast=True)
 
@@ -38,43 +42,57 @@ class Request(BaseModel):
 
     What is wrong with a body is found in bounded time and memory, for pydantic keeps an error of every field and every
     item: lists stop at the first (`FIRST`), and objects with too many fields are not looked at.
+
+    unserved  fields that are accepted while they ask for nothing, by name
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    unserved: ClassVar[Mapping[str, UnservedField]] = {}
+
     @model_validator(mode="before")
     @classmethod
-    def _check_size(cls, value: Any) -> Any:
-        return _bounded(value, MAX_FIELDS)
+    def _leave_out_unserved(cls, value: Any) -> Any:
+        _bounded(value, MAX_FIELDS)
+        if not isinstance(value, dict) or not cls.unserved:
+            return value
+        rows = {name: row for name in value if (row := cls._unserved_field(name)) is not None}
+        for name, row in rows.items():
+            if row.asks(value[name]):
+                raise PydanticCustomError("unserved", "{sentence}", {"field": name, "sentence": row.refusal})
+        return {name: sent for name, sent in value.items() if name not in rows}
 
+    @classmethod
+    def _unserved_field(cls, name: str) -> UnservedField | None:
+        return None if name in cls.model_fields else cls.unserved.get(name)
 
-class Response(BaseModel):
-    """Base of all answers; complete, so that clients can be generated from it."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class InertFields(Request):
-    """Fields that OpenAI clients send and that cannot change an answer here."""
-
-    user: Any = Field(None, description=_INERT)
-    metadata: Any = Field(None, description=_INERT)
-    store: Any = Field(None, description=_INERT)
-    service_tier: Any = Field(None, description=_INERT)
-    safety_identifier: Any = Field(None, description=_INERT)
-    prompt_cache_key: Any = Field(None, description=_INERT)
-    prompt_cache_retention: Any = Field(None, description=_INERT)
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        rows = {name: row.json_schema for name, row in cls.unserved.items() if cls._unserved_field(name)}
+        schema["properties"] = schema.get("properties", {}) | rows
+        return schema
 
 
 class StreamOptions(Request):
     """Options of a streamed answer."""
 
-    include_usage: bool = Field(False, description="send token counts in a last chunk without choices")
-    include_obfuscation: Any = Field(None, description=_INERT)
+    unserved = STREAM_FIELDS
+
+    include_usage: bool | None = Field(default=None, description="send token counts in a last chunk without choices")
+    continuous_usage_stats: bool | None = Field(default=None, description="send the token counts so far in every chunk")
 
 
-class Generation(InertFields):
+class TextFormat(Request):
+    """The only response format of this server."""
+
+    type: Literal["text"]
+
+
+class Generation(Request):
     """What completions and chat completions have in common; null is the same as leaving a field out."""
+
+    unserved = GENERATION_FIELDS
 
     model: str = Field(description="the base's name, an adapter's name, or `base:adapter`")
     adapter_id: Annotated[str, Field(min_length=1)] | None = Field(
@@ -116,11 +134,14 @@ class Generation(InertFields):
     )
     return_token_ids: bool | None = Field(None, description="answer with the token ids too, as vLLM does")
 
+    response_format: TextFormat | None = Field(None, description="text, the default, is the only one")
+
     @model_validator(mode="after")
     def _check_stop_and_stream(self) -> Generation:
         if isinstance(self.stop, list) and len(self.stop) > MAX_STOP_STRINGS:
             raise ValueError(f"`stop` takes at most {MAX_STOP_STRINGS} texts")
-        if self.stream_options is not None and not self.stream:
+        options = self.stream_options
+        if options is not None and (options.include_usage or options.continuous_usage_stats) and not self.stream:
             raise ValueError("`stream_options` is only allowed with `stream`: true")
         return self
 
@@ -140,9 +161,6 @@ class CompletionRequest(Generation):
         description="log probabilities, with so many alternatives; with `echo` of the prompt too, up to "
         f"{MAX_PROMPT_LOGPROBS} in all where there are several prompts or choices",
     )
-    suffix: Unsupported = None
-    best_of: Unsupported = None
-    response_format: Unsupported = None
 
 
 class TextPart(Request):
@@ -155,27 +173,18 @@ class TextPart(Request):
 class ChatMessage(Request):
     """One message of a chat. Images, audio, files and tool calls are not supported."""
 
+    unserved = MESSAGE_FIELDS
+
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1), FIRST]
     name: str | None = None
     reasoning_content: str | None = Field(None, description="for templates that show earlier reasoning")
-    tool_calls: Unsupported = None
-    function_call: Unsupported = None
-    audio: Unsupported = None
-    refusal: Unsupported = None
-    annotations: Unsupported = None
-
-
-class TextFormat(Request):
-    """The only response format of this server."""
-
-    type: Literal["text"]
 
 
 class ChatRequest(Generation):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1), FIRST]
+    messages: Annotated[list[ChatMessage], Field(min_length=1), FIRST] = Field(description="the conversation so far")
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(
         None, description="most tokens of an answer; default: what the context has left"
     )
@@ -190,18 +199,6 @@ class ChatRequest(Generation):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="variables for the chat template, such as enable_thinking"
     )
-    response_format: TextFormat | None = None
-    modalities: Annotated[list[Literal["text"]], FIRST] | None = None
-    tools: Unsupported = None
-    tool_choice: Literal["none"] | None = None
-    parallel_tool_calls: Unsupported = None
-    functions: Unsupported = None
-    function_call: Unsupported = None
-    audio: Unsupported = None
-    prediction: Unsupported = None
-    reasoning_effort: Unsupported = None
-    verbosity: Unsupported = None
-    web_search_options: Unsupported = None
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatRequest:
@@ -210,7 +207,7 @@ class ChatRequest(Generation):
         given = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(given) > 1:
             raise ValueError("`max_tokens` and `max_completion_tokens` differ; send one of them")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("`top_logprobs` is only allowed with `logprobs`: true")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError(
@@ -229,6 +226,8 @@ class BatchRequest(Request):
 
 class TokenizeRequest(Request):
     """Body of POST /tokenize: a prompt or messages."""
+
+    unserved = TOKENIZE_FIELDS
 
     model: str | None = Field(None, description="default: the base; an adapter may bring its own chat template")
     prompt: str | None = None
@@ -278,263 +277,4 @@ class UnloadLoraRequest(Request):
     """Body of POST /v1/unload_lora_adapter, vLLM's."""
 
     lora_name: str = Field(min_length=1)
-    lora_int_id: int | None = Field(None, description=_INERT)
-
-
-# ---- answers
-
-
-class ErrorProblem(Response):
-    """A tensor or module that does not fit."""
-
-    name: str
-    reason: str
-
-
-class ErrorDetail(Response):
-    """OpenAI's error object; `problems` is complete when tensors of an upload do not bind."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-    problems: list[ErrorProblem] | None = None
-
-
-class ErrorResponse(Response):
-    """Every answer with a status of 400 or more."""
-
-    error: ErrorDetail
-
-
-class Usage(Response):
-    """Token counts."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-FinishReason = Literal["stop", "length"]
-
-
-class CompletionLogprobs(Response):
-    """Log probabilities as OpenAI's completions give them; null for the first prompt token, which nothing precedes."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class CompletionChoice(Response):
-    """One answer. `stop_reason` is the stop string or stop token id that ended it."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class CompletionResponse(Response):
-    """Answer of POST /v1/completions, and each chunk of its stream."""
-
-    id: str
-    object: Literal["text_completion"]
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-
-
-class TopLogprob(Response):
-    """A token that was likely."""
-
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class TokenLogprob(TopLogprob):
-    """A token of the answer."""
-
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(Response):
-    """Log probabilities as OpenAI's chat gives them."""
-
-    content: list[TokenLogprob]
-
-
-class AssistantMessage(Response):
-    """What the model said."""
-
-    role: Literal["assistant"]
-    content: str
-
-
-class ChatChoice(Response):
-    """One answer."""
-
-    index: int
-    message: AssistantMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
-
-
-class ChatResponse(Response):
-    """Answer of POST /v1/chat/completions."""
-
-    id: str
-    object: Literal["chat.completion"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_token_ids: list[int] | None = None
-
-
-class ChatDelta(Response):
-    """What is new of a streamed answer."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-
-
-class ChatChunkChoice(Response):
-    """What is new of one streamed answer."""
-
-    index: int
-    delta: ChatDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
-
-
-class ChatChunk(Response):
-    """One event of a streamed chat; the last one before `[DONE]` may carry `usage` and no choices."""
-
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
-    usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class BatchResponse(Response):
-    """One answer per item, in order."""
-
-    items: list[CompletionResponse | ChatResponse | ErrorResponse]
-
-
-class ModelCard(Response):
-    """A name that `model` may take. `root` of an adapter is its digest."""
-
-    id: str
-    object: Literal["model"]
-    created: int
-    owned_by: str
-    root: str
-    parent: str | None
-    max_model_len: int | None
-
-
-class ModelList(Response):
-    """All names."""
-
-    object: Literal["list"]
-    data: list[ModelCard]
-
-
-class TokenizeResponse(Response):
-    """Token ids of a prompt."""
-
-    tokens: list[int]
-    count: int
-    max_model_len: int | None
-    token_strs: list[str] | None = None
-
-
-class DetokenizeResponse(Response):
-    """Text of token ids."""
-
-    prompt: str
-
-
-class ModuleReport(Response):
-    """One adapted module: rank, scaling and size of its tensors."""
-
-    module: str
-    rank: int
-    scaling: float
-    bytes: int
-
-
-class AdapterSummary(Response):
-    """An adapter, as it is listed. `state` is where its weights are now."""
-
-    name: str
-    object: Literal["adapter"]
-    digest: str
-    base: str
-    created: int
-    rank: int
-    bytes: int
-    rows: dict[str, int]
-    state: Literal["disk", "host", "device"]
-    has_chat_template: bool
-
-
-class AdapterResponse(AdapterSummary):
-    """An adapter: what was bound where."""
-
-    modules: list[ModuleReport]
-    notes: list[str]
-
-
-class AdapterList(Response):
-    """All adapters, without their load reports."""
-
-    object: Literal["list"]
-    data: list[AdapterSummary]
-
-
-class AdapterDeleted(Response):
-    """The name is gone; what runs finishes."""
-
-    name: str
-    object: Literal["adapter.deleted"]
-    digest: str
-    deleted: bool
-
-
-class HealthResponse(Response):
-    """The process is up; `engine` tells how the engine is."""
-
-    status: Literal["ok"]
-    engine: str
-
-
-class ReadyResponse(Response):
-    """The model is loaded and warm."""
-
-    status: Literal["ready"]
-    model: str
-
-
-class VersionResponse(Response):
-    """What runs here."""
-
-    version: str
-    model: str
-    dtype: str | None
-    device: str | None
+    lora_int_id: int | None = Field(None, description="accepted and ignored")

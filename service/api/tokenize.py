@@ -5,10 +5,11 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from service.api.admission import Prompt, chat_prompt, encoded, off_loop, resolve
+from service.api.answers import DetokenizeResponse, TokenizeResponse
 from service.api.errors import BadRequest
 from service.api.listing import listing
 from service.api.openapi import TEXT_ERRORS
-from service.api.schemas import DetokenizeRequest, DetokenizeResponse, TokenizeRequest, TokenizeResponse
+from service.api.schemas import DetokenizeRequest, TokenizeRequest
 from service.api.sse import until_disconnect
 from service.api.state import Services, services_of
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from service.api.errors import BadRequest, quoted
-from service.api.schemas import InertFields
 
 _PROMPT = "`prompt` must be a text, a list of texts, a list of token ids or a list of lists of token ids."
 _CONTENT = '`content` of a message must be a text or a list of parts {"type": "text", "text": ...}'
@@ -28,12 +27,14 @@ def _rank(fault: Mapping[str, Any]) -> int:
     """What is told first: a role or a part of content that is not served, then an unsupported field, then the rest."""
     if fault["type"] == "literal_error" and fault["loc"][-1] in ("role", "type"):
         return 0
-    return 1 if fault["type"] in ("none_required", "extra_forbidden", "json_invalid") else 2
+    return 1 if fault["type"] in ("unserved", "extra_forbidden", "json_invalid") else 2
 
 
 def _path(fault: Mapping[str, Any]) -> list[Any]:
     """Where the fault is in the client's body: without FastAPI's own first part, and without the types of unions."""
     loc = list(fault["loc"])
+    if fault["type"] == "unserved":
+        loc.append(fault["ctx"]["field"])
     # A batch's item has no first part of FastAPI's; there, `body` by itself is a field that the client made up.
     is_field = fault["type"] == "extra_forbidden" and len(loc) == 1
     if loc[:1] == ["body"] and not is_field:
@@ -43,13 +44,15 @@ def _path(fault: Mapping[str, Any]) -> list[Any]:
 
 def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mapping[str, Any]]) -> str:
     kind, name = fault["type"], _dotted(path)
+    if kind == "unserved":
+        return str(fault["ctx"]["sentence"])
     if kind == "extra_forbidden":
         return _unknown_field(path)
     if kind == "string_unicode":  # most often the name of a field, which no path can hold
         return f"`{quoted(str(fault['input']))}` holds half of a surrogate pair; send valid Unicode."
     if kind == "json_invalid":
         return f"The body is not valid JSON: {fault.get('ctx', {}).get('error', 'it cannot be parsed')}."
-    if path[:1] == ["response_format"] and kind != "none_required":
+    if path[:1] == ["response_format"]:
         return '`response_format` must be {"type": "text"} or left out; other formats are not supported.'
     if path[:1] == ["messages"] and "content" in path:
         index = path.index("content")
@@ -66,10 +69,6 @@ def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mappin
         return "The body must be a JSON object; send it with Content-Type: application/json."
     if kind == "missing":
         return f"`{name}` is missing; send it."
-    if kind == "none_required":
-        return f"`{name}` is not supported by this server; leave it out."
-    if name == "tool_choice":
-        return "`tool_choice` is not supported by this server; leave it out."
     return f"`{name}`: {_words(fault)}."
 
 
@@ -78,8 +77,7 @@ def _unknown_field(path: Sequence[Any]) -> str:
     name, owner = quoted(str(path[-1])), _dotted(path[:-1])
     if owner:
         return f"`{name}` is not a field of `{owner}`; leave it out."
-    inert = ", ".join(InertFields.model_fields)
-    return f"`{name}` is not a field of this request; leave it out. Completions accept without effect: {inert}."
+    return f"`{name}` is not a field of this request; leave it out. /openapi.json lists those that are."
 
 
 def _words(fault: Mapping[str, Any]) -> str:

@@ -73,8 +73,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stream_options": {"include_usage": True}}, None, "only allowed with `stream`"),
     ({"stream": "yes"}, "stream", "valid boolean"),
     ({"suffix": "x"}, "suffix", "not supported"),
-    ({"best_of": 1}, "best_of", "not supported"),
-    ({"response_format": {"type": "text"}}, "response_format", "not supported"),
+    ({"best_of": 2}, "best_of", "not supported"),
     ({"temprature": 1}, "temprature", "not a field"),
     ({"messages": []}, "messages", "not a field"),
     ({"max-tokens": 5}, "max-tokens", "`max-tokens` is not a field"),
@@ -82,7 +81,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"a\ud800": 5}, None, "`a?` holds half of a surrogate pair"),
     ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias", "at most 300"),
     ({"stop_token_ids": [1] * 513}, "stop_token_ids", "at most 512"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"response_format": {"type": "json_object"}}, "response_format.type", "not supported"),
     ({"adapter_id": "nobody"}, "adapter_id", "does not exist"),
 ]
 BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
@@ -97,12 +96,12 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     (with_message(tool_calls=[]), "messages[0].tool_calls", "not supported"),
     (with_message(colour="red"), "messages[0].colour", "not a field"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
-    ({"tool_choice": "auto"}, "tool_choice", "not supported"),
-    ({"functions": []}, "functions", "not supported"),
+    ({"tool_choice": "required"}, "tool_choice", "not supported"),
+    ({"functions": [{"name": "f"}]}, "functions", "not supported"),
     ({"response_format": {"type": "json_object"}}, "response_format.type", '{"type": "text"}'),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, None, '{"type": "text"}'),
     ({"audio": {"voice": "x"}}, "audio", "not supported"),
-    ({"modalities": ["audio"]}, "modalities[0]", "'text'"),
+    ({"modalities": ["audio"]}, "modalities", "not supported"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
     ({"prompt": "x"}, "prompt", "not a field"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, None, "differ"),
@@ -137,17 +136,6 @@ def test_a_bad_completion_is_refused(server: Server, change: dict[str, Any], par
 @pytest.mark.parametrize(("change", "param", "words"), BAD_CHATS, ids=lambda value: str(value)[:40])
 def test_a_bad_chat_is_refused(server: Server, change: dict[str, Any], param: str | None, words: str) -> None:
     check_error(server.post("/v1/chat/completions", json={**CHAT, **change}), 400, param, words)
-
-
-def test_fields_without_effect_are_accepted(server: Server) -> None:
-    inert = {
-        "user": "ann", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "safety_identifier": "x",
-        "prompt_cache_key": "k", "prompt_cache_retention": "24h",
-    }  # fmt: skip
-    nothing = {"suffix": None, "best_of": None, "logit_bias": None, "stop": None, "n": None, "stream": None}
-    assert server.post("/v1/completions", json={**COMPLETION, **inert, **nothing}).status_code == 200
-    nothing = {"tools": None, "tool_choice": "none", "response_format": {"type": "text"}, "modalities": ["text"]}
-    assert server.post("/v1/chat/completions", json={**CHAT, **inert, **nothing}).status_code == 200
 
 
 @pytest.mark.parametrize(

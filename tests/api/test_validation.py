@@ -127,6 +127,7 @@ LARGE_AND_WRONG: list[tuple[type[Request], dict[str, Any]]] = [
     (ChatRequest, {"model": "b", "messages": [{f"field{index}": 1 for index in range(MANY)}]}),
     (ChatRequest, {"model": "b", "messages": [{"role": "user", "content": [{}] * MANY}]}),
     (ChatRequest, {"model": "b", "messages": [{"role": "user", "content": "x"}], "modalities": [1] * MANY}),
+    (ChatRequest, {"model": "b", "messages": [{"role": "user", "content": "x"}], "tools": [{}] * MANY}),
     (TokenizeRequest, {"messages": [1] * MANY}),
     (DetokenizeRequest, {"tokens": [""] * MANY}),
 ]

@@ -1,0 +1,77 @@
+"""Write the tables of docs/clients.md from the code: `python scripts/clients_page.py`, or `--check` to compare only.
+
+Run it with the project's own Python from the root of the tree, whenever a field of a request has changed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from service.api.fields import GENERATION_FIELDS, UnservedField
+from service.api.schemas import ChatRequest, CompletionRequest, StreamOptions
+
+_PAGE = Path("docs/clients.md")
+_BEGIN, _END = "<!-- written by scripts/clients_page.py -->\n", "<!-- end -->\n"
+
+
+def _served() -> Iterator[str]:
+    yield "| field | completions | chat | what it does |\n|---|---|---|---|\n"
+    completion, chat = CompletionRequest.model_fields, ChatRequest.model_fields
+    options = {f"stream_options.{name}": field for name, field in StreamOptions.model_fields.items()}
+    for name in completion | chat | options:
+        both = [options.get(name, fields.get(name)) for fields in (completion, chat)]
+        places = ["yes" if field else "" for field in both]
+        words = dict.fromkeys(field.description for field in both if field)
+        yield f"| `{name}` | {places[0]} | {places[1]} | {'; in chats '.join(map(str, words))} |\n"
+
+
+def _refused() -> Iterator[str]:
+    yield "| fields | ask for nothing, beside null | what to do instead |\n|---|---|---|\n"
+    rows = [row for row in GENERATION_FIELDS.values() if not row.is_inert]
+    for (neutral, advice), alike in groupby(rows, key=lambda row: (_spelled(row.neutral), row.advice)):
+        yield f"| {_names(alike)} | {neutral} | {advice} |\n"
+
+
+def _spelled(values: tuple[Any, ...]) -> str:
+    return ", ".join(f"`{json.dumps(value)}`" for value in values)
+
+
+def _names(rows: Any) -> str:
+    return ", ".join(f"`{row.name}`" for row in rows)
+
+
+def _tables() -> str:
+    inert: list[UnservedField] = [row for row in GENERATION_FIELDS.values() if row.is_inert]
+    return "".join(
+        [
+            "### Served\n\n",
+            *_served(),
+            "\n### Accepted without effect\n\n",
+            f"{_names(inert)}.\n",
+            "\n### Refused by name, unless they ask for nothing\n\n",
+            *_refused(),
+        ]
+    )
+
+
+def main() -> int:
+    """0 if the page was up to date, or is now; 1 with `--check` if it is not."""
+    page = _PAGE.read_text(encoding="utf-8")
+    before, rest = page.split(_BEGIN)
+    written = before + _BEGIN + "\n" + _tables() + "\n" + _END + rest.split(_END)[1]
+    if written == page:
+        return 0
+    if "--check" in sys.argv:
+        print(f"{_PAGE} is not what the code says; run python scripts/clients_page.py.", file=sys.stderr)
+        return 1
+    _PAGE.write_text(written, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,269 @@
+"""Every JSON shape that the HTTP interface answers with; `service.api.schemas` has those that it takes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Response(BaseModel):
+    """Base of all answers; complete, so that clients can be generated from it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorProblem(Response):
+    """A tensor or module that does not fit."""
+
+    name: str
+    reason: str
+
+
+class ErrorDetail(Response):
+    """OpenAI's error object; `problems` is complete when tensors of an upload do not bind."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    problems: list[ErrorProblem] | None = None
+
+
+class ErrorResponse(Response):
+    """Every answer with a status of 400 or more."""
+
+    error: ErrorDetail
+
+
+class Usage(Response):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+FinishReason = Literal["stop", "length"]
+
+
+class CompletionLogprobs(Response):
+    """Log probabilities as OpenAI's completions give them; null for the first prompt token, which nothing precedes."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(Response):
+    """One answer. `stop_reason` is the stop string or stop token id that ended it."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionResponse(Response):
+    """Answer of POST /v1/completions, and each chunk of its stream."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TopLogprob(Response):
+    """A token that was likely."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class TokenLogprob(TopLogprob):
+    """A token of the answer."""
+
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Response):
+    """Log probabilities as OpenAI's chat gives them."""
+
+    content: list[TokenLogprob]
+
+
+class AssistantMessage(Response):
+    """What the model said."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class ChatChoice(Response):
+    """One answer."""
+
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatResponse(Response):
+    """Answer of POST /v1/chat/completions."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatDelta(Response):
+    """What is new of a streamed answer."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(Response):
+    """What is new of one streamed answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatChunk(Response):
+    """One event of a streamed chat; the last one before `[DONE]` may carry `usage` and no choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class BatchResponse(Response):
+    """One answer per item, in order."""
+
+    items: list[CompletionResponse | ChatResponse | ErrorResponse]
+
+
+class ModelCard(Response):
+    """A name that `model` may take. `root` of an adapter is its digest."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int | None
+
+
+class ModelList(Response):
+    """All names."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class TokenizeResponse(Response):
+    """Token ids of a prompt."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int | None
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(Response):
+    """Text of token ids."""
+
+    prompt: str
+
+
+class ModuleReport(Response):
+    """One adapted module: rank, scaling and size of its tensors."""
+
+    module: str
+    rank: int
+    scaling: float
+    bytes: int
+
+
+class AdapterSummary(Response):
+    """An adapter, as it is listed. `state` is where its weights are now."""
+
+    name: str
+    object: Literal["adapter"]
+    digest: str
+    base: str
+    created: int
+    rank: int
+    bytes: int
+    rows: dict[str, int]
+    state: Literal["disk", "host", "device"]
+    has_chat_template: bool
+
+
+class AdapterResponse(AdapterSummary):
+    """An adapter: what was bound where."""
+
+    modules: list[ModuleReport]
+    notes: list[str]
+
+
+class AdapterList(Response):
+    """All adapters, without their load reports."""
+
+    object: Literal["list"]
+    data: list[AdapterSummary]
+
+
+class AdapterDeleted(Response):
+    """The name is gone; what runs finishes."""
+
+    name: str
+    object: Literal["adapter.deleted"]
+    digest: str
+    deleted: bool
+
+
+class HealthResponse(Response):
+    """The process is up; `engine` tells how the engine is."""
+
+    status: Literal["ok"]
+    engine: str
+
+
+class ReadyResponse(Response):
+    """The model is loaded and warm."""
+
+    status: Literal["ready"]
+    model: str
+
+
+class VersionResponse(Response):
+    """What runs here."""
+
+    version: str
+    model: str
+    dtype: str | None
+    device: str | None

@@ -1,0 +1,145 @@
+"""Fields of requests that clients of OpenAI, vLLM, SGLang and LoRAX send and that this server does not act on.
+
+With the fields of the schemas (`service.api.schemas`), which are served, this is the one table of what a request may
+hold. A value that asks for nothing is accepted, whatever the field; one that asks for something is refused with the
+row's sentence. `Request` looks the rows up; OpenAPI and docs/clients.md are made from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class UnservedField:
+    """One row.
+
+    neutral   values that ask for nothing, as their own clients' defaults do; null is one for every field
+    is_inert  whether no value of the field could change an answer here: all are accepted
+    advice    what to do instead of asking for it, the end of the sentence that refuses it
+    """
+
+    name: str
+    neutral: tuple[Any, ...] = ()
+    is_inert: bool = False
+    advice: str = "leave it out"
+
+    def asks(self, value: Any) -> bool:
+        """Whether a value asks for what is not served."""
+        return not (self.is_inert or value is None or any(_is_same(value, one) for one in self.neutral))
+
+    @property
+    def refusal(self) -> str:
+        """What a client is told that asks for it."""
+        return f"`{self.name}` is not supported by this server; {self.advice}."
+
+    @property
+    def json_schema(self) -> dict[str, Any]:
+        """The field in OpenAPI."""
+        if self.is_inert:
+            return {"description": "Accepted and ignored: it has no meaning for this server."}
+        return {"enum": [None, *self.neutral], "description": f"Not supported: {self.advice}."}
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    """Equal as JSON: 1 and 1.0 are, 1 and true are not."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
+def _inert(*names: str) -> list[UnservedField]:
+    return [UnservedField(name, is_inert=True) for name in names]
+
+
+def _refused(*names: str, neutral: tuple[Any, ...] = (), advice: str = "leave it out") -> list[UnservedField]:
+    return [UnservedField(name, neutral, advice=advice) for name in names]
+
+
+def _table(*groups: Iterable[UnservedField]) -> dict[str, UnservedField]:
+    rows = [row for group in groups for row in group]
+    assert len({row.name for row in rows}) == len(rows), "a field has two rows"
+    return {row.name: row for row in rows}
+
+
+_FORMAT = "ask for the format in the prompt"
+_TEMPLATE = "send what the chat template takes in `chat_template_kwargs`"
+
+# Of completions and chat completions. A field that one of them serves and the other does not is in the one's schema.
+GENERATION_FIELDS = _table(
+    # Who asks and what for, and where to look for what was computed before: nothing is kept between requests here.
+    _inert("user", "metadata", "store", "service_tier", "safety_identifier"),
+    _inert("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt"),
+    _inert("request_id", "rid", "session_id", "extra_key", "custom_labels"),
+    _refused("priority", neutral=(0,)),
+    # Another way to name the adapter.
+    _refused("lora_path", "adapter_source", advice="name the adapter in `model`"),
+    # Tools, which have nothing to choose from where there are none.
+    _refused("tools", "functions", neutral=([],)),
+    _refused("tool_choice", "function_call", neutral=("none", "auto")),
+    _inert("parallel_tool_calls"),
+    # Structured output.
+    _refused("structured_outputs", "json_schema", "regex", "ebnf", "guided_json", "guided_regex", advice=_FORMAT),
+    _refused("guided_choice", "guided_grammar", "guided_decoding_backend", advice=_FORMAT),
+    _refused("guided_whitespace_pattern", "structural_tag", advice=_FORMAT),
+    # Reasoning.
+    _refused("reasoning_effort", "reasoning", "thinking", "task", advice=_TEMPLATE),
+    _refused("thinking_token_budget", neutral=(-1,), advice="leave it out, or send `max_tokens`"),
+    _refused("include_reasoning", "separate_reasoning", "stream_reasoning", neutral=(True,)),
+    # What else there may be besides text, and OpenAI's services around the model.
+    _refused("modalities", neutral=([], ["text"])),
+    _refused("verbosity", neutral=("medium",), advice="ask for the length in the prompt"),
+    _refused("audio", "prediction", "web_search_options", "moderation", "access_programs"),
+    _refused("mm_processor_kwargs", "media_io_kwargs", "images_config", "video_config", neutral=({},)),
+    _refused("mm_payload", neutral=("tensors",)),
+    _refused("max_dynamic_patch", "min_dynamic_patch", "image_max_dynamic_patch", "video_max_dynamic_patch"),
+    _refused("use_audio_in_video", neutral=(False,)),
+    _refused("documents", neutral=([],), advice="put them into a message"),
+    _refused("chat_template", advice="upload it with an adapter, whose chats then use it"),
+    # How tokens are chosen.
+    _refused("best_of", neutral=(1,), advice="send `n`, and choose among the answers"),
+    _refused("use_beam_search", neutral=(False,), advice="send `n` for several answers, or `temperature` 0"),
+    _refused("length_penalty", neutral=(1,)),
+    _refused("early_stopping", neutral=(False,)),
+    _refused("bad_words", neutral=([],), advice="send `logit_bias`"),
+    _refused("allowed_token_ids", advice="send `logit_bias`"),
+    _refused("stop_regex", neutral=([],), advice="send `stop`"),
+    _refused("repetition_detection", advice="send `repetition_penalty`"),
+    _refused("watermarking", "watermark", neutral=(False,)),
+    _refused("custom_logit_processor", "custom_params", "vllm_xargs", neutral=({},)),
+    _refused("ngram_corpus_id"),
+    # The prompt.
+    _refused("suffix", neutral=("",), advice="put what is to come after the answer into the prompt"),
+    _refused("prompt_embeds", "input_ids", neutral=([],), advice="send token ids as `prompt` to /v1/completions"),
+    _refused("session_params", neutral=({},), advice="send the whole conversation"),
+    # How the answer is written.
+    _refused("spaces_between_special_tokens", neutral=(True,)),
+    _refused("stream_interval", neutral=(1,)),
+    _refused("logprob_token_ids"),
+    _refused("sampling_logprobs_mode"),
+    _refused("return_prompt_token_ids", neutral=(False,), advice="send `return_token_ids`"),
+    _refused("return_prompt_text", "return_token_offsets", "return_weight_versions", neutral=(False,)),
+    _refused("return_hidden_states", "return_routed_experts", "return_cached_tokens_details", neutral=(False,)),
+    _refused("return_meta_info", "return_entropy", "return_sampling_mask", "return_indexer_topk", neutral=(False,)),
+    _refused("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", neutral=(False,)),
+    # How the two above are written, and what is sent of images.
+    _refused("return_flat_raw_top_logprobs_b64", "return_mm_kwargs", neutral=(True, False)),
+    # Servers of several parts.
+    _refused("kv_transfer_params", "ec_transfer_params", neutral=({},)),
+    _refused("routed_experts_prompt_start", "routed_experts_start_len", neutral=(0,)),
+    _refused("bootstrap_host", "bootstrap_port", "bootstrap_room"),
+    _refused("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank"),
+    # Fields of the next steps, whose neutral values are accepted already.
+    _refused("include_stop_str_in_output", "no_stop_trim", "return_tokens_as_token_ids", "echo", neutral=(False,)),
+    _refused("prompt_logprobs", "truncate_prompt_tokens", "truncation_side"),
+)
+
+# Of /tokenize, which vLLM's clients send what would be a chat.
+TOKENIZE_FIELDS = {
+    name: GENERATION_FIELDS[name]
+    for name in ("tools", "chat_template", "mm_processor_kwargs", "media_io_kwargs", "documents", "reasoning_effort")
+}
+# Of a message.
+MESSAGE_FIELDS = _table(_refused("tool_calls", "function_call", "audio", "refusal", "annotations"))
+# Of `stream_options`. Obfuscation pads chunks against those who watch their sizes; the field turns it off or on.
+STREAM_FIELDS = _table(_inert("include_obfuscation"))
