@@ -212,7 +212,7 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
     generate = not final if request.add_generation_prompt is None else request.add_generation_prompt
 
     def render() -> str:
-        plain = [message.model_dump(exclude_none=True) for message in messages]
+        plain = [message.for_template() for message in messages]
         return chat_template_of(services, target).render(
             plain, add_generation_prompt=generate, continue_final_message=final, variables=variables
         )
@@ -226,7 +226,7 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
         async with services.template_turn(target.digest):
             text = await asyncio.get_running_loop().run_in_executor(services.template_worker.thread, render)
         return await off_loop(lambda: encode(text), size_chars=len(text))
-    size_chars = sum(_MESSAGE_CHARS + len(str(message.content)) for message in messages)
+    size_chars = sum(_MESSAGE_CHARS + message.num_chars for message in messages)
     return await off_loop(lambda: encode(render()), size_chars=size_chars + len(str(variables)))
 
 

@@ -139,7 +139,5 @@ TOKENIZE_FIELDS = {
     name: GENERATION_FIELDS[name]
     for name in ("tools", "chat_template", "mm_processor_kwargs", "media_io_kwargs", "documents", "reasoning_effort")
 }
-# Of a message.
-MESSAGE_FIELDS = _table(_refused("tool_calls", "function_call", "audio", "refusal", "annotations"))
 # Of `stream_options`. Obfuscation pads chunks against those who watch their sizes; the field turns it off or on.
 STREAM_FIELDS = _table(_inert("include_obfuscation"))

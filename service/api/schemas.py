@@ -6,13 +6,13 @@ these ask for nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, model_validator
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic import BeforeValidator, Field, model_validator
 
-from service.api.fields import GENERATION_FIELDS, MESSAGE_FIELDS, STREAM_FIELDS, TOKENIZE_FIELDS, UnservedField
+from service.api.chat_messages import ChatMessage
+from service.api.fields import GENERATION_FIELDS, STREAM_FIELDS, TOKENIZE_FIELDS
+from service.api.request_body import FIRST, Request, bounded
 
 MAX_LOGPROBS = 20
 # Of the prompts of one request, where it has more than one sequence: each takes a few hundred bytes until all are sent.
@@ -22,56 +22,9 @@ MAX_STOP_STRINGS = 32
 MAX_LOGIT_BIASES = 300
 MAX_STOP_TOKEN_IDS = 512
 MAX_DETOKENIZED = 1 << 20  # tokens
-MAX_FIELDS = 256  # of any object of a request
 
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
-
-# For every list that may be long: the first wrong item tells all that a client needs.
-FIRST = Field(fail_fast=True)
-
-
-def _bounded(value: Any, most: int) -> Any:
-    if isinstance(value, dict) and len(value) > most:
-        raise ValueError(f"The object may have at most {most} items, and has {len(value)}")
-    return value
-
-
-class Request(BaseModel):
-    """Base of all request bodies: unknown fields, wrong types, NaN and infinity are refused.
-
-    What is wrong with a body is found in bounded time and memory, for pydantic keeps an error of every field and every
-    item: lists stop at the first (`FIRST`), and objects with too many fields are not looked at.
-
-    unserved  fields that are accepted while they ask for nothing, by name
-    """
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    unserved: ClassVar[Mapping[str, UnservedField]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_out_unserved(cls, value: Any) -> Any:
-        _bounded(value, MAX_FIELDS)
-        if not isinstance(value, dict) or not cls.unserved:
-            return value
-        rows = {name: row for name in value if (row := cls._unserved_field(name)) is not None}
-        for name, row in rows.items():
-            if row.asks(value[name]):
-                raise PydanticCustomError("unserved", "{sentence}", {"field": name, "sentence": row.refusal})
-        return {name: sent for name, sent in value.items() if name not in rows}
-
-    @classmethod
-    def _unserved_field(cls, name: str) -> UnservedField | None:
-        return None if name in cls.model_fields else cls.unserved.get(name)
-
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        schema = handler.resolve_ref_schema(handler(core_schema))
-        rows = {name: row.json_schema for name, row in cls.unserved.items() if cls._unserved_field(name)}
-        schema["properties"] = schema.get("properties", {}) | rows
-        return schema
 
 
 class StreamOptions(Request):
@@ -114,7 +67,7 @@ class Generation(Request):
         Annotated[
             dict[str, Annotated[float, Field(ge=-100, le=100)]],
             Field(max_length=MAX_LOGIT_BIASES),
-            BeforeValidator(lambda value: _bounded(value, MAX_LOGIT_BIASES)),
+            BeforeValidator(lambda value: bounded(value, MAX_LOGIT_BIASES)),
         ]
         | None
     ) = Field(None, description=f"token id, as text, to what is added to its logit; up to {MAX_LOGIT_BIASES} of them")
@@ -161,24 +114,6 @@ class CompletionRequest(Generation):
         description="log probabilities, with so many alternatives; with `echo` of the prompt too, up to "
         f"{MAX_PROMPT_LOGPROBS} in all where there are several prompts or choices",
     )
-
-
-class TextPart(Request):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Request):
-    """One message of a chat. Images, audio, files and tool calls are not supported."""
-
-    unserved = MESSAGE_FIELDS
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1), FIRST]
-    name: str | None = None
-    reasoning_content: str | None = Field(None, description="for templates that show earlier reasoning")
 
 
 class ChatRequest(Generation):

@@ -11,7 +11,7 @@ _PROMPT = "`prompt` must be a text, a list of texts, a list of token ids or a li
 _CONTENT = '`content` of a message must be a text or a list of parts {"type": "text", "text": ...}'
 _OTHER_PARTS = "; images, audio and files are not supported."
 # Fields of several types: below them pydantic's path goes on with the name of the type that it tried.
-_UNIONS = frozenset({"prompt", "stop", "content"})
+_UNIONS = frozenset({"prompt", "stop", "content", "arguments"})
 
 
 def bad_request(faults: Sequence[Mapping[str, Any]], *, prefix: str = "") -> BadRequest:
@@ -24,16 +24,16 @@ def bad_request(faults: Sequence[Mapping[str, Any]], *, prefix: str = "") -> Bad
 
 
 def _rank(fault: Mapping[str, Any]) -> int:
-    """What is told first: a role or a part of content that is not served, then an unsupported field, then the rest."""
+    """What is told first: a role or a part of content that is not served, then a field, then the rest."""
     if fault["type"] == "literal_error" and fault["loc"][-1] in ("role", "type"):
         return 0
-    return 1 if fault["type"] in ("unserved", "extra_forbidden", "json_invalid") else 2
+    return 1 if fault["type"] in ("field", "extra_forbidden", "json_invalid") else 2
 
 
 def _path(fault: Mapping[str, Any]) -> list[Any]:
     """Where the fault is in the client's body: without FastAPI's own first part, and without the types of unions."""
     loc = list(fault["loc"])
-    if fault["type"] == "unserved":
+    if fault["type"] == "field":
         loc.append(fault["ctx"]["field"])
     # A batch's item has no first part of FastAPI's; there, `body` by itself is a field that the client made up.
     is_field = fault["type"] == "extra_forbidden" and len(loc) == 1
@@ -44,7 +44,7 @@ def _path(fault: Mapping[str, Any]) -> list[Any]:
 
 def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mapping[str, Any]]) -> str:
     kind, name = fault["type"], _dotted(path)
-    if kind == "unserved":
+    if kind == "field":
         return str(fault["ctx"]["sentence"])
     if kind == "extra_forbidden":
         return _unknown_field(path)

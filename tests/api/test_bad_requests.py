@@ -25,7 +25,7 @@ def with_message(**message: Any) -> dict[str, Any]:
 
 IMAGE = [{"type": "image_url", "image_url": {"url": "http://x/y.png"}}]
 AUDIO = [{"type": "text", "text": "hear"}, {"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]
-CACHED = [{"type": "text", "text": "hi", "cache_control": {}}]
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 # (what is added to a good body, the `param`, words of the message)
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
@@ -87,14 +87,29 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
 BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": []}, "messages", "at least 1 item"),
     ({"messages": None}, "messages", "valid list"),
-    (with_message(role="robot"), "messages[0].role", "'system', 'developer', 'user' or 'assistant'"),
-    (with_message(role="tool"), "messages[0].role", "'system', 'developer', 'user' or 'assistant'"),
-    (with_message(content=None), "messages[0].content", "must be a text or a list of parts"),
-    (with_message(content=[]), "messages[0].content", "must be a text or a list of parts"),
+    (
+        with_message(role="robot"),
+        "messages[0].role",
+        "'assistant', 'tool' or 'function'",
+    ),
+    (with_message(content=None), "messages[0].content", "must be a text or a list of text parts"),
+    (with_message(content=[]), "messages[0].content", "must be a text or a list of text parts"),
     (with_message(content=IMAGE), None, "image_url"),
     (with_message(content=AUDIO), None, "input_audio"),
-    (with_message(tool_calls=[]), "messages[0].tool_calls", "not supported"),
-    (with_message(colour="red"), "messages[0].colour", "not a field"),
+    (with_message(content=[]), "messages[0].content", "must be a text"),
+    (with_message(content=["hi"]), "messages[0].content", "must be a text"),
+    (with_message(content=[{"type": "text"}]), "messages[0].content", "must be a text"),
+    (with_message(content=[{"type": "refusal", "text": "no"}]), "messages[0].content", "must be a text"),
+    (with_message(name=3), "messages[0].name", "valid string"),
+    (with_message(tool_calls={}), "messages[0].tool_calls", "valid list"),
+    (with_message(tool_calls=[{**CALL, "type": "custom"}]), "messages[0].tool_calls[0].type", "'function'"),
+    (with_message(tool_calls=[{"id": "c"}]), "messages[0].tool_calls[0].function", "is missing"),
+    (with_message(tool_calls=[{"function": {}}]), "messages[0].tool_calls[0].function.name", "is missing"),
+    (
+        with_message(tool_calls=[{"function": {"name": "f", "arguments": 3}}]),
+        "messages[0].tool_calls[0].function.arguments",
+        "valid string",
+    ),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
     ({"tool_choice": "required"}, "tool_choice", "not supported"),
     ({"functions": [{"name": "f"}]}, "functions", "not supported"),
@@ -109,7 +124,6 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"top_logprobs": 2}, None, "only allowed with `logprobs`"),
     ({"logprobs": 2}, "logprobs", "valid boolean"),
     ({"continue_final_message": True, "add_generation_prompt": True}, None, "exclude each other"),
-    (with_message(content=CACHED), "messages[0].content[0].cache_control", "`cache_control` is not a field"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "may not hold messages"),
     ({"max_completion_tokens": 5000, "max_tokens": None}, "max_completion_tokens", "holds 512 tokens"),
     (with_message(content="x " * 2000), "messages", "holds 512 tokens"),

@@ -56,13 +56,6 @@ def test_content_is_told_of_messages_only() -> None:
     assert (error.param, "valid number" in error.message) == ("logit_bias.content", True)
 
 
-def test_an_unknown_field_of_a_part_is_named() -> None:
-    part = {"type": "text", "text": "hi", "cache_control": {}}
-    error = refusal(ChatRequest, chat([part]))
-    assert error.message == "`cache_control` is not a field of `messages[0].content[0]`; leave it out."
-    assert error.param == "messages[0].content[0].cache_control"
-
-
 @pytest.mark.parametrize(
     ("change", "param"),
     [({"prompt": 3}, "prompt"), ({"prompt": [["a"]]}, "prompt"), ({"stop": 3}, "stop"), ({"stop": [3]}, "stop")],
@@ -126,6 +119,7 @@ LARGE_AND_WRONG: list[tuple[type[Request], dict[str, Any]]] = [
     (ChatRequest, {"model": "b", "messages": [{}] * MANY}),
     (ChatRequest, {"model": "b", "messages": [{f"field{index}": 1 for index in range(MANY)}]}),
     (ChatRequest, {"model": "b", "messages": [{"role": "user", "content": [{}] * MANY}]}),
+    (ChatRequest, {"model": "b", "messages": [{"role": "assistant", "tool_calls": [{}] * MANY}]}),
     (ChatRequest, {"model": "b", "messages": [{"role": "user", "content": "x"}], "modalities": [1] * MANY}),
     (ChatRequest, {"model": "b", "messages": [{"role": "user", "content": "x"}], "tools": [{}] * MANY}),
     (TokenizeRequest, {"messages": [1] * MANY}),

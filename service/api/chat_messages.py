@@ -1,0 +1,133 @@
+"""The messages of a chat, as clients keep them, and what of them a chat template sees.
+
+A history belongs to the client: it sends back what it was given, by whatever server, with keys of its own. What has a
+meaning for a template is checked and handed on; all else is ignored.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from service.api.request_body import FIRST, Request, field_error
+
+# What others say is there: without it there is no message. An assistant may have called tools, and a tool be silent.
+_MUST_HAVE_CONTENT = ("system", "developer", "user")
+
+
+class _Kept(Request):
+    """Part of a history: unknown keys are the client's own."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class TextPart(_Kept):
+    """A part of a message. `input_text` and `output_text` are what the Responses API calls a text."""
+
+    type: Literal["text", "input_text", "output_text", "refusal"]
+    text: str | None = None
+    refusal: str | None = Field(None, description="the text of a part of type `refusal`")
+
+    @model_validator(mode="after")
+    def _check_text(self) -> TextPart:
+        if (self.refusal if self.type == "refusal" else self.text) is None:
+            raise ValueError(f"a part of type '{self.type}' has no text")
+        return self
+
+    @property
+    def said(self) -> str:
+        """The text."""
+        return (self.refusal if self.type == "refusal" else self.text) or ""
+
+
+class CalledFunction(_Kept):
+    """Which function, and with what: `arguments` is JSON as text, or an object."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(_Kept):
+    """A call that the assistant made."""
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
+class ChatMessage(_Kept):
+    """One message of a chat. Keys that are not listed here are ignored; images, audio and files are not supported."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | Annotated[list[TextPart], FIRST] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], FIRST] | None = None
+    tool_call_id: str | None = Field(None, description="of a tool's answer: the call that it answers")
+    reasoning_content: str | None = Field(None, description="for templates that show earlier reasoning")
+    reasoning: str | None = Field(None, description="the same, as vLLM calls it")
+    refusal: str | None = Field(None, description="what the assistant said where it has no content")
+    function_call: CalledFunction | None = Field(None, description="a tool call, as it was before there were several")
+
+    @model_validator(mode="after")
+    def _check_content(self) -> ChatMessage:
+        if self.role in _MUST_HAVE_CONTENT and (self.content is None or self.content == []):
+            sentence = f"`content` of a message of role '{self.role}' must be a text or a list of text parts."
+            raise field_error("content", sentence)
+        return self
+
+    @property
+    def num_chars(self) -> int:
+        """About the characters that a template has to handle."""
+        content = self.content or ""
+        called = [call.function for call in self.tool_calls or ()]
+        return (
+            (len(content) if isinstance(content, str) else sum(len(part.said) for part in content))
+            + sum(len(function.name) + len(str(function.arguments)) for function in called)
+            + len(self.reasoning_content or self.reasoning or "")
+        )
+
+    def for_template(self) -> dict[str, Any]:
+        """Plain data as templates know them: `content` is always there, arguments are objects, and the names of older
+        and of other APIs are those of today's."""
+        reasoning = self.reasoning_content if self.reasoning_content is not None else self.reasoning
+        calls = [_called(call.function, call.id) for call in self.tool_calls or ()]
+        if not calls and self.function_call is not None:
+            calls = [_called(self.function_call, None)]
+        said: dict[str, Any] = {
+            "role": "tool" if self.role == "function" else self.role,
+            "content": self._content(),
+            "name": self.name,
+            "tool_calls": calls or None,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": reasoning,
+            "reasoning": reasoning,
+        }
+        return {key: value for key, value in said.items() if value is not None}
+
+    def _content(self) -> str | list[dict[str, str]]:
+        if isinstance(self.content, list):
+            return [{"type": "text", "text": part.said} for part in self.content] or ""
+        return self.content if self.content is not None else self.refusal or ""
+
+
+def _called(function: CalledFunction, call_id: str | None) -> dict[str, Any]:
+    call: dict[str, Any] = {} if call_id is None else {"id": call_id}
+    return call | {"type": "function", "function": {"name": function.name, "arguments": _arguments(function.arguments)}}
+
+
+def _arguments(given: str | dict[str, Any] | None) -> Any:
+    """An object for the template. What a model once wrote may be no JSON: then it stays the text that it is, for the
+    client cannot change its history, and every later turn would fail."""
+    if not given:
+        return {}
+    if isinstance(given, dict):
+        return given
+    try:
+        parsed = json.loads(given)
+    except (ValueError, RecursionError):
+        return given
+    if parsed is None:
+        return {}
+    return parsed if isinstance(parsed, dict) else given

@@ -1,0 +1,65 @@
+"""The base of all request bodies, with the bounds on what is wrong with one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError
+
+from service.api.fields import UnservedField
+
+MAX_FIELDS = 256  # of any object of a request
+
+# For every list that may be long: the first wrong item tells all that a client needs.
+FIRST = Field(fail_fast=True)
+
+
+def bounded(value: Any, most: int) -> Any:
+    """The value; ValueError for an object of more than `most` items."""
+    if isinstance(value, dict) and len(value) > most:
+        raise ValueError(f"The object may have at most {most} items, and has {len(value)}")
+    return value
+
+
+def field_error(field: str, sentence: str) -> PydanticCustomError:
+    """For validators of a whole object: what is wrong is this field of it, and the client is told this sentence."""
+    return PydanticCustomError("field", "{sentence}", {"field": field, "sentence": sentence})
+
+
+class Request(BaseModel):
+    """Base of all request bodies: unknown fields, wrong types, NaN and infinity are refused.
+
+    What is wrong with a body is found in bounded time and memory, for pydantic keeps an error of every field and every
+    item: lists stop at the first (`FIRST`), and objects with too many fields are not looked at.
+
+    unserved  fields that are accepted while they ask for nothing, by name
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    unserved: ClassVar[Mapping[str, UnservedField]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_unserved(cls, value: Any) -> Any:
+        bounded(value, MAX_FIELDS)
+        if not isinstance(value, dict) or not cls.unserved:
+            return value
+        rows = {name: row for name in value if (row := cls._unserved_field(name)) is not None}
+        for name, row in rows.items():
+            if row.asks(value[name]):
+                raise field_error(name, row.refusal)
+        return {name: sent for name, sent in value.items() if name not in rows}
+
+    @classmethod
+    def _unserved_field(cls, name: str) -> UnservedField | None:
+        return None if name in cls.model_fields else cls.unserved.get(name)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        rows = {name: row.json_schema for name, row in cls.unserved.items() if cls._unserved_field(name)}
+        schema["properties"] = schema.get("properties", {}) | rows
+        return schema

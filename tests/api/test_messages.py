@@ -1,0 +1,135 @@
+"""A history is the client's own: what is in it reaches the template or is ignored, and is not refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from service.api.chat_messages import ChatMessage
+from tests.api.conftest import BASE, Checkpoints
+from tests.support.server import Server
+from tests.support.uploads import parts_of
+
+USER: dict[str, Any] = {"role": "user", "content": "hi"}
+FOLLOW: dict[str, Any] = {"role": "user", "content": "and?"}
+SAID: dict[str, Any] = {"role": "assistant", "content": "ho"}
+# What clients make of the plain messages above.
+HISTORIES: dict[str, list[dict[str, Any]]] = {
+    "litellm": [
+        USER,
+        {
+            **SAID, "tool_calls": None, "function_call": None, "provider_specific_fields": {"refusal": None},
+            "annotations": [], "thinking_blocks": [{"type": "thinking"}], "reasoning_items": [], "images": [],
+        },
+        FOLLOW,
+    ],
+    "openai's answer": [
+        USER,
+        {**SAID, "refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": None},
+        FOLLOW,
+    ],
+    "vLLM's answer": [USER, {**SAID, "refusal": None, "reasoning": None, "tool_calls": []}, FOLLOW],
+    "keys of a store": [{**USER, "id": "m1", "timestamp": 3}, {**SAID, "phase": "final"}, {**FOLLOW, "\ud800": 1}],
+    "text parts": [
+        {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "ho", "annotations": []}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "and?", "prompt_cache_breakpoint": True}]},
+    ],
+    "refusals": [USER, {"role": "assistant", "content": None, "refusal": "ho"}, FOLLOW],
+    "refusal parts": [USER, {"role": "assistant", "content": [{"type": "refusal", "refusal": "ho"}]}, FOLLOW],
+}  # fmt: skip
+
+
+def _tokens(server: Server, messages: list[dict[str, Any]]) -> list[int]:
+    body = json.dumps({"messages": messages})
+    answer = server.post("/tokenize", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 200, answer.text
+    tokens: list[int] = answer.json()["tokens"]
+    return tokens
+
+
+@pytest.mark.parametrize("messages", HISTORIES.values(), ids=HISTORIES)
+def test_a_history_reads_like_the_plain_one(server: Server, messages: list[dict[str, Any]]) -> None:
+    assert _tokens(server, messages) == _tokens(server, [USER, SAID, FOLLOW])
+
+
+def test_an_assistant_that_said_nothing_is_a_message_without_text(server: Server) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    silent = [
+        {"role": "assistant", "content": None},
+        {"role": "assistant"},
+        {"role": "assistant", "content": []},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    wanted = _tokens(server, [USER, {"role": "assistant", "content": ""}, FOLLOW])
+    for message in silent:
+        assert _tokens(server, [USER, message, FOLLOW]) == wanted
+        answer = server.post("/v1/chat/completions", json={"messages": [USER, message, FOLLOW], "model": BASE, "n": 1})
+        assert answer.status_code == 200
+
+
+@pytest.fixture
+def plain_json(server: Server, checkpoints: Checkpoints) -> Iterator[str]:
+    """An adapter whose chat template writes down what it sees."""
+    files = {**parts_of(checkpoints.spare), "chat_template": ("chat_template.jinja", b"{{ messages | tojson }}")}
+    server.post("/v1/adapters", data={"name": "scribe"}, files=files).raise_for_status()
+    yield "scribe"
+    server.http.delete(f"{server.url}/v1/adapters/scribe").raise_for_status()
+
+
+def test_a_template_sees_calls_and_what_the_tools_said(server: Server, plain_json: str) -> None:
+    def call(arguments: Any, **extra: Any) -> dict[str, Any]:
+        return {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments, **extra}, **extra}
+
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": "sum"},
+        {"role": "assistant", "content": None, "tool_calls": [call('{"a": [1]}', index=0, extra_content={}), call("")]},
+        {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "f"},
+        {"role": "assistant", "function_call": {"name": "g", "arguments": '{"b": 2}'}, "reasoning": "hm"},
+        {"role": "function", "content": None, "name": "g"},
+    ]
+    body = {"model": plain_json, "messages": messages}
+    tokens = server.post("/tokenize", json=body).json()["tokens"]
+    seen = json.loads(server.post("/detokenize", json={"tokens": tokens}).json()["prompt"])
+    assert seen == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "sum"},
+        {"role": "assistant", "content": "", "tool_calls": [call({"a": [1]}), call({})]},
+        {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "f"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "g", "arguments": {"b": 2}}}],
+            "reasoning": "hm",
+            "reasoning_content": "hm",
+        },
+        {"role": "tool", "content": "", "name": "g"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        (None, {}),
+        ("", {}),
+        ("null", {}),
+        ("{}", {}),
+        ({"a": 1}, {"a": 1}),
+        ('{"a": 1}', {"a": 1}),
+        ('{"a": ', '{"a": '),
+        ("[1]", "[1]"),
+        ("f(x)", "f(x)"),
+        ("[" * 100_000, "[" * 100_000),
+        ("1" * 5000, "1" * 5000),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_arguments_are_an_object_where_they_can_be(given: Any, seen: Any) -> None:
+    message = ChatMessage.model_validate(
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": given}}]}
+    )
+    assert message.for_template()["tool_calls"][0]["function"]["arguments"] == seen
