@@ -141,9 +141,12 @@ async def _prompts(
     return [await chat_prompt(services, target, request)]
 
 
-def resolve_name(services: Services, model: str, adapter_id: str | None = None) -> str | None:
-    """The adapter that `model` and `adapter_id` name, None for the base. Whether it exists is not checked."""
+def resolve_name(services: Services, model: str | None, adapter_id: str | None = None) -> str | None:
+    """The adapter that `model` (None: the base) and `adapter_id` name, None for the base. Whether it exists is not
+    checked."""
     base = services.settings.base_name
+    if model is None:
+        return adapter_id
     if not model:
         raise BadRequest(f"`model` is empty; send {base!r}, an adapter's name, or '{base}:<adapter>'.", param="model")
     prefix, _, suffix = model.partition(":")
@@ -162,13 +165,13 @@ def resolve_name(services: Services, model: str, adapter_id: str | None = None) 
     return named
 
 
-def resolve(services: Services, model: str, adapter_id: str | None = None) -> Target:
+def resolve(services: Services, model: str | None, adapter_id: str | None = None) -> Target:
     """Names to a digest, with a lease on it. UnknownModel if there is no such adapter, or none at all: LoRA is off."""
     name = resolve_name(services, model, adapter_id)
     if name is None:
         return Target(services.settings.base_name, None)
     param = "adapter_id" if adapter_id else "model"
-    unknown = f"The model `{quoted(adapter_id or model)}` does not exist"
+    unknown = f"The model `{quoted(adapter_id or model or name)}` does not exist"
     if services.store is None:
         raise UnknownModel(
             f"{unknown}: LoRA is off, so there is only {services.settings.base_name!r}; to serve adapters, start the "

@@ -69,12 +69,14 @@ class CompletionChoice(Response):
 
 
 class CompletionResponse(Response):
-    """Answer of POST /v1/completions, and each chunk of its stream."""
+    """Answer of POST /v1/completions, and each chunk of its stream. `model` is the base or adapter that answers, and
+    `system_fingerprint` changes with the content of either."""
 
     id: str
     object: Literal["text_completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
 
@@ -118,12 +120,14 @@ class ChatChoice(Response):
 
 
 class ChatResponse(Response):
-    """Answer of POST /v1/chat/completions."""
+    """Answer of POST /v1/chat/completions. `model` is the base or adapter that answers, and `system_fingerprint`
+    changes with the content of either."""
 
     id: str
     object: Literal["chat.completion"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
@@ -154,6 +158,7 @@ class ChatChunk(Response):
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None

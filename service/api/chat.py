@@ -88,7 +88,13 @@ class ChatAnswer:
             yield {**head, "choices": [], "usage": self._usage()}
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._request.model}
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self.job.name,
+            "system_fingerprint": self.job.fingerprint,
+        }
 
     def _whole_choice(self, index: int, piece: Piece) -> dict[str, Any]:
         return self._choice(index, piece, message={"role": "assistant", "content": piece.text})

@@ -49,13 +49,14 @@ class CompletionAnswer:
     def __init__(self, services: Services, request: CompletionRequest, admitted: Admitted) -> None:
         self._services = services
         self._request = request
+        self.job = Job(services, admitted)
         self._head: dict[str, Any] = {
             "id": f"cmpl-{uuid4().hex}",
             "object": "text_completion",
             "created": int(time.time()),
-            "model": request.model,
+            "model": self.job.name,
+            "system_fingerprint": self.job.fingerprint,
         }
-        self.job = Job(services, admitted)
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""

@@ -160,6 +160,7 @@ class Job:
 
     def __init__(self, services: Services, admitted: Admitted) -> None:
         self._target = admitted.target
+        self._base_digest = services.base_digest
         self._admitted = admitted
         self._closed = False
         self.plans = admitted.plans
@@ -175,6 +176,12 @@ class Job:
     def name(self) -> str:
         """The adapter that answers, or the base."""
         return self._target.name
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with what answers: the digest of the base, and of the adapter if there is one."""
+        digest = self._target.digest
+        return f"fp_{self._base_digest}" if digest is None else f"fp_{self._base_digest}_{digest[:16]}"
 
     @property
     def num_completion_tokens(self) -> int:

@@ -29,6 +29,7 @@ CLIENT_GONE = 499
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 # Asked every few seconds by machines; their lines are debug lines.
 _PROBES = frozenset({"/health", "/ready", "/metrics"})
+_MAX_REQUEST_ID_CHARS = 200
 # How much of a refused body is read and thrown away, so that the client gets to read why.
 _DRAIN_BYTES = 64 << 20
 _DRAIN_SECONDS = 10.0
@@ -100,7 +101,7 @@ class _Visit:
         self.started = time.perf_counter()
         self.status: int | None = None
         self.answered = False
-        self.request_id = uuid4().hex
+        self.request_id = _named_by_client(self.headers) or uuid4().hex
         self.notes = RequestNotes()
         scope["multilora.notes"] = self.notes
         scope["multilora.refuse"] = self.refuse
@@ -161,6 +162,12 @@ class _Visit:
                         return
         except TimeoutError:
             return
+
+
+def _named_by_client(headers: Headers) -> str | None:
+    """The client's own name for its request, if it fits a header and a line of the log."""
+    name = headers.get("x-request-id", "")
+    return name if 0 < len(name) <= _MAX_REQUEST_ID_CHARS and name.isascii() and name.isprintable() else None
 
 
 def _announces_body(headers: Headers) -> bool:

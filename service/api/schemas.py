@@ -47,7 +47,7 @@ class Generation(Request):
 
     unserved = GENERATION_FIELDS
 
-    model: str = Field(description="the base's name, an adapter's name, or `base:adapter`")
+    model: str | None = Field(None, description="the base's name (the default), an adapter's name, or `base:adapter`")
     adapter_id: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="an adapter's name; if `model` names one too it must be the same"
     )

@@ -13,6 +13,7 @@ from weakref import WeakValueDictionary
 from fastapi import Request
 
 from adapters.layout import BaseLayout
+from adapters.paths import layout_fingerprint
 from adapters.records import AdapterRecord
 from adapters.store import AdapterStore
 from service.api.errors import NotReady, QueueFull
@@ -91,6 +92,7 @@ class Services:
     prepared     the operator's adapters are in the store, so that the first request finds them
     start_error  why the server never got so far, one sentence
     stop         ends the server; set by who runs it
+    base_digest  16 hex digits that change with the base
     """
 
     settings: Settings
@@ -107,6 +109,7 @@ class Services:
     stop: Callable[[], None] | None = None
     template_worker: TemplateWorker = field(default_factory=TemplateWorker)
     gate: Gate = field(init=False)
+    base_digest: str = field(init=False)
     _template_turns: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _loop: asyncio.AbstractEventLoop | None = None
     _num_uploads: int = 0
@@ -116,6 +119,7 @@ class Services:
 
     def __post_init__(self) -> None:
         self.gate = Gate(self.settings.max_queued_requests)
+        self.base_digest = layout_fingerprint(self.layout)
         self._no_uploads.set()
 
     def adapter_template(self, digest: str) -> AdapterTemplate | None:

@@ -48,7 +48,7 @@ async def _token_names(services: Services, prompt: Prompt) -> list[str]:
 
 
 async def _prompt(services: Services, body: TokenizeRequest) -> Prompt:
-    target = resolve(services, services.settings.base_name if body.model is None else body.model)
+    target = resolve(services, body.model)
     try:
         if body.messages is not None:
             return await chat_prompt(services, target, body)

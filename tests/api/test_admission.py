@@ -312,6 +312,7 @@ def test_many_log_probabilities_are_written_beside_the_loop(
     piece.logprobs = [TokenLogprob(65, -1.0, ((65, -1.0), (66, -2.0)))] * num_tokens
 
     class Ended:
+        name, fingerprint = "tiny", "fp_0"
         plans = (SimpleNamespace(prompt=Prompt((1,), "a")),)
         runs = (SimpleNamespace(num_prompt_tokens=1),)
         num_completion_tokens = num_tokens

@@ -259,6 +259,18 @@ def test_every_answer_names_its_request(server: Server) -> None:
             wait_for(lambda request_id=request_id: request_id in server.log, "the request's log line")
 
 
+def test_a_client_s_own_name_of_a_request_is_kept(server: Server) -> None:
+    def named(given: str) -> str:
+        return str(server.get("/health", headers={"X-Request-Id": given}).headers["x-request-id"])
+
+    assert named("req 7f/3:a") == "req 7f/3:a"
+    for unfit in ("", "x" * 201, "a\tb"):
+        assert named(unfit) != unfit and len(named(unfit)) == 32
+    refused = server.post("/v1/completions", json={}, headers={"X-Request-Id": "mine-17"})
+    assert (refused.status_code, refused.headers["x-request-id"]) == (400, "mine-17")
+    wait_for(lambda: "mine-17" in server.log, "the request's log line")
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

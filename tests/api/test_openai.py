@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
@@ -51,6 +52,30 @@ class TestNames:
         expected = text("beta")
         assert text(f"{BASE}:beta") == text(BASE, adapter_id="beta") == text("beta", adapter_id="beta") == expected
         assert text(f"{BASE}:beta", adapter_id="beta") == expected
+
+    def test_an_answer_says_who_spoke(self, server: Server, client: openai.OpenAI) -> None:
+        cards = {card.id: card.model_extra or {} for card in client.models.list().data}
+        prints = {}
+        for names, speaker in (
+            ({}, BASE),
+            ({"model": None}, BASE),
+            ({"model": BASE}, BASE),
+            ({"adapter_id": "beta"}, "beta"),
+            ({"model": BASE, "adapter_id": "beta"}, "beta"),
+            ({"model": f"{BASE}:alpha"}, "alpha"),
+        ):
+            body = {**names, "max_tokens": 1}
+            text = server.post("/v1/completions", json={**body, "prompt": "the"}).json()
+            chat = server.post("/v1/chat/completions", json={**body, "messages": CHAT}).json()
+            streamed = server.post("/v1/chat/completions", json={**body, "messages": CHAT, "stream": True}).text
+            chunk = json.loads(streamed.split("\n\n")[0].removeprefix("data: "))
+            assert text["model"] == chat["model"] == chunk["model"] == speaker
+            assert text["system_fingerprint"] == chat["system_fingerprint"] == chunk["system_fingerprint"]
+            prints.setdefault(speaker, set()).add(chat["system_fingerprint"])
+        assert all(len(of_one) == 1 for of_one in prints.values())
+        (base,) = prints[BASE]
+        for name in ("alpha", "beta"):
+            assert prints[name] == {f"{base}_{cards[name]['root'][:16]}"}
 
     def test_two_different_names_are_refused(self, client: openai.OpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match=r"alpha.*beta"):
@@ -323,7 +348,7 @@ class TestBatch:
             {"model": "nobody", "prompt": "the"},
             {"model": "alpha", "prompt": "the", "stream": True},
             {"model": "alpha", "prompt": "the", "temperature": "hot"},
-            {"prompt": "the"},
+            {"prompt": 3},
             {},
         ]
         answer = server.post("/v1/completions/batch", json={"items": items})
