@@ -22,6 +22,9 @@ from service.text.chat_template import RESERVED_VARIABLES, ChatTemplate
 from service.text.template_worker import AdapterTemplate
 
 DEFAULT_COMPLETION_TOKENS = 16
+# Of a text that need not fit: far beyond most contexts, since counting what does not fit is what many ask for.
+# Tokenising takes 200 bytes for each.
+MAX_TEXT_CHARS = 4 << 20
 # Longer texts are tokenised in a thread, so that they do not hold up the streams of other requests.
 _LONG_TEXT_CHARS = 20_000
 # Even longer ones one after another, as tokenising takes two hundred times their memory.
@@ -71,13 +74,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Plan:
-    """One sequence to run: `sampling.seed` is already this choice's own."""
+    """One sequence to run: `sampling.seed` is already this choice's own. `include_stop`: what ends the answer, a stop
+    string or an end token's text, is part of it."""
 
     request_id: str
     prompt: Prompt
     sampling: Sampling
     stop: tuple[str, ...]
     skip_special_tokens: bool
+    include_stop: bool
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,8 @@ async def admit(services: Services, request: CompletionRequest | ChatRequest, *,
             services.gate.enter(wanted)
             places = wanted
         prompts = await _prompts(services, ready, target, request)
-        return Admitted(services, target, plan_sequences(ready, request, prompts, services.tokenizer.eos_token_ids))
+        kept = [_truncated(services, ready, request, prompt) for prompt in prompts]
+        return Admitted(services, target, plan_sequences(ready, request, kept, services.tokenizer.eos_token_ids))
     except BaseException:
         services.gate.leave(places)
         if target is not None:
@@ -139,6 +145,24 @@ async def _prompts(
     if isinstance(request, CompletionRequest):
         return await completion_prompts(services, ready, request)
     return [await chat_prompt(services, target, request)]
+
+
+def _truncated(services: Services, ready: Ready, request: CompletionRequest | ChatRequest, prompt: Prompt) -> Prompt:
+    """What `truncate_prompt_tokens` leaves of the prompt. BadRequest if more is to be kept than there is room for."""
+    asked = request.truncate_prompt_tokens
+    if asked is None:
+        return prompt
+    limit = min(ready.max_model_len_tokens, ready.kv_capacity_tokens)
+    if asked > limit:
+        raise BadRequest(
+            f"`truncate_prompt_tokens` is {asked}, but this server holds {limit} tokens for a request; lower it.",
+            param="truncate_prompt_tokens",
+        )
+    most = asked if asked > 0 else max(1, limit - (_wanted_tokens(request) or 1))
+    if len(prompt.token_ids) <= most:
+        return prompt
+    token_ids = prompt.token_ids[:most] if request.truncation_side == "right" else prompt.token_ids[-most:]
+    return Prompt(token_ids, services.tokenizer.decode(token_ids, skip_special_tokens=False) if request.echo else "")
 
 
 def resolve_name(services: Services, model: str | None, adapter_id: str | None = None) -> str | None:
@@ -221,7 +245,7 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
         )
 
     def encode(text: str) -> Prompt:
-        _refuse_hopeless(services, text, "messages")
+        _refuse_hopeless(services, request, text, "messages")
         return encoded(services, text, special=bool(request.add_special_tokens))
 
     if target.has_template:
@@ -240,7 +264,7 @@ async def completion_prompts(services: Services, ready: Ready, request: Completi
 
     for text in texts:
         if isinstance(text, str):
-            _refuse_hopeless(services, text, "prompt")
+            _refuse_hopeless(services, request, text, "prompt")
 
     def work() -> list[Prompt]:
         return [_completion_prompt(services, ready, text, special=special, echo=bool(request.echo)) for text in texts]
@@ -263,9 +287,18 @@ def encoded(services: Services, text: str, *, special: bool) -> Prompt:
     return Prompt(tuple(services.tokenizer.encode(text, add_special_tokens=special)), text)
 
 
-def _refuse_hopeless(services: Services, text: str, field: str) -> None:
+def _refuse_hopeless(
+    services: Services, request: CompletionRequest | ChatRequest | TokenizeRequest, text: str, field: str
+) -> None:
     """BadRequest for a text that is too long however its tokens fall, before they are looked for."""
     ready, most_chars = services.engine.ready, services.tokenizer.max_chars_per_token
+    if not isinstance(request, TokenizeRequest) and request.truncate_prompt_tokens is not None:
+        if len(text) > MAX_TEXT_CHARS:
+            raise BadRequest(
+                f"The prompt has {len(text)} characters; to be truncated it may have {MAX_TEXT_CHARS}: shorten it.",
+                param=field,
+            )
+        return
     if ready is not None and most_chars is not None:
         limit = min(ready.max_model_len_tokens, ready.kv_capacity_tokens)
         if len(text) > limit * most_chars:
@@ -307,6 +340,7 @@ def plan_sequences(
                     sampling=_replace_seed(sampling, seed_of_choice(request.seed, index)),
                     stop=stop_strings(request),
                     skip_special_tokens=request.skip_special_tokens is None or request.skip_special_tokens,
+                    include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
                 )
             )
     # One sequence alone is bounded by the context length.
@@ -324,8 +358,8 @@ def num_prompt_logprobs(plans: Sequence[Plan]) -> int:
 def too_many_prompt_logprobs(wanted: int) -> BadRequest:
     """What to say of so many."""
     return BadRequest(
-        f"`echo` with `logprobs` asks for {wanted} log probabilities of prompt tokens; a request may have "
-        f"{MAX_PROMPT_LOGPROBS}: send fewer prompts, or lower `logprobs` or `n`.",
+        f"This asks for {wanted} log probabilities of prompt tokens; a request may have {MAX_PROMPT_LOGPROBS}: send "
+        "fewer prompts, or lower `logprobs`, `prompt_logprobs` or `n`.",
         param="logprobs",
     )
 

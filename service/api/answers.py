@@ -56,6 +56,18 @@ class CompletionLogprobs(Response):
     text_offset: list[int]
 
 
+class PromptLogprob(Response):
+    """Of a prompt's token or an alternative. `rank` among the alternatives, from 1; null for a token that is none."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+# For each token of the prompt, by token id; null for the first one, which nothing precedes.
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
 class CompletionChoice(Response):
     """One answer. `stop_reason` is the stop string or stop token id that ended it."""
 
@@ -66,6 +78,7 @@ class CompletionChoice(Response):
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionResponse(Response):
@@ -131,6 +144,7 @@ class ChatResponse(Response):
     choices: list[ChatChoice]
     usage: Usage
     prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatDelta(Response):

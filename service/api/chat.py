@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from service.api.admission import Admitted, admit, off_loop
 from service.api.answers import ChatResponse
 from service.api.generation import Job, Piece
-from service.api.logprobs import chat_logprobs, cost_chars
+from service.api.logprobs import chat_logprobs, cost_chars, prompt_logprobs, token_names
 from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.requestlog import note_job
 from service.api.schemas import ChatRequest, StreamOptions
@@ -51,6 +51,9 @@ class ChatAnswer:
         self._request = request
         self._id = f"chatcmpl-{uuid4().hex}"
         self._created = int(time.time())
+        self._names = token_names(services.tokenizer, request)
+        last = request.messages[-1]
+        self._echoed = last.text if request.echo and last.role == "assistant" else ""
         self.job = Job(services, admitted)
 
     async def whole(self) -> dict[str, Any]:
@@ -61,6 +64,9 @@ class ChatAnswer:
     def _written(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         choices = [self._whole_choice(index, piece) for index, piece in enumerate(pieces)]
         answer = {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
+        num_top, entries = self._request.prompt_logprobs, pieces[0].prompt_logprobs
+        if num_top is not None and entries is not None:
+            answer["prompt_logprobs"] = prompt_logprobs(self._services.tokenizer, entries, num_top)
         if self._request.return_token_ids:
             answer["prompt_token_ids"] = list(self.job.plans[0].prompt.token_ids)
         return answer
@@ -79,6 +85,9 @@ class ChatAnswer:
             if index == 0 and self._request.return_token_ids:
                 first["prompt_token_ids"] = list(self.job.plans[0].prompt.token_ids)
             yield first | so_far()
+            if self._echoed:
+                choice = self._choice(index, Piece(), delta={"content": self._echoed})
+                yield {**head, "choices": [choice]} | so_far()
         async for index, piece in self.job.stream():
             if piece.text or piece.finish_reason or piece.logprobs or self._request.return_token_ids:
                 delta = {"content": piece.text} if piece.text else {}
@@ -97,14 +106,14 @@ class ChatAnswer:
         }
 
     def _whole_choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        return self._choice(index, piece, message={"role": "assistant", "content": piece.text})
+        return self._choice(index, piece, message={"role": "assistant", "content": self._echoed + piece.text})
 
     def _choice(self, index: int, piece: Piece, **said: dict[str, str]) -> dict[str, Any]:
         wanted = self._request.logprobs and (piece.logprobs or "message" in said)
         choice: dict[str, Any] = {
             "index": index,
             **said,
-            "logprobs": chat_logprobs(self._services.tokenizer, piece) if wanted else None,
+            "logprobs": chat_logprobs(self._services.tokenizer, self._names, piece) if wanted else None,
             "finish_reason": piece.finish_reason,
         }
         if piece.stop_reason is not None:

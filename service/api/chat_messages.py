@@ -78,6 +78,12 @@ class ChatMessage(_Kept):
         return self
 
     @property
+    def text(self) -> str:
+        """What it says."""
+        content = self._content()
+        return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+    @property
     def num_chars(self) -> int:
         """About the characters that a template has to handle."""
         content = self.content or ""

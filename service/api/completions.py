@@ -14,7 +14,15 @@ from fastapi.responses import Response
 from service.api.admission import Admitted, Plan, admit, off_loop
 from service.api.answers import CompletionResponse
 from service.api.generation import Job, Piece
-from service.api.logprobs import completion_logprobs, cost_chars, join_columns, prompt_logprobs
+from service.api.logprobs import (
+    completion_logprobs,
+    cost_chars,
+    echoed_logprobs,
+    first_alternatives,
+    join_columns,
+    prompt_logprobs,
+    token_names,
+)
 from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.requestlog import note_job
 from service.api.schemas import CompletionRequest, StreamOptions
@@ -103,6 +111,9 @@ class CompletionAnswer:
         }
         if piece.stop_reason is not None:
             choice["stop_reason"] = piece.stop_reason
+        num_top = self._request.prompt_logprobs
+        if num_top is not None and piece.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(self._services.tokenizer, piece.prompt_logprobs, num_top)
         if self._request.return_token_ids:
             choice["token_ids"] = piece.token_ids
             if first:
@@ -113,14 +124,16 @@ class CompletionAnswer:
         if self._request.logprobs is None:
             return None
         tokenizer = self._services.tokenizer
+        names = token_names(tokenizer, self._request)
         echo = bool(self._request.echo)
-        columns = completion_logprobs(tokenizer, piece, len(plan.prompt.text) if echo else 0)
+        columns = completion_logprobs(names, piece, len(plan.prompt.text) if echo else 0)
         if not (echo and first) or piece.prompt_logprobs is None:
             return columns
         is_text = isinstance(self._request.prompt, str) or (
             isinstance(self._request.prompt, list) and isinstance(self._request.prompt[0], str)
         )
-        before = prompt_logprobs(tokenizer, plan.prompt, piece.prompt_logprobs, skip_special_tokens=is_text)
+        entries = first_alternatives(piece.prompt_logprobs, self._request.logprobs)
+        before = echoed_logprobs(tokenizer, names, plan.prompt, entries, skip_special_tokens=is_text)
         return join_columns(before, columns)
 
     def _usage(self) -> dict[str, int]:

@@ -129,9 +129,6 @@ GENERATION_FIELDS = _table(
     _refused("routed_experts_prompt_start", "routed_experts_start_len", neutral=(0,)),
     _refused("bootstrap_host", "bootstrap_port", "bootstrap_room"),
     _refused("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank"),
-    # Fields of the next steps, whose neutral values are accepted already.
-    _refused("include_stop_str_in_output", "no_stop_trim", "return_tokens_as_token_ids", "echo", neutral=(False,)),
-    _refused("prompt_logprobs", "truncate_prompt_tokens", "truncation_side"),
 )
 
 # Of /tokenize, which vLLM's clients send what would be a chat.

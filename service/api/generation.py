@@ -120,8 +120,9 @@ class SequenceRun:
             if message.logprobs:
                 piece.logprobs.append(message.logprobs[index])
             self.timer.tokens(1)
-            # The token that ends the answer is counted, but is no part of its text.
-            if token_id in self._stop_token_ids and self.timer.num_tokens > self._plan.sampling.min_tokens:
+            # The token that ends the answer is counted, but is no part of its text unless that is asked for.
+            ends = token_id in self._stop_token_ids and self.timer.num_tokens > self._plan.sampling.min_tokens
+            if ends and not self._plan.include_stop:
                 continue
             piece.text += self._give(self._detokenizer.push(token_id))
             if self._stop.matched is not None:
@@ -132,7 +133,8 @@ class SequenceRun:
     def _give(self, text: str) -> str:
         """Text through the stop strings, of which none ends the text before `min_tokens`."""
         self._num_chars += len(text)
-        return self._stop.push(text, may_end=self.timer.num_tokens > self._plan.sampling.min_tokens)
+        given = self._stop.push(text, may_end=self.timer.num_tokens > self._plan.sampling.min_tokens)
+        return given + (self._stop.matched or "") if self._plan.include_stop else given
 
     def _finished(self, message: Finished) -> Piece:
         if message.reason == "error":

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+
+from msgspec import structs
 
 from service.api.admission import Prompt
 from service.api.generation import Piece
+from service.api.schemas import Generation
 from service.engine.messages import TokenLogprob
 from service.text.detokenizer import IncrementalDetokenizer
 from service.text.tokenizer import TextTokenizer
 
 # JSON has no infinity; a token that sampling ruled out gets what OpenAI and vLLM send for it.
 LOWEST_LOGPROB = -9999.0
+TokenNames = Callable[[int], str]
 # To look up a token's text costs about as much as to tokenise so many characters.
 _CHARS_PER_LOOKUP = 4
 
 
-def completion_logprobs(tokenizer: TextTokenizer, piece: Piece, first_offset: int) -> dict[str, Any]:
+def token_names(tokenizer: TextTokenizer, request: Generation) -> TokenNames:
+    """How the request wants tokens written: as text, or as ids for those whose text is none."""
+    return (lambda token_id: f"token_id:{token_id}") if request.return_tokens_as_token_ids else tokenizer.token_text
+
+
+def completion_logprobs(names: TokenNames, piece: Piece, first_offset: int) -> dict[str, Any]:
     """The completions shape for the tokens of a piece; `first_offset` characters stand before the answer."""
-    return _columns(tokenizer, piece.logprobs, [first_offset + offset for offset in piece.text_offsets])
+    return _columns(names, piece.logprobs, [first_offset + offset for offset in piece.text_offsets])
 
 
-def prompt_logprobs(
-    tokenizer: TextTokenizer, prompt: Prompt, entries: Sequence[TokenLogprob | None], *, skip_special_tokens: bool
+def echoed_logprobs(
+    tokenizer: TextTokenizer,
+    names: TokenNames,
+    prompt: Prompt,
+    entries: Sequence[TokenLogprob | None],
+    *,
+    skip_special_tokens: bool,
 ) -> dict[str, Any]:
     """The completions shape for the prompt, of which the first token has no probability."""
     offsets = []
@@ -36,11 +50,26 @@ def prompt_logprobs(
         entry if entry is not None else _no_probability(token_id)
         for entry, token_id in zip(entries, prompt.token_ids, strict=True)
     ]
-    columns = _columns(tokenizer, filled, offsets)
+    columns = _columns(names, filled, offsets)
     for index, entry in enumerate(entries):
         if entry is None:
             columns["token_logprobs"][index] = columns["top_logprobs"][index] = None
     return columns
+
+
+def prompt_logprobs(
+    tokenizer: TextTokenizer, entries: Sequence[TokenLogprob | None], num_top: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's shape for the prompt: of each token its log probability and those of `num_top` alternatives, by id."""
+    return [None if entry is None else _by_id(tokenizer, entry, num_top) for entry in entries]
+
+
+def first_alternatives(entries: Sequence[TokenLogprob | None], num_top: int) -> list[TokenLogprob | None]:
+    """The entries with at most so many alternatives, where the engine was asked for more."""
+    return [
+        entry if entry is None or len(entry.top) <= num_top else structs.replace(entry, top=entry.top[:num_top])
+        for entry in entries
+    ]
 
 
 def cost_chars(pieces: Iterable[Piece]) -> int:
@@ -57,25 +86,25 @@ def join_columns(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any
     return {name: first[name] + second[name] for name in first}
 
 
-def chat_logprobs(tokenizer: TextTokenizer, piece: Piece) -> dict[str, Any]:
+def chat_logprobs(tokenizer: TextTokenizer, names: TokenNames, piece: Piece) -> dict[str, Any]:
     """The chat shape for the tokens of a piece."""
     content = []
     for entry in piece.logprobs:
-        top = [_chat_token(tokenizer, token_id, logprob) for token_id, logprob in entry.top]
-        content.append({**_chat_token(tokenizer, entry.token_id, entry.logprob), "top_logprobs": top})
+        top = [_chat_token(tokenizer, names, token_id, logprob) for token_id, logprob in entry.top]
+        content.append({**_chat_token(tokenizer, names, entry.token_id, entry.logprob), "top_logprobs": top})
     return {"content": content}
 
 
-def _columns(tokenizer: TextTokenizer, entries: Sequence[TokenLogprob], offsets: list[int]) -> dict[str, Any]:
+def _columns(names: TokenNames, entries: Sequence[TokenLogprob], offsets: list[int]) -> dict[str, Any]:
     top = []
     for entry in entries:
         # The chosen token is always among the alternatives; of tokens that read alike the likeliest stays.
         alternatives: dict[str, float] = {}
         for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-            alternatives.setdefault(tokenizer.token_text(token_id), max(logprob, LOWEST_LOGPROB))
+            alternatives.setdefault(names(token_id), max(logprob, LOWEST_LOGPROB))
         top.append(alternatives)
     return {
-        "tokens": [tokenizer.token_text(entry.token_id) for entry in entries],
+        "tokens": [names(entry.token_id) for entry in entries],
         "token_logprobs": [max(entry.logprob, LOWEST_LOGPROB) for entry in entries],
         "top_logprobs": top,
         "text_offset": offsets,
@@ -86,9 +115,22 @@ def _no_probability(token_id: int) -> TokenLogprob:
     return TokenLogprob(token_id, 0.0)
 
 
-def _chat_token(tokenizer: TextTokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+def _by_id(tokenizer: TextTokenizer, entry: TokenLogprob, num_top: int) -> dict[str, Any]:
+    ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, start=1)}
+    shown = dict(entry.top[:num_top]) | {entry.token_id: entry.logprob}
     return {
-        "token": tokenizer.token_text(token_id),
+        str(token_id): {
+            "logprob": max(logprob, LOWEST_LOGPROB),
+            "rank": ranks.get(token_id),
+            "decoded_token": tokenizer.token_text(token_id),
+        }
+        for token_id, logprob in shown.items()
+    }
+
+
+def _chat_token(tokenizer: TextTokenizer, names: TokenNames, token_id: int, logprob: float) -> dict[str, Any]:
+    return {
+        "token": names(token_id),
         "logprob": max(logprob, LOWEST_LOGPROB),
         "bytes": list(tokenizer.token_bytes(token_id)),
     }

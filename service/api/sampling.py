@@ -70,12 +70,11 @@ def _or(value: float | None, default: float) -> float:
 def _logprobs(request: CompletionRequest | ChatRequest) -> tuple[int | None, int | None]:
     """Alternatives for (output tokens, prompt tokens); None means no log probabilities at all."""
     if isinstance(request, ChatRequest):
-        return (request.top_logprobs or 0) if request.logprobs else None, None
+        return (request.top_logprobs or 0) if request.logprobs else None, request.prompt_logprobs
+    wanted = [request.logprobs if request.echo else None, request.prompt_logprobs]
     # An answer of no tokens is the prompt alone, and the engine runs the prompt for its log probabilities.
-    prompt_logprobs = request.logprobs if request.echo else None
-    if request.max_tokens == 0 and prompt_logprobs is None:
-        prompt_logprobs = 0
-    return request.logprobs, prompt_logprobs
+    wanted.append(0 if request.max_tokens == 0 else None)
+    return request.logprobs, max((count for count in wanted if count is not None), default=None)
 
 
 def _checked_stop_ids(request: Generation, vocab_size: int) -> tuple[int, ...]:

@@ -80,12 +80,28 @@ class Generation(Request):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS), FIRST] | None = Field(
         None, description=f"up to {MAX_STOP_TOKEN_IDS} token ids that end the answer"
     )
+    include_stop_str_in_output: bool | None = Field(None, description="leave what ended the answer in its text")
+    no_stop_trim: bool | None = Field(None, description="the same, as SGLang calls it")
     ignore_eos: bool | None = Field(None, description="go on to max_tokens, whatever end tokens come")
     skip_special_tokens: bool | None = Field(None, description="leave special tokens out of the text; true by default")
     add_special_tokens: bool | None = Field(
         None, description="add what the tokenizer adds (a BOS, say); true for prompts, false for chats by default"
     )
     return_token_ids: bool | None = Field(None, description="answer with the token ids too, as vLLM does")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="write the tokens of log probabilities as `token_id:<id>`"
+    )
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+        None,
+        description="log probabilities of the prompt's tokens, with so many alternatives, as vLLM writes them; a token "
+        "that is none of the alternatives has no `rank`; not with `stream`",
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+        None, description="keep so many tokens of the prompt; -1: as many as fit beside the answer"
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="where `truncate_prompt_tokens` takes tokens away: left, the default, keeps the last ones"
+    )
 
     response_format: TextFormat | None = Field(None, description="text, the default, is the only one")
 
@@ -96,6 +112,10 @@ class Generation(Request):
         options = self.stream_options
         if options is not None and (options.include_usage or options.continuous_usage_stats) and not self.stream:
             raise ValueError("`stream_options` is only allowed with `stream`: true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("`prompt_logprobs` is not available with `stream`; leave one of them out")
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("`truncate_prompt_tokens` must be at least 1, or -1")
         return self
 
 
@@ -123,6 +143,7 @@ class ChatRequest(Generation):
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(
         None, description="most tokens of an answer; default: what the context has left"
     )
+    echo: bool | None = Field(None, description="begin the answer with the last message, if it is the assistant's")
     logprobs: bool | None = Field(None, description="log probabilities of the answer's tokens")
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
         None, description="alternatives for each token; only with `logprobs`"

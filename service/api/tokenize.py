@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from service.api.admission import Prompt, chat_prompt, encoded, off_loop, resolve
+from service.api.admission import MAX_TEXT_CHARS, Prompt, chat_prompt, encoded, off_loop, resolve
 from service.api.answers import DetokenizeResponse, TokenizeResponse
 from service.api.errors import BadRequest
 from service.api.listing import listing
@@ -14,9 +14,6 @@ from service.api.sse import until_disconnect
 from service.api.state import Services, services_of
 
 router = APIRouter(tags=["text"])
-
-# Far beyond most contexts: counting what does not fit is what many ask for. Tokenising takes 200 bytes for each.
-MAX_TEXT_CHARS = 4 << 20
 
 
 @router.post(

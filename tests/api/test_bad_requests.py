@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.api.tokenize import MAX_TEXT_CHARS
+from service.api.admission import MAX_TEXT_CHARS
 from tests.api.conftest import BASE, Checkpoints
 from tests.support.server import Server, wait_for
 from tests.support.tiny_models import VOCAB_SIZE

@@ -19,7 +19,7 @@ from service.engine.messages import Sampling, Submit, Tokens
 from service.text.tokenizer import TextTokenizer
 from tests.support.tiny_models import make_tokenizer
 
-PLAN = Plan("r", Prompt((1,), ""), Sampling(max_tokens=100), ("the",), True)
+PLAN = Plan("r", Prompt((1,), ""), Sampling(max_tokens=100), ("the",), True, False)
 
 
 class OneStream:

@@ -100,7 +100,7 @@ class TestOpenapi:
     def test_answers_are_what_it_says(self, server: Server, openapi: dict[str, Any], checkpoints: Checkpoints) -> None:
         completion = {"model": "alpha", "prompt": "the", "max_tokens": 3}
         chat = {"model": "alpha", "messages": CHAT, "max_tokens": 3}
-        rich = {"n": 2, "return_token_ids": True, "stop_token_ids": [3]}
+        rich = {"n": 2, "return_token_ids": True, "stop_token_ids": [3], "prompt_logprobs": 1}
         posts: list[tuple[str, Any]] = [
             ("/v1/completions", {**completion, **rich, "logprobs": 2, "echo": True}),
             ("/v1/completions", {**completion, "max_tokens": 10**6}),
