@@ -212,6 +212,18 @@ class TokenizeResponse(Response):
     token_strs: list[str] | None = None
 
 
+class TokenizerInfo(Response):
+    """The fields of the model's tokenizer_config.json, whatever they are, and these."""
+
+    model_config = ConfigDict(extra="allow")
+
+    tokenizer_class: str | None = None
+    chat_template: str | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+
+
 class DetokenizeResponse(Response):
     """Text of token ids."""
 

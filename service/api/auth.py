@@ -13,7 +13,7 @@ from service.api.errors import Forbidden, Unauthorized
 
 Scope = Literal["open", "inference", "admin"]
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/openapi.json", "/docs"})
 _ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 

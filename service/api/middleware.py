@@ -28,7 +28,7 @@ CLIENT_GONE = 499
 # Those that routes may have, and that metrics name.
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 # Asked every few seconds by machines; their lines are debug lines.
-_PROBES = frozenset({"/health", "/ready", "/metrics"})
+_PROBES = frozenset({"/health", "/ping", "/ready", "/metrics"})
 _MAX_REQUEST_ID_CHARS = 200
 # How much of a refused body is read and thrown away, so that the client gets to read why.
 _DRAIN_BYTES = 64 << 20

@@ -5,15 +5,18 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from service.api.admission import MAX_TEXT_CHARS, Prompt, chat_prompt, encoded, off_loop, resolve
-from service.api.answers import DetokenizeResponse, TokenizeResponse
+from service.api.answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo
 from service.api.errors import BadRequest
 from service.api.listing import listing
-from service.api.openapi import TEXT_ERRORS
+from service.api.openapi import TEXT_ERRORS, errors
 from service.api.schemas import DetokenizeRequest, TokenizeRequest
 from service.api.sse import until_disconnect
 from service.api.state import Services, services_of
 
 router = APIRouter(tags=["text"])
+
+# What older configs tell of the machine that wrote them.
+_PATHS = frozenset({"name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"})
 
 
 @router.post(
@@ -59,6 +62,21 @@ async def _prompt(services: Services, body: TokenizeRequest) -> Prompt:
         return await off_loop(lambda: encoded(services, text, special=special), size_chars=len(text))
     finally:
         target.release()
+
+
+@router.get("/tokenizer_info", responses=errors((401,)), summary="The base's tokenizer")
+async def tokenizer_info(request: Request) -> TokenizerInfo:
+    """The model's tokenizer_config.json, with its special tokens as texts and its chat template: what clients need who
+    count tokens and render chats by themselves, as lm-eval does."""
+    services = services_of(request)
+    tokenizer, template = services.tokenizer, services.template
+    return TokenizerInfo.model_validate(
+        {
+            **{name: value for name, value in tokenizer.config.items() if name not in _PATHS},
+            **tokenizer.special_tokens,
+            "chat_template": None if template is None else template.source,
+        }
+    )
 
 
 @router.post("/detokenize", responses=TEXT_ERRORS, summary="Token ids to text")

@@ -37,6 +37,7 @@ class TextTokenizer:
     What is added around a text (a BOS, say) is what tokenizer.json's post-processor says, as in transformers 5; the
     flags `add_bos_token` and `add_eos_token` of tokenizer_config.json say nothing beside it.
 
+    config          tokenizer_config.json as it is
     special_tokens  named special tokens (`bos_token`, ...) as text, for chat templates
     special_ids     ids that `skip_special_tokens` leaves out of text
     eos_token_ids   ids that end a sequence, from tokenizer_config.json, generation_config.json and config.json
@@ -46,6 +47,7 @@ class TextTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, config: dict[str, Any], eos_token_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
+        self.config = config
         self.special_tokens = _named_special_tokens(config)
         _add_configured_tokens(tokenizer, config, self.special_tokens)
         self._added = tokenizer.get_added_tokens_decoder()

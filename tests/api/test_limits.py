@@ -58,7 +58,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 class TestKeys:
-    @pytest.mark.parametrize("path", ["/health", "/ready", "/version", "/openapi.json"])
+    @pytest.mark.parametrize("path", ["/health", "/ping", "/ready", "/version", "/openapi.json"])
     def test_what_probes_need_is_open(self, strict: Server, anyone: httpx.Client, path: str) -> None:
         assert anyone.get(f"{strict.url}{path}").status_code == 200
 

@@ -380,6 +380,16 @@ class TestTokenize:
         chat = server.post("/tokenize", json={"model": "alpha", "messages": CHAT}).json()["tokens"]
         assert chat == tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
 
+    def test_the_tokenizer_tells_what_it_is(
+        self, server: Server, tokenizer: transformers.PreTrainedTokenizerFast
+    ) -> None:
+        info = server.get("/tokenizer_info").json()
+        assert {name: info[name] for name in ("bos_token", "eos_token", "pad_token")} == tokenizer.special_tokens_map
+        assert info["chat_template"] == tokenizer.chat_template
+        # As lm-eval does: the id of the end token is what its text is cut into.
+        ids = server.post("/tokenize", json={"prompt": info["eos_token"], "add_special_tokens": False}).json()["tokens"]
+        assert ids == [tokenizer.eos_token_id]
+
     def test_detokenize_is_the_way_back(self, server: Server) -> None:
         ids = server.post("/tokenize", json={"prompt": "the tin ü"}).json()["tokens"]
         assert server.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "the tin ü"}

@@ -58,6 +58,7 @@ STATUSES: dict[str, tuple[str, str]] = {
     "post /v1/completions/batch": ("200 400 413 429 503", "401"),
     "post /tokenize": ("200 400 404 413 500", "401"),
     "post /detokenize": ("200 400 404 413 500", "401"),
+    "get /tokenizer_info": ("200", "401"),
     "get /v1/models": ("200", "401"),
     "get /v1/models/{model}": ("200 404 500", "401"),
     "get /v1/adapters": ("200 400", "401"),
@@ -68,6 +69,7 @@ STATUSES: dict[str, tuple[str, str]] = {
     "post /v1/load_lora_adapter": ("200 400 403 404 409 413 500 503 507", "401"),
     "post /v1/unload_lora_adapter": ("200 400 403 404 413 500", "401"),
     "get /health": ("200 503", ""),
+    "get /ping": ("200 503", ""),
     "get /ready": ("200 503", ""),
     "get /version": ("200", ""),
     "get /metrics": ("200", "401"),
@@ -113,7 +115,7 @@ class TestOpenapi:
         ]
         for path, body in posts:
             check_answer(openapi, "post", path, server.post(path, json=body))
-        for path in ("/v1/models", "/v1/adapters", "/health", "/ready", "/version"):
+        for path in ("/v1/models", "/v1/adapters", "/health", "/ping", "/ready", "/version", "/tokenizer_info"):
             check_answer(openapi, "get", path, server.get(path))
         check_answer(openapi, "get", "/v1/models/{model}", server.get("/v1/models/alpha"))
         files = parts_of(checkpoints.adapters / "alpha")
