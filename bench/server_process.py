@@ -9,6 +9,7 @@ Settings are given by name; everything the process writes goes to `server.log_pa
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -53,6 +54,11 @@ class Server:
     def log(self) -> str:
         """Everything the processes have logged so far."""
         return self.log_path.read_text(errors="replace")
+
+    def log_lines(self, request_id: str) -> list[dict[str, Any]]:
+        """What has been logged of a request, oldest first, by a server with log_format="json"."""
+        lines = (json.loads(line) for line in self.log.splitlines() if request_id in line and line.endswith("}"))
+        return [line for line in lines if line.get("request_id") == request_id]
 
     @property
     def openai_url(self) -> str:

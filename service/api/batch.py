@@ -15,7 +15,7 @@ from service.api.chat import ChatAnswer
 from service.api.completions import CompletionAnswer
 from service.api.errors import HANDLED, BadRequest, BodyTooLarge, error_body
 from service.api.openapi import BATCH_ERRORS
-from service.api.requestlog import note_job
+from service.api.requestlog import note, note_job
 from service.api.schemas import MAX_PROMPT_LOGPROBS, BatchRequest, ChatRequest, CompletionRequest
 from service.api.sse import JsonResponse, until_disconnect
 from service.api.state import Services, services_of
@@ -51,6 +51,9 @@ async def create_batch(request: Request, body: BatchRequest) -> Response:
         for answer in running:
             if not isinstance(answer, Exception):
                 answer.job.close()
+    failed = [answer["error"] for answer in answers if "error" in answer]
+    if failed:
+        note(request, failed_items=len(failed), error=failed[0]["message"], param=failed[0]["param"])
     return JsonResponse({"items": answers})
 
 

@@ -191,6 +191,11 @@ class Job:
         return sum(run.timer.num_tokens for run in self.runs)
 
     @property
+    def outcomes(self) -> list[str]:
+        """How the sequences that have ended did: stop, length, abort (the client went) or error."""
+        return [run.timer.outcome for run in self.runs if run.timer.outcome is not None]
+
+    @property
     def first_token_seconds(self) -> float | None:
         """From admission to the first token of any sequence."""
         return min((run.timer.first_token_seconds or 0.0 for run in self.runs if run.timer.num_tokens), default=None)

@@ -156,7 +156,7 @@ class Metrics:
 
 
 class SequenceTimer:
-    """Times of one sequence, observed when it ends."""
+    """Times of one sequence, observed when it ends. `outcome` is how it ended, None while it runs."""
 
     def __init__(self, metrics: Metrics, adapter: str, num_prompt_tokens: int) -> None:
         self._metrics = metrics
@@ -164,7 +164,7 @@ class SequenceTimer:
         self._started = time.perf_counter()
         self._first: float | None = None
         self._last = self._started
-        self._ended = False
+        self.outcome: str | None = None
         self.num_tokens = 0
         metrics.prompt_tokens.labels(metrics.label_of(adapter)).inc(num_prompt_tokens)
 
@@ -183,9 +183,9 @@ class SequenceTimer:
 
     def end(self, outcome: str) -> None:
         """The sequence ended: stop, length, abort or error. Only the first call counts."""
-        if self._ended:
+        if self.outcome is not None:
             return
-        self._ended = True
+        self.outcome = outcome
         metrics = self._metrics
         label = metrics.label_of(self._adapter)
         metrics.requests.labels(label, outcome).inc()

@@ -135,6 +135,7 @@ class _Visit:
     async def refuse(self, error: Exception) -> None:
         """Answer with the error. If the body is still on its way, the connection is closed after it, and what comes
         until then is thrown away: a client that is still sending would otherwise see a reset and not the answer."""
+        self.notes.failed(error)
         headers = dict(getattr(error, "headers", {}))
         drain = not self._body_complete and _announces_body(self.headers)
         if drain:

@@ -6,7 +6,10 @@ from typing import Any
 
 from fastapi import Request
 
+from service.api.errors import error_body
 from service.api.generation import Job
+
+_MAX_ERROR_CHARS = 500
 
 
 class RequestNotes:
@@ -16,6 +19,11 @@ class RequestNotes:
         self.fields: dict[str, Any] = {}
         self.jobs: list[Job] = []
 
+    def failed(self, error: Exception) -> None:
+        """Why the request, or a stream that had begun, was answered with an error: what the client was told."""
+        told = error_body(error)["error"]
+        self.fields |= {"error": told["message"][:_MAX_ERROR_CHARS], "param": told["param"]}
+
     def lines(self) -> dict[str, Any]:
         """The fields, with the jobs' token counts added up."""
         if not self.jobs:
@@ -24,6 +32,7 @@ class RequestNotes:
         return self.fields | {
             "prompt_tokens": sum(run.num_prompt_tokens for job in self.jobs for run in job.runs),
             "completion_tokens": sum(job.num_completion_tokens for job in self.jobs),
+            "ended": ",".join(sorted({outcome for job in self.jobs for outcome in job.outcomes})) or None,
             "first_token_ms": round(min(first) * 1e3, 1) if first else None,
         }
 

@@ -41,26 +41,28 @@ class EventStream(StreamingResponse):
     """
 
     def __init__(self, chunks: AsyncIterator[Any], close: Callable[[], None]) -> None:
-        super().__init__(_events(chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(self._events(chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._close = close
+        self._error: Exception | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
             self._close()
+            if self._error is not None:
+                scope["multilora.notes"].failed(self._error)
 
-
-async def _events(chunks: AsyncIterator[Any]) -> AsyncIterator[bytes]:
-    try:
-        async for chunk in chunks:
-            yield encode_event(chunk)
-    except HANDLED as error:
-        yield encode_event(error_body(error))
-    except Exception as error:
-        LOGGER.exception("A stream failed unexpectedly.")
-        yield encode_event(error_body(error))
-    yield DONE
+    async def _events(self, chunks: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+        try:
+            async for chunk in chunks:
+                yield encode_event(chunk)
+        except Exception as error:
+            if not isinstance(error, HANDLED):
+                LOGGER.exception("A stream failed unexpectedly.")
+            self._error = error
+            yield encode_event(error_body(error))
+        yield DONE
 
 
 async def until_disconnect(request: Request, work: Awaitable[T]) -> T:

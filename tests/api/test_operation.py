@@ -307,6 +307,36 @@ def test_the_line_names_the_adapter_that_answers_whichever_field_named_it(server
         assert line["model"] == "alpha"
 
 
+def test_the_line_says_why_a_request_was_refused(server: Server) -> None:
+    good = {"prompt": "a", "max_tokens": 1}
+    for index, (path, body, error, param) in enumerate(
+        [
+            ("/v1/completions", {**good, "suffix": "x"}, "`suffix` is not supported by this server", "suffix"),
+            ("/v1/completions", {**good, "model": "nobody"}, "The model `nobody` does not exist", "model"),
+            ("/v1/nothing", {}, "There is no POST /v1/nothing here", None),
+            ("/v1/completions/batch", {"items": [good, {"prompt": 3}, {}]}, "`prompt` must be a text", "prompt"),
+        ]
+    ):
+        name = f"why-{index}"
+        answer = server.post(path, json=body, headers={"X-Request-Id": name})
+        (line,) = wait_for(lambda name=name: server.log_lines(name), "the line")
+        assert line["status"] == answer.status_code
+        assert line["error"].startswith(error)
+        assert line.get("param") == param
+        assert line.get("failed_items") == (2 if "items" in body else None)
+
+
+def test_the_line_says_how_an_answer_ended(server: Server) -> None:
+    ends = {"stop": {"logit_bias": {"2": 100}}, "length": {"ignore_eos": True}}
+    for stream in (False, True):
+        for reason, options in ends.items():
+            name = f"ended-{reason}-{stream}"
+            body = {"prompt": "a", "max_tokens": 2, "stream": stream, **options}
+            assert server.post("/v1/completions", json=body, headers={"X-Request-Id": name}).status_code == 200
+            (line,) = wait_for(lambda name=name: server.log_lines(name), "the line")
+            assert (line["ended"], line["model"], "error" in line) == (reason, BASE, False)
+
+
 def test_every_line_of_both_processes_is_json(server: Server) -> None:
     """The fixture's server logs JSON; its engine tells of the loaded model."""
     loggers = {json.loads(line)["logger"] for line in server.log.splitlines()}

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import openai
@@ -192,10 +193,11 @@ class TestRefusalToStart:
 
 
 @contextlib.contextmanager
-def sent_by_hand(server: Server, path: str, body: dict[str, Any]) -> Iterator[None]:
-    """A POST whose connection is closed on leaving, answered or not."""
+def sent_by_hand(server: Server, path: str, body: dict[str, Any], name: str = "by-hand") -> Iterator[None]:
+    """A POST with this X-Request-Id, whose connection is closed on leaving, answered or not."""
     content = json.dumps(body).encode()
-    headers = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n"
+    headers = f"Host: x\r\nX-Request-Id: {name}\r\nContent-Length: {len(content)}\r\n"
+    headers += "Content-Type: application/json\r\n"
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(f"POST {path} HTTP/1.1\r\n{headers}\r\n".encode() + content)
@@ -240,12 +242,15 @@ class TestDisconnect:
     )
     def test_a_client_that_goes_frees_everything(self, server: Server, path: str, body: dict[str, Any]) -> None:
         aborted = server.metric("requests_total", outcome="abort")
-        with sent_by_hand(server, path, body):
+        name = f"gone-{uuid4().hex}"
+        with sent_by_hand(server, path, body, name):
             wait_for(lambda: server.metric("num_requests_running") > 0, "the request to run")
         wait_for(lambda: server.metric("requests_total", outcome="abort") > aborted, "the request to be aborted")
         wait_for(lambda: server.metric("num_requests_running") == 0, "the engine to forget the request")
-        for name in ("num_requests_open", "num_requests_waiting", "kv_blocks_used", "state_lines_used"):
-            assert server.metric(name) == 0
+        for metric in ("num_requests_open", "num_requests_waiting", "kv_blocks_used", "state_lines_used"):
+            assert server.metric(metric) == 0
+        (line,) = wait_for(lambda: server.log_lines(name), "the log line")
+        assert (line["status"], line["ended"]) == (200 if body.get("stream") else 499, "abort")
 
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions/batch"])
     def test_a_client_that_goes_ends_its_admission(self, server: Server, checkpoints: Checkpoints, path: str) -> None:
@@ -272,7 +277,11 @@ class TestKilledEngine:
         self, checkpoints: Checkpoints, tmp_path: Path
     ) -> None:
         with running_server(
-            checkpoints.base, tmp_path, model_name=BASE, preload_adapters_dir=checkpoints.adapters
+            checkpoints.base,
+            tmp_path,
+            model_name=BASE,
+            preload_adapters_dir=checkpoints.adapters,
+            log_format="json",
         ) as server:
             whole: list[httpx.Response] = []
             thread = threading.Thread(
@@ -292,6 +301,8 @@ class TestKilledEngine:
             assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "engine_failed"
             assert (whole[0].status_code, whole[0].json()["error"]["code"]) == (500, "engine_failed")
             assert "signal 9" in whole[0].json()["error"]["message"]
+            (line,) = wait_for(lambda: server.log_lines(stream.headers["x-request-id"]), "the stream's log line")
+            assert (line["status"], line["ended"], "signal 9" in line["error"]) == (200, "error", True)
             assert server.get("/health").status_code == 200
             refused = server.post("/v1/completions", json=LONG)
             assert refused.status_code in (200, 503)
