@@ -15,16 +15,15 @@ Both kernels keep rows of channels [BLOCK_D] in tuples, which unroll at compile 
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.causal_conv1d.call import Launch, PrefillCall, UpdateCall, kernel_arguments
+from kernels.triton_launch import launch_options, launches_dependently
 
 NULL_LINE = tl.constexpr(0)
 SEARCH_BLOCK = tl.constexpr(128)
@@ -568,16 +567,9 @@ def _device_arguments(call: PrefillCall | UpdateCall, tile: Tile) -> dict[str, A
         "BLOCK_D": tile.channels,
         "EVEN_D": call.dim % tile.channels == 0,
         "NATIVE": call.x.is_cuda,
-        "DEPENDENT_LAUNCH": _launches_dependently(call.x.device),
+        "DEPENDENT_LAUNCH": launches_dependently(call.x.device),
     }
 
 
 def _options(call: PrefillCall | UpdateCall, tile: Tile) -> dict[str, Any]:
-    limits = {} if tile.max_registers is None else {"maxnreg": tile.max_registers}
-    return {"num_warps": tile.num_warps, "launch_pdl": _launches_dependently(call.x.device), **limits}
-
-
-@functools.cache
-def _launches_dependently(device: torch.device) -> bool:
-    """Whether a launch may overlap the end of the kernel before it: the instructions for it came with Hopper."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"num_warps": tile.num_warps, **launch_options(call.x.device, max_registers=tile.max_registers)}

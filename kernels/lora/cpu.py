@@ -61,6 +61,8 @@ def lora_linear(
     row_index: torch.Tensor | None = None,
 ) -> None:
     """See `ops.lora_linear`."""
+    if not maps.segments:
+        return
     if row_index is not None:
         # Put in adapter order first, so that one code path serves both.
         index = row_index.long()[: maps.segments[-1].end]

@@ -73,8 +73,3 @@ class LoraStack:
     host_ranks: list[list[int]] = field(default_factory=list)
     host_scalings: list[list[float]] = field(default_factory=list)
     kept: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False)
-
-
-def largest_active_rank(stack: LoraStack, maps: LoraMaps) -> int:
-    """The largest rank that an adapter of the step has in any slice; looks at active adapters only."""
-    return max((ranks[segment.place] for ranks in stack.host_ranks for segment in maps.segments), default=0)

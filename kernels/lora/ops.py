@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.lora.idle import idle_maps, idle_matrix
-from kernels.lora.maps import LoraMaps, LoraStack, largest_active_rank
+from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.platform import implementation
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,7 +41,7 @@ def lora_shrink(
     """h[s, t, :n] = scalings[s, p] * x[row(t)] @ a[s][r : r + n].T
 
     x          [tokens, in], unit stride along `in`; cast to the rows' dtype
-    out        float32 [slices, tokens, width], width >= the largest rank in the step rounded up to 16; made when None.
+    out        float32 [slices, tokens, width], width >= `shrink_width(stack)`; made when None.
                Only the columns below an adapter's rank, in the rows of its tokens, are defined afterwards
     row_index  int32 or int64 [tokens]: position t of the step is row row_index[t] of x
 
@@ -52,8 +52,7 @@ def lora_shrink(
     if out is None:
         out = x.new_empty(len(stack.a), maps.num_tokens, shrink_width(stack), dtype=torch.float32)
     _check_h(out, stack, maps)
-    if _is_launched(maps, x.device):
-        implementation("lora", x.device).lora_shrink(x, stack, maps, out=out, row_index=row_index)
+    implementation("lora", x.device).lora_shrink(x, stack, maps, out=out, row_index=row_index)
     return out
 
 
@@ -74,8 +73,7 @@ def lora_expand(
     """
     _check(None, out, stack, maps, row_index)
     _check_h(h, stack, maps)
-    if _is_launched(maps, out.device):
-        implementation("lora", out.device).lora_expand(h, out, stack, maps, overwrite=overwrite, row_index=row_index)
+    implementation("lora", out.device).lora_expand(h, out, stack, maps, overwrite=overwrite, row_index=row_index)
 
 
 def lora_linear(
@@ -97,8 +95,7 @@ def lora_linear(
     """
     _check(x, out, stack, maps, row_index)
     assert all(a.shape[1] == x.shape[1] for a in stack.a), "x and A disagree about the input width"
-    if _is_launched(maps, x.device):
-        implementation("lora", x.device).lora_linear(x, out, stack, maps, overwrite=overwrite, row_index=row_index)
+    implementation("lora", x.device).lora_linear(x, out, stack, maps, overwrite=overwrite, row_index=row_index)
 
 
 def lora_embedding(
@@ -120,10 +117,9 @@ def lora_embedding(
     assert token_ids.dtype == torch.int64, "token_ids is int64"
     assert token_ids.dim() == 1, "token_ids is one-dimensional"
     assert row_index is not None or token_ids.shape[0] == maps.num_tokens, "token_ids does not cover the step"
-    if _is_launched(maps, out.device):
-        implementation("lora", out.device).lora_embedding(
-            token_ids, out, stack, maps, overwrite=overwrite, row_index=row_index
-        )
+    implementation("lora", out.device).lora_embedding(
+        token_ids, out, stack, maps, overwrite=overwrite, row_index=row_index
+    )
 
 
 def warm_up(
@@ -196,14 +192,6 @@ def _check(
         assert row_index.shape == (maps.num_tokens,), "row_index has one entry per token of the step"
 
 
-def _is_launched(maps: LoraMaps, device: torch.device) -> bool:
-    """Whether there is work, or may come: a graph captured in an idle step may be replayed in one with adapters."""
-    if maps.segments:
-        return True
-    is_capturing = getattr(getattr(torch, device.type, None), "is_current_stream_capturing", None)
-    return is_capturing is not None and bool(is_capturing())
-
-
 def _output_width(stack: LoraStack) -> int:
     """The column after the last one of any slice."""
     return max(start + b.shape[1] for start, b in zip(stack.slice_starts, stack.b, strict=True))
@@ -213,4 +201,4 @@ def _check_h(h: torch.Tensor, stack: LoraStack, maps: LoraMaps) -> None:
     assert h.dtype == torch.float32, "h is float32"
     assert h.is_contiguous(), "h is contiguous"
     assert h.shape[:2] == (len(stack.a), maps.num_tokens), "h is [slices, tokens, width]"
-    assert h.shape[2] >= -(-largest_active_rank(stack, maps) // 16) * 16, "h is narrower than an active adapter's rank"
+    assert h.shape[2] >= shrink_width(stack), "h is narrower than a resident adapter's rank"

@@ -23,9 +23,11 @@ import torch
 
 from kernels.ascend_runtime import check_launch
 from kernels.lora.limits import MAX_KERNEL_RANK
-from kernels.lora.maps import LoraMaps, LoraStack, largest_active_rank
+from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.lora.triton_ascend_tiles import Regime, choose
 from kernels.platform import in_use
+from kernels.triton_launch import Workspace
+from kernels.triton_launch import compiled_count as count_compiled
 
 RANK_BLOCK = 16
 # Partial sums of one token that are read at once.
@@ -85,8 +87,6 @@ def lora_linear(
     """See `ops.lora_linear`. Two launches; a row index costs a copy of x and of out before and after them."""
     x = _ordered(x, row_index).to(stack.a[0].dtype)
     regime = _regime(x, maps)
-    largest = largest_active_rank(stack, maps)
-    assert largest <= MAX_KERNEL_RANK, f"the kernels take ranks up to {MAX_KERNEL_RANK}, not {largest}"
     h = _workspace(stack, x.shape[1], maps.num_tokens, regime)
     plan_shrink(x, h, stack, maps, regime).run()
     _expand(h, out, stack, maps, regime, overwrite, row_index)
@@ -153,9 +153,7 @@ def _step_sizes(in_features: int, num_slices: int, num_columns: int, max_tokens:
 
 def compiled_count() -> int:
     """Number of compiled variants of the LoRA kernels in this process; it must not rise after warm-up."""
-    kernels = [kernel for name, kernel in vars(_kernels()).items() if name.startswith("lora_")]
-    caches = [getattr(kernel, "cache", {}) for kernel in kernels]  # the interpreter has none
-    return sum(len(variants) for of_devices in caches for variants in of_devices.values())
+    return count_compiled(*(kernel for name, kernel in vars(_kernels()).items() if name.startswith("lora_")))
 
 
 def plan_shrink(x: torch.Tensor, h: torch.Tensor, stack: LoraStack, maps: LoraMaps, regime: Regime) -> Launch:
@@ -272,20 +270,15 @@ def _regime(x: torch.Tensor, maps: LoraMaps) -> Regime:
     return choose(maps.num_tokens, x.shape[1], *_chip(str(x.device)))
 
 
-_workspaces: dict[torch.device, torch.Tensor] = {}
-_outgrown: list[torch.Tensor] = []
+workspace = Workspace()
 
 
 def _workspace(stack: LoraStack, in_features: int, num_tokens: int, regime: Regime) -> torch.Tensor:
     """h, uninitialised. It is as wide as any rank, so that a captured graph stays valid when other adapters come."""
-    device, dtype = stack.a[0].device, stack.a[0].dtype
+    dtype = stack.a[0].dtype
     shape = partials_shape(in_features, num_tokens, len(stack.a), MAX_KERNEL_RANK, regime)
     num_bytes = math.prod(shape) * dtype.itemsize
-    if device not in _workspaces or _workspaces[device].numel() < num_bytes:
-        if device in _workspaces:  # a graph captured earlier goes on writing to the buffer that it saw
-            _outgrown.append(_workspaces[device])
-        _workspaces[device] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    return _workspaces[device][:num_bytes].view(dtype).view(shape)
+    return workspace.take(stack.a[0].device, num_bytes).view(dtype).view(shape)
 
 
 def _addresses(stack: LoraStack) -> torch.Tensor:

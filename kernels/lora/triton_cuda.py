@@ -10,14 +10,13 @@ one stream at a time.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
 
 from kernels.lora import triton_cuda_one_token as one_token
 from kernels.lora.limits import MAX_KERNEL_RANK
-from kernels.lora.maps import LoraMaps, LoraStack, largest_active_rank
+from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.lora.triton_cuda_configs import (
     ExpandConfig,
     LoraConfig,
@@ -29,8 +28,9 @@ from kernels.lora.triton_cuda_configs import (
 from kernels.lora.triton_cuda_expand import lora_expand_kernel
 from kernels.lora.triton_cuda_shrink import lora_embedding_kernel, lora_shrink_kernel
 from kernels.platform import detect
+from kernels.triton_launch import Workspace, launch_options, launches_dependently
+from kernels.triton_launch import compiled_count as count_compiled
 
-_HOPPER = (9, 0)
 # Tokens of a tile of the expand where columns do not start at multiples of 16. Tiles of 64 go through wgmma, which
 # finds operands through descriptors, and CUDA 12.8's ptxas (Triton 3.6 and 3.7 bring it) takes some of those from the
 # wrong register in these variants, which have addresses for every column: illegal accesses, or wrong results.
@@ -82,7 +82,7 @@ def lora_linear(
     device = _Device.of(x)
     config = config or device.config(maps.num_tokens)
     num_splits = config.shrink.splits(x.shape[1])
-    h = device.workspace(num_splits, len(stack.a), maps.num_tokens, stack.a[0].dtype)
+    h = device.h(num_splits, len(stack.a), maps.num_tokens, stack.a[0].dtype)
     dependent = device.dependent_launch
     _launch_shrink(
         device, config.shrink, x, h, stack, maps, row_index, dependent=dependent, join_previous=join_previous
@@ -103,7 +103,7 @@ def lora_embedding(
     if not maps.num_tokens:
         return
     device = _Device.of(out)
-    h = device.workspace(1, 1, maps.num_tokens, torch.float32)
+    h = device.h(1, 1, maps.num_tokens, torch.float32)
     lora_embedding_kernel[(maps.num_tokens,)](
         token_ids,
         stack.a[0],
@@ -135,7 +135,7 @@ def reserve_workspace(stack: LoraStack, max_tokens: int) -> None:
         shapes.append((config.shrink.num_splits, num_slices, min(config.max_tokens, max_tokens), row_dtype))
     # The largest first: a buffer that is outgrown is kept.
     for shape in sorted(shapes, key=lambda shape: _workspace_bytes(*shape), reverse=True):
-        device.workspace(*shape)
+        device.h(*shape)
 
 
 def step_sizes(stack: LoraStack, max_tokens: int) -> list[int]:
@@ -153,29 +153,25 @@ def fit_columns(config: ExpandConfig, *columns: int) -> ExpandConfig:
 
 def compiled_count() -> int:
     """Number of compiled variants of the LoRA kernels in this process; it must not rise after warm-up."""
-    kernels = (
+    return count_compiled(
         lora_shrink_kernel,
         lora_expand_kernel,
         lora_embedding_kernel,
         one_token.lora_shrink_one_token_kernel,
         one_token.lora_expand_one_token_kernel,
     )
-    caches = [getattr(kernel, "device_caches", {}) for kernel in kernels]  # the interpreter has none
-    return sum(len(cache[0]) for of_devices in caches for cache in of_devices.values())
 
 
 class _Device:
-    """What a GPU's launches share: its configurations, its workspace, and whether dependent launch is there."""
+    """What a GPU's launches share: its configurations, and whether dependent launch is there."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self.device = device
         self.kind = detect(str(device)).kind
         self.num_cores = detect(str(device)).num_cores if on_gpu else 2
-        self.dependent_launch = on_gpu and torch.cuda.get_device_capability(device) >= _HOPPER
+        self.dependent_launch = launches_dependently(device)
         self._configs: dict[int, LoraConfig] = {}
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self._outgrown: list[torch.Tensor] = []
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Device:
@@ -199,20 +195,15 @@ class _Device:
             found.append(self.config(found[-1].max_tokens + 1))
         return found
 
-    def workspace(self, num_splits: int, num_slices: int, num_tokens: int, row_dtype: torch.dtype) -> torch.Tensor:
+    def h(self, num_splits: int, num_slices: int, num_tokens: int, row_dtype: torch.dtype) -> torch.Tensor:
         """h as [splits, slices, tokens, largest rank]: float32 where it is summed later, else in the rows' dtype."""
         dtype = _workspace_dtype(num_splits, row_dtype)
         shape = (num_splits, num_slices, num_tokens, MAX_KERNEL_RANK)
         num_bytes = _workspace_bytes(num_splits, num_slices, num_tokens, row_dtype)
-        if self._buffer.numel() < num_bytes:
-            capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            assert not capturing, "the workspace must be reserved before capture: call reserve_workspace"
-            # A graph captured earlier goes on writing to the buffer that it saw.
-            self._outgrown.append(self._buffer)
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        return self._buffer[:num_bytes].view(dtype).view(shape)
+        return workspace.take(self.device, num_bytes).view(dtype).view(shape)
 
 
+workspace = Workspace()
 _devices: dict[torch.device, _Device] = {}
 
 
@@ -237,11 +228,10 @@ def _launch_shrink(
     join_previous: bool = True,
 ) -> None:
     """h: [splits, slices, tokens, width]."""
-    _check_ranks(stack, maps)
     if not maps.num_tokens:
         return
     if isinstance(config, OneTokenShrink):
-        options = _launch_options(device, dependent and join_previous)
+        options = launch_options(device.device, dependent=dependent and join_previous)
         one_token.launch_shrink(config, device.num_cores, x, h, stack, maps, row_index, dependent, options)
         return
     num_slices, in_features = len(stack.a), stack.a[0].shape[1]
@@ -279,7 +269,7 @@ def _launch_shrink(
         HAS_INDEX=row_index is not None,
         DEPENDENT_LAUNCH=dependent,
         num_warps=config.num_warps,
-        **_launch_options(device, dependent and join_previous, config.max_registers),
+        **launch_options(device.device, dependent=dependent and join_previous, max_registers=config.max_registers),
     )
 
 
@@ -296,11 +286,10 @@ def _launch_expand(
     dependent: bool,
 ) -> None:
     """h: [splits, slices, tokens, width]."""
-    _check_ranks(stack, maps)
     if not maps.num_tokens:
         return
     if isinstance(config, OneTokenExpand):
-        options = _launch_options(device, dependent)
+        options = launch_options(device.device, dependent=dependent)
         one_token.launch_expand(config, device.num_cores, h, out, stack, maps, row_index, overwrite, dependent, options)
         return
     widths = tuple(b.shape[1] for b in stack.b)
@@ -336,15 +325,8 @@ def _launch_expand(
         HAS_INDEX=row_index is not None,
         DEPENDENT_LAUNCH=dependent,
         num_warps=config.num_warps,
-        **_launch_options(device, dependent, config.max_registers),
+        **launch_options(device.device, dependent=dependent, max_registers=config.max_registers),
     )
-
-
-def _launch_options(device: _Device, dependent: bool, max_registers: int | None = None) -> dict[str, Any]:
-    """Options of the CUDA backend, which the interpreter does not know."""
-    if device.device.type != "cuda":
-        return {}
-    return {"launch_pdl": dependent, "maxnreg": max_registers}
 
 
 def _grid(device: _Device, block_m: int, maps: LoraMaps, items_per_tile: int, programs_per_core: int) -> tuple[int]:
@@ -366,8 +348,3 @@ def _padded_segments(maps: LoraMaps) -> int:
     """Length of the vector that holds all segments; few distinct lengths, since each is a compilation of its own."""
     num_segments = maps.places.shape[0]
     return 1 if num_segments <= 1 else max(64, triton.next_power_of_2(num_segments))
-
-
-def _check_ranks(stack: LoraStack, maps: LoraMaps) -> None:
-    largest = largest_active_rank(stack, maps)
-    assert largest <= MAX_KERNEL_RANK, f"the kernels take ranks up to {MAX_KERNEL_RANK}, not {largest}"

@@ -9,7 +9,6 @@ time.
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -19,6 +18,8 @@ from kernels.paged_attention.maps import AttentionMaps
 from kernels.paged_attention.triton_cuda_configs import MAX_SPLITS, WORKSPACE_BYTES, Heads, Plan, plan_for
 from kernels.paged_attention.triton_cuda_kernels import paged_attention_kernel, sum_splits_kernel
 from kernels.platform import in_use
+from kernels.triton_launch import Workspace
+from kernels.triton_launch import compiled_count as count_compiled
 
 _LOG2_E = math.log2(math.e)
 
@@ -110,22 +111,15 @@ def warm_up(k_cache: torch.Tensor, num_heads: int, *, sliding_window: int | None
 
 def compiled_count() -> int:
     """Number of compiled variants of the attention kernels in this process; it must not rise after warm-up."""
-    kernels = (paged_attention_kernel, sum_splits_kernel)
-    caches = [getattr(kernel, "device_caches", {}) for kernel in kernels]  # the interpreter has none
-    return sum(len(cache[0]) for of_devices in caches for cache in of_devices.values())
+    return count_compiled(paged_attention_kernel, sum_splits_kernel)
 
 
-@functools.cache
-def _workspace(device: torch.device) -> torch.Tensor:
-    """float32 [WORKSPACE_BYTES / 4], for ever: a captured graph goes on writing there."""
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    assert not capturing, "the workspace must be there before capture: call warm_up"
-    return torch.empty(WORKSPACE_BYTES // 4, dtype=torch.float32, device=device)
+_workspace = Workspace()
 
 
 def _split_buffers(num_rows: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Results [num_rows, head_dim] and logarithms [num_rows] of all splits, heads and tokens."""
-    workspace = _workspace(device)
+    workspace = _workspace.take(device, WORKSPACE_BYTES).view(torch.float32)
     num_partials = -(-num_rows * head_dim // 16) * 16  # the logarithms begin aligned
     assert num_partials + num_rows <= len(workspace), "the plan splits more than the workspace holds"
     return workspace[:num_partials], workspace[num_partials : num_partials + num_rows]

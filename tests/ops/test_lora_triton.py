@@ -65,7 +65,7 @@ def triton_cuda(device: str) -> Iterator[ModuleType]:
 def reserve(module: ModuleType, step: Step, config: LoraConfig) -> None:
     """The workspace that `lora_linear` will take, so that it can be poisoned before."""
     rows, num_tokens = step.stack.a[0], step.maps.num_tokens
-    module._Device.of(rows).workspace(config.shrink.splits(rows.shape[1]), len(step.stack.a), num_tokens, rows.dtype)
+    module._Device.of(rows).h(config.shrink.splits(rows.shape[1]), len(step.stack.a), num_tokens, rows.dtype)
 
 
 def run(module: ModuleType, step: Step, config: LoraConfig, **options: Any) -> None:
@@ -351,11 +351,11 @@ def test_warm_up_changes_no_result_and_reserves_the_workspace(triton_cuda: Modul
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(platform._modules, ("lora", step.x.device.type), triton_cuda)
         ops.warm_up([step.stack], 33, step.x.dtype, max_segments=2)
-        buffer = triton_cuda._devices[step.x.device]._buffer
+        before = [buffer.data_ptr() for buffer in triton_cuda.workspace.buffers]
         poison_workspaces(triton_cuda)
         out = step.out.clone()
         ops.lora_linear(step.x, out, step.stack, step.maps)
-    assert triton_cuda._devices[step.x.device]._buffer is buffer
+    assert [buffer.data_ptr() for buffer in triton_cuda.workspace.buffers] == before
     assert_right(out, expected_linear(step), step, step.out)
 
 

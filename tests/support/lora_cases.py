@@ -138,7 +138,6 @@ def popularity(name: str, num_tokens: int, num_adapters: int, rng: random.Random
 
 def poison_workspaces(module: ModuleType) -> None:
     """Fill what a LoRA implementation keeps between its launches with NaN (all bits ones, in any type)."""
-    buffers = [device._buffer for device in getattr(module, "_devices", {}).values()]
     with torch.inference_mode():  # a model may have made them, in that mode, in the same process
-        for buffer in (*buffers, *getattr(module, "_workspaces", {}).values()):
+        for buffer in module.workspace.buffers:
             buffer.fill_(0xFF)
