@@ -1,6 +1,7 @@
 """Which device this is, how large it is, and which implementation serves each op there. Data in one place.
 
-An implementation is named after its module: `kernels/<op>/<implementation>.py`.
+An implementation is named after its module: `kernels/<op>/<implementation>.py`, with what it states about itself
+(`kernels/contract.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from types import MappingProxyType, ModuleType
 import torch
 
 from kernels.ascend_chips import chip_of
+from kernels.contract import Contract
 
 log = logging.getLogger(__name__)
 
@@ -26,33 +28,30 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "lora": ("cpu", "reference"),
         "causal_conv1d": ("cpu", "reference"),
         "paged_attention": ("sdpa", "reference"),
-        "kv_write": ("reference",),
         "linear": ("cpu", "reference"),
         "sampling": ("cpu", "reference"),
         "rms_norm": ("reference",),
-        "rotary": ("reference",),
+        "rotary_kv": ("cpu", "reference"),
         "swiglu": ("reference",),
     },
     "cuda": {
         "lora": ("triton_cuda", "any_device", "reference"),
         "causal_conv1d": ("triton_cuda", "any_device", "reference"),
         "paged_attention": ("triton_cuda", "sdpa", "reference"),
-        "kv_write": ("reference",),
         "linear": ("reference",),
         "sampling": ("any_device", "reference"),
-        "rms_norm": ("reference",),
-        "rotary": ("reference",),
-        "swiglu": ("reference",),
+        "rms_norm": ("triton_cuda", "reference"),
+        "rotary_kv": ("triton_cuda", "reference"),
+        "swiglu": ("triton_cuda", "reference"),
     },
     "npu": {
         "lora": ("triton_ascend", "any_device", "reference"),
         "causal_conv1d": ("triton_ascend", "any_device", "reference"),
         "paged_attention": ("npu", "sdpa", "reference"),
-        "kv_write": ("npu", "reference"),
         "linear": ("reference",),
         "sampling": ("any_device", "reference"),
         "rms_norm": ("npu", "reference"),
-        "rotary": ("npu", "reference"),
+        "rotary_kv": ("npu", "reference"),
         "swiglu": ("npu", "reference"),
     },
 }
@@ -108,6 +107,12 @@ def implementation(op: str, device: torch.device) -> ModuleType:
         module = importlib.import_module(f"kernels.{op}.{in_use(device).implementations[op]}")
         _modules[op, device.type] = module
     return module
+
+
+def contract(op: str, device: torch.device) -> Contract:
+    """What the module that serves `op` on `device` states about itself."""
+    found: Contract = implementation(op, device).CONTRACT
+    return found
 
 
 def in_use(device: torch.device) -> Platform:

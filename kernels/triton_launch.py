@@ -28,7 +28,7 @@ def launch_options(device: torch.device, *, dependent: bool = True, max_register
     return {"launch_pdl": dependent and launches_dependently(device), "maxnreg": max_registers}
 
 
-def compiled_count(*kernels: object) -> int:
+def count_compiled(*kernels: object) -> int:
     """Number of compiled variants of these kernels in this process; it must not rise after warm-up."""
     count = 0
     for kernel in kernels:  # the interpreter's have no caches

@@ -103,7 +103,7 @@ def make_arguments(row: Row) -> Arguments:
         query_start_loc=starts,
         kv_lens_device=torch.full((num,), context, dtype=torch.int32, device="cuda"),
         block_table=table.int(),
-        slot_mapping=starts.long(),
+        slot_mapping=torch.full((num * row.num_tokens,), -1, device="cuda"),
     )
     return Arguments(random(num * row.num_tokens, NUM_HEADS, row.head_dim), *dense, *caches, maps)
 

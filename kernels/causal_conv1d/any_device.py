@@ -1,6 +1,7 @@
 """The causal convolution in plain torch for any device: few calls on whole tensors, no wait for the device.
 
-Serves prefill and plain updates: no drafts, no prefix cache. `ops.py` states the semantics and has checked the calls.
+Prefill and plain updates are so. Drafts and the prefix cache, which the service does not use, are the reference's: it
+gives the same, and waits for the device. `ops.py` states the semantics and has checked the calls.
 Every input that a token looks back at is picked from one table, the sequences' histories followed by the step's inputs.
 """
 
@@ -8,16 +9,19 @@ from __future__ import annotations
 
 import torch
 
+from kernels.causal_conv1d import reference
 from kernels.causal_conv1d.call import PrefillCall, UpdateCall
+from kernels.contract import Contract
 
 NULL_LINE = 0
-WARM_UP_TOKENS: tuple[int, ...] = ()  # nothing is compiled
+CONTRACT = Contract()
 
 
 def prefill(call: PrefillCall) -> None:
-    """Fill call.out and keep states; see `ops.causal_conv1d_prefill`. Raises NotImplementedError for block indices."""
+    """Fill call.out and keep states; see `ops.causal_conv1d_prefill`."""
     if call.initial_state_idx is not None:
-        raise NotImplementedError("this implementation of causal_conv1d does not serve the prefix cache")
+        reference.prefill(call)
+        return
     x, rows, num_sequences = call.x, call.width - 1, call.num_sequences
     lines, is_real = _lines(call)
     starts = call.query_start_loc.long()
@@ -42,10 +46,10 @@ def prefill(call: PrefillCall) -> None:
 
 
 def update(call: UpdateCall) -> None:
-    """Fill call.out and keep states; see `ops.causal_conv1d_update`. Raises NotImplementedError for drafts and block
-    indices."""
+    """Fill call.out and keep states; see `ops.causal_conv1d_update`."""
     if call.query_start_loc is not None or call.num_accepted_tokens is not None or call.initial_state_idx is not None:
-        raise NotImplementedError("this implementation of causal_conv1d serves plain updates only")
+        reference.update(call)
+        return
     rows, num_tokens = call.width - 1, call.tokens_each
     lines, is_real = _lines(call)
     states = call.conv_states[:, :rows]

@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 
 from kernels.causal_conv1d.call import PrefillCall, UpdateCall
+from kernels.contract import Contract
 
 NULL_LINE = 0
-WARM_UP_TOKENS: tuple[int, ...] = ()  # nothing is compiled
+CONTRACT = Contract()
 
 
 def prefill(call: PrefillCall) -> None:

@@ -16,8 +16,7 @@ import torch
 
 from kernels.causal_conv1d.call import PrefillCall, UpdateCall
 from kernels.causal_conv1d.checks import check_out, check_prefill, check_update
-from kernels.causal_conv1d.warm_up import warm_up_calls
-from kernels.platform import implementation
+from kernels.platform import contract, implementation
 
 
 def causal_conv1d_prefill(
@@ -187,7 +186,7 @@ def warm_up(
     drafts: bool = False,
     paged: bool = False,
     x_dtype: torch.dtype | None = None,
-) -> None:
+) -> int:
     """Compile every kernel that calls with these tensors can need, whatever their batches and lengths.
 
     Runs each form of a call once, on padding: conv_states are neither read nor changed. Covers prefill and plain
@@ -199,8 +198,10 @@ def warm_up(
         drafts: sequences may have several tokens in an update, and num_accepted_tokens.
         paged: calls have the block indices of the prefix cache; without it they have none.
         x_dtype: of x, the gates and the outputs; None: weight's.
+
+    Returns the number of variants that were compiled.
     """
-    for call in warm_up_calls(
+    return contract("causal_conv1d", weight.device).warm_up_and_count(
         weight,
         bias,
         conv_states,
@@ -209,8 +210,7 @@ def warm_up(
         drafts=drafts,
         paged=paged,
         x_dtype=weight.dtype if x_dtype is None else x_dtype,
-    ):
-        _run(call)
+    )
 
 
 def _run(call: PrefillCall | UpdateCall) -> torch.Tensor:

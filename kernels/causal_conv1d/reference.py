@@ -12,9 +12,10 @@ from itertools import pairwise
 import torch
 
 from kernels.causal_conv1d.call import PrefillCall, UpdateCall
+from kernels.contract import Contract
 
 NULL_LINE = 0
-WARM_UP_TOKENS: tuple[int, ...] = ()  # nothing is compiled
+CONTRACT = Contract()
 
 
 def prefill(call: PrefillCall) -> None:

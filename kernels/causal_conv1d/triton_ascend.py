@@ -16,12 +16,17 @@ one token back. Names beyond the width stand for h1 or w0 and are never used.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from kernels import triton_launch
 from kernels.ascend_runtime import check_launch
 from kernels.causal_conv1d.call import Launch, PrefillCall, UpdateCall, kernel_arguments
+from kernels.causal_conv1d.warm_up import warm_up_calls
+from kernels.contract import Contract
 from kernels.platform import in_use
 
 NULL_LINE = tl.constexpr(0)
@@ -515,6 +520,23 @@ def update(call: UpdateCall) -> None:
 def _launch(launch: Launch) -> None:
     check_launch(launch.grid, launch.arguments)
     launch.run()
+
+
+def warm_up(*layer: Any, **options: Any) -> None:
+    """See `ops.warm_up`."""
+    for call in warm_up_calls(WARM_UP_TOKENS, *layer, **options):
+        if isinstance(call, PrefillCall):
+            prefill(call)
+        else:
+            update(call)
+
+
+def compiled_count() -> int:
+    """Number of compiled variants in this process."""
+    return triton_launch.count_compiled(conv_prefill, conv_update)
+
+
+CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count)
 
 
 def plan_prefill(call: PrefillCall) -> Launch:

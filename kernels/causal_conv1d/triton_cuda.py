@@ -22,8 +22,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels import triton_launch
 from kernels.causal_conv1d.call import Launch, PrefillCall, UpdateCall, kernel_arguments
-from kernels.triton_launch import launch_options, launches_dependently
+from kernels.causal_conv1d.warm_up import warm_up_calls
+from kernels.contract import Contract
 
 NULL_LINE = tl.constexpr(0)
 SEARCH_BLOCK = tl.constexpr(128)
@@ -508,6 +510,23 @@ def update(call: UpdateCall) -> None:
     plan_update(call).run()
 
 
+def warm_up(*layer: Any, **options: Any) -> None:
+    """See `ops.warm_up`."""
+    for call in warm_up_calls(WARM_UP_TOKENS, *layer, **options):
+        if isinstance(call, PrefillCall):
+            prefill(call)
+        else:
+            update(call)
+
+
+def compiled_count() -> int:
+    """Number of compiled variants in this process."""
+    return triton_launch.count_compiled(_prefill_kernel, _update_kernel)
+
+
+CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count)
+
+
 def plan_prefill(call: PrefillCall) -> Launch:
     """The launch of a prefill with at least one token and one sequence; looks at sizes, never at values."""
     tile = prefill_tile(call.num_tokens, call.dim, call.width, call.x.element_size(), is_gated=call.is_gated)
@@ -567,9 +586,10 @@ def _device_arguments(call: PrefillCall | UpdateCall, tile: Tile) -> dict[str, A
         "BLOCK_D": tile.channels,
         "EVEN_D": call.dim % tile.channels == 0,
         "NATIVE": call.x.is_cuda,
-        "DEPENDENT_LAUNCH": launches_dependently(call.x.device),
+        "DEPENDENT_LAUNCH": triton_launch.launches_dependently(call.x.device),
     }
 
 
 def _options(call: PrefillCall | UpdateCall, tile: Tile) -> dict[str, Any]:
-    return {"num_warps": tile.num_warps, **launch_options(call.x.device, max_registers=tile.max_registers)}
+    options = triton_launch.launch_options(call.x.device, max_registers=tile.max_registers)
+    return {"num_warps": tile.num_warps, **options}

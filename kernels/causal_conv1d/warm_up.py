@@ -1,17 +1,17 @@
-"""The calls that make a device compile every kernel a layer can need; `ops.warm_up` runs them."""
+"""The calls that make a device compile every kernel a layer can need; implementations that compile run them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from kernels.causal_conv1d.call import PrefillCall, UpdateCall
-from kernels.platform import implementation
 
 
 def warm_up_calls(
+    prefill_tokens: Iterable[int],
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     conv_states: torch.Tensor,
@@ -22,7 +22,10 @@ def warm_up_calls(
     paged: bool,
     x_dtype: torch.dtype,
 ) -> Iterator[PrefillCall | UpdateCall]:
-    """The calls that `warm_up` makes: all of one sequence, which is padding."""
+    """The calls that `warm_up` makes: all of one sequence, which is padding; its arguments are those of `ops.warm_up`.
+
+    prefill_tokens  token counts that reach, between them, every variant of the prefill kernel
+    """
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=weight.device)
@@ -45,8 +48,7 @@ def warm_up_calls(
         "pad_slot_id": -1,
         "query_starts": None,
     }
-    module = implementation("causal_conv1d", weight.device)
-    for num_tokens in module.WARM_UP_TOKENS:
+    for num_tokens in prefill_tokens:
         starts = zeros(2)
         starts[1] = num_tokens
         yield PrefillCall(
@@ -58,8 +60,6 @@ def warm_up_calls(
             num_computed_tokens=block,
             block_size_tokens=1 if paged else None,
         )
-    if not module.WARM_UP_TOKENS:
-        return
     plain: dict[str, Any] = {"query_start_loc": None, "max_query_len": None}
     yield UpdateCall(**every, **tokens(1), **plain, num_accepted_tokens=None)
     if drafts:

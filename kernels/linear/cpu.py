@@ -13,8 +13,11 @@ import functools
 import torch
 from torch.nn import functional
 
+from kernels.contract import Contract
 from kernels.linear.ops import PackedWeight
 from kernels.platform import detect
+
+CONTRACT = Contract()
 
 # The reordering takes the batch size it is tuned for; a full decode step is what matters most.
 _PACKED_FOR_TOKENS = 32

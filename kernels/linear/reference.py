@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from kernels.contract import Contract
 from kernels.linear.ops import PackedWeight
+
+CONTRACT = Contract()
 
 
 def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.contract import Contract
 from kernels.lora.maps import LoraMaps, LoraStack, Segment
+
+CONTRACT = Contract()
 
 _MAX_CACHED_STEPS = 4
 

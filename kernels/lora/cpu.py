@@ -11,8 +11,11 @@ from operator import itemgetter
 
 import torch
 
+from kernels.contract import Contract
 from kernels.lora.cpu_plan import Batch, Plan, Solo, make_plan
 from kernels.lora.maps import LoraMaps, LoraStack, Segment
+
+CONTRACT = Contract()
 
 _MAX_CACHED_STEPS = 4
 _MAX_KEPT_VIEWS = 64  # pairs, of a stack

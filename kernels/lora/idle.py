@@ -6,11 +6,32 @@ these are as in a step that is not idle.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 
 from kernels.lora.maps import LoraMaps, LoraStack
 
 _MULTIPLE = 16
+
+
+def launch_idle(
+    run: Callable[..., None],
+    stack: LoraStack,
+    step_sizes: Iterable[int],
+    dtype: torch.dtype,
+    max_segments: int,
+    *,
+    is_embedding: bool,
+) -> None:
+    """Have `run`, an implementation's `lora_linear` or `lora_embedding`, compile for steps of these many tokens."""
+    for num_tokens in step_sizes:
+        out = idle_matrix(num_tokens, stack.output_width, dtype, stack)
+        if is_embedding:
+            read = torch.zeros(num_tokens, dtype=torch.int64, device=out.device)
+        else:
+            read = idle_matrix(num_tokens, stack.a[0].shape[1], dtype, stack)
+        run(read, out, stack, idle_maps(num_tokens, max_segments, stack))
 
 
 def idle_maps(num_tokens: int, max_segments: int, stack: LoraStack) -> LoraMaps:

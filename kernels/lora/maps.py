@@ -73,3 +73,8 @@ class LoraStack:
     host_ranks: list[list[int]] = field(default_factory=list)
     host_scalings: list[list[float]] = field(default_factory=list)
     kept: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def output_width(self) -> int:
+        """The column after the last one of any slice."""
+        return max(start + b.shape[1] for start, b in zip(self.slice_starts, self.b, strict=True))

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.lora.idle import idle_maps, idle_matrix
 from kernels.lora.maps import LoraMaps, LoraStack
-from kernels.platform import implementation
+from kernels.platform import contract, implementation
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -144,20 +143,8 @@ def warm_up(
     """
     num_compiled = 0
     for stack, embeds in [*((stack, False) for stack in stacks), *((stack, True) for stack in embeddings)]:
-        module = implementation("lora", stack.a[0].device)
-        if not hasattr(module, "compiled_count"):
-            continue
-        before = module.compiled_count()
-        module.reserve_workspace(stack, max_tokens)
-        for num_tokens in module.step_sizes(stack, max_tokens):
-            maps = idle_maps(num_tokens, max_segments, stack)
-            out = idle_matrix(num_tokens, _output_width(stack), dtype, stack)
-            if embeds:
-                ids = torch.zeros(num_tokens, dtype=torch.int64, device=out.device)
-                module.lora_embedding(ids, out, stack, maps)
-            else:
-                module.lora_linear(idle_matrix(num_tokens, stack.a[0].shape[1], dtype, stack), out, stack, maps)
-        num_compiled += module.compiled_count() - before
+        serving = contract("lora", stack.a[0].device)
+        num_compiled += serving.warm_up_and_count(stack, max_tokens, dtype, max_segments, is_embedding=embeds)
     return num_compiled
 
 
@@ -186,15 +173,10 @@ def _check(
     assert len(stack.a) == len(stack.b) == len(stack.slice_starts) == len(stack.host_ranks), "slices disagree"
     assert all(t.is_contiguous() for t in (*stack.a, *stack.b)), "rows are contiguous"
     if out is not None:
-        assert _output_width(stack) <= out.shape[1], "a slice ends beyond the output"
+        assert stack.output_width <= out.shape[1], "a slice ends beyond the output"
     if row_index is not None:
         assert row_index.dtype in (torch.int32, torch.int64), "row_index is int32 or int64"
         assert row_index.shape == (maps.num_tokens,), "row_index has one entry per token of the step"
-
-
-def _output_width(stack: LoraStack) -> int:
-    """The column after the last one of any slice."""
-    return max(start + b.shape[1] for start, b in zip(stack.slice_starts, stack.b, strict=True))
 
 
 def _check_h(h: torch.Tensor, stack: LoraStack, maps: LoraMaps) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from kernels.contract import Contract
 from kernels.lora.maps import LoraMaps, LoraStack
+
+CONTRACT = Contract()
 
 
 def lora_shrink(

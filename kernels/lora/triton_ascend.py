@@ -22,12 +22,13 @@ from typing import Any
 import torch
 
 from kernels.ascend_runtime import check_launch
+from kernels.contract import Contract
+from kernels.lora.idle import launch_idle
 from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.lora.triton_ascend_tiles import Regime, choose
 from kernels.platform import in_use
-from kernels.triton_launch import Workspace
-from kernels.triton_launch import compiled_count as count_compiled
+from kernels.triton_launch import Workspace, count_compiled
 
 RANK_BLOCK = 16
 # Partial sums of one token that are read at once.
@@ -113,6 +114,13 @@ def lora_embedding(
     lora_expand(columns.unsqueeze(0).contiguous(), out, stack, maps, overwrite=overwrite, row_index=row_index)
 
 
+def warm_up(stack: LoraStack, max_tokens: int, dtype: torch.dtype, max_segments: int, *, is_embedding: bool) -> None:
+    """See `ops.warm_up`, of one stack."""
+    reserve_workspace(stack, max_tokens)
+    run = lora_embedding if is_embedding else lora_linear
+    launch_idle(run, stack, step_sizes(stack, max_tokens), dtype, max_segments, is_embedding=is_embedding)
+
+
 def reserve_workspace(stack: LoraStack, max_tokens: int) -> None:
     """Allocate what `lora_linear` of a stack needs for steps of up to max_tokens tokens, before graph capture."""
     in_features, chip = stack.a[0].shape[1], _chip(str(stack.a[0].device))
@@ -154,6 +162,9 @@ def _step_sizes(in_features: int, num_slices: int, num_columns: int, max_tokens:
 def compiled_count() -> int:
     """Number of compiled variants of the LoRA kernels in this process; it must not rise after warm-up."""
     return count_compiled(*(kernel for name, kernel in vars(_kernels()).items() if name.startswith("lora_")))
+
+
+CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count)
 
 
 def plan_shrink(x: torch.Tensor, h: torch.Tensor, stack: LoraStack, maps: LoraMaps, regime: Regime) -> Launch:

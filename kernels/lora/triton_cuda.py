@@ -14,7 +14,9 @@ from dataclasses import replace
 import torch
 import triton
 
+from kernels.contract import Contract
 from kernels.lora import triton_cuda_one_token as one_token
+from kernels.lora.idle import launch_idle
 from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.lora.triton_cuda_configs import (
@@ -28,8 +30,7 @@ from kernels.lora.triton_cuda_configs import (
 from kernels.lora.triton_cuda_expand import lora_expand_kernel
 from kernels.lora.triton_cuda_shrink import lora_embedding_kernel, lora_shrink_kernel
 from kernels.platform import detect
-from kernels.triton_launch import Workspace, launch_options, launches_dependently
-from kernels.triton_launch import compiled_count as count_compiled
+from kernels.triton_launch import Workspace, count_compiled, launch_options, launches_dependently
 
 # Tokens of a tile of the expand where columns do not start at multiples of 16. Tiles of 64 go through wgmma, which
 # finds operands through descriptors, and CUDA 12.8's ptxas (Triton 3.6 and 3.7 bring it) takes some of those from the
@@ -123,6 +124,13 @@ def lora_embedding(
     _launch_expand(device, expand, h, out, stack, maps, row_index, overwrite, dependent=False)
 
 
+def warm_up(stack: LoraStack, max_tokens: int, dtype: torch.dtype, max_segments: int, *, is_embedding: bool) -> None:
+    """See `ops.warm_up`, of one stack."""
+    reserve_workspace(stack, max_tokens)
+    run = lora_embedding if is_embedding else lora_linear
+    launch_idle(run, stack, step_sizes(stack, max_tokens), dtype, max_segments, is_embedding=is_embedding)
+
+
 def reserve_workspace(stack: LoraStack, max_tokens: int) -> None:
     """Allocate what `lora_linear` and `lora_embedding` of a stack need for any step of up to max_tokens tokens.
 
@@ -160,6 +168,9 @@ def compiled_count() -> int:
         one_token.lora_shrink_one_token_kernel,
         one_token.lora_expand_one_token_kernel,
     )
+
+
+CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count)
 
 
 class _Device:

@@ -11,7 +11,9 @@ from functools import cache
 import torch
 import torch_npu
 
+from kernels.contract import Contract
 from kernels.paged_attention.maps import AttentionMaps
+from kernels.probe.shapes import ProbeShapes
 
 # What the operator takes in the layout TND with a paged cache. 256 is not documented, but used in production.
 _DTYPES = (torch.float16, torch.bfloat16)
@@ -28,15 +30,12 @@ _MASK_SIZE = 2048
 _ALL_TOKENS = 2**31 - 1
 
 
-def refusal(k_cache_shape: tuple[int, ...], dtype: torch.dtype, num_heads: int, max_sequences: int) -> str | None:
-    """Why the operator cannot serve a model and its cache, as part of a sentence; None if it can.
-
-    k_cache_shape  (num_blocks, block_size, kv_heads, head_dim)
-    max_sequences  most sequences of one step
-    """
-    num_blocks, block_size, kv_heads, head_dim = k_cache_shape
-    if dtype not in _DTYPES:
-        return f"it computes in 16 bits, not in {dtype}".replace("torch.", "")
+def refuses(shapes: ProbeShapes) -> str | None:
+    """Why the operator cannot serve a model and its cache, as part of a sentence; None if it can."""
+    num_heads, kv_heads, head_dim = shapes.num_heads, shapes.num_kv_heads, shapes.head_dim
+    num_blocks, block_size, max_sequences = shapes.num_blocks, shapes.block_size, shapes.max_sequences
+    if shapes.torch_dtype not in _DTYPES:
+        return f"it computes in 16 bits, not in {shapes.dtype}"
     if head_dim not in _HEAD_DIMS:
         return f"it takes heads of {', '.join(map(str, _HEAD_DIMS))} elements, not {head_dim}"
     if block_size not in _BLOCK_SIZES_TOKENS:
@@ -50,6 +49,9 @@ def refusal(k_cache_shape: tuple[int, ...], dtype: torch.dtype, num_heads: int, 
     return None
 
 
+CONTRACT = Contract(refuses=refuses)
+
+
 def paged_attention(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -60,7 +62,7 @@ def paged_attention(
     sliding_window: int | None,
     out: torch.Tensor,
 ) -> None:
-    """See `ops.paged_attention`; writes all of `out`. What `refusal` names must have been kept away."""
+    """See `ops.paged_attention`; writes all of `out`. What `refuses` names must have been kept away."""
     num_blocks, block_size, kv_heads, head_dim = k_cache.shape
     flat_shape = (num_blocks, block_size, kv_heads * head_dim)
     # A band reaches `pre_tokens` back from the query's own token, which the window counts too.

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 from kernels.paged_attention.maps import AttentionMaps
-from kernels.platform import implementation
+from kernels.platform import contract, implementation
 
 
 def paged_attention(
@@ -41,7 +41,7 @@ def paged_attention(
     assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape == v_cache.shape, "caches disagree"
     assert k_cache.shape[3] == head_dim and num_heads % k_cache.shape[2] == 0, "q does not fit the cache"
     assert q.dtype == k_cache.dtype == v_cache.dtype, "q and the cache have one dtype"
-    assert maps.query_starts[-1] == num_tokens, "the maps do not cover the step's tokens"
+    assert maps.slot_mapping.shape == (num_tokens,), "the maps do not cover the step's tokens"
     assert sliding_window is None or sliding_window > 0, "a window holds at least the token itself"
     if out is None:
         out = q.new_empty(num_tokens, num_heads, head_dim)
@@ -57,13 +57,9 @@ def warm_up(k_cache: torch.Tensor, num_heads: int, *, sliding_window: int | None
     Afterwards no step of any size compiles anything. To be called once for each distinct sliding window of a model.
 
     k_cache    [num_blocks, block_size, kv_heads, head_dim]; neither read nor changed
-    num_heads  query heads; rows of q are taken to stand num_heads + kv_heads heads apart, beside their keys
+    num_heads  query heads; q is taken to be contiguous, as `rotary_kv` gives it where kernels are compiled
 
     Returns the number of variants that were compiled; 0 where nothing is ever compiled (on a CPU).
     """
-    module = implementation("paged_attention", k_cache.device)
-    if not hasattr(module, "compiled_count"):
-        return 0
-    before: int = module.compiled_count()
-    module.warm_up(k_cache, num_heads, sliding_window=sliding_window)
-    return int(module.compiled_count()) - before
+    serving = contract("paged_attention", k_cache.device)
+    return serving.warm_up_and_count(k_cache, num_heads, sliding_window=sliding_window)

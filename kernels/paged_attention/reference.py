@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from kernels.contract import Contract
 from kernels.paged_attention.maps import AttentionMaps
+
+CONTRACT = Contract()
 
 
 def paged_attention(

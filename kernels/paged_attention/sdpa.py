@@ -10,7 +10,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from kernels.contract import Contract
 from kernels.paged_attention.maps import AttentionMaps
+
+CONTRACT = Contract()
 
 # Queries of a chunk are taken in tiles: a tile's mask stays small, and keys beyond its last position are not visited.
 _TILE_TOKENS = 128

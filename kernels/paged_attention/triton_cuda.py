@@ -14,12 +14,20 @@ import math
 import torch
 import triton
 
+from kernels.contract import Contract
 from kernels.paged_attention.maps import AttentionMaps
-from kernels.paged_attention.triton_cuda_configs import MAX_SPLITS, WORKSPACE_BYTES, Heads, Plan, plan_for
+from kernels.paged_attention.triton_cuda_configs import (
+    MAX_SPLITS,
+    WORKSPACE_BYTES,
+    Heads,
+    Plan,
+    max_head_dim,
+    plan_for,
+)
 from kernels.paged_attention.triton_cuda_kernels import paged_attention_kernel, sum_splits_kernel
 from kernels.platform import in_use
-from kernels.triton_launch import Workspace
-from kernels.triton_launch import compiled_count as count_compiled
+from kernels.probe.shapes import ProbeShapes
+from kernels.triton_launch import Workspace, count_compiled
 
 _LOG2_E = math.log2(math.e)
 
@@ -95,14 +103,14 @@ def warm_up(k_cache: torch.Tensor, num_heads: int, *, sliding_window: int | None
     _, block_size, kv_heads, head_dim = k_cache.shape
     platform = in_use(k_cache.device)
     heads = Heads(num_heads, kv_heads, head_dim, k_cache.element_size(), sliding_window)
-    # Rows as far apart as those of the models, whose queries stand beside their keys.
-    packed = k_cache.new_zeros(2, num_heads + kv_heads, head_dim)
+    queries = k_cache.new_zeros(2, num_heads, head_dim)
     zeros = torch.zeros(3, dtype=torch.int32, device=k_cache.device)
     for num_tokens in (1, 2):  # of one sequence: the two kinds of tile
         tile = plan_for(platform, heads, num_tokens, 1, block_size).tile
-        q = packed[:num_tokens, :num_heads]
+        q = queries[:num_tokens]
         # No tokens, so that no slot is read: all queries are padding behind the only sequence.
-        maps = AttentionMaps((0, 0), (0,), ((),), zeros[:2], zeros[:1], zeros[:1, None], zeros[:0].long())
+        slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=k_cache.device)
+        maps = AttentionMaps((0, 0), (0,), ((),), zeros[:2], zeros[:1], zeros[:1, None], slots)
         for num_splits in (1, 2):
             plan = Plan(tile, num_splits, 1)
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -112,6 +120,17 @@ def warm_up(k_cache: torch.Tensor, num_heads: int, *, sliding_window: int | None
 def compiled_count() -> int:
     """Number of compiled variants of the attention kernels in this process; it must not rise after warm-up."""
     return count_compiled(paged_attention_kernel, sum_splits_kernel)
+
+
+def refuses(shapes: ProbeShapes) -> str | None:
+    """Why the kernel cannot serve a model, as part of a sentence; None if it can."""
+    largest = max_head_dim(shapes.torch_dtype.itemsize)
+    if shapes.head_dim > largest:
+        return f"it takes heads of up to {largest} elements, not {shapes.head_dim}"
+    return None
+
+
+CONTRACT = Contract(refuses=refuses, warm_up=warm_up, compiled_count=compiled_count)
 
 
 _workspace = Workspace()

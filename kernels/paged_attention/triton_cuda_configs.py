@@ -106,6 +106,11 @@ _HOPPER = AttentionTable(
 TABLES: dict[str, AttentionTable] = {"any": _HOPPER}
 
 
+def max_head_dim(element_bytes: int) -> int:
+    """The largest head that any table has a tile for."""
+    return min(max(dim for size, dim in table.decode if size == element_bytes) for table in TABLES.values())
+
+
 def tile_for(table: AttentionTable, heads: Heads, *, is_decode: bool) -> TileConfig:
     """The tile for these heads; it holds at least one query of all heads of a group."""
     tiles = table.decode if is_decode else table.chunks

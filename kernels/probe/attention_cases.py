@@ -1,10 +1,9 @@
-"""Probe cases of paged attention and of writing keys and values: chunks and decode tokens, blocks out of order."""
+"""Probe cases of paged attention: chunks and decode tokens, blocks out of order."""
 
 from __future__ import annotations
 
 import torch
 
-from kernels.kv_write import ops as kv_write_ops
 from kernels.paged_attention import ops
 from kernels.paged_attention.maps import AttentionMaps
 from kernels.probe.place import Place
@@ -33,26 +32,6 @@ def attend_window(shapes: ProbeShapes, place: Place) -> Prepared:
 def attend_window_decode(shapes: ProbeShapes, place: Place) -> Prepared:
     """Both: torch_npu's documentation would have windows not count where queries are single tokens."""
     return _attend(shapes, place, _window(shapes), is_decode=True)
-
-
-def write_kv(shapes: ProbeShapes, place: Place) -> Prepared:
-    """Slots in and out of order, over the end of a block; all others stay as they are."""
-    block_size = shapes.block_size
-    shape = (_NUM_BLOCKS, block_size, shapes.num_kv_heads, shapes.head_dim)
-    k_cache, v_cache = (place.put(place.fresh(*shape)) for _ in range(2))
-    inside = min(3, block_size - 1)
-    slots = [2 * block_size - 1, 2 * block_size, 7 * block_size + inside, 5 * block_size, 5 * block_size + 1]
-    slot_mapping = place.ints(slots, torch.int64)
-    # Keys and values come as slices of the packed projection.
-    packed = place.put(place.random(len(slots), shapes.num_heads + 2 * shapes.num_kv_heads, shapes.head_dim))
-    k = packed[:, shapes.num_heads : shapes.num_heads + shapes.num_kv_heads]
-    v = packed[:, shapes.num_heads + shapes.num_kv_heads :]
-
-    def call() -> tuple[torch.Tensor, ...]:
-        kv_write_ops.write_kv(k, v, k_cache, v_cache, slot_mapping)
-        return k_cache, v_cache
-
-    return call
 
 
 def _window(shapes: ProbeShapes) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import ModuleType
 
 from kernels.probe import attention_cases, conv_cases, dense_cases, lora_cases, sampling_cases
 from kernels.probe.place import Place
@@ -32,26 +31,15 @@ _CASES: Mapping[str, Mapping[str, Case]] = {
         "paged_attention_window": attention_cases.attend_window,
         "paged_attention_window_decode": attention_cases.attend_window_decode,
     },
-    "kv_write": {"write_kv": attention_cases.write_kv},
     "linear": {"linear": dense_cases.linear},
     "rms_norm": {
         "rms_norm": dense_cases.rms_norm,
         "add_rms_norm": dense_cases.add_rms_norm,
-        "rms_norm_heads": dense_cases.rms_norm_heads,
     },
-    "rotary": {"rotary": dense_cases.rotary},
+    "rotary_kv": {"rotary_kv": dense_cases.rotary_kv, "rotary_kv_normed": dense_cases.rotary_kv_normed},
     "swiglu": {"swiglu": dense_cases.swiglu},
     "sampling": {"sample": sampling_cases.sample, "sample_top_p": sampling_cases.sample_top_p},
 }
-
-
-def refusal_of(module: ModuleType, op: str, shapes: ProbeShapes) -> str | None:
-    """Why an implementation knows beforehand that it cannot serve such a model, as part of a sentence."""
-    if op == "paged_attention" and hasattr(module, "refusal"):
-        cache_shape = (shapes.num_blocks, shapes.block_size, shapes.num_kv_heads, shapes.head_dim)
-        refusal: str | None = module.refusal(cache_shape, shapes.torch_dtype, shapes.num_heads, shapes.max_sequences)
-        return refusal
-    return None
 
 
 def cases_of(op: str, shapes: ProbeShapes) -> Mapping[str, Case]:

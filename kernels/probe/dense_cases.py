@@ -1,4 +1,7 @@
-"""Probe cases of the ops that work on each token by itself: projection, norms, rotation, gate."""
+"""Probe cases of the ops that work on each token by itself: projection, norms, rotation and cache write, gate.
+
+What they read stands in rows with further columns behind, and a row of padding follows: nobody has written either.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,13 @@ from kernels.probe.place import Place
 from kernels.probe.prepared import Prepared
 from kernels.probe.shapes import ProbeShapes
 from kernels.rms_norm import ops as rms_norm_ops
-from kernels.rotary import ops as rotary_ops
+from kernels.rotary_kv import ops as rotary_kv_ops
 from kernels.swiglu import ops as swiglu_ops
 
 _NUM_TOKENS = 5
 _MAX_COLUMNS = 1024
+_NUM_COLUMNS_BEHIND = 16
+_NUM_BLOCKS = 10
 
 
 def linear(shapes: ProbeShapes, place: Place) -> Prepared:
@@ -27,43 +32,75 @@ def linear(shapes: ProbeShapes, place: Place) -> Prepared:
 
 def rms_norm(shapes: ProbeShapes, place: Place) -> Prepared:
     """Of rows that differ in size by orders of magnitude."""
-    x = place.put(place.random(_NUM_TOKENS, shapes.hidden_size) * _sizes())
+    x = place.put(_packed(place.random(_NUM_TOKENS, shapes.hidden_size) * _sizes(), place))[:, : shapes.hidden_size]
     weight = place.put(place.random(shapes.hidden_size))
-    return lambda: (rms_norm_ops.rms_norm(x, weight, shapes.norm_eps),)
+    return lambda: (rms_norm_ops.rms_norm(x, weight, shapes.norm_eps)[:_NUM_TOKENS],)
 
 
 def add_rms_norm(shapes: ProbeShapes, place: Place) -> Prepared:
     """With the sum, which is the next layer's residual."""
-    x, residual = (place.put(place.random(_NUM_TOKENS, shapes.hidden_size)) for _ in range(2))
+    x = place.put(_packed(place.random(_NUM_TOKENS, shapes.hidden_size), place))[:, : shapes.hidden_size]
+    residual = place.put(place.random(x.shape[0], shapes.hidden_size))
     weight = place.put(place.random(shapes.hidden_size))
-    return lambda: rms_norm_ops.add_rms_norm(x, residual.clone(), weight, shapes.norm_eps)
+
+    def call() -> tuple[torch.Tensor, ...]:
+        normed, total = rms_norm_ops.add_rms_norm(x, residual.clone(), weight, shapes.norm_eps)
+        return normed[:_NUM_TOKENS], total[:_NUM_TOKENS]
+
+    return call
 
 
-def rms_norm_heads(shapes: ProbeShapes, place: Place) -> Prepared:
-    """Query and key heads of a packed projection, whose values stand beside them."""
-    num_heads = shapes.num_heads + shapes.num_kv_heads
-    packed = place.put(place.random(_NUM_TOKENS, num_heads + shapes.num_kv_heads, shapes.head_dim))
-    weight = place.put(place.random(num_heads, shapes.head_dim))
-    return lambda: (rms_norm_ops.rms_norm_heads(packed[:, :num_heads], weight, shapes.norm_eps),)
+def rotary_kv(shapes: ProbeShapes, place: Place) -> Prepared:
+    """Queries and keys as they come out of the projection."""
+    return _rotary_kv(shapes, place, None)
 
 
-def rotary(shapes: ProbeShapes, place: Place) -> Prepared:
-    """Positions near and far, in no order."""
-    half, num_heads = shapes.head_dim // 2, shapes.num_heads + shapes.num_kv_heads
-    positions = torch.tensor([0.0, 1.0, 17.0, 500.0, 3.0])
+def rotary_kv_normed(shapes: ProbeShapes, place: Place) -> Prepared:
+    """With a norm of each query and key head."""
+    weight = place.put(place.random(shapes.num_heads + shapes.num_kv_heads, shapes.head_dim))
+    return _rotary_kv(shapes, place, weight)
+
+
+def _rotary_kv(shapes: ProbeShapes, place: Place, head_weight: torch.Tensor | None) -> Prepared:
+    """Positions near and far, slots in and out of order, over the end of a block; all others stay as they are."""
+    block_size, num_all_heads = shapes.block_size, shapes.num_heads + 2 * shapes.num_kv_heads
+    cache_shape = (_NUM_BLOCKS, block_size, shapes.num_kv_heads, shapes.head_dim)
+    k_cache, v_cache = (place.put(place.fresh(*cache_shape)) for _ in range(2))
+    inside = min(3, block_size - 1)
+    slots = [2 * block_size - 1, 2 * block_size, 7 * block_size + inside, 5 * block_size, 5 * block_size + 1]
+    slot_mapping = place.ints([*slots, -1], torch.int64)
+    half = shapes.head_dim // 2
+    positions = torch.tensor([0.0, 1.0, 17.0, 500.0, 3.0, 0.0])
     angles = positions[:, None] * 10_000.0 ** (-torch.arange(half) / half)
     angles = torch.cat((angles, angles), dim=1).unsqueeze(1)
     cos, sin = place.put(angles.cos()), place.put(angles.sin())
-    packed = place.put(place.random(len(positions), num_heads + shapes.num_kv_heads, shapes.head_dim))
-    return lambda: rotary_ops.rotary(packed[:, :num_heads], cos, sin, shapes.num_heads)
+    width = num_all_heads * shapes.head_dim
+    packed = place.put(_packed(place.random(_NUM_TOKENS, width), place))
+    qkv = packed[:, :width].unflatten(1, (num_all_heads, shapes.head_dim))
+
+    def call() -> tuple[torch.Tensor, ...]:
+        q = rotary_kv_ops.rotary_kv(
+            qkv, cos, sin, k_cache, v_cache, slot_mapping, head_weight=head_weight, eps=shapes.norm_eps
+        )
+        return q[:_NUM_TOKENS], k_cache, v_cache
+
+    return call
 
 
 def swiglu(shapes: ProbeShapes, place: Place) -> Prepared:
     """Gates of both signs, some of them far out."""
     gate_up = place.random(_NUM_TOKENS, 2 * shapes.intermediate_size)
     gate_up[:, 0], gate_up[:, 1] = 30.0, -30.0
-    gate_up = place.put(gate_up)
-    return lambda: (swiglu_ops.swiglu(gate_up),)
+    gate_up = place.put(_packed(gate_up, place))[:, : 2 * shapes.intermediate_size]
+    return lambda: (swiglu_ops.swiglu(gate_up)[:_NUM_TOKENS],)
+
+
+def _packed(values: torch.Tensor, place: Place) -> torch.Tensor:
+    """values [tokens, size] -> [tokens + 1, size + columns behind], on the host."""
+    num_tokens, size = values.shape
+    packed = place.fresh(num_tokens + 1, size + _NUM_COLUMNS_BEHIND)
+    packed[:num_tokens, :size] = values
+    return packed
 
 
 def _sizes() -> torch.Tensor:

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from kernels.platform import IMPLEMENTATIONS, Platform, detect, installed
-from kernels.probe.cases import Case, cases_of, refusal_of
+from kernels.probe.cases import Case, cases_of
 from kernels.probe.place import Place
 from kernels.probe.results import OpReport, Status, Trial
 from kernels.probe.shapes import ProbeShapes
@@ -114,7 +114,7 @@ def _fault_before_a_call(op: str, implementation: str, shapes: ProbeShapes) -> T
     except Exception as error:
         status: Status = "missing" if isinstance(error, ImportError) else "raised"
         return said(status=status, sentence=f"{implementation} cannot be imported ({_in_one_line(error)})")
-    refusal = refusal_of(module, op, shapes)
+    refusal = module.CONTRACT.refuses(shapes)
     if refusal is not None:
         return said(status="refused", sentence=f"{implementation} does not serve this model: {refusal}")
     return None

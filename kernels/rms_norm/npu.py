@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import torch_npu
+
+from kernels.contract import Contract
+
+CONTRACT = Contract()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -19,14 +21,3 @@ def add_rms_norm(
     """See `ops.add_rms_norm`; both results are fresh."""
     normed, _, total = torch_npu.npu_add_rms_norm(x, residual, gamma=weight, epsilon=eps)
     return normed, total
-
-
-def rms_norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `ops.rms_norm_heads`: one norm for all heads, whose weights differ, and one product."""
-    normed = torch_npu.npu_rms_norm(x, gamma=_ones(x.shape[-1], x.dtype, x.device), epsilon=eps)[0]
-    return normed.mul_(weight)
-
-
-@cache
-def _ones(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.ones(size, dtype=dtype, device=device)

@@ -1,22 +1,26 @@
-"""Root-mean-square norms over the last dimension: shapes and dtypes are checked here.
+"""Root-mean-square norms of tokens: shapes and dtypes are checked here.
 
 norm(x) = x / sqrt(mean(x ** 2) + eps) * weight
+
+Rows of padding may hold anything: a row's result depends on that row alone.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kernels.platform import implementation
+from kernels.platform import contract, implementation
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """norm(x), fresh.
+    """norm(x), fresh and contiguous.
 
-    x       [tokens, size], unit stride along size
+    x       [tokens, size], unit stride along size, any stride between tokens; read only
     weight  [size], dtype of x
     """
-    _check(x, weight)
+    assert x.dim() == 2 and x.stride(1) == 1, "x is [tokens, size], with unit stride along size"
+    assert weight.shape == x.shape[1:], "the weight has the shape of one token"
+    assert weight.dtype == x.dtype, f"x is {x.dtype}, its weight {weight.dtype}"
     out: torch.Tensor = implementation("rms_norm", x.device).rms_norm(x, weight, eps)
     return out
 
@@ -24,15 +28,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm(x + residual), x + residual), each [tokens, size].
+    """(norm(x + residual), x + residual), each contiguous [tokens, size]. The sum is rounded before it is normed.
 
-    x         [tokens, size], contiguous; read only
-    residual  like x; spent: its memory may hold the sum afterwards, so only the returned tensors are to be used
+    x         [tokens, size], unit stride along size, any stride between tokens; read only
+    residual  like x, contiguous; spent: its memory may hold the sum afterwards, so only the returned tensors are to be
+              used
     weight    [size], dtype of x
     """
     # Twice per layer, so few looks at the tensors: each costs a CPU a measurable part of a small layer.
     assert residual.shape == x.shape and residual.dtype == x.dtype, "x and the residual are alike"
-    assert x.is_contiguous() and residual.is_contiguous(), "x and the residual are contiguous"
+    assert x.stride(-1) == 1 and residual.is_contiguous(), "x has unit stride along size, the residual is contiguous"
     assert weight.numel() == x.size(-1) and weight.dtype == x.dtype, "the weight has the shape of one token"
     both: tuple[torch.Tensor, torch.Tensor] = implementation("rms_norm", x.device).add_rms_norm(
         x, residual, weight, eps
@@ -40,18 +45,9 @@ def add_rms_norm(
     return both
 
 
-def rms_norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """norm of each head with a weight of its own, fresh and contiguous.
+def warm_up(weight: torch.Tensor) -> int:
+    """Compile all that calls with such a weight can need, whatever their number of tokens; the variants compiled.
 
-    x       [tokens, heads, head_dim], unit stride along head_dim
-    weight  [heads, head_dim], dtype of x
+    0 where nothing is ever compiled (on a CPU).
     """
-    _check(x, weight)
-    out: torch.Tensor = implementation("rms_norm", x.device).rms_norm_heads(x, weight, eps)
-    return out
-
-
-def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
-    assert weight.shape == x.shape[1:], "the weight has the shape of one token"
-    assert weight.dtype == x.dtype, f"x is {x.dtype}, its weight {weight.dtype}"
-    assert x.stride(-1) == 1, "x has unit stride along its last dimension"
+    return contract("rms_norm", weight.device).warm_up_and_count(weight)

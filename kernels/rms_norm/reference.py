@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from kernels.contract import Contract
+
+CONTRACT = Contract()
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `ops.rms_norm`."""
@@ -17,8 +21,3 @@ def add_rms_norm(
     """See `ops.add_rms_norm`; the sum is written over the residual."""
     residual.add_(x)
     return functional.rms_norm(residual, weight.shape, weight, eps), residual
-
-
-def rms_norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `ops.rms_norm_heads`."""
-    return functional.rms_norm(x, x.shape[-1:], None, eps).mul_(weight)

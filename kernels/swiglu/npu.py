@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 import torch_npu
 
+from kernels.contract import Contract
+
+CONTRACT = Contract()
+
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """See `ops.swiglu`."""

@@ -5,6 +5,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from kernels.contract import Contract
+
+CONTRACT = Contract()
+
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """See `ops.swiglu`."""

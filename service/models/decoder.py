@@ -69,6 +69,8 @@ class Decoder:
         }
         for mixer, cache in mixers.values():
             mixer.warm_up(cache)  # type: ignore[arg-type]
+        self._norm.warm_up()
+        self._layers[0].mlp.warm_up()
         stacks = [projection.stack for projection in self._projections if projection.stack is not None]
         embeddings = [self._embedding.stack] if self._embedding.stack is not None else []
         dtype = self._embedding.table.dtype

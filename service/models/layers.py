@@ -9,12 +9,14 @@ import torch
 
 from kernels.causal_conv1d import ops as causal_conv1d_ops
 from kernels.causal_conv1d.ops import causal_conv1d_prefill, causal_conv1d_update
-from kernels.kv_write.ops import write_kv
 from kernels.lora.maps import LoraMaps
 from kernels.paged_attention import ops as paged_attention_ops
 from kernels.paged_attention.ops import paged_attention
-from kernels.rms_norm.ops import add_rms_norm, rms_norm, rms_norm_heads
-from kernels.rotary.ops import rotary
+from kernels.rms_norm import ops as rms_norm_ops
+from kernels.rms_norm.ops import add_rms_norm, rms_norm
+from kernels.rotary_kv import ops as rotary_kv_ops
+from kernels.rotary_kv.ops import rotary_kv
+from kernels.swiglu import ops as swiglu_ops
 from kernels.swiglu.ops import swiglu
 from service.models.batch import StepBatch
 from service.models.caches import ConvStates, KvCache
@@ -34,23 +36,23 @@ class RmsNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self._weight, self._eps)
 
+    def warm_up(self) -> None:
+        """Compile what steps of any size need here; the same for all norms of a model."""
+        rms_norm_ops.warm_up(self._weight)
+
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of the sum, the sum) of x and the residual stream, which is spent: its memory may hold the sum."""
         return add_rms_norm(x, residual, self._weight, self._eps)
 
 
 class HeadNorm:
-    """RMS norm of each query and key head before rotation, with one weight for queries and one for keys."""
+    """What a norm of each query and key head before rotation needs: one weight for queries and one for keys."""
 
     def __init__(self, weights: Weights, q_name: str, k_name: str, facts: ModelFacts) -> None:
         q_weight = weights.tensor(f"{q_name}.weight", facts.head_dim).expand(facts.num_heads, -1)
         k_weight = weights.tensor(f"{k_name}.weight", facts.head_dim).expand(facts.num_kv_heads, -1)
-        self._weight = torch.cat((q_weight, k_weight))
-        self._eps = facts.norm_eps
-
-    def __call__(self, qk: torch.Tensor) -> torch.Tensor:
-        """qk [tokens, num_heads + kv_heads, head_dim] -> fresh, same shape"""
-        return rms_norm_heads(qk, self._weight, self._eps)
+        self.weight = torch.cat((q_weight, k_weight))  # [num_heads + kv_heads, head_dim]
+        self.eps = facts.norm_eps
 
 
 class Attention:
@@ -59,8 +61,10 @@ class Attention:
     def __init__(
         self, qkv: Projection, out: Projection, facts: ModelFacts, layer: int, head_norm: HeadNorm | None = None
     ) -> None:
-        self._qkv, self._out, self._head_norm = qkv, out, head_norm
-        self._num_heads, self._num_kv_heads, self._head_dim = facts.num_heads, facts.num_kv_heads, facts.head_dim
+        self._qkv, self._out = qkv, out
+        self._head_weight = None if head_norm is None else head_norm.weight
+        self._head_eps = 0.0 if head_norm is None else head_norm.eps
+        self._num_heads, self._head_dim = facts.num_heads, facts.head_dim
         self._sliding_window = facts.sliding_windows[layer]
 
     @property
@@ -70,17 +74,22 @@ class Attention:
 
     def warm_up(self, cache: KvCache) -> None:
         """Compile what steps of any size need here."""
+        rotary_kv_ops.warm_up(cache.k, self._num_heads, head_weight=self._head_weight)
         paged_attention_ops.warm_up(cache.k, self._num_heads, sliding_window=self._sliding_window)
 
     def __call__(self, x: torch.Tensor, batch: StepBatch, rotation: Rotation, cache: KvCache) -> torch.Tensor:
-        num_qk_heads = self._num_heads + self._num_kv_heads
         # [tokens, heads + kv_heads + kv_heads, head_dim]
         qkv = self._qkv(x, batch.lora).view(x.shape[0], -1, self._head_dim)
-        qk, v = qkv[:, :num_qk_heads], qkv[:, num_qk_heads:]
-        if self._head_norm is not None:
-            qk = self._head_norm(qk)
-        q, k = rotary(qk, rotation.cos, rotation.sin, self._num_heads)
-        write_kv(k, v, cache.k, cache.v, batch.attention.slot_mapping)
+        q = rotary_kv(
+            qkv,
+            rotation.cos,
+            rotation.sin,
+            cache.k,
+            cache.v,
+            batch.attention.slot_mapping,
+            head_weight=self._head_weight,
+            eps=self._head_eps,
+        )
         scale = rotation.score_factor * self._head_dim**-0.5
         mixed = paged_attention(q, cache.k, cache.v, batch.attention, scale=scale, sliding_window=self._sliding_window)
         return self._out(mixed.view(x.shape[0], -1), batch.lora)
@@ -135,6 +144,11 @@ class GatedMlp:
 
     def __init__(self, gate_up: Projection, down: Projection) -> None:
         self._gate_up, self._down = gate_up, down
+
+    def warm_up(self) -> None:
+        """Compile what steps of any size need here; the same for all layers of a model."""
+        weight = self._down.weight
+        swiglu_ops.warm_up(weight.in_features, weight.dtype, weight.data.device)
 
     def __call__(self, x: torch.Tensor, lora: LoraMaps | None) -> torch.Tensor:
         return self._down(swiglu(self._gate_up(x, lora)), lora)

@@ -130,7 +130,7 @@ class TestOnAHealthyCpu:
 
 class TestWithFaults:
     def test_each_broken_implementation_is_replaced(self, work_dir: Path) -> None:
-        kinds = {"lora": "differs", "paged_attention": "raises", "rms_norm": "kills", "rotary": "missing"}
+        kinds = {"lora": "differs", "paged_attention": "raises", "rms_norm": "kills", "rotary_kv": "missing"}
         done = visit(
             work_dir=work_dir,
             path=BROKEN_OPS,
@@ -147,7 +147,7 @@ class TestWithFaults:
             "lora": "differs",
             "paged_attention": "raised",
             "rms_norm": "crashed",
-            "rotary": "missing",
+            "rotary_kv": "missing",
         }
         assert all(set(statuses[1:]) == {"ok"} for statuses in wished.values())
         fallbacks = [finding["message"] for finding in done.report["findings"] if finding["code"] == "op-fallback"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.kv_write import reference as kv_write
+from kernels.contract import Contract
 from kernels.lora import cpu as lora
 from kernels.lora.triton_ascend_tiles import choose
 from kernels.lora.triton_cuda_configs import config_for
@@ -26,6 +26,7 @@ from kernels.probe.choose import with_reports
 from kernels.probe.results import OpReport, Trial
 from kernels.probe.run import candidates, probe, report_of, try_op
 from kernels.probe.shapes import ProbeShapes
+from kernels.rotary_kv import reference as rotary_kv
 from kernels.sampling import cpu as sampling
 from tests.doctor.conftest import BROKEN_OPS, ROOT
 from tests.support.made_up_npu import NO_TRITON, UPSTREAM, made_up_npu
@@ -78,7 +79,7 @@ def test_steps_of_each_size_are_probed(hidden_size: int, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 7, 16, 128])
-@pytest.mark.parametrize("op", ["paged_attention", "kv_write"])
+@pytest.mark.parametrize("op", ["paged_attention", "rotary_kv"])
 def test_blocks_of_any_size_are_probed(op: str, block_size: int) -> None:
     trials = list(try_op(detect("cpu"), CPU, op, dataclasses.replace(SHAPES, block_size=block_size)))
     assert [trial.status for trial in trials] == ["ok"] * len(cases_of(op, SHAPES))
@@ -159,10 +160,21 @@ def base_tokens_written(x: Any, out: Any, stack: Any, maps: Any, **options: Any)
     out[-1] += 1.0
 
 
-def a_slot_too_many(k: Any, v: Any, k_cache: Any, v_cache: Any, slot_mapping: Any) -> None:
+def a_slot_too_many(qkv: Any, cos: Any, sin: Any, k_cache: Any, v_cache: Any, slots: Any, *norm: Any) -> Any:
     """Writes the slot behind its last one as well."""
-    kv_write.write_kv(k, v, k_cache, v_cache, slot_mapping)
-    kv_write.write_kv(k[-1:], v[-1:], k_cache, v_cache, slot_mapping[-1:] + 1)
+    rotary_kv.rotary_kv(qkv[-2:-1], cos[-2:-1], sin[-2:-1], k_cache, v_cache, slots[-2:-1] + 1, *norm)
+    return rotary_kv.rotary_kv(qkv, cos, sin, k_cache, v_cache, slots, *norm)
+
+
+def padding_written(qkv: Any, cos: Any, sin: Any, k_cache: Any, v_cache: Any, slots: Any, *norm: Any) -> Any:
+    """Takes -1 for the last slot of the cache."""
+    numbers = qkv.nan_to_num()
+    return rotary_kv.rotary_kv(numbers, cos, sin, k_cache, v_cache, slots % k_cache[..., 0, 0].numel(), *norm)
+
+
+def heads_not_normed(qkv: Any, cos: Any, sin: Any, k_cache: Any, v_cache: Any, slots: Any, *_norm: Any) -> Any:
+    """Forgets the norm of the heads."""
+    return rotary_kv.rotary_kv(qkv, cos, sin, k_cache, v_cache, slots, None, 0.0)
 
 
 def another_token(logits: Any, maps: Any, state: Any) -> Any:
@@ -200,7 +212,9 @@ WRONG: list[tuple[str, str, Callable[..., Any]]] = [
     ("lora", "lora_linear", base_tokens_written),
     ("lora", "lora_linear_many", nothing_for_many_tokens),
     ("lora", "lora_linear_one", nothing_for_one_token),
-    ("kv_write", "write_kv", a_slot_too_many),
+    ("rotary_kv", "rotary_kv", a_slot_too_many),
+    ("rotary_kv", "rotary_kv", padding_written),
+    ("rotary_kv", "rotary_kv_normed", heads_not_normed),
     ("sampling", "sample", another_token),
     ("sampling", "sample", a_token_counted_twice),
     ("sampling", "sample_top_p", no_random_number_in_a_nucleus),
@@ -216,8 +230,8 @@ def test_a_wrong_one_is_found(
     module = ModuleType(f"kernels.{op}.wrong")
     right = vars(importlib.import_module(f"kernels.{op}.{own}"))
     vars(module).update({name: value for name, value in right.items() if not name.startswith("__")})
-    functions = {"lora": "lora_linear", "kv_write": "write_kv", "sampling": "sample"}
-    setattr(module, functions.get(op, "paged_attention"), wrong)
+    functions = {"lora": "lora_linear", "sampling": "sample"}
+    setattr(module, functions.get(op, op), wrong)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     platform = detect("cpu").with_fallback(op, "wrong", "for the test")
     assert candidates(platform, op) == ("wrong", *IMPLEMENTATIONS["cpu"][op])
@@ -273,7 +287,9 @@ def test_one_that_refuses_such_a_model_is_passed_over(monkeypatch: pytest.Monkey
     """By the size of a block, of which no small call can tell."""
     module = ModuleType("kernels.paged_attention.choosy")
     vars(module)["paged_attention"] = sdpa.paged_attention
-    vars(module)["refusal"] = lambda shape, *_: None if shape[1] == 128 else f"it takes 128 tokens, not {shape[1]}"
+    vars(module)["CONTRACT"] = Contract(
+        refuses=lambda shapes: None if shapes.block_size == 128 else f"it takes 128 tokens, not {shapes.block_size}"
+    )
     monkeypatch.setitem(sys.modules, module.__name__, module)
     platform = detect("cpu").with_fallback("paged_attention", "choosy", "for the test")
     trials = list(try_op(platform, CPU, "paged_attention", SHAPES))

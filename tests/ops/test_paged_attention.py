@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.kv_write.ops import write_kv
 from kernels.paged_attention import sdpa
 from kernels.paged_attention.ops import paged_attention, warm_up
 from tests.support.attention_cases import SCALE, Case, Step, check, make_step
@@ -47,18 +46,6 @@ def test_equals_float64(
 ) -> None:
     case = Case(STEPS[step], num_heads, kv_heads, head_dim, block_size, dtype, sliding_window, scatter)
     check(case, device, attend)
-
-
-def test_writes_only_the_slots_of_the_step(device: str) -> None:
-    k_cache, v_cache = torch.zeros(2, 5, 4, 2, 3, device=device).unbind(0)
-    packed = torch.randn(3, 4, 3, device=device)
-    slots = torch.tensor([7, 12, 8], device=device)
-    write_kv(packed[:, :2], packed[:, 2:], k_cache, v_cache, slots)
-    torch.testing.assert_close(k_cache.view(20, 2, 3)[slots], packed[:, :2], atol=0, rtol=0)
-    torch.testing.assert_close(v_cache.view(20, 2, 3)[slots], packed[:, 2:], atol=0, rtol=0)
-    others = torch.ones(20, dtype=torch.bool, device=device).index_fill_(0, slots, False)
-    assert not k_cache.view(20, 2, 3)[others].any()
-    assert not v_cache.view(20, 2, 3)[others].any()
 
 
 def test_makes_out_where_none_is_given(device: str) -> None:

@@ -1,4 +1,4 @@
-"""The path of an NVIDIA GPU without a GPU: the Triton kernels of attention, LoRA and convolution in Triton's
+"""The path of an NVIDIA GPU without a GPU: the Triton kernels of all ops in Triton's
 interpreter, through the whole engine. With `--device cuda` the other parity tests run these kernels as compiled."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.support.engine_parity import BASE, Oracle, Request, assert_greedy, co
 
 pytest.importorskip("triton", reason="NOT RUN: Triton is not installed")
 
-OPS = ("paged_attention", "lora", "causal_conv1d")
+OPS = ("paged_attention", "lora", "causal_conv1d", "rms_norm", "rotary_kv", "swiglu")
 # The interpreter takes seconds for a step, so there are few layers.
 FAMILIES = {
     "llama": {"num_hidden_layers": 1},

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.kv_write.ops import write_kv
 from kernels.paged_attention import reference
 from kernels.paged_attention.maps import AttentionMaps
 from tests.tolerances import OP
@@ -75,7 +74,8 @@ def make_step(case: Case) -> Step:
         slots = [blocks[p // case.block_size] * case.block_size + p % case.block_size for p in range(first, kv_len)]
         if num_new:
             new = torch.randn(2, len(slots), case.kv_heads, case.head_dim, generator=generator).to(case.dtype)
-            write_kv(new[0], new[1], k_cache, v_cache, torch.tensor(slots))
+            for cache, written in zip((k_cache, v_cache), new, strict=True):
+                cache.view(-1, *written.shape[1:])[slots] = written
     num_tokens = maps.query_starts[-1] + case.num_spare_tokens
     # Queries come as a slice of a packed product, so the rows are wider than the heads.
     packed = torch.randn(num_tokens, case.num_heads + case.kv_heads, case.head_dim, generator=generator).to(case.dtype)
@@ -105,7 +105,8 @@ def make_maps(case: Case) -> tuple[AttentionMaps, int]:
         query_start_loc=torch.tensor(starts, dtype=torch.int32),
         kv_lens_device=torch.tensor(kv_lens, dtype=torch.int32),
         block_table=table,
-        slot_mapping=torch.empty(0, dtype=torch.int64),
+        # Nothing is written here, but there is a slot for each token.
+        slot_mapping=torch.full((starts[-1] + case.num_spare_tokens,), -1),
     )
     return maps, num_blocks
 

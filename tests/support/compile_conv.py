@@ -77,7 +77,7 @@ def overlaps_launches(capability: int, layers: list[dict[str, Any]]) -> list[boo
     """Compile what these layers warm up."""
     overlaps = []
     for layer in layers:
-        for call in warm_up_calls(**layer):
+        for call in warm_up_calls(triton_cuda.WARM_UP_TOKENS, **layer):
             source, target, options, _ = specialised(as_on_gpu(plan(triton_cuda, call), capability), capability)
             compiled = triton.compile(source, target=target, options=options)
             assert compiled.asm["cubin"]
@@ -87,7 +87,7 @@ def overlaps_launches(capability: int, layers: list[dict[str, Any]]) -> list[boo
 
 def asserts(layer: dict[str, Any]) -> list[bool]:
     """Whether the program of a prefill can fail an assertion: as it is, and with TRITON_DEBUG=1."""
-    prefill = as_on_gpu(plan(triton_cuda, next(warm_up_calls(**layer))), 90)
+    prefill = as_on_gpu(plan(triton_cuda, next(warm_up_calls(triton_cuda.WARM_UP_TOKENS, **layer))), 90)
     programs = []
     for debug in (False, True):
         source, target, options, _ = specialised(prefill, 90, debug=debug)
@@ -142,7 +142,8 @@ def random_calls(layer: dict[str, Any], count: int) -> Iterator[PrefillCall | Up
 
 def variants(module: ModuleType, layer: dict[str, Any], num_calls: int) -> dict[str, Any]:
     with serving(module):
-        warmed_up = {specialised(plan(module, call), 90)[3] for call in warm_up_calls(**layer)}
+        calls = warm_up_calls(module.WARM_UP_TOKENS, **layer)
+        warmed_up = {specialised(plan(module, call), 90)[3] for call in calls}
         needed = {specialised(plan(module, call), 90)[3] for call in random_calls(layer, num_calls)}
     return {"num_calls": num_calls, "num_variants": len(needed), "not_warmed_up": sorted(needed - warmed_up)}
 

@@ -137,11 +137,10 @@ SERVED = {
     "lora": "triton_ascend",
     "causal_conv1d": "triton_ascend",
     "paged_attention": "npu",
-    "kv_write": "npu",
     "linear": "reference",
     "sampling": "any_device",
     "rms_norm": "npu",
-    "rotary": "npu",
+    "rotary_kv": "npu",
     "swiglu": "npu",
 }
 

@@ -23,3 +23,21 @@ def multiply_bfloat16(patch: pytest.MonkeyPatch) -> None:
         return original(self, widened(a), widened(b), *rest)
 
     patch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+def round_bfloat16(patch: pytest.MonkeyPatch) -> None:
+    """The interpreter cuts float32 off where it becomes bfloat16; GPUs round it to the nearest."""
+    import numpy as np
+    import torch
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import tl
+
+    original = interpreter._convert_float
+
+    def convert_float(values: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return original(values, source, target, rounding_mode)
+        rounded = torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
+        return rounded.view(torch.int16).numpy().view(np.uint16).reshape(values.shape)
+
+    patch.setattr(interpreter, "_convert_float", convert_float)

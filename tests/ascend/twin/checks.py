@@ -10,12 +10,11 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.kv_write.ops import write_kv
 from kernels.paged_attention import reference as attention_reference
 from kernels.paged_attention.maps import AttentionMaps
 from kernels.paged_attention.ops import paged_attention
-from kernels.rms_norm.ops import add_rms_norm, rms_norm, rms_norm_heads
-from kernels.rotary.ops import rotary
+from kernels.rms_norm.ops import add_rms_norm, rms_norm
+from kernels.rotary_kv.ops import rotary_kv
 from kernels.swiglu.ops import swiglu
 from tests.tolerances import OP
 
@@ -64,21 +63,6 @@ def attention_maps(step: tuple[tuple[int, int], ...]) -> AttentionMaps:
     )
 
 
-def write(dtype: torch.dtype) -> None:
-    random = _Random(dtype)
-    shape = (NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
-    caches, slots = [random(*shape), random(*shape)], torch.tensor([255, 256, 899, 640, 3])
-    packed = random(len(slots), 2 * KV_HEADS, HEAD_DIM)
-    new = [packed[:, :KV_HEADS], packed[:, KV_HEADS:]]
-    expected = [cache.clone() for cache in caches]
-    for cache, values in zip(expected, new, strict=True):
-        for slot, value in zip(slots.tolist(), values, strict=True):
-            cache[slot // BLOCK_SIZE, slot % BLOCK_SIZE] = value
-    write_kv(*new, *caches, slots)
-    for cache, right in zip(caches, expected, strict=True):
-        assert torch.equal(cache, right), "the cache does not hold what was written"
-
-
 def norm(dtype: torch.dtype) -> None:
     x, weight = _small_and_large(dtype, 5, 48), _Random(dtype)(48)
     assert_close(rms_norm(x, weight, EPS), _norm(x, weight), dtype)
@@ -93,23 +77,32 @@ def norm_of_sum(dtype: torch.dtype) -> None:
     assert_close(stream, total.double(), dtype)
 
 
-def norm_of_heads(dtype: torch.dtype) -> None:
-    packed = _small_and_large(dtype, 5, NUM_HEADS + 2 * KV_HEADS, HEAD_DIM)
-    x, weight = packed[:, : NUM_HEADS + KV_HEADS], _Random(dtype)(NUM_HEADS + KV_HEADS, HEAD_DIM)
-    assert_close(rms_norm_heads(x, weight, EPS), _norm(x, weight), dtype)
-
-
-def rotate(dtype: torch.dtype) -> None:
+def rotate_and_write(dtype: torch.dtype, has_norm: bool) -> None:
+    """Of tokens in no order of slots, one of which is padding; what is not named keeps its bits."""
     random = _Random(dtype)
-    qk = random(5, NUM_HEADS + 2 * KV_HEADS, HEAD_DIM)[:, : NUM_HEADS + KV_HEADS]
+    caches = [random(NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM) for _ in range(2)]
+    slots = torch.tensor([255, 256, 899, -1, 640])
+    num_qk_heads = NUM_HEADS + KV_HEADS
+    qkv = _small_and_large(dtype, 5, num_qk_heads + KV_HEADS, HEAD_DIM) if has_norm else random(5, 10, HEAD_DIM)
+    weight = random(num_qk_heads, HEAD_DIM) if has_norm else None
     angles = 10.0 * random(5, 1, HEAD_DIM // 2).float()
     angles = torch.cat((angles, angles), -1)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    q, k = rotary(qk, cos, sin, NUM_HEADS)
-    first, second = qk.double().chunk(2, -1)
-    expected = qk.double() * cos.double() + torch.cat((-second, first), -1) * sin.double()
-    assert_close(q, expected[:, :NUM_HEADS], dtype)
-    assert_close(k, expected[:, NUM_HEADS:], dtype)
+    qk, v = qkv[:, :num_qk_heads].double(), qkv[:, num_qk_heads:]
+    if weight is not None:
+        qk = _norm(qk, weight)
+    first, second = qk.chunk(2, -1)
+    turned = qk * cos.double() + torch.cat((-second, first), -1) * sin.double()
+    expected = [cache.double() for cache in caches]
+    for cache, values in zip(expected, (turned[:, NUM_HEADS:], v.double()), strict=True):
+        for slot, value in zip(slots.tolist(), values, strict=True):
+            if slot >= 0:
+                cache[slot // BLOCK_SIZE, slot % BLOCK_SIZE] = value
+    q = rotary_kv(qkv, cos, sin, *caches, slots, head_weight=weight, eps=EPS)
+    is_real = slots >= 0
+    assert_close(q[is_real], turned[is_real, :NUM_HEADS], dtype)
+    assert_close(caches[0], expected[0], dtype)
+    assert torch.equal(caches[1].double(), expected[1]), "the cache does not hold what was written"
 
 
 def gate(dtype: torch.dtype) -> None:
@@ -134,11 +127,10 @@ CHECKS: dict[str, Callable[[], None]] = {
     for check, name, options in (
         (attend, "all", (None,)),
         (attend, "window", (7,)),
-        (write, "", ()),
         (norm, "", ()),
         (norm_of_sum, "", ()),
-        (norm_of_heads, "", ()),
-        (rotate, "", ()),
+        (rotate_and_write, "", (False,)),
+        (rotate_and_write, "normed", (True,)),
         (gate, "", ()),
     )
     for dtype in HALVES

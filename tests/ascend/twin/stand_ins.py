@@ -185,7 +185,7 @@ def scatter_pa_kv_cache(
     seq_lens: torch.Tensor | None = None,
     cache_mode: str | None = "PA_NZ",
 ) -> None:
-    """cache[slot // block_size, slot % block_size] = new for each token, in place.
+    """cache[slot // block_size, slot % block_size] = new for each token, in place; slots of -1 are skipped.
 
     key, value              [T, kv_heads, head_dim]
     key_cache, value_cache  [num_blocks, block_size, kv_heads, head_dim]
@@ -203,12 +203,13 @@ def scatter_pa_kv_cache(
     rule(key.dtype in FLOATS, "keys and values are floating-point numbers")
     rule(slot_mapping.dtype in (torch.int32, torch.int64), "slot_mapping is int32 or int64")
     rule(slot_mapping.shape == key.shape[:1] and slot_mapping.is_contiguous(), "one slot per token")
-    slots = slot_mapping.tolist()
+    is_real = slot_mapping != -1
+    slots = slot_mapping[is_real].tolist()
     num_slots = key_cache.shape[0] * key_cache.shape[1]
     rule(all(0 <= slot < num_slots for slot in slots), "slots lie in the cache")
     rule(len(set(slots)) == len(slots), "no slot twice")
     for new, cache in ((key, key_cache), (value, value_cache)):
-        cache.view(-1, *cache.shape[2:])[slot_mapping.long()] = new
+        cache.view(-1, *cache.shape[2:])[slots] = new[is_real]
 
 
 def rms_norm(input: torch.Tensor, gamma: torch.Tensor, epsilon: float = 1e-6) -> tuple[torch.Tensor, torch.Tensor]:

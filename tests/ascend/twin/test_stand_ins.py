@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.probe.shapes import ProbeShapes
 from tests.ascend.twin import stand_ins
 from tests.ascend.twin.stand_ins import BrokenRule
 
@@ -194,8 +195,8 @@ SIZES = (
 def test_the_service_keeps_away_what_attention_refuses(
     sizes: tuple[tuple[int, int, int, int], torch.dtype, int, int],
 ) -> None:
-    """`refusal` in the service and the rules here were written apart; they say the same of each limit."""
-    from kernels.paged_attention.npu import refusal
+    """`refuses` in the service and the rules here were written apart; they say the same of each limit."""
+    from kernels.paged_attention.npu import refuses
 
     (num_blocks, block_size, kv_heads, head_dim), dtype, num_heads, num_sequences = sizes
     query = torch.empty(num_sequences, num_heads, head_dim, dtype=dtype, device="meta")
@@ -206,7 +207,16 @@ def test_the_service_keeps_away_what_attention_refuses(
         stand_ins._check_lengths(list(range(num_sequences + 1)), [1] * num_sequences, num_sequences)
     except BrokenRule as rule:
         refused = str(rule)
-    said = refusal((num_blocks, block_size, kv_heads, head_dim), dtype, num_heads, num_sequences)
+    shapes = ProbeShapes(
+        dtype=str(dtype).removeprefix("torch."),
+        num_heads=num_heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_sequences=num_sequences,
+    )
+    said = refuses(shapes)
     assert (said is None) == (refused is None), f"the service says {said!r}, the stand-in {refused!r}"
 
 

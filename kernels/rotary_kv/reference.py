@@ -1,0 +1,53 @@
+"""`kernels.rotary_kv.ops` in plain torch, for any device: no size depends on values, and no device is waited for."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from kernels.contract import Contract
+
+CONTRACT = Contract()
+
+
+def rotary_kv(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    head_weight: torch.Tensor | None,
+    eps: float,
+) -> torch.Tensor:
+    """See `ops.rotary_kv`."""
+    q, k, v = rotated(qkv, cos, sin, k_cache.shape[2], head_weight, eps)
+    # Slot 0 stands in the null block, which no token owns. Padding writes there what is there.
+    is_padding = (slot_mapping < 0)[:, None, None]
+    slots = slot_mapping.clamp(min=0)
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        lines = cache.view(-1, *cache.shape[2:])
+        lines.index_copy_(0, slots, torch.where(is_padding, lines[0], new))
+    return q
+
+
+def rotated(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    kv_heads: int,
+    head_weight: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(r(q), r(k), v); queries and keys are turned together and are views of one tensor, values of qkv."""
+    num_qk_heads = qkv.shape[1] - kv_heads
+    qk, v = qkv[:, :num_qk_heads], qkv[:, num_qk_heads:]
+    if head_weight is not None:
+        qk = functional.rms_norm(qk, qk.shape[-1:], None, eps).mul_(head_weight)
+    half = qk.shape[-1] // 2
+    half_sin = sin[..., :half]
+    turned = qk * cos
+    turned[..., :half].addcmul_(qk[..., half:], half_sin, value=-1)
+    turned[..., half:].addcmul_(qk[..., :half], half_sin)
+    num_heads = num_qk_heads - kv_heads
+    return turned[:, :num_heads], turned[:, num_heads:], v
