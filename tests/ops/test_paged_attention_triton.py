@@ -225,7 +225,7 @@ def test_warm_up_launches_every_variant(
     )
     for sequences in mixes:
         step = make_step(replace(case, sequences=sequences)).to(device)
-        step = replace(step, q=step.q.contiguous())
+        step = replace(step, q=step.q.clone(memory_format=torch.contiguous_format))
         run(triton_cuda, step, torch.empty_like(step.q, memory_format=torch.contiguous_format))
         plan = plan_for(H200, Heads(6, 2, 20, 4, sliding_window), len(step.q), len(sequences), 304)
         run(triton_cuda, step, torch.empty_like(step.q, memory_format=torch.contiguous_format), plan)
