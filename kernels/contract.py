@@ -26,19 +26,21 @@ def _compiles_nothing() -> int:
 class Contract:
     """`CONTRACT` of a module `kernels/<op>/<implementation>.py`. As it is, it is that of plain torch calls.
 
-    The functions themselves look at no values of a step: what they decide follows from (padded) sizes, so that a call
-    that was captured in a graph serves every step of its size. A call that `ops.py` lets through is served; what an
-    implementation cannot serve, it refuses here.
+    A call that `ops.py` lets through is served; what an implementation cannot serve, it refuses here.
 
     refuses         why it cannot serve a model of these shapes, as part of a sentence; None if it can
     warm_up         compiles all that calls up to a size can need and reserves their memory, so that they can be
                     captured afterwards; what it is given is said by `warm_up` in the op's `ops.py`
     compiled_count  number of variants compiled in this process; it must not rise after warm-up
+    replayable      a call that was recorded in a graph, and is run again with other contents in the same tensors, does
+                    what a new call would: nothing of the host's view of a step is looked at. The engine captures its
+                    steps only where all its ops are so
     """
 
     refuses: Callable[[ProbeShapes], str | None] = _serves_all
     warm_up: Callable[..., None] = _has_nothing_to_do
     compiled_count: Callable[[], int] = _compiles_nothing
+    replayable: bool = False
 
     def warm_up_and_count(self, *arguments: object, **options: object) -> int:
         """`warm_up`; the number of variants that it compiled."""

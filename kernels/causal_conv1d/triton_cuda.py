@@ -524,7 +524,7 @@ def compiled_count() -> int:
     return triton_launch.count_compiled(_prefill_kernel, _update_kernel)
 
 
-CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count)
+CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=True)
 
 
 def plan_prefill(call: PrefillCall) -> Launch:

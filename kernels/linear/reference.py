@@ -8,7 +8,7 @@ from torch.nn import functional
 from kernels.contract import Contract
 from kernels.linear.ops import PackedWeight
 
-CONTRACT = Contract()
+CONTRACT = Contract(replayable=True)
 
 
 def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:

@@ -130,7 +130,7 @@ def refuses(shapes: ProbeShapes) -> str | None:
     return None
 
 
-CONTRACT = Contract(refuses=refuses, warm_up=warm_up, compiled_count=compiled_count)
+CONTRACT = Contract(refuses=refuses, warm_up=warm_up, compiled_count=compiled_count, replayable=True)
 
 
 _workspace = Workspace()

@@ -139,4 +139,4 @@ def compiled_count() -> int:
     return triton_launch.count_compiled(rotary_kv_kernel)
 
 
-CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count)
+CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=True)

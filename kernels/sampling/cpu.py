@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from kernels.contract import Contract
 from kernels.sampling.common import edit, model_logprobs, rows_to_sample
 from kernels.sampling.maps import SamplingMaps
 from kernels.sampling.results import Sampled, pack
 from kernels.sampling.state import PenaltyState, SparseState
 
+CONTRACT = Contract()
 _BLOCK = 256
 _BELOW_ONE = 1.0 - 2.0**-53
 

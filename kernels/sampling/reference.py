@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from kernels.contract import Contract
 from kernels.sampling.maps import SamplingMaps
 from kernels.sampling.results import Sampled, pack
 from kernels.sampling.state import DenseState, PenaltyState
+
+CONTRACT = Contract()
 
 
 def new_state(num_slots: int, vocab: int, device: torch.device) -> PenaltyState:

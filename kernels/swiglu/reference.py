@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from kernels.contract import Contract
 
-CONTRACT = Contract()
+CONTRACT = Contract(replayable=True)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:

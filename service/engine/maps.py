@@ -4,7 +4,7 @@ The layout: sequences in adapter order, those of the base model last, so that th
 of its logits, form one contiguous segment. Adapters stand in the order of their rows, which lets a CPU read
 neighbouring ranges as one.
 
-Padding, behind the last token and the last sequence: tokens are token 0 at position 0, written to the null block;
+Padding, behind the last token and the last sequence: tokens are token 0 at position 0, written nowhere (slot -1);
 sequences are empty, of length 0, with the null block's row and the null line of state; rows of logits are row 0; no
 segment holds any of them. Hence padding reads and changes nothing that anybody else reads.
 
@@ -83,7 +83,7 @@ def fill_tokens(arrays: Arrays, chunks: Sequence[ChunkInput], block_table: np.nd
     _put(arrays["token_slots"], token_slots, 0)
     _put(arrays["positions"], positions, 0)
     blocks = block_table[token_slots, positions // block_size].astype(np.int64)
-    _put(arrays["slot_mapping"], blocks * block_size + positions % block_size, 0)
+    _put(arrays["slot_mapping"], blocks * block_size + positions % block_size, -1)
     _put(arrays["query_start_loc"], starts, num_tokens)
     _put(arrays["kv_lens"], first_positions + lengths, 0)
     _put(arrays["block_table"], block_table[slots, : arrays["block_table"].shape[1]], 0)

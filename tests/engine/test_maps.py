@@ -180,7 +180,7 @@ def test_padding_is_empty_sequences_and_tokens_of_the_null_block() -> None:
     batch = build(CHUNKS, sizes=sizes)
     assert batch.token_ids.tolist()[8:] == [0] * 4
     assert batch.positions.tolist()[8:] == [0] * 4
-    assert batch.attention.slot_mapping.tolist()[8:] == [0] * 4
+    assert batch.attention.slot_mapping.tolist()[8:] == [-1] * 4
     assert batch.attention.query_start_loc.tolist() == [0, 3, 4, 6, 8, 8, 8]
     assert batch.attention.kv_lens_device.tolist() == [6, 9, 2, 6, 0, 0]
     assert batch.attention.block_table.tolist()[1:] == [[1, 2, 9, 0], [4, 0, 0, 0], [5, 6, 0, 0], [0] * 4, [0] * 4]
