@@ -1,4 +1,4 @@
-"""`kernels.rotary_kv.ops` on a CPU, which may look at the slots: only steps with padding pay for it."""
+"""`kernels.rotary_kv.ops` on a CPU, where torch looks at each slot it writes: only steps with padding pay for those."""
 
 from __future__ import annotations
 
@@ -22,9 +22,14 @@ def rotary_kv(
 ) -> torch.Tensor:
     """See `ops.rotary_kv`."""
     q, k, v = rotated(qkv, cos, sin, k_cache.shape[2], head_weight, eps)
-    is_real = slot_mapping >= 0
-    if not bool(is_real.all()):
-        slot_mapping, k, v = slot_mapping[is_real], k[is_real], v[is_real]
-    for cache, new in ((k_cache, k), (v_cache, v)):
-        cache.view(-1, *cache.shape[2:]).index_copy_(0, slot_mapping, new)
+    try:
+        _write(k, v, k_cache, v_cache, slot_mapping)
+    except IndexError:  # at the first -1; what was written before is right
+        is_real = slot_mapping >= 0
+        _write(k[is_real], v[is_real], k_cache, v_cache, slot_mapping[is_real])
     return q
+
+
+def _write(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor) -> None:
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, new)
