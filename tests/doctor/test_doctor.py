@@ -79,7 +79,7 @@ SCHEMA = _record(
                 "device": _numbers("num_cores", "memory_total_bytes", "memory_free_bytes"),
                 "model": _numbers("num_layers", "hidden_size", "weight_bytes", "planned_bytes"),
                 "ops": _record(
-                    {"shapes": {"type": "object"}, "ops": {"type": "array", "items": _record(_OP), "minItems": 7}}
+                    {"shapes": {"type": "object"}, "ops": {"type": "array", "items": _record(_OP), "minItems": 8}}
                 ),
                 "bandwidth": _numbers("buffer_bytes", "memory_copy"),
                 "adapter": _numbers("check_and_store_seconds", "disk_to_host_seconds", "host_to_device_seconds"),

@@ -18,6 +18,7 @@ FUNCTIONS = {
     "causal_conv1d": ("prefill", "update"),
     "paged_attention": ("paged_attention",),
     "linear": ("pack_weight", "linear"),
+    "sampling": ("new_state", "sample"),
     "rms_norm": ("rms_norm", "add_rms_norm"),
     "rotary_kv": ("rotary_kv",),
     "swiglu": ("swiglu",),
