@@ -12,11 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from kernels.contract import Contract
-from kernels.lora.maps import LoraMaps, LoraStack, Segment
+from kernels.lora.maps import LoraMaps, LoraStack
 
 CONTRACT = Contract()
-
-_MAX_CACHED_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,24 +147,16 @@ def _put_back(ordered: torch.Tensor, out: torch.Tensor, row_index: torch.Tensor 
         out.index_copy_(0, row_index.long(), ordered)
 
 
-# The layers of a step ask for the same few plans again and again. Keyed by identity of the segments, which the entry
-# keeps alive, so that an identity is never reused while its entry exists.
-_plans: dict[int, tuple[tuple[Segment, ...], dict[tuple[object, ...], _Plan | None]]] = {}
-
-
 def _plan(stack: LoraStack, maps: LoraMaps, s: int) -> _Plan | None:
-    """None where no adapter of the step targets the slice."""
-    entry = _plans.get(id(maps.segments))
-    if entry is None:
-        while len(_plans) >= _MAX_CACHED_STEPS:
-            del _plans[next(iter(_plans))]
-        entry = _plans[id(maps.segments)] = (maps.segments, {})
+    """None where no adapter of the step targets the slice. The layers of a step ask for the same few plans again and
+    again."""
+    plans: dict[object, _Plan | None] = maps.kept
     ranks, scalings = stack.host_ranks[s], stack.host_scalings[s]
     own = tuple((ranks[segment.place], scalings[segment.place]) for segment in maps.segments)
     key = (stack.group, stack.ranks.device, own)
-    if key not in entry[1]:
-        entry[1][key] = _make_plan(stack, maps, s)
-    return entry[1][key]
+    if key not in plans:
+        plans[key] = _make_plan(stack, maps, s)
+    return plans[key]
 
 
 def _make_plan(stack: LoraStack, maps: LoraMaps, s: int) -> _Plan | None:

@@ -6,7 +6,6 @@ per adapter is dominated by call overhead. `cpu_plan` says which segments share 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from operator import itemgetter
 
 import torch
@@ -17,7 +16,6 @@ from kernels.lora.maps import LoraMaps, LoraStack, Segment
 
 CONTRACT = Contract()
 
-_MAX_CACHED_STEPS = 4
 _MAX_KEPT_VIEWS = 64  # pairs, of a stack
 
 # Of A and of B.
@@ -103,7 +101,7 @@ def _linear_in_order(x: torch.Tensor, out: torch.Tensor, stack: LoraStack, maps:
     x = x.float()
     padded: dict[int, torch.Tensor] = {}  # x of a batch, by identity of the batch: slices may share it
     for s, (start, b) in enumerate(zip(stack.slice_starts, stack.b, strict=True)):
-        plan = _plan(maps.segments, stack, s)
+        plan = _plan(maps, stack, s)
         target = out.narrow(1, start, b.shape[1])
         for one in plan.solos:
             _run_solo(x, target, _rows_of_one(stack, s, one), one, overwrite)
@@ -199,24 +197,18 @@ def _keep(stack: LoraStack, key: tuple[int, ...], a: torch.Tensor, b: torch.Tens
     return a, b
 
 
-# The layers of a step ask for the same few plans again and again. Keyed by identity of the segments, which the entry
-# keeps alive, so that an identity is never reused while its entry exists.
-_plans: dict[int, tuple[tuple[Segment, ...], Callable[[Sequence[object]], object], dict[object, Plan]]] = {}
-
-
-def _plan(segments: tuple[Segment, ...], stack: LoraStack, s: int) -> Plan:
-    entry = _plans.get(id(segments))
-    if entry is None:
-        while len(_plans) >= _MAX_CACHED_STEPS:
-            del _plans[next(iter(_plans))]
-        entry = _plans[id(segments)] = (segments, itemgetter(*(segment.place for segment in segments)), {})
-    _, of_places, plans = entry
+def _plan(maps: LoraMaps, stack: LoraStack, s: int) -> Plan:
+    """The layers of a step ask for the same few plans again and again."""
+    plans = maps.kept
+    of_places = plans.get("of_places")
+    if of_places is None:
+        of_places = plans["of_places"] = itemgetter(*(segment.place for segment in maps.segments))
     ranks, scalings = stack.host_ranks[s], stack.host_scalings[s]
     num_columns = stack.a[s].shape[1] + stack.b[s].shape[1]
     key = (stack.group, num_columns, of_places(ranks), of_places(scalings))
-    plan = plans.get(key)
+    plan: Plan | None = plans.get(key)
     if plan is None:
-        plan = plans[key] = make_plan(segments, stack.group, ranks, scalings, num_columns)
+        plan = plans[key] = make_plan(maps.segments, stack.group, ranks, scalings, num_columns)
     return plan
 
 

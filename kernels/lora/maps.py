@@ -36,6 +36,7 @@ class LoraMaps:
     first_rows       int32 [num_groups, max_segments]; -1 where the adapter has no rows in the group
     token_segment    int32 [num_tokens]; -1 for tokens of the base model
     num_segments     int32 [1]; the active ones, read by persistent kernels on the device
+    kept             what an implementation derived from `segments`, for the other layers of the step
     """
 
     segments: tuple[Segment, ...]
@@ -45,6 +46,7 @@ class LoraMaps:
     first_rows: torch.Tensor
     token_segment: torch.Tensor
     num_segments: torch.Tensor
+    kept: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
