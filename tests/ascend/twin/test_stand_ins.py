@@ -142,7 +142,7 @@ REFUSED: list[tuple[str, str, Callable[[Arguments], Arguments]]] = [
     (SCATTER, "int32 or int64", lambda good: {"slot_mapping": good["slot_mapping"].short()}),
     (SCATTER, "one slot per token", given(slot_mapping=torch.tensor([5, 6]))),
     (SCATTER, "lie in the cache", given(slot_mapping=torch.tensor([5, 640, 0]))),
-    (SCATTER, "lie in the cache", given(slot_mapping=torch.tensor([5, -1, 0]))),
+    (SCATTER, "lie in the cache", given(slot_mapping=torch.tensor([5, -2, 0]))),
     (SCATTER, "no slot twice", given(slot_mapping=torch.tensor([5, 6, 5]))),
     (RMS, "gamma has the input's dtype", lambda good: {"input": good["input"].half()}),
     (RMS, "last dimensions", given(gamma=torch.ones(3))),
@@ -247,3 +247,10 @@ def test_keys_and_values_are_written_in_place() -> None:
     for cache in (call["key_cache"], call["value_cache"]):
         written = cache.view(-1, KV_HEADS * HEAD_DIM).any(1).nonzero().flatten()
         assert written.tolist() == [0, 5, 639]
+
+
+def test_slots_of_padding_are_skipped() -> None:
+    call = {**scatter(), "slot_mapping": torch.tensor([-1, 639, -1])}
+    torch.ops.npu.npu_scatter_pa_kv_cache(**call)
+    for cache in (call["key_cache"], call["value_cache"]):
+        assert cache.view(-1, KV_HEADS * HEAD_DIM).any(1).nonzero().flatten().tolist() == [639]
