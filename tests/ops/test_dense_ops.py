@@ -94,6 +94,8 @@ def test_add_rms_norm_gives_the_sum_and_its_norm(
     assert normed.is_contiguous() and total.is_contiguous()
     assert torch.equal(total[:-1], expected)
     assert_close(normed[:-1], norm_of(expected, weight, 1e-5))
+    # The sum that is normed is the rounded one.
+    assert torch.equal(normed[:-1], rms_norm(expected, weight, 1e-5))
     assert torch.equal(rows[:-1], x)
 
 
