@@ -109,6 +109,7 @@ def start_server(model_dir: Path | None, work_dir: Path, *, wait: bool = True, *
         "model_dir": model_dir,
         "store_dir": store_dir,
         "port": 0,
+        "device": "cpu",
         "num_threads": 1,
         "kv_bytes": "8MiB",
         "adapter_row_bytes": "32MiB",

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType, ModuleType
 
 import torch
@@ -21,6 +22,8 @@ from kernels.ascend_chips import chip_of
 from kernels.contract import Contract
 
 log = logging.getLogger(__name__)
+
+_DEVICE_NODES = Path("/dev")
 
 # Wished-for implementation of each op by device type, and what else is known there.
 IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -143,6 +146,28 @@ def installed(platform: Platform, device_type: str | None = None) -> Iterator[No
             _modules.clear()
         else:
             install(before, kind)
+
+
+def find_device(wanted: str) -> str:
+    """The device that `wanted` names; of "auto" an NPU if torch sees one, else a CUDA device, else the CPU."""
+    if wanted != "auto":
+        return wanted
+    if importlib.util.find_spec("torch_npu") is not None and _sees_npu():
+        return "npu"
+    if torch.cuda.is_available():
+        return "cuda"
+    for vendor, nodes in (("Ascend NPU", "davinci[0-9]*"), ("NVIDIA GPU", "nvidia[0-9]*")):
+        if any(_DEVICE_NODES.glob(nodes)):
+            log.warning("This machine has an %s that torch %s does not see; the CPU serves.", vendor, torch.__version__)
+    return "cpu"
+
+
+def _sees_npu() -> bool:
+    try:
+        return bool(importlib.import_module("kernels.ascend_runtime").torch_npu().npu.is_available())
+    except BackendError as error:
+        log.warning("%s", error)
+        return False
 
 
 def prepare(device: torch.device | str) -> None:

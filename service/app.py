@@ -59,7 +59,7 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> FastAP
     Raises StartError and the ValueErrors of the parts, each one sentence, if something is wrong with the model or the
     store.
     """
-    engine = engine if engine is not None else EngineClient(settings.engine_config())
+    engine = engine if engine is not None else EngineClient(settings.engine_options())
     services = _build_services(settings, engine)
     app = FastAPI(title="multilora", lifespan=_lifespan, redoc_url=None, redirect_slashes=False)
     app.state.services, app.state.engine = services, engine

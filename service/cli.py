@@ -97,7 +97,7 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", help="cpu, cuda, npu, npu:1 ...; default: MULTILORA_DEVICE, else cpu")
+    parser.add_argument("--device", help="cpu, cuda, npu, npu:1 ...; default: MULTILORA_DEVICE, else the best there is")
     parser.add_argument("--model-dir", help="Hugging Face directory of the base model; default: the bundled one")
     parser.add_argument("--store-dir", help="where uploaded adapters live")
     parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16")

@@ -14,7 +14,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from service.engine.config import EngineConfig, default_block_size_tokens
+from service.engine.config import EngineOptions
 
 MIB = 2**20
 _BUNDLED = Path(__file__).resolve().parent.parent / "examples" / "bundled"
@@ -65,7 +65,10 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="what the base computes in; auto: the checkpoint's, float16 on a CPU as float32"
     )
-    device: str = Field("cpu", description="cpu, cuda or npu")
+    device: str = Field(
+        "auto",
+        description="cpu, cuda or npu, perhaps with an index; auto: an NPU if there is one, else a GPU, else the CPU",
+    )
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: as torch sees fit")
     max_model_len_tokens: int | None = Field(
         None,
@@ -75,10 +78,10 @@ class Settings(BaseSettings):
     )
     token_budget: int = Field(256, ge=1, description="most tokens in one step, prefill and decode together")
     max_sequences: int = Field(64, ge=1, description="most sequences that run at the same time")
-    block_size_tokens: int = Field(
-        16,
+    block_size_tokens: int | None = Field(
+        None,
         ge=1,
-        description="tokens per KV block; default on an NPU: 128, since its fused attention takes multiples of that",
+        description="tokens per KV block; default: 16, on an NPU 128, whose fused attention takes multiples of that",
     )
     kv_bytes: Size = Field(ByteSize(256 * MIB), description="KV cache, allocated once")
     state_bytes: Size | None = Field(
@@ -125,13 +128,6 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """What is given, then the environment."""
         return init_settings, env_settings, _KeyVariables(settings_cls)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _fit_to_device(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "block_size_tokens" not in given:
-            return {**given, "block_size_tokens": default_block_size_tokens(str(given.get("device", "cpu")))}
-        return given
 
     @field_validator(*_KEY_FIELDS, mode="before")
     @classmethod
@@ -182,10 +178,10 @@ class Settings(BaseSettings):
         """Whether adapters can be used at all."""
         return self.adapter_row_bytes > 0
 
-    def engine_config(self) -> EngineConfig:
+    def engine_options(self) -> EngineOptions:
         """What the engine process is told. SettingsError if the engine's sizes do not fit together."""
         try:
-            return EngineConfig(
+            return EngineOptions(
                 model_dir=str(self.model_dir.absolute()),
                 store_root=str(self.store_root),
                 dtype=self.dtype,

@@ -50,17 +50,17 @@ def examine(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Repor
     given = {name: value for name in names if (value := getattr(arguments, name)) is not None}
     try:
         settings = load_settings(**given)
-        settings.engine_config()
+        settings.engine_options()
     except Exception as error:
         section = Section("settings", "Settings")
         if isinstance(error, SettingsError):
             section.find("error", "settings", str(error), "See multilora serve --help.")
         else:  # such as a working directory that is gone
             section.findings.append(fault_of(error, "settings-fault"))
-        return Report(server_version(), str(given.get("device", "cpu")), [section])
+        return Report(server_version(), str(given.get("device", "auto")), [section])
     examination = Examination(settings, tell)
     sections = [_look(examination, *part) for part in _PARTS]
-    return Report(server_version(), settings.device, sections)
+    return Report(server_version(), examination.device, sections)
 
 
 def _look(

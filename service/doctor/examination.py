@@ -20,6 +20,7 @@ class Examination:
 
     settings       what `multilora serve` would run with here
     tell           shows what is being done, in a few words
+    device         the settings' own; "auto" until torch has been asked what there is
     import_errors  torch or torch_npu -> why it cannot be imported
     platform       None if the device is not there
     shapes         of the model; None if it cannot be read
@@ -32,14 +33,14 @@ class Examination:
     platform: Platform | None = None
     shapes: ProbeShapes | None = None
     memory_free_bytes: int | None = None
+    device: str = field(init=False)
 
-    @property
-    def device(self) -> str:
-        return self.settings.device
+    def __post_init__(self) -> None:
+        self.device = self.settings.device
 
     @property
     def device_type(self) -> str:
-        return self.settings.device.partition(":")[0]
+        return self.device.partition(":")[0]
 
 
 class Skipped(Exception):

@@ -22,7 +22,7 @@ _MIB = 2**20
 
 def look_at_model(examination: Examination) -> Section:
     """What the model directory holds, and whether its weights fit the device."""
-    from service.engine.build import shapes_to_probe
+    from service.engine.build import decide, shapes_to_probe
     from service.models.errors import ModelError
     from service.models.facts import model_facts, read_config
 
@@ -42,7 +42,7 @@ def look_at_model(examination: Examination) -> Section:
         }
         _check_tensors(settings.model_dir, facts)
         if examination.platform is not None:
-            examination.shapes = shapes_to_probe(settings.engine_config())
+            examination.shapes = shapes_to_probe(decide(settings.engine_options(), examination.device))
             section.facts["dtype"] = examination.shapes.dtype
     except ModelError as error:
         section.find("error", "model-refused", f"{_sentence(error)}", "Name another --model-dir, or repair this one.")

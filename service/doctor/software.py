@@ -99,9 +99,10 @@ def _import_torch(examination: Examination) -> str | None:
         except Exception as error:
             examination.import_errors["torch"] = _first_line(error)
             return None
-        # As the server does: torch by itself unless told not to, `prepare` where an NPU is asked for.
-        if before != "0" or examination.device_type == "npu":
+        # As the server does: torch by itself unless told not to, `prepare` where an NPU is asked for or looked for.
+        if before != "0" or examination.device_type in ("npu", "auto"):
             _import_torch_npu(examination)
+        _find_device(examination)
     finally:
         # torch_npu may set it too, and what is started from here must see what the server would.
         if before is None:
@@ -110,6 +111,15 @@ def _import_torch(examination: Examination) -> str | None:
             os.environ[_AUTOLOAD] = before
     built_for: Any = torch.version.cuda
     return built_for
+
+
+def _find_device(examination: Examination) -> None:
+    """What "auto" stands for here. It stays where `kernels` is not our package, which is a finding of its own."""
+    try:
+        from kernels.platform import find_device
+    except ImportError:
+        return
+    examination.device = find_device(examination.device)
 
 
 def _import_torch_npu(examination: Examination) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
+import msgspec
 import torch
 
 from adapters.host_tier import HostTier
 from adapters.row_pool import RowPool
 from kernels.lora.limits import MAX_KERNEL_RANK
-from kernels.platform import Platform, detect, in_use, prepare
+from kernels.platform import Platform, detect, find_device, in_use, prepare
 from kernels.probe.choose import choose_implementations
 from kernels.probe.shapes import ProbeShapes
 from service.engine.adapter_desk import HostSource
 from service.engine.brief_thread import BriefThread
-from service.engine.config import EngineConfig
+from service.engine.config import EngineConfig, EngineOptions, default_block_size_tokens
 from service.engine.engine import Engine
 from service.engine.messages import OpInUse
 from service.engine.runner import ModelRunner
@@ -23,20 +25,25 @@ from service.models.checkpoint import OpenTensors, open_checkpoint
 from service.models.facts import model_facts, read_config
 from service.models.loader import choose_dtype, load_model
 
+log = logging.getLogger(__name__)
+
 
 def build_engine(
-    config: EngineConfig, *, open_tensors: OpenTensors = open_checkpoint, adapters: HostSource | None = None
+    options: EngineOptions, *, open_tensors: OpenTensors = open_checkpoint, adapters: HostSource | None = None
 ) -> Engine:
-    """Probe the ops, load the model and allocate everything. Raises ValueError with one sentence if the engine cannot
-    start.
+    """Decide what the options leave open, probe the ops, load the model and allocate everything. Raises ValueError with
+    one sentence if the engine cannot start.
 
     open_tensors  where the base model's tensors come from
-    adapters      where adapters come from; None: a host tier over the store of the configuration
+    adapters      where adapters come from; None: a host tier over the store of the options
     """
-    model_dir = Path(config.model_dir)
-    prepare(config.device)
+    device = find_device(options.device)
+    if device != options.device:
+        log.info("device: %s, the best that was found (--device names another)", device)
+    prepare(device)
+    config = decide(options, device)
     platform, reports = choose_implementations(config.device, shapes_to_probe(config))
-    loaded = load_model(model_dir, dtype=config.dtype, device=config.device, open_tensors=open_tensors)
+    loaded = load_model(Path(config.model_dir), dtype=config.dtype, device=config.device, open_tensors=open_tensors)
     rows: RowPool | None = None
     host: HostSource | None = None
     if config.row_bytes > 0:
@@ -54,6 +61,15 @@ def build_engine(
     ops = tuple(OpInUse(report.op, report.used or "", report.wished) for report in reports)
     loader = BriefThread("adapter-loader")
     return Engine(ModelRunner(loaded, config, platform), rows, host, config, ops, loader=loader)
+
+
+def decide(options: EngineOptions, device: str) -> EngineConfig:
+    """The options with what they leave open decided for the device, "cuda:1" say."""
+    decided = {
+        "device": device,
+        "block_size_tokens": options.block_size_tokens or default_block_size_tokens(device),
+    }
+    return EngineConfig(**(msgspec.structs.asdict(options) | decided))
 
 
 def max_rank_of(platform: Platform) -> int | None:

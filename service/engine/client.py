@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Literal
 
 from service.child_process import child_environment
-from service.engine.config import EngineConfig
+from service.engine.config import EngineOptions
 from service.engine.messages import (
     Abort,
     Drain,
@@ -102,8 +102,8 @@ class EngineClient:
     """See the module's docstring. `state_error` is one sentence while the state is "restarting" or "down"; `ready` and
     `stats` are what the engine that lives now has said, else None."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.config = config
+    def __init__(self, options: EngineOptions) -> None:
+        self.options = options
         self.state: State = "starting"
         self.state_error: str | None = None
         self.ready: Ready | None = None
@@ -242,7 +242,7 @@ class EngineClient:
             self._process, reader, self._writer = await _spawn()
         except OSError as error:
             return False, f"The engine process could not be started: {error.strerror or error}"
-        self._writer.write(frame(self.config))
+        self._writer.write(frame(self.options))
         if self.state == "draining":  # closed while the process was being made
             self._process.kill()
         while (messages := await read_from_engine(reader)) is not None:

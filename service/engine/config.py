@@ -9,18 +9,19 @@ import msgspec
 MIB = 2**20
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes and places; checked once, when built.
+class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes and places; checked once, when built. What is None here is decided at the engine's start: see
+    `service.engine.build`.
 
     model_dir                   Hugging Face directory of the base model
     store_root                  root of the adapter store
     dtype                       "auto": the checkpoint's (float16 on a CPU: float32)
-    device                      "cpu", "cuda" or "npu", perhaps with an index: "npu:1"
+    device                      "cpu", "cuda" or "npu", perhaps with an index: "npu:1"; "auto": the best there is
     token_budget                most tokens in one step: prefill chunks and decode tokens together
     max_sequences               most sequences that run at the same time
     max_model_len_tokens        prompt + output of one request; None: the model's own limit. At most
                                 `ModelFacts.longest_context_tokens`
-    block_size_tokens           tokens per KV block; see `default_block_size_tokens`
+    block_size_tokens           tokens per KV block; None: `default_block_size_tokens` of the device
     kv_bytes                    KV cache, allocated once
     state_bytes                 conv-state lines, allocated once; None: one line for each of max_sequences
     row_bytes                   LoRA rows on the device, allocated once; 0: LoRA is off
@@ -39,11 +40,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     model_dir: str
     store_root: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    device: str = "cpu"
+    device: str = "auto"
     token_budget: int = 256
     max_sequences: int = 64
     max_model_len_tokens: int | None = None
-    block_size_tokens: int = 16
+    block_size_tokens: int | None = None
     kv_bytes: int = 512 * MIB
     state_bytes: int | None = None
     row_bytes: int = 512 * MIB
@@ -67,8 +68,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "max_loads_ahead",
             "max_prompt_logits",
         ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}.")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}.")
         if self.row_bytes < 0 or self.host_tier_bytes < 0:
             raise ValueError("row_bytes and host_tier_bytes must not be negative.")
         # Each running sequence can then always get its decode token, and one of them a prefill token.
@@ -77,6 +79,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"token_budget ({self.token_budget}) must be at least max_sequences ({self.max_sequences}), since each "
                 "running sequence takes one token per step."
             )
+
+
+class EngineConfig(EngineOptions, frozen=True, kw_only=True):
+    """Options with nothing left to decide: what an engine runs with."""
+
+    device: str = "cpu"
+    block_size_tokens: int = 16
 
 
 def default_block_size_tokens(device: str) -> int:

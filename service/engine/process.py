@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from adapters.errors import AdapterError
 from service import logs
-from service.engine.config import EngineConfig
+from service.engine.config import EngineOptions
 from service.engine.messages import Drain, Fatal, Finished, FromEngine, Sampling, Submit, ToEngine
 from service.engine.wire import EngineSide
 from service.models.errors import ModelError
@@ -120,15 +120,15 @@ def main() -> int:
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     side = EngineSide(int(sys.argv[1]))
-    config = side.read_config()
-    if config is None:
+    options = side.read_options()
+    if options is None:
         return 0
-    logs.configure(config.log_format, config.log_level)
+    logs.configure(options.log_format, options.log_level)
     inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
     wake: list[threading.Event] = []
     threading.Thread(target=_read, args=(side, inbox, wake), name="reader", daemon=True).start()
     try:
-        engine = _start(config)
+        engine = _start(options)
     except Exception as error:
         if _is_for_operator(error):
             side.write([Fatal(str(error))])  # the parent logs it
@@ -147,15 +147,15 @@ def main() -> int:
     return 0
 
 
-def _start(config: EngineConfig) -> Engine:
+def _start(options: EngineOptions) -> Engine:
     """Load and warm up. Imports torch only here, when the reader is already listening for the parent's death."""
     import torch
 
     from service.engine.build import build_engine
 
-    if config.num_threads is not None:
-        torch.set_num_threads(config.num_threads)
-    engine = build_engine(config)
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
+    engine = build_engine(options)
     warm_up(engine)
     # What lives now lives on: the collector need not walk through all of torch each time.
     gc.collect()

@@ -1,7 +1,7 @@
 """How messages cross the socket between the API process and the engine process; the only place that knows.
 
 A frame is a 4-byte big-endian length and a msgpack array of messages, so that all output of a step is one write. The
-first frame to the engine is its EngineConfig instead.
+first frame to the engine is its EngineOptions instead.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Sequence
 
 import msgspec
 
-from service.engine.config import EngineConfig
+from service.engine.config import EngineOptions
 from service.engine.messages import FromEngine, ToEngine
 
 _LENGTH_BYTES = 4
 _encoder = msgspec.msgpack.Encoder()
-_config_decoder = msgspec.msgpack.Decoder(EngineConfig)
+_options_decoder = msgspec.msgpack.Decoder(EngineOptions)
 _to_engine_decoder = msgspec.msgpack.Decoder(list[ToEngine])
 _from_engine_decoder = msgspec.msgpack.Decoder(list[FromEngine])
 
 
-def frame(content: Sequence[ToEngine] | Sequence[FromEngine] | EngineConfig) -> bytes:
+def frame(content: Sequence[ToEngine] | Sequence[FromEngine] | EngineOptions) -> bytes:
     """The bytes of one frame."""
     payload = _encoder.encode(content)
     return len(payload).to_bytes(_LENGTH_BYTES, "big") + payload
@@ -35,10 +35,10 @@ class EngineSide:
         self._socket = socket.socket(fileno=file_descriptor)
         self._socket.setblocking(True)
 
-    def read_config(self) -> EngineConfig | None:
+    def read_options(self) -> EngineOptions | None:
         """The first frame; None if the other side has gone."""
         payload = self._read_payload()
-        return None if payload is None else _config_decoder.decode(payload)
+        return None if payload is None else _options_decoder.decode(payload)
 
     def read(self) -> list[ToEngine] | None:
         """The next messages, waiting for them; None if the other side has gone."""

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from service.engine.config import EngineConfig
+from service.engine.config import EngineOptions
 from service.engine.messages import Abort, Finished, FromEngine, Sampling, Submit, ToEngine, TokenLogprob, Tokens
 from service.engine.wire import EngineSide, frame, read_from_engine
 from tests.support.engine_mock import make_mock_engine
@@ -25,14 +25,14 @@ FROM_ENGINE: list[FromEngine] = [
 ]
 
 
-def config(**fields: object) -> EngineConfig:
-    return EngineConfig(model_dir="/model", store_root="/store", **fields)  # type: ignore[arg-type]
+def options(**fields: object) -> EngineOptions:
+    return EngineOptions(model_dir="/model", store_root="/store", **fields)  # type: ignore[arg-type]
 
 
 def test_the_engine_reads_what_was_sent_however_it_was_cut() -> None:
     ours, theirs = socket.socketpair()
     side = EngineSide(theirs.detach())
-    content = frame(config(num_threads=3)) + frame(TO_ENGINE) + frame([]) + frame(TO_ENGINE[:1])
+    content = frame(options(num_threads=3)) + frame(TO_ENGINE) + frame([]) + frame(TO_ENGINE[:1])
 
     def send_in_pieces() -> None:
         for start in range(0, len(content), 3):
@@ -41,7 +41,7 @@ def test_the_engine_reads_what_was_sent_however_it_was_cut() -> None:
 
     sender = threading.Thread(target=send_in_pieces)
     sender.start()
-    assert side.read_config() == config(num_threads=3)
+    assert side.read_options() == options(num_threads=3)
     assert [side.read() for _ in range(4)] == [TO_ENGINE, [], TO_ENGINE[:1], None]
     sender.join()
 
@@ -82,4 +82,4 @@ def test_a_frame_cut_off_by_death_is_the_end() -> None:
 )
 def test_a_configuration_is_checked_when_it_is_made(fields: dict[str, int], word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        config(**fields)
+        options(**fields)
