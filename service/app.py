@@ -172,7 +172,7 @@ async def _prepare(services: Services, engine: EngineClient) -> None:
         if services.store is not None:
             services.store.row_plan = plan_rows(
                 services.layout,
-                int(services.settings.adapter_row_bytes),
+                ready.row_bytes,
                 element_bytes=ready.row_element_bytes,
                 alignment=ready.row_alignment,
                 # On a CPU any rank will do.

@@ -76,19 +76,32 @@ class Settings(BaseSettings):
         description="prompt and output of one request; default and most: the model's own limit (with linear RoPE "
         "scaling up to that times its factor)",
     )
-    token_budget: int = Field(256, ge=1, description="most tokens in one step, prefill and decode together")
-    max_sequences: int = Field(64, ge=1, description="most sequences that run at the same time")
+    token_budget: int | None = Field(
+        None,
+        ge=1,
+        description="most tokens in one step, prefill and decode together; default: 8192 on a GPU, 2048 on an NPU, 256 "
+        "on a CPU, less on a device with little memory",
+    )
+    max_sequences: int | None = Field(
+        None, ge=1, description="most sequences that run at the same time; default: 256, on a CPU 64"
+    )
     block_size_tokens: int | None = Field(
         None,
         ge=1,
         description="tokens per KV block; default: 16, on an NPU 128, whose fused attention takes multiples of that",
     )
-    kv_bytes: Size = Field(ByteSize(256 * MIB), description="KV cache, allocated once")
+    kv_bytes: Size | None = Field(
+        None,
+        description="KV cache, allocated once; default: what the weights, the steps and the adapter rows leave of the "
+        "device's memory, as far as max-sequences can fill it, on a CPU at most 256 MiB",
+    )
     state_bytes: Size | None = Field(
         None, description="conv states, allocated once; default: one line for each of max-sequences"
     )
-    adapter_row_bytes: Size = Field(
-        ByteSize(256 * MIB), description="adapter rows on the device, allocated once; 0 turns LoRA off"
+    adapter_row_bytes: Size | None = Field(
+        None,
+        description="adapter rows on the device, allocated once; 0 turns LoRA off; default: a quarter of what the "
+        "weights and the steps leave of the device's memory, as far as it is of use, on a CPU at most 256 MiB",
     )
     host_tier_bytes: Size = Field(ByteSize(512 * MIB), description="adapters held in host memory")
 
@@ -176,7 +189,7 @@ class Settings(BaseSettings):
     @property
     def lora_enabled(self) -> bool:
         """Whether adapters can be used at all."""
-        return self.adapter_row_bytes > 0
+        return self.adapter_row_bytes != 0
 
     def engine_options(self) -> EngineOptions:
         """What the engine process is told. SettingsError if the engine's sizes do not fit together."""
@@ -190,9 +203,9 @@ class Settings(BaseSettings):
                 max_sequences=self.max_sequences,
                 max_model_len_tokens=self.max_model_len_tokens,
                 block_size_tokens=self.block_size_tokens,
-                kv_bytes=int(self.kv_bytes),
-                state_bytes=None if self.state_bytes is None else int(self.state_bytes),
-                row_bytes=int(self.adapter_row_bytes),
+                kv_bytes=_plain(self.kv_bytes),
+                state_bytes=_plain(self.state_bytes),
+                row_bytes=_plain(self.adapter_row_bytes),
                 host_tier_bytes=int(self.host_tier_bytes),
                 num_threads=self.num_threads,
                 log_level=self.log_level.upper(),
@@ -200,6 +213,10 @@ class Settings(BaseSettings):
             )
         except ValueError as error:
             raise SettingsError(str(error)) from error
+
+
+def _plain(size: ByteSize | None) -> int | None:
+    return None if size is None else int(size)
 
 
 def load_settings(**given: Any) -> Settings:

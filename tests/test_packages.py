@@ -60,7 +60,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "kernels": (),
     "adapters": ("kernels",),
     "service/models": ("adapters", "kernels"),
-    "service/engine": ("service.models", "adapters", "kernels", "service.logs", "service.child_process"),
+    "service/engine": (
+        *("service.models", "adapters", "kernels"),
+        *("service.logs", "service.child_process", "service.machine"),
+    ),
     "service/text": ("service.child_process",),
     "service/api": (
         *("service.engine", "service.models", "service.text", "adapters", "kernels"),
@@ -73,6 +76,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # What everybody may import knows nobody.
     "service/logs.py": (),
     "service/child_process.py": (),
+    "service/machine.py": (),
     "service/version.py": (),
     "service/settings.py": ("service.engine.config",),
 }

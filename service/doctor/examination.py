@@ -12,6 +12,7 @@ from service.settings import Settings
 if TYPE_CHECKING:
     from kernels.platform import Platform
     from kernels.probe.shapes import ProbeShapes
+    from service.engine.config import EngineConfig
 
 
 @dataclass(slots=True)
@@ -24,6 +25,7 @@ class Examination:
     import_errors  torch or torch_npu -> why it cannot be imported
     platform       None if the device is not there
     shapes         of the model; None if it cannot be read
+    config         what an engine would run with here; None as above
     memory_free_bytes  of the device
     """
 
@@ -32,6 +34,7 @@ class Examination:
     import_errors: dict[str, str] = field(default_factory=dict)
     platform: Platform | None = None
     shapes: ProbeShapes | None = None
+    config: EngineConfig | None = None
     memory_free_bytes: int | None = None
     device: str = field(init=False)
 

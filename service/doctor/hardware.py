@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 
 from service.doctor.examination import Examination, Skipped
 from service.doctor.report import Section
+from service.machine import memory_bytes, num_usable_cpus
 
 MIB = 2**20
 _NUM_REPEATS = 20
@@ -47,7 +47,7 @@ def look_at_device(examination: Examination) -> Section:
         "native_bfloat16": platform.native_bfloat16,
     }
     if platform.device == "cpu":
-        section.facts["cores_allowed"] = len(os.sched_getaffinity(0))
+        section.facts["cores_allowed"] = num_usable_cpus()
     for sentence in platform.fallbacks:
         section.find("note", "platform", _sentence(sentence))
     return section
@@ -135,11 +135,8 @@ def _device_memory(device: str) -> dict[str, int]:
 
 
 def _host_memory() -> dict[str, int]:
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line)
-    return {
-        "memory_total_bytes": int(fields["MemTotal"].split()[0]) * 1024,
-        "memory_free_bytes": int(fields["MemAvailable"].split()[0]) * 1024,
-    }
+    total, available = memory_bytes()
+    return {"memory_total_bytes": total, "memory_free_bytes": available}
 
 
 def _cpu_name() -> str:

@@ -42,7 +42,8 @@ def look_at_model(examination: Examination) -> Section:
         }
         _check_tensors(settings.model_dir, facts)
         if examination.platform is not None:
-            examination.shapes = shapes_to_probe(decide(settings.engine_options(), examination.device))
+            examination.config, _ = decide(settings.engine_options(), examination.device, weight_bytes)
+            examination.shapes = shapes_to_probe(examination.config)
             section.facts["dtype"] = examination.shapes.dtype
     except ModelError as error:
         section.find("error", "model-refused", f"{_sentence(error)}", "Name another --model-dir, or repair this one.")
@@ -62,7 +63,7 @@ def time_adapter(examination: Examination) -> Section:
     from service.models.layouts import layout_in
 
     section, settings = Section("adapter", "Adapter"), examination.settings
-    if examination.shapes is None or examination.platform is None:
+    if examination.shapes is None or examination.config is None or examination.platform is None:
         raise Skipped("there is no device or no model")
     if not settings.lora_enabled:
         raise Skipped("adapter_row_bytes is 0, which turns LoRA off")
@@ -81,7 +82,7 @@ def time_adapter(examination: Examination) -> Section:
             row_dtype = examination.shapes.torch_row_dtype
             host = HostTier(root / "store", layout, num_bytes * 4, dtype=row_dtype).get(record.digest)
             read_seconds = clock.lap()
-            rows = RowPool(layout, int(settings.adapter_row_bytes), dtype=row_dtype, device=device,
+            rows = RowPool(layout, examination.config.row_bytes, dtype=row_dtype, device=device,
                            alignment=examination.platform.row_alignment)  # fmt: skip
             wait = torch.get_device_module(device).synchronize
             wait()
@@ -152,8 +153,10 @@ def _check_tensors(model_dir: Path, facts: ModelFacts) -> None:
 
 def _compare_memory(section: Section, examination: Examination, weight_bytes: int) -> None:
     """Weights as they are stored, and the three budgets, against what is free. A rough sum, so no error."""
-    settings, free = examination.settings, examination.memory_free_bytes
-    needed = weight_bytes + int(settings.kv_bytes) + int(settings.adapter_row_bytes) + int(settings.state_bytes or 0)
+    config, free = examination.config, examination.memory_free_bytes
+    if config is None:
+        return
+    needed = weight_bytes + config.kv_bytes + config.row_bytes + (config.state_bytes or 0)
     section.facts["planned_bytes"] = needed
     if free is not None and needed > free:
         section.find(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
 import torch
 
 from adapters.host_tier import HostTier
+from adapters.row_plan import row_bytes
 from adapters.row_pool import RowPool
 from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.platform import Platform, detect, find_device, in_use, prepare
@@ -16,13 +18,16 @@ from kernels.probe.choose import choose_implementations
 from kernels.probe.shapes import ProbeShapes
 from service.engine.adapter_desk import HostSource
 from service.engine.brief_thread import BriefThread
-from service.engine.config import EngineConfig, EngineOptions, default_block_size_tokens
+from service.engine.budgets import ModelSizes, decide_budgets, sentences
+from service.engine.config import EngineConfig, EngineOptions
 from service.engine.engine import Engine
 from service.engine.messages import OpInUse
 from service.engine.runner import ModelRunner
-from service.models.caches import kv_bytes_per_token
+from service.machine import memory_bytes
+from service.models.caches import kv_bytes_per_token, state_bytes_per_line
 from service.models.checkpoint import OpenTensors, open_checkpoint
-from service.models.facts import model_facts, read_config
+from service.models.facts import ModelFacts, model_facts, read_config
+from service.models.layouts import layout_of_facts
 from service.models.loader import choose_dtype, load_model
 
 log = logging.getLogger(__name__)
@@ -31,8 +36,8 @@ log = logging.getLogger(__name__)
 def build_engine(
     options: EngineOptions, *, open_tensors: OpenTensors = open_checkpoint, adapters: HostSource | None = None
 ) -> Engine:
-    """Decide what the options leave open, probe the ops, load the model and allocate everything. Raises ValueError with
-    one sentence if the engine cannot start.
+    """Probe the ops, load the model, decide what the options leave open, and allocate everything. Raises ValueError
+    with one sentence if the engine cannot start.
 
     open_tensors  where the base model's tensors come from
     adapters      where adapters come from; None: a host tier over the store of the options
@@ -41,9 +46,13 @@ def build_engine(
     if device != options.device:
         log.info("device: %s, the best that was found (--device names another)", device)
     prepare(device)
-    config = decide(options, device)
-    platform, reports = choose_implementations(config.device, shapes_to_probe(config))
-    loaded = load_model(Path(config.model_dir), dtype=config.dtype, device=config.device, open_tensors=open_tensors)
+    # Before the weights are loaded, caches are as large as they can come to be.
+    expected, _ = decide(options, device)
+    platform, reports = choose_implementations(device, shapes_to_probe(expected))
+    loaded = load_model(Path(options.model_dir), dtype=options.dtype, device=device, open_tensors=open_tensors)
+    config, reasons = decide(options, device)
+    for reason in reasons:
+        log.info("%s", reason)
     rows: RowPool | None = None
     host: HostSource | None = None
     if config.row_bytes > 0:
@@ -63,13 +72,45 @@ def build_engine(
     return Engine(ModelRunner(loaded, config, platform), rows, host, config, ops, loader=loader)
 
 
-def decide(options: EngineOptions, device: str) -> EngineConfig:
-    """The options with what they leave open decided for the device, "cuda:1" say."""
-    decided = {
-        "device": device,
-        "block_size_tokens": options.block_size_tokens or default_block_size_tokens(device),
-    }
-    return EngineConfig(**(msgspec.structs.asdict(options) | decided))
+def decide(options: EngineOptions, device: str, weight_bytes: int = 0) -> tuple[EngineConfig, list[str]]:
+    """The options with what they leave open decided for the device, "cuda:1" say, from the memory that is free on it
+    now; and why, in a few lines for people. Raises ModelError, and BackendError for a device that is not there.
+
+    weight_bytes  of a model that is still to be loaded
+    """
+    detect(device)  # torch's own error is no sentence
+    sizes, free_bytes = sizes_of(options, device), max(free_memory_bytes(device) - weight_bytes, 0)
+    budgets = decide_budgets(options, sizes, device.partition(":")[0], free_bytes)
+    decided = {"device": device, **asdict(budgets)}
+    del decided["step_bytes"]
+    config = EngineConfig(**(msgspec.structs.asdict(options) | decided))
+    return config, sentences(options, budgets, sizes, device, free_bytes)
+
+
+def free_memory_bytes(device: str) -> int:
+    """Of the device; of a CPU what the machine and this process's control group have available."""
+    if torch.device(device).type == "cpu":
+        return memory_bytes()[1]
+    module = torch.get_device_module(torch.device(device))
+    module.empty_cache()
+    return int(module.mem_get_info(torch.device(device))[0])
+
+
+def sizes_of(options: EngineOptions, device: str) -> ModelSizes:
+    """Bytes of the model's caches and steps, in the dtypes that it is served in. Raises ModelError."""
+    facts, dtype = _facts_and_dtype(options, device)
+    platform = in_use(torch.device(device))
+    widest = max(2 * facts.intermediate_size, (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim)
+    rows = row_bytes(layout_of_facts(facts), platform.row_dtype(dtype).itemsize)
+    return ModelSizes(
+        kv_bytes_per_token=kv_bytes_per_token(facts, dtype),
+        state_bytes_per_line=state_bytes_per_line(facts, dtype),
+        row_bytes=sum(size for group, size in rows.items() if group != "embeddings"),
+        # The residual stream, its norm, a projection's output and what is computed from that; LoRA's h and maps.
+        bytes_per_step_token=4 * (facts.hidden_size + widest) * dtype.itemsize,
+        logits_bytes=4 * facts.vocab_size,
+        context_tokens=options.max_model_len_tokens or facts.context_tokens,
+    )
 
 
 def max_rank_of(platform: Platform) -> int | None:
@@ -78,13 +119,8 @@ def max_rank_of(platform: Platform) -> int | None:
 
 
 def shapes_to_probe(config: EngineConfig) -> ProbeShapes:
-    """Sizes of the model and its cache, as they will be served. Raises ModelError, and BackendError for a device that
-    is not there."""
-    detect(config.device)  # torch's own error is no sentence
-    model_dir = Path(config.model_dir)
-    facts = model_facts(read_config(model_dir))
-    with open_checkpoint(model_dir) as checkpoint:
-        dtype, _ = choose_dtype(config.dtype, config.device, facts, checkpoint)
+    """Sizes of the model and its cache, as they will be served. Raises ModelError."""
+    facts, dtype = _facts_and_dtype(config, config.device)
     windows = [window for window in facts.sliding_windows if window is not None]
     return ProbeShapes(
         dtype=_name(dtype),
@@ -101,6 +137,13 @@ def shapes_to_probe(config: EngineConfig) -> ProbeShapes:
         max_sequences=config.max_sequences,
         norm_eps=facts.norm_eps,
     )
+
+
+def _facts_and_dtype(options: EngineOptions, device: str) -> tuple[ModelFacts, torch.dtype]:
+    model_dir = Path(options.model_dir)
+    facts = model_facts(read_config(model_dir))
+    with open_checkpoint(model_dir) as checkpoint:
+        return facts, choose_dtype(options.dtype, device, facts, checkpoint)[0]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -10,8 +10,8 @@ MIB = 2**20
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes and places; checked once, when built. What is None here is decided at the engine's start: see
-    `service.engine.build`.
+    """Sizes and places; checked once, when built. What None stands for is decided at the engine's start: sizes of
+    which nothing else is said here by `service.engine.budgets`.
 
     model_dir                   Hugging Face directory of the base model
     store_root                  root of the adapter store
@@ -41,13 +41,13 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     store_root: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
-    token_budget: int = 256
-    max_sequences: int = 64
+    token_budget: int | None = None
+    max_sequences: int | None = None
     max_model_len_tokens: int | None = None
     block_size_tokens: int | None = None
-    kv_bytes: int = 512 * MIB
+    kv_bytes: int | None = None
     state_bytes: int | None = None
-    row_bytes: int = 512 * MIB
+    row_bytes: int | None = None
     host_tier_bytes: int = 1024 * MIB
     num_threads: int | None = None
     max_steps_waiting_for_rows: int = 32
@@ -71,10 +71,10 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}.")
-        if self.row_bytes < 0 or self.host_tier_bytes < 0:
+        if (self.row_bytes or 0) < 0 or self.host_tier_bytes < 0:
             raise ValueError("row_bytes and host_tier_bytes must not be negative.")
         # Each running sequence can then always get its decode token, and one of them a prefill token.
-        if self.token_budget < self.max_sequences:
+        if self.token_budget and self.max_sequences and self.token_budget < self.max_sequences:
             raise ValueError(
                 f"token_budget ({self.token_budget}) must be at least max_sequences ({self.max_sequences}), since each "
                 "running sequence takes one token per step."
@@ -85,7 +85,11 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True):
     """Options with nothing left to decide: what an engine runs with."""
 
     device: str = "cpu"
+    token_budget: int = 256
+    max_sequences: int = 64
     block_size_tokens: int = 16
+    kv_bytes: int = 512 * MIB
+    row_bytes: int = 512 * MIB
 
 
 def default_block_size_tokens(device: str) -> int:

@@ -178,6 +178,7 @@ class Engine:
             dtype=self.capacity.dtype,
             device=str(self.capacity.device),
             pid=pid,
+            row_bytes=self.config.row_bytes,
             row_element_bytes=self.capacity.row_element_bytes,
             row_alignment=self.capacity.row_alignment,
             ops=self._ops,

@@ -103,8 +103,9 @@ class OpInUse(msgspec.Struct, frozen=True, array_like=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The model is loaded and warm. Sizes that admission needs.
 
-    row_element_bytes, row_alignment  what `adapters.row_plan.plan_rows` needs beside the budget; 0 where LoRA is off
-    ops                               one entry for each op
+    row_bytes, row_element_bytes,
+    row_alignment      what `adapters.row_plan.plan_rows` needs; 0 where LoRA is off
+    ops                one entry for each op
     """
 
     max_model_len_tokens: int
@@ -113,6 +114,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     dtype: str
     device: str
     pid: int
+    row_bytes: int = 0
     row_element_bytes: int = 0
     row_alignment: int = 0
     ops: tuple[OpInUse, ...] = ()

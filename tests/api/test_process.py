@@ -79,7 +79,7 @@ class TestRefusalToStart:
         ("flags", "words"),
         [
             (["--port=high"], "--port"),
-            (["--token-budget=1"], "token_budget"),
+            (["--token-budget=1", "--max-sequences=2"], "token_budget"),
             (["--model-dir=/nowhere"], "config.json"),
             (["--kv-bytes=much"], "--kv-bytes"),
             (["--api-keys=a\x07"], "printable"),

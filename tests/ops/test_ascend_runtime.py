@@ -13,9 +13,8 @@ import torch
 from kernels import ascend_runtime
 from kernels.ascend_chips import chip_of
 from kernels.platform import IMPLEMENTATIONS, BackendError, detect
-from service.engine.build import build_engine, decide
+from service.engine.build import build_engine
 from service.engine.config import EngineConfig
-from service.settings import load_settings
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,13 +51,6 @@ def test_every_op_has_an_npu_row_that_ends_in_plain_torch() -> None:
         assert names[-1] == "reference"
         for name in names:
             assert (ROOT / "kernels" / op / f"{name}.py").is_file(), (op, name)
-
-
-def test_an_npus_blocks_fit_its_attention() -> None:
-    open_options, given = (load_settings(**fields).engine_options() for fields in ({}, {"block_size_tokens": 256}))
-    for device, size in (("cpu", 16), ("cuda:1", 16), ("npu", 128), ("npu:3", 128)):
-        assert decide(open_options, device).block_size_tokens == size
-        assert decide(given, device).block_size_tokens == 256
 
 
 def _package(site: Path, *, is_ascend: bool, version: str, helper: str) -> None:

@@ -1,0 +1,157 @@
+"""The sizes of an engine that nobody has set, from what the weights leave of the device's memory. Pure functions.
+
+A GPU or an NPU is the engine's: what steps do not need becomes adapter rows and KV blocks, as long as they can be of
+use. A CPU's memory is everybody's: there the sizes are small ones, made smaller still only where memory is short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from service.engine.config import EngineOptions, default_block_size_tokens
+from service.models.errors import ModelError
+
+MIB, GIB = 2**20, 2**30
+TOKEN_BUDGETS: Mapping[str, int] = MappingProxyType({"cuda": 8192, "npu": 2048, "cpu": 256})
+MAX_SEQUENCES: Mapping[str, int] = MappingProxyType({"cuda": 256, "npu": 256, "cpu": 64})
+# Most of either cache on a CPU.
+CPU_CACHE_BYTES = 256 * MIB
+# Of the free memory of a CPU's machine, what an engine may take; of a device, what allocators lose between blocks.
+CPU_SHARE, DEVICE_SHARE = 0.5, 0.96
+# Rows' part of what is left beside steps; and the most that are of use: 1,024 adapters of rank 16.
+ROWS_SHARE = 0.25
+MAX_ROWS = 16_384
+# Fewer than these, one adapter of rank 16, are no budget.
+MIN_ROWS = 16
+# Steps may need this part of the free memory before a token budget that nobody has set is halved.
+STEPS_SHARE = 0.25
+MIN_TOKEN_BUDGET = 512
+# Logits in float32 of a row, their sorted copy with int64 indices, probabilities and masks.
+LOGITS_COPIES = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSizes:
+    """Bytes that a model takes beside its weights.
+
+    kv_bytes_per_token    in all attention layers
+    state_bytes_per_line  of convolution, in all layers
+    row_bytes             one LoRA row in all layers and projections
+    bytes_per_step_token  most that a step holds for a token at the same time, beside logits
+    logits_bytes          of one row, float32
+    context_tokens        of the longest request
+    """
+
+    kv_bytes_per_token: int
+    state_bytes_per_line: int
+    row_bytes: int
+    bytes_per_step_token: int
+    logits_bytes: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """What an engine is built with; see `EngineOptions`. step_bytes: kept free for steps and graphs."""
+
+    token_budget: int
+    max_sequences: int
+    block_size_tokens: int
+    kv_bytes: int
+    row_bytes: int
+    step_bytes: int
+
+
+def decide_budgets(
+    options: EngineOptions, sizes: ModelSizes, device_type: str, free_bytes: int, *, graph_bytes: int = 0
+) -> Budgets:
+    """What the options say, and for the rest what suits the device.
+
+    free_bytes   of the device (a CPU: of the machine), with the weights loaded
+    graph_bytes  that captured steps will take, beside the inputs and outputs of the largest one
+
+    Raises ModelError, one sentence, if memory is short.
+    """
+    token_budget, max_sequences = _steps(options, sizes, device_type, free_bytes)
+    block_size = options.block_size_tokens or default_block_size_tokens(device_type)
+    step_bytes = graph_bytes + _step_bytes(options, sizes, token_budget, max_sequences)
+    given_bytes = (options.row_bytes or 0) + (options.kv_bytes or 0)
+    left = int((free_bytes - given_bytes) * (CPU_SHARE if device_type == "cpu" else DEVICE_SHARE)) - step_bytes
+    most = CPU_CACHE_BYTES if device_type == "cpu" else max(left, 0)
+    row_bytes, kv_bytes = options.row_bytes, options.kv_bytes
+    if row_bytes is None:
+        row_bytes = min(int(left * ROWS_SHARE), most, MAX_ROWS * sizes.row_bytes)
+        left -= row_bytes
+    if kv_bytes is None:
+        block_bytes = block_size * sizes.kv_bytes_per_token
+        # No more than all sequences can fill.
+        kv_bytes = min(left, most, max_sequences * -(-sizes.context_tokens // block_size) * block_bytes)
+        kv_bytes -= kv_bytes % block_bytes
+    if (options.row_bytes is None and row_bytes < MIN_ROWS * sizes.row_bytes) or kv_bytes <= 0:
+        raise ModelError(
+            f"{shown(free_bytes)} of memory are free beside the weights, caches that were given take "
+            f"{shown(given_bytes)}, and steps of {token_budget} tokens {shown(step_bytes)}, which leaves too little "
+            "for the other caches: lower --token-budget or --max-sequences, set --kv-bytes and --adapter-row-bytes, "
+            "take a smaller model, or end what else uses the device"
+        )
+    return Budgets(
+        token_budget=token_budget,
+        max_sequences=max_sequences,
+        block_size_tokens=block_size,
+        kv_bytes=kv_bytes,
+        row_bytes=row_bytes,
+        step_bytes=step_bytes,
+    )
+
+
+def _steps(options: EngineOptions, sizes: ModelSizes, device_type: str, free_bytes: int) -> tuple[int, int]:
+    """token_budget and max_sequences: the device's usual ones, made to fit what is given and the memory."""
+    token_budget = options.token_budget or max(TOKEN_BUDGETS[device_type], options.max_sequences or 0)
+    max_sequences = options.max_sequences or min(MAX_SEQUENCES[device_type], token_budget)
+    while (
+        options.token_budget is None
+        and token_budget // 2 >= max(MIN_TOKEN_BUDGET, max_sequences)
+        and _step_bytes(options, sizes, token_budget, max_sequences) > free_bytes * STEPS_SHARE
+    ):
+        token_budget //= 2
+    return token_budget, max_sequences
+
+
+def _step_bytes(options: EngineOptions, sizes: ModelSizes, token_budget: int, max_sequences: int) -> int:
+    """Activations, logits and state lines."""
+    num_logits = min(max_sequences + options.max_prompt_logits, token_budget)
+    states = max_sequences * sizes.state_bytes_per_line if options.state_bytes is None else options.state_bytes
+    return token_budget * sizes.bytes_per_step_token + LOGITS_COPIES * num_logits * sizes.logits_bytes + states
+
+
+def sentences(options: EngineOptions, budgets: Budgets, sizes: ModelSizes, device: str, free_bytes: int) -> list[str]:
+    """What the start prints: the memory there was, what came of it, and what would change it."""
+    num_rows = budgets.row_bytes // sizes.row_bytes
+    values = {
+        "--token-budget": (options.token_budget, f"{budgets.token_budget}"),
+        "--max-sequences": (options.max_sequences, f"{budgets.max_sequences}"),
+        "--block-size-tokens": (options.block_size_tokens, f"{budgets.block_size_tokens}"),
+        "--kv-bytes": (
+            options.kv_bytes,
+            f"{shown(budgets.kv_bytes)} ({budgets.kv_bytes // sizes.kv_bytes_per_token:,} tokens)",
+        ),
+        "--adapter-row-bytes": (
+            options.row_bytes,
+            f"{shown(budgets.row_bytes)} ({num_rows:,} rows: {num_rows // 16:,} adapters of rank 16 everywhere)",
+        ),
+    }
+    told = [f"{shown(free_bytes)} free on {device} beside the weights, of which steps need {shown(budgets.step_bytes)}"]
+    for word, is_given in (("given", True), ("decided from the machine", False)):
+        named = [f"{flag} {text}" for flag, (value, text) in values.items() if (value is not None) is is_given]
+        if named:
+            told.append(f"{word}: {', '.join(named)}")
+    if len(told) > 1 and not told[-1].startswith("given"):
+        told[-1] += "; name any of them to change it, and the others follow"
+    return told
+
+
+def shown(num_bytes: int) -> str:
+    """For people: "3.2 GiB", "190 MiB"."""
+    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes // MIB} MiB"

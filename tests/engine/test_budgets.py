@@ -1,0 +1,125 @@
+"""What an engine takes of a machine when nobody says so: plain numbers for GPUs, NPUs and CPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from service.engine.budgets import GIB, MIB, Budgets, ModelSizes, decide_budgets, sentences
+from service.engine.config import EngineOptions
+from service.models.errors import ModelError
+
+# Llama 3.1 8B in bfloat16: 32 layers, 8 heads of 128 for keys and values, hidden 4096, intermediate 14336.
+LLAMA_8B = ModelSizes(
+    kv_bytes_per_token=128 * 1024,
+    state_bytes_per_line=0,
+    row_bytes=5_242_880,
+    bytes_per_step_token=4 * (4096 + 2 * 14336) * 2,
+    logits_bytes=4 * 128_256,
+    context_tokens=131_072,
+)
+TINY = ModelSizes(
+    kv_bytes_per_token=1024,
+    state_bytes_per_line=2048,
+    row_bytes=10_000,
+    bytes_per_step_token=8192,
+    logits_bytes=1024,
+    context_tokens=2048,
+)
+
+
+def options(**fields: Any) -> EngineOptions:
+    return EngineOptions(model_dir="/model", store_root="/store", **fields)
+
+
+def decided(sizes: ModelSizes, device_type: str, free_bytes: int, graph_bytes: int = 0, **fields: Any) -> Budgets:
+    return decide_budgets(options(**fields), sizes, device_type, free_bytes, graph_bytes=graph_bytes)
+
+
+def test_a_large_gpu_is_used_whole() -> None:
+    budgets = decided(LLAMA_8B, "cuda", 122 * GIB)
+    assert (budgets.token_budget, budgets.max_sequences, budgets.block_size_tokens) == (8192, 256, 16)
+    assert budgets.step_bytes == 8192 * 4 * (4096 + 2 * 14336) * 2 + 6 * (256 + 64) * 4 * 128_256
+    left = int(122 * GIB * 0.96) - budgets.step_bytes
+    assert budgets.row_bytes == left // 4
+    assert left - LLAMA_8B.kv_bytes_per_token * 16 < budgets.kv_bytes + budgets.row_bytes <= left
+
+
+def test_an_npu_has_steps_and_blocks_of_its_own() -> None:
+    budgets = decided(LLAMA_8B, "npu", 45 * GIB)
+    assert (budgets.token_budget, budgets.max_sequences, budgets.block_size_tokens) == (2048, 256, 128)
+    assert budgets.kv_bytes % (128 * LLAMA_8B.kv_bytes_per_token) == 0
+    assert decided(LLAMA_8B, "npu", 45 * GIB, block_size_tokens=256).block_size_tokens == 256
+
+
+def test_graphs_are_kept_free_for() -> None:
+    without, with_graphs = (decided(LLAMA_8B, "cuda", 60 * GIB, graph_bytes=size) for size in (0, 4 * GIB))
+    assert with_graphs.step_bytes == without.step_bytes + 4 * GIB
+    freed = without.kv_bytes + without.row_bytes - with_graphs.kv_bytes - with_graphs.row_bytes
+    assert abs(freed - 4 * GIB) < 2 * LLAMA_8B.kv_bytes_per_token * 16
+
+
+def test_a_tiny_model_takes_what_it_can_use_of_a_large_gpu() -> None:
+    budgets = decided(TINY, "cuda", 130 * GIB)
+    assert budgets.kv_bytes == 256 * TINY.context_tokens * TINY.kv_bytes_per_token
+    assert budgets.row_bytes == 16_384 * TINY.row_bytes
+
+
+def test_a_small_gpu_has_smaller_steps() -> None:
+    """Until they need no more than a quarter of what the weights leave, or are 512 tokens; what is given stays."""
+    assert [decided(LLAMA_8B, "cuda", size * GIB).token_budget for size in (122, 11, 7, 3)] == [8192, 4096, 2048, 512]
+    assert decided(LLAMA_8B, "cuda", 7 * GIB, token_budget=8192).token_budget == 8192
+
+
+def test_a_cpu_keeps_small_caches_and_smaller_ones_where_memory_is_short() -> None:
+    budgets = decided(TINY, "cpu", 64 * GIB)
+    assert (budgets.token_budget, budgets.max_sequences) == (256, 64)
+    assert budgets.kv_bytes == 64 * TINY.context_tokens * TINY.kv_bytes_per_token == 128 * MIB
+    assert budgets.row_bytes == 16_384 * TINY.row_bytes
+    large = decided(LLAMA_8B, "cpu", 64 * GIB)
+    assert (large.kv_bytes, large.row_bytes) == (256 * MIB, 256 * MIB)
+    short = decided(TINY, "cpu", 200 * MIB)
+    assert short.kv_bytes + short.row_bytes + short.step_bytes <= 100 * MIB
+    assert short.kv_bytes > 2 * short.row_bytes > 0
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "npu", "cpu"])
+def test_what_is_given_stays_and_the_rest_follows(device_type: str) -> None:
+    given = {"token_budget": 100, "max_sequences": 7, "block_size_tokens": 32, "kv_bytes": 8 * MIB, "row_bytes": 0}
+    budgets = decided(TINY, device_type, 16 * MIB, **given)
+    assert {name: getattr(budgets, name) for name in given} == given
+
+
+def test_sequences_and_the_token_budget_fit_each_other() -> None:
+    assert decided(TINY, "cpu", GIB, token_budget=8).max_sequences == 8
+    assert decided(TINY, "cpu", GIB, max_sequences=1000).token_budget == 1000
+
+
+def test_a_given_cache_makes_the_other_one_smaller() -> None:
+    free, given = 60 * GIB, 50 * GIB
+    assert 0 < decided(LLAMA_8B, "cuda", free, row_bytes=given).kv_bytes < free - given
+    assert 0 < decided(LLAMA_8B, "cuda", free, kv_bytes=given).row_bytes < free - given
+
+
+@pytest.mark.parametrize("fields", [{}, {"kv_bytes": 100 * MIB}, {"row_bytes": 1 << 40}])
+def test_too_little_memory_is_a_sentence(fields: dict[str, int]) -> None:
+    with pytest.raises(
+        ModelError, match=r"^400 MiB of memory are free .* lower --token-budget or .*--adapter-row-bytes"
+    ):
+        decided(LLAMA_8B, "cuda", 400 * MIB, **fields)
+
+
+def test_the_start_says_what_it_chose_and_what_would_change_it() -> None:
+    given = options(kv_bytes=2 * GIB)
+    budgets = decide_budgets(given, LLAMA_8B, "cuda", 60 * GIB)
+    told = sentences(given, budgets, LLAMA_8B, "cuda:1", 60 * GIB)
+    assert told[0] == "60.0 GiB free on cuda:1 beside the weights, of which steps need 2.9 GiB"
+    assert told[1] == "given: --kv-bytes 2.0 GiB (16,384 tokens)"
+    assert told[2] == (
+        "decided from the machine: --token-budget 8192, --max-sequences 256, --block-size-tokens 16, "
+        "--adapter-row-bytes 13.2 GiB (2,701 rows: 168 adapters of rank 16 everywhere); "
+        "name any of them to change it, and the others follow"
+    )
+    all_given = options(token_budget=8, max_sequences=8, block_size_tokens=16, kv_bytes=MIB, row_bytes=0)
+    assert len(sentences(all_given, decide_budgets(all_given, TINY, "cpu", GIB), TINY, "cpu", GIB)) == 2
