@@ -69,7 +69,12 @@ class Settings(BaseSettings):
         "auto",
         description="cpu, cuda or npu, perhaps with an index; auto: an NPU if there is one, else a GPU, else the CPU",
     )
-    num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine; default: as torch sees fit")
+    num_threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads of the engine; default: as many as make a decode step fastest at the start, within "
+        "the cores and the quota that there are",
+    )
     max_model_len_tokens: int | None = Field(
         None,
         ge=1,

@@ -26,7 +26,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes                 conv-state lines, allocated once; None: one line for each of max_sequences
     row_bytes                   LoRA rows on the device, allocated once; 0: LoRA is off
     host_tier_bytes             adapters held in host memory, ready for the device
-    num_threads                 threads of one matrix product; None: as torch sees fit
+    num_threads                 threads of one matrix product; None: see `service.engine.threads`
     max_steps_waiting_for_rows  after so many steps in which it was passed over, the oldest request that waits for rows
                                 gets them before newer ones, but for those that `Scheduler._door_of` lets in
     max_loads_ahead             requests' adapters that are read from disk, or wait in host memory for rows, at the

@@ -24,7 +24,9 @@ from adapters.errors import AdapterError
 from service import logs
 from service.engine.config import EngineOptions
 from service.engine.messages import Drain, Fatal, Finished, FromEngine, Sampling, Submit, ToEngine
+from service.engine.threads import DecodeStep, choose_num_threads
 from service.engine.wire import EngineSide
+from service.machine import num_usable_cpus
 from service.models.errors import ModelError
 from service.models.heap import keep_freed_memory, trim_heap
 
@@ -153,9 +155,16 @@ def _start(options: EngineOptions) -> Engine:
 
     from service.engine.build import build_engine
 
-    if options.num_threads is not None:
-        torch.set_num_threads(options.num_threads)
+    # torch goes by the cores of the affinity mask and by OMP_NUM_THREADS, and knows no quota.
+    most_threads = options.num_threads or min(torch.get_num_threads(), num_usable_cpus())
+    torch.set_num_threads(most_threads)
     engine = build_engine(options)
+    engine.compile_kernels()
+    if options.num_threads is None and engine.config.device == "cpu":
+        step = DecodeStep(engine)
+        number = choose_num_threads(most_threads, torch.set_num_threads, step, time.perf_counter)
+        step.end()
+        log.info("CPU threads: %d of at most %d, by timed decode steps (--num-threads decides)", number, most_threads)
     warm_up(engine)
     # What lives now lives on: the collector need not walk through all of torch each time.
     gc.collect()
@@ -172,9 +181,7 @@ def _is_for_operator(error: Exception) -> bool:
 
 
 def warm_up(engine: Engine) -> None:
-    """Compile all kernels, then one full prefill and two decode steps, so that the first request does not pay for what
-    is set up lazily."""
-    engine.compile_kernels()
+    """One full prefill and two decode steps, so that the first request does not pay for what is set up lazily."""
     limit = min(engine.capacity.max_model_len_tokens, engine.kv_capacity_tokens)
     num_prompt = min(engine.config.token_budget, limit - 3)
     if num_prompt < 1:
