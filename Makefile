@@ -1,6 +1,6 @@
 # `make serve` and `make test` work from nothing: Debian 12 with python3.11, python3.11-venv, make and git.
 #
-#   TORCH_INDEX=URL   package index to take torch from (see README: PyPI's torch for Linux is a CUDA build of several GB)
+#   TORCH_INDEX=URL   package index to take torch from; else scripts/torch-index.sh finds the one for this machine
 #   PYTHON=PATH       interpreter for the virtual environment (3.11 or 3.12)
 #   ARGS="..."        further arguments of the command that the target runs
 
@@ -32,7 +32,7 @@ test-ops: $(VENV)/.dev
 
 # The kernels for Ascend, compiled and executed without an NPU, in a virtual environment of their own.
 test-ascend:
-	scripts/test-ascend.sh
+	TORCH_INDEX="$(TORCH_INDEX)" scripts/test-ascend.sh
 
 # The images, built by buildah on a base of debootstrap's, started and used. Root on Debian; not part of `make test`.
 image-test:
@@ -60,7 +60,8 @@ bundle: $(VENV)/.dev
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --constraint constraints.txt setuptools wheel
-	$(PIP) install --no-deps --constraint constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	index=$$(TORCH_INDEX="$(TORCH_INDEX)" scripts/torch-index.sh $(BIN)/python constraints.txt) && \
+		$(PIP) install --no-deps --constraint constraints.txt $${index:+--index-url "$$index"} torch
 	touch $@
 
 $(VENV)/.runtime: $(VENV)/.torch pyproject.toml

@@ -4,7 +4,7 @@
 # pytest. With CI=true no cached result is trusted.
 #
 #   PYTHON=PATH       interpreter that makes the environment, python3.11 unless told
-#   TORCH_INDEX=URL   package index to take torch from, as in the Makefile
+#   TORCH_INDEX=URL   package index to take torch from; else as scripts/torch-index.sh finds it
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -27,7 +27,9 @@ install_venv() {
     cat "$constraints" constraints.txt | cmp -s - "$stamp" && return
     echo "test-ascend: making $venv"
     "${PYTHON:-python3.11}" -m venv "$venv"
-    "$venv/bin/pip" install -q -c "$constraints" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
+    local index
+    index=$(scripts/torch-index.sh "$venv/bin/python" "$constraints")
+    "$venv/bin/pip" install -q -c "$constraints" ${index:+--index-url "$index"} torch
     "$venv/bin/pip" install -q -c "$constraints" numpy pybind11 pytest pytest-xdist hypothesis
     # Without its dependencies: they would bring another copy of torch's build for a device that is not here.
     "$venv/bin/pip" install -q --no-deps -c "$constraints" triton-ascend
