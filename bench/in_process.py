@@ -21,7 +21,7 @@ from service.engine.build import build_engine
 from service.engine.config import EngineConfig, default_block_size_tokens
 from service.engine.engine import Engine
 from service.engine.messages import Abort, Finished, Sampling, Submit, Tokens
-from service.engine.process import warm_up
+from service.engine.process import compile_kernels, warm_up
 from service.models.caches import kv_bytes_per_token
 from service.models.facts import model_facts, read_config
 from service.models.layouts import layout_of
@@ -103,7 +103,7 @@ def build_subject(load: Load, *, has_lora: bool) -> Subject:
             sources["adapters"], adapter_rows = adapters, adapters.rows
         engine = build_engine(config_for(load, model_dir, has_lora), **sources)
     built = time.perf_counter()
-    engine.compile_kernels()
+    compile_kernels(engine)
     warm_up(engine)
     warm = time.perf_counter()
     gc.collect()

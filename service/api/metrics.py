@@ -37,6 +37,16 @@ _STATS_COUNTERS = (
     ("preemptions", "num_preemptions", "Sequences preempted because KV blocks or state lines ran out."),
     ("adapter_loads", "num_adapter_loads", "Adapters loaded onto the device."),
     ("adapter_evictions", "num_adapter_evictions", "Adapters that left the device."),
+    (
+        "kernel_variants_compiled",
+        "num_kernel_variants",
+        "Variants of kernels that were compiled, or read from a cache.",
+    ),
+    (
+        "kernel_variants_compiled_after_ready",
+        "num_kernel_variants_after_ready",
+        "Those of them that a step waited for, after the start; more than 0 is a fault.",
+    ),
     ("lora_op_calls", "num_lora_op_calls", "LoRA ops that ran; steps without adapters run none."),
 )
 

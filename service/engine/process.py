@@ -20,10 +20,12 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from adapters.errors import AdapterError
 from service import logs
 from service.engine.config import EngineOptions
-from service.engine.messages import Drain, Fatal, Finished, FromEngine, Sampling, Submit, ToEngine
+from service.engine.messages import Drain, Fatal, Finished, FromEngine, Sampling, Stats, Submit, ToEngine
 from service.engine.threads import DecodeStep, choose_num_threads
 from service.engine.wire import EngineSide
 from service.machine import num_usable_cpus
@@ -53,6 +55,7 @@ class EngineProcess:
         self._stats_are_due = True
         self._trimmed_at = 0.0
         self._trim_is_due = False
+        self._num_variants_at_start = _num_variants(engine)
 
     def run(self) -> None:
         """Until a drain has ended."""
@@ -66,7 +69,7 @@ class EngineProcess:
             is_idle = engine.is_idle
             self._stats_are_due |= bool(messages) or not is_idle or engine.desk.num_reads != num_reads
             if self._stats_are_due and (is_idle or self._stats_are_old()):
-                messages.append(engine.stats())
+                messages.append(self._stats())
                 self._stats_are_due, self._stats_sent_at = False, time.monotonic()
             if messages:
                 self._side.write(messages)
@@ -74,6 +77,15 @@ class EngineProcess:
                 self._rest()
             else:
                 self._trim_is_due = True
+
+    def _stats(self) -> Stats:
+        """The engine's, and what was compiled: none of it should be since the start, as a step waits for it."""
+        count = _num_variants(self._engine)
+        return msgspec.structs.replace(
+            self._engine.stats(),
+            num_kernel_variants=count,
+            num_kernel_variants_after_ready=count - self._num_variants_at_start,
+        )
 
     def _rest(self) -> None:
         """Wait for news. What past steps have freed goes back to the system, now and then."""
@@ -159,7 +171,7 @@ def _start(options: EngineOptions) -> Engine:
     most_threads = options.num_threads or min(torch.get_num_threads(), num_usable_cpus())
     torch.set_num_threads(most_threads)
     engine = build_engine(options)
-    engine.compile_kernels()
+    compile_kernels(engine)
     if options.num_threads is None and engine.config.device == "cpu":
         step = DecodeStep(engine)
         number = choose_num_threads(most_threads, torch.set_num_threads, step, time.perf_counter)
@@ -170,6 +182,19 @@ def _start(options: EngineOptions) -> Engine:
     gc.collect()
     gc.freeze()
     return engine
+
+
+def compile_kernels(engine: Engine) -> None:
+    """All that steps can need: what is in no cache side by side first, since one after the other it takes minutes."""
+    from kernels.compile_ahead import warm_up_ahead
+
+    warm_up_ahead(engine.compile_kernels, engine.config.device.partition(":")[0])
+
+
+def _num_variants(engine: Engine) -> int:
+    from kernels.compile_ahead import num_variants
+
+    return num_variants(engine.capacity.device)
 
 
 def _is_for_operator(error: Exception) -> bool:

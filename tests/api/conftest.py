@@ -43,6 +43,7 @@ def server(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
     settings = {"model_name": BASE, "preload_adapters_dir": checkpoints.adapters, "log_format": "json"}
     with running_server(checkpoints.base, tmp_path_factory.mktemp("server"), **settings) as running:
         yield running
+        assert running.metric("kernel_variants_compiled_after_ready_total") == 0
 
 
 @pytest.fixture(scope="session")

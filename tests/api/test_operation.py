@@ -233,7 +233,7 @@ class TestLivesOfTheEngine:
         totals = dict.fromkeys(("kv_blocks_total", "state_lines_total", "rows_total", "row_bytes_total"), 9)
         counters = dict.fromkeys(
             ("num_preemptions", "num_adapter_loads", "num_adapter_evictions", "num_lora_op_calls"), num_steps
-        )
+        ) | dict.fromkeys(("num_kernel_variants", "num_kernel_variants_after_ready"), num_steps)
         return Stats(
             **gauges,
             **totals,
@@ -268,7 +268,10 @@ class TestLivesOfTheEngine:
 
     def test_totals_go_on_where_the_last_engine_ended(self) -> None:
         metrics = Metrics("base")
-        counters = ("engine_steps", "preemptions", "adapter_loads", "adapter_evictions", "lora_op_calls")
+        counters = (
+            *("engine_steps", "preemptions", "adapter_loads", "adapter_evictions", "lora_op_calls"),
+            *("kernel_variants_compiled", "kernel_variants_compiled_after_ready"),
+        )
         for life, num_steps, total in ((0, 10, 10), (0, 12, 12), (1, 3, 15), (1, 20, 32), (3, 1, 33)):
             metrics.take_stats(self.stats(num_steps), life)
             metrics.show_engine(self.stats(num_steps), life)
