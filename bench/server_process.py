@@ -23,19 +23,19 @@ from typing import Any
 
 import httpx
 
-START_LIMIT_SECONDS = 120.0
-STOP_LIMIT_SECONDS = 60.0
+# Nobody waits so long where all is well, however slow the machine is.
+LIMIT_SECONDS = 300.0
 _ROOT = Path(__file__).resolve().parents[1]
 
 
-def wait_for(condition: Callable[[], Any], what: str, limit_seconds: float = 30.0) -> Any:
-    """Poll until `condition()` is true and return what it returned; AssertionError after the limit."""
-    deadline = time.monotonic() + limit_seconds
+def wait_for(condition: Callable[[], Any], what: str) -> Any:
+    """Poll until `condition()` is true and return what it returned; AssertionError after LIMIT_SECONDS."""
+    deadline = time.monotonic() + LIMIT_SECONDS
     while True:
         value = condition()
         if value:
             return value
-        assert time.monotonic() < deadline, f"waited {limit_seconds} s in vain for {what}"
+        assert time.monotonic() < deadline, f"waited {LIMIT_SECONDS} s in vain for {what}"
         time.sleep(0.02)
 
 
@@ -48,7 +48,7 @@ class Server:
     log_path: Path
     store_dir: Path
     # One client for all calls: building one costs more than most requests.
-    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=120), repr=False)
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=LIMIT_SECONDS), repr=False)
 
     @property
     def log(self) -> str:
@@ -83,19 +83,26 @@ class Server:
 
     def engine_pid(self) -> int:
         """Process id of the engine."""
-        engines = [pid for pid in self.child_pids() if b"service.engine.process" in _command_line(pid)]
-        assert len(engines) == 1, engines
-        return engines[0]
+        return self.child_pid("service.engine.process")
+
+    def child_pid(self, module: str) -> int:
+        """Process id of the one child that runs this module."""
+        children = [pid for pid in self.child_pids() if module.encode() in _command_line(pid)]
+        assert len(children) == 1, children
+        return children[0]
 
     def child_pids(self) -> list[int]:
         """Process ids of all children."""
-        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        return [int(pid) for task in tasks for pid in task.read_text().split()]
+        pids: list[int] = []
+        for task in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
+                pids += [int(pid) for pid in task.read_text().split()]
+        return pids
 
     def stop(self) -> int:
         """SIGTERM; the exit code."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(STOP_LIMIT_SECONDS)
+        return self.process.wait(LIMIT_SECONDS)
 
 
 def start_server(model_dir: Path | None, work_dir: Path, *, wait: bool = True, **settings: Any) -> Server:
@@ -130,9 +137,9 @@ def start_server(model_dir: Path | None, work_dir: Path, *, wait: bool = True, *
         )
     server = Server(process, "", log_path, store_dir)
     try:
-        server.url = wait_for(lambda: _listening_url(server), "the server to listen", START_LIMIT_SECONDS)
+        server.url = wait_for(lambda: _listening_url(server), "the server to listen")
         if wait:
-            wait_for(lambda: _is_ready(server), "the server to be ready", START_LIMIT_SECONDS)
+            wait_for(lambda: _is_ready(server), "the server to be ready")
     except BaseException:
         process.kill()
         process.wait()

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import LIMIT_SECONDS
+
 ROOT = Path(__file__).parent.parent
 
 
 def _run(code: str, *, cwd: Path = ROOT) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd, timeout=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 
+from tests.support.limits import LIMIT_SECONDS
+
 
 def test_fresh_memory_is_nan_in_this_process() -> None:
     assert torch.empty(1000).isnan().all()
@@ -25,5 +27,5 @@ def test_fresh_memory_is_nan_in_this_process() -> None:
     ids=["with torch", "nothing more than torch", "without torch", "a child's child"],
 )
 def test_a_process_that_a_test_starts(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, running_server
 
 ROOT = Path(__file__).parent.parent
@@ -33,7 +34,7 @@ def _blocks(section: str, language: str) -> list[str]:
 
 def _run(command: list[str], server: Server) -> str:
     environment = os.environ | {"MULTILORA_URL": server.url}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -46,6 +46,7 @@ from tests.support.adapter_files import (
     upload_small,
     write_peft_directory,
 )
+from tests.support.limits import LIMIT_SECONDS
 
 LAYOUT = small_layout()
 Q = modules_ending(LAYOUT, "q_proj")
@@ -279,11 +280,11 @@ def test_the_last_release_does_not_wait_for_the_disk(store: AdapterStore) -> Non
     with store._disk:
         release = threading.Thread(target=lease.release, daemon=True)
         release.start()
-        release.join(30)
+        release.join(LIMIT_SECONDS)
         assert not release.is_alive()
         assert not told.is_set()
         assert store.path_of(record.digest).is_dir()
-    assert told.wait(30)
+    assert told.wait(LIMIT_SECONDS)
 
 
 def test_a_lease_may_outlive_the_store(tmp_path: Path) -> None:
@@ -698,7 +699,7 @@ def test_an_upload_that_is_being_published_is_discarded_afterwards(
 
     def held(ready: Path, digest: str) -> None:
         entered.set()
-        assert may_publish.wait(30)
+        assert may_publish.wait(LIMIT_SECONDS)
         publish(ready, digest)
 
     monkeypatch.setattr(store._files, "publish", held)
@@ -708,13 +709,13 @@ def test_an_upload_that_is_being_published_is_discarded_afterwards(
             part.write(data)
     with ThreadPoolExecutor(2) as pool:
         finish = pool.submit(upload.finish, "mine")
-        assert entered.wait(30)
+        assert entered.wait(LIMIT_SECONDS)
         discard = pool.submit(upload.discard)
         with pytest.raises(TimeoutError):  # a moment in which it would have been done
             discard.result(timeout=0.2)
         may_publish.set()
-        record, created = finish.result(timeout=30)
-        discard.result(timeout=30)
+        record, created = finish.result(timeout=LIMIT_SECONDS)
+        discard.result(timeout=LIMIT_SECONDS)
     assert created
     assert store.get("mine") == record
     assert {path.name for path in store.path_of(record.digest).iterdir()} == {

@@ -36,7 +36,8 @@ from tests.support.adapter_files import (
     upload_small,
     write_peft_directory,
 )
-from tests.support.server import Server, wait_for
+from tests.support.limits import LIMIT_SECONDS
+from tests.support.server import Server, standing_still, wait_for
 from tests.support.tiny_models import make_adapter
 from tests.support.uploads import CONFIG, MULTIPART, multipart, parts_of, tar_of, upload, zip_of
 
@@ -239,13 +240,14 @@ class TestDelete:
         assert min(held) > 0
         stream = client.completions.create(max_tokens=400, stream=True, **options)
         text = next(stream).choices[0].text
-        answer = server.http.delete(f"{server.url}/v1/adapters/doomed")
-        assert answer.json() == {"name": "doomed", "object": "adapter.deleted", "digest": digest, "deleted": True}
-        assert server.get("/v1/adapters/doomed").status_code == 404
-        with pytest.raises(openai.NotFoundError):
-            client.completions.create(**options)
-        assert self.held(server) == held
-        assert server.metric("num_requests_open") == 1, "it must still run"
+        with standing_still(server.engine_pid()):
+            answer = server.http.delete(f"{server.url}/v1/adapters/doomed")
+            assert answer.json() == {"name": "doomed", "object": "adapter.deleted", "digest": digest, "deleted": True}
+            assert server.get("/v1/adapters/doomed").status_code == 404
+            with pytest.raises(openai.NotFoundError):
+                client.completions.create(**options)
+            assert self.held(server) == held
+            assert server.metric("num_requests_open") == 1, "it must still run"
         text += "".join(chunk.choices[0].text for chunk in stream)
         assert text == expected
         wait_for(lambda: not list(server.store_dir.glob(f"*/adapters/{digest}")), "the files to go")
@@ -317,7 +319,7 @@ class HeldBack:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self._call(*args, **kwargs)
         self.done.set()
-        assert self.may_return.wait(30)
+        assert self.may_return.wait(LIMIT_SECONDS)
         return result
 
 

@@ -22,6 +22,7 @@ from service.api.state import Gate, Services
 from service.engine.messages import TokenLogprob
 from service.text.chat_template import ChatTemplate
 from service.text.template_worker import AdapterTemplate, TemplateWorker
+from tests.support.limits import LIMIT_SECONDS
 
 LONG = "x" * 100_000
 SETTINGS = SimpleNamespace(base_name="tiny")
@@ -176,7 +177,7 @@ class Template:
 
     def of(self, digest: str) -> Any:
         def render(_messages: Any, **_options: Any) -> str:
-            assert self.go.wait(30)
+            assert self.go.wait(LIMIT_SECONDS)
             self.rendered.append(digest)
             return "hi"
 

@@ -11,6 +11,7 @@ import pytest
 
 from service.api.admission import MAX_TEXT_CHARS
 from tests.api.conftest import BASE, Checkpoints
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, wait_for
 from tests.support.tiny_models import VOCAB_SIZE
 from tests.support.uploads import parts_of
@@ -218,7 +219,7 @@ def test_a_wrong_method_is_told_all_that_the_path_takes(
 
 def test_a_json_body_too_large_is_refused_before_it_is_read(server: Server) -> None:
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=30) as connection:
+    with socket.create_connection((host, int(port)), timeout=LIMIT_SECONDS) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n")
         answer = connection.makefile("rb").read(2000)
     assert answer.startswith(b"HTTP/1.1 413")
@@ -243,7 +244,7 @@ def test_broken_http_does_not_hurt_the_server(server: Server) -> None:
         b"POST /v1/completions HTTP/1.1\r\nContent-Length: -5\r\n\r\n",
         b"GET /v1/models HTTP/1.1\r\nHost: a\r\nX-Long: " + b"x" * 70_000,
     ):
-        with socket.create_connection((host, int(port)), timeout=30) as connection:
+        with socket.create_connection((host, int(port)), timeout=LIMIT_SECONDS) as connection:
             connection.sendall(garbage)
             head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
             assert b" 400 " in head.splitlines()[0]

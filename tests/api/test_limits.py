@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,9 @@ import pytest
 
 from service.api.errors import BadRequest
 from service.api.lora_compat import _load
-from tests.api.conftest import ADAPTERS, BASE, Checkpoints
-from tests.support.server import Server, running_server, wait_for
+from tests.api.conftest import ADAPTERS, BASE, ENDLESS, Checkpoints
+from tests.support.limits import LIMIT_SECONDS
+from tests.support.server import Server, posted, running_server, wait_for
 from tests.support.tiny_models import make_adapter
 from tests.support.uploads import CONFIG, MULTIPART, TENSORS, multipart, upload
 
@@ -41,7 +41,7 @@ def strict(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
         "lora_path_root": root / "allowed",
         "adapter_row_bytes": 300_000,
     }
-    with running_server(checkpoints.base, root / "server", **settings) as running:
+    with running_server(checkpoints.endless_base, root / "server", **settings) as running:
         running.http.headers["Authorization"] = "Bearer writer"
         yield running
 
@@ -49,7 +49,7 @@ def strict(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
 @pytest.fixture(scope="module")
 def anyone() -> Iterator[httpx.Client]:
     """A client without a key."""
-    with httpx.Client(timeout=120) as made:
+    with httpx.Client(timeout=LIMIT_SECONDS) as made:
         yield made
 
 
@@ -137,14 +137,12 @@ class TestLimits:
         assert sum(char.isdigit() for char in answer.json()["error"]["message"]) >= 6
 
     def test_a_full_queue_is_429_at_once_and_says_when(self, strict: Server) -> None:
-        body = {"model": BASE, "prompt": "the", "max_tokens": 300, "ignore_eos": True}
-        running = threading.Thread(target=strict.post, args=["/v1/completions"], kwargs={"json": {**body, "n": 3}})
-        running.start()
-        wait_for(lambda: strict.metric("num_requests_open") == 3, "three sequences to run")
-        refused = strict.post("/v1/completions", json={**body, "n": 2})
-        batch = strict.post("/v1/completions/batch", json={"items": [body, body]})
-        fits = strict.post("/v1/completions", json={**body, "max_tokens": 1})
-        running.join()
+        body = {**ENDLESS, "model": BASE}
+        with posted(strict, "/v1/completions", {**body, "n": 3}):
+            wait_for(lambda: strict.metric("num_requests_open") == 3, "three sequences to run")
+            refused = strict.post("/v1/completions", json={**body, "n": 2})
+            batch = strict.post("/v1/completions/batch", json={"items": [body, body]})
+            fits = strict.post("/v1/completions", json={**body, "max_tokens": 1})
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "queue_full")
         assert int(refused.headers["retry-after"]) >= 1
         assert batch.status_code == 429
@@ -157,26 +155,18 @@ class TestLimits:
         for name in ("alpha", "beta"):
             upload(strict, name, checkpoints.adapters / name).raise_for_status()
         on_disk = strict.metric("adapters_on_disk")
-        item = {"prompt": "the", "ignore_eos": True}
-        items = [
-            {**item, "model": "alpha", "max_tokens": 1},
-            {**item, "model": BASE, "max_tokens": 1},
-            {**item, "model": "beta", "max_tokens": 480},
-        ]
+        short = [{**ENDLESS, "model": "alpha", "max_tokens": 1}, {**ENDLESS, "model": BASE, "max_tokens": 1}]
         ended = strict.metric("requests_total", outcome="length")
-        answers: list[httpx.Response] = []
-        running = threading.Thread(
-            target=lambda: answers.append(strict.post("/v1/completions/batch", json={"items": items}))
-        )
-        running.start()
-        wait_for(lambda: strict.metric("requests_total", outcome="length") >= ended + 2, "two items to end")
-        assert strict.metric("num_requests_open") == 1
-        strict.http.delete(f"{strict.url}/v1/adapters/alpha").raise_for_status()
-        assert strict.metric("adapters_on_disk") == on_disk - 1
-        assert strict.metric("num_requests_open") == 1  # all this while the third one ran
-        running.join()
-        assert [one["usage"]["completion_tokens"] for one in answers[0].json()["items"]] == [1, 1, 480]
-        assert strict.metric("num_requests_open") == 0
+        with posted(strict, "/v1/completions/batch", {"items": [*short, {**ENDLESS, "model": "beta"}]}):
+            wait_for(lambda: strict.metric("requests_total", outcome="length") >= ended + 2, "two items to end")
+            assert strict.metric("num_requests_open") == 1
+            strict.http.delete(f"{strict.url}/v1/adapters/alpha").raise_for_status()
+            assert strict.metric("adapters_on_disk") == on_disk - 1
+            assert strict.metric("num_requests_open") == 1  # all this while the third one ran
+        wait_for(lambda: strict.metric("num_requests_open") == 0, "the third one's place to be free")
+        items = [short[1], {**ENDLESS, "model": "beta", "max_tokens": 480}]
+        answer = strict.post("/v1/completions/batch", json={"items": items}).json()
+        assert [one["usage"]["completion_tokens"] for one in answer["items"]] == [1, 480]
         strict.http.delete(f"{strict.url}/v1/adapters/beta").raise_for_status()
 
     def test_more_than_the_queue_can_ever_hold_is_refused_for_good(self, strict: Server) -> None:
@@ -220,7 +210,7 @@ def test_a_full_disk_ends_no_start_of_a_server_that_preloads(checkpoints: Checkp
 
 def raw_exchange(host: str, port: int, head: str, headers: dict[str, str]) -> bytes:
     """Send a request's head alone and read the answer's."""
-    with socket.create_connection((host, port), timeout=30) as connection:
+    with socket.create_connection((host, port), timeout=LIMIT_SECONDS) as connection:
         connection.sendall(
             (head + "".join(f"{name}: {value}\r\n" for name, value in headers.items()) + "\r\n").encode()
         )

@@ -29,6 +29,7 @@ from service.client import ClientError, checked
 from service.engine.messages import Stats
 from service.settings import Settings, SettingsError, load_settings
 from tests.api.conftest import ADAPTERS, BASE, Checkpoints
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, wait_for
 from tests.support.tiny_models import make_adapter
 from tests.support.uploads import parts_of, upload
@@ -427,7 +428,11 @@ PAGE = "<html>It works!</html>"
 class TestCommands:
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [sys.executable, "-m", "service.cli", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=120
+            [sys.executable, "-m", "service.cli", *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SECONDS,
         )
 
     def test_upload_ls_chat_bench_and_rm(self, server: Server, checkpoints: Checkpoints) -> None:

@@ -14,6 +14,7 @@ from adapters.store import AdapterStore, StoreLimits
 from service.api.errors import BadRequest
 from service.api.upload import in_upload_thread, receive_upload
 from tests.support.adapter_files import small_layout
+from tests.support.limits import LIMIT_SECONDS
 
 
 class SilentRequest:
@@ -35,7 +36,7 @@ def test_an_upload_that_falls_silent_ends_and_leaves_nothing(tmp_path: Path, mon
         with store.begin() as upload, pytest.raises(BadRequest, match="Nothing of the upload has come"):
             await receive_upload(request, store, upload)
 
-    asyncio.run(asyncio.wait_for(drive(), 30))
+    asyncio.run(asyncio.wait_for(drive(), LIMIT_SECONDS))
     assert list(tmp_path.glob("*/staging/*")) == []
     store.close()
 
@@ -43,10 +44,10 @@ def test_an_upload_that_falls_silent_ends_and_leaves_nothing(tmp_path: Path, mon
 def test_whoever_uploads_takes_no_thread_from_the_others() -> None:
     async def drive() -> None:
         release = threading.Event()
-        uploads = [asyncio.create_task(in_upload_thread(release.wait, 60)) for _ in range(40)]
+        uploads = [asyncio.create_task(in_upload_thread(release.wait)) for _ in range(40)]
         await asyncio.sleep(0)  # they have all been handed over
         assert await asyncio.to_thread(lambda: "listed") == "listed"
         release.set()
         assert all(await asyncio.gather(*uploads))
 
-    asyncio.run(asyncio.wait_for(drive(), 50))
+    asyncio.run(asyncio.wait_for(drive(), LIMIT_SECONDS))

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from service.settings import Settings
+from tests.support.limits import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "deploy" / "compose.yaml"
@@ -24,7 +25,7 @@ def service() -> dict[str, Any]:
 
 def _check(path: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(path)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS)
 
 
 def test_valid_for_the_compose_specification(tmp_path: Path) -> None:

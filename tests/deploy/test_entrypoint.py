@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.limits import LIMIT_SECONDS
+
 ENTRYPOINT = Path(__file__).parents[2] / "deploy" / "image" / "entrypoint.sh"
 
 
@@ -35,7 +37,7 @@ def _script(path: Path, line: str) -> None:
 def _run(ascend: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {"PATH": os.environ["PATH"], "ASCEND_INSTALL_PATH": str(ascend), **variables}
     return subprocess.run(
-        ["bash", str(ENTRYPOINT), *command], env=environment, capture_output=True, text=True, timeout=60
+        ["bash", str(ENTRYPOINT), *command], env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS
     )
 
 
@@ -73,7 +75,7 @@ def test_the_command_takes_the_place_of_the_entry_point(ascend: Path) -> None:
     environment = {"PATH": os.environ["PATH"], "ASCEND_INSTALL_PATH": str(ascend)}
     command = ["bash", str(ENTRYPOINT), "sh", "-c", "echo $$; exit 7"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        printed, _ = process.communicate(timeout=60)
+        printed, _ = process.communicate(timeout=LIMIT_SECONDS)
     assert int(printed) == process.pid
     assert process.returncode == 7
 

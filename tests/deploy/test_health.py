@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import start_server, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -18,7 +19,7 @@ def _check(url: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "MULTILORA_PORT": url.rsplit(":", 1)[1]}
     environment |= {"http_proxy": DISCARD_PORT_PROXY, "HTTP_PROXY": DISCARD_PORT_PROXY, "no_proxy": "", "NO_PROXY": ""}
     command = [sys.executable, str(ROOT / "deploy" / "image" / "health.py")]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS)
 
 
 def test_healthy_once_the_model_is_loaded(tmp_path: Path) -> None:
@@ -27,7 +28,7 @@ def test_healthy_once_the_model_is_loaded(tmp_path: Path) -> None:
         loading = _check(server.url)
         assert loading.returncode == 1
         assert "/ready says 503" in loading.stderr
-        wait_for(lambda: server.get("/ready").status_code == 200, "the model to be loaded", 120)
+        wait_for(lambda: server.get("/ready").status_code == 200, "the model to be loaded")
         healthy = _check(server.url)
         assert healthy.returncode == 0, healthy.stderr
         assert server.stop() == 0

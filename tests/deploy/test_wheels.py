@@ -16,6 +16,7 @@ import pytest
 from packaging.utils import canonicalize_name
 
 from tests.deploy.test_image_parts import pins
+from tests.support.limits import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 NPU_PINS = {name: version for name, version in pins("constraints-npu.txt").items() if name != "torch"}
@@ -27,7 +28,7 @@ def _resolve(source: Path, machine: str, *options: str, python: str = "3.11") ->
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-config", "--no-cache", "--no-header",
                "--no-annotate", "--only-binary=:all:", f"--python-version={python}",
                f"--python-platform={machine}-manylinux_2_28", *options, str(source)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     lines = [line.partition(";")[0].strip() for line in done.stdout.splitlines() if "==" in line]
     return {canonicalize_name(line.split("==")[0]): line.split("==")[1] for line in lines}, done.stderr
 

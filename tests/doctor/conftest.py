@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.limits import LIMIT_SECONDS
+
 ROOT = Path(__file__).resolve().parents[2]
 BROKEN_OPS = ROOT / "tests" / "support" / "broken_ops"
 BUNDLED = ROOT / "examples" / "bundled" / "base"
@@ -44,7 +46,7 @@ def visit(*arguments: str, work_dir: Path, path: Path | None = None, as_json: bo
         env={**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT_SECONDS,
         check=False,
     )
     assert "Traceback" not in done.stderr, done.stderr

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.support.limits import LIMIT_SECONDS
+
 _CHILD = """
 import ctypes, threading
 from pathlib import Path
@@ -42,7 +44,9 @@ print((used - before) / SIZE, (resident_bytes() - before) / SIZE)
     sys.platform != "linux", reason="NOT RUN: the heap that is told how to behave is glibc's, and /proc is read"
 )
 def test_what_threads_have_freed_is_kept_for_the_next_and_goes_back_when_trimmed() -> None:
-    child = subprocess.run([sys.executable, "-c", _CHILD], capture_output=True, text=True, check=True, timeout=60)
+    child = subprocess.run(
+        [sys.executable, "-c", _CHILD], capture_output=True, text=True, check=True, timeout=LIMIT_SECONDS
+    )
     kept, left = (float(number) for number in child.stdout.split())
     assert 0.9 < kept < 1.5  # one block, that each thread has taken in turn
     assert left < 0.25

@@ -15,6 +15,7 @@ from kernels.ascend_chips import chip_of
 from kernels.platform import IMPLEMENTATIONS, BackendError, detect
 from service.engine.build import build_engine
 from service.engine.config import EngineConfig
+from tests.support.limits import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -71,7 +72,7 @@ from kernels import ascend_runtime
 ascend_runtime.cann_version = lambda: {cann!r}
 print(ascend_runtime.triton_fault())
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -197,7 +198,7 @@ def _prepared(site: Path, cache: Path, *arguments: str, **environ: str) -> list[
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=120,
+        timeout=LIMIT_SECONDS,
         env={**inherited, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache), **environ},
     )
     assert done.returncode == 0, done.stderr

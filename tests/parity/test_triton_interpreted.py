@@ -13,6 +13,7 @@ from kernels import platform
 from service.engine.build import build_engine
 from service.engine.messages import Load
 from tests.support.engine_parity import BASE, Oracle, Request, assert_greedy, config_of, make_world, run_engine
+from tests.support.limits import LIMIT_SECONDS
 
 pytest.importorskip("triton", reason="NOT RUN: Triton is not installed")
 
@@ -51,7 +52,9 @@ def test_greedy_tokens_are_those_of_peft(family: str, tmp_path: Path) -> None:
     while len(engine.stats().adapters_on_device) < 2:
         engine.wake.clear()
         engine.step()
-        assert len(engine.stats().adapters_on_device) == 2 or engine.wake.wait(30), "the adapters do not arrive"
+        assert len(engine.stats().adapters_on_device) == 2 or engine.wake.wait(LIMIT_SECONDS), (
+            "the adapters do not arrive"
+        )
     answers = run_engine(engine, [request.submit(world) for request in requests])
     engine.close()
     modules = [platform.implementation(op, torch.device("cpu")).__name__ for op in OPS]

@@ -26,6 +26,7 @@ from service.engine.messages import Finished, Sampling, Submit, TokenLogprob, To
 from service.models.caches import kv_bytes_per_token
 from service.models.facts import model_facts, read_config
 from service.models.layouts import layout_in
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.tiny_models import LINEAR_MODULES, VOCAB_SIZE, make_adapter, make_tiny_model
 
 BASE = "base"
@@ -187,7 +188,7 @@ def run_engine(engine: Engine, submits: Sequence[Submit], *, joins_per_step: int
             elif isinstance(event, Finished):
                 answers[event.request_id].ended = event
         if engine.num_requests and engine.num_steps == before:
-            assert engine.wake.wait(30), "nothing can run, and no load ends"
+            assert engine.wake.wait(LIMIT_SECONDS), "nothing can run, and no load ends"
     return answers
 
 

@@ -2,11 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from bench.server_process import Server, running_server, start_server, wait_for
 
-__all__ = ["Server", "is_alive", "running_server", "start_server", "wait_for"]
+__all__ = ["Server", "is_alive", "posted", "running_server", "standing_still", "start_server", "wait_for"]
+
+
+@contextlib.contextmanager
+def posted(server: Server, path: str, body: Any, name: str = "by-hand") -> Iterator[None]:
+    """A POST with this X-Request-Id, whose connection is closed on leaving, answered or not."""
+    content = json.dumps(body).encode()
+    headers = {"Host": "x", "X-Request-Id": name, "Content-Type": "application/json", "Content-Length": len(content)}
+    headers |= {header: value for header, value in server.http.headers.items() if header == "authorization"}
+    head = "".join(f"{header}: {value}\r\n" for header, value in headers.items())
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + content)
+        yield
+
+
+@contextlib.contextmanager
+def standing_still(pid: int) -> Iterator[None]:
+    """Nothing that the process works on can end meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def is_alive(pid: int) -> bool:
