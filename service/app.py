@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Match
@@ -68,8 +69,21 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> FastAP
     _add_error_handlers(app)
     keys = KeyRing(settings.api_keys, settings.admin_api_keys)
     app.add_middleware(Door, keys=keys, metrics=services.metrics, body_limit=_body_limit(settings))
+    if settings.cors_origins:
+        _allow_pages(app, settings.cors_origins)
     app.openapi = _openapi(app, with_keys=keys.enabled)  # type: ignore[method-assign]
     return app
+
+
+def _allow_pages(app: FastAPI, origins: tuple[str, ...]) -> None:
+    """Let browsers call from pages of these origins. Before the Door: a browser asks first, without a key."""
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id", "Retry-After"],
+    )
 
 
 def _build_services(settings: Settings, engine: EngineClient) -> Services:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,8 +24,10 @@ BUNDLED_ADAPTERS_DIR = _BUNDLED / "adapters"
 
 Size = Annotated[ByteSize, Field(ge=0)]
 Keys = Annotated[tuple[SecretStr, ...], NoDecode]
+Origins = Annotated[tuple[str, ...], NoDecode]
 
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/,\s]+")
 _KEY_FIELDS = ("api_keys", "admin_api_keys")
 
 
@@ -129,6 +132,12 @@ class Settings(BaseSettings):
     api_keys: Keys = Field((), description="keys for inference, separated by commas; default: no key is needed")
     admin_api_keys: Keys = Field((), description="keys for inference, upload and delete, separated by commas")
 
+    cors_origins: Origins = Field(
+        (),
+        description="web pages that may call this server from a browser, as origins such as https://ui.example, "
+        "separated by commas; * for all; default: none",
+    )
+
     shutdown_limit_seconds: float = Field(
         30.0, ge=0, description="how long running requests and uploads may go on after SIGTERM"
     )
@@ -156,6 +165,19 @@ class Settings(BaseSettings):
         if not keys:  # of a Secret without values, say: nobody means a server that is open to all
             raise ValueError("it is set, but there is no key in it; give at least one key, or unset it to need none")
         return keys
+
+    @field_validator("cors_origins", mode="before")
+    @classmethod
+    def _split_origins(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        origins = tuple(origin.strip() for origin in value.split(",") if origin.strip())
+        for origin in origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"{origin!r} is no origin; write scheme, host and port, such as https://ui.example:3000"
+                )
+        return origins
 
     @field_validator(*_KEY_FIELDS)
     @classmethod

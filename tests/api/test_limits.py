@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import MagicMock
 
 import httpx
@@ -40,6 +40,7 @@ def strict(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
         "max_batch_items": 4,
         "lora_path_root": root / "allowed",
         "adapter_row_bytes": 300_000,
+        "cors_origins": "https://ui.example, http://localhost:3000",
     }
     with running_server(checkpoints.endless_base, root / "server", **settings) as running:
         running.http.headers["Authorization"] = "Bearer writer"
@@ -55,6 +56,41 @@ def anyone() -> Iterator[httpx.Client]:
 
 def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
+
+
+class TestPages:
+    """A page of another origin, in a browser: it asks before it sends a key, and reads what it is allowed to."""
+
+    ASKS: ClassVar = {
+        "Origin": "https://ui.example",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+    }
+
+    def test_a_page_of_an_allowed_origin_is_let_in(self, strict: Server, anyone: httpx.Client) -> None:
+        url = f"{strict.url}/v1/completions"
+        asked = anyone.options(url, headers=self.ASKS)
+        assert asked.status_code == 200
+        assert asked.headers["access-control-allow-origin"] == "https://ui.example"
+        assert "POST" in asked.headers["access-control-allow-methods"]
+        assert asked.headers["access-control-allow-headers"] == self.ASKS["Access-Control-Request-Headers"]
+        origin = {"Origin": "http://localhost:3000"}
+        for headers, status in ((origin | bearer("reader"), 200), (origin, 401)):
+            answer = anyone.post(url, json={"prompt": "a", "max_tokens": 1, "stream": status == 200}, headers=headers)
+            assert answer.status_code == status
+            assert answer.headers["access-control-allow-origin"] == "http://localhost:3000"
+            assert "X-Request-Id" in answer.headers["access-control-expose-headers"]
+
+    def test_other_pages_are_not(self, strict: Server, anyone: httpx.Client, server: Server) -> None:
+        other = {**self.ASKS, "Origin": "https://evil.example"}
+        assert anyone.options(f"{strict.url}/v1/completions", headers=other).status_code == 400
+        answer = anyone.get(f"{strict.url}/health", headers={"Origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in answer.headers
+        # By default there are none.
+        assert anyone.options(f"{server.url}/v1/completions", headers=self.ASKS).status_code == 405
+        assert (
+            "access-control-allow-origin" not in server.get("/health", headers={"Origin": "https://ui.example"}).headers
+        )
 
 
 class TestKeys:

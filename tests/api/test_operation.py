@@ -370,6 +370,14 @@ class TestSettings:
         with pytest.raises(SettingsError, match=words):
             load_settings(**given)
 
+    def test_origins_are_a_list(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("MULTILORA_CORS_ORIGINS", "https://a.example, http://b:3000")
+        assert load_settings().cors_origins == ("https://a.example", "http://b:3000")
+        assert load_settings(cors_origins="*").cors_origins == ("*",)
+        for wrong in ("a.example", "https://a.example/", "https://a/b"):
+            with pytest.raises(SettingsError, match=r"cors-origins.*is no origin"):
+                load_settings(cors_origins=wrong)
+
     @pytest.mark.parametrize("name", ["api_keys", "admin_api_keys"])
     @pytest.mark.parametrize("keys", ["", ",", " ", ", ,"])
     def test_keys_that_are_blank_leave_no_server_open(self, name: str, keys: str) -> None:
