@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from service.api.errors import HANDLED, BadRequest, UnknownRoute, WrongMethod
 from service.api.metrics import Metrics
 from service.api.middleware import METHODS, Door, Refusal
 from service.api.openapi import finish
+from service.api.sampling import SamplingDefaults, model_defaults
 from service.api.state import Services
 from service.api.validation import bad_request
 from service.engine.client import EngineClient, EngineDied
@@ -97,6 +99,7 @@ def _build_services(settings: Settings, engine: EngineClient) -> Services:
         tokenizer=tokenizer,
         template=None if source is None else ChatTemplate(source, tokenizer.special_tokens),
         metrics=Metrics(settings.base_name),
+        sampling_defaults=_sampling_defaults(settings),
     )
     if settings.lora_enabled:
         services.store = _open_store(services)
@@ -107,6 +110,16 @@ def _build_services(settings: Settings, engine: EngineClient) -> Services:
         for name in names:
             services.metrics.know_adapter(name)
     return services
+
+
+def _sampling_defaults(settings: Settings) -> SamplingDefaults:
+    """The model's, said in the log where they are not OpenAI's: they change answers to requests that do not say."""
+    if settings.sampling_defaults == "openai":
+        return SamplingDefaults()
+    defaults = model_defaults(settings.model_dir)
+    if defaults != SamplingDefaults():
+        LOGGER.info("sampling defaults of the model's generation_config.json", extra={"fields": asdict(defaults)})
+    return defaults
 
 
 def _template_source(model_dir: Path) -> str | None:

@@ -72,6 +72,12 @@ class Settings(BaseSettings):
         "auto",
         description="cpu, cuda or npu, perhaps with an index; auto: an NPU if there is one, else a GPU, else the CPU",
     )
+    sampling_defaults: Literal["model", "openai"] = Field(
+        "model",
+        description="what a request has that does not say: what the model's generation_config.json names "
+        "(temperature, top_p, top_k, min_p, repetition_penalty), or OpenAI's (temperature 1, all else off); end tokens "
+        "are the model's either way",
+    )
     num_threads: int | None = Field(
         None,
         ge=1,

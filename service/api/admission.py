@@ -116,7 +116,7 @@ async def admit(services: Services, request: CompletionRequest | ChatRequest, *,
             places = wanted
         prompts = await _prompts(services, ready, target, request)
         kept = [_truncated(services, ready, request, prompt) for prompt in prompts]
-        return Admitted(services, target, plan_sequences(ready, request, kept, services.tokenizer.eos_token_ids))
+        return Admitted(services, target, plan_sequences(services, ready, request, kept))
     except BaseException:
         services.gate.leave(places)
         if target is not None:
@@ -320,7 +320,7 @@ def _completion_prompt(services: Services, ready: Ready, raw: str | list[int], *
 
 
 def plan_sequences(
-    ready: Ready, request: CompletionRequest | ChatRequest, prompts: Sequence[Prompt], eos_token_ids: tuple[int, ...]
+    services: Services, ready: Ready, request: CompletionRequest | ChatRequest, prompts: Sequence[Prompt]
 ) -> list[Plan]:
     """`n` sequences for each prompt, in order of the choices' index. BadRequest if one could never be served."""
     plans = []
@@ -330,7 +330,8 @@ def plan_sequences(
             request,
             max_tokens=max_tokens,
             vocab_size=ready.vocab_size,
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=services.tokenizer.eos_token_ids,
+            defaults=services.sampling_defaults,
         )
         for index in range(request.n or 1):
             plans.append(

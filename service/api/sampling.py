@@ -2,16 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from pydantic import ValidationError
+
 from service.api.errors import BadRequest
 from service.api.schemas import ChatRequest, CompletionRequest, Generation
+from service.api.validation import bad_request
 from service.engine.messages import Sampling
+from service.text.tokenizer import TextError, read_json
 
 _SEED_RANGE = 2**63
 _MAX_ID_DIGITS = 10
 
 
+@dataclass(frozen=True)
+class SamplingDefaults:
+    """What a request has that does not say. The values here are OpenAI's."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+def model_defaults(model_dir: Path) -> SamplingDefaults:
+    """Those that the model's generation_config.json names. TextError for values that no request may have."""
+    config = read_json(model_dir / "generation_config.json")
+    named = {field.name: config[field.name] for field in fields(SamplingDefaults) if config.get(field.name) is not None}
+    try:
+        Generation.model_validate(named)
+    except ValidationError as error:
+        raise TextError(
+            f"generation_config.json of the model: {bad_request(error.errors()).message} Correct it, or start with "
+            "--sampling-defaults openai."
+        ) from error
+    return SamplingDefaults(**named)
+
+
 def build_sampling(
-    request: CompletionRequest | ChatRequest, *, max_tokens: int, vocab_size: int, eos_token_ids: tuple[int, ...]
+    request: CompletionRequest | ChatRequest,
+    *,
+    max_tokens: int,
+    vocab_size: int,
+    eos_token_ids: tuple[int, ...],
+    defaults: SamplingDefaults = SamplingDefaults(),
 ) -> Sampling:
     """What the engine is told. `eos_token_ids` end the answer unless `ignore_eos`; those that the model cannot produce,
     which checkpoints may name, are left out. BadRequest names a wrong field."""
@@ -33,11 +70,11 @@ def build_sampling(
     return Sampling(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=_or(request.temperature, 1.0),
-        top_p=_or(request.top_p, 1.0),
-        top_k=min(max(0, request.top_k or 0), vocab_size),
-        min_p=_or(request.min_p, 0.0),
-        repetition_penalty=_or(request.repetition_penalty, 1.0),
+        temperature=_or(request.temperature, defaults.temperature),
+        top_p=_or(request.top_p, defaults.top_p),
+        top_k=min(max(0, defaults.top_k if request.top_k is None else request.top_k), vocab_size),
+        min_p=_or(request.min_p, defaults.min_p),
+        repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
         presence_penalty=_or(request.presence_penalty, 0.0),
         frequency_penalty=_or(request.frequency_penalty, 0.0),
         logit_bias=_logit_bias(request, vocab_size),

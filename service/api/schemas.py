@@ -56,11 +56,15 @@ class Generation(Request):
     n: Annotated[int, Field(ge=1)] | None = Field(None, description="independent answers per prompt, 1 by default")
     max_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="most tokens of an answer")
     min_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="no end before so many tokens")
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(None, description="1 by default, 0 is greedy")
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="1 by default")
-    top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="0 or -1 is off, the default")
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="0 by default")
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = Field(None, description="1 by default")
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
+        None, description="0 is greedy; default: the model's, or 1"
+    )
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="default: the model's, or 1")
+    top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="0 or -1 is off; default: the model's, or off")
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="default: the model's, or 0")
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = Field(
+        None, description="default: the model's, or 1"
+    )
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(None, description="0 by default")
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(None, description="0 by default")
     logit_bias: (

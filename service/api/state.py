@@ -18,6 +18,7 @@ from adapters.records import AdapterRecord
 from adapters.store import AdapterStore
 from service.api.errors import NotReady, QueueFull
 from service.api.metrics import Metrics
+from service.api.sampling import SamplingDefaults
 from service.engine.messages import Finished, Ready, Stats, Submit, Tokens
 from service.settings import Settings
 from service.text.chat_template import ChatTemplate
@@ -88,6 +89,7 @@ class Gate:
 class Services:
     """The parts behind the routers. `store` is None when LoRA is off; `template` when the model has none.
 
+    sampling_defaults  what a request has that does not say
     draining     SIGTERM has come: nothing new is admitted
     prepared     the operator's adapters are in the store, so that the first request finds them
     start_error  why the server never got so far, one sentence
@@ -101,6 +103,7 @@ class Services:
     tokenizer: TextTokenizer
     template: ChatTemplate | None
     metrics: Metrics
+    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     store: AdapterStore | None = None
     draining: bool = False
     prepared: bool = False

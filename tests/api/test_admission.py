@@ -17,6 +17,7 @@ from service.api import tokenize as tokenize_module
 from service.api.admission import Prompt, Target, admit, chat_prompt, resolve
 from service.api.errors import BadRequest, QueueFull, UnknownModel, status_of
 from service.api.generation import Piece
+from service.api.sampling import SamplingDefaults
 from service.api.schemas import BatchRequest, ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
 from service.api.state import Gate, Services
 from service.engine.messages import TokenLogprob
@@ -204,6 +205,7 @@ def full(template: Template) -> Iterator[Services]:
         settings=SimpleNamespace(base_name="tiny", max_choices=4),
         gate=Gate(30),
         require_ready=lambda: READY,
+        sampling_defaults=SamplingDefaults(),
     )
     worker.close()
 

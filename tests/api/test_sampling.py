@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+import shutil
+from pathlib import Path
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
 
-from service.api.sampling import build_sampling
+from service.api.sampling import SamplingDefaults, build_sampling, model_defaults
 from service.api.schemas import ChatRequest, CompletionRequest
 from service.engine.messages import Sampling
-from tests.api.conftest import BASE
-from tests.support.server import Server
+from service.text.tokenizer import TextError
+from tests.api.conftest import BASE, Checkpoints
+from tests.support.server import Server, running_server
 from tests.support.tiny_models import EOS_ID, VOCAB_SIZE
 
 REQUIRED: dict[type[CompletionRequest] | type[ChatRequest], dict[str, Any]] = {
@@ -46,6 +50,62 @@ TABLE: list[tuple[type[CompletionRequest] | type[ChatRequest], dict[str, Any], d
 def sampling_of(kind: type[CompletionRequest] | type[ChatRequest], **fields: Any) -> Sampling:
     request = kind(model=BASE, **REQUIRED[kind], **fields)
     return build_sampling(request, max_tokens=MAX_TOKENS, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS_ID,))
+
+
+class TestModelDefaults:
+    NAMED: ClassVar = {
+        "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05,
+    }  # fmt: skip
+
+    def defaults(self, tmp_path: Path, **config: Any) -> SamplingDefaults:
+        (tmp_path / "generation_config.json").write_text(json.dumps(config))
+        return model_defaults(tmp_path)
+
+    def test_they_stand_where_a_request_does_not_say(self, tmp_path: Path) -> None:
+        config = {**self.NAMED, "do_sample": True, "eos_token_id": [2], "top_h": None, "max_new_tokens": 9}
+        found = self.defaults(tmp_path, **config)
+        for said in ({}, dict.fromkeys(self.NAMED)):
+            sampling = build_sampling(
+                CompletionRequest(prompt="the", **said), max_tokens=9, vocab_size=99, eos_token_ids=(), defaults=found
+            )
+            assert {name: getattr(sampling, name) for name in self.NAMED} == self.NAMED
+        off = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        sampling = build_sampling(
+            CompletionRequest(prompt="the", **{**off, "top_k": -1}),
+            max_tokens=9,
+            vocab_size=99,
+            eos_token_ids=(),
+            defaults=found,
+        )
+        assert {name: getattr(sampling, name) for name in off} == off
+
+    def test_what_is_not_named_is_openai_s(self, tmp_path: Path) -> None:
+        assert model_defaults(tmp_path) == SamplingDefaults()
+        assert self.defaults(tmp_path, top_p=0.8, temperature=None) == SamplingDefaults(top_p=0.8)
+
+    @pytest.mark.parametrize("wrong", [{"temperature": "hot"}, {"top_p": 2}, {"top_k": -5}])
+    def test_what_no_request_may_have_is_refused_at_the_start(self, tmp_path: Path, wrong: dict[str, Any]) -> None:
+        (name,) = wrong
+        with pytest.raises(TextError, match=rf"generation_config\.json.*`{name}`.*--sampling-defaults openai"):
+            self.defaults(tmp_path, **wrong)
+
+
+def test_a_model_s_defaults_are_served_unless_the_operator_says_no(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    """top_k 1 is greedy, whatever the seed."""
+    model = tmp_path / "model"
+    shutil.copytree(checkpoints.base, model)
+    path = model / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "top_k": 1}))
+    body = {"prompt": "the", "max_tokens": 8, "n": 6, "seed": 5}
+    num_texts = {}
+    for choice in ("model", "openai"):
+        with running_server(model, tmp_path / choice, sampling_defaults=choice) as server:
+            choices = server.post("/v1/completions", json=body).json()["choices"]
+            num_texts[choice] = len({one["text"] for one in choices})
+            assert ("sampling defaults" in server.log) == (choice == "model")
+            said = server.post("/v1/completions", json={**body, "top_k": 0}).json()["choices"]
+            assert len({one["text"] for one in said}) > 1
+    assert num_texts["model"] == 1 < num_texts["openai"]
 
 
 def is_default(field: msgspec.structs.FieldInfo, value: Any) -> bool:
