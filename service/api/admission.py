@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -230,9 +230,9 @@ def chat_template_of(services: Services, target: Target) -> ChatTemplate | Adapt
 
 async def chat_prompt(services: Services, target: Target, request: ChatRequest | TokenizeRequest) -> Prompt:
     """The request's messages, which it must have, through the chat template to tokens."""
-    messages, variables = request.messages, request.chat_template_kwargs
+    messages, given = request.messages, request.chat_template_kwargs
     assert messages is not None, "a request without messages has no chat"
-    taken = RESERVED_VARIABLES & set(variables or ())
+    taken = RESERVED_VARIABLES & set(given or ())
     if taken:
         raise BadRequest(f"chat_template_kwargs may not hold {', '.join(sorted(taken))}.", param="chat_template_kwargs")
     final = bool(request.continue_final_message)
@@ -240,9 +240,9 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
 
     def render() -> str:
         plain = [message.for_template() for message in messages]
-        return chat_template_of(services, target).render(
-            plain, add_generation_prompt=generate, continue_final_message=final, variables=variables
-        )
+        template = chat_template_of(services, target)
+        variables = _reasoning_variables(template, request.reasoning_effort) | (given or {})
+        return template.render(plain, add_generation_prompt=generate, continue_final_message=final, variables=variables)
 
     def encode(text: str) -> Prompt:
         _refuse_hopeless(services, request, text, "messages")
@@ -254,7 +254,19 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
             text = await asyncio.get_running_loop().run_in_executor(services.template_worker.thread, render)
         return await off_loop(lambda: encode(text), size_chars=len(text))
     size_chars = sum(_MESSAGE_CHARS + message.num_chars for message in messages)
-    return await off_loop(lambda: encode(render()), size_chars=size_chars + len(str(variables)))
+    return await off_loop(lambda: encode(render()), size_chars=size_chars + len(str(given)))
+
+
+def _reasoning_variables(template: ChatTemplate | AdapterTemplate, effort: str | None) -> dict[str, Any]:
+    """What a template sees of `reasoning_effort`, as with vLLM. BadRequest if it would look at none of it."""
+    if effort is None:
+        return {}
+    if "reasoning_effort" in template.source or (effort == "none" and "enable_thinking" in template.source):
+        return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    raise BadRequest(
+        f"`reasoning_effort` is {quoted(effort)!r}, which this model's chat template does not take; leave it out.",
+        param="reasoning_effort",
+    )
 
 
 async def completion_prompts(services: Services, ready: Ready, request: CompletionRequest) -> list[Prompt]:

@@ -83,7 +83,7 @@ GENERATION_FIELDS = _table(
     _refused("guided_choice", "guided_grammar", "guided_decoding_backend", advice=_FORMAT),
     _refused("guided_whitespace_pattern", "structural_tag", advice=_FORMAT),
     # Reasoning.
-    _refused("reasoning_effort", "reasoning", "thinking", "task", advice=_TEMPLATE),
+    _refused("reasoning", "thinking", "task", advice=_TEMPLATE),
     _refused("thinking_token_budget", neutral=(-1,), advice="leave it out, or send `max_tokens`"),
     _refused("include_reasoning", "separate_reasoning", "stream_reasoning", neutral=(True,)),
     # What else there may be besides text, and OpenAI's services around the model.
@@ -134,7 +134,7 @@ GENERATION_FIELDS = _table(
 # Of /tokenize, which vLLM's clients send what would be a chat.
 TOKENIZE_FIELDS = {
     name: GENERATION_FIELDS[name]
-    for name in ("tools", "chat_template", "mm_processor_kwargs", "media_io_kwargs", "documents", "reasoning_effort")
+    for name in ("tools", "chat_template", "mm_processor_kwargs", "media_io_kwargs", "documents")
 }
 # Of `stream_options`. Obfuscation pads chunks against those who watch their sizes; the field turns it off or on.
 STREAM_FIELDS = _table(_inert("include_obfuscation"))

@@ -27,6 +27,12 @@ StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
 
 
+_REASONING_EFFORT = (
+    "how much to think first, for chat templates that take `reasoning_effort`; `none` for those too that take "
+    "`enable_thinking`"
+)
+
+
 class StreamOptions(Request):
     """Options of a streamed answer."""
 
@@ -152,6 +158,7 @@ class ChatRequest(Generation):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
         None, description="alternatives for each token; only with `logprobs`"
     )
+    reasoning_effort: str | None = Field(None, description=_REASONING_EFFORT)
     add_generation_prompt: bool | None = Field(None, description="true by default")
     continue_final_message: bool | None = Field(
         None, description="go on with the last message instead of starting a new one"
@@ -196,18 +203,16 @@ class TokenizeRequest(Request):
     add_generation_prompt: bool | None = Field(None, description="true by default; only with messages")
     continue_final_message: bool | None = Field(None, description="only with messages")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="only with messages")
+    reasoning_effort: str | None = Field(None, description="only with messages")
     return_token_strs: bool | None = Field(None, description="answer with the tokens as the vocabulary spells them")
 
     @model_validator(mode="after")
     def _check_one(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("send either `prompt` or `messages`")
-        chat_only = (self.add_generation_prompt, self.continue_final_message, self.chat_template_kwargs)
-        if self.messages is None and any(value is not None for value in chat_only):
-            raise ValueError(
-                "`add_generation_prompt`, `continue_final_message` and `chat_template_kwargs` are only allowed with "
-                "`messages`"
-            )
+        names = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort")
+        if self.messages is None and any(getattr(self, name) is not None for name in names):
+            raise ValueError(f"{', '.join(f'`{name}`' for name in names)} are only allowed with `messages`")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError(
                 "`continue_final_message` and `add_generation_prompt` exclude each other; send one of them"

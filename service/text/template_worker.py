@@ -124,6 +124,11 @@ class AdapterTemplate:
         self._worker = worker
         self._about = {"source": source, "special_tokens": dict(special_tokens)}
 
+    @property
+    def source(self) -> str:
+        """The template's text."""
+        return str(self._about["source"])
+
     def check(self) -> None:
         """TextError if the template does not compile, or exceeds its limits already on a short message. That it
         refuses the message is its right."""

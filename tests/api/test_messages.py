@@ -111,6 +111,35 @@ def test_a_template_sees_calls_and_what_the_tools_said(server: Server, plain_jso
     ]
 
 
+def test_a_template_that_takes_reasoning_effort_sees_it(server: Server, checkpoints: Checkpoints) -> None:
+    def answer(model: str, effort: str, **extra: Any) -> Any:
+        body = {"model": model, "messages": [USER], "reasoning_effort": effort, **extra}
+        return server.post("/tokenize", json=body)
+
+    def text(tokens: list[int]) -> str:
+        return str(server.post("/detokenize", json={"tokens": tokens}).json()["prompt"])
+
+    sources = {"effort": b"<{{ reasoning_effort }} {{ enable_thinking }}>", "switch": b"<{{ enable_thinking }}>"}
+    for name, source in sources.items():
+        files = {**parts_of(checkpoints.spare), "chat_template": ("chat_template.jinja", source)}
+        server.post("/v1/adapters", data={"name": name}, files=files).raise_for_status()
+    try:
+        assert text(answer("effort", "high").json()["tokens"]) == "<high True>"
+        assert text(answer("effort", "none").json()["tokens"]) == "<none False>"
+        told = {"chat_template_kwargs": {"enable_thinking": "as told"}}
+        assert text(answer("effort", "low", **told).json()["tokens"]) == "<low as told>"
+        assert text(answer("switch", "none").json()["tokens"]) == "<False>"
+        for model, effort in (("switch", "high"), (BASE, "none"), (BASE, "high")):
+            refused = answer(model, effort)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "reasoning_effort")
+            assert "does not take" in refused.json()["error"]["message"]
+        chat = {"model": BASE, "messages": [USER], "reasoning_effort": "high"}
+        assert server.post("/v1/chat/completions", json=chat).status_code == 400
+    finally:
+        for name in sources:
+            server.http.delete(f"{server.url}/v1/adapters/{name}").raise_for_status()
+
+
 @pytest.mark.parametrize(
     ("given", "seen"),
     [
