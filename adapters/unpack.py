@@ -130,6 +130,8 @@ def _unpack_zip(archive: Path, sink: Sink, max_files: int, limit: int) -> None:
 
 def _safe(name: str) -> PurePosixPath:
     """The member's path, relative and without tricks. Raises Malformed."""
+    if not name:  # zipfile cuts a name at its first NUL
+        raise Malformed("The archive has an entry without a name; pack the adapter's directory anew.")
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or ":" in name.split("/")[0]:
         raise Malformed(f"The archive entry {name[:200]!r} leads outside the archive; pack relative names only.")
@@ -148,6 +150,7 @@ class _ZipReader(io.BufferedReader):
     def __init__(self, path: Path, limit: int) -> None:
         super().__init__(io.FileIO(path))
         self._limit = limit
+        self._size = path.stat().st_size
 
     def read(self, size: int | None = -1, /) -> bytes:
         all_of_it = size is None or size < 0
@@ -160,8 +163,9 @@ class _ZipReader(io.BufferedReader):
         )
 
     def seek(self, position: int, whence: int = io.SEEK_SET, /) -> int:
-        if whence == io.SEEK_SET and position < 0:  # damaged offsets add up to it, and the file would raise OSError
-            raise Malformed("The archive is damaged: an entry begins before the archive.")
+        # Damaged offsets add up to it, and the file would raise OSError.
+        if whence == io.SEEK_SET and not 0 <= position <= self._size:
+            raise Malformed("The archive is damaged: an entry begins outside the archive.")
         return super().seek(position, whence)
 
 
