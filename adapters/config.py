@@ -12,6 +12,7 @@ from adapters.format import parse_json_object
 MAX_CONFIG_BYTES = 1 << 20
 MAX_RANK = 1 << 16
 MAX_PATTERNS = 4096
+MAX_LAYERS_PATTERNS = 16  # each is looked for in each module's path
 
 # Settings that only matter during training or name where something came from: any value means the same adapter.
 INERT = frozenset(
@@ -213,6 +214,8 @@ def _layers(value: Any) -> tuple[int, ...] | None:
 def _layers_pattern(value: Any) -> tuple[str, ...]:
     names = _names(value, "layers_pattern")
     names = (names,) if isinstance(names, str) and names else tuple(names)
+    if len(names) > MAX_LAYERS_PATTERNS:
+        raise Malformed(f"adapter_config.json: layers_pattern has more than {MAX_LAYERS_PATTERNS} entries.")
     if not all(name.replace("_", "").isalnum() for name in names):
         raise Unsupported("adapter_config.json: layers_pattern must be plain names such as 'layers'.")
     return names

@@ -1,13 +1,15 @@
 """Which modules a configuration's names and regular expressions match, exactly as PEFT decides it.
 
 Regular expressions come from strangers, and Python's can take exponential time. Plain names are matched here; anything
-with operators is matched in a child process with a time and a memory limit.
+with operators is matched in a child process whose processor time and memory are limited by the kernel.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,16 +18,26 @@ from typing import Literal
 from adapters.config import AdapterConfig
 from adapters.errors import Malformed
 
-MATCH_SECONDS = 5.0
+# Of processor time, to compile and match: one expression; all keys of rank_pattern or alpha_pattern. What people train
+# with takes a millisecond on hundreds of modules.
+EXPRESSION_SECONDS = 0.05
+KEYS_SECONDS = 1.0
+# On a machine so loaded that the child does not get its time.
+_GIVE_UP_SECONDS = 60.0
 ALL_LINEAR = "all-linear"
+# All that Python needs to start; the rest of it is this server's, keys among it.
+_ENVIRONMENT = ("LD_LIBRARY_PATH", "PATH")
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 
-# Reads [method, [pattern...], [text...]], writes for each pattern the indices of the texts that it matches.
+# Reads [seconds, method, [pattern...], [text...]], writes for each pattern the indices of the texts that it matches.
+# The timer ends it in the middle of a match, since nobody handles its signal.
 _CHILD = """
-import json, re, resource, sys
+import json, re, resource, signal, sys
 resource.setrlimit(resource.RLIMIT_AS, (512 << 20, 512 << 20))
-method, patterns, texts = json.load(sys.stdin)
+resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+seconds, method, patterns, texts = json.load(sys.stdin)
 found = []
+signal.setitimer(signal.ITIMER_PROF, seconds)
 for index, pattern in enumerate(patterns):
     try:
         match = getattr(re.compile(pattern), method)
@@ -48,8 +60,8 @@ def targeted(config: AdapterConfig, paths: Sequence[str], linear_paths: Iterable
         else:
             found = _full_matches(config.target_modules, paths, "target_modules")
     else:
-        names = frozenset(config.target_modules)
-        found = {path for path in paths if _in_targets(config, names, path)}
+        names, layers = frozenset(config.target_modules), frozenset(config.layers_to_transform or ())
+        found = {path for path in paths if _in_targets(config, names, layers, path)}
     if isinstance(config.exclude_modules, str):
         return found - (
             _full_matches(config.exclude_modules, sorted(found), "exclude_modules") if config.exclude_modules else set()
@@ -65,7 +77,7 @@ def pattern_values(keys: Sequence[str], paths: Sequence[str], what: str) -> dict
     after a dot or at the start.
     """
     regular = [key for key in keys if not _PLAIN.fullmatch(key)]
-    matches = _match_in_child("match", {key: rf"(.*\.)?({key})$" for key in regular}, paths, what)
+    matches = _match_in_child("match", {key: rf"(.*\.)?({key})$" for key in regular}, paths, what, KEYS_SECONDS)
     found: dict[str, str] = {}
     for key in keys:
         hits = matches[key] if key in matches else [path for path in paths if _plain_key_matches(key, path)]
@@ -83,17 +95,22 @@ def endings(path: str) -> list[str]:
 def _plain_key_matches(key: str, path: str) -> bool:
     """re.match(rf"(.*\\.)?({key})$", path) for a key of word characters and dots, a dot matching any character."""
     before, tail = path[: -len(key)], path[-len(key) :]
-    if len(tail) < len(key) or (before and not before.endswith(".")):
-        return False
-    return tail == key or all(wanted in (".", found) for wanted, found in zip(key, tail, strict=True))
+    return (not before or before.endswith(".")) and _plain_matches(key, tail)
 
 
-def _in_targets(config: AdapterConfig, names: frozenset[str], path: str) -> bool:
+def _plain_matches(pattern: str, text: str) -> bool:
+    """re.fullmatch of word characters and dots, a dot matching any character."""
+    return len(pattern) == len(text) and all(
+        wanted in (".", found) for wanted, found in zip(pattern, text, strict=True)
+    )
+
+
+def _in_targets(config: AdapterConfig, names: frozenset[str], layers: frozenset[int], path: str) -> bool:
     if path in names:
         return True  # PEFT does not look at the layers of a path given in full
     if not _ends_with_any(path, names):
         return False
-    return config.layers_to_transform is None or _layer_of(path, config.layers_pattern) in config.layers_to_transform
+    return config.layers_to_transform is None or _layer_of(path, config.layers_pattern) in layers
 
 
 def _layer_of(path: str, layers_pattern: Sequence[str]) -> int | None:
@@ -113,27 +130,36 @@ def _ends_with_any(path: str, names: frozenset[str]) -> bool:
 
 def _full_matches(pattern: str, paths: Sequence[str], what: str) -> set[str]:
     if not pattern or _PLAIN.fullmatch(pattern):
-        return {path for path in paths if re.fullmatch(pattern, path)}
-    return set(_match_in_child("fullmatch", {pattern: pattern}, paths, what)[pattern])
+        return {path for path in paths if _plain_matches(pattern, path)}
+    return set(_match_in_child("fullmatch", {pattern: pattern}, paths, what, EXPRESSION_SECONDS)[pattern])
 
 
 def _match_in_child(
-    method: Literal["match", "fullmatch"], patterns: Mapping[str, str], paths: Sequence[str], what: str
+    method: Literal["match", "fullmatch"],
+    patterns: Mapping[str, str],
+    paths: Sequence[str],
+    what: str,
+    seconds: float,
 ) -> dict[str, list[str]]:
-    """name -> paths that its pattern matches. `patterns` maps names (for messages) to regular expressions."""
+    """name -> paths that its pattern matches. `patterns` maps names (for messages) to regular expressions; `seconds` of
+    processor time are all that they get."""
     if not patterns:
         return {}
     fault = f"adapter_config.json: {what} holds a regular expression that"
     try:
         child = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _CHILD],
-            input=json.dumps([method, list(patterns.values()), list(paths)]).encode(),
+            input=json.dumps([seconds, method, list(patterns.values()), list(paths)]).encode(),
             capture_output=True,
-            timeout=MATCH_SECONDS,
+            timeout=_GIVE_UP_SECONDS,
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
             check=False,
         )
+        took_too_long = child.returncode == -signal.SIGPROF
     except subprocess.TimeoutExpired:
-        raise Malformed(f"{fault} takes too long to match; write it more simply or list the modules.") from None
+        took_too_long = True
+    if took_too_long:
+        raise Malformed(f"{fault} takes too long to match; write it more simply or list the modules.")
     if child.returncode != 0:
         raise Malformed(f"{fault} could not be evaluated; write it more simply or list the modules.")
     answer = json.loads(child.stdout)

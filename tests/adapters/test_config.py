@@ -144,6 +144,7 @@ def test_training_only_settings_mean_the_same_adapter(fields: dict[str, Any]) ->
         {"layers_to_transform": [True]},
         {"target_modules": ".*q_proj", "layers_to_transform": [1]},
         {"target_modules": "all-linear", "layers_pattern": "layers"},
+        {"layers_pattern": [f"layers{i}" for i in range(17)]},
     ],
     ids=lambda fields: str(fields)[:60],
 )

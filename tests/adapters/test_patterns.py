@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -117,10 +118,43 @@ def test_broken_expressions_are_refused(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", [r"(([a-z_.0-9])+)+!", r"(a|b|.)*(.*)*(.*)*!", r".*.*.*.*.*.*.*.*.*.*.*.*.*.*!"])
-def test_expressions_that_never_end_are_stopped(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "MATCH_SECONDS", 0.5)
-    with pytest.raises(Malformed, match="write it more simply"):
-        targeted(parse_config(config_bytes(target_modules=pattern)), PATHS, LINEAR)
+def test_expressions_that_never_end_are_stopped(pattern: str) -> None:
+    for fields in ({"target_modules": pattern}, {"target_modules": PATHS, "exclude_modules": pattern}):
+        with pytest.raises(Malformed, match="takes too long to match; write it more simply"):
+            targeted(parse_config(config_bytes(**fields)), PATHS, LINEAR)
+    with pytest.raises(Malformed, match=r"rank_pattern.*takes too long to match; write it more simply"):
+        pattern_values([pattern], PATHS, "rank_pattern")
+
+
+def test_an_expression_has_time_for_every_module_of_a_large_model() -> None:
+    """As Unsloth writes it for all linear layers of an eighty-layer model: a fiftieth of the time that it may take."""
+    parts = "(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense)"
+    leaves = "(?:q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
+    pattern = rf"(?:.*?(?:vision|image|visual|language|text).*?{parts}.*?{leaves}.*?)"
+    pattern += rf"|(?:\bmodel\.layers\.[\d]{{1,}}\.{parts}\.{leaves})"
+    names = ("self_attn.q_proj", "self_attn.k_proj", "mlp.gate_proj", "mlp.down_proj", "input_layernorm")
+    paths = [f"model.layers.{layer}.{name}" for layer in range(80) for name in names]
+    found = targeted(parse_config(config_bytes(target_modules=pattern)), paths, [])
+    assert found == {path for path in paths if path.endswith("proj")}
+
+
+def test_the_child_knows_nothing_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MULTILORA_API_KEYS", "a-secret")
+    monkeypatch.setattr(
+        patterns,
+        "_CHILD",
+        "import os, json; print(json.dumps({'broken': 0, 'why': str('a-secret' in os.environ.values())}))",
+    )
+    with pytest.raises(Malformed, match=r"\(False\)"):
+        pattern_values(["a|b"], PATHS, "rank_pattern")
+
+
+@pytest.mark.parametrize(
+    "pattern", ["model.layers.1.self_attn.q_proj", "......lm_head", ".......", "lm.head", "lm_hea"]
+)
+def test_a_name_alone_matches_as_the_expression_that_it_is(pattern: str) -> None:
+    found = targeted(parse_config(config_bytes(target_modules=pattern)), PATHS, LINEAR)
+    assert found == {path for path in PATHS if re.fullmatch(pattern, path)}
 
 
 def test_hundreds_of_plain_keys_need_no_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
