@@ -90,6 +90,12 @@ class Upload:
         with self._at_work:
             return self._open_staging().open_part(part_name, file_name)
 
+    def check_config(self) -> None:
+        """Refuse now what `finish` would refuse for the configuration alone. Call it when its part is closed: the
+        tensors that follow are gigabytes. Raises Malformed, Unsupported."""
+        with self._at_work:
+            self._open_staging().check_config()
+
     def add_directory(self, path: Path) -> None:
         """Take the files of a PEFT directory on this machine instead of parts. The caller has checked that the
         operator allows the path. Symbolic links that leave the directory are refused."""

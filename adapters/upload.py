@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import IO
 
+from adapters.config import parse_config
 from adapters.errors import Malformed, StorageFull, TooLarge, Unsupported
 from adapters.extras import KEPT_BYTES, Role, role_of, role_of_part
 from adapters.format import printable
@@ -88,18 +89,18 @@ class Part:
         if path is not None:
             with disk_full_is_ours():
                 self._file = path.open("xb")
-        self._role = role
+        self.role = role
         self._budget = budget
         self._num_bytes = 0
 
     def write(self, data: bytes) -> int:
         """Append. Raises TooLarge or StorageFull the moment a limit is passed."""
         self._budget.receive(len(data))
-        kept_bytes = KEPT_BYTES.get(self._role)
+        kept_bytes = KEPT_BYTES.get(self.role)
         before, self._num_bytes = self._num_bytes, self._num_bytes + len(data)
         if kept_bytes is not None and self._num_bytes > kept_bytes:
-            if self._role not in ("tokenizer", "ignored"):
-                raise TooLarge(f"The {self._role.replace('_', ' ')} file is larger than {kept_bytes} bytes.")
+            if self.role not in ("tokenizer", "ignored"):
+                raise TooLarge(f"The {self.role.replace('_', ' ')} file is larger than {kept_bytes} bytes.")
             data_kept = data[: max(0, kept_bytes - before)]
         else:
             data_kept = data
@@ -186,6 +187,8 @@ class Staging:
             members.append((path, role, target))
             with Part(target, role, inner) as part:
                 _copy(data, part.write)
+            if role == "config" and target is not None:
+                parse_config(target.read_bytes())  # refused before gigabytes are unpacked, if it comes before them
 
         unpack(archive, sink, max_files=self.limits.max_files, max_bytes=self.limits.max_upload_bytes)
         archive.unlink()
@@ -200,6 +203,12 @@ class Staging:
         if role == "tensors":
             raise Malformed(f"The archive holds tensors apart from their {CONFIG_FILE}: {str(path)[:200]!r}.")
         self._ignore(str(path))
+
+    def check_config(self) -> None:
+        """Raises what `parse_config` raises, if a configuration is there, written and closed."""
+        config = self.read("config")
+        if config is not None:
+            parse_config(config)
 
     def read(self, role: Role) -> bytes | None:
         path = self.files.get(role)

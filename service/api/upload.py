@@ -126,7 +126,12 @@ class MultipartUpload:
             assert self._name is not None, "set when the part began"
             # Better refused now than after gigabytes, if it comes before the files.
             self._store.check_name(self._name.decode("utf-8", "replace"))
+            return
+        assert self._part is not None, "opened when the part began"
+        is_config = self._part.role == "config"
         self.close()
+        if is_config:
+            self._upload.check_config()  # likewise
 
     def _on_end(self) -> None:
         self._complete = True

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from http.client import HTTPResponse
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -170,6 +172,20 @@ class TestRefusals:
         assert answer.status_code == 400
         assert next(iter(change)).removesuffix("_type") in answer.json()["error"]["message"].replace("`", "")
 
+    def test_a_configuration_that_is_refused_ends_the_upload_before_its_tensors_have_come(
+        self, server: Server, checkpoints: Checkpoints
+    ) -> None:
+        config = broken_config(checkpoints.spare, use_dora=True)["adapter_config"][1]
+        files = [('name="adapter_config"', config), ('name="adapter_model"', bytes(2 << 20))]
+        body = multipart([('name="name"', b"bad"), *files]).removesuffix(b"\r\n--frontier--\r\n")
+        head = f"POST /v1/adapters HTTP/1.1\r\nHost: x\r\nContent-Type: {MULTIPART['Content-Type']}\r\n"
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=LIMIT_SECONDS) as connection:
+            connection.sendall(f"{head}Content-Length: {64 << 20}\r\n\r\n".encode() + body)
+            answer = HTTPResponse(connection)
+            answer.begin()
+            assert (answer.status, b"use_dora" in answer.read()) == (400, True)
+
     def test_tensors_that_bind_to_nothing_are_all_named(self, server: Server, checkpoints: Checkpoints) -> None:
         files = broken_config(checkpoints.spare, target_modules=["q_proj"])
         answer = server.post("/v1/adapters", data={"name": "bad"}, files=files)
@@ -199,7 +215,7 @@ class TestRefusals:
             (multipart([('name="name"', b"n" * 2000)]), MULTIPART, "too long"),
             (multipart([('name="name"', b"\xff")]), MULTIPART, ""),
             (multipart([('name="readme"; filename="x.exe"', b"x")]), MULTIPART, ""),
-            (multipart([(f'name="adapter_config"; filename="{CONFIG}"', b"{}")]), MULTIPART, "name"),
+            (multipart([(f'name="adapter_config"; filename="{CONFIG}"', config_bytes())]), MULTIPART, "name"),
             (multipart([('name="x"; filename="../../etc/passwd"', b"x")]), MULTIPART, ""),
             (multipart([("x" * 100_000, b"x")]), MULTIPART, "broken"),
             (multipart([('name="name"', b"n"), ('name="archive"; filename="a.zip"', b"PK no")]), MULTIPART, ""),
