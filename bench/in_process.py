@@ -104,6 +104,7 @@ def build_subject(load: Load, *, has_lora: bool) -> Subject:
         engine = build_engine(config_for(load, model_dir, has_lora), **sources)
     built = time.perf_counter()
     compile_kernels(engine)
+    engine.capture_steps()
     warm_up(engine)
     warm = time.perf_counter()
     gc.collect()

@@ -104,6 +104,9 @@ class Settings(BaseSettings):
         ge=1,
         description="tokens per KV block; default: 16, on an NPU 128, whose fused attention takes multiples of that",
     )
+    eager: bool = Field(
+        False, description="run each step from Python, where devices would replay it from a captured graph"
+    )
     kv_bytes: Size | None = Field(
         None,
         description="KV cache, allocated once; default: what the weights, the steps and the adapter rows leave of the "
@@ -241,6 +244,7 @@ class Settings(BaseSettings):
                 row_bytes=_plain(self.adapter_row_bytes),
                 host_tier_bytes=int(self.host_tier_bytes),
                 num_threads=self.num_threads,
+                eager=self.eager,
                 log_level=self.log_level.upper(),
                 log_format=self.log_format,
             )

@@ -65,7 +65,7 @@ def _penalise(logits: torch.Tensor, maps: SamplingMaps, state: DenseState) -> No
     if maps.uses("frequency_penalty"):
         values = values - _column(maps, "frequency_penalty").index_select(0, rows) * num_output
     if maps.uses("presence_penalty"):
-        values = values - _column(maps, "presence_penalty").index_select(0, rows) * (num_output > 0)
+        values = values - _column(maps, "presence_penalty").index_select(0, rows) * (num_output > 0).float()
     logits.index_copy_(0, rows, values)
 
 

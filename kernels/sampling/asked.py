@@ -149,7 +149,7 @@ def ask(
         num_logits=num_logits,
         vocab=vocab,
         num_rows=num_rows,
-        is_in_order=num_rows == num_logits and [row.logits_row for row in rows] == list(range(len(rows))),
+        is_in_order=num_rows <= num_logits and [row.logits_row for row in rows] == list(range(len(rows))),
         is_random=bool((matrix[index_of("temperature")] > 0.0).any()),
         used=used_in(matrix),
         num_ranked=_num_ranked(matrix, vocab),

@@ -20,7 +20,7 @@ def model_logprobs(logits: torch.Tensor, maps: SamplingMaps) -> torch.Tensor | N
 
 def rows_to_sample(logits: torch.Tensor, maps: SamplingMaps) -> torch.Tensor:
     """float32 [num_rows, vocab]: the logits themselves where they are in order already."""
-    return logits if maps.facts.is_in_order else logits.index_select(0, maps.rows)
+    return logits[: maps.facts.num_rows] if maps.facts.is_in_order else logits.index_select(0, maps.rows)
 
 
 def edit(logits: torch.Tensor, maps: SamplingMaps) -> None:

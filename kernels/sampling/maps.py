@@ -24,7 +24,7 @@ class SamplingFacts:
     num_logits      rows of the logits
     vocab           columns of the logits
     num_rows        rows that get a token, padding included
-    is_in_order     row i is row i of the logits, for all of them
+    is_in_order     row i is row i of the logits, for all rows that get a token
     is_random       some row draws its token
     used            names of the parameters that some row does not leave neutral
     num_ranked      how many of the largest weights of a row tell where top_k and top_p cut; 0: nothing does

@@ -51,7 +51,8 @@ class DenseState(PenaltyState):
 
     def reset(self, slot: int, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
         if self._table is None:
-            self._table = torch.zeros(self._shape, device=self._device)
+            with torch.inference_mode(False):  # so that it may be changed inside and outside of that mode
+                self._table = torch.zeros(self._shape, device=self._device)
         line = self._table[slot].zero_()
         for token_ids, times in ((output_token_ids, 1.0), (dict.fromkeys(prompt_token_ids), 0.5)):
             tokens, num_times = np.unique(np.array([*token_ids], np.int64), return_counts=True)

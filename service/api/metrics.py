@@ -47,7 +47,8 @@ _STATS_COUNTERS = (
         "num_kernel_variants_after_ready",
         "Those of them that a step waited for, after the start; more than 0 is a fault.",
     ),
-    ("lora_op_calls", "num_lora_op_calls", "LoRA ops that ran; steps without adapters run none."),
+    ("lora_op_calls", "num_lora_op_calls", "LoRA ops called; steps without adapters, and replayed ones, call none."),
+    ("engine_steps_replayed", "num_steps_replayed", "Steps that were replayed from a captured graph."),
 )
 
 
@@ -89,6 +90,12 @@ class Metrics:
     def _make_engine_metrics(self) -> None:
         self.engine_up = Gauge("multilora_engine_up", "1 while the engine is ready.", registry=self.registry)
         self.engine_restarts = Counter("multilora_engine_restarts", "Engines started again.", registry=self.registry)
+        self.steps_eager = Counter(
+            "multilora_engine_steps_eager",
+            "Steps that were not replayed, and why.",
+            ("reason",),
+            registry=self.registry,
+        )
         self.op_implementation = Gauge(
             "multilora_op_implementation",
             "1 for the implementation that serves an op, beside the one wished for on this kind of device.",
@@ -122,6 +129,10 @@ class Metrics:
         last = self._last_stats
         for field, counter in self._counters.items():
             counter.inc(getattr(stats, field) - (getattr(last, field) if last is not None else 0))
+        for reason, count in stats.num_steps_eager.items():
+            self.steps_eager.labels(reason).inc(
+                count - (last.num_steps_eager.get(reason, 0) if last is not None else 0)
+            )
         self._last_stats = stats
         for num_tokens, num_sequences, num_adapters, milliseconds in stats.steps:
             self.step_tokens.observe(num_tokens)

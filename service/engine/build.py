@@ -19,6 +19,7 @@ from kernels.probe.shapes import ProbeShapes
 from service.engine.adapter_desk import HostSource
 from service.engine.brief_thread import BriefThread
 from service.engine.budgets import ModelSizes, decide_budgets, sentences
+from service.engine.captured_steps import Graphs
 from service.engine.config import EngineConfig, EngineOptions
 from service.engine.engine import Engine
 from service.engine.messages import OpInUse
@@ -32,15 +33,23 @@ from service.models.loader import choose_dtype, load_model
 
 log = logging.getLogger(__name__)
 
+# Kept free for captured steps beside the memory of the largest one; what other engines need for as many. Not measured.
+GRAPH_BYTES = 2 << 30
+
 
 def build_engine(
-    options: EngineOptions, *, open_tensors: OpenTensors = open_checkpoint, adapters: HostSource | None = None
+    options: EngineOptions,
+    *,
+    open_tensors: OpenTensors = open_checkpoint,
+    adapters: HostSource | None = None,
+    graphs: Graphs | None = None,
 ) -> Engine:
     """Probe the ops, load the model, decide what the options leave open, and allocate everything. Raises ValueError
     with one sentence if the engine cannot start.
 
     open_tensors  where the base model's tensors come from
     adapters      where adapters come from; None: a host tier over the store of the options
+    graphs        how steps are captured; None: the device's own way, if it has one
     """
     device = find_device(options.device)
     if device != options.device:
@@ -69,7 +78,7 @@ def build_engine(
         loaded.model.bind_rows(rows)
     ops = tuple(OpInUse(report.op, report.used or "", report.wished) for report in reports)
     loader = BriefThread("adapter-loader")
-    return Engine(ModelRunner(loaded, config, platform), rows, host, config, ops, loader=loader)
+    return Engine(ModelRunner(loaded, config, platform, graphs), rows, host, config, ops, loader=loader)
 
 
 def decide(options: EngineOptions, device: str, weight_bytes: int = 0) -> tuple[EngineConfig, list[str]]:
@@ -80,7 +89,9 @@ def decide(options: EngineOptions, device: str, weight_bytes: int = 0) -> tuple[
     """
     detect(device)  # torch's own error is no sentence
     sizes, free_bytes = sizes_of(options, device), max(free_memory_bytes(device) - weight_bytes, 0)
-    budgets = decide_budgets(options, sizes, device.partition(":")[0], free_bytes)
+    kind = device.partition(":")[0]
+    graph_bytes = GRAPH_BYTES if kind == "cuda" and not options.eager else 0
+    budgets = decide_budgets(options, sizes, kind, free_bytes, graph_bytes=graph_bytes)
     decided = {"device": device, **asdict(budgets)}
     del decided["step_bytes"]
     config = EngineConfig(**(msgspec.structs.asdict(options) | decided))
@@ -126,6 +137,7 @@ def shapes_to_probe(config: EngineConfig) -> ProbeShapes:
         dtype=_name(dtype),
         row_dtype=_name(in_use(torch.device(config.device)).row_dtype(dtype)),
         hidden_size=facts.hidden_size,
+        vocab_size=facts.vocab_size,
         intermediate_size=facts.intermediate_size,
         num_heads=facts.num_heads,
         num_kv_heads=facts.num_kv_heads,

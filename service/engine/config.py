@@ -32,6 +32,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_loads_ahead             requests' adapters that are read from disk, or wait in host memory for rows, at the
                                 same time, beside the one of that oldest request
     max_prompt_logits           logits of prompt tokens (prompt logprobs) in one step; bounds the memory of a step
+    eager                       capture no steps
     overlap                     launch the next step before the last one is collected; None: on devices, not on a CPU
     stats_interval_seconds      shortest time between two Stats of a busy engine
     log_level, log_format       of the engine process, which logs to stderr
@@ -53,6 +54,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_steps_waiting_for_rows: int = 32
     max_loads_ahead: int = 4
     max_prompt_logits: int = 64
+    eager: bool = False
     overlap: bool | None = None
     stats_interval_seconds: float = 0.5
     log_level: str = "INFO"

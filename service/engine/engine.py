@@ -68,7 +68,7 @@ from service.engine.scheduler import Scheduler
 from service.engine.sequence import ScheduledChunk, Sequence
 from service.engine.slots import Slots
 from service.engine.step_inputs import InputLimits, StepInputs
-from service.engine.step_sizes import StepSizes
+from service.engine.step_sizes import StepSizes, padded_tokens
 
 Event = Tokens | Finished
 NO_ROWS = PoolUsage(0, 0, 0, 0, 0, 0, 0, 0)
@@ -127,15 +127,13 @@ class Engine:
         self._num_lora_op_calls_before = lora_ops.call_count()
         self._rows = rows
         self._host = host
-        max_tokens = min(capacity.max_model_len_tokens, self.kv_capacity_tokens)
-        max_blocks = -(-max_tokens // config.block_size_tokens)
-        self._table = RequestTable(capacity.num_slots, max_blocks, capacity.device)
+        self._table = RequestTable(capacity.num_slots, capacity.max_blocks, capacity.device)
         self._inputs = StepInputs(
             InputLimits(
-                token_budget=config.token_budget,
+                token_budget=padded_tokens(config.token_budget),
                 max_sequences=config.max_sequences,
-                max_blocks=max_blocks,
-                max_logits_rows=config.max_sequences + config.max_prompt_logits,
+                max_blocks=capacity.max_blocks,
+                max_logits_rows=padded_tokens(config.max_sequences) + config.max_prompt_logits,
                 block_size=config.block_size_tokens,
                 num_groups=capacity.num_groups,
                 has_conv=capacity.has_conv,
@@ -265,6 +263,8 @@ class Engine:
             num_preemptions=self.scheduler.num_preemptions,
             num_adapter_loads=usage.num_loads,
             num_adapter_evictions=usage.num_evictions,
+            num_steps_replayed=self._runner.captured.num_replayed,
+            num_steps_eager=dict(self._runner.captured.eager),
             num_lora_op_calls=lora_ops.call_count() - self._num_lora_op_calls_before,
             steps=self.records.take_new(),
         )
@@ -280,10 +280,16 @@ class Engine:
         """Compile what steps can need, before the first request: on an NPU a kernel takes seconds to compile."""
         self._runner.warm_up(self.config)
 
+    def capture_steps(self) -> None:
+        """Run empty steps of the sizes that are used most, so that they are captured before the first request."""
+        for sizes in self._runner.sizes_to_capture():
+            self._runner.run(self._inputs.fill([], self._table.block_table, [], sizes), sizes)
+
     def forget_history(self) -> None:
         """Reset records and counters, after a warm-up."""
         self.records = StepRecords()
         self.num_steps = 0
+        self._runner.captured.forget_history()
 
     def close(self) -> None:
         self.desk.close()

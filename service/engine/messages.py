@@ -162,6 +162,9 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     num_adapter_loads: int
     num_adapter_evictions: int
     num_lora_op_calls: int
+    # How steps were run: replayed from a graph, or otherwise, by the reason.
+    num_steps_replayed: int = 0
+    num_steps_eager: dict[str, int] = {}
     # Of the ops, compiled by this process or read from a cache; the second count are those since it is ready.
     num_kernel_variants: int = 0
     num_kernel_variants_after_ready: int = 0

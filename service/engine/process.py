@@ -177,6 +177,7 @@ def _start(options: EngineOptions) -> Engine:
         number = choose_num_threads(most_threads, torch.set_num_threads, step, time.perf_counter)
         step.end()
         log.info("CPU threads: %d of at most %d, by timed decode steps (--num-threads decides)", number, most_threads)
+    engine.capture_steps()
     warm_up(engine)
     # What lives now lives on: the collector need not walk through all of torch each time.
     gc.collect()

@@ -5,14 +5,17 @@ Owns the caches (KV blocks and conv-state lines), allocated once; blocks and lin
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from kernels.platform import Platform
+from service.engine.captured_steps import CapturedSteps, Graphs, unreplayable_ops
 from service.engine.config import EngineConfig
-from service.engine.step_sizes import StepSizes
+from service.engine.cuda_graphs import CudaGraphs
+from service.engine.step_sizes import Padding, StepSizes, padded_tokens
 from service.models.batch import StepBatch
 from service.models.errors import ModelError
 
@@ -23,12 +26,17 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
     """The model and its caches in numbers. num_blocks and num_slots include the null block and the null slot.
-    num_groups: see `BaseLayout.groups`; row_element_bytes, row_alignment: of the LoRA rows, 0 where LoRA is off."""
+
+    max_blocks                        of one sequence
+    num_groups                        see `BaseLayout.groups`
+    row_element_bytes, row_alignment  of the LoRA rows, 0 where LoRA is off
+    """
 
     vocab_size: int
     max_model_len_tokens: int
     eos_token_ids: tuple[int, ...]
     num_blocks: int
+    max_blocks: int
     num_slots: int
     has_conv: bool
     num_groups: int
@@ -40,24 +48,30 @@ class Capacity:
 
 
 class Runner(Protocol):
-    """What the engine needs of a model."""
+    """What the engine needs of a model. `captured` counts how its steps were run."""
 
     capacity: Capacity
+    captured: CapturedSteps
 
     def warm_up(self, config: EngineConfig) -> None:
         """Compile all that steps within the configuration's sizes can need."""
+
+    def sizes_to_capture(self) -> Sequence[StepSizes]:
+        """Sizes that the engine is to run an empty step of, before the first request."""
 
     def padded(self, exact: StepSizes) -> StepSizes:
         """The sizes in which a step of these sizes is to be run."""
 
     def run(self, batch: StepBatch, sizes: StepSizes) -> torch.Tensor:
-        """float32 [rows of logits, vocab]; writes the caches. What it returns may be written to by the next call."""
+        """float32 [rows of logits, vocab]; writes the caches. The next call may write to the same memory."""
 
 
 class ModelRunner:
-    """A loaded model, its LoRA rows bound, with its caches."""
+    """A loaded model, its LoRA rows bound, with its caches. `graphs` None: the device's own, if it has such."""
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig, platform: Platform) -> None:
+    def __init__(
+        self, loaded: LoadedModel, config: EngineConfig, platform: Platform, graphs: Graphs | None = None
+    ) -> None:
         from service.models.caches import allocate_caches
 
         self.capacity = capacity_of(loaded, config, platform)
@@ -70,16 +84,58 @@ class ModelRunner:
             loaded.dtype,
             loaded.device,
         )
+        self._token_budget = config.token_budget
+        self._has_lora = config.row_bytes > 0
+        self._padding: Padding | None = None
+        self._logits = torch.empty(0, device=loaded.device)
+        if graphs is not None or loaded.device.type != "cpu":
+            self._padding = Padding(config.max_sequences, self.capacity.max_blocks, config.block_size_tokens)
+            shape = (self._padding.max_rows, self.capacity.vocab_size)
+            self._logits = torch.empty(shape, dtype=torch.float32, device=loaded.device)
+        reason = _eager_reason(config, loaded.device, has_graphs=graphs is not None)
+        if reason is None and graphs is None:
+            graphs = CudaGraphs(loaded.device)
+        self.captured = CapturedSteps(None if reason else graphs, reason)
 
     def warm_up(self, config: EngineConfig) -> None:
         """See `Runner.warm_up`; the model's LoRA rows are bound by now."""
-        self._model.warm_up(self._caches, config.token_budget, config.max_sequences)
+        self._model.warm_up(self._caches, padded_tokens(config.token_budget), config.max_sequences)
+
+    def sizes_to_capture(self) -> Sequence[StepSizes]:
+        """See `Runner.sizes_to_capture`."""
+        if self._padding is None or self.captured.is_off:
+            return ()
+        return self._padding.most_used(token_budget=self._token_budget, has_lora=self._has_lora)
 
     def padded(self, exact: StepSizes) -> StepSizes:
-        return exact
+        """On a CPU a step is as large as it is."""
+        if self._padding is None:
+            return exact
+        return self._padding.captured(exact) or self._padding.wide(exact)
 
-    def run(self, batch: StepBatch, sizes: StepSizes) -> torch.Tensor:  # noqa: ARG002
-        return self._model.forward(batch, self._caches)
+    def run(self, batch: StepBatch, sizes: StepSizes) -> torch.Tensor:
+        """See `Runner.run`."""
+        num_rows = sizes.num_tokens if sizes.num_rows is None else sizes.num_rows
+        if self._padding is None or num_rows > len(self._logits):
+            self.captured.note_eager(sizes)
+            return self._model.forward(batch, self._caches)
+        logits = self._logits[:num_rows]
+        is_padded = self._padding.captured(sizes) == sizes
+        self.captured.run(batch, sizes, is_padded, lambda: self._forward(batch, logits))
+        return logits
+
+    def _forward(self, batch: StepBatch, logits: torch.Tensor) -> None:
+        self._model.forward(batch, self._caches, logits)
+
+
+def _eager_reason(config: EngineConfig, device: torch.device, *, has_graphs: bool) -> str | None:
+    """Why no step is captured; None if steps are."""
+    if config.eager:
+        return "asked for"
+    if not has_graphs and device.type != "cuda":
+        return f"no graphs on {device.type}"
+    ops = unreplayable_ops(device)
+    return f"{', '.join(ops)} not replayable" if ops else None
 
 
 def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -> Capacity:
@@ -103,11 +159,13 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
     context = facts.context_tokens
     if config.max_model_len_tokens is not None:
         context = min(config.max_model_len_tokens, facts.longest_context_tokens)
+    longest = min(context, num_blocks * config.block_size_tokens)
     return Capacity(
         vocab_size=facts.vocab_size,
         max_model_len_tokens=context,
         eos_token_ids=facts.eos_token_ids,
         num_blocks=1 + num_blocks,
+        max_blocks=-(-longest // config.block_size_tokens),
         num_slots=1 + num_slots,
         has_conv=bool(facts.conv_layers),
         num_groups=len(loaded.layout.groups),

@@ -74,9 +74,8 @@ class StepInputs:
         self._runtime: Any = runtime
         if runtime is None and limits.device.type != "cpu":
             self._runtime = torch.get_device_module(limits.device)
-        largest = StepSizes(
-            limits.token_budget, limits.max_sequences, limits.max_logits_rows, limits.max_blocks, False, True
-        )
+        num_sequences = max(limits.max_sequences, min(limits.token_budget, limits.max_logits_rows))
+        largest = StepSizes(limits.token_budget, num_sequences, limits.max_logits_rows, limits.max_blocks, False, True)
         num_bytes = _end_of(self._shapes(largest)) + _RIDER_BYTES
         is_pinned = limits.device.type != "cpu"
         num_host_buffers = 1 if self._runtime is None else 2
@@ -139,10 +138,11 @@ class StepInputs:
         rows_lora = lora
         if sizes.num_rows is not None and sizes.has_lora:
             rows_lora = _lora_maps("rows", row_segments, sizes.num_rows, tensors)
+        num_missing = sizes.num_sequences - len(chunks)
         attention = AttentionMaps(
-            query_starts=tuple(starts),
-            kv_lens=tuple(chunk.end for chunk in chunks),
-            block_tables=tuple(block_tuples),
+            query_starts=(*starts, *starts[-1:] * num_missing),
+            kv_lens=(*(chunk.end for chunk in chunks), *(0,) * num_missing),
+            block_tables=(*block_tuples, *((),) * num_missing),
             query_start_loc=tensors["query_start_loc"],
             kv_lens_device=tensors["kv_lens"],
             block_table=tensors["block_table"],

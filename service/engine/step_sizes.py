@@ -36,9 +36,15 @@ class StepSizes:
     window_rows: int = 0
 
 
+def padded_tokens(num_tokens: int) -> int:
+    """The size that so many tokens are padded to; themselves where they are too many to be captured."""
+    index = bisect_left(TOKEN_SIZES, num_tokens)
+    return TOKEN_SIZES[index] if index < len(TOKEN_SIZES) else num_tokens
+
+
 @dataclass(frozen=True, slots=True)
-class PaddedSizes:
-    """How the steps of an engine are padded: pure functions of its limits.
+class Padding:
+    """How the steps of an engine on a device are padded: pure functions of its limits.
 
     max_sequences, max_blocks  of a step, and of a sequence
     block_size                 tokens
@@ -48,18 +54,26 @@ class PaddedSizes:
     max_blocks: int
     block_size: int
 
+    @property
+    def max_rows(self) -> int:
+        """Rows of logits that a captured step can have."""
+        return padded_tokens(self.max_sequences)
+
     def table_blocks(self, num_blocks: int) -> int:
         """The least width that is used for sequences of up to num_blocks blocks."""
         widths = [-(-tokens // self.block_size) for tokens in CONTEXT_SIZES]
         return next((width for width in widths if num_blocks <= width < self.max_blocks), self.max_blocks)
 
-    def padded(self, exact: StepSizes) -> StepSizes | None:
+    def wide(self, exact: StepSizes) -> StepSizes:
+        """The same with a width of the block table that is captured, and so compiled."""
+        return replace(exact, table_blocks=self.table_blocks(exact.table_blocks))
+
+    def captured(self, exact: StepSizes) -> StepSizes | None:
         """The sizes of the captured step that `exact` is run in; None for steps that are too large to be captured, or
         want other logits than one row of each sequence."""
-        index = bisect_left(TOKEN_SIZES, exact.num_tokens)
-        if index == len(TOKEN_SIZES):
+        num_tokens = padded_tokens(exact.num_tokens)
+        if num_tokens > TOKEN_SIZES[-1]:
             return None
-        num_tokens = TOKEN_SIZES[index]
         if exact.num_rows is None:
             assert exact.num_sequences == exact.num_tokens, "one token of each sequence"
             num_sequences = num_tokens
@@ -68,9 +82,23 @@ class PaddedSizes:
             if exact.num_rows > num_sequences:
                 return None
         return replace(
-            exact,
+            self.wide(exact),
             num_tokens=num_tokens,
             num_sequences=num_sequences,
             num_rows=None if exact.num_rows is None else num_sequences,
-            table_blocks=self.table_blocks(exact.table_blocks),
         )
+
+    def most_used(self, *, token_budget: int, has_lora: bool) -> list[StepSizes]:
+        """What is captured before the first request: decode steps, and steps with short chunks among them, of sequences
+        of the least width. The largest come first: later ones fit into the memory that they leave."""
+        sizes: list[StepSizes] = []
+        for num_tokens in TOKEN_SIZES:
+            if num_tokens > padded_tokens(token_budget):
+                break
+            sequences = min(num_tokens, self.max_sequences)
+            for lora in (False, True) if has_lora else (False,):
+                width = self.table_blocks(1)
+                if num_tokens <= self.max_rows:
+                    sizes.append(StepSizes(num_tokens, num_tokens, None, width, True, lora))
+                sizes.append(StepSizes(num_tokens, sequences, sequences, width, False, lora))
+        return sizes[::-1]

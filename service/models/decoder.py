@@ -77,9 +77,12 @@ class Decoder:
         lora_ops.warm_up(stacks, max_tokens, dtype, embeddings=embeddings, max_segments=max_segments)
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, caches: Caches) -> torch.Tensor:
+    def forward(self, batch: StepBatch, caches: Caches, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits float32 [num_rows, vocabulary] of `batch.logits_rows` (None: of all tokens); advances the caches by
-        the step's tokens."""
+        the step's tokens.
+
+        out  where the logits are written; made when None
+        """
         stream = self._embedding(batch.token_ids, batch.lora)
         rotation = self._rope.rotation(batch.positions, batch.rope_limits, stream.dtype)
         *inner, last = self._layers
@@ -93,8 +96,9 @@ class Decoder:
         if rows is not None:
             # What the last mixer leaves is read by nobody but the tokens whose logits are wanted.
             if rows.shape[0] == 0:  # chunks of prompts alone; fused ops need not take empty tensors
-                return mixed.new_empty(0, self._vocab_size, dtype=torch.float32)
+                return mixed.new_empty(0, self._vocab_size, dtype=torch.float32) if out is None else out
             mixed, stream = mixed.index_select(0, rows), stream.index_select(0, rows)
         normed, stream = last.mlp_norm.add(mixed, stream)
         normed, _ = self._norm.add(last.mlp(normed, batch.logits_lora), stream)
-        return self._head(normed, batch.logits_lora).float()
+        logits = self._head(normed, batch.logits_lora)
+        return logits.float() if out is None else out.copy_(logits)

@@ -20,6 +20,7 @@ from kernels.sampling.parameters import index_of
 from kernels.sampling.random_numbers import uniform
 from kernels.sampling.results import Choice, TokenLogprob
 from service.engine.messages import Sampling
+from tests.ascend.twin.waits import recorded_waits
 from tests.support.replay import Recording
 from tests.support.sampling_cases import (
     VOCAB,
@@ -181,6 +182,7 @@ def test_equals_of_the_last_token_kept_stay(implementation: str, device: str) ->
     for values in ({"top_k": 2}, {"top_p": 0.6}, {"min_p": math.exp(-1.0) - 1e-6}):
         assert set(drawn_with(numbers, logits, implementation, **values)) == {0, 1, 2, 4}
     assert set(drawn_with(numbers, logits, implementation, top_k=1)) == {1}
+    assert set(drawn_with(numbers, -logits[:, :3], implementation, min_p=1.0)) == {0, 2}
     (greedy,), _ = sample(torch.zeros(1, 9, device=device), [row(0)], implementation=implementation)
     assert greedy.token_id == 0
 
@@ -191,6 +193,9 @@ def test_a_nucleus_ends_with_the_token_that_fills_its_share(implementation: str,
     for top_p, kept in ((0.49, {0}), (0.51, {0, 1}), (0.74, {0, 1}), (0.76, {0, 1, 2, 3})):
         assert set(drawn_with([i / 64 for i in range(64)], logits, implementation, top_p=top_p)) == kept
     assert drawn_with([0.4999, 0.5001, 0.7499, 0.7501], logits, implementation) == [0, 1, 1, 2]
+    halves = torch.tensor([[0.0, -math.log(2.0), -math.log(2.0)]], device=device)
+    assert halves.exp().tolist() == [[1.0, 0.5, 0.5]]
+    assert set(drawn_with([i / 64 for i in range(64)], halves, implementation, top_p=0.5)) == {0}
 
 
 def test_a_tiny_temperature_is_as_good_as_zero(implementation: str, device: str) -> None:
@@ -203,7 +208,7 @@ def test_a_tiny_temperature_is_as_good_as_zero(implementation: str, device: str)
 
 
 def test_a_row_does_not_depend_on_its_neighbours(implementation: str, device: str) -> None:
-    logits = hashed_logits(6, seed=5).to(device)
+    logits = hashed_logits(8, seed=5).to(device)  # the last two are nobody's
     rows = [
         row(0),
         row(1, temperature=1.0),
@@ -438,7 +443,7 @@ def test_a_new_parameter_is_one_line_and_one_in_each_implementation(monkeypatch:
 @pytest.mark.parametrize("seed", range(12))
 def test_a_recorded_step_serves_others_of_equal_facts(seed: int) -> None:
     """Nothing is taken from values when a step is recorded: other numbers in the same tensors give what they give
-    eagerly, bit for bit."""
+    eagerly, bit for bit. An accelerator's step waits for nothing and has no float64."""
     mixes = [random_mix(seed), random_mix(1000 + seed)]
     # The same code path: what the first asks for, with the values of the other.
     mixes[1] = replace(
@@ -450,7 +455,10 @@ def test_a_recorded_step_serves_others_of_equal_facts(seed: int) -> None:
     facts = asked[0].facts
     tensors = tensors_of(asked[0], "any_device")
     logits, state = mixes[0].logits.clone(), mixes[0].state("any_device")
-    recording = Recording(lambda: any_device.sample(logits, SamplingMaps.from_tensors(facts, tensors), state))
+    with recorded_waits() as waits:
+        recording = Recording(lambda: any_device.sample(logits, SamplingMaps.from_tensors(facts, tensors), state))
+    assert waits == []
+    assert torch.float64 not in recording.dtypes
     for mix, its in ((mixes[1], asked[1]), (mixes[0], asked[0])):
         expected = any_device.sample(
             mix.logits.clone(), SamplingMaps.from_tensors(facts, tensors_of(its, "any_device")), mix.state("any_device")

@@ -17,6 +17,7 @@ import torch
 from adapters.errors import RowsExceeded
 from adapters.layout import Group
 from adapters.row_pool import PoolUsage
+from service.engine.captured_steps import CapturedSteps
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine, Event
 from service.engine.messages import Finished, Sampling, Submit, Tokens
@@ -166,12 +167,14 @@ class MockRunner:
         self._lines = torch.full((config.max_sequences + 1,), -1)
         self.batches: list[StepBatch] = []
         self.num_logits: list[int] = []  # of each step
+        self.captured = CapturedSteps(None, "a mock")
         self.before_run: Callable[[], None] = lambda: None
         self.capacity = Capacity(
             vocab_size=VOCAB,
             max_model_len_tokens=max_len,
             eos_token_ids=(EOS,),
             num_blocks=num_blocks,
+            max_blocks=-(-min(max_len, (num_blocks - 1) * config.block_size_tokens) // config.block_size_tokens),
             num_slots=config.max_sequences + 1,
             has_conv=has_conv,
             num_groups=1,

@@ -1,0 +1,132 @@
+"""Steps that are captured once for their sizes and replayed with any contents, so that the host launches them at once.
+
+A step is captured when its sizes are met first, or before the first request (`Engine.capture_steps`), and kept for the
+life of the engine, up to `MAX_GRAPHS`. Whatever a launcher decides on the host follows from the sizes, and all inputs
+lie where they lay: nothing else of the host runs at a replay. Larger steps, and those that want logits of many tokens,
+run eagerly; so do all where an op's implementation looks at the host's view of a step, or where `eager` asks for it,
+and those that were not captured yet when a capture failed.
+Both ways take the same padded sizes and the same kernels, so their results are equal bit for bit.
+
+Who owns: the graphs own the memory of what lies between their inputs and the logits, which are written to one buffer
+that all share. A graph holds no lock and no file; it goes with the process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from kernels.platform import IMPLEMENTATIONS, contract, in_use
+from service.engine.step_sizes import StepSizes
+from service.models.batch import StepBatch
+
+log = logging.getLogger(__name__)
+
+MAX_GRAPHS = 512
+LARGE = "more tokens than are captured"
+MANY_LOGITS = "logits of many tokens"
+TOO_MANY = "too many sizes"
+FAILED = "a capture failed"
+
+
+class Graph(Protocol):
+    """One captured step."""
+
+    def update(self, batch: StepBatch) -> None:
+        """Take over what the device does not read from the batch's tensors (on NVIDIA GPUs there is nothing such)."""
+
+    def replay(self) -> None:
+        """Run the step on what its tensors hold now, behind all that was asked of the device before."""
+
+
+class Graphs(Protocol):
+    """A device's way to capture."""
+
+    def capture(self, work: Callable[[], None]) -> Graph:
+        """Record what `work` asks of the device; nothing of it need have run. All its kernels are compiled."""
+
+
+class CapturedSteps:
+    """See the module's docstring. `eager_reason`: why nothing is captured at all; None where steps are.
+
+    num_replayed  steps so far
+    eager         steps that ran otherwise, by their reason
+    """
+
+    def __init__(self, graphs: Graphs | None, eager_reason: str | None) -> None:
+        assert (graphs is None) == (eager_reason is not None), "either graphs, or why not"
+        self._graphs = graphs
+        self._reason = eager_reason
+        self._captured: dict[StepSizes, Graph] = {}
+        self.num_replayed = 0
+        self.eager: Counter[str] = Counter()
+
+    @property
+    def is_off(self) -> bool:
+        """Nothing is captured at all."""
+        return self._graphs is None
+
+    @property
+    def num_graphs(self) -> int:
+        return len(self._captured)
+
+    def note_eager(self, sizes: StepSizes) -> None:
+        """A step of these sizes, which are not among those that are captured, ran otherwise."""
+        self.eager[self._reason_for(sizes, False) or LARGE] += 1
+
+    def run(self, batch: StepBatch, sizes: StepSizes, is_padded: bool, work: Callable[[], None]) -> None:
+        """Have `work` done for the batch: by a replay, if steps of its sizes are captured.
+
+        is_padded  the sizes are among those that are captured
+        """
+        graph = self._graph(sizes, is_padded, work)
+        if graph is None:
+            work()
+            return
+        graph.update(batch)
+        graph.replay()
+        self.num_replayed += 1
+
+    def _graph(self, sizes: StepSizes, is_padded: bool, work: Callable[[], None]) -> Graph | None:
+        graph = self._captured.get(sizes)
+        if graph is not None:
+            return graph
+        reason = self._reason_for(sizes, is_padded)
+        if reason is not None:
+            self.eager[reason] += 1
+            return None
+        assert self._graphs is not None
+        try:
+            graph = self._graphs.capture(work)
+        except RuntimeError:
+            # Slower steps are better than none; what was captured before is replayed on.
+            log.warning("steps are no longer captured: %s failed", sizes, exc_info=True)
+            self._reason = FAILED
+            self.eager[FAILED] += 1
+            return None
+        self._captured[sizes] = graph
+        return graph
+
+    def _reason_for(self, sizes: StepSizes, is_padded: bool) -> str | None:
+        """Why a step of these sizes is not captured; None if it is to be."""
+        if self._reason is not None:
+            return self._reason
+        if not is_padded:
+            has_many = sizes.num_rows is not None and sizes.num_rows > sizes.num_sequences
+            return MANY_LOGITS if has_many else LARGE
+        return TOO_MANY if len(self._captured) >= MAX_GRAPHS else None
+
+    def forget_history(self) -> None:
+        """Reset the counters; the graphs stay."""
+        self.num_replayed = 0
+        self.eager.clear()
+
+
+def unreplayable_ops(device: torch.device) -> Sequence[str]:
+    """Ops whose implementation here looks at the host's view of a step. Sampling is not captured."""
+    ops = (op for op in IMPLEMENTATIONS[in_use(device).device] if op != "sampling")
+    return [op for op in ops if not contract(op, device).replayable]

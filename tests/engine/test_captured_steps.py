@@ -1,0 +1,118 @@
+"""Which steps are captured, in what sizes, and what happens to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from service.engine.captured_steps import FAILED, LARGE, MANY_LOGITS, MAX_GRAPHS, TOO_MANY, CapturedSteps
+from service.engine.step_sizes import TOKEN_SIZES, Padding, StepSizes
+
+PADDING = Padding(max_sequences=100, max_blocks=2000, block_size=16)
+DECODE = StepSizes(5, 5, None, table_blocks=3, all_decode=True, has_lora=True)
+MIXED = StepSizes(70, 3, 2, table_blocks=65, all_decode=False, has_lora=False)
+BATCH: Any = None
+
+
+class CountedGraphs:
+    """Graphs that count. `fails`: captures raise."""
+
+    def __init__(self) -> None:
+        self.num_captures = self.num_replays = self.num_updates = 0
+        self.fails = False
+
+    def capture(self, work: Callable[[], None]) -> CountedGraphs:
+        self.num_captures += 1
+        if self.fails:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        work()
+        return self
+
+    def update(self, _batch: Any) -> None:
+        self.num_updates += 1
+
+    def replay(self) -> None:
+        self.num_replays += 1
+
+
+def test_sizes_are_padded_to_the_next_that_is_captured() -> None:
+    assert PADDING.captured(DECODE) == replace(DECODE, num_tokens=8, num_sequences=8, table_blocks=64)
+    # A row of logits for each sequence that there can be; 1,040 tokens need the next width.
+    assert PADDING.captured(MIXED) == StepSizes(96, 96, 96, table_blocks=1024, all_decode=False, has_lora=False)
+    assert PADDING.captured(replace(MIXED, num_tokens=700)) == StepSizes(
+        768, 100, 100, table_blocks=1024, all_decode=False, has_lora=False
+    )
+    assert PADDING.captured(replace(MIXED, table_blocks=1025)) == StepSizes(
+        96, 96, 96, table_blocks=2000, all_decode=False, has_lora=False
+    )
+
+
+def test_padding_costs_at_most_an_eighth_above_eight_tokens_of_decode_steps() -> None:
+    for num_tokens in range(9, 65):
+        padded = PADDING.captured(replace(DECODE, num_tokens=num_tokens, num_sequences=num_tokens))
+        assert padded is not None
+        assert num_tokens <= padded.num_tokens < num_tokens + 8
+
+
+def test_large_steps_and_those_of_many_logits_are_not_captured() -> None:
+    assert PADDING.captured(replace(MIXED, num_tokens=TOKEN_SIZES[-1] + 1)) is None
+    assert PADDING.captured(replace(MIXED, num_rows=101)) is None
+    assert PADDING.wide(replace(MIXED, num_tokens=5000)).num_tokens == 5000
+
+
+def test_what_is_captured_before_the_first_request_is_padded_as_steps_are() -> None:
+    sizes = PADDING.most_used(token_budget=8192, has_lora=True)
+    assert len(set(sizes)) == len(sizes)
+    assert all(PADDING.captured(one) == one for one in sizes)
+    assert {one.has_lora for one in sizes} == {False, True}
+    assert not any(one.has_lora for one in PADDING.most_used(token_budget=8192, has_lora=False))
+    assert max(one.num_tokens for one in PADDING.most_used(token_budget=100, has_lora=True)) == 128
+
+
+def test_a_step_is_captured_when_its_sizes_are_met_first_and_replayed_from_then_on() -> None:
+    graphs, work = CountedGraphs(), []
+    steps = CapturedSteps(graphs, None)
+    for _ in range(3):
+        steps.run(BATCH, DECODE, True, lambda: work.append(1))
+    steps.run(BATCH, MIXED, True, lambda: work.append(2))
+    assert work == [1, 2]
+    assert (graphs.num_captures, graphs.num_updates, graphs.num_replays) == (2, 4, 4)
+    assert (steps.num_replayed, steps.num_graphs, dict(steps.eager)) == (4, 2, {})
+
+
+def test_the_others_run_and_say_why() -> None:
+    work: list[int] = []
+    steps = CapturedSteps(CountedGraphs(), None)
+    steps.run(BATCH, MIXED, False, lambda: work.append(1))
+    steps.run(BATCH, replace(MIXED, num_rows=9), False, lambda: work.append(2))
+    off = CapturedSteps(None, "asked for")
+    off.run(BATCH, DECODE, True, lambda: work.append(3))
+    assert work == [1, 2, 3]
+    assert dict(steps.eager) == {LARGE: 1, MANY_LOGITS: 1}
+    assert dict(off.eager) == {"asked for": 1}
+    assert steps.num_replayed == off.num_replayed == 0
+
+
+def test_there_are_not_more_graphs_than_memory_was_kept_for() -> None:
+    steps = CapturedSteps(CountedGraphs(), None)
+    for index in range(MAX_GRAPHS + 2):
+        steps.run(BATCH, replace(MIXED, table_blocks=index), True, lambda: None)
+    assert steps.num_graphs == MAX_GRAPHS
+    assert dict(steps.eager) == {TOO_MANY: 2}
+
+
+def test_a_capture_that_fails_leaves_steps_that_run(caplog: pytest.LogCaptureFixture) -> None:
+    graphs, work = CountedGraphs(), []
+    steps = CapturedSteps(graphs, None)
+    steps.run(BATCH, DECODE, True, lambda: work.append(1))
+    graphs.fails = True
+    for _ in range(2):
+        steps.run(BATCH, MIXED, True, lambda: work.append(2))
+    steps.run(BATCH, DECODE, True, lambda: work.append(3))
+    assert work == [1, 2, 2]
+    assert graphs.num_captures == 2, "it is not tried again"
+    assert (steps.num_replayed, dict(steps.eager)) == (2, {FAILED: 2})
+    assert caplog.text.count("no longer captured") == 1
