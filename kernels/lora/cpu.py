@@ -184,9 +184,9 @@ def _rows_of_batch(stack: LoraStack, s: int, batch: Batch) -> _Rows:
 
 
 def _view_of_rows(stacked: torch.Tensor, batch: Batch) -> torch.Tensor:
-    columns = stacked.shape[1]
-    shape, strides = (batch.num_segments, batch.rank, columns), (batch.row_step * columns, columns, 1)
-    return stacked.as_strided(shape, strides, stacked.storage_offset() + batch.first_row * columns)
+    stride = stacked.stride(0)
+    shape, strides = (batch.num_segments, batch.rank, stacked.shape[1]), (batch.row_step * stride, stride, 1)
+    return stacked.as_strided(shape, strides, stacked.storage_offset() + batch.first_row * stride)
 
 
 def _keep(stack: LoraStack, key: tuple[int, ...], a: torch.Tensor, b: torch.Tensor) -> _Rows:

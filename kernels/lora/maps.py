@@ -54,8 +54,11 @@ class LoraStack:
     """The stacked LoRA rows of one (packed) projection of one layer; owned by the row pool, read by the ops.
 
     a            per slice [rows, in_features]: row j of an adapter's range is row j of its lora_A
-                 (for a token embedding: [rows, vocab])
-    b            per slice [rows, slice width]: row j is column j of lora_B, so that it is the vector that rank j scales
+                 (for a token embedding: [rows, vocab]). Unit stride along the inputs and one row stride for all slices:
+                 contiguous, or on devices that want it (`Platform.window_rows`) interleaved by slice behind the base
+                 weight, so that row j of slice s is row out_features + j * num_slices + s of that buffer
+    b            per slice [rows, slice width], contiguous: row j is column j of lora_B, so that it is the vector that
+                 rank j scales
     ranks        int32 [num_slices, num_places], on the device; 0 = this slice is not targeted by the adapter
     scalings     float32 [num_slices, num_places], on the device; never folded into the rows
     group        index of the projection group: which row of `LoraMaps.first_rows` holds this stack's ranges

@@ -296,6 +296,7 @@ def _addresses(stack: LoraStack) -> torch.Tensor:
     """int64 [slices]: where A of each slice begins. Kept, as rows do not move while a stack lives."""
     key = ("addresses of a",)
     if key not in stack.kept:
+        assert all(a.is_contiguous() for a in stack.a), "the kernels for Ascend read contiguous rows of A"
         addresses = [a.data_ptr() for a in stack.a]
         stack.kept[key] = torch.tensor(addresses, dtype=torch.int64, device=stack.a[0].device)
     return stack.kept[key]

@@ -57,6 +57,7 @@ def lora_shrink_one_token_kernel(
     row_index_ptr,
     in_features,
     x_stride,
+    a_stride,
     h_split_stride,
     h_slice_stride,
     num_places,
@@ -90,8 +91,8 @@ def lora_shrink_one_token_kernel(
             behind += ceil_div(tl.load(ranks_ptr + i * num_places + place), 16)
         first_rank = (block - first_block) * 16
         is_there = first_rank + ranks < tl.load(ranks_ptr + slice_id * num_places + place)
-        a_ptr = pick(a_ptrs, slice_id, NUM_SLICES) + (first_row + first_rank).to(tl.int64) * in_features
-        a_rows = a_ptr + ranks.to(tl.int64) * in_features
+        a_ptr = pick(a_ptrs, slice_id, NUM_SLICES) + (first_row + first_rank).to(tl.int64) * a_stride
+        a_rows = a_ptr + ranks.to(tl.int64) * a_stride
         first_k = split * PART
         end_k = in_features
         if PART % BLOCK_K != 0:
@@ -242,6 +243,7 @@ def launch_shrink(
         row_index,
         in_features,
         x.stride(0),
+        stack.a[0].stride(0),
         h.stride(0),
         h.stride(1),
         stack.ranks.shape[1],

@@ -124,6 +124,7 @@ def _shrink_run(
     first_split,
     num_splits,
     in_features,
+    a_stride,
     h_split_stride,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -135,7 +136,7 @@ def _shrink_run(
 ):
     """Partial products of one block of ranks for consecutive splits, each stored when its last block is added."""
     ranks = tl.arange(0, BLOCK_R)
-    a_rows = a_ptr + ranks.to(tl.int64) * in_features
+    a_rows = a_ptr + ranks.to(tl.int64) * a_stride
     products = _zero_products(BLOCK_M, BLOCK_R, GROUPS)
     for step in tl.range(0, num_splits * BLOCKS_PER_SPLIT, num_stages=STAGES):
         first_k = (first_split * BLOCKS_PER_SPLIT + step) * BLOCK_K
@@ -162,6 +163,7 @@ def lora_shrink_kernel(
     row_index_ptr,
     in_features,
     x_stride,
+    a_stride,
     h_split_stride,
     h_slice_stride,
     h_token_stride,
@@ -228,10 +230,10 @@ def lora_shrink_kernel(
             first_block = tl.where(behind, next_first, first_block)
             next_first += _rank_blocks(rank_here, BLOCK_R)
         first_rank, num_ranks = _rank_block(rank_block - first_block, rank, BLOCK_R)
-        a_ptr = pick(a_ptrs, slice_id, NUM_SLICES) + (first_row + first_rank) * in_features
+        a_ptr = pick(a_ptrs, slice_id, NUM_SLICES) + (first_row + first_rank) * a_stride
         if DEPENDENT_LAUNCH:
             near = tl.minimum(tl.arange(0, 16), num_ranks - 1).to(tl.int64)
-            prefetch_rows(a_ptr + near * in_features + first_split * (BLOCKS_PER_SPLIT * BLOCK_K), BLOCK_K)
+            prefetch_rows(a_ptr + near * a_stride + first_split * (BLOCKS_PER_SPLIT * BLOCK_K), BLOCK_K)
             gdc_wait()
             gdc_launch_dependents()
         scaling = tl.load(scalings_ptr + slice_id * num_places + place)
@@ -253,6 +255,7 @@ def lora_shrink_kernel(
                         first_split,
                         num_splits,
                         in_features,
+                        a_stride,
                         h_split_stride,
                         BLOCK_M,
                         1 << i,
@@ -277,7 +280,7 @@ def lora_embedding_kernel(
     ranks_ptr,
     scalings_ptr,
     row_index_ptr,
-    vocabulary,
+    a_stride,
     h_token_stride,
     BLOCK_R: tl.constexpr,
     HAS_INDEX: tl.constexpr,
@@ -295,6 +298,6 @@ def lora_embedding_kernel(
         for first_rank in tl.range(0, rank, BLOCK_R):
             ranks = first_rank + tl.arange(0, BLOCK_R)
             mask = ranks < rank
-            values = tl.load(a_ptr + (first_row + ranks) * vocabulary + token_id, mask=mask, other=0.0)
+            values = tl.load(a_ptr + (first_row + ranks) * a_stride + token_id, mask=mask, other=0.0)
             h = (values.to(tl.float32) * scaling).to(h_ptr.dtype.element_ty)
             tl.store(h_ptr + token.to(tl.int64) * h_token_stride + ranks, h, mask=mask)

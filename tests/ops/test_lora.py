@@ -93,6 +93,7 @@ def cases(draw: st.DrawFn) -> Case:
         dtype=dtype,
         row_dtype=draw(st.sampled_from([dtype, torch.float32, torch.bfloat16])),
         seed=rng.randrange(2**32),
+        interleaved=draw(st.booleans()),
     )
 
 

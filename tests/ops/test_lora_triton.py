@@ -97,6 +97,7 @@ def steps(draw: st.DrawFn) -> tuple[Case, int]:
         dtype=dtype,
         row_dtype=draw(st.sampled_from([dtype, torch.bfloat16])),
         seed=rng.randrange(2**32),
+        interleaved=draw(st.booleans()),
     )
     return case, draw(st.sampled_from([0, 5, 17]))
 
@@ -116,6 +117,7 @@ def one_token_steps(draw: st.DrawFn) -> Case:
         dtype=dtype,
         row_dtype=draw(st.sampled_from([dtype, torch.bfloat16])),
         seed=rng.randrange(2**32),
+        interleaved=draw(st.booleans()),
     )
 
 

@@ -79,6 +79,7 @@ def compile_shrink(config: ShrinkConfig, unaligned: Collection[str] = ()) -> lis
             "scalings_ptr": "*fp32",
             "in_features": "i32",
             "x_stride": "i32",
+            "a_stride": "i32",
             **MAPS,
             **STRIDES,
         },
@@ -166,6 +167,7 @@ def compile_one_token(shrink: OneTokenShrink, expand: OneTokenExpand) -> None:
                 "scalings_ptr": "*fp32",
                 "in_features": "i32",
                 "x_stride": "i32",
+                "a_stride": "i32",
                 **given,
                 **maps,
                 **STRIDES,
@@ -207,7 +209,7 @@ def compile_embedding() -> None:
             "h_ptr": "*fp32",
             "token_segment_ptr": "*i32",
             "scalings_ptr": "*fp32",
-            "vocabulary": "i32",
+            "a_stride": "i32",
             **MAPS,
             **STRIDES,
         },
@@ -227,7 +229,7 @@ if __name__ == "__main__":
         found += compile_expand(entry.expand, splits)
         found += compile_expand(entry.expand, 1, "*fp32")  # after the embedding's gather
         if entry.shrink.block_m >= 64:  # others are not multiplied by wgmma
-            found += compile_shrink(entry.shrink, ("in_features", "x_stride"))
+            found += compile_shrink(entry.shrink, ("in_features", "x_stride", "a_stride"))
             found += compile_expand(fit_columns(entry.expand, 1), splits, unaligned=COLUMNS)
             # Widths that are multiples of 16, but not of a block, with each further option once.
             found += compile_expand(entry.expand, splits, dtype="fp16", num_slices=3, EVEN_N=False, HAS_INDEX=True)

@@ -43,7 +43,7 @@ class NoDriver:
 def make_stack(in_features: int, widths: tuple[int, ...], dtype: torch.dtype) -> LoraStack:
     """Rows of NUM_PLACES adapters of mixed ranks."""
     ranks = tuple((16, 5, 0, 200, 40, 16) for _ in widths)
-    return make_step(Case(in_features, widths, ranks, (1,) * NUM_PLACES, dtype=dtype)).stack
+    return make_step(Case(in_features, widths, ranks, (1,) * NUM_PLACES, dtype=dtype, interleaved=True)).stack
 
 
 def random_lengths(rng: random.Random) -> list[int]:

@@ -15,7 +15,10 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Case:
-    """One step: `ranks[s][i]` and `lengths[i]` of the i-th adapter, widths per slice, base tokens last."""
+    """One step: `ranks[s][i]` and `lengths[i]` of the i-th adapter, widths per slice, base tokens last.
+
+    interleaved  the rows of A stand slice by slice in one buffer, as behind a base weight
+    """
 
     in_features: int
     widths: tuple[int, ...]
@@ -25,6 +28,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     row_dtype: torch.dtype | None = None
     seed: int = 0
+    interleaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,7 @@ def make_step(case: Case, *, device: str = "cpu", pad_to: int = 0, shuffle_place
         column += width
     num_tokens = sum(case.lengths) + case.num_base_tokens
     stack = LoraStack(
-        a=tuple(a),
+        a=torch.stack(a, dim=1).unbind(1) if case.interleaved else tuple(a),
         b=tuple(b),
         ranks=torch.tensor(ranks_table, dtype=torch.int32, device=device),
         scalings=torch.tensor(scalings_table, dtype=torch.float32, device=device),
