@@ -29,6 +29,7 @@ _DEVICE_NODES = Path("/dev")
 IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "cpu": {
         "lora": ("cpu", "reference"),
+        "lora_window": ("reference",),
         "causal_conv1d": ("cpu", "reference"),
         "paged_attention": ("sdpa", "reference"),
         "linear": ("cpu", "reference"),
@@ -39,6 +40,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "cuda": {
         "lora": ("triton_cuda", "any_device", "reference"),
+        "lora_window": ("triton_cuda", "reference"),
         "causal_conv1d": ("triton_cuda", "any_device", "reference"),
         "paged_attention": ("triton_cuda", "sdpa", "reference"),
         "linear": ("reference",),
@@ -49,6 +51,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "npu": {
         "lora": ("triton_ascend", "any_device", "reference"),
+        "lora_window": ("reference",),
         "causal_conv1d": ("triton_ascend", "any_device", "reference"),
         "paged_attention": ("npu", "sdpa", "reference"),
         "linear": ("reference",),
@@ -93,6 +96,14 @@ class Platform:
         """This platform with `op` served by another implementation; `reason` is one sentence that names the op."""
         implementations = MappingProxyType({**self.implementations, op: implementation})
         return replace(self, implementations=implementations, fallbacks=(*self.fallbacks, reason))
+
+    @property
+    def window_rows(self) -> bool:
+        """Whether the rows of A stand behind the base weights, so that the base product can yield h.
+
+        Only where weights are held as they are, and a kernel adds the expand to such a product.
+        """
+        return self.implementations["linear"] == "reference" and self.implementations["lora_window"] == "triton_cuda"
 
     def row_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Dtype in which LoRA rows are held beside a model of `model_dtype`.

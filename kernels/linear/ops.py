@@ -1,6 +1,9 @@
 """The base projection: a weight is packed once into what the device multiplies fastest, then used in every step.
 
 linear   out = x @ weight.T + bias
+
+Behind a weight there may be room for the rows of A of all adapters, in the same buffer: the product over a longer
+prefix of it yields the adapters' h too (`kernels.lora_window.ops`).
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ class PackedWeight:
     data    in the implementation's own layout and dtype
     bias    [out_features] or None
     dtype   dtype of the weight that was packed: inputs and outputs of `linear` have it
-    nbytes  memory held
+    nbytes  memory held, without rows behind the weight
+    behind  the weight with such rows, if it has any
     """
 
     data: torch.Tensor
@@ -32,6 +36,23 @@ class PackedWeight:
     in_features: int
     implementation: str
     nbytes: int
+    behind: RowsBehind | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowsBehind:
+    """The buffer that a weight shares with rows of A.
+
+    data        [out_features + num_rows * num_slices, in_features]: the weight, then row j of slice s as row
+                out_features + j * num_slices + s
+    bias        [out_features + num_rows * num_slices], zero behind the weight's own; or None
+    num_rows    rows of each slice
+    """
+
+    data: torch.Tensor
+    bias: torch.Tensor | None
+    num_rows: int
+    num_slices: int
 
 
 def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:
@@ -43,16 +64,34 @@ def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packe
     return _module(implementation).pack_weight(weight, bias)
 
 
-def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+def append_rows(weight: PackedWeight, num_rows: int, num_slices: int) -> tuple[PackedWeight, torch.Tensor]:
+    """The weight anew, in one buffer with num_rows rows of A for each slice behind it, and that part of the buffer.
+
+    The caller drops the old weight; until then both are held. Only for weights that are held as they are.
+
+    Returns (weight, [num_rows * num_slices, in_features], row j of slice s at j * num_slices + s, not cleared).
+    """
+    assert weight.behind is None, "the weight has rows behind it already"
+    return _module(weight.implementation).append_rows(weight, num_rows, num_slices)
+
+
+def linear(x: torch.Tensor, weight: PackedWeight, *, window_rows: int = 0) -> torch.Tensor:
     """out = x @ weight.T + bias, accumulated in float32 and rounded once.
 
-    x  [tokens, in_features] of the weight's dtype, unit stride along the features
+    x            [tokens, in_features] of the weight's dtype, unit stride along the features
+    window_rows  rows of A of each slice to multiply with as well: column out_features + j * num_slices + s of the
+                 result is x @ (row j of slice s), without bias
 
-    Returns a fresh contiguous [tokens, out_features] of that dtype.
+    Returns a fresh contiguous [tokens, out_features + window_rows * num_slices] of that dtype.
     """
     assert x.dim() == 2 and x.shape[1] == weight.in_features, "x does not fit the weight"
     assert x.dtype == weight.dtype, f"x is {x.dtype}, the weight {weight.dtype}"
-    return _module(weight.implementation).linear(x, weight)
+    if not window_rows:
+        return _module(weight.implementation).linear(x, weight)
+    behind = weight.behind
+    assert behind is not None and window_rows <= behind.num_rows, "the window is longer than the rows behind the weight"
+    num_columns = weight.out_features + window_rows * behind.num_slices
+    return _module(weight.implementation).linear_window(x, behind, num_columns)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kernels.probe import attention_cases, conv_cases, dense_cases, lora_cases, sampling_cases
+from kernels.probe import attention_cases, conv_cases, dense_cases, lora_cases, sampling_cases, window_cases
 from kernels.probe.place import Place
 from kernels.probe.prepared import Prepared
 from kernels.probe.shapes import ProbeShapes
@@ -20,6 +20,12 @@ _CASES: Mapping[str, Mapping[str, Case]] = {
         "lora_embedding": lora_cases.embedding,
         "lora_shrink": lora_cases.shrink,
         "lora_expand": lora_cases.expand,
+    },
+    "lora_window": {
+        "lora_expand_window": window_cases.expand,
+        "lora_expand_window_many": window_cases.expand_many,
+        "swiglu_window": window_cases.swiglu,
+        "swiglu_window_many": window_cases.swiglu_many,
     },
     "causal_conv1d": {
         "causal_conv1d_prefill": conv_cases.prefill,

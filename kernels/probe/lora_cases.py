@@ -12,7 +12,7 @@ from kernels.probe.shapes import ProbeShapes
 
 # Tokens of each adapter in the step: decode tokens and a chunk; chunks that make the step large, since there are other
 # kernels and tiles for it (on an NPU beyond 64 tokens, on a GPU beyond 128); and one alone (other kernels on a GPU).
-_FEW, _MANY, _ONE = (1, 7, 2, 1), (100, 1, 49, 5), (1,)
+FEW, MANY, ONE = (1, 7, 2, 1), (100, 1, 49, 5), (1,)
 # Per adapter: place, first row of its range.
 _PLACES, _FIRST_ROWS = (2, 0, 3, 1), (32, 0, 96, 64)
 _NUM_BASE_TOKENS = 3
@@ -26,8 +26,8 @@ _VOCABULARY = 83
 
 def shrink(shapes: ProbeShapes, place: Place) -> Prepared:
     """x @ A.T of three slices, of which only the columns below each rank are defined."""
-    stack, maps = _stack(shapes, place, _qkv(shapes), shapes.hidden_size), _maps(place, _FEW)
-    x = _activations(place, shapes.hidden_size, _FEW)
+    stack, maps = make_stack(shapes, place, qkv_widths(shapes), shapes.hidden_size), make_maps(place, FEW)
+    x = _activations(place, shapes.hidden_size, FEW)
 
     def call() -> tuple[torch.Tensor, ...]:
         h = ops.lora_shrink(x, stack, maps)
@@ -42,14 +42,14 @@ def shrink(shapes: ProbeShapes, place: Place) -> Prepared:
 
 def expand(shapes: ProbeShapes, place: Place) -> Prepared:
     """h @ B, added to an output whose base rows stay as they are."""
-    widths = _qkv(shapes)
-    stack, maps = _stack(shapes, place, widths, shapes.hidden_size), _maps(place, _FEW)
+    widths = qkv_widths(shapes)
+    stack, maps = make_stack(shapes, place, widths, shapes.hidden_size), make_maps(place, FEW)
     h = place.random(len(widths), maps.num_tokens, 32)
     for s in range(len(widths)):
         for segment in maps.segments:
             h[s, segment.start : segment.end, stack.host_ranks[s][segment.place] :] = torch.nan
-    h[:, sum(_FEW) :] = torch.nan
-    h, out = h.to(place.device), _output(place, sum(widths), _FEW)
+    h[:, sum(FEW) :] = torch.nan
+    h, out = h.to(place.device), _output(place, sum(widths), FEW)
 
     def call() -> tuple[torch.Tensor, ...]:
         ops.lora_expand(h, out, stack, maps)
@@ -60,24 +60,24 @@ def expand(shapes: ProbeShapes, place: Place) -> Prepared:
 
 def linear(shapes: ProbeShapes, place: Place) -> Prepared:
     """Shrink and expand in one op, over a packed projection, for few tokens."""
-    return _linear(shapes, place, _FEW)
+    return _linear(shapes, place, FEW)
 
 
 def linear_many(shapes: ProbeShapes, place: Place) -> Prepared:
     """The same for many."""
-    return _linear(shapes, place, _MANY)
+    return _linear(shapes, place, MANY)
 
 
 def linear_one(shapes: ProbeShapes, place: Place) -> Prepared:
     """The same for one token, with no base token beside it."""
-    return _linear(shapes, place, _ONE, num_base_tokens=0)
+    return _linear(shapes, place, ONE, num_base_tokens=0)
 
 
 def _linear(
     shapes: ProbeShapes, place: Place, lengths: tuple[int, ...], num_base_tokens: int = _NUM_BASE_TOKENS
 ) -> Prepared:
-    widths = _qkv(shapes)
-    stack, maps = _stack(shapes, place, widths, shapes.hidden_size), _maps(place, lengths, num_base_tokens)
+    widths = qkv_widths(shapes)
+    stack, maps = make_stack(shapes, place, widths, shapes.hidden_size), make_maps(place, lengths, num_base_tokens)
     x = _activations(place, shapes.hidden_size, lengths, num_base_tokens)
     out = _output(place, sum(widths), lengths, num_base_tokens)
 
@@ -90,9 +90,9 @@ def _linear(
 
 def embedding(shapes: ProbeShapes, place: Place) -> Prepared:
     """Columns of A by token id, times B."""
-    stack, maps = _stack(shapes, place, (shapes.hidden_size,), _VOCABULARY), _maps(place, _FEW)
+    stack, maps = make_stack(shapes, place, (shapes.hidden_size,), _VOCABULARY), make_maps(place, FEW)
     token_ids = place.ints([(17 * token) % _VOCABULARY for token in range(maps.num_tokens)], torch.int64)
-    out = _output(place, shapes.hidden_size, _FEW)
+    out = _output(place, shapes.hidden_size, FEW)
 
     def call() -> tuple[torch.Tensor, ...]:
         ops.lora_embedding(token_ids, out, stack, maps)
@@ -101,7 +101,7 @@ def embedding(shapes: ProbeShapes, place: Place) -> Prepared:
     return call
 
 
-def _qkv(shapes: ProbeShapes) -> tuple[int, ...]:
+def qkv_widths(shapes: ProbeShapes) -> tuple[int, ...]:
     kv_size = shapes.num_kv_heads * shapes.head_dim
     return shapes.num_heads * shapes.head_dim, kv_size, kv_size
 
@@ -121,7 +121,7 @@ def _output(
     return place.put(place.random(sum(lengths) + num_base_tokens, width))
 
 
-def _maps(place: Place, lengths: tuple[int, ...], num_base_tokens: int = _NUM_BASE_TOKENS) -> LoraMaps:
+def make_maps(place: Place, lengths: tuple[int, ...], num_base_tokens: int = _NUM_BASE_TOKENS) -> LoraMaps:
     """One segment for each length, padded to six, then base tokens."""
     starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     segments = tuple(
@@ -141,7 +141,7 @@ def _maps(place: Place, lengths: tuple[int, ...], num_base_tokens: int = _NUM_BA
     )
 
 
-def _stack(shapes: ProbeShapes, place: Place, widths: tuple[int, ...], in_features: int) -> LoraStack:
+def make_stack(shapes: ProbeShapes, place: Place, widths: tuple[int, ...], in_features: int) -> LoraStack:
     """Rows of four adapters. As in the row pool, a range is zero past an adapter's rank; other rows are unwritten."""
     ranks = [[0] * len(_PLACES) for _ in widths]
     scalings = [[0.0] * len(_PLACES) for _ in widths]

@@ -7,7 +7,7 @@ import importlib
 import pytest
 import torch
 
-from kernels.linear import ops
+from kernels.linear import ops, reference
 from kernels.linear.ops import linear, pack_weight
 from tests.tolerances import OP
 
@@ -67,3 +67,33 @@ def test_refuses_what_does_not_fit() -> None:
 def test_says_what_it_holds() -> None:
     packed = ops.pack_weight(torch.randn(6, 4), torch.randn(6))
     assert (packed.out_features, packed.in_features, packed.nbytes) == (6, 4, (24 + 6) * 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
+def test_a_window_adds_the_products_of_the_rows_behind(dtype: torch.dtype, has_bias: bool) -> None:
+    """One truth: what is written to the rows afterwards is multiplied, for every length of the window."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(40, 24, generator=generator) * 0.2).to(dtype)
+    bias = torch.randn(40, generator=generator).to(dtype) if has_bias else None
+    x = torch.randn(5, 24, generator=generator).to(dtype)
+    plain = reference.pack_weight(weight, bias)
+    packed, rows = ops.append_rows(plain, num_rows=4, num_slices=3)
+    assert rows.shape == (12, 24)
+    assert (packed.nbytes, packed.out_features) == (plain.nbytes, 40)
+    rows.copy_(torch.randn(12, 24, generator=generator))
+    rows[9:] = torch.nan  # the last row of each slice
+    atol, rtol = OP[dtype]
+    for window_rows in range(4):
+        out = linear(x, packed, window_rows=window_rows)
+        assert out.is_contiguous()
+        torch.testing.assert_close(out[:, :40].double(), expected_product(x, weight, bias), atol=atol, rtol=rtol)
+        behind = expected_product(x, rows[: 3 * window_rows], None)
+        torch.testing.assert_close(out[:, 40:].double(), behind, atol=atol, rtol=rtol)
+    with_nan = linear(x, packed, window_rows=4)
+    torch.testing.assert_close(with_nan[:, :49], out, atol=atol, rtol=rtol)
+    assert with_nan[:, 49:].isnan().all()
+    with pytest.raises(AssertionError, match="longer"):
+        linear(x, packed, window_rows=5)
+    with pytest.raises(AssertionError, match="already"):
+        ops.append_rows(packed, 4, 3)

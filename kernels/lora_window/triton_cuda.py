@@ -1,0 +1,126 @@
+"""The window's ops on NVIDIA GPUs: one launch each, no workspace, no synchronisation.
+
+The grid follows from the padded token count and the window, and the kernels read what is active from the maps on the
+device. A captured step can therefore be replayed with any adapters, ranks and tokens of its padded size, as long as
+their rows lie in the window of the captured product.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from kernels.lora.maps import LoraMaps, LoraStack
+from kernels.lora_window.lengths import LENGTHS
+from kernels.lora_window.triton_cuda_configs import TABLES, TileConfig, TokenConfig, WindowConfig, config_for
+from kernels.lora_window.triton_cuda_tiles import lora_expand_tile_kernel, swiglu_tile_kernel
+from kernels.lora_window.triton_cuda_tokens import lora_expand_token_kernel, swiglu_token_kernel
+from kernels.platform import in_use
+
+_HOPPER = (9, 0)
+
+
+def lora_expand_window(
+    product: torch.Tensor, stack: LoraStack, maps: LoraMaps, *, config: WindowConfig | None = None
+) -> None:
+    """See `ops.lora_expand_window`.
+
+    config  for tuning
+    """
+    widths = tuple(b.shape[1] for b in stack.b)
+    out_features = stack.slice_starts[-1] + widths[-1]
+    window_rows = (product.shape[1] - out_features) // len(widths)
+    chosen = (config or _config(product.device, maps.num_tokens, window_rows)).expand
+    is_tile = isinstance(chosen, TileConfig)
+    kernel = lora_expand_tile_kernel if is_tile else lora_expand_token_kernel
+    num_blocks = sum(-(-width // chosen.block_n) for width in widths)
+    kernel[(chosen.num_programs(maps.num_tokens, window_rows), num_blocks)](
+        product,
+        stack.b,
+        maps.token_segment,
+        maps.places,
+        maps.first_rows[stack.group],
+        stack.ranks,
+        stack.scalings,
+        widths,
+        stack.slice_starts,
+        out_features,
+        product.stride(0),
+        *((maps.num_tokens, chosen.turns(maps.num_tokens, window_rows)) if isinstance(chosen, TileConfig) else ()),
+        stack.ranks.shape[1],
+        NUM_SLICES=len(widths),
+        EVEN_N=all(width % chosen.block_n == 0 for width in widths),
+        **_options(product.device, chosen),
+    )
+
+
+def swiglu_window(
+    product: torch.Tensor,
+    stack: LoraStack,
+    maps: LoraMaps,
+    *,
+    out: torch.Tensor,
+    config: WindowConfig | None = None,
+) -> None:
+    """See `ops.swiglu_window`.
+
+    config  for tuning
+    """
+    size = out.shape[1]
+    window_rows = (product.shape[1] - 2 * size) // 2
+    chosen = (config or _config(product.device, maps.num_tokens, window_rows)).swiglu
+    kernel = swiglu_tile_kernel if isinstance(chosen, TileConfig) else swiglu_token_kernel
+    kernel[(chosen.num_programs(maps.num_tokens, window_rows), -(-size // chosen.block_n))](
+        product,
+        *stack.b,
+        out,
+        maps.token_segment,
+        maps.places,
+        maps.first_rows[stack.group],
+        stack.ranks,
+        stack.scalings,
+        size,
+        product.stride(0),
+        *((maps.num_tokens, chosen.turns(maps.num_tokens, window_rows)) if isinstance(chosen, TileConfig) else ()),
+        stack.ranks.shape[1],
+        EVEN_N=size % chosen.block_n == 0,
+        **_options(product.device, chosen),
+    )
+
+
+def calls_to_compile(max_tokens: int, max_rows: int) -> list[tuple[int, int]]:
+    """(tokens, rows of the window) that choose, between them, every variant that any step can choose."""
+    bounds = {config.max_tokens for table in TABLES.values() for config in table}
+    sizes = sorted({1, *(min(bound, max_tokens) for bound in bounds)})
+    lengths = {min(length.rows, max_rows) for length in LENGTHS}
+    found: dict[WindowConfig, tuple[int, int]] = {}
+    for num_tokens in sizes:
+        for rows in sorted(lengths):
+            found.setdefault(config_for("any", num_tokens, rows), (num_tokens, rows))
+    return list(found.values())
+
+
+def compiled_count() -> int:
+    """Number of compiled variants of these kernels in this process; it must not rise after warm-up."""
+    kernels = (lora_expand_tile_kernel, swiglu_tile_kernel, lora_expand_token_kernel, swiglu_token_kernel)
+    caches = [getattr(kernel, "device_caches", {}) for kernel in kernels]
+    return sum(len(cache[0]) for of_devices in caches for cache in of_devices.values())
+
+
+@functools.cache
+def _config(device: torch.device, num_tokens: int, window_rows: int) -> WindowConfig:
+    return config_for(in_use(device).kind, num_tokens, window_rows)
+
+
+@functools.cache
+def _options(device: torch.device, chosen: TileConfig | TokenConfig) -> dict[str, Any]:
+    """The configuration as constants, and the options of the CUDA backend, which the interpreter does not know."""
+    dependent = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER
+    options: dict[str, Any] = {"BLOCK_N": chosen.block_n, "DEPENDENT_LAUNCH": dependent, "num_warps": chosen.num_warps}
+    if isinstance(chosen, TileConfig):
+        options |= {"BLOCK_M": chosen.block_m, "STAGES": chosen.stages}
+    if device.type == "cuda":
+        options |= {"launch_pdl": dependent, "maxnreg": chosen.max_registers}
+    return options
