@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +55,13 @@ class RowPool:
         device: torch.device | str = "cpu",
         alignment: int = 16,
         max_rank: int | None = None,
+        rows_behind: Callable[[str, int, int], torch.Tensor | None] | None = None,
     ) -> None:
+        """rows_behind  (name of a projection, number of rows, number of slices) -> memory behind its base weight for
+        the rows of A, [rows * slices, in_features], row j of slice s at j * slices + s; None: they stand by themselves.
+        The bytes count as the pool's either way.
+        """
+        self._rows_behind = rows_behind
         self.plan = plan_rows(
             layout, budget_bytes, element_bytes=dtype.itemsize, alignment=alignment, max_rank=max_rank
         )
@@ -92,6 +98,11 @@ class RowPool:
         """First row per group of the layout, -1 where the adapter has none. Read it when the maps of a step are built,
         after all loads of that step."""
         return self._first_rows[place]
+
+    def rows_end(self, digests: Collection[str]) -> int:
+        """The row behind the last one, in any group, of these residents: a window must be as long to hold them all."""
+        taken = (self._ranges[group].get(digest) for digest in digests for group in self._residents[digest].rows)
+        return max((owned.end for owned in taken if owned is not None), default=0)
 
     # ---- residents
 
@@ -316,9 +327,16 @@ class RowPool:
         first = sum(len(stack.a) for stack in self._stacks.values())
         num_slices = len(projection.slices)
         widths = [piece.out_features for piece in projection.slices]
+        behind = self._rows_behind(projection.name, num_rows, num_slices) if self._rows_behind else None
+        assert behind is None or behind.dtype == dtype, "rows behind a weight are of its dtype"
         # Not cleared: memory that no adapter has used yet then costs nothing on a CPU.
         return LoraStack(
-            a=tuple(torch.empty(num_rows, projection.in_features, dtype=dtype, device=device) for _ in widths),
+            a=tuple(
+                torch.empty(num_rows, projection.in_features, dtype=dtype, device=device)
+                if behind is None
+                else behind[s::num_slices]
+                for s in range(num_slices)
+            ),
             b=tuple(torch.empty(num_rows, width, dtype=dtype, device=device) for width in widths),
             ranks=self._ranks[first : first + num_slices],
             scalings=self._scalings[first : first + num_slices],

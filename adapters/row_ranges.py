@@ -55,14 +55,18 @@ class RangeAllocator:
         return self.num_rows - self.num_used
 
     def take(self, owner: str, length: int) -> Range | None:
-        """Give `owner` the smallest gap that holds `length` rows; None if no single gap does."""
+        """Give `owner` the lowest gap that holds `length` rows; None if no single gap does.
+
+        The lowest, not the smallest: the windows behind base weights are prefixes of the rows, and a short one is all
+        that a step needs whose adapters stand low. (Moving those in use often down, while others are idle, is a step
+        that is not taken here.)
+        """
         assert owner not in self._ranges, owner
         assert length > 0
-        gaps = [gap for gap in self._gaps() if gap.length >= length]
-        if not gaps:
+        gap = next((gap for gap in self._gaps() if gap.length >= length), None)
+        if gap is None:
             return None
-        start = min(gaps, key=lambda gap: (gap.length, gap.start)).start
-        self._ranges[owner] = Range(start, length)
+        self._ranges[owner] = Range(gap.start, length)
         return self._ranges[owner]
 
     def has_gap(self, length: int) -> bool:

@@ -22,10 +22,8 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.lora.idle import idle_maps, idle_matrix
 from kernels.lora.maps import LoraMaps, LoraStack
-from kernels.lora_window.lengths import MAX_WINDOW_TOKENS
-from kernels.platform import implementation
+from kernels.platform import contract, implementation
 
 
 def lora_expand_window(product: torch.Tensor, stack: LoraStack, maps: LoraMaps) -> None:
@@ -67,25 +65,10 @@ def warm_up(
     """
     num_compiled = 0
     for stack, is_gated in [*((stack, False) for stack in stacks), *((stack, True) for stack in gated)]:
-        module = implementation("lora_window", stack.ranks.device)
-        if not hasattr(module, "compiled_count") or not stack.a[0].shape[0]:
-            continue
-        before = module.compiled_count()
-        num_rows = stack.a[0].shape[0]
-        for num_tokens, window_rows in module.calls_to_compile(min(max_tokens, MAX_WINDOW_TOKENS), num_rows):
-            maps = idle_maps(num_tokens, max_segments, stack)
-            width = out_features(stack) + window_rows * len(stack.a)
-            if is_gated:
-                swiglu_window(torch.zeros(num_tokens, width, dtype=dtype, device=stack.ranks.device), stack, maps)
-            else:
-                lora_expand_window(idle_matrix(num_tokens, width, dtype, stack), stack, maps)
-        num_compiled += module.compiled_count() - before
+        if stack.b[0].shape[0]:  # a pool too small for any row
+            serving = contract("lora_window", stack.ranks.device)
+            num_compiled += serving.warm_up_and_count(stack, max_tokens, dtype, max_segments, is_gated=is_gated)
     return num_compiled
-
-
-def out_features(stack: LoraStack) -> int:
-    """N, the columns of the base output: the slices cover them."""
-    return stack.slice_starts[-1] + stack.b[-1].shape[1]
 
 
 def _check(product: torch.Tensor, stack: LoraStack, maps: LoraMaps) -> None:
@@ -93,6 +76,6 @@ def _check(product: torch.Tensor, stack: LoraStack, maps: LoraMaps) -> None:
     assert product.dim() == 2 and product.stride(1) == 1, "product is a matrix with unit stride along its columns"
     assert product.shape[0] == maps.num_tokens, "product does not cover the step"
     assert product.dtype == stack.b[0].dtype, f"product is {product.dtype}, the rows are {stack.b[0].dtype}"
-    window_columns = product.shape[1] - out_features(stack)
+    window_columns = product.shape[1] - stack.output_width
     assert window_columns > 0 and window_columns % len(stack.b) == 0, "product ends with one column per row and slice"
     assert all(b.is_contiguous() for b in stack.b), "rows of B are contiguous"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from kernels.contract import Contract
 from kernels.lora.maps import LoraMaps, LoraStack
+
+CONTRACT = Contract()  # segments are read on the host
 
 
 def lora_expand_window(product: torch.Tensor, stack: LoraStack, maps: LoraMaps) -> None:
@@ -23,7 +26,7 @@ def swiglu_window(product: torch.Tensor, stack: LoraStack, maps: LoraMaps, *, ou
 
 def _add_deltas(out: torch.Tensor, product: torch.Tensor, stack: LoraStack, maps: LoraMaps) -> None:
     """out[t, slice s] += delta[t, slice s]; `out` may be `product`."""
-    num_slices, first_column = len(stack.b), stack.slice_starts[-1] + stack.b[-1].shape[1]
+    num_slices, first_column = len(stack.b), stack.output_width
     for segment in maps.segments:
         first_row, tokens = segment.first_rows[stack.group], slice(segment.start, segment.end)
         for s, (b, start) in enumerate(zip(stack.b, stack.slice_starts, strict=True)):

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
+from kernels import triton_launch
+from kernels.contract import Contract
+from kernels.lora.idle import idle_maps, idle_matrix
 from kernels.lora.maps import LoraMaps, LoraStack
-from kernels.lora_window.lengths import LENGTHS
+from kernels.lora_window.lengths import LENGTHS, MAX_WINDOW_TOKENS
 from kernels.lora_window.triton_cuda_configs import TABLES, TileConfig, TokenConfig, WindowConfig, config_for
 from kernels.lora_window.triton_cuda_tiles import lora_expand_tile_kernel, swiglu_tile_kernel
 from kernels.lora_window.triton_cuda_tokens import lora_expand_token_kernel, swiglu_token_kernel
 from kernels.platform import in_use
-
-_HOPPER = (9, 0)
 
 
 def lora_expand_window(
@@ -30,8 +31,7 @@ def lora_expand_window(
     config  for tuning
     """
     widths = tuple(b.shape[1] for b in stack.b)
-    out_features = stack.slice_starts[-1] + widths[-1]
-    window_rows = (product.shape[1] - out_features) // len(widths)
+    window_rows = (product.shape[1] - stack.output_width) // len(widths)
     chosen = (config or _config(product.device, maps.num_tokens, window_rows)).expand
     is_tile = isinstance(chosen, TileConfig)
     kernel = lora_expand_tile_kernel if is_tile else lora_expand_token_kernel
@@ -46,7 +46,7 @@ def lora_expand_window(
         stack.scalings,
         widths,
         stack.slice_starts,
-        out_features,
+        stack.output_width,
         product.stride(0),
         *((maps.num_tokens, chosen.turns(maps.num_tokens, window_rows)) if isinstance(chosen, TileConfig) else ()),
         stack.ranks.shape[1],
@@ -90,23 +90,36 @@ def swiglu_window(
     )
 
 
-def calls_to_compile(max_tokens: int, max_rows: int) -> list[tuple[int, int]]:
-    """(tokens, rows of the window) that choose, between them, every variant that any step can choose."""
-    bounds = {config.max_tokens for table in TABLES.values() for config in table}
-    sizes = sorted({1, *(min(bound, max_tokens) for bound in bounds)})
-    lengths = {min(length.rows, max_rows) for length in LENGTHS}
-    found: dict[WindowConfig, tuple[int, int]] = {}
-    for num_tokens in sizes:
-        for rows in sorted(lengths):
-            found.setdefault(config_for("any", num_tokens, rows), (num_tokens, rows))
-    return list(found.values())
+def warm_up(stack: LoraStack, max_tokens: int, dtype: torch.dtype, max_segments: int, *, is_gated: bool) -> None:
+    """See `ops.warm_up`, of one stack."""
+    for num_tokens, window_rows in _calls_to_compile(min(max_tokens, MAX_WINDOW_TOKENS), stack.b[0].shape[0]):
+        maps = idle_maps(num_tokens, max_segments, stack)
+        width = stack.output_width + window_rows * len(stack.b)
+        if is_gated:
+            product = torch.zeros(num_tokens, width, dtype=dtype, device=stack.ranks.device)
+            swiglu_window(product, stack, maps, out=product.new_empty(num_tokens, stack.b[0].shape[1]))
+        else:
+            lora_expand_window(idle_matrix(num_tokens, width, dtype, stack), stack, maps)
 
 
 def compiled_count() -> int:
     """Number of compiled variants of these kernels in this process; it must not rise after warm-up."""
-    kernels = (lora_expand_tile_kernel, swiglu_tile_kernel, lora_expand_token_kernel, swiglu_token_kernel)
-    caches = [getattr(kernel, "device_caches", {}) for kernel in kernels]
-    return sum(len(cache[0]) for of_devices in caches for cache in of_devices.values())
+    return triton_launch.count_compiled(
+        lora_expand_tile_kernel, swiglu_tile_kernel, lora_expand_token_kernel, swiglu_token_kernel
+    )
+
+
+CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=True)
+
+
+def _calls_to_compile(max_tokens: int, max_rows: int) -> list[tuple[int, int]]:
+    """(tokens, rows of the window) that choose, between them, every variant that steps of the engine can choose."""
+    bounds = {config.max_tokens for table in TABLES.values() for config in table}
+    found: dict[WindowConfig, tuple[int, int]] = {}
+    for num_tokens in sorted({1, *(min(bound, max_tokens) for bound in bounds)}):
+        for rows in sorted({min(length.rows, max_rows) for length in LENGTHS}):
+            found.setdefault(config_for("any", num_tokens, rows), (num_tokens, rows))
+    return list(found.values())
 
 
 @functools.cache
@@ -117,10 +130,8 @@ def _config(device: torch.device, num_tokens: int, window_rows: int) -> WindowCo
 @functools.cache
 def _options(device: torch.device, chosen: TileConfig | TokenConfig) -> dict[str, Any]:
     """The configuration as constants, and the options of the CUDA backend, which the interpreter does not know."""
-    dependent = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER
+    dependent = triton_launch.launches_dependently(device)
     options: dict[str, Any] = {"BLOCK_N": chosen.block_n, "DEPENDENT_LAUNCH": dependent, "num_warps": chosen.num_warps}
     if isinstance(chosen, TileConfig):
         options |= {"BLOCK_M": chosen.block_m, "STAGES": chosen.stages}
-    if device.type == "cuda":
-        options |= {"launch_pdl": dependent, "maxnreg": chosen.max_registers}
-    return options
+    return options | triton_launch.launch_options(device, max_registers=chosen.max_registers)

@@ -268,6 +268,6 @@ def swiglu_tile_kernel(
                 EVEN_N,
             )
         out = out_ptr + tokens.to(tl.int64)[:, None] * size + columns[None, :]
-        tl.store(out, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out, (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty), mask=mask)
     if DEPENDENT_LAUNCH:
         gdc_wait()

@@ -149,4 +149,4 @@ def swiglu_token_kernel(
         )
         up += _expand_token(h_ptr + 1, up_b_ptr, up_h, up_b, first_row, up_rank, up_scaling, columns, size, 2, EVEN_N)
     out = out_ptr + token.to(tl.int64) * size + columns
-    tl.store(out, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out, (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty), mask=mask)

@@ -52,5 +52,7 @@ def cases_of(op: str, shapes: ProbeShapes) -> Mapping[str, Case]:
     """The cases that a model of these shapes needs of `op`; none where it does not use the op."""
     if op == "causal_conv1d" and shapes.conv_width == 0:
         return {}
-    has_windows = shapes.sliding_window is not None
-    return {name: case for name, case in _CASES[op].items() if has_windows or "window" not in name}
+    cases = _CASES[op]
+    if shapes.sliding_window is None:
+        return {name: case for name, case in cases.items() if not name.startswith("paged_attention_window")}
+    return cases

@@ -57,7 +57,7 @@ def _swiglu(shapes: ProbeShapes, place: Place, lengths: tuple[int, ...]) -> Prep
 
 def _product(shapes: ProbeShapes, place: Place, stack: LoraStack, maps: LoraMaps) -> torch.Tensor:
     """A base output, then h: of each token only in the columns of its own adapter's ranks, NaN elsewhere."""
-    num_slices, num_columns = len(stack.b), ops.out_features(stack)
+    num_slices, num_columns = len(stack.b), stack.output_width
     num_rows = stack.b[0].shape[0]
     product = torch.full((maps.num_tokens, num_columns + num_rows * num_slices), torch.nan)
     product[:, :num_columns] = place.random(maps.num_tokens, num_columns)

@@ -47,6 +47,8 @@ class StepBatch:
     logits_rows      int64 [num_rows]: the tokens whose logits are wanted, ascending (hence also in adapter order);
                      None: all of them
     logits_lora      maps of those rows for the head; None like `lora`
+    window_rows      rows of A behind the base weights that the base products take along (`kernels.lora_window`); all
+                     rows of the step's adapters lie among them. 0: shrink and expand are kernels of their own
     riders           tensors that came to the device with the maps and are none of the model's: the sampler's
     """
 
@@ -60,3 +62,4 @@ class StepBatch:
     logits_lora: LoraMaps | None
     token_slots: torch.Tensor | None = None
     riders: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    window_rows: int = 0

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from kernels.lora import ops as lora_ops
+from kernels.lora_window import ops as window_ops
+from kernels.platform import in_use
 from service.models.batch import StepBatch
 from service.models.caches import Caches, ConvStates, KvCache
 from service.models.facts import ModelFacts
@@ -58,6 +60,21 @@ class Decoder:
         for projection in self._projections:
             projection.bind_rows(rows)
 
+    def rows_behind(self, name: str, num_rows: int, num_slices: int) -> torch.Tensor | None:
+        """Memory behind the base weight of projection `name` for its rows of A, [num_rows * num_slices, in], row j of
+        slice s at j * num_slices + s. None where they stand by themselves: on devices without windows, and those of the
+        token embedding.
+
+        Moves the weight: one projection after the other, so that memory for one weight is needed besides.
+        """
+        if not in_use(self._embedding.table.device).window_rows:
+            return None
+        found = next((projection for projection in self._projections if projection.name == name), None)
+        rows = None if found is None else found.rows_behind(num_rows, num_slices)
+        if rows is not None and rows.is_cuda:
+            torch.cuda.empty_cache()  # the old weights are too small for the next ones, and would all be kept
+        return rows
+
     @torch.inference_mode()
     def warm_up(self, caches: Caches, max_tokens: int, max_segments: int) -> None:
         """Compile all kernels that steps of up to max_tokens tokens can need, so that none is compiled in a step.
@@ -75,6 +92,10 @@ class Decoder:
         embeddings = [self._embedding.stack] if self._embedding.stack is not None else []
         dtype = self._embedding.table.dtype
         lora_ops.warm_up(stacks, max_tokens, dtype, embeddings=embeddings, max_segments=max_segments)
+        if in_use(self._embedding.table.device).window_rows:
+            gated = [layer.mlp.gate_up.stack for layer in self._layers if layer.mlp.gate_up.stack is not None]
+            expanded = [stack for stack in stacks if stack not in gated]
+            window_ops.warm_up(expanded, max_tokens, dtype, gated=gated, max_segments=max_segments)
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, caches: Caches, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -90,7 +111,7 @@ class Decoder:
         # Each sum on the residual stream is taken together with the norm that reads it next.
         for layer, following, cache in zip(inner, self._layers[1:], caches.layers[:-1], strict=True):
             normed, stream = layer.mlp_norm.add(layer.mix(normed, batch, rotation, cache), stream)
-            normed, stream = following.mixer_norm.add(layer.mlp(normed, batch.lora), stream)
+            normed, stream = following.mixer_norm.add(layer.mlp(normed, batch.lora, batch.window_rows), stream)
         mixed = last.mix(normed, batch, rotation, caches.layers[-1])
         rows = batch.logits_rows
         if rows is not None:
@@ -99,6 +120,6 @@ class Decoder:
                 return mixed.new_empty(0, self._vocab_size, dtype=torch.float32) if out is None else out
             mixed, stream = mixed.index_select(0, rows), stream.index_select(0, rows)
         normed, stream = last.mlp_norm.add(mixed, stream)
-        normed, _ = self._norm.add(last.mlp(normed, batch.logits_lora), stream)
-        logits = self._head(normed, batch.logits_lora)
-        return logits.float() if out is None else out.copy_(logits)
+        normed, _ = self._norm.add(last.mlp(normed, batch.logits_lora, batch.window_rows), stream)
+        logits = self._head(normed, batch.logits_lora, batch.window_rows)
+        return logits.float().contiguous() if out is None else out.copy_(logits)

@@ -17,7 +17,6 @@ from kernels.rms_norm.ops import add_rms_norm, rms_norm
 from kernels.rotary_kv import ops as rotary_kv_ops
 from kernels.rotary_kv.ops import rotary_kv
 from kernels.swiglu import ops as swiglu_ops
-from kernels.swiglu.ops import swiglu
 from service.models.batch import StepBatch
 from service.models.caches import ConvStates, KvCache
 from service.models.facts import ModelFacts
@@ -79,7 +78,7 @@ class Attention:
 
     def __call__(self, x: torch.Tensor, batch: StepBatch, rotation: Rotation, cache: KvCache) -> torch.Tensor:
         # [tokens, heads + kv_heads + kv_heads, head_dim]
-        qkv = self._qkv(x, batch.lora).view(x.shape[0], -1, self._head_dim)
+        qkv = self._qkv(x, batch.lora, batch.window_rows).view(x.shape[0], -1, self._head_dim)
         q = rotary_kv(
             qkv,
             rotation.cos,
@@ -92,7 +91,7 @@ class Attention:
         )
         scale = rotation.score_factor * self._head_dim**-0.5
         mixed = paged_attention(q, cache.k, cache.v, batch.attention, scale=scale, sliding_window=self._sliding_window)
-        return self._out(mixed.view(x.shape[0], -1), batch.lora)
+        return self._out(mixed.view(x.shape[0], -1), batch.lora, batch.window_rows)
 
 
 class ShortConv:
@@ -118,7 +117,7 @@ class ShortConv:
     def __call__(self, hidden: torch.Tensor, batch: StepBatch, _rotation: Rotation, cache: ConvStates) -> torch.Tensor:
         maps = batch.conv
         assert maps is not None, "a model with convolution layers needs ConvMaps"
-        gate_in, gate_out, x = self._in(hidden, batch.lora).chunk(3, dim=1)
+        gate_in, gate_out, x = self._in(hidden, batch.lora, batch.window_rows).chunk(3, dim=1)
         if maps.all_decode:
             mixed = causal_conv1d_update(
                 x, self._taps, self._bias, cache.lines, maps.state_indices, gate_in=gate_in, gate_out=gate_out
@@ -136,7 +135,7 @@ class ShortConv:
                 gate_out=gate_out,
                 query_starts=maps.query_starts,
             )
-        return self._out(mixed, batch.lora)
+        return self._out(mixed, batch.lora, batch.window_rows)
 
 
 class GatedMlp:
@@ -150,5 +149,10 @@ class GatedMlp:
         weight = self._down.weight
         swiglu_ops.warm_up(weight.in_features, weight.dtype, weight.data.device)
 
-    def __call__(self, x: torch.Tensor, lora: LoraMaps | None) -> torch.Tensor:
-        return self._down(swiglu(self._gate_up(x, lora)), lora)
+    @property
+    def gate_up(self) -> Projection:
+        """The projection whose output the gate reads."""
+        return self._gate_up
+
+    def __call__(self, x: torch.Tensor, lora: LoraMaps | None, window_rows: int) -> torch.Tensor:
+        return self._down(self._gate_up.swiglu(x, lora, window_rows), lora, window_rows)

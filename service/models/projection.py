@@ -7,9 +7,11 @@ from typing import Protocol
 import torch
 from torch.nn import functional
 
-from kernels.linear.ops import PackedWeight, linear
+from kernels.linear.ops import PackedWeight, append_rows, linear
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.lora.ops import lora_embedding, lora_linear
+from kernels.lora_window.ops import lora_expand_window, swiglu_window
+from kernels.swiglu.ops import swiglu
 
 
 class RowSource(Protocol):
@@ -36,13 +38,44 @@ class Projection:
     def bind_rows(self, rows: RowSource) -> None:
         self._stack = rows.stack(self.name)
 
-    def __call__(self, x: torch.Tensor, lora: LoraMaps | None) -> torch.Tensor:
-        """x [tokens, in] -> fresh [tokens, out]; `lora` None: no token of the step uses an adapter."""
+    def rows_behind(self, num_rows: int, num_slices: int) -> torch.Tensor:
+        """Memory for rows of A behind the weight, which moves there: see `kernels.linear.ops.append_rows`."""
+        self.weight, rows = append_rows(self.weight, num_rows, num_slices)
+        return rows
+
+    def __call__(self, x: torch.Tensor, lora: LoraMaps | None, window_rows: int = 0) -> torch.Tensor:
+        """x [tokens, in] -> fresh [tokens, out], whose rows may stand apart in a wider buffer.
+
+        lora         None: no token of the step uses an adapter
+        window_rows  as in `StepBatch`
+        """
+        if lora is None:
+            return linear(x, self.weight)
+        window_rows = self._window(window_rows)
+        if window_rows:
+            product = linear(x, self.weight, window_rows=window_rows)
+            lora_expand_window(product, self._rows, lora)
+            return product[:, : self.weight.out_features]
         out = linear(x, self.weight)
-        if lora is not None:
-            assert self._stack is not None, f"{self.name} has no rows, but the step has adapters"
-            lora_linear(x, out, self._stack, lora)
+        lora_linear(x, out, self._rows, lora)
         return out
+
+    def swiglu(self, x: torch.Tensor, lora: LoraMaps | None, window_rows: int = 0) -> torch.Tensor:
+        """silu(gate) * up of a projection whose two slices are these: x [tokens, in] -> fresh [tokens, out / 2]."""
+        rows = 0 if lora is None else self._window(window_rows)
+        if lora is None or not rows:
+            return swiglu(self(x, lora))
+        return swiglu_window(linear(x, self.weight, window_rows=rows), self._rows, lora)
+
+    @property
+    def _rows(self) -> LoraStack:
+        assert self._stack is not None, f"{self.name} has no rows, but the step has adapters"
+        return self._stack
+
+    def _window(self, window_rows: int) -> int:
+        """Rows of the window that this projection's group has."""
+        behind = self.weight.behind
+        return 0 if behind is None else min(window_rows, behind.num_rows)
 
 
 class TokenEmbedding:

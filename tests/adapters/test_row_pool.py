@@ -373,3 +373,60 @@ def test_embeddings_get_as_many_rows_as_the_layers_but_at_most_an_eighth_of_the_
 def test_most_of_a_budget_is_used() -> None:
     plan = plan_rows(small_layout(), 1_000_000, element_bytes=4)
     assert plan.total_bytes > 900_000
+
+
+def test_a_load_takes_the_lowest_gap_so_that_few_adapters_stand_in_a_short_prefix() -> None:
+    layout = churn_layout()
+    pool = RowPool(layout, budget_for(layout, 128, 16))
+    for name, rank in (("a", 32), ("b", 16), ("c", 16), ("d", 16)):
+        pool.load(name, make_host_adapter(layout, name, {"q": rank}))
+    pool.drop("a")
+    pool.drop("c")
+    assert pool.load("e", make_host_adapter(layout, "e", {"q": 16}))  # c's gap would be just as large
+    assert pool.first_rows(pool.place_of("e"))[0] == 0
+    assert pool.load("f", make_host_adapter(layout, "f", {"q": 32}))
+    assert pool.first_rows(pool.place_of("f"))[0] == 80
+    pool.check_integrity()
+
+
+def test_the_rows_of_some_residents_end_where_the_last_of_any_group_does() -> None:
+    layout = churn_layout()
+    pool = RowPool(layout, budget_for(layout, 128, 16))
+    for name, ranks in (("a", {"q": 3}), ("b", {"down": 40}), ("c", {"k": 17, "down": 1}), ("d", {})):
+        pool.load(name, make_host_adapter(layout, name, ranks))
+    assert pool.rows_end([]) == pool.rows_end(["d"]) == 0
+    assert pool.rows_end(["a", "d"]) == 16
+    assert pool.rows_end(["b"]) == 48
+    assert pool.rows_end(["a", "c"]) == 64
+    pool.drop("b")
+    assert pool.rows_end(["c"]) == 64
+
+
+def test_rows_may_stand_behind_the_base_weights_and_serve_as_any_others() -> None:
+    """Interleaved by slice in memory that others made, moves and zeros included."""
+    layout = churn_layout()
+    buffers: dict[str, torch.Tensor] = {}
+
+    def rows_behind(name: str, num_rows: int, num_slices: int) -> torch.Tensor | None:
+        if name == "down":
+            return None
+        in_features = next(one.in_features for one in layout.projections if one.name == name)
+        buffers[name] = torch.full((num_rows * num_slices, in_features), torch.nan)
+        return buffers[name]
+
+    pool = RowPool(layout, budget_for(layout, 48, 16), rows_behind=rows_behind)
+    assert list(buffers) == ["qk"]
+    adapters = {name: make_host_adapter(layout, name, {"q": 5, "k": 16, "down": 3}) for name in "abc"}
+    for name in "abc":
+        assert pool.load(name, adapters[name])
+    pool.drop("a")
+    pool.drop("c")
+    wide = make_host_adapter(layout, "wide", {"q": 30})
+    assert pool.load("wide", wide)  # moves b
+    assert pool.usage().num_moves == 1
+    assert_holds(pool, layout, adapters["b"])
+    assert_holds(pool, layout, wide)
+    first = pool.first_rows(pool.place_of("wide"))[0]
+    interleaved = buffers["qk"].view(-1, 2, 2)[first : first + 30]
+    assert torch.equal(interleaved[:, 0], wide.slices["q"].a)
+    assert not interleaved[:, 1].any()

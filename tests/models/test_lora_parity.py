@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +19,7 @@ from adapters.host_tier import HostAdapter, HostSlice
 from adapters.layout import BaseLayout
 from adapters.row_pool import RowPool
 from kernels.lora.ops import call_count
-from kernels.platform import detect
+from kernels.platform import Platform, detect, installed
 from service.engine.maps import BASE, ChunkInput, adapter_order
 from service.engine.step_inputs import InputLimits, StepInputs
 from service.engine.step_sizes import StepSizes
@@ -67,12 +69,16 @@ def read_peft(directory: Path, layout: BaseLayout) -> HostAdapter:
 
 @dataclass
 class Served:
-    """A model with its adapters resident, and what PEFT says about the same prompts."""
+    """A model with its adapters resident, and what PEFT says about the same prompts.
+
+    window_rows  of every step
+    """
 
     loaded: LoadedModel
     pool: RowPool
     prompts: dict[str, list[int]]
     expected: dict[str, torch.Tensor]
+    window_rows: int
 
 
 @torch.inference_mode()
@@ -94,19 +100,39 @@ def peft_logits(
 
 
 SETTINGS = {
-    **{f"{family}-{dtype}": (family, dtype, make_tiny_model) for dtype in DTYPES for family in FAMILIES},
-    "qwen3-wrongly-tied": ("qwen3", torch.float32, make_wrongly_tied_model),
+    **{f"{family}-{dtype}": (family, dtype, make_tiny_model, False) for dtype in DTYPES for family in FAMILIES},
+    "qwen3-wrongly-tied": ("qwen3", torch.float32, make_wrongly_tied_model, False),
+    # With biases, and with convolutions; the rows behind the base weights.
+    "qwen2-windows": ("qwen2", torch.float32, make_tiny_model, True),
+    "lfm2-windows": ("lfm2", torch.float32, make_tiny_model, True),
 }
 
 
+def windowed(device: str) -> Platform:
+    """A platform that has windows: a CPU whose weights are held as they are, its kernels interpreted."""
+    platform = detect(device)
+    if device == "cpu":
+        for op, name in (("linear", "reference"), ("lora_window", "triton_cuda")):
+            platform = platform.with_fallback(op, name, f"{op} as on a GPU")
+    assert platform.window_rows
+    return platform
+
+
 @pytest.fixture(scope="module", params=SETTINGS)
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str) -> Served:
-    family, dtype, make_model = SETTINGS[request.param]
-    root = tmp_path_factory.mktemp(family)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str) -> Iterator[Served]:
+    with installed(windowed(device)) if SETTINGS[request.param][3] else nullcontext():
+        yield make_served(*SETTINGS[request.param], tmp_path_factory.mktemp("served"), device)
+
+
+def make_served(
+    family: str, dtype: torch.dtype, make_model: Callable[..., Path], has_windows: bool, root: Path, device: str
+) -> Served:
     model_dir = make_model(family, root / "model", dtype=dtype)
     loaded = load_model(model_dir, device=device)
     # PEFT holds the rows of a half-precision model in float32, as we do on a CPU.
-    pool = RowPool(loaded.layout, 4 << 20, dtype=detect(device).row_dtype(dtype), device=loaded.device)
+    row_dtype = detect(device).row_dtype(dtype)
+    rows_behind = loaded.model.rows_behind if has_windows else None
+    pool = RowPool(loaded.layout, 4 << 20, dtype=row_dtype, device=loaded.device, rows_behind=rows_behind)
     adapter_dirs = {}
     for seed, (name, (rank, targets)) in enumerate(TARGETS.items()):
         modules = targets if isinstance(targets, list) else LINEAR_MODULES[family][targets]
@@ -117,7 +143,8 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, VOCAB_SIZE, (PROMPT_TOKENS,), generator=generator).tolist()
     prompts = dict.fromkeys([*TARGETS, "base"], tokens)
-    return Served(loaded, pool, prompts, peft_logits(model_dir, adapter_dirs, prompts, dtype))
+    window_rows = pool.rows_end(pool.resident()) if has_windows else 0
+    return Served(loaded, pool, prompts, peft_logits(model_dir, adapter_dirs, prompts, dtype), window_rows)
 
 
 def assert_equals_peft(served: Served, logits: dict[str, torch.Tensor]) -> None:
@@ -168,7 +195,8 @@ def run(served: Served, chunk_starts: list[dict[str, int]]) -> dict[str, torch.T
         has_lora = any(chunk.place != BASE for chunk in ordered)
         sizes = StepSizes(num_step_tokens, len(ordered), num_step_tokens, num_blocks, False, has_lora)
         blocks = [tuple(table[chunk.slot].tolist()) for chunk in ordered]
-        out = loaded.model.forward(inputs.fill(ordered, table, blocks, sizes), caches)
+        batch = replace(inputs.fill(ordered, table, blocks, sizes), window_rows=served.window_rows)
+        out = loaded.model.forward(batch, caches)
         for i, part in zip(order, out.split([chunk.num_logits for chunk in ordered]), strict=True):
             logits[running[i]].append(part.cpu())
     return {name: torch.cat(parts) for name, parts in logits.items()}
