@@ -1,4 +1,7 @@
-"""Which window a step takes: data, measured on one H200. A window of w rows is the first w rows of every group."""
+"""Which window a step takes: data, measured on one H200 with rank 16 on all projections of an 8B model.
+
+A window of w rows is the first w rows of every group.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,9 @@ LENGTHS = (
     WindowLength(64, 1, 256),
     WindowLength(128, 1, 256),
     WindowLength(256, 1, 256),
-    WindowLength(512, 8, 256),
-    WindowLength(1024, 16, 256),
+    WindowLength(512, 4, 256),
+    WindowLength(1024, 8, 256),
 )
-MAX_WINDOW_TOKENS = max(length.max_tokens for length in LENGTHS)
 
 
 def window_lengths(total_rows: int) -> tuple[int, ...]:

@@ -16,15 +16,14 @@ from kernels import triton_launch
 from kernels.contract import Contract
 from kernels.lora.idle import idle_maps, idle_matrix
 from kernels.lora.maps import LoraMaps, LoraStack
-from kernels.lora_window.lengths import LENGTHS, MAX_WINDOW_TOKENS
-from kernels.lora_window.triton_cuda_configs import TABLES, TileConfig, TokenConfig, WindowConfig, config_for
+from kernels.lora_window.triton_cuda_configs import TileConfig, TokenConfig, WindowConfig, config_for
 from kernels.lora_window.triton_cuda_tiles import lora_expand_tile_kernel, swiglu_tile_kernel
 from kernels.lora_window.triton_cuda_tokens import lora_expand_token_kernel, swiglu_token_kernel
 from kernels.platform import in_use
 
 
 def lora_expand_window(
-    product: torch.Tensor, stack: LoraStack, maps: LoraMaps, *, config: WindowConfig | None = None
+    product: torch.Tensor, stack: LoraStack, maps: LoraMaps, *, config: TileConfig | TokenConfig | None = None
 ) -> None:
     """See `ops.lora_expand_window`.
 
@@ -32,9 +31,8 @@ def lora_expand_window(
     """
     widths = tuple(b.shape[1] for b in stack.b)
     window_rows = (product.shape[1] - stack.output_width) // len(widths)
-    chosen = (config or _config(product.device, maps.num_tokens, window_rows)).expand
-    is_tile = isinstance(chosen, TileConfig)
-    kernel = lora_expand_tile_kernel if is_tile else lora_expand_token_kernel
+    chosen = config or _config(product.device).expand.choose(maps.num_tokens, window_rows)
+    kernel = lora_expand_tile_kernel if isinstance(chosen, TileConfig) else lora_expand_token_kernel
     num_blocks = sum(-(-width // chosen.block_n) for width in widths)
     kernel[(chosen.num_programs(maps.num_tokens, window_rows), num_blocks)](
         product,
@@ -62,7 +60,7 @@ def swiglu_window(
     maps: LoraMaps,
     *,
     out: torch.Tensor,
-    config: WindowConfig | None = None,
+    config: TileConfig | TokenConfig | None = None,
 ) -> None:
     """See `ops.swiglu_window`.
 
@@ -70,7 +68,7 @@ def swiglu_window(
     """
     size = out.shape[1]
     window_rows = (product.shape[1] - 2 * size) // 2
-    chosen = (config or _config(product.device, maps.num_tokens, window_rows)).swiglu
+    chosen = config or _config(product.device).swiglu.choose(maps.num_tokens, window_rows)
     kernel = swiglu_tile_kernel if isinstance(chosen, TileConfig) else swiglu_token_kernel
     kernel[(chosen.num_programs(maps.num_tokens, window_rows), -(-size // chosen.block_n))](
         product,
@@ -91,15 +89,16 @@ def swiglu_window(
 
 
 def warm_up(stack: LoraStack, max_tokens: int, dtype: torch.dtype, max_segments: int, *, is_gated: bool) -> None:
-    """See `ops.warm_up`, of one stack."""
-    for num_tokens, window_rows in _calls_to_compile(min(max_tokens, MAX_WINDOW_TOKENS), stack.b[0].shape[0]):
-        maps = idle_maps(num_tokens, max_segments, stack)
-        width = stack.output_width + window_rows * len(stack.b)
-        if is_gated:
-            product = torch.zeros(num_tokens, width, dtype=dtype, device=stack.ranks.device)
-            swiglu_window(product, stack, maps, out=product.new_empty(num_tokens, stack.b[0].shape[1]))
-        else:
-            lora_expand_window(idle_matrix(num_tokens, width, dtype, stack), stack, maps)
+    """See `ops.warm_up`, of one stack. Two forms of a kernel, for whatever token counts."""
+    num_tokens, window_rows = min(max_tokens, 16), min(stack.b[0].shape[0], 16)
+    maps = idle_maps(num_tokens, max_segments, stack)
+    width = stack.output_width + window_rows * len(stack.b)
+    of_device = _config(stack.ranks.device)
+    for config in (of_device.swiglu.token, of_device.swiglu.tile) if is_gated else ():
+        product = torch.zeros(num_tokens, width, dtype=dtype, device=stack.ranks.device)
+        swiglu_window(product, stack, maps, out=product.new_empty(num_tokens, stack.b[0].shape[1]), config=config)
+    for config in () if is_gated else (of_device.expand.token, of_device.expand.tile):
+        lora_expand_window(idle_matrix(num_tokens, width, dtype, stack), stack, maps, config=config)
 
 
 def compiled_count() -> int:
@@ -112,19 +111,9 @@ def compiled_count() -> int:
 CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=True)
 
 
-def _calls_to_compile(max_tokens: int, max_rows: int) -> list[tuple[int, int]]:
-    """(tokens, rows of the window) that choose, between them, every variant that steps of the engine can choose."""
-    bounds = {config.max_tokens for table in TABLES.values() for config in table}
-    found: dict[WindowConfig, tuple[int, int]] = {}
-    for num_tokens in sorted({1, *(min(bound, max_tokens) for bound in bounds)}):
-        for rows in sorted({min(length.rows, max_rows) for length in LENGTHS}):
-            found.setdefault(config_for("any", num_tokens, rows), (num_tokens, rows))
-    return list(found.values())
-
-
 @functools.cache
-def _config(device: torch.device, num_tokens: int, window_rows: int) -> WindowConfig:
-    return config_for(in_use(device).kind, num_tokens, window_rows)
+def _config(device: torch.device) -> WindowConfig:
+    return config_for(in_use(device).kind)
 
 
 @functools.cache

@@ -49,36 +49,39 @@ class TileConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class WindowConfig:
-    """Configurations for steps of up to `max_tokens` tokens and windows of at least `min_rows_per_token` rows for each.
+class OpConfig:
+    """Both forms of an op, and when tokens are taken one by one.
 
-    A step's adapters stand low, so the window says how many they may be: tokens that share few are taken in tiles.
+    min_rows_per_token  rows of the window for each token of the step from which on they are: its adapters stand low, so
+                        the window says how many they may be, and tokens that share few of them are taken in tiles
     """
 
-    max_tokens: int
+    token: TokenConfig
+    tile: TileConfig
     min_rows_per_token: int
-    expand: TileConfig | TokenConfig
-    swiglu: TileConfig | TokenConfig
+
+    def choose(self, num_tokens: int, window_rows: int) -> TokenConfig | TileConfig:
+        """For a step of `num_tokens` padded tokens."""
+        return self.token if window_rows >= self.min_rows_per_token * num_tokens else self.tile
 
 
-UNBOUNDED = 2**31
+@dataclass(frozen=True, slots=True)
+class WindowConfig:
+    """Configurations of a kind of GPU."""
 
-_H200 = (
-    WindowConfig(64, 8, TokenConfig(512, 4), TokenConfig(512, 4)),
-    WindowConfig(64, 0, TileConfig(16, 128, 4), TileConfig(16, 64, 2, 128)),
-    WindowConfig(UNBOUNDED, 0, TileConfig(32, 128, 4), TileConfig(16, 128, 4)),
+    expand: OpConfig
+    swiglu: OpConfig
+
+
+_H200 = WindowConfig(
+    expand=OpConfig(TokenConfig(512, 2), TileConfig(16, 128, 4), min_rows_per_token=2),
+    swiglu=OpConfig(TokenConfig(128, 1), TileConfig(16, 128, 4, 128), min_rows_per_token=4),
 )
 
-# Kind of GPU, by the name its driver reports -> configurations, of which the first that fits is taken; "any" serves the
-# rest.
-TABLES: dict[str, tuple[WindowConfig, ...]] = {"NVIDIA H200": _H200, "any": _H200}
+# By the name that the driver reports; "any" serves the rest.
+TABLE: dict[str, WindowConfig] = {"NVIDIA H200": _H200, "any": _H200}
 
 
-def config_for(kind: str, num_tokens: int, window_rows: int) -> WindowConfig:
-    """The configuration for a step of `num_tokens` padded tokens on a GPU of this kind."""
-    table = TABLES.get(kind, TABLES["any"])
-    return next(
-        config
-        for config in table
-        if num_tokens <= config.max_tokens and window_rows >= config.min_rows_per_token * num_tokens
-    )
+def config_for(kind: str) -> WindowConfig:
+    """The configurations of a GPU of this kind."""
+    return TABLE.get(kind, TABLE["any"])

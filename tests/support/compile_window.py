@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from kernels.lora_window.triton_cuda_configs import TABLES, TileConfig, TokenConfig
+from kernels.lora_window.triton_cuda_configs import TABLE, TileConfig, TokenConfig
 from kernels.lora_window.triton_cuda_tiles import lora_expand_tile_kernel, swiglu_tile_kernel
 from kernels.lora_window.triton_cuda_tokens import lora_expand_token_kernel, swiglu_token_kernel
 from tests.support.compile_lora import compile_kernel
@@ -61,11 +61,13 @@ def compile_swiglu(tile: TileConfig | TokenConfig, even: bool, dtype: str = "bf1
 
 if __name__ == "__main__":
     found = []
-    for entry in dict.fromkeys(config for table in TABLES.values() for config in table):
-        for num_slices, even in ((1, True), (3, True), (3, False)):
-            found += compile_expand(entry.expand, num_slices, even)
-        found += compile_expand(entry.expand, 1, True, "fp16")
-        for even in (True, False):
-            found += compile_swiglu(entry.swiglu, even)
+    for entry in dict.fromkeys(TABLE.values()):
+        for chosen in (entry.expand.token, entry.expand.tile):
+            for num_slices, even in ((1, True), (3, True), (3, False)):
+                found += compile_expand(chosen, num_slices, even)
+            found += compile_expand(chosen, 1, True, "fp16")
+        for chosen in (entry.swiglu.token, entry.swiglu.tile):
+            for even in (True, False):
+                found += compile_swiglu(chosen, even)
     if found:
         sys.exit("descriptors that come from nowhere:\n" + "\n".join(found))
