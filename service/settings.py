@@ -107,6 +107,11 @@ class Settings(BaseSettings):
     eager: bool = Field(
         False, description="run each step from Python, where devices would replay it from a captured graph"
     )
+    lora_window: bool = Field(
+        False,
+        description="hold the A rows of adapters behind the base weights, so that small steps on a GPU need no shrink "
+        "of their own; each kernel is measured, the whole is not yet",
+    )
     kv_bytes: Size | None = Field(
         None,
         description="KV cache, allocated once; default: what the weights, the steps and the adapter rows leave of the "
@@ -245,6 +250,7 @@ class Settings(BaseSettings):
                 host_tier_bytes=int(self.host_tier_bytes),
                 num_threads=self.num_threads,
                 eager=self.eager,
+                lora_window=self.lora_window,
                 log_level=self.log_level.upper(),
                 log_format=self.log_format,
             )

@@ -73,7 +73,7 @@ def build_engine(
             device=loaded.device,
             alignment=platform.row_alignment,
             max_rank=max_rank_of(platform),
-            rows_behind=loaded.model.rows_behind,
+            rows_behind=loaded.model.rows_behind if config.lora_window else None,
         )
         host = adapters or HostTier(Path(config.store_root), loaded.layout, config.host_tier_bytes, dtype=row_dtype)
         loaded.model.bind_rows(rows)

@@ -318,7 +318,7 @@ class Engine:
         inputs = [self._input_of(chunk) for chunk in chunks]
         order = adapter_order(inputs)
         chunks, inputs = [chunks[i] for i in order], [inputs[i] for i in order]
-        sizes = self._runner.padded(self._sizes_of(inputs))
+        sizes = self._runner.padded(self._sizes_of(inputs, chunks))
         num_logits = sizes.num_tokens if sizes.num_rows is None else sizes.num_rows
         sampling = sampling_of(chunks, num_logits, self.capacity.vocab_size)
         riders = sampling.asked.arrays(number_dtype(self.capacity.device))
@@ -349,7 +349,7 @@ class Engine:
             length_limit=sequence.max_total,
         )
 
-    def _sizes_of(self, inputs: list[ChunkInput]) -> StepSizes:
+    def _sizes_of(self, inputs: list[ChunkInput], chunks: list[ScheduledChunk]) -> StepSizes:
         """Without padding."""
         all_decode = is_all_decode(inputs)
         return StepSizes(
@@ -359,7 +359,14 @@ class Engine:
             table_blocks=max(-(-chunk.end // self.config.block_size_tokens) for chunk in inputs),
             all_decode=all_decode,
             has_lora=any(chunk.place != BASE for chunk in inputs),
+            window_rows=self._window_rows(chunks),
         )
+
+    def _window_rows(self, chunks: list[ScheduledChunk]) -> int:
+        """Rows that a window must hold for the step's adapters; 0 without adapters or windows."""
+        if self._rows is None or not self.capacity.num_window_rows:
+            return 0
+        return self._rows.rows_end({chunk.sequence.adapter for chunk in chunks if chunk.sequence.adapter is not None})
 
     def _rows_of(self, adapter: str | None) -> tuple[int, tuple[int, ...]]:
         """Place and first rows; asked for in every step, since loads may move ranges."""

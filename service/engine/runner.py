@@ -30,6 +30,7 @@ class Capacity:
     max_blocks                        of one sequence
     num_groups                        see `BaseLayout.groups`
     row_element_bytes, row_alignment  of the LoRA rows, 0 where LoRA is off
+    num_window_rows                   LoRA rows behind the base weights; 0 where they stand by themselves
     """
 
     vocab_size: int
@@ -45,6 +46,7 @@ class Capacity:
     device: torch.device
     row_element_bytes: int = 0
     row_alignment: int = 0
+    num_window_rows: int = 0
 
 
 class Runner(Protocol):
@@ -105,7 +107,9 @@ class ModelRunner:
         """See `Runner.sizes_to_capture`."""
         if self._padding is None or self.captured.is_off:
             return ()
-        return self._padding.most_used(token_budget=self._token_budget, has_lora=self._has_lora)
+        return self._padding.most_used(
+            token_budget=self._token_budget, has_lora=self._has_lora, num_window_rows=self.capacity.num_window_rows
+        )
 
     def padded(self, exact: StepSizes) -> StepSizes:
         """On a CPU a step is as large as it is."""
@@ -169,6 +173,7 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
         num_slots=1 + num_slots,
         has_conv=bool(facts.conv_layers),
         num_groups=len(loaded.layout.groups),
+        num_window_rows=loaded.model.num_window_rows,
         has_length_limits=facts.needs_rope_limits,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=loaded.device,

@@ -168,6 +168,7 @@ class StepInputs:
             logits_rows=tensors.get("logits_rows"),
             logits_lora=rows_lora,
             riders=riders,
+            window_rows=sizes.window_rows,
         )
 
     def _shapes(self, sizes: StepSizes) -> _Shapes:

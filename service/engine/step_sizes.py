@@ -9,6 +9,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
+from kernels.lora_window.lengths import window_for, window_lengths
+
 # Decode steps are small and must fit closely; from 128 tokens on, chunks of prompts are among them.
 TOKEN_SIZES = (1, 2, 4, *range(8, 65, 8), 96, 128, 192, 256, 384, 512, 768, 1024)
 # Tokens that a row of the block table has room for; the widest is the engine's own.
@@ -24,7 +26,8 @@ class StepSizes:
     table_blocks   columns of the block table
     all_decode     one token of each sequence, each with a conv state to begin from
     has_lora       any token uses an adapter
-    window_rows    rows of the window behind the base weights (see `kernels.lora`); 0: the kernels of their own
+    window_rows    rows that the window behind the base weights must hold, and once padded its length (see
+                   `kernels.lora_window`); 0: there is none, or shrink and expand are kernels of their own
     """
 
     num_tokens: int
@@ -65,8 +68,13 @@ class Padding:
         return next((width for width in widths if num_blocks <= width < self.max_blocks), self.max_blocks)
 
     def wide(self, exact: StepSizes) -> StepSizes:
-        """The same with a width of the block table that is captured, and so compiled."""
-        return replace(exact, table_blocks=self.table_blocks(exact.table_blocks))
+        """The same with a width of the block table that is captured, and so compiled, and a length of the window."""
+        num_tokens = padded_tokens(exact.num_tokens)
+        return replace(
+            exact,
+            table_blocks=self.table_blocks(exact.table_blocks),
+            window_rows=(window_for(exact.window_rows, num_tokens) or 0) if exact.window_rows else 0,
+        )
 
     def captured(self, exact: StepSizes) -> StepSizes | None:
         """The sizes of the captured step that `exact` is run in; None for steps that are too large to be captured, or
@@ -88,17 +96,24 @@ class Padding:
             num_rows=None if exact.num_rows is None else num_sequences,
         )
 
-    def most_used(self, *, token_budget: int, has_lora: bool) -> list[StepSizes]:
+    def most_used(self, *, token_budget: int, has_lora: bool, num_window_rows: int = 0) -> list[StepSizes]:
         """What is captured before the first request: decode steps, and steps with short chunks among them, of sequences
-        of the least width. The largest come first: later ones fit into the memory that they leave."""
-        sizes: list[StepSizes] = []
+        of the least width. The largest come first: later ones fit into the memory that they leave.
+
+        num_window_rows  rows behind the base weights; 0 without windows
+        """
+        width, sizes = self.table_blocks(1), []
         for num_tokens in TOKEN_SIZES:
             if num_tokens > padded_tokens(token_budget):
                 break
-            sequences = min(num_tokens, self.max_sequences)
-            for lora in (False, True) if has_lora else (False,):
-                width = self.table_blocks(1)
+            num_sequences = min(num_tokens, self.max_sequences)
+            loras = [(False, 0)]
+            if has_lora:
+                lengths = window_lengths(num_window_rows) if num_window_rows else ()
+                windows = {window_for(length, num_tokens) or 0 for length in lengths} or {0}
+                loras += [(True, window) for window in sorted(windows)]
+            for lora, window in loras:
                 if num_tokens <= self.max_rows:
-                    sizes.append(StepSizes(num_tokens, num_tokens, None, width, True, lora))
-                sizes.append(StepSizes(num_tokens, sequences, sequences, width, False, lora))
+                    sizes.append(StepSizes(num_tokens, num_tokens, None, width, True, lora, window))
+                sizes.append(StepSizes(num_tokens, num_sequences, num_sequences, width, False, lora, window))
         return sizes[::-1]

@@ -75,6 +75,12 @@ class Decoder:
             torch.cuda.empty_cache()  # the old weights are too small for the next ones, and would all be kept
         return rows
 
+    @property
+    def num_window_rows(self) -> int:
+        """The most rows of LoRA that stand behind a base weight; 0 where none do."""
+        behind = (projection.weight.behind for projection in self._projections)
+        return max((rows.num_rows for rows in behind if rows is not None), default=0)
+
     @torch.inference_mode()
     def warm_up(self, caches: Caches, max_tokens: int, max_segments: int) -> None:
         """Compile all kernels that steps of up to max_tokens tokens can need, so that none is compiled in a step.
@@ -92,7 +98,7 @@ class Decoder:
         embeddings = [self._embedding.stack] if self._embedding.stack is not None else []
         dtype = self._embedding.table.dtype
         lora_ops.warm_up(stacks, max_tokens, dtype, embeddings=embeddings, max_segments=max_segments)
-        if in_use(self._embedding.table.device).window_rows:
+        if self.num_window_rows:
             gated = [layer.mlp.gate_up.stack for layer in self._layers if layer.mlp.gate_up.stack is not None]
             expanded = [stack for stack in stacks if stack not in gated]
             window_ops.warm_up(expanded, max_tokens, dtype, gated=gated, max_segments=max_segments)

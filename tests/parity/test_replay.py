@@ -21,6 +21,7 @@ from kernels.probe.results import OpReport
 from service.engine import build
 from service.engine.build import build_engine
 from service.engine.engine import Engine
+from service.engine.step_sizes import StepSizes
 from service.models.projection import Projection, TokenEmbedding
 from tests.support.engine_parity import BASE, Request, World, config_of, make_world
 from tests.support.replay import TwinGraphs
@@ -80,17 +81,19 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make_world(request.param, tmp_path_factory.mktemp(request.param), device)
 
 
-def assert_replays_as_eager(world: World, requests: list[Request]) -> None:
-    captured, engine = run(world, requests, eager=False)
+def assert_replays_as_eager(world: World, requests: list[Request], **config: Any) -> set[StepSizes]:
+    """Returns the sizes that were captured."""
+    captured, engine = run(world, requests, eager=False, **config)
     counts = engine._runner.captured
     engine.close()
-    eager, other = run(world, requests, eager=True)
+    eager, other = run(world, requests, eager=True, **config)
     other.close()
     assert counts.num_replayed > counts.num_graphs, "something is replayed"
     assert not counts.eager
     assert len(captured) == len(eager)
     for step, (found, expected) in enumerate(zip(captured, eager, strict=True)):
         assert torch.equal(found, expected), f"step {step}"
+    return set(counts._captured)
 
 
 def test_replayed_steps_equal_eager_ones(world: World, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,3 +133,13 @@ def test_what_a_replay_would_miss_is_noticed(
     prompts = [Request(f"r{i}", name, (7 + i, 9), 1) for i, name in enumerate(("all", "one", "rs"))]
     with kernels_of_a_gpu(device, monkeypatch), pytest.raises(AssertionError, match="step"):
         assert_replays_as_eager(world, prompts)
+
+
+def test_replayed_steps_with_windows_equal_eager_ones(
+    tmp_path_factory: pytest.TempPathFactory, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The shrink is in the base product, the expand in what reads it."""
+    world = make_world("qwen3", tmp_path_factory.mktemp("windows"), device, num_hidden_layers=2)
+    with kernels_of_a_gpu(device, monkeypatch):
+        captured = assert_replays_as_eager(world, mixed_requests(3, num=4), lora_window=True)
+    assert all(sizes.window_rows for sizes in captured if sizes.has_lora)

@@ -120,6 +120,9 @@ class MockRows:
     def first_rows(self, place: int) -> tuple[int, ...]:
         return (100 + place,)
 
+    def rows_end(self, _digests: Collection[str]) -> int:
+        return 0
+
     def resident(self) -> tuple[str, ...]:
         return tuple(self.residents)
 
