@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -19,6 +20,7 @@ from service.api.schemas import MAX_PROMPT_LOGPROBS, ChatRequest, CompletionRequ
 from service.api.state import Services
 from service.engine.messages import Ready, Sampling
 from service.text.chat_template import RESERVED_VARIABLES, ChatTemplate
+from service.text.stop_strings import StopAutomaton
 from service.text.template_worker import AdapterTemplate
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -32,6 +34,8 @@ _HUGE_TEXT_CHARS = 1 << 20
 _huge_texts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="huge-text")
 # A message costs as much as so many characters of one, however short it is.
 _MESSAGE_CHARS = 50
+# A character of a stop string, in the automaton, as much as so many.
+_STOP_CHARS = 10
 
 T = TypeVar("T")
 
@@ -80,7 +84,7 @@ class Plan:
     request_id: str
     prompt: Prompt
     sampling: Sampling
-    stop: tuple[str, ...]
+    stop: StopAutomaton
     skip_special_tokens: bool
     include_stop: bool
 
@@ -116,7 +120,8 @@ async def admit(services: Services, request: CompletionRequest | ChatRequest, *,
             places = wanted
         prompts = await _prompts(services, ready, target, request)
         kept = [_truncated(services, ready, request, prompt) for prompt in prompts]
-        return Admitted(services, target, plan_sequences(services, ready, request, kept))
+        stop = await _stop_automaton(request)
+        return Admitted(services, target, plan_sequences(services, ready, request, kept, stop))
     except BaseException:
         services.gate.leave(places)
         if target is not None:
@@ -137,6 +142,12 @@ def num_sequences(services: Services, request: CompletionRequest | ChatRequest) 
             param="prompt",
         )
     return num_prompts * num_choices
+
+
+async def _stop_automaton(request: CompletionRequest | ChatRequest) -> StopAutomaton:
+    """The stop strings, ready to be looked for; of all sequences of the request."""
+    stop = stop_strings(request)
+    return await off_loop(partial(StopAutomaton, stop), size_chars=_STOP_CHARS * sum(map(len, stop)))
 
 
 async def _prompts(
@@ -332,7 +343,11 @@ def _completion_prompt(services: Services, ready: Ready, raw: str | list[int], *
 
 
 def plan_sequences(
-    services: Services, ready: Ready, request: CompletionRequest | ChatRequest, prompts: Sequence[Prompt]
+    services: Services,
+    ready: Ready,
+    request: CompletionRequest | ChatRequest,
+    prompts: Sequence[Prompt],
+    stop: StopAutomaton,
 ) -> list[Plan]:
     """`n` sequences for each prompt, in order of the choices' index. BadRequest if one could never be served."""
     plans = []
@@ -351,7 +366,7 @@ def plan_sequences(
                     request_id=uuid4().hex,
                     prompt=prompt,
                     sampling=_replace_seed(sampling, seed_of_choice(request.seed, index)),
-                    stop=stop_strings(request),
+                    stop=stop,
                     skip_special_tokens=request.skip_special_tokens is None or request.skip_special_tokens,
                     include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
                 )

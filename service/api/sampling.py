@@ -15,6 +15,8 @@ from service.text.tokenizer import TextError, read_json
 
 _SEED_RANGE = 2**63
 _MAX_ID_DIGITS = 10
+# Of all stop strings of a request together: what is built of them takes about 150 bytes for each.
+MAX_STOP_CHARS = 4096
 
 
 @dataclass(frozen=True)
@@ -94,10 +96,18 @@ def seed_of_choice(seed: int | None, index: int) -> int | None:
 
 
 def stop_strings(request: Generation) -> tuple[str, ...]:
-    """The `stop` field as a tuple."""
+    """The `stop` field as a tuple. BadRequest if the texts are too long together."""
     if request.stop is None:
         return ()
-    return (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+    num_chars = sum(map(len, stop))
+    if num_chars > MAX_STOP_CHARS:
+        raise BadRequest(
+            f"`stop` has {num_chars} characters in all; this server takes {MAX_STOP_CHARS}. Send shorter texts, or "
+            "fewer.",
+            param="stop",
+        )
+    return stop
 
 
 def _or(value: float | None, default: float) -> float:

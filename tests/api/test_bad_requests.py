@@ -65,6 +65,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"seed": 1.5}, "seed", "valid integer"),
     ({"stop": ""}, "stop", "at least 1 character"),
     ({"stop": ["a"] * 33}, None, "at most 32"),
+    ({"stop": ["a" * 1000] * 4 + ["a" * 97]}, "stop", "4097 characters in all; this server takes 4096"),
     ({"stop": [1]}, "stop", "valid string"),
     ({"stop_token_ids": [9999]}, "stop_token_ids", "vocabulary ends at 303"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "token ids from 0 to 303"),

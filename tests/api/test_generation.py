@@ -16,10 +16,11 @@ from service.api.metrics import Metrics
 from service.api.state import Services
 from service.engine.client import EngineClient, EngineDied, NeverSent, TokenStream
 from service.engine.messages import Sampling, Submit, Tokens
+from service.text.stop_strings import StopAutomaton
 from service.text.tokenizer import TextTokenizer
 from tests.support.tiny_models import make_tokenizer
 
-PLAN = Plan("r", Prompt((1,), ""), Sampling(max_tokens=100), ("the",), True, False)
+PLAN = Plan("r", Prompt((1,), ""), Sampling(max_tokens=100), StopAutomaton(["the"]), True, False)
 
 
 class OneStream:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,7 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from service.text.detokenizer import IncrementalDetokenizer
-from service.text.stop_strings import StopStrings
+from service.text.stop_strings import StopAutomaton, StopStrings
 from service.text.tokenizer import TextError, TextTokenizer, _max_chars_per_token
 from tests.support.tiny_models import BOS_ID, EOS_ID, VOCAB_SIZE, make_tokenizer
 
@@ -224,19 +229,19 @@ class TestStopStrings:
     def test_wherever_the_pieces_are_cut_the_first_stop_ends_the_text(
         self, text: str, stops: list[str], cuts: list[int]
     ) -> None:
-        watch = StopStrings(stops)
+        watch = StopStrings(StopAutomaton(stops))
         given_out = "".join(watch.push(piece) for piece in cut_at(text, cuts))
         if watch.matched is None:
             given_out += watch.finish()
         assert (given_out, watch.matched) == first_stop(text, stops)
 
     def test_text_is_held_only_while_it_may_become_a_stop_string(self) -> None:
-        watch = StopStrings(["END"])
+        watch = StopStrings(StopAutomaton(["END"]))
         assert [watch.push(piece) for piece in ("xE", "N", "x", "E")] == ["x", "", "ENx", ""]
         assert watch.finish() == "E"
 
     def test_a_stop_string_that_began_before_it_may_end_the_text_ends_it(self) -> None:
-        watch = StopStrings(["END"])
+        watch = StopStrings(StopAutomaton(["END"]))
         assert [watch.push("ENDxE", may_end=False), watch.push("N", may_end=False)] == ["ENDx", ""]
         assert (watch.push("D"), watch.matched) == ("", "END")
 
@@ -245,9 +250,67 @@ class TestStopStrings:
         self, stops: list[str], early: str, late: str
     ) -> None:
         for piece in (late, ""):
-            watch = StopStrings(stops)
+            watch = StopStrings(StopAutomaton(stops))
             given_out = watch.push(early, may_end=False) + watch.push(piece) + watch.finish()
             assert (given_out, watch.matched) == (early + piece, None)
+
+    @pytest.mark.parametrize(
+        ("stops", "text"),
+        [
+            (["a" * (96 + index) + "b" for index in range(32)], ("a" * 127 + "c") * 20),
+            (["ab" * 60 + str(index) for index in range(32)], "ab" * 1280),
+            (["abc", "bca", "cab", "bb"], "abd" * 850),
+        ],
+        ids=["runs", "repeats", "short"],
+    )
+    @pytest.mark.parametrize("chars_at_once", [1, 5, 2560])
+    def test_a_character_costs_the_same_whatever_the_stop_strings_are(
+        self, stops: list[str], text: str, chars_at_once: int
+    ) -> None:
+        automata = [StopAutomaton(stops), StopAutomaton(["z"])]
+        costs = []
+        for automaton in automata:
+            watch = StopStrings(automaton)
+            with counted_lines(StopStrings.push) as counted:
+                for at in range(0, len(text), chars_at_once):
+                    watch.push(text[at : at + chars_at_once])
+            assert watch.matched is None
+            costs.append(counted.num_lines)
+        assert costs[0] < 3 * costs[1]
+
+    def test_to_build_costs_a_few_steps_for_each_character(self) -> None:
+        def cost(stops: list[str]) -> float:
+            with counted_lines(StopStrings.push) as counted:
+                StopAutomaton(stops)
+            return counted.num_lines / sum(map(len, stops))
+
+        plain = cost([chr(0x4E00 + index) * 128 for index in range(32)])
+        assert cost([("a" * index + "b") * (128 // (index + 1)) for index in range(32)]) < 2 * plain
+        assert cost(["a" * 128 * 32]) < 2 * plain
+
+
+@dataclass
+class Counted:
+    num_lines: int = 0
+
+
+@contextmanager
+def counted_lines(function: Any) -> Iterator[Counted]:
+    """How many lines of the function's file are executed: what work costs, without a clock."""
+    counted, file = Counted(), function.__code__.co_filename
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != file:
+            return None
+        counted.num_lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield counted
+    finally:
+        sys.settrace(before)
 
 
 class TestMostCharactersOfAToken:
