@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 _OTHER_VARIABLES = {"MULTILORA_URL", "MULTILORA_API_KEY"}
 # Answers that are being written when the last sequence has ended get so long to be sent.
 _FLUSH_SECONDS = 5
+_SEND_BUFFER_BYTES = 1 << 18
+# Of uvicorn's ticks, ten a second, those in which connections are looked at.
+_TICKS_PER_LOOK = 10
 
 
 def serve(flags: Sequence[str]) -> int:
@@ -110,6 +113,8 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise SettingsError(f"Cannot listen on {host} port {port}: {error.strerror}; set another --port.") from error
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # Kernels would hold megabytes for each connection that nobody reads.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     return listener
 
 
@@ -126,17 +131,17 @@ def _make_server(app: Any, settings: Settings) -> Any:
         lifespan="on",
         timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
-    return _server_class(uvicorn.Server)(config, app.state.services, app.state.engine, settings.shutdown_limit_seconds)
+    return _server_class(uvicorn.Server)(config, app.state.services, app.state.engine, settings)
 
 
 def _server_class(base: type[uvicorn.Server]) -> Any:
     """uvicorn's server, which is imported late, with a SIGTERM that lets requests finish while /ready says 503."""
 
     class Server(base):  # type: ignore[misc, valid-type]
-        def __init__(self, config: uvicorn.Config, services: Any, engine: Any, limit_seconds: float) -> None:
+        def __init__(self, config: uvicorn.Config, services: Any, engine: Any, settings: Settings) -> None:
             super().__init__(config)
             self._services, self._engine = services, engine
-            self._limit_seconds = limit_seconds
+            self._settings = settings
             self._draining: asyncio.Task[None] | None = None
 
         def handle_exit(self, sig: int, _frame: FrameType | None) -> None:
@@ -148,6 +153,13 @@ def _server_class(base: type[uvicorn.Server]) -> Any:
             self._services.draining = True
             self._services.on_loop(self._start_draining)
 
+        async def on_tick(self, counter: int) -> bool:
+            """Ten times a second, until the server ends."""
+            if counter % _TICKS_PER_LOOK == 0:
+                for connection in tuple(self.server_state.connections):
+                    connection.look(self._settings.stall_limit_seconds)
+            return bool(await super().on_tick(counter))
+
         def stop(self) -> None:
             """End the server, from its own loop."""
             self.should_exit = True
@@ -156,7 +168,7 @@ def _server_class(base: type[uvicorn.Server]) -> Any:
             self._draining = asyncio.create_task(self._drain())
 
         async def _drain(self) -> None:
-            limit_seconds = self._limit_seconds
+            limit_seconds = self._settings.shutdown_limit_seconds
             try:
                 await asyncio.gather(self._engine.drain(limit_seconds), self._services.uploads_end(limit_seconds))
             finally:

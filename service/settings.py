@@ -152,6 +152,11 @@ class Settings(BaseSettings):
         "separated by commas; * for all; default: none",
     )
 
+    stall_limit_seconds: float = Field(
+        30.0,
+        gt=0,
+        description="a client that takes less than 1 KiB/s of what waits for it, for so long, loses its connection",
+    )
     shutdown_limit_seconds: float = Field(
         30.0, ge=0, description="how long running requests and uploads may go on after SIGTERM"
     )

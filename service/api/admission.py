@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -89,18 +89,34 @@ class Plan:
     include_stop: bool
 
 
-@dataclass(frozen=True)
+@dataclass
 class Admitted:
-    """A request that can be served: hand it to a `Job`, or `release` it. It has a place in the queue for each plan."""
+    """A request that can be served: hand it to a `Job`, or `release` it. It has a place in the queue for each plan that
+    has not ended, and the adapter as long as there is one."""
 
     services: Services
     target: Target
     plans: list[Plan]
+    num_open: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_open = len(self.plans)
+
+    def end_one(self) -> None:
+        """A sequence has ended: give its place back, and the adapter with the last of them."""
+        self._give_back(1)
 
     def release(self) -> None:
-        """Give lease and places back; exactly once."""
-        self.services.gate.leave(len(self.plans))
-        self.target.release()
+        """Give back what is still held, if anything is."""
+        if self.num_open:
+            self._give_back(self.num_open)
+
+    def _give_back(self, num_places: int) -> None:
+        self.num_open -= num_places
+        assert self.num_open >= 0, "a sequence has ended twice"
+        self.services.gate.leave(num_places)
+        if not self.num_open:
+            self.target.release()
 
 
 async def admit(services: Services, request: CompletionRequest | ChatRequest, *, has_places: bool = False) -> Admitted:

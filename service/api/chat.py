@@ -54,7 +54,7 @@ class ChatAnswer:
         self._names = token_names(services.tokenizer, request)
         last = request.messages[-1]
         self._echoed = last.text if request.echo and last.role == "assistant" else ""
-        self.job = Job(services, admitted)
+        self.job = Job(services, admitted, bool(request.stream))
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""

@@ -57,7 +57,7 @@ class CompletionAnswer:
     def __init__(self, services: Services, request: CompletionRequest, admitted: Admitted) -> None:
         self._services = services
         self._request = request
-        self.job = Job(services, admitted)
+        self.job = Job(services, admitted, bool(request.stream))
         self._head: dict[str, Any] = {
             "id": f"cmpl-{uuid4().hex}",
             "object": "text_completion",

@@ -1,10 +1,15 @@
-"""Sequences in flight: engine messages to text, stop strings and log probabilities; all is given back at the end."""
+"""Sequences in flight: engine messages to text, stop strings and log probabilities; all is given back at the end.
+
+Messages are worked on when they come, not when somebody reads: a client that reads slowly, or not at all, holds neither
+a place nor an adapter when the engine is done.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from service.api.admission import Admitted, Plan, Target
@@ -16,6 +21,8 @@ from service.engine.messages import Finished, Submit, TokenLogprob, Tokens
 from service.text.detokenizer import IncrementalDetokenizer
 from service.text.stop_strings import StopStrings
 
+# Of a streamed sequence, most tokens and alternatives in log probabilities that wait for their client.
+MAX_WAITING_ENTRIES = 1 << 16
 _SHUT_DOWN = "The server was shut down before the answer was complete; ask another one."
 
 
@@ -34,142 +41,177 @@ class Piece:
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: str | int | None = None
 
-    def add(self, other: Piece) -> None:
-        """Append what came later."""
-        self.text += other.text
-        self.token_ids += other.token_ids
-        self.logprobs += other.logprobs
-        self.text_offsets += other.text_offsets
-        if other.prompt_logprobs is not None:
-            self.prompt_logprobs = other.prompt_logprobs
-        self.finish_reason = other.finish_reason
-        self.stop_reason = other.stop_reason
-
 
 class SequenceRun:
-    """One sequence in the engine. Submitted when built; read `pieces` once; `close` always."""
+    """One sequence in the engine. Submitted when built; `take` what is new, `close` always.
 
-    def __init__(self, services: Services, target: Target, plan: Plan) -> None:
+    is_streamed  whether what is new will be taken as it comes: then only so much may wait (`MAX_WAITING_ENTRIES`)
+    on_news      called when there is something to take
+    on_end       called once, when the engine is done with the sequence; before that `on_news`
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        target: Target,
+        plan: Plan,
+        *,
+        is_streamed: bool,
+        on_news: Callable[[], None],
+        on_end: Callable[[], None],
+    ) -> None:
         self._services = services
         self._plan = plan
+        self._is_streamed, self._on_news, self._on_end = is_streamed, on_news, on_end
         self._stop_token_ids = frozenset(plan.sampling.stop_token_ids)
         self._detokenizer = IncrementalDetokenizer(
             services.tokenizer, plan.prompt.token_ids, skip_special_tokens=plan.skip_special_tokens
         )
         self._stop = StopStrings(plan.stop)
         self._num_chars = 0
-        self._ended = False
+        # What nobody has taken yet. Its text is joined when it is taken: it may have thousands of parts.
+        self._waiting, self._texts, self._num_waiting, self._has_news = Piece(), list[str](), 0, False
+        self.is_over = False
+        self.failure: Exception | None = None
         self.timer = SequenceTimer(services.metrics, target.name, len(plan.prompt.token_ids))
         self._messages = services.engine.submit(
             Submit(plan.request_id, plan.prompt.token_ids, plan.sampling, target.digest, target.adapter_rows)
         )
+        self._messages.listen(self._work)
 
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return len(self._plan.prompt.token_ids)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """What the engine sends, as pieces; the last one has a finish_reason.
+    def take(self) -> Piece | None:
+        """What is new since the last call, None if nothing is; the last one has a finish_reason.
 
-        EngineFailed if the engine fails; NotReady if it never had the request, or the server shuts down.
+        EngineFailed if the engine fails; NotReady if it never had the request, or the server shuts down; BadRequest if
+        too much waited.
         """
-        try:
-            async for piece in self._pieces():
-                yield piece
-        except EngineDied as error:
-            self.close("error")
-            if self._services.draining:
-                raise NotReady(_SHUT_DOWN) from error
-            if isinstance(error, NeverSent):
-                raise NotReady(f"{error} Send the request again later.") from error
-            raise EngineFailed(f"{error} The request was lost; send it again.") from error
-
-    async def collect(self) -> Piece:
-        """All pieces as one."""
-        whole = Piece()
-        async for piece in self.pieces():
-            whole.add(piece)
-        return whole
-
-    async def _pieces(self) -> AsyncIterator[Piece]:
-        async for message in self._messages:
-            piece = self._finished(message) if isinstance(message, Finished) else self._tokens(message)
-            if piece.finish_reason is not None:
-                # Before the piece is given out: who stops reading at it does not come back here.
-                self._ended = True
-                self._services.engine.abort(self._plan.request_id)
-                self.timer.end(piece.finish_reason)
-            yield piece
-            if self._ended:
-                return
-        raise EngineFailed("The engine ended this request without saying why; send it again.")
+        if not self._has_news:
+            if self.failure is not None:
+                raise self.failure
+            return None
+        piece, texts = self._waiting, self._texts
+        self._waiting, self._texts, self._num_waiting, self._has_news = Piece(), [], 0, False
+        piece.text = "".join(texts)
+        if self.failure is not None:
+            self._on_news()
+        return piece
 
     def close(self, outcome: str = "abort") -> None:
         """Free what the engine still holds; does nothing for a sequence that has ended."""
-        if not self._ended:
-            self._ended = True
+        if not self.is_over:
+            self.is_over = True
             self._services.engine.abort(self._plan.request_id)
             self.timer.end(outcome)
+            self._on_end()
 
-    def _tokens(self, message: Tokens) -> Piece:
-        piece = Piece(prompt_logprobs=message.prompt_logprobs)
+    def _work(self) -> None:
+        """Take in what the engine has said."""
+        try:
+            while not self.is_over and (message := self._messages.poll()) is not None:
+                self._has_news = True
+                if isinstance(message, Finished):
+                    self._finish(message)
+                else:
+                    self._add_tokens(message)
+                self._bound_waiting()
+        except Exception as error:  # raised by `take`
+            self.failure = self._told(error)
+        self._on_news()
+        if self.failure is not None or self._waiting.finish_reason is not None:
+            self.close(self._waiting.finish_reason if self.failure is None else "error")
+
+    def _told(self, error: Exception) -> Exception:
+        """What the client is told of an error."""
+        if not isinstance(error, EngineDied):
+            return error
+        if self._services.draining:
+            return NotReady(_SHUT_DOWN)
+        if isinstance(error, NeverSent):
+            return NotReady(f"{error} Send the request again later.")
+        return EngineFailed(f"{error} The request was lost; send it again.")
+
+    def _bound_waiting(self) -> None:
+        if self._is_streamed and self._num_waiting > MAX_WAITING_ENTRIES:
+            raise BadRequest(
+                f"More than {MAX_WAITING_ENTRIES} tokens of the answer and alternatives to them waited to be read; "
+                "read the stream as it comes, or ask for fewer `logprobs`."
+            )
+
+    def _add_tokens(self, message: Tokens) -> None:
+        piece = self._waiting
+        if message.prompt_logprobs is not None:
+            piece.prompt_logprobs = message.prompt_logprobs
         for index, token_id in enumerate(message.token_ids):
             piece.token_ids.append(token_id)
             piece.text_offsets.append(self._num_chars)
+            self._num_waiting += 1
             if message.logprobs:
                 piece.logprobs.append(message.logprobs[index])
+                self._num_waiting += len(message.logprobs[index].top)
             self.timer.tokens(1)
             # The token that ends the answer is counted, but is no part of its text unless that is asked for.
             ends = token_id in self._stop_token_ids and self.timer.num_tokens > self._plan.sampling.min_tokens
             if ends and not self._plan.include_stop:
                 continue
-            piece.text += self._give(self._detokenizer.push(token_id))
+            self._give(self._detokenizer.push(token_id))
             if self._stop.matched is not None:
                 piece.finish_reason, piece.stop_reason = "stop", self._stop.matched
                 break
-        return piece
 
-    def _give(self, text: str) -> str:
+    def _give(self, text: str) -> None:
         """Text through the stop strings, of which none ends the text before `min_tokens`."""
         self._num_chars += len(text)
         given = self._stop.push(text, may_end=self.timer.num_tokens > self._plan.sampling.min_tokens)
-        return given + (self._stop.matched or "") if self._plan.include_stop else given
+        self._texts.append(given + (self._stop.matched or "") if self._plan.include_stop else given)
 
-    def _finished(self, message: Finished) -> Piece:
+    def _finish(self, message: Finished) -> None:
         if message.reason == "error":
-            self.timer.end("error")
             if self._services.draining:
                 raise NotReady(_SHUT_DOWN)
             sentence = message.error or "The engine failed on this request."
             raise BadRequest(sentence) if message.client_fault else EngineFailed(sentence)
-        piece = Piece(text=self._give(self._detokenizer.finish()), finish_reason=message.reason)
+        piece = self._waiting
+        self._give(self._detokenizer.finish())
+        piece.finish_reason = message.reason
         if self._stop.matched is not None:
             piece.finish_reason, piece.stop_reason = "stop", self._stop.matched
-            return piece
-        piece.text += self._stop.finish()
+            return
+        self._texts.append(self._stop.finish())
         if message.stop_token_id is not None and message.stop_token_id not in self._services.tokenizer.eos_token_ids:
             piece.stop_reason = message.stop_token_id
-        return piece
 
 
 class Job:
     """The sequences of one request: n for each prompt, in order of the choices' index, all submitted when built.
 
-    Takes over the lease and the places in the queue of `admitted`, and holds them until `close`. If it cannot be built,
-    everything is given back at once.
+    Takes over the lease and the places in the queue of `admitted`: each place is given back when its sequence ends, the
+    lease with the last, and all that is left by `close`. If it cannot be built, everything is given back at once.
+
+    is_streamed  the answer is read by `stream`, not by `collect`
     """
 
-    def __init__(self, services: Services, admitted: Admitted) -> None:
+    def __init__(self, services: Services, admitted: Admitted, is_streamed: bool = False) -> None:
         self._target = admitted.target
         self._base_digest = services.base_digest
         self._admitted = admitted
         self._closed = False
+        # Indices of the runs that have something to take, in the order in which they got it.
+        self._fresh: dict[int, None] = {}
+        self._news, self._ended = asyncio.Event(), asyncio.Event()
         self.plans = admitted.plans
         self.runs: list[SequenceRun] = []
         try:
-            for plan in self.plans:
-                self.runs.append(SequenceRun(services, self._target, plan))
+            for index, plan in enumerate(self.plans):
+                on_news = partial(self._note, index)
+                run = SequenceRun(
+                    services, self._target, plan, is_streamed=is_streamed, on_news=on_news, on_end=self._end_one
+                )
+                self.runs.append(run)
         except BaseException:
             self.close("error")
             raise
@@ -202,41 +244,27 @@ class Job:
 
     async def collect(self) -> list[Piece]:
         """The whole answers. The first failure ends all of them."""
-        if len(self.runs) == 1:
-            return [await self.runs[0].collect()]
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(run.collect()) for run in self.runs]
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return [task.result() for task in tasks]
+        while not all(run.is_over for run in self.runs) and not any(run.failure for run in self.runs):
+            self._ended.clear()
+            await self._ended.wait()
+        for run in self.runs:
+            if run.failure is not None:
+                raise run.failure
+        return [run.take() or Piece() for run in self.runs]
 
     async def stream(self) -> AsyncIterator[tuple[int, Piece]]:
         """(index of the choice, piece) as they come."""
-        if len(self.runs) == 1:
-            async for piece in self.runs[0].pieces():
-                yield 0, piece
-            return
-        queue: asyncio.Queue[tuple[int, Piece] | Exception] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._pump(index, queue)) for index in range(len(self.runs))]
-        try:
-            open_runs = len(tasks)
-            while open_runs:
-                item = await queue.get()
-                if isinstance(item, Exception):
-                    raise item
-                open_runs -= item[1].finish_reason is not None
-                yield item
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def _pump(self, index: int, queue: asyncio.Queue[tuple[int, Piece] | Exception]) -> None:
-        try:
-            async for piece in self.runs[index].pieces():
-                queue.put_nowait((index, piece))
-        except Exception as error:  # handed to the reader of the stream
-            queue.put_nowait(error)
+        num_open = len(self.runs)
+        while num_open:
+            while not self._fresh:
+                self._news.clear()
+                await self._news.wait()
+            index = next(iter(self._fresh))
+            del self._fresh[index]
+            piece = self.runs[index].take()
+            if piece is not None:
+                num_open -= piece.finish_reason is not None
+                yield index, piece
 
     def close(self, outcome: str = "abort") -> None:
         """Abort what still runs and give everything back; once is enough, more does nothing."""
@@ -246,3 +274,11 @@ class Job:
         for run in self.runs:
             run.close(outcome)
         self._admitted.release()
+
+    def _note(self, index: int) -> None:
+        self._fresh[index] = None
+        self._news.set()
+
+    def _end_one(self) -> None:
+        self._admitted.end_one()
+        self._ended.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,6 +24,16 @@ from service.settings import Settings
 from service.text.chat_template import ChatTemplate
 from service.text.template_worker import AdapterTemplate, TemplateWorker
 from service.text.tokenizer import TextTokenizer
+
+
+class Messages(Protocol):
+    """What an engine says of one request; `service.engine.client.TokenStream` is the real one."""
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever there is something to `poll`, now if there is already."""
+
+    def poll(self) -> Tokens | Finished | None:
+        """The next message, None while there is none. Raises EngineDied."""
 
 
 class Engine(Protocol):
@@ -49,8 +59,8 @@ class Engine(Protocol):
     def num_restarts(self) -> int:
         """How often an engine was started again."""
 
-    def submit(self, request: Submit) -> AsyncIterator[Tokens | Finished]:
-        """Send at once; the iterator ends with Finished or raises EngineDied."""
+    def submit(self, request: Submit) -> Messages:
+        """Send at once; the messages end with Finished, or EngineDied is raised."""
 
     def abort(self, request_id: str) -> None:
         """Free everything of the request; unknown ids are ignored."""

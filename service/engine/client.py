@@ -4,9 +4,9 @@ Imports no torch. Everything runs in one event loop, and `start` must be called 
 (the kernel ends the engine with the thread that started it).
 
 Who owns: the client owns the process and the streams; a stream is owned by who submitted. Closing a stream early
-aborts its request. A stream that is read slowly holds its own messages (at most one per token) and delays nobody. When
-the engine dies, every stream raises EngineDied once its messages are read; requests are never sent again silently. The
-next engine starts empty and reads its adapters from the store.
+aborts its request. A stream that is read slowly holds its own messages (at most one per token) and delays nobody;
+whoever listens to it has them at once. When the engine dies, every stream raises EngineDied once its messages are read;
+requests are never sent again silently. The next engine starts empty and reads its adapters from the store.
 """
 
 from __future__ import annotations
@@ -68,27 +68,48 @@ class TokenStream(AsyncIterator[Tokens | Finished]):
         self._news = asyncio.Event()
         self._death: EngineDied | None = None
         self._is_over = False
+        self._listener: Callable[[], None] | None = None
 
     def push(self, message: Tokens | Finished) -> None:
         self._messages.append(message)
-        self._news.set()
+        self._tell()
 
     def die(self, error: EngineDied) -> None:
         self._death = error
-        self._news.set()
+        self._tell()
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever `poll` has something to give or to raise, now if it has already. It never raises."""
+        self._listener = listener
+        if self._messages or self._death is not None:
+            listener()
+
+    def poll(self) -> Tokens | Finished | None:
+        """The next message, None while there is none or when the stream is over. Raises as the iteration does."""
+        if self._is_over:
+            return None
+        if self._messages:
+            message = self._messages.popleft()
+            self._is_over = isinstance(message, Finished)
+            return message
+        if self._death is not None:
+            self._is_over = True
+            raise self._death
+        return None
 
     async def __anext__(self) -> Tokens | Finished:
-        while not self._messages and not self._is_over:
-            if self._death is not None:
-                self._is_over = True
-                raise self._death
+        while not self._is_over:
+            message = self.poll()
+            if message is not None:
+                return message
             self._news.clear()
             await self._news.wait()
-        if self._is_over:
-            raise StopAsyncIteration
-        message = self._messages.popleft()
-        self._is_over = isinstance(message, Finished)
-        return message
+        raise StopAsyncIteration
+
+    def _tell(self) -> None:
+        self._news.set()
+        if self._listener is not None:
+            self._listener()
 
     async def aclose(self) -> None:
         """Give up; the engine forgets the request unless it is over. Safe to call at any time."""

@@ -9,32 +9,35 @@ from typing import Any, cast
 
 import pytest
 
-from service.api.admission import Plan, Prompt, Target
-from service.api.errors import EngineFailed, NotReady, status_of
-from service.api.generation import SequenceRun
+from service.api.admission import Admitted, Plan, Prompt, Target
+from service.api.errors import BadRequest, EngineFailed, NotReady, status_of
+from service.api.generation import Job
 from service.api.metrics import Metrics
 from service.api.state import Services
 from service.engine.client import EngineClient, EngineDied, NeverSent, TokenStream
-from service.engine.messages import Sampling, Submit, Tokens
+from service.engine.messages import Finished, Sampling, Submit, TokenLogprob, Tokens
 from service.text.stop_strings import StopAutomaton
 from service.text.tokenizer import TextTokenizer
 from tests.support.tiny_models import make_tokenizer
 
-PLAN = Plan("r", Prompt((1,), ""), Sampling(max_tokens=100), StopAutomaton(["the"]), True, False)
 
-
-class OneStream:
-    """An engine with the stream of one request; notes what was aborted."""
+class Streams:
+    """An engine with the streams of its requests; notes what was aborted."""
 
     def __init__(self) -> None:
         self.aborted: list[str] = []
-        self.stream = TokenStream("r", self.abort)
+        self.streams: dict[str, TokenStream] = {}
+        self.death: EngineDied | None = None
 
-    def submit(self, _request: Submit) -> TokenStream:
-        return self.stream
+    def submit(self, request: Submit) -> TokenStream:
+        stream = self.streams[request.request_id] = TokenStream(request.request_id, self.abort)
+        if self.death is not None:
+            stream.die(self.death)
+        return stream
 
     def abort(self, request_id: str) -> None:
-        self.aborted.append(request_id)
+        if request_id not in self.aborted:
+            self.aborted.append(request_id)
 
 
 @pytest.fixture
@@ -43,30 +46,164 @@ def parts(tmp_path: Path) -> Services:
     make_tokenizer(tmp_path)
     tokenizer = TextTokenizer.load(tmp_path)
     return cast(
-        Services, SimpleNamespace(tokenizer=tokenizer, metrics=Metrics("tiny"), engine=OneStream(), draining=False)
+        Services,
+        SimpleNamespace(
+            tokenizer=tokenizer, metrics=Metrics("tiny"), engine=Streams(), draining=False, base_digest="0"
+        ),
     )
 
 
-def test_a_stop_string_ends_the_engine_s_work_although_nobody_reads_on(parts: Services) -> None:
+class Places:
+    """What `Admitted` gives back."""
+
+    def __init__(self) -> None:
+        self.num_open, self.has_adapter = 0, True
+
+    def leave(self, num_places: int) -> None:
+        self.num_open -= num_places
+
+    def release(self) -> None:
+        assert self.has_adapter
+        self.has_adapter = False
+
+
+@pytest.fixture
+def places() -> Places:
+    return Places()
+
+
+def a_job(parts: Services, places: Places, plans: list[Plan], *, is_streamed: bool = True) -> Job:
+    """A request that has its places and an adapter."""
+    places.num_open = len(plans)
+    parts.gate = cast(Any, places)
+    record = SimpleNamespace(digest="d", manifest=SimpleNamespace(rows={}))
+    lease: Any = SimpleNamespace(release=places.release, record=record)
+    return Job(parts, Admitted(parts, Target("tiny", lease), plans), is_streamed)
+
+
+def plan(request_id: str, stop: str = "the", **sampling: Any) -> Plan:
+    return Plan(request_id, Prompt((1,), ""), Sampling(max_tokens=100, **sampling), StopAutomaton([stop]), True, False)
+
+
+async def streamed(job: Job) -> list[tuple[int, str, str | None]]:
+    """(choice, text, finish_reason) of what comes."""
+    return [(index, piece.text, piece.finish_reason) async for index, piece in job.stream()]
+
+
+def test_a_stop_string_ends_the_engine_s_work_although_nobody_reads(parts: Services, places: Places) -> None:
     engine = cast(Any, parts.engine)
-    engine.stream.push(Tokens("r", tuple(parts.tokenizer.encode("the")), None))
+    job = a_job(parts, places, [plan("r")])
+    engine.streams["r"].push(Tokens("r", tuple(parts.tokenizer.encode("the")), None))
+    assert (engine.aborted, places.num_open, places.has_adapter) == (["r"], 0, False)
+    assert asyncio.run(streamed(job)) == [(0, "", "stop")]
+    job.close()
+    assert engine.aborted == ["r"]
+
+
+def test_what_nobody_reads_gives_its_places_back_as_it_ends(parts: Services, places: Places) -> None:
+    engine = cast(Any, parts.engine)
+    job = a_job(parts, places, [plan("a"), plan("b"), plan("c")])
+    tokens = tuple(parts.tokenizer.encode("in and"))
+    for num_ended, name in enumerate("bac"):
+        assert (places.num_open, places.has_adapter) == (3 - num_ended, True)
+        for token_id in tokens:
+            engine.streams[name].push(Tokens(name, (token_id,)))
+        engine.streams[name].push(Finished(name, "length"))
+    assert (places.num_open, places.has_adapter) == (0, False)
+    assert asyncio.run(streamed(job)) == [(1, "in and", "length"), (0, "in and", "length"), (2, "in and", "length")]
+    job.close()
+    assert places.num_open == 0
+
+
+@pytest.mark.parametrize("num_begun", [0, 1])
+def test_what_is_closed_early_gives_back_what_it_still_holds(parts: Services, places: Places, num_begun: int) -> None:
+    engine = cast(Any, parts.engine)
+    job = a_job(parts, places, [plan("a"), plan("b")])
+    for name in "ab"[:num_begun]:
+        engine.streams[name].push(Finished(name, "length"))
+    job.close()
+    job.close()
+    assert (places.num_open, places.has_adapter) == (0, False)
+    assert set("ab"[num_begun:]) <= set(engine.aborted)
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_what_waits_for_a_stream_s_reader_is_bounded(
+    parts: Services, places: Places, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+) -> None:
+    monkeypatch.setattr("service.api.generation.MAX_WAITING_ENTRIES", 12)
+    engine = cast(Any, parts.engine)
+    job = a_job(parts, places, [plan("r", logprobs=2)], is_streamed=is_streamed)
+    (token_id,) = parts.tokenizer.encode("a")
+    entry = TokenLogprob(token_id, -1.0, ((token_id, -1.0), (token_id + 1, -2.0)))
+    for _ in range(5):
+        engine.streams["r"].push(Tokens("r", (token_id,), (entry,)))
+    assert (places.num_open, engine.aborted) == ((0, ["r"]) if is_streamed else (1, []))
+    if is_streamed:
+        with pytest.raises(BadRequest, match="More than 12 tokens"):
+            asyncio.run(streamed(job))
+    else:
+        engine.streams["r"].push(Finished("r", "length"))
+        assert asyncio.run(job.collect())[0].text == "aaaaa"
+
+
+def test_a_reader_that_keeps_up_may_have_as_much_as_comes(
+    parts: Services, places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.api.generation.MAX_WAITING_ENTRIES", 2)
+    stream = cast(Any, parts.engine).streams
+    job = a_job(parts, places, [plan("r")])
+    (token_id,) = parts.tokenizer.encode("a")
 
     async def run() -> None:
-        async for piece in SequenceRun(parts, Target("tiny", None), PLAN).pieces():
-            assert (piece.finish_reason, engine.aborted) == ("stop", ["r"])
-            break
+        stream["r"].push(Tokens("r", (token_id,)))
+        text = ""
+        async for _, piece in job.stream():
+            text += piece.text
+            if len(text) == 9:
+                stream["r"].push(Finished("r", "length"))
+            elif piece.finish_reason is None:
+                stream["r"].push(Tokens("r", (token_id,)))
+        assert text == "a" * 9
 
     asyncio.run(run())
 
 
 @pytest.mark.parametrize(("death", "kind", "status"), [(EngineDied, EngineFailed, 500), (NeverSent, NotReady, 503)])
+@pytest.mark.parametrize("is_early", [True, False])
+@pytest.mark.parametrize("is_streamed", [True, False])
 def test_only_what_was_sent_is_lost(
-    parts: Services, death: type[EngineDied], kind: type[Exception], status: int
+    parts: Services,
+    places: Places,
+    death: type[EngineDied],
+    kind: type[Exception],
+    status: int,
+    is_early: bool,
+    is_streamed: bool,
 ) -> None:
-    cast(Any, parts.engine).stream.die(death("The engine is gone."))
+    engine = cast(Any, parts.engine)
+    error = death("The engine is gone.")
+    if is_early:
+        engine.death = error
+    job = a_job(parts, places, [plan("r"), plan("other")], is_streamed=is_streamed)
+    if not is_early:
+        engine.streams["r"].die(error)
     with pytest.raises(kind, match="The engine is gone") as caught:
-        asyncio.run(SequenceRun(parts, Target("tiny", None), PLAN).collect())
+        asyncio.run(cast(Any, streamed(job) if is_streamed else job.collect()))
     assert status_of(caught.value) == status
+    job.close()
+    assert (places.num_open, places.has_adapter) == (0, False)
+
+
+def test_what_is_wrong_with_us_reaches_the_reader_and_not_the_engine_s_client(
+    parts: Services, places: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = a_job(parts, places, [plan("r")])
+    monkeypatch.setattr(parts.tokenizer, "decode", lambda *_, **__: 1 / 0)
+    cast(Any, parts.engine).streams["r"].push(Tokens("r", (5,)))
+    assert places.num_open == 0
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(streamed(job))
 
 
 def test_nothing_is_sent_to_an_engine_that_is_not_there() -> None:
