@@ -26,8 +26,9 @@ from service.api import adapters, batch, chat, completions, health, lora_compat,
 from service.api.answers import ChatChunk
 from service.api.auth import OPEN_PATHS, KeyRing
 from service.api.errors import HANDLED, BadRequest, UnknownRoute, WrongMethod
+from service.api.json_body import LARGE_BODY_BYTES, BodyBudget
 from service.api.metrics import Metrics
-from service.api.middleware import METHODS, Door, Refusal
+from service.api.middleware import METHODS, BodyRule, Door, Refusal
 from service.api.openapi import finish
 from service.api.sampling import SamplingDefaults, model_defaults
 from service.api.state import Services
@@ -70,7 +71,8 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> FastAP
         app.include_router(router)
     _add_error_handlers(app)
     keys = KeyRing(settings.api_keys, settings.admin_api_keys)
-    app.add_middleware(Door, keys=keys, metrics=services.metrics, body_limit=_body_limit(settings))
+    budget = BodyBudget(int(settings.max_buffered_bytes))
+    app.add_middleware(Door, keys=keys, metrics=services.metrics, body_rule=_body_rule(settings), budget=budget)
     if settings.cors_origins:
         _allow_pages(app, settings.cors_origins)
     app.openapi = _openapi(app, with_keys=keys.enabled)  # type: ignore[method-assign]
@@ -244,14 +246,14 @@ def preload(services: Services) -> None:
         LOGGER.info("adapter %s %s", record.name, "preloaded" if created else "is there already")
 
 
-def _body_limit(settings: Settings) -> Callable[[str, str], int]:
-    """Uploads may be large, other bodies not. Multipart framing comes on top of the upload's own bytes."""
-
-    def limit(_method: str, path: str) -> int:
-        is_upload = path == "/v1/adapters"
-        return int(settings.max_upload_bytes) + (1 << 16) if is_upload else int(settings.max_body_bytes)
-
-    return limit
+def _body_rule(settings: Settings) -> Callable[[str], BodyRule]:
+    """Uploads may be large and go to disk, other bodies not. Multipart framing comes on top of the upload's own bytes.
+    Those of the vLLM paths are a name or two, and parsed in the loop."""
+    upload = BodyRule(int(settings.max_upload_bytes) + (1 << 16), is_buffered=False)
+    small = BodyRule(min(LARGE_BODY_BYTES, int(settings.max_body_bytes)))
+    rules = {"/v1/adapters": upload} | dict.fromkeys(lora_compat.PATHS, small)
+    other = BodyRule(int(settings.max_body_bytes))
+    return lambda path: rules.get(path, other)
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -133,6 +133,9 @@ class Settings(BaseSettings):
     max_batch_items: int = Field(256, ge=1, description="most items of one POST /v1/completions/batch")
     max_choices: int = Field(16, ge=1, description="largest `n` of a request")
     max_body_bytes: Size = Field(ByteSize(16 * MIB), description="largest JSON request body")
+    max_buffered_bytes: Size = Field(
+        ByteSize(64 * MIB), description="all JSON request bodies that are being read; beyond it requests get 429"
+    )
     max_upload_bytes: Size = Field(ByteSize(2048 * MIB), description="largest adapter upload, packed and unpacked")
     min_free_disk_bytes: Size = Field(
         ByteSize(256 * MIB), description="uploads that would leave less than this free on the disk get 507"
@@ -211,6 +214,8 @@ class Settings(BaseSettings):
             raise ValueError(
                 "max_batch_items must not be larger than max_queued_requests, since a batch is admitted whole"
             )
+        if self.max_body_bytes > self.max_buffered_bytes:
+            raise ValueError("max_body_bytes must not be larger than max_buffered_bytes, which holds all bodies")
         if ":" in self.base_name or "/" in self.base_name or not self.base_name:
             raise ValueError(f"model_name {self.base_name!r} may not be empty or contain ':' or '/'; set another one")
         return self

@@ -14,6 +14,7 @@ from service.api.answers import BatchResponse
 from service.api.chat import ChatAnswer
 from service.api.completions import CompletionAnswer
 from service.api.errors import HANDLED, BadRequest, BodyTooLarge, error_body
+from service.api.json_body import JsonRoute
 from service.api.openapi import BATCH_ERRORS
 from service.api.requestlog import note, note_job
 from service.api.schemas import MAX_PROMPT_LOGPROBS, BatchRequest, ChatRequest, CompletionRequest
@@ -22,7 +23,7 @@ from service.api.state import Services, services_of
 from service.api.validation import bad_request
 from service.logs import LOGGER
 
-router = APIRouter(tags=["multilora"])
+router = APIRouter(tags=["multilora"], route_class=JsonRoute)
 
 _Answer = ChatAnswer | CompletionAnswer
 _Checked = tuple[ChatRequest | CompletionRequest, Admitted]
@@ -65,7 +66,8 @@ def _check_size(count: int, limit: int, what: str) -> None:
 async def _admit_all(services: Services, body: BatchRequest) -> list[_Checked | Exception]:
     """Each item admitted, or what is wrong with it. QueueFull, with nothing left behind, if the queue has not room for
     all of them."""
-    parsed = [_parse(services, item) for item in body.items]
+    # A thread: all items together may be as large as a body.
+    parsed = await asyncio.to_thread(lambda: [_parse(services, item) for item in body.items])
     shares = [0 if isinstance(one, Exception) else num_sequences(services, one) for one in parsed]
     _check_size(sum(shares), services.gate.limit, "sequences")
     services.gate.enter(sum(shares))
@@ -73,6 +75,7 @@ async def _admit_all(services: Services, body: BatchRequest) -> list[_Checked | 
     try:
         for one in parsed:
             checked.append(one if isinstance(one, Exception) else await _admit(services, one))
+            await asyncio.sleep(0)  # each may tokenise in the loop as much as a request by itself
     except BaseException:
         # The item that was being admitted has given its own share back.
         services.gate.leave(sum(shares[len(checked) + 1 :]))

@@ -14,6 +14,7 @@ from fastapi.responses import Response
 from service.api.admission import Admitted, admit, off_loop
 from service.api.answers import ChatResponse
 from service.api.generation import Job, Piece
+from service.api.json_body import JsonRoute
 from service.api.logprobs import chat_logprobs, cost_chars, prompt_logprobs, token_names
 from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.requestlog import note_job
@@ -21,7 +22,7 @@ from service.api.schemas import ChatRequest, StreamOptions
 from service.api.sse import EventStream, JsonResponse, until_disconnect
 from service.api.state import Services, services_of
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
 
 @router.post(

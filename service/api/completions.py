@@ -14,6 +14,7 @@ from fastapi.responses import Response
 from service.api.admission import Admitted, Plan, admit, off_loop
 from service.api.answers import CompletionResponse
 from service.api.generation import Job, Piece
+from service.api.json_body import JsonRoute
 from service.api.logprobs import (
     completion_logprobs,
     cost_chars,
@@ -29,7 +30,7 @@ from service.api.schemas import CompletionRequest, StreamOptions
 from service.api.sse import EventStream, JsonResponse, until_disconnect
 from service.api.state import Services, services_of
 
-router = APIRouter(tags=["OpenAI"])
+router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
 
 @router.post(

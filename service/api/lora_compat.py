@@ -47,6 +47,7 @@ class _Route(APIRoute):
         return handle_if_on
 
 
+PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 router = APIRouter(tags=["vLLM"], route_class=_Route)
 
 _ANSWER: dict[int | str, dict[str, Any]] = {
@@ -55,7 +56,7 @@ _ANSWER: dict[int | str, dict[str, Any]] = {
 
 
 @router.post(
-    "/v1/load_lora_adapter",
+    PATHS[0],
     response_class=PlainTextResponse,
     responses={**errors((400, 401, 403, 404, 409, 413, 500, 503, 507)), **_ANSWER},
     summary="Load an adapter from the operator's directory",
@@ -75,7 +76,7 @@ async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTex
 
 
 @router.post(
-    "/v1/unload_lora_adapter",
+    PATHS[1],
     response_class=PlainTextResponse,
     responses={**DELETE_ERRORS, **_ANSWER},
     summary="Delete an adapter",

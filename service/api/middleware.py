@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.auth import KeyRing, required_scope
 from service.api.errors import TABLE, BodyTooLarge, error_body, status_of
+from service.api.json_body import BodyBudget
 from service.api.metrics import Metrics
 from service.api.requestlog import RequestNotes
 from service.api.sse import JsonResponse
@@ -35,23 +37,40 @@ _DRAIN_BYTES = 64 << 20
 _DRAIN_SECONDS = 10.0
 
 
+class BodyRule(NamedTuple):
+    """What bodies a path takes: most bytes, and whether they are held in memory until all are there."""
+
+    limit_bytes: int
+    is_buffered: bool = True
+
+
 class Door:
     """The outermost layer of the application.
 
-    body_limit  most bytes of a request's body, by method and path
+    body_rule  by path
+    budget     of all bodies that are held in memory
     """
 
-    def __init__(self, app: ASGIApp, *, keys: KeyRing, metrics: Metrics, body_limit: Callable[[str, str], int]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: KeyRing,
+        metrics: Metrics,
+        body_rule: Callable[[str], BodyRule],
+        budget: BodyBudget,
+    ) -> None:
         self._app = app
         self._keys = keys
         self._metrics = metrics
-        self._body_limit = body_limit
+        self._body_rule = body_rule
+        self._budget = budget
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        visit = _Visit(scope, receive, send)
+        visit = _Visit(scope, receive, send, self._budget)
         try:
             await self._pass(scope, visit)
         except ClientDisconnect:
@@ -64,11 +83,12 @@ class Door:
             elif not visit.answered:
                 raise  # half an answer is out: only a broken connection can tell the client
         finally:
+            visit.forget_body()
             self._write_down(scope, visit)
 
     async def _pass(self, scope: Scope, visit: _Visit) -> None:
         self._keys.check(required_scope(scope["method"], scope["path"]), visit.headers)
-        visit.limit_body(self._body_limit(scope["method"], scope["path"]))
+        visit.limit_body(self._body_rule(scope["path"]))
         await self._app(scope, visit.receive, visit.send)
 
     def _write_down(self, scope: Scope, visit: _Visit) -> None:
@@ -91,11 +111,12 @@ class Door:
 class _Visit:
     """One request: counts the bytes that come, remembers the status that goes."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, budget: BodyBudget) -> None:
         self._receive = receive
         self._send = send
-        self._limit = 0
-        self._num_bytes = 0
+        self._budget = budget
+        self._rule = BodyRule(0)
+        self._num_bytes = self._num_buffered = 0
         self._body_complete = False
         self.headers = Headers(scope=scope)
         self.started = time.perf_counter()
@@ -105,22 +126,33 @@ class _Visit:
         self.notes = RequestNotes()
         scope["multilora.notes"] = self.notes
         scope["multilora.refuse"] = self.refuse
+        scope["multilora.forget_body"] = self.forget_body
 
-    def limit_body(self, limit: int) -> None:
-        """BodyTooLarge if the announced size is above `limit`; `receive` raises it if more comes than was announced."""
-        self._limit = limit
-        announced = self.headers.get("content-length", "")
+    def limit_body(self, rule: BodyRule) -> None:
+        """BodyTooLarge if the announced size is above the rule's; `receive` raises it if more comes than was announced,
+        and QueueFull if all bodies together are too large to be held."""
+        self._rule = rule
+        announced, limit = self.headers.get("content-length", ""), rule.limit_bytes
         if announced.isascii() and announced.isdigit() and int(announced) > limit:
             raise BodyTooLarge(f"The body has {announced} bytes; this server takes {limit} here.")
 
     async def receive(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request":
-            self._num_bytes += len(message.get("body", b""))
+            num_bytes, limit = len(message.get("body", b"")), self._rule.limit_bytes
+            self._num_bytes += num_bytes
             self._body_complete = not message.get("more_body", False)
-            if self._num_bytes > self._limit:
-                raise BodyTooLarge(f"The body has more than the {self._limit} bytes that this server takes here.")
+            if self._num_bytes > limit:
+                raise BodyTooLarge(f"The body has more than the {limit} bytes that this server takes here.")
+            if self._rule.is_buffered:
+                self._budget.take(num_bytes)
+                self._num_buffered += num_bytes
         return message
+
+    def forget_body(self) -> None:
+        """What has been read of the body is not held any more."""
+        self._budget.give_back(self._num_buffered)
+        self._num_buffered = 0
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":

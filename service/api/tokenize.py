@@ -7,13 +7,14 @@ from fastapi import APIRouter, Request, Response
 from service.api.admission import MAX_TEXT_CHARS, Prompt, chat_prompt, encoded, off_loop, resolve
 from service.api.answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo
 from service.api.errors import BadRequest
+from service.api.json_body import JsonRoute
 from service.api.listing import listing
 from service.api.openapi import TEXT_ERRORS, errors
 from service.api.schemas import DetokenizeRequest, TokenizeRequest
 from service.api.sse import until_disconnect
 from service.api.state import Services, services_of
 
-router = APIRouter(tags=["text"])
+router = APIRouter(tags=["text"], route_class=JsonRoute)
 
 # What older configs tell of the machine that wrote them.
 _PATHS = frozenset({"name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"})

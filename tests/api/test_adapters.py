@@ -23,8 +23,9 @@ from adapters.store import AdapterStore, Upload
 from service.api import adapters as adapter_routes
 from service.api import lora_compat
 from service.api.auth import KeyRing
+from service.api.json_body import BodyBudget
 from service.api.metrics import Metrics
-from service.api.middleware import Door
+from service.api.middleware import BodyRule, Door
 from service.api.state import Engine, Services
 from service.settings import Settings
 from service.text.tokenizer import TextTokenizer
@@ -350,7 +351,8 @@ class Routes:
         app = FastAPI()
         app.include_router(adapter_routes.router)
         app.include_router(lora_compat.router)
-        app.add_middleware(Door, keys=KeyRing((), ()), metrics=self.metrics, body_limit=lambda *_: 1 << 20)
+        rule, budget = BodyRule(1 << 20), BodyBudget(1 << 20)
+        app.add_middleware(Door, keys=KeyRing((), ()), metrics=self.metrics, body_rule=lambda _: rule, budget=budget)
         app.state.services = Services(
             settings=Settings(model_name="base", lora_path_root=tmp_path / "root"),
             engine=cast(Engine, SimpleNamespace(state="starting", stats=None)),

@@ -1,0 +1,149 @@
+"""JSON bodies: what they may cost is known before they are parsed, and large ones hold up nobody.
+
+Small bodies take FastAPI's way, in the event loop; their size bounds what they cost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+
+from service.api.errors import BodyTooLarge, QueueFull
+from service.api.validation import bad_request
+
+# Larger ones are parsed and validated in a thread.
+LARGE_BODY_BYTES = 1 << 16
+# Of one body. An object or list takes a few hundred bytes once parsed, a text or number up to a hundred.
+MAX_CONTAINERS = 1 << 16
+MAX_STRINGS = 1 << 18
+MAX_VALUES = (1 << 20) + (1 << 16)
+# Looked at in one piece: a regular expression keeps Python's lock while it runs.
+_WINDOW_BYTES = 1 << 18
+_INSIDE_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_QUOTE, _BACKSLASH = b'"'[0], b"\\"[0]
+# One after the other, since parsed they take many times their size.
+_large_bodies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="large-body")
+
+
+class BodyBudget:
+    """The bytes of all bodies that are in memory and not yet parsed."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """QueueFull if there is not room for so many more."""
+        if self.num_bytes + num_bytes > self.limit_bytes:
+            raise QueueFull(
+                f"The requests that are being read fill the {self.limit_bytes} bytes that this server has for them; "
+                "send this one again later.",
+                headers={"Retry-After": "1"},
+            )
+        self.num_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """They are parsed, or thrown away."""
+        self.num_bytes -= num_bytes
+        assert self.num_bytes >= 0, "more bytes were given back than taken"
+
+
+class JsonRoute(APIRoute):
+    """A route whose body is one of `schemas`, bounded as this module says."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's, with bodies that parse and validate themselves."""
+        handle = super().get_route_handler()
+        model = None if self.body_field is None else self.body_field.field_info.annotation
+
+        async def handle_bounded(request: Request) -> Response:
+            if isinstance(model, type) and issubclass(model, BaseModel):
+                request = _JsonRequest(request.scope, request.receive, model)
+            return await handle(request)
+
+        return handle_bounded
+
+
+class _JsonRequest(Request):
+    """A request whose `json` is plain data, or, where the body is large, the validated model itself: pydantic takes it
+    as it is."""
+
+    def __init__(self, scope: Any, receive: Any, model: type[BaseModel]) -> None:
+        super().__init__(scope, receive)
+        self._model = model
+
+    async def json(self) -> Any:
+        body = await self.body()
+        try:
+            if len(body) <= LARGE_BODY_BYTES:
+                return _parsed(body)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(_large_bodies, _validated, self._model, body)
+        finally:
+            # Nobody reads it again, and an answer may take minutes.
+            self._body = b""
+            self.scope["multilora.forget_body"]()
+
+
+def _parsed(body: bytes) -> Any:
+    return json.loads(body.decode("utf-8-sig", "surrogatepass"))
+
+
+def _validated(model: type[BaseModel], body: bytes) -> BaseModel:
+    check_counts(body)
+    try:
+        return model.model_validate(_parsed(body))
+    except ValidationError as error:
+        raise bad_request(error.errors()) from None
+
+
+def check_counts(body: bytes) -> None:
+    """BodyTooLarge for a body that holds more lists, objects, texts or values than one may have; whether it is JSON is
+    not looked at. What is inside of texts does not count."""
+    num_quotes = body.count(b'"')
+    if (
+        num_quotes <= 2 * MAX_STRINGS
+        and body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS
+        and body.count(b",") <= MAX_VALUES
+    ):
+        return
+    # Texts have two quotes without a backslash before them, at least: this needs no look at each of them.
+    _bound(num_quotes - body.count(b'\\"'), 2 * MAX_STRINGS + 1, MAX_STRINGS, "texts")
+    containers = commas = num_strings = at = 0
+    while at < len(body):
+        window_end = min(at + _WINDOW_BYTES, len(body))
+        quote = body.find(b'"', at, window_end)
+        end = quote if quote >= 0 else window_end
+        containers += body.count(b"[", at, end) + body.count(b"{", at, end)
+        commas += body.count(b",", at, end)
+        num_strings += quote >= 0
+        _bound(containers, MAX_CONTAINERS, MAX_CONTAINERS, "lists and objects")
+        _bound(num_strings, MAX_STRINGS, MAX_STRINGS, "texts")
+        _bound(commas, MAX_VALUES, MAX_VALUES, "values")
+        at = end if quote < 0 else _end_of_string(body, quote + 1)
+
+
+def _bound(count: int, most: int, limit: int, what: str) -> None:
+    if count > most:
+        raise BodyTooLarge(f"The body holds more than {limit} {what}; send them in several requests.")
+
+
+def _end_of_string(body: bytes, at: int) -> int:
+    """Where the text that has begun before `at` has ended."""
+    while at < len(body):
+        match = _INSIDE_STRING.match(body, at, at + _WINDOW_BYTES)
+        assert match is not None, "it matches nothing, too"
+        at = match.end()
+        if at < len(body) and body[at] == _QUOTE:
+            return at + 1
+        if at == len(body) - 1 and body[at] == _BACKSLASH:
+            break
+    return len(body)

@@ -1,0 +1,177 @@
+"""JSON bodies: refused before they cost much, parsed where nobody waits, and together within a budget."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import tracemalloc
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI, Request
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.api import json_body
+from service.api.auth import KeyRing
+from service.api.errors import BodyTooLarge, QueueFull
+from service.api.json_body import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, BodyBudget, JsonRoute, check_counts
+from service.api.metrics import Metrics
+from service.api.middleware import BodyRule, Door, Refusal
+from service.api.schemas import DetokenizeRequest
+from tests.support.server import Server
+
+MIB = 1 << 20
+JSON = {"Content-Type": "application/json"}
+
+
+def num_of(value: Any) -> tuple[int, int, int]:
+    """(lists and objects, texts, commas) of a JSON value."""
+    if isinstance(value, str):
+        return 0, 1, 0
+    if not isinstance(value, list | dict):
+        return 0, 0, 0
+    inner = list(value) if isinstance(value, list) else [part for pair in value.items() for part in pair]
+    counts = [num_of(one) for one in inner]
+    sums = [sum(column) for column in zip(*counts, strict=True)] if counts else [0, 0, 0]
+    return sums[0] + 1, sums[1], sums[2] + max(0, len(value) - 1)
+
+
+NASTY = st.text(alphabet='[]{},"\\\\ab\n\u2200')
+VALUES = st.recursive(
+    st.none() | st.integers() | NASTY,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(NASTY, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+class TestCounts:
+    @given(value=VALUES, window=st.integers(2, 5))
+    def test_they_are_those_of_the_parsed_value(self, value: Any, window: int) -> None:
+        """Each limit exactly met is taken, and one less is not; also where windows cut escapes in two."""
+        body = json.dumps(value, ensure_ascii=False).encode()
+        names = ("MAX_CONTAINERS", "MAX_STRINGS", "MAX_VALUES")
+        counts = num_of(value)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(json_body, "_WINDOW_BYTES", window)
+            for name, count in zip(names, counts, strict=True):
+                patch.setattr(json_body, name, count)
+            check_counts(body)
+            for name, count in zip(names, counts, strict=True):
+                if count:
+                    patch.setattr(json_body, name, count - 1)
+                    with pytest.raises(BodyTooLarge, match=f"more than {count - 1} "):
+                        check_counts(body)
+                    patch.setattr(json_body, name, count)
+
+    @given(body=st.binary(max_size=200) | st.text(alphabet='[]{},"\\\\', max_size=60).map(str.encode))
+    def test_what_is_no_json_ends_the_counting_too(self, body: bytes) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(json_body, "MAX_CONTAINERS", 3)
+            patch.setattr(json_body, "_WINDOW_BYTES", 2)
+            try:
+                check_counts(body)
+            except BodyTooLarge:
+                return
+
+    @pytest.mark.parametrize(
+        ("item", "what"),
+        [(b"[]", "lists"), (b"{}", "lists"), (b"[[[[]]]]", "lists"), (b'""', "texts"), (b"1", "values")],
+    )
+    def test_sixteen_mebibytes_of_anything_are_not_parsed(self, item: bytes, what: str) -> None:
+        body = b"[" + (item + b",") * ((16 * MIB) // (len(item) + 1) - 1) + item + b"]"
+        tracemalloc.start()
+        with pytest.raises(BodyTooLarge, match=what):
+            check_counts(body)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak_bytes < MIB
+
+    def test_as_much_as_the_interface_offers_is_taken(self) -> None:
+        check_counts(json.dumps({"tokens": [1] * (1 << 20)}).encode())
+        check_counts(json.dumps({"prompt": '[{,\\"' * MIB}).encode())
+        assert MAX_CONTAINERS >= 1 << 16
+        assert MAX_STRINGS >= 4 * MAX_CONTAINERS
+        assert MAX_VALUES > 1 << 20
+
+
+def an_app(budget: BodyBudget, **limits: Any) -> FastAPI:
+    """Detokenises nothing, with the layers that bodies go through; `threads` are those in which bodies were parsed."""
+    app = FastAPI()
+    app.router.route_class = JsonRoute
+    app.state.held = []
+
+    @app.post("/")
+    async def endpoint(request: Request, body: DetokenizeRequest) -> dict[str, Any]:
+        app.state.held.append((budget.num_bytes, await request.body()))
+        return {"count": len(body.tokens)}
+
+    async def refuse(_request: Request, error: Exception) -> Refusal:
+        return Refusal(error.__cause__ if isinstance(error.__cause__, BodyTooLarge | QueueFull) else error)  # type: ignore[arg-type]
+
+    for kind in (400, BodyTooLarge, QueueFull):
+        app.add_exception_handler(kind, refuse)
+    rule = BodyRule(**{"limit_bytes": 16 * MIB, **limits})
+    app.add_middleware(Door, keys=KeyRing((), ()), metrics=Metrics("x"), body_rule=lambda _: rule, budget=budget)
+    return app
+
+
+def post(app: FastAPI, *contents: bytes) -> list[httpx.Response]:
+    async def run() -> list[httpx.Response]:
+        transport = httpx.ASGITransport(app=app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await asyncio.gather(*(client.post("/", content=content, headers=JSON) for content in contents))
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 100_000])
+def test_large_bodies_are_parsed_beside_the_loop(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> None:
+    threads = []
+
+    def loads(text: str) -> Any:
+        threads.append(threading.current_thread())
+        return json.loads(text)
+
+    monkeypatch.setattr(json_body, "json", SimpleNamespace(loads=loads))
+    budget = BodyBudget(MIB)
+    app = an_app(budget)
+    (answer,) = post(app, json.dumps({"tokens": [1] * num_tokens}).encode())
+    assert answer.json() == {"count": num_tokens}
+    assert (threads[0] is threading.main_thread()) == (num_tokens == 1)
+    assert app.state.held == [(0, b"")], "a parsed body is still held"
+    assert budget.num_bytes == 0
+
+
+def test_bodies_share_one_budget_and_are_told_when_to_come_back() -> None:
+    budget = BodyBudget(1000)
+    app = an_app(budget)
+    body = json.dumps({"tokens": [1] * 200}).encode()
+    assert len(body) <= 1000 < 2 * len(body)
+    assert [answer.status_code for answer in post(app, body)] == [200]
+    budget.take(700)
+    (refused,) = post(app, body)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert refused.json()["error"]["code"] == "queue_full"
+    assert budget.num_bytes == 700
+    budget.give_back(700)
+    assert [answer.status_code for answer in post(app, body)] == [200]
+
+
+def test_bodies_that_go_to_disk_are_not_in_the_budget() -> None:
+    app = an_app(BodyBudget(10), is_buffered=False)
+    assert post(app, json.dumps({"tokens": [1] * 200}).encode())[0].status_code == 200
+
+
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_a_large_body_that_is_wrong_is_told_as_a_small_one(server: Server, size: int) -> None:
+    unknown = server.post("/v1/completions", json={"model": "tiny", "prompt": "a" * size, "odd": 1})
+    assert (unknown.status_code, unknown.json()["error"]["param"]) == (400, "odd")
+    broken = server.post("/v1/completions", content=b'{"prompt": "' + b"a" * size, headers=JSON)
+    assert broken.status_code == 400
+    assert "not valid JSON" in broken.json()["error"]["message"]
+    lists = server.post("/v1/completions", content=b"[" + b"[]," * size + b"[]]", headers=JSON)
+    assert lists.status_code == (400 if size == 1 else 413)
