@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import resource
 import signal
 import socket
 import sys
@@ -28,6 +29,8 @@ _OTHER_VARIABLES = {"MULTILORA_URL", "MULTILORA_API_KEY"}
 # Answers that are being written when the last sequence has ended get so long to be sent.
 _FLUSH_SECONDS = 5
 _SEND_BUFFER_BYTES = 1 << 18
+# Files beside the connections: the store's, the engine's socket, what uploads write.
+_OTHER_FILES = 256
 # Of uvicorn's ticks, ten a second, those in which connections are looked at.
 _TICKS_PER_LOOK = 10
 
@@ -79,6 +82,7 @@ def _warn_of_unknown_variables() -> None:
 
 def _run(settings: Settings) -> int:
     listener = listen(settings.host, settings.port)
+    _allow_files(settings.max_connections + _OTHER_FILES)
     check_kernels_package()
     from service.app import create_app
 
@@ -118,6 +122,20 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _allow_files(num_files: int) -> None:
+    """Let this process open so many, as far as the system lets it: each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= num_files:
+        return
+    allowed = num_files if hard == resource.RLIM_INFINITY else min(num_files, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < num_files:
+        LOGGER.warning(
+            "This process may open %d files, which are too few for --max-connections; lower that, or raise the limit.",
+            allowed,
+        )
+
+
 def _make_server(app: Any, settings: Settings) -> Any:
     import uvicorn
 
@@ -130,6 +148,9 @@ def _make_server(app: Any, settings: Settings) -> Any:
         access_log=False,
         lifespan="on",
         timeout_graceful_shutdown=_FLUSH_SECONDS,
+        limit_concurrency=settings.max_connections,
+        loop="asyncio",
+        ws="none",
     )
     return _server_class(uvicorn.Server)(config, app.state.services, app.state.engine, settings)
 

@@ -130,6 +130,7 @@ class Settings(BaseSettings):
     max_queued_requests: int = Field(
         512, ge=1, description="sequences that may wait or run at the same time; beyond it requests get 429"
     )
+    max_connections: int = Field(1024, ge=1, description="open connections; beyond it they are answered 429 at once")
     max_batch_items: int = Field(256, ge=1, description="most items of one POST /v1/completions/batch")
     max_choices: int = Field(16, ge=1, description="largest `n` of a request")
     max_body_bytes: Size = Field(ByteSize(16 * MIB), description="largest JSON request body")
@@ -158,7 +159,8 @@ class Settings(BaseSettings):
     stall_limit_seconds: float = Field(
         30.0,
         gt=0,
-        description="a client that takes less than 1 KiB/s of what waits for it, for so long, loses its connection",
+        description="a client that for so long takes or sends less than 1 KiB/s, or has sent no whole head of a "
+        "request, loses its connection",
     )
     shutdown_limit_seconds: float = Field(
         30.0, ge=0, description="how long running requests and uploads may go on after SIGTERM"

@@ -8,6 +8,7 @@ ApiError
 ├── UnknownModel        no base model or adapter of that name
 ├── UnknownRoute        no such path
 ├── WrongMethod         the path is there, but not for this method
+├── RequestTimeout      head or body of the request did not come in time
 ├── BodyTooLarge        more bytes or items than the operator allows
 ├── QueueFull           as many requests as the operator allows are waiting or running
 ├── NotReady            the engine is starting, restarting, draining or down
@@ -64,6 +65,10 @@ class WrongMethod(ApiError):
     """405: the path is there, but not for this method."""
 
 
+class RequestTimeout(ApiError):
+    """408: head or body of the request did not come in time."""
+
+
 class BodyTooLarge(ApiError):
     """413: more bytes or items than the operator allows."""
 
@@ -100,6 +105,7 @@ TABLE: dict[type[Exception], Answer] = {
     UnknownModel: Answer(404, "NotFoundError", "model_not_found"),
     UnknownRoute: Answer(404, "NotFoundError", "unknown_path"),
     WrongMethod: Answer(405, _INVALID, "method_not_allowed"),
+    RequestTimeout: Answer(408, _INVALID, "request_timeout"),
     BodyTooLarge: Answer(413, _INVALID, "too_large"),
     QueueFull: Answer(429, "rate_limit_error", "queue_full"),
     NotReady: Answer(503, "service_unavailable_error", "not_ready"),

@@ -1,29 +1,91 @@
-"""HTTP/1.1 as uvicorn speaks it with h11, with this server's shape for the one error that uvicorn answers by itself,
-and an end for connections whose client does not read."""
+"""HTTP/1.1 as uvicorn speaks it with h11, bounded for clients that mean harm: in the number of connections, in the size
+of heads, in what a body costs beside its bytes, and in time. What is refused here is answered in the shape of every
+other error; no application has seen it."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import h11
 import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from service.api.errors import BadRequest, error_body
+from service.api.errors import ApiError, BadRequest, QueueFull, RequestTimeout, error_body, status_of
 from service.logs import LOGGER
 
-# A client that takes less than this of what waits for it, over the limit of `Protocol.look`, counts as stalled.
+# A client that moves less than this of what waits for it, or of what it sends, counts as stalled after a time.
 MIN_BYTES_PER_SECOND = 1024
+# Of a head that is not complete. One that comes whole with a single read may be that much longer.
+MAX_HEAD_BYTES = 1 << 14
+MAX_HEADERS = 100
+# What the framing of a chunked body may take: each chunk costs as much as a kilobyte, however small it is.
+_FREE_FRAMING_BYTES = 1 << 18
+_BODY_BYTES_PER_FRAMING_BYTE = 32
+# Read at a time, hence worked on without a break; bodies of announced length cost little for each byte.
+_READ_BYTES = 1 << 14
+_BODY_READ_BYTES = 1 << 18
 
-_NO_HTTP = BadRequest(
+_NO_HTTP = (
     "This is no HTTP/1.1 request, or its head is longer than the server takes; look at the client, or at the proxy "
     "before this server."
 )
+_TWO_LENGTHS = "The request has both Content-Length and Transfer-Encoding; send one of them."
+_MANY_HEADERS = f"The request has more than {MAX_HEADERS} headers; send fewer."
+_SMALL_CHUNKS = "The chunks of the body are too small for so many; send larger ones, or announce a Content-Length."
+
+
+class _Connection(h11.Connection):
+    """h11's, which refuses what proxies read otherwise and what costs more than it says.
+
+    refusal  why the last error was raised, if it was raised here
+    """
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEAD_BYTES)
+        self.refusal: str | None = None
+        self.has_plain_body = False
+        self.num_received = 0
+        self._is_chunked = False
+        self._num_framing = 0
+
+    def receive_data(self, data: bytes) -> None:
+        """More from the client."""
+        self.num_received += len(data)
+        self._num_framing += len(data)
+        super().receive_data(data)
+
+    def next_event(self) -> Any:
+        """As h11's; RemoteProtocolError for what is refused."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._check_head(event)
+        elif isinstance(event, h11.Data):
+            self._num_framing -= len(event.data) + len(event.data) // _BODY_BYTES_PER_FRAMING_BYTE
+            if self._is_chunked and self._num_framing > _FREE_FRAMING_BYTES:
+                self._refuse(_SMALL_CHUNKS)
+        elif isinstance(event, h11.EndOfMessage):
+            self.has_plain_body = False
+        return event
+
+    def _check_head(self, head: h11.Request) -> None:
+        names = {name for name, _ in head.headers}
+        self._is_chunked, self.has_plain_body = b"transfer-encoding" in names, b"content-length" in names
+        self._num_framing = 0
+        if self._is_chunked and self.has_plain_body:
+            self._refuse(_TWO_LENGTHS)
+        if head.http_version not in (b"1.0", b"1.1"):
+            self._refuse(_NO_HTTP)
+        if len(head.headers) > MAX_HEADERS:
+            self._refuse(_MANY_HEADERS)
+
+    def _refuse(self, sentence: str) -> None:
+        self.refusal = sentence
+        raise h11.RemoteProtocolError(sentence)
 
 
 class _Mark(NamedTuple):
-    """What was to be done on a connection at some time."""
+    """How many bytes there were at some time."""
 
     at_seconds: float
     num_bytes: int
@@ -32,12 +94,37 @@ class _Mark(NamedTuple):
 class Protocol(H11Protocol):
     """One connection. The server calls `look` now and then."""
 
-    _unsent: _Mark | None = None
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.conn: _Connection = _Connection()
+        # uvicorn's own limit counts tasks too, and answers in a shape of its own.
+        self._max_connections, self.limit_concurrency = self.limit_concurrency, None
+        self._head_since: float | None = None
+        self._unread: _Mark | None = None
+        self._unsent: _Mark | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """What the kernel does not take waits alone: nothing is added to it before it is gone."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
+        cast(Any, transport).max_size = _READ_BYTES
+        self._head_since = self.loop.time()
+        if self._max_connections is not None and len(self.connections) > self._max_connections:
+            self._answer(
+                QueueFull(
+                    f"This server has all its {self._max_connections} connections; try again later.",
+                    headers={"Retry-After": "1"},
+                )
+            )
+
+    def data_received(self, data: bytes) -> None:
+        """A piece of a head or a body."""
+        super().data_received(data)
+        if self.conn.their_state is not h11.IDLE:
+            self._head_since = None
+        elif self._head_since is None:
+            self._head_since = self.loop.time()
+        cast(Any, self.transport).max_size = _BODY_READ_BYTES if self.conn.has_plain_body else _READ_BYTES
 
     def pause_writing(self) -> None:
         """Something waits to be written."""
@@ -50,23 +137,55 @@ class Protocol(H11Protocol):
         self._unsent = None
 
     def look(self, stall_limit_seconds: float) -> None:
-        """End the connection if its client has been slower than MIN_BYTES_PER_SECOND for so long."""
-        now = self.loop.time()
+        """End the connection if its client has been too slow for so long."""
+        now, least_bytes = self.loop.time(), MIN_BYTES_PER_SECOND * stall_limit_seconds
         if self._unsent is not None and now - self._unsent.at_seconds >= stall_limit_seconds:
             num_left = self.transport.get_write_buffer_size()
-            if self._unsent.num_bytes - num_left < MIN_BYTES_PER_SECOND * stall_limit_seconds:
+            if self._unsent.num_bytes - num_left < least_bytes:
                 LOGGER.info("A connection is closed: its client does not read.")
                 self.transport.abort()
             self._unsent = _Mark(now, num_left)
+        if self._head_since is not None and now - self._head_since >= stall_limit_seconds:
+            self._time_out("head")
+        if self.conn.their_state is not h11.SEND_BODY or self.flow.read_paused:
+            self._unread = None
+        elif self._unread is None:
+            self._unread = _Mark(now, self.conn.num_received)
+        elif now - self._unread.at_seconds >= stall_limit_seconds:
+            if self.conn.num_received - self._unread.num_bytes < least_bytes:
+                self._time_out("body")
+            self._unread = _Mark(now, self.conn.num_received)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
-        """Answer what h11 cannot read, and close. uvicorn has logged it; no application has seen it."""
-        body = msgspec.json.encode(error_body(_NO_HTTP))
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"connection", b"close"),
-        ]
-        events = (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage())
-        self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
-        self.transport.close()
+        """Answer what h11 cannot read, or what is refused here. uvicorn has logged it."""
+        self._answer(BadRequest(self.conn.refusal or _NO_HTTP))
+
+    def _time_out(self, part: str) -> None:
+        self._head_since = None
+        if self.transport.is_closing():
+            return
+        LOGGER.info("A connection is closed: the %s of its request does not come.", part)
+        if self.conn.num_received:
+            self._answer(RequestTimeout(f"The {part} of the request comes too slowly; send it again."))
+        else:
+            self.transport.close()
+
+    def _answer(self, error: ApiError) -> None:
+        """Answer in the place of the application, and close; where half an answer is out, close."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = msgspec.json.encode(error_body(error))
+            headers = {
+                "content-type": "application/json",
+                "content-length": str(len(body)),
+                "connection": "close",
+                **error.headers,
+            }
+            response = h11.Response(status_code=status_of(error), headers=list(headers.items()))
+            events = (response, h11.Data(data=body), h11.EndOfMessage())
+            self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+            self.transport.close()
+        else:
+            self.transport.abort()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()

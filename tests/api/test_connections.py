@@ -1,0 +1,265 @@
+"""Connections whose client means harm, on raw sockets."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from service.api.protocol import MAX_HEADERS
+from tests.api.conftest import BASE, Checkpoints
+from tests.support.server import Server, running_server, wait_for
+
+GET = b"GET /version HTTP/1.1\r\nHost: x\r\n"
+POST = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+BODY = b'{"prompt": "a"}'
+MAX_CONNECTIONS = 8
+
+
+def connect(server: Server) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What comes until the connection is closed, or reset."""
+    read = bytearray()
+    try:
+        while piece := connection.recv(1 << 16):
+            read += piece
+    except ConnectionResetError:
+        pass
+    return bytes(read)
+
+
+def exchange(server: Server, *pieces: bytes) -> bytes:
+    """Everything that is answered until the server closes the connection."""
+    with closing(connect(server)) as connection:
+        for piece in pieces:
+            connection.sendall(piece)
+        return read_all(connection)
+
+
+def statuses(answers: bytes) -> list[int]:
+    return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", answers)]
+
+
+def error_of(answer: bytes) -> dict[str, Any]:
+    error: dict[str, Any] = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    return error
+
+
+@pytest.fixture(scope="module")
+def hasty(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Waits a second for its clients."""
+    settings: dict[str, Any] = {"stall_limit_seconds": 1, "max_connections": MAX_CONNECTIONS, "model_name": BASE}
+    with running_server(checkpoints.base, tmp_path_factory.mktemp("hasty"), **settings) as running:
+        yield running
+
+
+class TestFraming:
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_two_lengths_are_one_too_many(self, server: Server, order: int) -> None:
+        """A proxy that goes by the other one takes what follows for a request of somebody else."""
+        lengths = [b"Content-Length: 5\r\n", b"Transfer-Encoding: chunked\r\n"][::order]
+        smuggled = b"0\r\n\r\n" + GET + b"\r\n"
+        answer = exchange(server, POST + b"".join(lengths) + b"\r\n" + smuggled)
+        assert statuses(answer) == [400]
+        assert "both Content-Length and Transfer-Encoding" in error_of(answer)["message"]
+
+    @pytest.mark.parametrize(
+        "headers",
+        [
+            b"Content-Length: 15\r\nContent-Length: 16\r\n",
+            b"Content-Length: +15\r\n",
+            b"Content-Length: 15, 16\r\n",
+            b"Content-Length: 1e1\r\n",
+            b"Content-Length: " + b"9" * 30 + b"\r\n",
+            b"Transfer-Encoding: identity\r\n",
+            b"Transfer-Encoding: chunked, chunked\r\n",
+            b"Transfer-Encoding : chunked\r\n",
+            b"Content-Length\r\n",
+            b" folded: x\r\n",
+            b"X: a\x00b\r\n",
+            b"X\xff: a\r\n",
+        ],
+    )
+    def test_what_can_be_read_in_two_ways_is_refused_and_the_connection_closed(
+        self, server: Server, headers: bytes
+    ) -> None:
+        first = b"POST /tokenize HTTP/1.1\r\n" if headers.startswith(b" ") else POST
+        assert statuses(exchange(server, first + headers + b"\r\n" + BODY + GET + b"\r\n")) == [400]
+
+    @pytest.mark.parametrize(
+        "chunk", [b"-1\r\na\r\n", b"1\r\nab\r\n", b"g\r\na\r\n", b"1" * 40 + b"\r\n", b"0x1\r\na\r\n"]
+    )
+    def test_a_broken_chunk_ends_the_connection(self, server: Server, chunk: bytes) -> None:
+        assert statuses(exchange(server, POST + b"Transfer-Encoding: chunked\r\n\r\n" + chunk)) == [400]
+
+    @pytest.mark.parametrize("chunk", [b"1\r\n \r\n", b"1;" + b"x" * 4000 + b"\r\n \r\n"], ids=["small", "extension"])
+    def test_chunks_that_are_mostly_framing_are_refused(self, server: Server, chunk: bytes) -> None:
+        with closing(connect(server)) as connection:
+            connection.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\n")
+            try:
+                for _ in range((8 << 20) // len(chunk)):
+                    connection.sendall(chunk)
+            except (ConnectionResetError, BrokenPipeError):
+                pass
+            else:
+                pytest.fail("eight mebibytes of framing were taken")
+        wait_for(lambda: server.get("/health").status_code == 200, "the server to go on")
+
+    def test_chunks_of_any_sensible_size_are_taken(self, server: Server) -> None:
+        text = json.dumps({"prompt": "word " * 40_000}).encode()
+        for size in (200, 4096, 1 << 20):
+            chunks = (text[at : at + size] for at in range(0, len(text), size))
+            answer = server.post("/tokenize", content=chunks, headers={"Content-Type": "application/json"})
+            assert answer.status_code == 200
+
+
+class TestHeads:
+    @pytest.mark.parametrize(
+        ("head", "word"),
+        [
+            (GET + b"X: a\r\n" * MAX_HEADERS + b"\r\n", "headers"),
+            (GET + b"X: " + b"a" * 100_000 + b"\r\n\r\n", "longer"),
+            (GET + b"a:\r\n" * 50_000 + b"\r\n", "longer"),
+            (b"GET /" + b"a" * 100_000 + b" HTTP/1.1\r\n\r\n", "longer"),
+            (b"\r\n" * 50_000, "HTTP/1.1"),
+            (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 10, "HTTP/1.1"),
+            (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "HTTP/1.1"),
+        ],
+        ids=["many", "long", "many and long", "path", "blank", "TLS", "HTTP/2"],
+    )
+    def test_absurd_ones_are_refused(self, server: Server, head: bytes, word: str) -> None:
+        with closing(connect(server)) as connection:
+            try:
+                connection.sendall(head)
+            except (ConnectionResetError, BrokenPipeError):
+                return  # refused before all of it was there
+            answer = read_all(connection)
+        if answer:
+            assert statuses(answer) == [400]
+            assert word in error_of(answer)["message"]
+
+    def test_a_path_may_hold_anything(self, server: Server) -> None:
+        for path in (b"/%00", b"/v1/adapters/%2e%2e%2f", b"/v1/models/%ff", b"//", b"/v1/../metrics", b"*"):
+            answer = exchange(server, b"GET " + path + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert statuses(answer)[0] in (400, 404), path
+
+
+class TestPipelining:
+    def test_answers_come_one_after_the_other(self, server: Server) -> None:
+        whole = POST + b"Content-Length: 15\r\n\r\n" + BODY
+        last = GET + b"Connection: close\r\n\r\n"
+        assert statuses(exchange(server, (whole + GET + b"\r\n") * 20 + last)) == [200] * 41
+
+    def test_what_follows_a_request_is_no_part_of_it(self, server: Server) -> None:
+        """The second is refused by itself: the first one's answer stands."""
+        answer = exchange(server, POST + b"Content-Length: 15\r\n\r\n" + BODY + b"\x00\x01\r\n\r\n")
+        assert statuses(answer) == [200, 400]
+
+    def test_a_flood_of_them_delays_no_other_connection_for_long(self, server: Server) -> None:
+        with closing(connect(server)) as connection:
+            connection.sendall((GET + b"\r\n") * 2000)
+            assert server.get("/health").status_code == 200
+            with closing(connection.makefile("rb")) as answers:
+                assert answers.readline() == b"HTTP/1.1 200 OK\r\n"
+
+
+class TestGoing:
+    @pytest.mark.parametrize("how", [socket.SHUT_WR, None], ids=["half", "whole"])
+    def test_a_closed_socket_ends_the_work_half_closed_too(self, server: Server, how: int | None) -> None:
+        body = json.dumps({"model": BASE, "prompt": "the", "max_tokens": 480, "n": 8, "ignore_eos": True}).encode()
+        aborted = server.metric("requests_total", outcome="abort")
+        connection = connect(server)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_for(lambda: server.metric("num_requests_open") == 8, "the request to run")
+        if how is None:
+            connection.close()
+        else:
+            connection.shutdown(how)
+        wait_for(lambda: server.metric("requests_total", outcome="abort") == aborted + 8, "it to be given up")
+        assert server.metric("num_requests_open") == 0
+        connection.close()
+
+    def test_half_a_request_leaves_nothing(self, server: Server) -> None:
+        for part in (GET, POST + b"Content-Length: 1000\r\n\r\n" + BODY, b""):
+            with closing(connect(server)) as connection:
+                connection.sendall(part)
+                connection.shutdown(socket.SHUT_WR)
+                assert b"HTTP/1.1 2" not in read_all(connection)
+
+
+class TestTime:
+    @pytest.mark.parametrize(
+        ("part", "what"),
+        [
+            (GET, "head"),
+            (POST + b"Content-Length: 1000\r\n\r\n" + BODY, "body"),
+            (POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n", "body"),
+        ],
+    )
+    def test_what_does_not_come_is_not_waited_for(self, hasty: Server, part: bytes, what: str) -> None:
+        answer = exchange(hasty, part)
+        assert statuses(answer) == [408]
+        assert error_of(answer)["code"] == "request_timeout"
+        assert what in error_of(answer)["message"]
+
+    def test_a_head_that_drips_is_not_waited_for(self, hasty: Server) -> None:
+        with closing(connect(hasty)) as connection:
+            try:
+                for char in GET * 100:
+                    connection.sendall(bytes([char]))
+                    connection.settimeout(0.02)
+                    try:
+                        if not connection.recv(1 << 16):
+                            break
+                    except TimeoutError:
+                        continue
+                    break
+                else:
+                    pytest.fail("it was waited for")
+            except (ConnectionResetError, BrokenPipeError):
+                pass
+
+    def test_who_sends_nothing_at_all_is_let_go(self, hasty: Server) -> None:
+        assert exchange(hasty) == b""
+
+    def test_a_second_request_has_no_more_time(self, hasty: Server) -> None:
+        with closing(connect(hasty)) as connection:
+            connection.sendall(POST + b"Content-Length: 15\r\n\r\n" + BODY)
+            first = connection.recv(1 << 16)
+            connection.sendall(GET)
+            assert statuses(first + read_all(connection)) == [200, 408]
+
+    def test_a_long_answer_is_no_stall(self, hasty: Server) -> None:
+        """Nothing is to be sent while the engine works."""
+        body = {"model": BASE, "prompt": "the", "max_tokens": 480, "n": 16, "ignore_eos": True}
+        assert hasty.post("/v1/completions", json=body).status_code == 200
+
+
+def test_connections_are_counted(hasty: Server) -> None:
+    hasty.http.close()
+    with closing(connect(hasty)) as last:  # the others may be of earlier tests, and are let go
+        last.sendall(GET + b"Connection: close\r\n\r\n")
+        assert statuses(read_all(last)) == [200]
+    held = [connect(hasty) for _ in range(MAX_CONNECTIONS + 1)]
+    answers = [read_all(connection) for connection in held]
+    for connection in held:
+        connection.close()
+    refused = [answer for answer in answers if answer]
+    assert refused, "more connections than there may be"
+    for answer in refused:
+        assert statuses(answer) == [429]
+        assert error_of(answer)["code"] == "queue_full"
+        assert b"retry-after: 1" in answer.lower()
+    with closing(connect(hasty)) as after:
+        after.sendall(GET + b"Connection: close\r\n\r\n")
+        assert statuses(read_all(after)) == [200]
