@@ -5,9 +5,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+# Parts of the names of variables that hold what no child needs: HF_TOKEN, AWS_SECRET_ACCESS_KEY and their like.
+_SECRET_PARTS = frozenset({"KEY", "KEYS", "TOKEN", "SECRET", "PASSWORD", "PASSWD", "CREDENTIALS"})
+
 
 def child_environment() -> dict[str, str]:
-    """The child imports the same tree as this process, however that was found."""
+    """The child imports the same tree as this process, however that was found. It gets none of the settings, which hold
+    keys, and no other secrets: what it needs to know it is told."""
     root = str(Path(__file__).resolve().parents[1])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    kept = {name: value for name, value in os.environ.items() if not _may_be_secret(name.upper())}
+    return {**kept, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _may_be_secret(name: str) -> bool:
+    return name.startswith("MULTILORA_") or not _SECRET_PARTS.isdisjoint(name.split("_"))

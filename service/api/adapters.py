@@ -54,7 +54,7 @@ async def upload_adapter(request: Request) -> JSONResponse:
     return JSONResponse(answer.model_dump(), status_code=201 if created else 200)
 
 
-@router.get("/v1/adapters", response_model=AdapterList, responses=errors((400, 401)), summary="List the adapters")
+@router.get("/v1/adapters", response_model=AdapterList, responses=errors((400, 401, 429)), summary="List the adapters")
 async def list_adapters(request: Request) -> Response:
     """All adapters by name; what each is bound to is told by its own address."""
     services = services_of(request)
@@ -67,7 +67,8 @@ async def list_adapters(request: Request) -> Response:
             data=[AdapterSummary(**_summary(services, record, state_of(record.digest))) for record in store.each()],
         )
 
-    return await listing(build)
+    with services.calls.places():
+        return await listing(build)
 
 
 @router.get("/v1/adapters/{name}", responses=errors((400, 401, 404, 500)), summary="Show an adapter")

@@ -122,8 +122,9 @@ class SequenceRun:
         except Exception as error:  # raised by `take`
             self.failure = self._told(error)
         self._on_news()
-        if self.failure is not None or self._waiting.finish_reason is not None:
-            self.close(self._waiting.finish_reason if self.failure is None else "error")
+        outcome = "error" if self.failure is not None else self._waiting.finish_reason
+        if outcome is not None:
+            self.close(outcome)
 
     def _told(self, error: Exception) -> Exception:
         """What the client is told of an error."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -64,7 +65,7 @@ async def get_version(request: Request) -> VersionResponse:
 
 
 @router.get(
-    "/metrics", response_class=PlainTextResponse, responses={**errors((401,)), **_EXPOSITION}, summary="Prometheus"
+    "/metrics", response_class=PlainTextResponse, responses={**errors((401, 429)), **_EXPOSITION}, summary="Prometheus"
 )
 async def metrics(request: Request) -> PlainTextResponse:
     """All metrics. They name adapters, so where API keys are set this needs one."""
@@ -76,4 +77,6 @@ async def metrics(request: Request) -> PlainTextResponse:
     shown.show_ops(() if engine.ready is None else engine.ready.ops)
     shown.adapters.labels("store").set(0 if store is None else store.num_names())
     shown.adapters_on_disk.set(0 if store is None else store.num_on_disk())
-    return PlainTextResponse(shown.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    with services.calls.places():
+        text = await asyncio.to_thread(shown.render)
+    return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -58,7 +58,7 @@ _ANSWER: dict[int | str, dict[str, Any]] = {
 @router.post(
     PATHS[0],
     response_class=PlainTextResponse,
-    responses={**errors((400, 401, 403, 404, 409, 413, 500, 503, 507)), **_ANSWER},
+    responses={**errors((400, 401, 403, 404, 409, 413, 429, 500, 503, 507)), **_ANSWER},
     summary="Load an adapter from the operator's directory",
 )
 async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTextResponse:
@@ -78,7 +78,7 @@ async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTex
 @router.post(
     PATHS[1],
     response_class=PlainTextResponse,
-    responses={**DELETE_ERRORS, **_ANSWER},
+    responses={**DELETE_ERRORS, **errors((429,)), **_ANSWER},
     summary="Delete an adapter",
 )
 async def unload_lora_adapter(request: Request, body: UnloadLoraRequest) -> PlainTextResponse:

@@ -58,6 +58,7 @@ class Metrics:
     def __init__(self, base_name: str) -> None:
         self.registry = CollectorRegistry()
         self._last_stats: Stats | None = None
+        self._ops: tuple[OpInUse, ...] = ()
         self._engine_life = self._num_restarts = 0
         self._known = {base_name}
         self._make_request_metrics()
@@ -152,6 +153,10 @@ class Metrics:
 
     def show_ops(self, ops: Iterable[OpInUse]) -> None:
         """These ops and no others; a restarted engine may find another implementation to work."""
+        ops = tuple(ops)
+        if ops == self._ops:  # what another thread renders is left alone
+            return
+        self._ops = ops
         self.op_implementation.clear()
         for one in ops:
             self.op_implementation.labels(one.op, one.implementation, one.wished).set(1)

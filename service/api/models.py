@@ -15,7 +15,9 @@ from service.api.state import Services, services_of
 router = APIRouter(tags=["OpenAI"])
 
 
-@router.get("/v1/models", response_model=ModelList, responses=errors((401,)), summary="List the base and its adapters")
+@router.get(
+    "/v1/models", response_model=ModelList, responses=errors((401, 429)), summary="List the base and its adapters"
+)
 async def list_models(request: Request) -> Response:
     """The base first, then the adapters by name. Adapters have the base as `parent` and their digest as `root`."""
     services = services_of(request)
@@ -27,7 +29,8 @@ async def list_models(request: Request) -> Response:
         )
         return ModelList(object="list", data=[_base_card(services), *adapters])
 
-    return await listing(build)
+    with services.calls.places():
+        return await listing(build)
 
 
 @router.get("/v1/models/{model}", responses=errors((401, 404, 500)), summary="One model")

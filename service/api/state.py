@@ -73,7 +73,7 @@ class Engine(Protocol):
 
 
 class Gate:
-    """Counts the sequences that wait or run, so that a full queue answers at once instead of growing."""
+    """Counts the sequences, or calls, that wait or run, so that a full queue answers at once instead of growing."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -94,6 +94,16 @@ class Gate:
         self.num_open -= num_sequences
         assert self.num_open >= 0, "more places were given back than taken"
 
+    @contextmanager
+    def places(self, num_places: int = 1) -> Iterator[None]:
+        """Held inside; all there are, if that is fewer. QueueFull if they are not free."""
+        num_places = min(num_places, self.limit)
+        self.enter(num_places)
+        try:
+            yield
+        finally:
+            self.leave(num_places)
+
 
 @dataclass
 class Services:
@@ -105,6 +115,9 @@ class Services:
     start_error  why the server never got so far, one sentence
     stop         ends the server; set by who runs it
     base_digest  16 hex digits that change with the base
+    gate         places of sequences
+    calls        places of what runs no sequence and takes time all the same: texts, listings, metrics. Apart from the
+                 others, so that a full queue can be looked at, and looking fills no queue
     """
 
     settings: Settings
@@ -123,6 +136,7 @@ class Services:
     template_worker: TemplateWorker = field(default_factory=TemplateWorker)
     gate: Gate = field(init=False)
     base_digest: str = field(init=False)
+    calls: Gate = field(init=False)
     _template_turns: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _loop: asyncio.AbstractEventLoop | None = None
     _num_uploads: int = 0
@@ -133,6 +147,7 @@ class Services:
     def __post_init__(self) -> None:
         self.gate = Gate(self.settings.max_queued_requests)
         self.base_digest = layout_fingerprint(self.layout)
+        self.calls = Gate(self.settings.max_queued_requests)
         self._no_uploads.set()
 
     def adapter_template(self, digest: str) -> AdapterTemplate | None:

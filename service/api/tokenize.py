@@ -18,6 +18,9 @@ router = APIRouter(tags=["text"], route_class=JsonRoute)
 
 # What older configs tell of the machine that wrote them.
 _PATHS = frozenset({"name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"})
+# What waits in a place of `Services.calls`: so is the memory of all calls together bounded.
+_CHARS_PER_PLACE = 1 << 16
+_TOKENS_PER_PLACE = 1 << 14
 
 
 @router.post(
@@ -29,17 +32,27 @@ _PATHS = frozenset({"name_or_path", "tokenizer_file", "vocab_file", "merges_file
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """The token ids that a completion or chat request with this prompt or these messages would run."""
     services = services_of(request)
-    prompt = await until_disconnect(request, _prompt(services, body))
-    ready = services.engine.ready
-    names = await _token_names(services, prompt) if body.return_token_strs else None
-    return await listing(
-        lambda: TokenizeResponse(
-            tokens=list(prompt.token_ids),
-            count=len(prompt.token_ids),
-            max_model_len=None if ready is None else ready.max_model_len_tokens,
-            token_strs=names,
+    with services.calls.places(_num_places(_num_chars(body), _CHARS_PER_PLACE)):
+        prompt = await until_disconnect(request, _prompt(services, body))
+        ready = services.engine.ready
+        names = await _token_names(services, prompt) if body.return_token_strs else None
+        return await listing(
+            lambda: TokenizeResponse(
+                tokens=list(prompt.token_ids),
+                count=len(prompt.token_ids),
+                max_model_len=None if ready is None else ready.max_model_len_tokens,
+                token_strs=names,
+            )
         )
-    )
+
+
+def _num_places(size: int, size_per_place: int) -> int:
+    """As long a text as fits one place, or a part of one, for each."""
+    return 1 + size // size_per_place
+
+
+def _num_chars(body: TokenizeRequest) -> int:
+    return len(body.prompt or "") + sum(message.num_chars for message in body.messages or ())
 
 
 async def _token_names(services: Services, prompt: Prompt) -> list[str]:
@@ -65,23 +78,25 @@ async def _prompt(services: Services, body: TokenizeRequest) -> Prompt:
         target.release()
 
 
-@router.get("/tokenizer_info", responses=errors((401,)), summary="The base's tokenizer")
-async def tokenizer_info(request: Request) -> TokenizerInfo:
+@router.get(
+    "/tokenizer_info", response_model=TokenizerInfo, responses=errors((401, 429)), summary="The base's tokenizer"
+)
+async def tokenizer_info(request: Request) -> Response:
     """The model's tokenizer_config.json, with its special tokens as texts and its chat template: what clients need who
     count tokens and render chats by themselves, as lm-eval does."""
     services = services_of(request)
     tokenizer, template = services.tokenizer, services.template
-    return TokenizerInfo.model_validate(
-        {
-            **{name: value for name, value in tokenizer.config.items() if name not in _PATHS},
-            **tokenizer.special_tokens,
-            "chat_template": None if template is None else template.source,
-        }
-    )
+    info = {
+        **{name: value for name, value in tokenizer.config.items() if name not in _PATHS},
+        **tokenizer.special_tokens,
+        "chat_template": None if template is None else template.source,
+    }
+    with services.calls.places():
+        return await listing(lambda: TokenizerInfo.model_validate(info))
 
 
-@router.post("/detokenize", responses=TEXT_ERRORS, summary="Token ids to text")
-async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeResponse:
+@router.post("/detokenize", response_model=DetokenizeResponse, responses=TEXT_ERRORS, summary="Token ids to text")
+async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """The text of token ids, special tokens included."""
     services = services_of(request)
     if body.model is not None:
@@ -90,5 +105,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> DetokenizeRes
     highest = max(body.tokens, default=-1)
     if highest >= vocab_size:
         raise BadRequest(f"`tokens` holds {highest}, but the vocabulary ends at {vocab_size - 1}.", param="tokens")
-    work = lambda: services.tokenizer.decode(body.tokens, skip_special_tokens=False)  # noqa: E731
-    return DetokenizeResponse(prompt=await off_loop(work, size_chars=len(body.tokens)))
+    with services.calls.places(_num_places(len(body.tokens), _TOKENS_PER_PLACE)):
+        return await listing(
+            lambda: DetokenizeResponse(prompt=services.tokenizer.decode(body.tokens, skip_special_tokens=False))
+        )

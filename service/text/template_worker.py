@@ -38,6 +38,8 @@ MAX_NEW_BYTES = 512 << 20
 MAX_TEXT_CHARS = 8 << 20
 MAX_ERROR_CHARS = 1000
 _MAX_COMPILED = 16
+# Beginnings of the variables that the child gets: it runs strangers' programs.
+_ENVIRONMENT = ("PYTHON", "PATH", "LD_LIBRARY_PATH", "LANG", "LC_", "TZ")
 _OUT_OF_MEMORY = 3  # the child's exit code
 _PROBE = [{"role": "user", "content": "probe of the cost"}]
 
@@ -157,8 +159,8 @@ class AdapterTemplate:
 
 
 def _start(max_seconds: float) -> subprocess.Popen[bytes]:
-    """The child knows none of the settings, which hold keys; nothing but answers may come out of it."""
-    environment = {name: value for name, value in child_environment().items() if not name.startswith("MULTILORA_")}
+    """The child knows what an interpreter needs, and the time zone; nothing but answers may come out of it."""
+    environment = {name: value for name, value in child_environment().items() if name.startswith(_ENVIRONMENT)}
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "service.text.template_worker", str(max_seconds)],
         stdin=subprocess.PIPE,

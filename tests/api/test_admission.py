@@ -142,7 +142,7 @@ def test_the_names_of_tokens_are_looked_up_when_asked_and_beside_the_loop(
     monkeypatch: pytest.MonkeyPatch, wanted: bool
 ) -> None:
     words = Words()
-    parts = services(tokenizer=words, engine=SimpleNamespace(ready=None))
+    parts = services(tokenizer=words, engine=SimpleNamespace(ready=None), calls=Gate(1))
     monkeypatch.setattr(tokenize_module, "services_of", lambda _request: parts)
     body = TokenizeRequest(prompt=LONG, add_special_tokens=False, return_token_strs=wanted)
     stays = cast(Any, SimpleNamespace(receive=lambda: asyncio.Event().wait()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from service.child_process import child_environment
 from service.text.chat_template import ChatTemplate, TemplateError
 from service.text.template_worker import AdapterTemplate, LimitError, TemplateWorker
 from service.text.tokenizer import TextError
@@ -155,10 +157,23 @@ def test_a_child_that_was_killed_is_replaced_and_one_that_cannot_work_is_our_fau
 
 
 def test_the_child_knows_no_settings(worker: TemplateWorker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MULTILORA_API_KEYS", "a-secret")
+    for name in ("MULTILORA_API_KEYS", "HF_TOKEN", "DATABASE_URL"):
+        monkeypatch.setenv(name, "a-secret")
     AdapterTemplate(worker, ORDINARY, {}).render(HELLO)
     assert worker._child is not None
     assert b"a-secret" not in Path(f"/proc/{worker._child.pid}/environ").read_bytes()
+
+
+def test_no_child_gets_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine needs what its libraries read from the environment, and nothing that opens a door."""
+    kept = {"CUDA_VISIBLE_DEVICES": "0", "TRITON_CACHE_DIR": "x", "TOKENIZERS_PARALLELISM": "true", "KEYBOARD": "x"}
+    secret = ("MULTILORA_ADMIN_API_KEYS", "multilora_api_keys", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "db_password")
+    for name, value in {**kept, **dict.fromkeys(secret, "a-secret")}.items():
+        monkeypatch.setenv(name, value)
+    environment = child_environment()
+    assert kept.items() <= environment.items()
+    assert "a-secret" not in environment.values()
+    assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(Path(__file__).resolve().parents[2])
 
 
 def test_the_child_ends_with_close(worker: TemplateWorker) -> None:
