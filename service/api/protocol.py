@@ -26,6 +26,8 @@ _BODY_BYTES_PER_FRAMING_BYTE = 32
 _READ_BYTES = 1 << 14
 _BODY_READ_BYTES = 1 << 18
 
+_LINGER_SECONDS = 2.0
+
 _NO_HTTP = (
     "This is no HTTP/1.1 request, or its head is longer than the server takes; look at the client, or at the proxy "
     "before this server."
@@ -44,7 +46,7 @@ class _Connection(h11.Connection):
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
         self.refusal: str | None = None
-        self.has_plain_body = False
+        self.has_plain_body = self.is_head = False
         self.num_received = 0
         self._is_chunked = False
         self._num_framing = 0
@@ -70,6 +72,7 @@ class _Connection(h11.Connection):
 
     def _check_head(self, head: h11.Request) -> None:
         names = {name for name, _ in head.headers}
+        self.is_head = head.method == b"HEAD"
         self._is_chunked, self.has_plain_body = b"transfer-encoding" in names, b"content-length" in names
         self._num_framing = 0
         if self._is_chunked and self.has_plain_body:
@@ -99,6 +102,7 @@ class Protocol(H11Protocol):
         self.conn: _Connection = _Connection()
         # uvicorn's own limit counts tasks too, and answers in a shape of its own.
         self._max_connections, self.limit_concurrency = self.limit_concurrency, None
+        self._is_answered = False
         self._head_since: float | None = None
         self._unread: _Mark | None = None
         self._unsent: _Mark | None = None
@@ -114,11 +118,14 @@ class Protocol(H11Protocol):
                 QueueFull(
                     f"This server has all its {self._max_connections} connections; try again later.",
                     headers={"Retry-After": "1"},
-                )
+                ),
+                linger_seconds=0,
             )
 
     def data_received(self, data: bytes) -> None:
         """A piece of a head or a body."""
+        if self._is_answered:
+            return
         super().data_received(data)
         if self.conn.their_state is not h11.IDLE:
             self._head_since = None
@@ -138,6 +145,8 @@ class Protocol(H11Protocol):
 
     def look(self, stall_limit_seconds: float) -> None:
         """End the connection if its client has been too slow for so long."""
+        if self._is_answered:
+            return
         now, least_bytes = self.loop.time(), MIN_BYTES_PER_SECOND * stall_limit_seconds
         if self._unsent is not None and now - self._unsent.at_seconds >= stall_limit_seconds:
             num_left = self.transport.get_write_buffer_size()
@@ -170,8 +179,13 @@ class Protocol(H11Protocol):
         else:
             self.transport.close()
 
-    def _answer(self, error: ApiError) -> None:
-        """Answer in the place of the application, and close; where half an answer is out, close."""
+    def _answer(self, error: ApiError, *, linger_seconds: float = _LINGER_SECONDS) -> None:
+        """Answer in the place of the application, and close; where half an answer is out, close.
+
+        What still comes is thrown away for a while: a client that is still sending would otherwise see a reset and not
+        the answer.
+        """
+        self._is_answered = True
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = msgspec.json.encode(error_body(error))
             headers = {
@@ -181,9 +195,11 @@ class Protocol(H11Protocol):
                 **error.headers,
             }
             response = h11.Response(status_code=status_of(error), headers=list(headers.items()))
-            events = (response, h11.Data(data=body), h11.EndOfMessage())
+            has_body = self.conn.our_state is h11.IDLE or not self.conn.is_head
+            events = (response, *((h11.Data(data=body),) if has_body else ()), h11.EndOfMessage())
             self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
-            self.transport.close()
+            self.transport.write_eof()
+            self.loop.call_later(linger_seconds, self.transport.abort)
         else:
             self.transport.abort()
         if self.cycle is not None and not self.cycle.response_complete:
