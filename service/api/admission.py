@@ -15,6 +15,7 @@ import msgspec
 from adapters import errors as store_errors
 from adapters.store import Lease
 from service.api.errors import BadRequest, UnknownModel, quoted
+from service.api.json_body import check_inner_counts
 from service.api.sampling import build_sampling, seed_of_choice, stop_strings
 from service.api.schemas import MAX_PROMPT_LOGPROBS, ChatRequest, CompletionRequest, TokenizeRequest
 from service.api.state import Services
@@ -26,7 +27,7 @@ from service.text.template_worker import AdapterTemplate
 DEFAULT_COMPLETION_TOKENS = 16
 # Of a text that need not fit: far beyond most contexts, since counting what does not fit is what many ask for.
 # Tokenising takes 200 bytes for each.
-MAX_TEXT_CHARS = 4 << 20
+MAX_TEXT_CHARS = 1 << 20
 # Longer texts are tokenised in a thread, so that they do not hold up the streams of other requests.
 _LONG_TEXT_CHARS = 20_000
 # Even longer ones one after another, as tokenising takes two hundred times their memory.
@@ -34,6 +35,7 @@ _HUGE_TEXT_CHARS = 1 << 20
 _huge_texts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="huge-text")
 # A message costs as much as so many characters of one, however short it is.
 _MESSAGE_CHARS = 50
+_VALUE_CHARS = 5
 # A character of a stop string, in the automaton, as much as so many.
 _STOP_CHARS = 10
 
@@ -244,6 +246,20 @@ async def off_loop(work: Callable[[], T], *, size_chars: int) -> T:
     return await asyncio.get_running_loop().run_in_executor(_huge_texts, work)
 
 
+def _cost_chars(variables: Any) -> int:
+    """About the characters of plain data as text, or enough of them for `off_loop` to leave the loop."""
+    waiting, num_chars = [variables], 0
+    while waiting and num_chars < _LONG_TEXT_CHARS:
+        one = waiting.pop()
+        num_chars += len(one) if isinstance(one, str) else _VALUE_CHARS
+        if isinstance(one, dict):
+            waiting.extend(one)
+            waiting.extend(one.values())
+        elif isinstance(one, list):
+            waiting.extend(one)
+    return num_chars
+
+
 def chat_template_of(services: Services, target: Target) -> ChatTemplate | AdapterTemplate:
     """The adapter's own template, or else the base's. BadRequest if neither has one."""
     if target.digest is not None and target.has_template:
@@ -266,6 +282,7 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
     generate = not final if request.add_generation_prompt is None else request.add_generation_prompt
 
     def render() -> str:
+        check_inner_counts([text for message in messages for text in message.json_texts])
         plain = [message.for_template() for message in messages]
         template = chat_template_of(services, target)
         variables = _reasoning_variables(template, request.reasoning_effort) | (given or {})
@@ -281,7 +298,7 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
             text = await asyncio.get_running_loop().run_in_executor(services.template_worker.thread, render)
         return await off_loop(lambda: encode(text), size_chars=len(text))
     size_chars = sum(_MESSAGE_CHARS + message.num_chars for message in messages)
-    return await off_loop(lambda: encode(render()), size_chars=size_chars + len(str(given)))
+    return await off_loop(lambda: encode(render()), size_chars=size_chars + _cost_chars(given))
 
 
 def _reasoning_variables(template: ChatTemplate | AdapterTemplate, effort: str | None) -> dict[str, Any]:

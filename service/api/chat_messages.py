@@ -94,6 +94,14 @@ class ChatMessage(_Kept):
             + len(self.reasoning_content or self.reasoning or "")
         )
 
+    @property
+    def json_texts(self) -> list[str]:
+        """What of it is JSON as text, and parsed for the template."""
+        called = [call.function for call in self.tool_calls or ()]
+        if self.function_call is not None:
+            called.append(self.function_call)
+        return [function.arguments for function in called if isinstance(function.arguments, str)]
+
     def for_template(self) -> dict[str, Any]:
         """Plain data as templates know them: `content` is always there, arguments are objects, and the names of older
         and of other APIs are those of today's."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -129,6 +129,14 @@ def check_counts(body: bytes) -> None:
         _bound(num_strings, MAX_STRINGS, MAX_STRINGS, "texts")
         _bound(commas, MAX_VALUES, MAX_VALUES, "values")
         at = end if quote < 0 else _end_of_string(body, quote + 1)
+
+
+def check_inner_counts(texts: Sequence[str]) -> None:
+    """The same for texts of a body that are JSON by themselves and will be parsed, all together; here what is inside of
+    their own texts counts."""
+    containers, commas = (sum(text.count(char) for text in texts for char in chars) for chars in ("[{", ","))
+    _bound(containers, MAX_CONTAINERS, MAX_CONTAINERS, "lists and objects")
+    _bound(commas, MAX_VALUES, MAX_VALUES, "values")
 
 
 def _bound(count: int, most: int, limit: int, what: str) -> None:

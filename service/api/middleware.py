@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.auth import KeyRing, required_scope
-from service.api.errors import TABLE, BodyTooLarge, error_body, status_of
+from service.api.errors import TABLE, BodyTooLarge, error_body, quoted, status_of
 from service.api.json_body import BodyBudget
 from service.api.metrics import Metrics
 from service.api.requestlog import RequestNotes
@@ -98,7 +98,7 @@ class Door:
         self._metrics.http_requests.labels(method, route, str(status)).inc()
         fields = {
             "method": scope["method"],
-            "path": scope["path"],
+            "path": quoted(scope["path"]),
             "status": status,
             "ms": round((time.perf_counter() - visit.started) * 1e3, 1),
             "request_id": visit.request_id,

@@ -14,6 +14,10 @@ from tokenizers import AddedToken, Tokenizer
 _NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
+# So many are decoded in a millisecond.
+_FEW_TOKENS = 1000
+
+
 class TextError(ValueError):
     """A model directory or an adapter has text files that cannot be used; the message says which and why."""
 
@@ -98,6 +102,8 @@ class TextTokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are not UTF-8 come out as U+FFFD."""
+        if len(token_ids) > _FEW_TOKENS:  # as a batch of one: that lets other threads run meanwhile
+            return self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:

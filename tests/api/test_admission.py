@@ -15,7 +15,7 @@ from adapters import errors as store_errors
 from service.api import admission, batch, chat, completions
 from service.api import tokenize as tokenize_module
 from service.api.admission import Prompt, Target, admit, chat_prompt, resolve
-from service.api.errors import BadRequest, QueueFull, UnknownModel, status_of
+from service.api.errors import BadRequest, BodyTooLarge, QueueFull, UnknownModel, status_of
 from service.api.generation import Piece
 from service.api.sampling import SamplingDefaults
 from service.api.schemas import BatchRequest, ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
@@ -369,3 +369,27 @@ def test_a_chat_that_is_given_up_is_not_rendered(full: Services, template: Templ
     asyncio.run(run())
     assert template.rendered == ["busy"]
     assert nothing_is_held(full)
+
+
+def test_json_in_texts_is_bounded_over_all_messages(full: Services, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template's arguments are objects, so what a client kept as text is parsed."""
+    monkeypatch.setattr("service.api.json_body.MAX_CONTAINERS", 10)
+    full.template = ChatTemplate("{{ messages | length }}", {})
+
+    def messages(num_lists: int) -> list[dict[str, Any]]:
+        function = {"name": "f", "arguments": json.dumps({"a": [[]] * num_lists})}
+        return [{"role": "assistant", "tool_calls": [{"function": function}]}] * 2
+
+    asyncio.run(admit(full, ChatRequest.model_validate({"model": "tiny", "messages": messages(3)}))).release()
+    with pytest.raises(BodyTooLarge, match="more than 10 lists"):
+        asyncio.run(admit(full, ChatRequest.model_validate({"model": "tiny", "messages": messages(4)})))
+    assert nothing_is_held(full)
+
+
+def test_many_variables_of_a_template_are_handled_beside_the_loop(full: Services) -> None:
+    full.template = ChatTemplate("hi", {})
+    for variables, is_beside in (({"a": [1] * 10_000}, True), ({"a": {"b": "c" * 30_000}}, True), ({"a": [1]}, False)):
+        cast(Any, full.tokenizer).threads.clear()
+        request = ChatRequest(model="tiny", messages=a_chat("tiny").messages, chat_template_kwargs=variables)
+        asyncio.run(admit(full, request)).release()
+        assert (threading.main_thread() not in cast(Any, full.tokenizer).threads) == is_beside

@@ -204,6 +204,15 @@ class TestDetokenizer:
         assert "".join(pieces_of(byte_level, ids, skip_special_tokens=False)).endswith("the</s>")
 
 
+def test_long_lists_of_tokens_make_the_same_text(byte_level: TextTokenizer, byte_fallback: TextTokenizer) -> None:
+    """They take another way through the library than short ones."""
+    for tokenizer, text in ((byte_level, "the thing in and "), (byte_fallback, "a lo world ab")):
+        token_ids = tokenizer.encode(text, add_special_tokens=False)
+        whole = tokenizer.decode(token_ids * 500, skip_special_tokens=False)
+        assert whole.startswith(tokenizer.decode(token_ids * 20, skip_special_tokens=False))
+        assert whole.count("lo" if "lo" in text else "the") == 500
+
+
 def cut_at(text: str, cuts: list[int]) -> list[str]:
     bounds = [0, *sorted(cut % (len(text) + 1) for cut in cuts), len(text)]
     return [text[start:end] for start, end in pairwise(bounds)]
