@@ -56,9 +56,13 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         from service.load_test import bench
 
         return bench
+    if name == "chat":
+        from service.chat import chat
+
+        return chat
     from service import commands
 
-    table = {"chat": commands.chat, "upload": commands.upload, "ls": commands.ls, "rm": commands.rm}
+    table = {"upload": commands.upload, "ls": commands.ls, "rm": commands.rm}
     return table[name]
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import httpx
 
@@ -83,6 +84,13 @@ def error_sentence(text: str, status: int) -> str:
     except (ValueError, KeyError, TypeError):
         return f"The server answered with status {status}."
     return str(message)
+
+
+def path_of(collection: str, name: str) -> str:
+    """The path of what has this name. ClientError for what would be another path: nothing, or dots alone."""
+    if not name.strip("."):
+        raise ClientError(f"{name!r} is no adapter's name; multilora ls lists the adapters.")
+    return f"{collection}/{quote(name, safe='')}"
 
 
 def answer_of(response: httpx.Response, read: Callable[[Any], Result]) -> Result:

@@ -1,4 +1,4 @@
-"""`multilora chat`, `upload`, `ls` and `rm`: a server's client at the terminal."""
+"""`multilora upload`, `ls` and `rm`: adapters of a server, from the terminal."""
 
 from __future__ import annotations
 
@@ -7,70 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
-import httpx
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column, Table
 
-from service.client import ClientError, answer_of, checked, connect, events, sentences, utf8
+from service.client import ClientError, answer_of, connect, path_of, sentences
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # What a directory may hold beside them that the server looks at: a chat template, tokens that the base has not.
 _BESIDE = ("chat_template.jinja", "tokenizer_config.json", "added_tokens.json", "tokenizer.json")
 _ARCHIVES = (".tar.gz", ".tgz", ".zip")
-
-
-def chat(arguments: argparse.Namespace) -> int:
-    """Talk to the base or an adapter until the end of the input; with a message on the command line, one answer."""
-    with sentences(arguments.url), connect(arguments.url, arguments.api_key) as client:
-        model = arguments.adapter or _base_name(client)
-        messages: list[dict[str, str]] = []
-        if arguments.system:
-            messages.append({"role": "system", "content": arguments.system})
-        if arguments.message:
-            _answer(client, model, [*messages, {"role": "user", "content": " ".join(arguments.message)}], arguments)
-            return 0
-        console = Console(highlight=False)
-        console.print(f"[dim]{escape(model)} - an empty line starts anew, Ctrl-D ends[/dim]")
-        talk = list(messages)
-        while True:
-            try:
-                with utf8("message"):
-                    said = console.input("[bold cyan]> [/bold cyan]")
-                    said.encode()
-            except EOFError:
-                console.print()
-                return 0
-            if not said.strip():
-                talk = list(messages)
-                console.print("[dim]a new chat[/dim]")
-                continue
-            talk.append({"role": "user", "content": said})
-            try:
-                talk.append({"role": "assistant", "content": _answer(client, model, talk, arguments)})
-            except ClientError as error:
-                talk.pop()
-                console.print(f"[red]{escape(str(error))}[/red]")
-
-
-def _answer(client: httpx.Client, model: str, messages: list[dict[str, str]], arguments: argparse.Namespace) -> str:
-    """Stream one answer to the terminal; the whole of it."""
-    body: dict[str, Any] = {"model": model, "messages": messages, "stream": True}
-    body |= {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
-    said = ""
-    with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        for piece in events(checked(response), _piece):
-            said += piece
-            print(piece, end="", flush=True)
-    print(flush=True)
-    return said
-
-
-def _piece(event: Any) -> str:
-    return str(event["choices"][0]["delta"].get("content") or "")
 
 
 def upload(arguments: argparse.Namespace) -> int:
@@ -148,20 +96,6 @@ def rm(arguments: argparse.Namespace) -> int:
     """Delete adapters by name."""
     with sentences(arguments.url), connect(arguments.url, arguments.api_key) as client:
         for name in arguments.name:
-            answer_of(client.delete(_path_of(name)), lambda body: body["deleted"])
+            answer_of(client.delete(path_of("/v1/adapters", name)), lambda body: body["deleted"])
             print(f"{name} is deleted")
     return 0
-
-
-def _path_of(name: str) -> str:
-    """The adapter's path at the server. ClientError for what would be another path: nothing, or dots alone."""
-    if not name.strip("."):
-        raise ClientError(f"{name!r} is no adapter's name; multilora ls lists the adapters.")
-    return f"/v1/adapters/{quote(name, safe='')}"
-
-
-def _base_name(client: httpx.Client) -> str:
-    def base(body: Any) -> str:
-        return str(next(card["id"] for card in body["data"] if card["parent"] is None))
-
-    return answer_of(client.get("/v1/models"), base)

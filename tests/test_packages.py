@@ -73,6 +73,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     # A client of a server that runs elsewhere.
     "service/client.py": ("service.version",),
+    "service/chat.py": ("service.client",),
     "service/commands.py": ("service.client",),
     "service/load_test.py": ("service.client",),
     # What everybody may import knows nobody.

@@ -629,7 +629,7 @@ class TestCommands:
         monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
         assert main(["chat", "--adapter=[/INST]", f"--url={server.url}"]) == 0
         shown = capsys.readouterr().out
-        assert "[/INST] - an empty line" in shown
+        assert "[/INST] - /help lists" in shown
         assert "`[/INST]` does not exist" in shown
 
         assert main(["bench", "--model=[/INST]", "--requests=1", f"--url={server.url}"]) == 1
