@@ -11,6 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from service.version import server_version
+
 DEFAULT_URL = "http://127.0.0.1:8000"
 
 
@@ -66,8 +68,16 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
     return table[name]
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes no abbreviated flags, which a flag of a later version would make ambiguous; nor do its sub-parsers."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="multilora", description="One base model and any number of LoRA adapters.")
+    parser = _Parser(prog="multilora", description="One base model and any number of LoRA adapters.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {server_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("serve", help="start the server; each setting is a flag and MULTILORA_<NAME>", add_help=False)
     _add_chat(_client_parser(commands, "chat", "talk to the base or an adapter"))
@@ -86,7 +96,8 @@ def _parser() -> argparse.ArgumentParser:
 def _client_parser(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
     url = os.environ.get("MULTILORA_URL", DEFAULT_URL)
-    parser.add_argument("--url", default=url, help="the server, also MULTILORA_URL (%(default)s)")
+    text = "the server, with or without /v1; also MULTILORA_URL (%(default)s)"
+    parser.add_argument("--url", default=url, type=_server_url, help=text)
     key = os.environ.get("MULTILORA_API_KEY")
     parser.add_argument("--api-key", default=key, help="your key, if the server wants one; also MULTILORA_API_KEY")
     return parser
@@ -116,6 +127,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-words", type=_positive, default=32, help="words of a prompt (%(default)s)")
     parser.add_argument("--max-tokens", type=_positive, default=64, help="tokens of an answer (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _server_url(text: str) -> str:
+    from service.client import server_url
+
+    return server_url(text)
 
 
 def _positive(text: str) -> int:

@@ -20,13 +20,23 @@ class ClientError(Exception):
     """The server refused, or is not there; one sentence."""
 
 
+class Missing(ClientError):
+    """There is nothing of that name at the server."""
+
+
+def server_url(given: str) -> str:
+    """The server's own URL, where `given` may be that of its OpenAI API: with /v1, and with slashes at the end."""
+    scheme, separator, rest = given.rpartition("://")
+    return f"{scheme}{separator}{rest.rstrip('/').removesuffix('/v1').rstrip('/')}"
+
+
 def connect(url: str, api_key: str | None) -> httpx.Client:
-    """A client for the server at `url`. Use its requests inside `sentences`."""
+    """A client for the server at `url`, of `server_url`. Use its requests inside `sentences`."""
     try:
         httpx.URL(url).host.encode("idna")
     except UnicodeError as error:  # of a host such as a..b, which httpx passes and the resolver does not
         raise httpx.InvalidURL(str(error)) from error
-    return httpx.Client(base_url=url.rstrip("/"), headers=headers_of(api_key), timeout=TIMEOUT)
+    return httpx.Client(base_url=url, headers=headers_of(api_key), timeout=TIMEOUT)
 
 
 def headers_of(api_key: str | None) -> dict[str, str]:
@@ -73,7 +83,8 @@ def checked(response: httpx.Response) -> httpx.Response:
     """The response, read; ClientError with the server's own sentence if it is an error."""
     if not response.is_success:  # a redirect is none: no path that the commands use is moved
         response.read()
-        raise ClientError(error_sentence(response.text, response.status_code))
+        kind = Missing if response.status_code == httpx.codes.NOT_FOUND else ClientError
+        raise kind(error_sentence(response.text, response.status_code))
     return response
 
 
@@ -87,9 +98,9 @@ def error_sentence(text: str, status: int) -> str:
 
 
 def path_of(collection: str, name: str) -> str:
-    """The path of what has this name. ClientError for what would be another path: nothing, or dots alone."""
+    """The path of what has this name. Missing for what would be another path: nothing, or dots alone."""
     if not name.strip("."):
-        raise ClientError(f"{name!r} is no adapter's name; multilora ls lists the adapters.")
+        raise Missing(f"{name!r} is no adapter's name; multilora ls lists the adapters.")
     return f"{collection}/{quote(name, safe='')}"
 
 

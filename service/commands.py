@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import shlex
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +15,17 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column, Table
 
-from service.client import ClientError, answer_of, connect, path_of, sentences
+from service.client import ClientError, Missing, answer_of, connect, path_of, sentences
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+# What older versions of PEFT wrote: a pickle, whose reading can run code; `weights_only` keeps to tensors.
+_PICKLE = "adapter_model.bin"
+_CONVERT = """\
+import sys, torch
+from safetensors.torch import save_file
+tensors = torch.load(sys.argv[1], map_location="cpu", weights_only=True)
+save_file({name: one.clone().contiguous() for name, one in tensors.items()}, sys.argv[2])
+"""
 # What a directory may hold beside them that the server looks at: a chat template, tokens that the base has not.
 _BESIDE = ("chat_template.jinja", "tokenizer_config.json", "added_tokens.json", "tokenizer.json")
 _ARCHIVES = (".tar.gz", ".tgz", ".zip")
@@ -29,7 +39,9 @@ def upload(arguments: argparse.Namespace) -> int:
     name = arguments.name or own_name.removesuffix(".zip").removesuffix(".gz").removesuffix(".tar")
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with sentences(arguments.url), connect(arguments.url, arguments.api_key) as client, _readable(arguments.path):
-        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        with Progress(
+            *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not sys.stderr.isatty()
+        ) as progress:
             opened = {
                 part: (_sendable(path), progress.open(path, "rb", description=_sendable(path)))
                 for part, path in files.items()
@@ -69,6 +81,12 @@ def _files_of(path: Path) -> dict[str, Path]:
         return {"archive": path}
     if not path.is_dir():
         raise ClientError(f"{path} is neither a directory nor an archive ({', '.join(_ARCHIVES)}).")
+    if (path / _PICKLE).is_file() and not (path / _TENSORS).is_file():
+        command = shlex.join(["python", "-c", _CONVERT, str(path / _PICKLE), str(path / _TENSORS)])
+        raise ClientError(
+            f"{path} has its weights in {_PICKLE}, a pickle, which no server takes; make {_TENSORS} of it, where torch "
+            f"and safetensors are installed, and upload again:\n{command}"
+        )
     missing = [name for name in (_CONFIG, _TENSORS) if not (path / name).is_file()]
     if missing:
         raise ClientError(
@@ -93,9 +111,14 @@ def _row(one: Any) -> tuple[str, ...]:
 
 
 def rm(arguments: argparse.Namespace) -> int:
-    """Delete adapters by name."""
+    """Delete adapters by name; 1 if one of them is not there, which keeps none of the others."""
+    code = 0
     with sentences(arguments.url), connect(arguments.url, arguments.api_key) as client:
         for name in arguments.name:
-            answer_of(client.delete(path_of("/v1/adapters", name)), lambda body: body["deleted"])
-            print(f"{name} is deleted")
-    return 0
+            try:
+                answer_of(client.delete(path_of("/v1/adapters", name)), lambda body: body["deleted"])
+                print(f"{name} is deleted", flush=True)
+            except Missing as error:
+                print(f"multilora: {error}", file=sys.stderr)
+                code = 1
+    return code

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import random
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -68,7 +69,7 @@ async def _load(arguments: argparse.Namespace, models: Sequence[str]) -> tuple[d
     places = asyncio.Semaphore(arguments.concurrency)
     limits = httpx.Limits(max_connections=arguments.concurrency)
     async with httpx.AsyncClient(base_url=arguments.url, headers=headers, timeout=TIMEOUT, limits=limits) as client:
-        with Progress(console=Console(stderr=True)) as progress:
+        with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
             task = progress.add_task("requests", total=len(bodies))
 
             async def one(body: dict[str, Any]) -> None:

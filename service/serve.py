@@ -56,6 +56,7 @@ def flag_parser() -> argparse.ArgumentParser:
         prog="multilora serve",
         description="Start the server. Each setting is also an environment variable: --kv-bytes is MULTILORA_KV_BYTES. "
         "Byte sizes take a number or a text such as 512MiB.",
+        allow_abbrev=False,
     )
     for name, field in Settings.model_fields.items():
         default = field.get_default()

@@ -17,20 +17,24 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 from rich.progress import Progress
+from safetensors.torch import load_file
 
 from adapters.paths import MANIFEST_FILE
 from service.api.auth import OPEN_PATHS, required_scope
 from service.api.metrics import Metrics
 from service.app import create_app
 from service.cli import main
-from service.client import ClientError, checked
+from service.client import ClientError, checked, server_url
 from service.engine.messages import Stats
 from service.settings import Settings, SettingsError, load_settings
+from service.version import server_version
 from tests.api.conftest import ADAPTERS, BASE, Checkpoints
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, wait_for
+from tests.support.terminal import terminal
 from tests.support.tiny_models import make_adapter
 from tests.support.uploads import parts_of, upload
 
@@ -456,6 +460,82 @@ class TestCommands:
         again = self.run("rm", "sent", at)
         assert (again.returncode, again.stderr) == (1, "multilora: The adapter 'sent' does not exist.\n")
 
+    def test_rm_goes_on_past_what_is_missing(
+        self, server: Server, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        for name in ("first", "last"):
+            upload(server, name, checkpoints.spare).raise_for_status()
+        assert main(["rm", "first", "nobody", "..", "last", f"--url={server.url}"]) == 1
+        shown = capsys.readouterr()
+        assert shown.out == "first is deleted\nlast is deleted\n"
+        missing, dots = shown.err.splitlines()
+        assert missing == "multilora: The adapter 'nobody' does not exist."
+        assert dots.startswith("multilora: '..' is no adapter's name")
+        assert {one["name"] for one in server.get("/v1/adapters").json()["data"]}.isdisjoint({"first", "last"})
+
+    @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "//"])
+    def test_a_url_may_be_that_of_the_api(self, server: Server, end: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["ls", f"--url={server.url}{end}"]) == 0
+        assert main(["bench", "--requests=1", "--max-tokens=1", f"--model={BASE}", f"--url={server.url}{end}"]) == 0
+        assert "alpha" in capsys.readouterr().out
+
+    @pytest.mark.parametrize(
+        ("given", "url"),
+        [
+            ("http://v1", "http://v1"),
+            ("http://host/team/v1/", "http://host/team"),
+            ("http://host/v1/models", "http://host/v1/models"),
+            ("host/v1", "host"),
+        ],
+    )
+    def test_only_the_last_part_of_a_path_is_the_api(self, given: str, url: str) -> None:
+        assert server_url(given) == url
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [["ls", "--ur=x"], ["--versio"], ["chat", "--temp=0", "hi"], ["doctor", "--dev=cpu"], ["serve", "--por=0"]],
+    )
+    def test_no_flag_may_be_abbreviated(self, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit, match="2"):
+            main(arguments)
+        shown = capsys.readouterr()
+        assert (shown.out, "usage: multilora" in shown.err) == ("", True)
+
+    def test_the_version(self, capsys: pytest.CaptureFixture[str]) -> None:
+        with pytest.raises(SystemExit, match="0"):
+            main(["--version"])
+        assert capsys.readouterr().out == f"multilora {server_version()}\n"
+
+    def test_bars_are_for_terminals(self, server: Server, checkpoints: Checkpoints) -> None:
+        uploading = ["upload", str(checkpoints.spare), "--name=sent", f"--url={server.url}"]
+        loading = ["bench", "--requests=1", "--max-tokens=1", f"--model={BASE}", f"--url={server.url}"]
+        try:
+            for arguments, bar in ((uploading, "adapter_model.safetensors"), (loading, "100%")):
+                done = self.run(*arguments)
+                assert (done.returncode, done.stderr) == (0, "")
+                with terminal([sys.executable, "-m", "service.cli", *arguments], ROOT) as at_terminal:
+                    code, shown = at_terminal.read_to_end()
+                assert (code, bar in shown) == (0, True), shown
+        finally:
+            server.http.delete(f"{server.url}/v1/adapters/sent")
+
+    def test_a_pickle_is_refused_with_what_converts_it(
+        self, server: Server, checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        directory = tmp_path / "it's old"
+        directory.mkdir()
+        shutil.copy(checkpoints.spare / "adapter_config.json", directory)
+        torch.save(load_file(checkpoints.spare / "adapter_model.safetensors"), directory / "adapter_model.bin")
+        uploading = ["upload", str(directory), "--name=converted", f"--url={server.url}"]
+        assert main(uploading) == 1
+        sentence, command = capsys.readouterr().err.split("\n", 1)
+        assert sentence.startswith(f"multilora: {directory} has its weights in adapter_model.bin, a pickle")
+        subprocess.run(["sh", "-c", command.replace("python", sys.executable, 1)], check=True, timeout=120)
+        try:
+            assert main(uploading) == 0
+        finally:
+            server.http.delete(f"{server.url}/v1/adapters/converted")
+
     def test_a_name_is_one_part_of_the_path_whatever_is_in_it(
         self, server: Server, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -643,8 +723,10 @@ class TestCommands:
         assert {"[/INST]", "[/x]"} <= set(capsys.readouterr().out.split())
 
         (tmp_path / "[bold].zip").write_bytes(b"")
-        assert main(["upload", str(tmp_path / "[bold].zip"), f"--url={server.url}"]) == 1
-        assert "[bold].zip" in capsys.readouterr().err
+        uploading = ["upload", str(tmp_path / "[bold].zip"), f"--url={server.url}"]
+        with terminal([sys.executable, "-m", "service.cli", *uploading], ROOT) as at_terminal:
+            at_terminal.read_until("[bold].zip")
+            assert at_terminal.read_to_end()[0] == 1
 
     def test_no_server_is_a_sentence(self) -> None:
         done = self.run("ls", "--url=http://127.0.0.1:9")
