@@ -1,4 +1,4 @@
-"""The command `multilora`: serve, doctor, chat, upload, ls, rm, bench. Each imports what it needs and no more."""
+"""The command `multilora`: its commands and their flags. Each command imports what it needs and no more."""
 
 from __future__ import annotations
 
@@ -58,6 +58,12 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         from service.load_test import bench
 
         return bench
+    if name == "help":
+        from service.help import show_help
+
+        return show_help
+    if name == "completion":
+        return _completion
     if name == "chat":
         from service.chat import chat
 
@@ -75,6 +81,13 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
 
+def _completion(arguments: argparse.Namespace) -> int:
+    from service.completion import completion
+
+    print(completion(_parser(), arguments.shell), end="")
+    return 0
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="multilora", description="One base model and any number of LoRA adapters.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {server_version()}")
@@ -90,6 +103,12 @@ def _parser() -> argparse.ArgumentParser:
     text = "look at this machine: is everything there that serving needs, and does it compute the right numbers?"
     _add_doctor(commands.add_parser("doctor", help=text, description=text))
     _add_bench(_client_parser(commands, "bench", "load a running server for a while and show its speed"))
+    text = "tell of the server's settings"
+    help_parser = commands.add_parser("help", help=text, description=text)
+    help_parser.add_argument("topic", nargs="?", help="a topic or a setting; without one, the list of topics")
+    text = "print what completes this command line in a shell"
+    shell = commands.add_parser("completion", help=text, description=text)
+    shell.add_argument("shell", choices=("bash", "zsh"), help='bash: eval "$(multilora completion bash)"')
     return parser
 
 

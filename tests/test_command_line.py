@@ -1,0 +1,105 @@
+"""What the command line tells of itself: the settings by topic, and completion in real shells."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from service.cli import main
+from service.help import topics
+from service.settings import Settings
+from tests.support.terminal import terminal
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_each_setting_is_in_one_topic() -> None:
+    assert [name for names in topics().values() for name in names] == list(Settings.model_fields)
+
+
+def test_the_list_of_topics(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help"]) == 0
+    shown = capsys.readouterr().out
+    words = shown.replace(",", " ").split()
+    assert set(topics()) | {name.replace("_", "-") for name in Settings.model_fields} <= set(words)
+
+
+def test_a_topic(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every setting of it with flag, variable, description, values and default."""
+    assert main(["help", "device"]) == 0
+    shown = capsys.readouterr().out
+    for name in topics()["device"]:
+        assert f"--{name.replace('_', '-')} VALUE, MULTILORA_{name.upper()}" in shown
+        assert str(Settings.model_fields[name].description) in shown
+    assert "one of: auto, float32, bfloat16, float16\n      default: auto\n" in shown
+
+
+@pytest.mark.parametrize("spelling", ["max-body-bytes", "max_body_bytes", "MULTILORA_MAX_BODY_BYTES"])
+def test_one_setting(spelling: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", spelling]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("  --max-body-bytes VALUE, MULTILORA_MAX_BODY_BYTES\n")
+    assert "default: 16.0MiB" in shown
+    assert shown.count("MULTILORA_") == 1
+
+
+def test_no_topic(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help", "cooking"]) == 2
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err.startswith("multilora: 'cooking' is neither a topic")) == ("", True)
+
+
+def _script(shell: str, directory: Path) -> Path:
+    done = subprocess.run(
+        [sys.executable, "-m", "service.cli", "completion", shell],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert str(ROOT) not in done.stdout, "a default of this machine is told"
+    path = directory / f"completion.{shell}"
+    path.write_text(done.stdout)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["multilora", "se"], ["serve"]),
+        (["multilora", "serve", "--kv"], ["--kv-bytes"]),
+        (["multilora", "serve", "--dtype", "=", "fl"], ["float32", "float16"]),
+        (["multilora", "serve", "--log-format", "="], ["text", "json"]),
+        (["multilora", "serve", "--log-format", "j"], ["json"]),
+        (["multilora", "rm", "--u"], ["--url"]),
+        (["multilora", "help", "mem"], ["memory"]),
+        (["multilora", "completion", ""], ["bash", "zsh"]),
+        (["multilora", "upload", "some"], []),  # names of files, by the shell
+    ],
+)
+def test_bash_completes(words: list[str], expected: list[str], tmp_path: Path) -> None:
+    code = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _multilora; printf "%s\\n" "${COMPREPLY[@]}"'
+    command = ["bash", "--norc", "-c", code, "bash", str(_script("bash", tmp_path)), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stderr, done.stdout.split()) == ("", expected)
+
+
+def test_zsh_completes(tmp_path: Path) -> None:
+    zsh = shutil.which("zsh")
+    if zsh is None:
+        pytest.skip("zsh is not installed: completion in zsh was NOT RUN")
+    script = _script("zsh", tmp_path)
+    with terminal([zsh, "-f", "-i"], tmp_path) as shell:
+        # Spelled so that what is awaited is not in the echo of what is typed.
+        shell.type(f"PS1='rea''dy>'; autoload -U compinit && compinit -u -D && source {script}\n")
+        shell.read_until("ready>")
+        shell.type("multilora() { print as''ked: $*; }\n")
+        shell.read_until("ready>")
+        for typed, completed in (("ser\t--dty\tbf\t", "serve --dtype=bfloat16"), ("help me\t", "help memory")):
+            shell.type(f"multilora {typed}\n")
+            shell.read_until(f"asked: {completed}")
