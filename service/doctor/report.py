@@ -66,13 +66,34 @@ class Report:
 
     @property
     def sentence(self) -> str:
-        """The verdict with what it rests on."""
-        counts = [
-            f"{number} {level}{'s' if number > 1 else ''}"
-            for level in ("error", "warning", "note")
-            if (number := sum(finding.level == level for section in self.sections for finding in section.findings))
-        ]
-        return f"multilora {self.verdict} on {self.device}: {', '.join(counts) or 'nothing found'}."
+        """What serves, what does not, and what to do next; the last line of the report, and true without the others."""
+        errors, warnings = self._codes("error"), self._codes("warning")
+        if errors:
+            said = [f"multilora does NOT serve on {self.device}, because of {_counted('error', errors)}"]
+            said += [f"and {_counted('warning', warnings)}"] if warnings else []
+            unseen = [section.name for section in self.sections if "skipped" in section.facts]
+            hidden = f" (not looked at for that reason: {', '.join(unseen)})" if unseen else ""
+            return f"{' '.join(said)}{hidden}; next: do what the findings above say, and run multilora doctor again."
+        start = "start it with multilora serve and the same settings"
+        if warnings:
+            return (
+                f"multilora serves on {self.device}, but not all of it as wished for: {_counted('warning', warnings)}"
+                f"{self._fallbacks()}; next: do what the findings above say, or {start} as it is."
+            )
+        # Who forgets --device on a machine with an accelerator must not read this as a word on that.
+        elsewhere = "; no accelerator was looked at, which takes --device" if self.device == "cpu" else ""
+        return (
+            f"multilora serves on {self.device}, all of it as wished for, without a warning{elsewhere}; next: {start}."
+        )
+
+    def _codes(self, level: Level) -> list[str]:
+        return [finding.code for section in self.sections for finding in section.findings if finding.level == level]
+
+    def _fallbacks(self) -> str:
+        """The ops that something else than what is wished for serves."""
+        ops = [op for section in self.sections for op in section.facts.get("ops", ())]
+        by_fallback = [str(op["op"]) for op in ops if op["used"] != op["wished"]]
+        return f", with fallbacks for the ops {', '.join(by_fallback)}" if by_fallback else ""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values with stable names; home directories are shortened, numbers that JSON lacks become null."""
@@ -93,6 +114,11 @@ class Report:
         cleaned = clean(plain)
         assert isinstance(cleaned, dict)
         return cleaned
+
+
+def _counted(level: str, codes: Sequence[str]) -> str:
+    """Such as "2 errors (a, b)"; each code once."""
+    return f"{len(codes)} {level}{'s' if len(codes) > 1 else ''} ({', '.join(dict.fromkeys(codes))})"
 
 
 def clean(value: Any) -> Any:

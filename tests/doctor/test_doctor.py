@@ -125,7 +125,10 @@ class TestOnAHealthyCpu:
         assert done.code == 0, done.out
         assert "\x1b" not in done.out + done.err
         assert re.search(r"lora_embedding +cpu +ok +\d\.\de[-+]\d\d +1e-04 +\d+", done.out)
-        assert re.fullmatch(r"multilora serves on cpu: .*\.", done.out.rstrip().rpartition("\n")[2])
+        assert done.out.rstrip().rpartition("\n")[2] == (
+            "multilora serves on cpu, all of it as wished for, without a warning; no accelerator was looked at, which "
+            "takes --device; next: start it with multilora serve and the same settings."
+        )
 
 
 class TestWithFaults:
@@ -155,12 +158,19 @@ class TestWithFaults:
         assert "killed its process with signal 6" in next(one for one in fallbacks if "rms_norm" in one)
         assert "the kernel does not know this size" in next(one for one in fallbacks if "paged_attention" in one)
         assert done.codes()["store-full"] == done.codes()["alloc-conf-twice"] == "warning"
+        assert re.fullmatch(
+            r"multilora serves on cpu, but not all of it as wished for: 6 warnings \(.*op-fallback.*\), "
+            r"with fallbacks for the ops .*lora.*; next: do what the findings above say, or start it .* as it is\.",
+            done.report["sentence"],
+        )
 
     def test_an_op_that_nothing_serves_is_the_end(self, work_dir: Path) -> None:
         done = visit(work_dir=work_dir, path=BROKEN_OPS, BROKEN_OPS="swiglu=raises!")
         assert (done.code, done.report["verdict"]) == (2, "cannot serve"), done.out
         assert done.codes()["op-unserved"] == "error"
         assert done.ops()["swiglu"]["used"] is None
+        assert done.report["sentence"].startswith("multilora does NOT serve on cpu, because of 1 error (op-unserved)")
+        assert done.report["sentence"].endswith("findings above say, and run multilora doctor again.")
 
     def test_a_broken_model_and_an_unwritable_store(self, work_dir: Path) -> None:
         shutil.copytree(BUNDLED, work_dir / "model")
@@ -170,6 +180,7 @@ class TestWithFaults:
         assert done.code == 2
         assert done.codes()["model-refused"] == done.codes()["store-unwritable"] == "error"
         assert "skipped" in done.report["sections"]["adapter"]
+        assert "(not looked at for that reason: adapter)" in done.report["sentence"]
         # The ops are probed all the same, at sizes of no model.
         assert done.ops()["lora"]["used"] == "cpu"
 
@@ -220,6 +231,7 @@ class TestAbsentDevices:
         assert {"torch-npu-missing", "cann-missing", "no-davinci-node", "device-absent"} <= errors
         assert done.codes()["triton-overwritten"] == "warning"
         assert done.report["sections"]["ops"] == {"skipped": "there is no device"}
+        assert done.report["sentence"].startswith("multilora does NOT serve on npu:0, because of ")
 
     def test_a_gpu(self, work_dir: Path) -> None:
         done = visit("--device=cuda", work_dir=work_dir)
