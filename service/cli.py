@@ -145,7 +145,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--concurrency", type=_positive, default=16, help="requests at a time (%(default)s)")
     parser.add_argument("--prompt-words", type=_positive, default=32, help="words of a prompt (%(default)s)")
     parser.add_argument("--max-tokens", type=_positive, default=64, help="tokens of an answer (%(default)s)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON too; -: print it instead of the tables")
 
 
 def _server_url(text: str) -> str:

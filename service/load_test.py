@@ -10,7 +10,8 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median, quantiles
+from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 import httpx
@@ -23,15 +24,24 @@ from service.client import TIMEOUT, ClientError, answer_of, connect, error_sente
 
 _WORDS = ("quick", "lazy", "seven", "wizards", "boat", "near", "over", "jumps", "oxygen", "brown")
 _SEED = 0
+# Raised when a field of the JSON goes or changes its meaning; new fields do not count.
+FORMAT = 1
+PERCENTS = (50, 90, 99)
+# As --json, standard output in place of the tables.
+STDOUT = Path("-")
+# Field of the JSON, and what the table calls it.
+_KINDS = {"first_token_ms": "first token", "between_tokens_ms": "between", "answer_ms": "answer"}
 
 
 @dataclass
 class Timing:
-    """One request, in seconds; `per_token` is None for answers of one token."""
+    """One request, in seconds. `between_tokens` has one entry for each token after the first; tokens that came in one
+    event share the time since the last."""
 
     num_tokens: int
     to_first_token: float
-    per_token: float | None
+    between_tokens: list[float]
+    whole: float
 
 
 @dataclass
@@ -43,7 +53,8 @@ class Tally:
 
 
 def bench(arguments: argparse.Namespace) -> int:
-    """Send the requests, show the table; 1 if a request failed."""
+    """Send the requests, show the tables, write the JSON; 1 if a request failed."""
+    _check_writable(arguments.json)
     with sentences(arguments.url), connect(arguments.url, arguments.api_key) as client:
         known = answer_of(client.get("/v1/models"), lambda body: [str(card["id"]) for card in body["data"]])
     models = arguments.model or known
@@ -51,13 +62,26 @@ def bench(arguments: argparse.Namespace) -> int:
         raise ClientError(f"The server at {arguments.url} has no models; set --url (MULTILORA_URL) to another.")
     with sentences(arguments.url):
         tallies, seconds = asyncio.run(_load(arguments, models))
-    if arguments.json:
-        print(json.dumps({name: _summary(tally, seconds) for name, tally in tallies.items()}, indent=2))
+    report = _report(arguments, tallies, seconds)
+    if arguments.json == STDOUT:
+        print(json.dumps(report, indent=2))
     else:
-        Console().print(_table(tallies, seconds))
+        _show(report, Console())
+    if arguments.json not in (None, STDOUT):
+        arguments.json.write_text(f"{json.dumps(report, indent=2)}\n")
     for error in sorted({error for tally in tallies.values() for error in tally.errors}):
         Console(stderr=True).print(f"[red]{escape(error)}[/red]")
     return int(any(tally.errors for tally in tallies.values()))
+
+
+def _check_writable(path: Path | None) -> None:
+    """ClientError, before the load and not after it, if the JSON could not be written."""
+    if path in (None, STDOUT):
+        return
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ClientError(f"{path} cannot be written: {error.strerror or error}; name another --json.") from error
 
 
 async def _load(arguments: argparse.Namespace, models: Sequence[str]) -> tuple[dict[str, Tally], float]:
@@ -102,7 +126,7 @@ async def _request(client: httpx.AsyncClient, body: dict[str, Any]) -> Timing:
     started = time.perf_counter()
     first: float | None = None
     last = started
-    num_tokens = 0
+    between: list[float] = []
     async with client.stream("POST", "/v1/completions", json=body) as response:
         if response.is_error:
             raise ClientError(error_sentence((await response.aread()).decode(errors="replace"), response.status_code))
@@ -110,55 +134,82 @@ async def _request(client: httpx.AsyncClient, body: dict[str, Any]) -> Timing:
             if not line.startswith("data: {"):
                 continue
             new = event_of(response, line, _num_tokens)
-            if new:
-                last = time.perf_counter()
-                first = last if first is None else first
-                num_tokens += new
+            if not new:
+                continue
+            now = time.perf_counter()
+            if first is None:
+                first, last, new = now, now, new - 1
+            between += [(now - last) / new] * new if new else []
+            last = now
     if first is None:
         raise ClientError("The answer has no tokens.")
-    return Timing(num_tokens, first - started, (last - first) / (num_tokens - 1) if num_tokens > 1 else None)
+    return Timing(1 + len(between), first - started, between, last - started)
 
 
 def _num_tokens(event: Any) -> int:
     return sum(len(choice.get("token_ids") or ()) for choice in event["choices"])
 
 
-def _summary(tally: Tally, seconds: float) -> dict[str, float | int | None]:
-    """Tokens per second over the whole run; milliseconds to the first token and per further token."""
-    first = [timing.to_first_token * 1e3 for timing in tally.timings]
-    per_token = [timing.per_token * 1e3 for timing in tally.timings if timing.per_token is not None]
-    num_tokens = sum(timing.num_tokens for timing in tally.timings)
+def _report(arguments: argparse.Namespace, tallies: dict[str, Tally], seconds: float) -> dict[str, Any]:
+    """What was measured, as plain values for JSON: of each model, and of all requests together."""
+    whole = Tally()
+    for tally in tallies.values():
+        whole.timings += tally.timings
+        whole.errors += tally.errors
+    names = ("requests", "concurrency", "prompt_words", "max_tokens")
     return {
-        "requests": len(tally.timings),
-        "errors": len(tally.errors),
-        "output_tokens": num_tokens,
-        "output_tokens_per_second": num_tokens / seconds,
-        "first_token_p50_ms": median(first) if first else None,
-        "first_token_p95_ms": _p95(first),
-        "per_token_p50_ms": median(per_token) if per_token else None,
-        "per_token_p95_ms": _p95(per_token),
+        "format": FORMAT,
+        "load": {name: getattr(arguments, name) for name in names},
+        "seconds": seconds,
+        "models": {name: _summary(tally, seconds) for name, tally in tallies.items()},
+        "all": _summary(whole, seconds),
     }
 
 
-def _p95(values: list[float]) -> float | None:
-    if len(values) < 2:
-        return values[0] if values else None
-    return quantiles(values, n=20, method="inclusive")[-1]
+def _summary(tally: Tally, seconds: float) -> dict[str, Any]:
+    """Tokens per second over the whole run; percentiles in milliseconds."""
+    timings = tally.timings
+    num_tokens = sum(timing.num_tokens for timing in timings)
+    return {
+        "requests": len(timings),
+        "errors": len(tally.errors),
+        "output_tokens": num_tokens,
+        "output_tokens_per_second": num_tokens / seconds,
+        "first_token_ms": _percentiles([timing.to_first_token for timing in timings]),
+        "between_tokens_ms": _percentiles([one for timing in timings for one in timing.between_tokens]),
+        "answer_ms": _percentiles([timing.whole for timing in timings]),
+    }
 
 
-def _table(tallies: dict[str, Tally], seconds: float) -> Table:
-    table = Table("model", "requests", "errors", "tokens", "tok/s", "TTFT ms p50", "p95", "TPOT ms p50", "p95")
-    whole = Tally()
-    for name, tally in tallies.items():
-        table.add_row(escape(name), *_cells(_summary(tally, seconds)))
-        whole.timings += tally.timings
-        whole.errors += tally.errors
-    table.add_section()
-    table.add_row("all", *_cells(_summary(whole, seconds)))
-    return table
+def _percentiles(seconds: list[float]) -> dict[str, float] | None:
+    """p50, p90 and p99 in milliseconds, between the two nearest values; None if there are no values."""
+    if not seconds:
+        return None
+    # quantiles wants two values.
+    cuts = quantiles(seconds if len(seconds) > 1 else seconds * 2, n=100, method="inclusive")
+    return {f"p{percent}": cuts[percent - 1] * 1e3 for percent in PERCENTS}
 
 
-def _cells(summary: dict[str, float | int | None]) -> list[str]:
-    return [
-        "-" if value is None else str(value) if isinstance(value, int) else f"{value:.1f}" for value in summary.values()
-    ]
+def _show(report: dict[str, Any], console: Console) -> None:
+    """A table of what was done and one of how long it took."""
+    rows = [*report["models"].items(), ("all", report["all"])]
+    done = Table("model", "requests", "errors", "tokens", "tok/s")
+    took = Table("model")
+    for kind in _KINDS.values():
+        for percent in PERCENTS:
+            took.add_column(f"{kind}\nms p{percent}", justify="right")
+    for name, summary in rows:
+        if name == "all" and summary is report["all"]:
+            done.add_section()
+            took.add_section()
+        speed = f"{summary['output_tokens_per_second']:.1f}"
+        done.add_row(escape(name), *(str(summary[one]) for one in ("requests", "errors", "output_tokens")), speed)
+        took.add_row(escape(name), *(cell for kind in _KINDS for cell in _cells(summary[kind])))
+    console.print(done)
+    console.print(took)
+
+
+def _cells(percentiles: dict[str, float] | None) -> list[str]:
+    if percentiles is None:
+        return ["-"] * len(PERCENTS)
+    return [f"{value:.1f}" for value in percentiles.values()]

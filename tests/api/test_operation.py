@@ -29,6 +29,7 @@ from service.app import create_app
 from service.cli import main
 from service.client import ClientError, checked, server_url
 from service.engine.messages import Stats
+from service.load_test import _percentiles
 from service.settings import Settings, SettingsError, load_settings
 from service.version import server_version
 from tests.api.conftest import ADAPTERS, BASE, Checkpoints
@@ -453,12 +454,44 @@ class TestCommands:
         assert (uploaded.returncode, "sent is there: rank 2" in uploaded.stdout) == (0, True), uploaded.stderr
         assert "sent" in self.run("ls", at).stdout
         assert self.run("chat", "--adapter=sent", "--max-tokens=3", "hello", at).returncode == 0
-        bench = self.run("bench", "--requests=4", "--max-tokens=3", "--model=sent", f"--model={BASE}", "--json", at)
+        bench = self.run("bench", "--requests=4", "--max-tokens=3", "--model=sent", f"--model={BASE}", "--json=-", at)
         figures = json.loads(bench.stdout)
-        assert {name: one["output_tokens"] for name, one in figures.items()} == {"sent": 6, BASE: 6}
+        assert {name: one["output_tokens"] for name, one in figures["models"].items()} == {"sent": 6, BASE: 6}
         assert self.run("rm", "sent", at).returncode == 0
         again = self.run("rm", "sent", at)
         assert (again.returncode, again.stderr) == (1, "multilora: The adapter 'sent' does not exist.\n")
+
+    def test_a_load_shows_percentiles_and_writes_them(
+        self, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "200")
+        written = tmp_path / "load.json"
+        loading = ["bench", "--requests=6", "--max-tokens=4", "--model=alpha", "--model=beta", f"--url={server.url}"]
+        assert main([*loading, f"--json={written}"]) == 0
+        shown = capsys.readouterr().out
+        report = json.loads(written.read_text())
+        assert (report["format"], report["load"]["requests"], list(report["models"])) == (1, 6, ["alpha", "beta"])
+        for summary in (*report["models"].values(), report["all"]):
+            for kind in ("first_token_ms", "between_tokens_ms", "answer_ms"):
+                p50, p90, p99 = (summary[kind][percent] for percent in ("p50", "p90", "p99"))
+                assert 0 <= p50 <= p90 <= p99
+            assert summary["first_token_ms"]["p99"] <= summary["answer_ms"]["p99"]
+            assert f"{summary['answer_ms']['p90']:.1f}" in shown
+        assert (report["all"]["requests"], report["all"]["output_tokens"]) == (6, 24)
+
+        # Answers of one token have nothing between tokens.
+        assert main([*loading, "--max-tokens=1", "--json=-"]) == 0
+        assert json.loads(capsys.readouterr().out)["all"]["between_tokens_ms"] is None
+
+    def test_a_load_whose_json_cannot_be_written_does_not_begin(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main(["bench", f"--json={tmp_path}", "--url=http://127.0.0.1:9"]) == 1
+        assert capsys.readouterr().err.startswith(f"multilora: {tmp_path} cannot be written: Is a directory")
+
+    def test_percentiles_lie_between_the_nearest_values(self) -> None:
+        assert _percentiles([one / 1e3 for one in range(101)]) == pytest.approx({"p50": 50, "p90": 90, "p99": 99})
+        assert _percentiles([0.002]) == pytest.approx({"p50": 2, "p90": 2, "p99": 2})
 
     def test_rm_goes_on_past_what_is_missing(
         self, server: Server, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
