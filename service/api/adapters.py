@@ -137,6 +137,7 @@ def _summary(services: Services, record: AdapterRecord, state: _State) -> dict[s
         "rows": manifest.rows,
         "state": state,
         "has_chat_template": manifest.has_chat_template,
+        "last_used": services.last_used_seconds.get(record.name),
     }
 
 

@@ -240,7 +240,8 @@ class ModuleReport(Response):
 
 
 class AdapterSummary(Response):
-    """An adapter, as it is listed. `state` is where its weights are now."""
+    """An adapter, as it is listed. `state` is where its weights are now; `last_used` when a request for it last began
+    to run, in Unix seconds, null if none has since the server started."""
 
     name: str
     object: Literal["adapter"]
@@ -252,6 +253,7 @@ class AdapterSummary(Response):
     rows: dict[str, int]
     state: Literal["disk", "host", "device"]
     has_chat_template: bool
+    last_used: int | None
 
 
 class AdapterResponse(AdapterSummary):

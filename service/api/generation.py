@@ -206,6 +206,8 @@ class Job:
         self._news, self._ended = asyncio.Event(), asyncio.Event()
         self.plans = admitted.plans
         self.runs: list[SequenceRun] = []
+        if self._target.lease is not None:
+            services.used(self._target.name)
         try:
             for index, plan in enumerate(self.plans):
                 on_news = partial(self._note, index)

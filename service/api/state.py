@@ -118,6 +118,7 @@ class Services:
     gate         places of sequences
     calls        places of what runs no sequence and takes time all the same: texts, listings, metrics. Apart from the
                  others, so that a full queue can be looked at, and looking fills no queue
+    last_used_seconds  when a request for an adapter of the store last began to run, by name
     """
 
     settings: Settings
@@ -134,6 +135,7 @@ class Services:
     started_at_seconds: int = field(default_factory=lambda: int(time.time()))
     stop: Callable[[], None] | None = None
     template_worker: TemplateWorker = field(default_factory=TemplateWorker)
+    last_used_seconds: dict[str, int] = field(default_factory=dict)
     gate: Gate = field(init=False)
     base_digest: str = field(init=False)
     calls: Gate = field(init=False)
@@ -191,6 +193,11 @@ class Services:
         """A name is gone."""
         self._settle(name)
 
+    def used(self, name: str) -> None:
+        """A request for an adapter begins to run; its name may be gone already."""
+        if self.store is not None and self.store.has(name):
+            self.last_used_seconds[name] = int(time.time())
+
     def _settle(self, name: str) -> None:
         """Have the metrics know the name if the store has it now: the store changes in threads, so of an upload and a
         delete of one name that cross, the news may come in the other order."""
@@ -198,6 +205,7 @@ class Services:
             self.metrics.know_adapter(name)
         else:
             self.metrics.forget_adapter(name)
+            self.last_used_seconds.pop(name, None)
 
     def fail_start(self, error: str) -> None:
         """The server can never become ready."""

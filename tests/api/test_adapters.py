@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.client import HTTPResponse
 from pathlib import Path
@@ -116,6 +117,19 @@ class TestUpload:
         assert shown["base"] == BASE
         assert shown["rank"] == 5
         wait_for(lambda: server.get("/v1/adapters/fresh").json()["state"] == "device", "the adapter to be resident")
+
+    def test_the_listing_tells_when_an_adapter_was_last_used(
+        self, server: Server, client: openai.OpenAI, checkpoints: Checkpoints, gone: list[str]
+    ) -> None:
+        gone.append("used")
+        assert upload(server, "used", checkpoints.spare).json()["last_used"] is None
+        before = int(time.time())
+        client.completions.create(model="used", prompt="the", **GREEDY)
+        shown = server.get("/v1/adapters/used").json()["last_used"]
+        assert before <= shown <= time.time()
+        assert {one["name"]: one["last_used"] for one in server.get("/v1/adapters").json()["data"]}["used"] == shown
+        server.http.delete(f"{server.url}/v1/adapters/used").raise_for_status()
+        assert upload(server, "used", checkpoints.spare).json()["last_used"] is None
 
     def test_an_adapter_brings_its_own_chat_template(
         self, server: Server, checkpoints: Checkpoints, gone: list[str]
