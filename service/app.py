@@ -22,7 +22,7 @@ import adapters.errors as store_errors
 from adapters.row_plan import plan_rows
 from adapters.store import AdapterStore, StoreLimits
 from kernels.lora.limits import MAX_KERNEL_RANK
-from service.api import adapters, batch, chat, completions, health, lora_compat, models, tokenize
+from service.api import adapters, batch, chat, completions, health, lora_compat, models, page, tokenize
 from service.api.answers import ChatChunk
 from service.api.auth import OPEN_PATHS, KeyRing
 from service.api.errors import HANDLED, BadRequest, UnknownRoute, WrongMethod
@@ -69,6 +69,8 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> FastAP
     app.state.services, app.state.engine = services, engine
     for router in ROUTERS:
         app.include_router(router)
+    if settings.page:
+        app.include_router(page.router)
     _add_error_handlers(app)
     keys = KeyRing(settings.api_keys, settings.admin_api_keys)
     budget = BodyBudget(int(settings.max_buffered_bytes))

@@ -155,6 +155,7 @@ class Settings(BaseSettings):
         description="web pages that may call this server from a browser, as origins such as https://ui.example, "
         "separated by commas; * for all; default: none",
     )
+    page: bool = Field(True, description="serve a page at / to try the server in a browser; false turns it off")
 
     stall_limit_seconds: float = Field(
         30.0,

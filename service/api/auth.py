@@ -10,6 +10,7 @@ from pydantic import SecretStr
 from starlette.datastructures import Headers
 
 from service.api.errors import Forbidden, Unauthorized
+from service.api.page import PAGE_PATHS
 
 Scope = Literal["open", "inference", "admin"]
 
@@ -20,7 +21,7 @@ _READING = frozenset({"GET", "HEAD", "OPTIONS"})
 
 def required_scope(method: str, path: str) -> Scope:
     """What a request needs. What is not listed as open needs a key, unknown paths too."""
-    if path in OPEN_PATHS:
+    if path in OPEN_PATHS or (path in PAGE_PATHS and method in _READING):
         return "open"
     changes_adapters = path.rstrip("/") == "/v1/adapters" or path.startswith("/v1/adapters/")
     if path in _ADMIN_PATHS or (changes_adapters and method not in _READING):

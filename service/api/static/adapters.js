@@ -1,0 +1,257 @@
+// The adapters of the server: table, upload, load report, delete.
+
+import { call, getJson, upload } from "./api.js";
+
+const element = (id) => document.getElementById(id);
+const MOST_ROWS = 200; // thousands of adapters are found by the filter, not by scrolling
+const rows = new Map(); // name -> { row, cells }
+let adapters = [];
+let dropped = []; // files that were dropped instead of chosen
+let onList = () => {};
+
+/** `listed` is called with the names whenever the list was read. */
+export function startAdapters(listed) {
+  onList = listed;
+  element("filter").addEventListener("input", showAdapters);
+  element("upload-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    send();
+  });
+  element("files").addEventListener("change", () => take([]));
+  const drop = element("drop");
+  drop.addEventListener("dragover", (event) => {
+    event.preventDefault();
+    drop.classList.add("over");
+  });
+  drop.addEventListener("dragleave", () => drop.classList.remove("over"));
+  drop.addEventListener("drop", async (event) => {
+    event.preventDefault();
+    drop.classList.remove("over");
+    take(await filesOf(event.dataTransfer));
+  });
+}
+
+/** Read the list again. */
+export async function refreshAdapters(options) {
+  try {
+    adapters = (await getJson("v1/adapters", options)).data;
+  } catch (error) {
+    if (options?.quiet) return; // what was shown stays until there is news
+    adapters = [];
+    showAdapters();
+    say("adapters-status", error.message, true);
+    onList([]);
+    return;
+  }
+  showAdapters();
+  onList(adapters.map((one) => one.name));
+}
+
+// ---- the table
+
+function showAdapters() {
+  const wanted = element("filter").value.toLowerCase();
+  const found = adapters.filter((one) => one.name.toLowerCase().includes(wanted));
+  const shown = found.slice(0, MOST_ROWS);
+  const names = new Set(shown.map((one) => one.name));
+  for (const name of rows.keys()) if (!names.has(name)) rows.delete(name);
+  const body = element("adapters");
+  const wantedRows = shown.map(rowOf);
+  if (wantedRows.length !== body.rows.length || wantedRows.some((row, i) => row !== body.rows[i])) {
+    const focused = body.contains(document.activeElement) ? document.activeElement : null;
+    body.replaceChildren(...wantedRows);
+    if (focused) (focused.isConnected ? focused : element("adapters-title")).focus();
+  }
+  const number = (count) => count.toLocaleString("en");
+  const more = found.length > shown.length ? `; the first ${number(shown.length)} are shown, filter for others` : "";
+  say("adapters-status", `${number(found.length)} of ${number(adapters.length)} adapters${more}.`);
+}
+
+function rowOf(adapter) {
+  let known = rows.get(adapter.name);
+  if (!known) {
+    const name = button(adapter.name, () => showAdapter(adapter.name), "link");
+    name.title = "Show what it is bound to";
+    const remove = button("Delete", () => removeAdapter(adapter.name));
+    remove.setAttribute("aria-label", `Delete ${adapter.name}`);
+    const cells = ["td", "td", "td", "td"].map((tag, i) => node(tag, "", i === 1 || i === 2 ? "number" : ""));
+    const row = node("tr");
+    const header = node("th");
+    header.scope = "row";
+    header.append(name);
+    const last = node("td");
+    last.append(remove);
+    row.append(header, ...cells, last);
+    known = { row, cells };
+    rows.set(adapter.name, known);
+  }
+  const values = [adapter.state, adapter.rank, sizeOf(adapter.bytes), timeOf(adapter.last_used)];
+  known.cells.forEach((cell, i) => {
+    if (cell.textContent !== String(values[i])) cell.textContent = values[i];
+  });
+  return known.row;
+}
+
+async function showAdapter(name) {
+  try {
+    showReport(await getJson(`v1/adapters/${encodeURIComponent(name)}`));
+  } catch (error) {
+    say("adapters-status", error.message, true);
+  }
+}
+
+async function removeAdapter(name) {
+  if (!confirm(`Delete the adapter ${name}? Requests that use it now still finish.`)) return;
+  try {
+    await call(`v1/adapters/${encodeURIComponent(name)}`, { method: "DELETE" });
+  } catch (error) {
+    say("adapters-status", error.message, true);
+    return;
+  }
+  if (element("report").dataset.name === name) element("report").hidden = true;
+  await refreshAdapters();
+}
+
+// ---- upload
+
+function take(files) {
+  dropped = files;
+  element("files").required = !files.length;
+  if (files.length) element("files").value = "";
+  const names = (some) => some.map((file) => file.name).join(", ");
+  const left = given().filter(isAside);
+  const aside = left.length ? ` Left out: ${names(left)}.` : "";
+  say("upload-status", given().length ? `To upload: ${names(chosen())}.${aside}` : "");
+  const archive = chosen().find((file) => /\.(zip|tgz|tar\.gz)$/i.test(file.name));
+  const field = element("adapter-name");
+  if (!field.value) field.value = files.folder ?? archive?.name.replace(/\.(zip|tgz|tar\.gz)$/i, "") ?? "";
+}
+
+function given() {
+  return dropped.length ? dropped : [...element("files").files];
+}
+
+/** What lies in every PEFT directory beside the adapter; the server refuses files that it does not know. */
+function isAside(file) {
+  return /\.md$/i.test(file.name) || file.name.startsWith(".");
+}
+
+function chosen() {
+  return given().filter((file) => !isAside(file));
+}
+
+/** The files of a drop; of a folder those that lie in it directly, with its name as `folder`. */
+async function filesOf(transfer) {
+  const entries = [...transfer.items].map((item) => item.webkitGetAsEntry()).filter(Boolean);
+  const folder = entries.find((entry) => entry.isDirectory);
+  if (!folder) return [...transfer.files];
+  const reader = folder.createReader();
+  const inside = [];
+  for (;;) {
+    const some = await new Promise((resolve, reject) => reader.readEntries(resolve, reject));
+    if (!some.length) break;
+    inside.push(...some.filter((entry) => entry.isFile));
+  }
+  const files = await Promise.all(inside.map((entry) => new Promise((done, fail) => entry.file(done, fail))));
+  return Object.assign(files, { folder: folder.name });
+}
+
+async function send() {
+  const form = new FormData();
+  form.append("name", element("adapter-name").value.trim()); // first, so that a bad name is refused before the files
+  for (const file of chosen()) form.append("file", file, file.name); // known by their file names
+  const progress = element("progress");
+  progress.hidden = false;
+  progress.value = 0;
+  element("upload").disabled = true;
+  element("report").hidden = true;
+  say("upload-status", "Uploading …");
+  try {
+    const report = await upload("v1/adapters", form, (fraction) => {
+      progress.value = fraction;
+      if (fraction === 1) say("upload-status", "Sent; the server checks it …");
+    });
+    say("upload-status", `${report.name} is loaded and can be used now.`);
+    element("upload-form").reset();
+    dropped = [];
+    element("files").required = true;
+    showReport(report);
+    await refreshAdapters();
+  } catch (error) {
+    say("upload-status", error.message, true);
+    if (error.problems) showTable("What does not fit", ["Name", "Reason"], error.problems.map((p) => [p.name, p.reason]));
+  } finally {
+    progress.hidden = true;
+    element("upload").disabled = false;
+  }
+}
+
+// ---- reports
+
+function showReport(report) {
+  const modules = report.modules.map((one) => [one.module, one.rank, Number(one.scaling.toPrecision(6)), one.bytes]);
+  const title = `${report.name}: ${modules.length} modules, rank ${report.rank}, ${sizeOf(report.bytes)}`;
+  showTable(title, ["Module", "Rank", "Scaling", "Bytes"], modules, report.notes, report.name);
+}
+
+function showTable(title, columns, lines, notes = [], name = "") {
+  const isNumber = (value) => (typeof value === "number" ? "number" : "wide");
+  const head = node("tr");
+  columns.forEach((column, i) => head.append(node("th", column, lines.length ? isNumber(lines[0][i]) : "")));
+  const table = node("table");
+  table.createTHead().append(head);
+  const body = table.createTBody();
+  for (const line of lines) {
+    const row = body.insertRow();
+    for (const value of line) row.append(node("td", value.toLocaleString("en"), isNumber(value)));
+  }
+  const scroll = node("div", "", "scroll");
+  scroll.tabIndex = 0;
+  scroll.setAttribute("role", "region");
+  scroll.setAttribute("aria-label", title);
+  scroll.append(table);
+  const report = element("report");
+  report.replaceChildren(node("h3", title), ...notes.map((note) => node("p", note, "hint")), scroll);
+  report.append(button("Close", () => (report.hidden = true)));
+  report.dataset.name = name;
+  report.hidden = false;
+}
+
+// ---- small things
+
+function node(tag, text = "", style = "") {
+  const made = document.createElement(tag);
+  made.textContent = text;
+  if (style) made.className = style;
+  return made;
+}
+
+function button(text, action, style = "") {
+  const made = node("button", text, style);
+  made.type = "button";
+  made.addEventListener("click", action);
+  return made;
+}
+
+function say(id, sentence, isError = false) {
+  const place = element(id);
+  if (place.textContent !== sentence) place.textContent = sentence;
+  place.classList.toggle("error", isError);
+}
+
+function sizeOf(bytes) {
+  const units = ["B", "KiB", "MiB", "GiB"];
+  let power = 0;
+  while (bytes >= 1024 && power < units.length - 1) {
+    bytes /= 1024;
+    power += 1;
+  }
+  return `${power ? bytes.toFixed(1) : bytes} ${units[power]}`;
+}
+
+function timeOf(unixSeconds) {
+  if (unixSeconds === null) return "not yet";
+  const then = new Date(unixSeconds * 1000);
+  const isToday = then.toDateString() === new Date().toDateString();
+  return isToday ? then.toLocaleTimeString() : then.toLocaleDateString();
+}
