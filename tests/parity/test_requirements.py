@@ -9,7 +9,7 @@ from pathlib import Path
 from kernels.platform import IMPLEMENTATIONS
 
 ROOT = Path(__file__).parents[2]
-OUR_FOLDERS = {"service", "kernels", "adapters", "tests"}
+OUR_FOLDERS = {"service", "kernels", "adapters", "tests", "bench"}
 MODELS = {"torch", "triton", "transformers", "peft", "safetensors", "tokenizers"}
 NEEDED = MODELS | {"pytest", "hypothesis"} | {"numpy", "msgspec"}
 
