@@ -9,11 +9,14 @@ Everything is known before the model runs, so the arrays travel with the step's 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
+from kernels.sampling import parameters
 from kernels.sampling.maps import MASK_WORD_BITS, SamplingFacts
 from kernels.sampling.parameters import index_of, matrix_of, neutral_row, used_in, uses_penalties
 from kernels.sampling.random_numbers import uniform
@@ -22,7 +25,7 @@ from kernels.sampling.random_numbers import uniform
 _LARGEST_TOP_K = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a step makes one for each sequence, which would take thrice as long
 class RowSampling:
     """A row of the logits that gets a token.
 
@@ -77,11 +80,14 @@ class Asked:
         arrays: dict[str, np.ndarray] = {}
         if facts.num_rows:
             rows = [row.logits_row for row in self.rows]
-            padding = [min(i, facts.num_logits - 1) for i in range(len(rows), facts.num_rows)]
-            arrays["rows"] = np.array([*rows, *padding], np.int64)
-            neutral = np.repeat(neutral_row()[:, None], num_padding, axis=1)
-            neutral[index_of("temperature")] = 0.0
-            arrays["parameters"] = np.concatenate((self.matrix, neutral), axis=1).astype(number_dtype)
+            matrix = self.matrix
+            if num_padding:
+                rows += [min(i, facts.num_logits - 1) for i in range(len(rows), facts.num_rows)]
+                neutral = np.repeat(neutral_row()[:, None], num_padding, axis=1)
+                neutral[index_of("temperature")] = 0.0
+                matrix = np.concatenate((matrix, neutral), axis=1)
+            arrays["rows"] = np.array(rows, np.int64)
+            arrays["parameters"] = matrix.astype(number_dtype)
         if facts.is_random:
             numbers = uniform([row.seed for row in self.rows], [row.index for row in self.rows])
             arrays["numbers"] = np.concatenate((numbers, np.zeros(num_padding))).astype(number_dtype)
@@ -141,7 +147,7 @@ def ask(
     num_rows           with padding at the end, whose tokens mean nothing; None: as many as `rows`
     is_rounded_up      facts are `rounded_up`
     """
-    matrix = matrix_of([row.parameters for row in rows], vocab)
+    wishes = _wishes(b"".join([row.parameters.tobytes() for row in rows]), vocab, parameters.PARAMETERS)
     num_tops = [row.num_top for row in rows if row.num_top is not None]
     num_rows = len(rows) if num_rows is None else num_rows
     assert num_rows >= len(rows), "padding is added, not taken away"
@@ -150,10 +156,10 @@ def ask(
         vocab=vocab,
         num_rows=num_rows,
         is_in_order=num_rows <= num_logits and [row.logits_row for row in rows] == list(range(len(rows))),
-        is_random=bool((matrix[index_of("temperature")] > 0.0).any()),
-        used=used_in(matrix),
-        num_ranked=_num_ranked(matrix, vocab),
-        num_penalised=int(uses_penalties(matrix).sum()),
+        is_random=wishes.is_random,
+        used=wishes.used,
+        num_ranked=wishes.num_ranked,
+        num_penalised=wishes.num_penalised,
         num_biased=sum(len(row.bias) for row in rows),
         num_barred=sum(len(row.barred) for row in rows),
         num_masked=sum(row.mask is not None for row in rows),
@@ -161,7 +167,30 @@ def ask(
         num_chosen=len(num_tops),
         num_top=min(max([*num_tops, *(entry.num_top for entry in given)], default=0), vocab),
     )
-    return Asked(tuple(rows), tuple(given), facts.rounded_up() if is_rounded_up else facts, matrix)
+    return Asked(tuple(rows), tuple(given), facts.rounded_up() if is_rounded_up else facts, wishes.matrix)
+
+
+class _Wishes(NamedTuple):
+    """What the parameters of a step's rows come to; `matrix` is not to be changed."""
+
+    matrix: np.ndarray
+    is_random: bool
+    used: frozenset[str]
+    num_ranked: int
+    num_penalised: int
+
+
+@functools.lru_cache(maxsize=512)
+def _wishes(rows: bytes, vocab: int, _parameters: tuple[parameters.Parameter, ...]) -> _Wishes:
+    """rows: their parameters, float64, one after the other. Most steps are of the same requests as the one before."""
+    matrix = matrix_of(np.frombuffer(rows, np.float64), vocab)
+    return _Wishes(
+        matrix,
+        bool((matrix[index_of("temperature")] > 0.0).any()),
+        used_in(matrix),
+        _num_ranked(matrix, vocab),
+        int(uses_penalties(matrix).sum()),
+    )
 
 
 def mask_of(allowed: Collection[int], vocab: int) -> np.ndarray:

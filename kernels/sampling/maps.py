@@ -111,7 +111,7 @@ class SamplingMaps:
         for name, shape in shapes_of(facts).items():
             found = tuple(tensors[name].shape)
             assert found == shape, f"{name} is {list(found)}, and these facts want {list(shape)}"
-        return cls(facts, *(tensors.get(entry.name, _NOTHING) for entry in fields(cls)[1:]))
+        return cls(facts, *(tensors.get(name, _NOTHING) for name in _TENSORS))
 
     def uses(self, name: str) -> bool:
         """Whether some row does not leave the parameter neutral."""
@@ -120,6 +120,9 @@ class SamplingMaps:
     def parameter(self, name: str) -> torch.Tensor:
         """number [num_rows]"""
         return self.parameters[index_of(name)]
+
+
+_TENSORS = tuple(entry.name for entry in fields(SamplingMaps)[1:])
 
 
 def shapes_of(facts: SamplingFacts) -> dict[str, tuple[int, ...]]:

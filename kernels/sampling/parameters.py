@@ -85,13 +85,14 @@ def used_in(matrix: np.ndarray) -> frozenset[str]:
     return frozenset(parameter.name for parameter, used in zip(PARAMETERS, is_used, strict=True) if used)
 
 
-def matrix_of(rows: list[np.ndarray], vocab: int) -> np.ndarray:
-    """float64 [num_parameters, rows], each value in the one form that implementations meet.
+def matrix_of(rows: np.ndarray, vocab: int) -> np.ndarray:
+    """float64 [num_parameters, rows] from `row_of` each row, one after the other; each value in the one form that
+    implementations meet.
 
     Rows that take the most likely token have temperature 0 and are neutral in all else that shapes a draw; other
     temperatures are 1e-5 at least, since float32 would round them to 0; top_k is below `vocab`, or 0.
     """
-    matrix = np.array(rows, np.float64).reshape(-1, len(PARAMETERS)).T.copy()
+    matrix = rows.reshape(-1, len(PARAMETERS)).T.copy()
     temperature, top_k = matrix[index_of("temperature")], matrix[index_of("top_k")]
     is_drawn = temperature > 0.0
     temperature[is_drawn] = temperature[is_drawn].clip(min=1e-5)

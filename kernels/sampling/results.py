@@ -51,7 +51,7 @@ def pack(token_ids: torch.Tensor, logprobs: torch.Tensor | None, maps: SamplingM
         if maps.facts.num_top:
             values, top_tokens = logprobs.topk(maps.facts.num_top, dim=-1)
             parts += [_bits(values), top_tokens.to(torch.int32).reshape(-1)]
-    return Sampled(token_ids, torch.cat(parts))
+    return Sampled(token_ids, torch.cat(parts) if len(parts) > 1 else parts[0])
 
 
 def read(packed: np.ndarray, asked: Asked) -> tuple[list[Choice], list[TokenLogprob]]:

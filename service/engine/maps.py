@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -24,7 +25,7 @@ BASE = -1  # the place of sequences without an adapter
 IN_FLIGHT = -1  # a token whose value the request table has
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a step makes one for each sequence, which would take thrice as long
 class ChunkInput:
     """One sequence's part of a step, in plain integers.
 
@@ -69,33 +70,29 @@ def fill_tokens(arrays: Arrays, chunks: Sequence[ChunkInput], block_table: np.nd
                  kv_lens int32 [sequences]; block_table int32 [sequences, columns]
     block_table  int32 [slots, blocks], by slot
     """
-    num = len(chunks)
-    lengths = np.fromiter((len(chunk.token_ids) for chunk in chunks), np.int64, num)
-    starts = np.zeros(num + 1, np.int64)
-    np.cumsum(lengths, out=starts[1:])
-    num_tokens = int(starts[-1])
-    first_positions = np.fromiter((chunk.start for chunk in chunks), np.int64, num)
-    slots = np.fromiter((chunk.slot for chunk in chunks), np.int64, num)
-    token_slots = np.repeat(slots, lengths)
-    positions = np.arange(num_tokens) + np.repeat(first_positions - starts[:-1], lengths)
-    token_ids = np.fromiter((token for chunk in chunks for token in chunk.token_ids), np.int64, num_tokens)
-    _put(arrays["token_ids"], token_ids, 0)
+    slots = np.array([chunk.slot for chunk in chunks], np.int64)
+    positions = np.array([chunk.start for chunk in chunks], np.int64)
+    lengths = [len(chunk.token_ids) for chunk in chunks]
+    starts = [0, *accumulate(lengths)]
+    token_slots, kv_lens = slots, positions + lengths
+    if starts[-1] != len(chunks):
+        token_slots = np.repeat(slots, lengths)
+        positions = np.arange(starts[-1]) + np.repeat(positions - starts[:-1], lengths)
+    _put(arrays["token_ids"], [token for chunk in chunks for token in chunk.token_ids], 0)
     _put(arrays["token_slots"], token_slots, 0)
     _put(arrays["positions"], positions, 0)
-    blocks = block_table[token_slots, positions // block_size].astype(np.int64)
-    _put(arrays["slot_mapping"], blocks * block_size + positions % block_size, -1)
-    _put(arrays["query_start_loc"], starts, num_tokens)
-    _put(arrays["kv_lens"], first_positions + lengths, 0)
+    blocks, offsets = np.divmod(positions, block_size)
+    _put(arrays["slot_mapping"], block_table[token_slots, blocks].astype(np.int64) * block_size + offsets, -1)
+    _put(arrays["query_start_loc"], starts, starts[-1])
+    _put(arrays["kv_lens"], kv_lens, 0)
     _put(arrays["block_table"], block_table[slots, : arrays["block_table"].shape[1]], 0)
-    running: list[int] = starts.tolist()
-    return running
+    return starts
 
 
 def fill_conv(arrays: Arrays, chunks: Sequence[ChunkInput]) -> None:
     """state_indices int32 and has_initial_state bool, [sequences]: a sequence's line is its slot's."""
-    num = len(chunks)
-    _put(arrays["state_indices"], np.fromiter((chunk.slot for chunk in chunks), np.int32, num), 0)
-    _put(arrays["has_initial_state"], np.fromiter((chunk.start > 0 for chunk in chunks), np.bool_, num), False)
+    _put(arrays["state_indices"], [chunk.slot for chunk in chunks], 0)
+    _put(arrays["has_initial_state"], [chunk.start > 0 for chunk in chunks], False)
 
 
 def fill_length_limits(arrays: Arrays, chunks: Sequence[ChunkInput]) -> None:
@@ -108,7 +105,7 @@ def fill_length_limits(arrays: Arrays, chunks: Sequence[ChunkInput]) -> None:
 def fill_logits_rows(arrays: Arrays, chunks: Sequence[ChunkInput], starts: Sequence[int]) -> None:
     """logits_rows int64 [rows]: the tokens whose logits are wanted."""
     rows = [row for chunk, end in zip(chunks, starts[1:], strict=True) for row in range(end - chunk.num_logits, end)]
-    _put(arrays["logits_rows"], np.array(rows, np.int64), 0)
+    _put(arrays["logits_rows"], rows, 0)
 
 
 def segments_of(chunks: Sequence[ChunkInput], lengths: Sequence[int]) -> tuple[Segment, ...]:
@@ -133,8 +130,8 @@ def fill_lora(arrays: Arrays, prefix: str, segments: Sequence[Segment]) -> None:
     num, last = len(segments), segments[-1].end if segments else 0
     starts, places = arrays[f"{prefix}/segment_starts"], arrays[f"{prefix}/places"]
     assert num <= len(places), "more adapters in a step than sequences"
-    _put(starts, np.array([segment.start for segment in segments], np.int32), last)
-    _put(places, np.array([segment.place for segment in segments], np.int32), -1)
+    _put(starts, [segment.start for segment in segments], last)
+    _put(places, [segment.place for segment in segments], -1)
     first_rows = arrays[f"{prefix}/first_rows"]
     first_rows[:, num:] = -1
     if num:
@@ -144,8 +141,9 @@ def fill_lora(arrays: Arrays, prefix: str, segments: Sequence[Segment]) -> None:
     arrays[f"{prefix}/num_segments"][0] = num
 
 
-def _put(array: np.ndarray, values: np.ndarray, padding: int | bool) -> None:
+def _put(array: np.ndarray, values: np.ndarray | list[int], padding: int | bool) -> None:
     """array = values, and `padding` behind them."""
     num = len(values)
     array[:num] = values
-    array[num:] = padding
+    if num < len(array):
+        array[num:] = padding

@@ -84,7 +84,7 @@ class Sequence:
         return self.num_prompt - self.num_prompt_logprobs
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: a step makes one for each sequence, which would take thrice as long
 class ScheduledChunk:
     """A sequence's part of one step: its tokens [start, start + num_tokens), logits of the last `num_logits`.
 
