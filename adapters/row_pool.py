@@ -39,7 +39,9 @@ class _Resident:
 
 
 class RowPool:
-    """Owns every `LoraStack`. One thread, between steps: what `first_rows` says holds until the next `load`.
+    """Owns every `LoraStack`. One thread, between launches of steps, in whose order the device does what is asked here;
+    a load waits for the steps before it, since it copies from memory that is not pinned. What `first_rows` says holds
+    until the next `load`.
 
     A load makes room in this order: a free range; sliding idle ranges together when only fragmentation is in the way;
     evicting the window of idle ranges that was not used for longest; evicting the least recently used idle adapters and

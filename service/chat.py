@@ -113,14 +113,14 @@ class _Chat:
             self.messages.pop()
 
     def show_answer(self, keep: Callable[[str], None]) -> None:
-        """Stream the answer to the last message to the terminal; `keep` gets every piece once it is shown."""
+        """Stream the answer to the last message to the terminal; `keep` gets every piece that is shown."""
         options = {"temperature": self._arguments.temperature, "max_tokens": self._arguments.max_tokens}
         body = {"model": self._model, "messages": self.messages, "stream": True, **options}
         with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
             for piece in events(checked(response), _piece):
                 if piece:
+                    keep(piece)  # before it is shown: Ctrl-C may come right after
                     print(piece, end="", flush=True)
-                    keep(piece)
         print(flush=True)
 
     def _note(self, text: str) -> None:

@@ -1,8 +1,8 @@
 """Brings adapters to the device for the requests that name them; no step ever waits for the disk.
 
 Disk -> host is read by a loader, which has a thread of its own outside the engine's tests. Host -> device is
-`RowPool.load`, between steps: when a request asks for the rows, or ahead of any request when what a hint asked for has
-been read. The desk counts the users of each adapter (requests that wait or run) and pins its rows while any of them
+`RowPool.load`, between launches: when a request asks for the rows, or ahead of any request when what a hint asked for
+has been read. The desk counts the users of each adapter (requests that wait or run) and pins its rows while any of them
 runs; the row pool never evicts pinned rows. A hint takes no rows from others and is read when no request's adapter is:
 each upload is one, and a burst of them must not push out of the device, or hold up, what is in demand.
 

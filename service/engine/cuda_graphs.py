@@ -40,6 +40,10 @@ class CudaGraphs:
     def capture(self, work: Callable[[], None]) -> CudaGraph:
         """See `captured_steps.Graphs`. The thread that reads adapters may use the device meanwhile."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        # The outer context brings the stream of the steps back even where the end of a capture raises.
+        with (
+            torch.cuda.stream(self._stream),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             work()
         return CudaGraph(graph)

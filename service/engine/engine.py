@@ -8,7 +8,8 @@ left but the adapter store on disk, which the engine never writes.
 
 A step has two halves: `_launch` decides what runs and asks the device for it, `_collect` waits for what was sampled and
 tells of it. With overlap, which is for devices, the next step is launched before the last one is collected, so that the
-device never waits for the host: at most one step is *in flight* meanwhile. Why nothing goes wrong then:
+device never waits for the host: one step is *in flight* between two calls of `step`, two for a while within one. Why
+nothing goes wrong then:
 
 - All that a step reads and writes on the device happens in the order of the launches: copies of inputs, adapter loads,
   moves of rows, resets of penalty counts, the model, the sampler, the copy of the result. Blocks, slots and rows that
@@ -290,6 +291,7 @@ class Engine:
         self.records = StepRecords()
         self.num_steps = 0
         self._runner.captured.forget_history()
+        self._num_lora_op_calls_before = lora_ops.call_count()
 
     def close(self) -> None:
         self.desk.close()

@@ -90,7 +90,8 @@ class ModelRunner:
         self._has_lora = config.row_bytes > 0
         self._padding: Padding | None = None
         self._logits = torch.empty(0, device=loaded.device)
-        if graphs is not None or loaded.device.type != "cpu":
+        # Elsewhere nothing is captured, and padding costs: an NPU's fused attention takes no empty sequences.
+        if graphs is not None or loaded.device.type == "cuda":
             self._padding = Padding(config.max_sequences, self.capacity.max_blocks, config.block_size_tokens)
             shape = (self._padding.max_rows, self.capacity.vocab_size)
             self._logits = torch.empty(shape, dtype=torch.float32, device=loaded.device)

@@ -28,7 +28,7 @@ class StepSampling:
 
 
 def sampling_of(chunks: Sequence_[ScheduledChunk], num_logits: int, vocab: int) -> StepSampling:
-    """chunks  of a step, in its order, before what they sample is counted as in flight
+    """chunks  of a step, in its order
 
     num_logits, vocab  shape of the logits, rows of padding included
     """

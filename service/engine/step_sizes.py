@@ -97,12 +97,14 @@ class Padding:
         )
 
     def most_used(self, *, token_budget: int, has_lora: bool, num_window_rows: int = 0) -> list[StepSizes]:
-        """What is captured before the first request: decode steps, and steps with short chunks among them, of sequences
-        of the least width. The largest come first: later ones fit into the memory that they leave.
+        """What is captured before the first request: decode steps of every width, and steps with short chunks among
+        them of the least. The largest come first: later ones fit into the memory that they leave.
 
         num_window_rows  rows behind the base weights; 0 without windows
         """
-        width, sizes = self.table_blocks(1), []
+        widths = sorted({self.table_blocks(-(-tokens // self.block_size)) for tokens in (1, *CONTEXT_SIZES[1:])})
+        widths = sorted({*widths, self.max_blocks})
+        sizes: list[StepSizes] = []
         for num_tokens in TOKEN_SIZES:
             if num_tokens > padded_tokens(token_budget):
                 break
@@ -114,6 +116,6 @@ class Padding:
                 loras += [(True, window) for window in sorted(windows)]
             for lora, window in loras:
                 if num_tokens <= self.max_rows:
-                    sizes.append(StepSizes(num_tokens, num_tokens, None, width, True, lora, window))
-                sizes.append(StepSizes(num_tokens, num_sequences, num_sequences, width, False, lora, window))
+                    sizes += [StepSizes(num_tokens, num_tokens, None, width, True, lora, window) for width in widths]
+                sizes.append(StepSizes(num_tokens, num_sequences, num_sequences, widths[0], False, lora, window))
         return sizes[::-1]

@@ -48,7 +48,12 @@ def parts(tmp_path: Path) -> Services:
     return cast(
         Services,
         SimpleNamespace(
-            tokenizer=tokenizer, metrics=Metrics("tiny"), engine=Streams(), draining=False, base_digest="0"
+            tokenizer=tokenizer,
+            metrics=Metrics("tiny"),
+            engine=Streams(),
+            draining=False,
+            base_digest="0",
+            used=lambda _name: None,
         ),
     )
 

@@ -35,7 +35,11 @@ def test_the_operator_shortens_it_and_stretches_it_where_linear_scaling_does(
     changes = {} if rope is None else {"rope_parameters": rope}
     facts = model_facts(json.loads(tiny_config("llama", **changes).to_json_string(use_diff=False)))
     loaded: Any = SimpleNamespace(
-        facts=facts, dtype=torch.float32, device=torch.device("cpu"), layout=SimpleNamespace(groups=())
+        facts=facts,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        layout=SimpleNamespace(groups=()),
+        model=SimpleNamespace(num_window_rows=0),
     )
     config = EngineConfig(model_dir="", store_root="", max_model_len_tokens=given)
     assert capacity_of(loaded, config, detect("cpu")).max_model_len_tokens == limit

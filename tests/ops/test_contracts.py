@@ -15,6 +15,7 @@ from kernels.platform import IMPLEMENTATIONS
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 FUNCTIONS = {
     "lora": ("lora_shrink", "lora_expand", "lora_linear", "lora_embedding"),
+    "lora_window": ("lora_expand_window", "swiglu_window"),
     "causal_conv1d": ("prefill", "update"),
     "paged_attention": ("paged_attention",),
     "linear": ("pack_weight", "linear"),

@@ -135,6 +135,7 @@ UPSTREAM = (
 )
 SERVED = {
     "lora": "triton_ascend",
+    "lora_window": "reference",
     "causal_conv1d": "triton_ascend",
     "paged_attention": "npu",
     "linear": "reference",
