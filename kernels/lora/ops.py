@@ -51,7 +51,7 @@ def lora_shrink(
     if out is None:
         out = x.new_empty(len(stack.a), maps.num_tokens, shrink_width(stack), dtype=torch.float32)
     _check_h(out, stack, maps)
-    if maps.num_tokens:
+    if _has_room(maps):
         implementation("lora", x.device).lora_shrink(x, stack, maps, out=out, row_index=row_index)
     return out
 
@@ -73,7 +73,7 @@ def lora_expand(
     """
     _check(None, out, stack, maps, row_index)
     _check_h(h, stack, maps)
-    if maps.num_tokens:
+    if _has_room(maps):
         implementation("lora", out.device).lora_expand(h, out, stack, maps, overwrite=overwrite, row_index=row_index)
 
 
@@ -96,7 +96,7 @@ def lora_linear(
     """
     _check(x, out, stack, maps, row_index)
     assert all(a.shape[1] == x.shape[1] for a in stack.a), "x and A disagree about the input width"
-    if maps.num_tokens:
+    if _has_room(maps):
         implementation("lora", x.device).lora_linear(x, out, stack, maps, overwrite=overwrite, row_index=row_index)
 
 
@@ -119,10 +119,15 @@ def lora_embedding(
     assert token_ids.dtype == torch.int64, "token_ids is int64"
     assert token_ids.dim() == 1, "token_ids is one-dimensional"
     assert row_index is not None or token_ids.shape[0] == maps.num_tokens, "token_ids does not cover the step"
-    if maps.num_tokens:
+    if _has_room(maps):
         implementation("lora", out.device).lora_embedding(
             token_ids, out, stack, maps, overwrite=overwrite, row_index=row_index
         )
+
+
+def _has_room(maps: LoraMaps) -> bool:
+    """Whether steps of these (padded) sizes can hold a token of an adapter."""
+    return maps.num_tokens > 0 and maps.places.shape[0] > 0
 
 
 def warm_up(
