@@ -24,10 +24,13 @@ def bad_request(faults: Sequence[Mapping[str, Any]], *, prefix: str = "") -> Bad
 
 
 def _rank(fault: Mapping[str, Any]) -> int:
-    """What is told first: a role or a part of content that is not served, then a field, then the rest."""
+    """What is told first: a role or a part of content that is not served, then a field, then a length, which one of a
+    union's faults tells where the others say that it is of another type."""
     if fault["type"] == "literal_error" and fault["loc"][-1] in ("role", "type"):
         return 0
-    return 1 if fault["type"] in ("field", "extra_forbidden", "json_invalid") else 2
+    if fault["type"] in ("field", "extra_forbidden", "json_invalid"):
+        return 1
+    return 2 if fault["type"] in ("string_too_long", "string_too_short", "too_long") else 3
 
 
 def _path(fault: Mapping[str, Any]) -> list[Any]:

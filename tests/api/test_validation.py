@@ -65,6 +65,13 @@ def test_no_path_names_a_type_that_was_tried(change: dict[str, Any], param: str)
     assert refusal(ChatRequest, chat([{"type": "text", "text": 3}])).param == "messages[0].content"
 
 
+def test_a_stop_string_that_is_too_long_is_told_its_bound() -> None:
+    """Of a list too, which is no text, as the other form of the field must be."""
+    for stop in ("x" * 5000, ["fine", "x" * 5000]):
+        error = refusal(CompletionRequest, {**COMPLETION, "stop": stop})
+        assert "at most 1000 characters" in error.message
+
+
 @pytest.mark.parametrize(
     "error",
     [
