@@ -16,7 +16,7 @@ from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.platform import Platform, detect, find_device, in_use, prepare
 from kernels.probe.choose import choose_implementations
 from kernels.probe.shapes import ProbeShapes
-from service.engine.adapter_desk import HostSource
+from service.engine.adapter_desk import HostSource, Loader
 from service.engine.brief_thread import BriefThread
 from service.engine.budgets import ModelSizes, decide_budgets, sentences
 from service.engine.captured_steps import Graphs
@@ -43,6 +43,7 @@ def build_engine(
     open_tensors: OpenTensors = open_checkpoint,
     adapters: HostSource | None = None,
     graphs: Graphs | None = None,
+    loader: Loader | None = None,
 ) -> Engine:
     """Probe the ops, load the model, decide what the options leave open, and allocate everything. Raises ValueError
     with one sentence if the engine cannot start.
@@ -50,6 +51,7 @@ def build_engine(
     open_tensors  where the base model's tensors come from
     adapters      where adapters come from; None: a host tier over the store of the options
     graphs        how steps are captured; None: the device's own way, if it has one
+    loader        reads adapters; None: a thread, while there is something to read
     """
     device = find_device(options.device)
     if device != options.device:
@@ -78,8 +80,8 @@ def build_engine(
         host = adapters or HostTier(Path(config.store_root), loaded.layout, config.host_tier_bytes, dtype=row_dtype)
         loaded.model.bind_rows(rows)
     ops = tuple(OpInUse(report.op, report.used or "", report.wished) for report in reports)
-    loader = BriefThread("adapter-loader")
-    return Engine(ModelRunner(loaded, config, platform, graphs), rows, host, config, ops, loader=loader)
+    runner = ModelRunner(loaded, config, platform, graphs)
+    return Engine(runner, rows, host, config, ops, loader=loader or BriefThread("adapter-loader"))
 
 
 def decide(options: EngineOptions, device: str, weight_bytes: int = 0) -> tuple[EngineConfig, list[str]]:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kernels.lora import ops as lora_ops
-from service.engine.build import build_engine
 from tests.support.engine_parity import (
     BASE,
     Oracle,
@@ -18,6 +17,7 @@ from tests.support.engine_parity import (
     World,
     answers_of,
     assert_greedy,
+    build_engine,
     config_of,
     make_requests,
     make_world,

@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from service.engine.build import build_engine
 from service.engine.records import StepRecord
 from tests.support.engine_parity import (
     BASE,
@@ -18,6 +17,7 @@ from tests.support.engine_parity import (
     World,
     answers_of,
     assert_greedy,
+    build_engine,
     config_of,
     make_requests,
     make_world,

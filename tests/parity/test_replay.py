@@ -19,11 +19,10 @@ import torch
 from kernels.platform import IMPLEMENTATIONS, detect, installed
 from kernels.probe.results import OpReport
 from service.engine import build
-from service.engine.build import build_engine
 from service.engine.engine import Engine
 from service.engine.step_sizes import StepSizes
 from service.models.projection import Projection, TokenEmbedding
-from tests.support.engine_parity import BASE, Request, World, config_of, make_world
+from tests.support.engine_parity import BASE, Request, World, build_engine, config_of, make_world
 from tests.support.replay import TwinGraphs
 from tests.support.tiny_models import VOCAB_SIZE
 

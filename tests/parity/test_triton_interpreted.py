@@ -10,9 +10,17 @@ import pytest
 import torch
 
 from kernels import platform
-from service.engine.build import build_engine
 from service.engine.messages import Load
-from tests.support.engine_parity import BASE, Oracle, Request, assert_greedy, config_of, make_world, run_engine
+from tests.support.engine_parity import (
+    BASE,
+    Oracle,
+    Request,
+    assert_greedy,
+    build_engine,
+    config_of,
+    make_world,
+    run_engine,
+)
 from tests.support.limits import LIMIT_SECONDS
 
 pytest.importorskip("triton", reason="NOT RUN: Triton is not installed")

@@ -19,14 +19,15 @@ from peft import PeftModel
 
 from adapters.row_plan import plan_rows
 from adapters.store import AdapterStore
-from service.engine.build import build_engine
-from service.engine.config import EngineConfig
+from service.engine import build
+from service.engine.config import EngineConfig, EngineOptions
 from service.engine.engine import Engine
 from service.engine.messages import Finished, Sampling, Submit, TokenLogprob, Tokens
 from service.models.caches import kv_bytes_per_token
 from service.models.facts import model_facts, read_config
 from service.models.layouts import layout_in
 from tests.support.limits import LIMIT_SECONDS
+from tests.support.stepped_loader import PromptLoader
 from tests.support.tiny_models import LINEAR_MODULES, VOCAB_SIZE, make_adapter, make_tiny_model
 
 BASE = "base"
@@ -190,6 +191,11 @@ def run_engine(engine: Engine, submits: Sequence[Submit], *, joins_per_step: int
         if engine.num_requests and engine.num_steps == before:
             assert engine.wake.wait(LIMIT_SECONDS), "nothing can run, and no load ends"
     return answers
+
+
+def build_engine(options: EngineOptions, **others: Any) -> Engine:
+    """The engine of these tests: adapters are read at once, so that its steps depend on nothing but the requests."""
+    return build.build_engine(options, loader=PromptLoader(), **others)
 
 
 def submit_every_sampling(engine: Engine, world: World) -> None:

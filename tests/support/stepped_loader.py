@@ -1,4 +1,4 @@
-"""An adapter loader without a thread: it reads when the test says so, in the test's own thread."""
+"""Adapter loaders without a thread, so that no outcome hangs on its speed: `service.engine.adapter_desk.Loader`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class SteppedLoader:
-    """See `service.engine.adapter_desk.Loader`."""
+    """Reads when the test says so, in the test's own thread."""
 
     def __init__(self) -> None:
         self._work: deque[Callable[[], None]] = deque()
@@ -31,3 +31,13 @@ class SteppedLoader:
         while self.do_next():
             count += 1
         return count
+
+
+class PromptLoader:
+    """Reads at once, in the engine's own thread: what a step holds depends on its requests alone."""
+
+    def submit(self, work: Callable[[], None]) -> None:
+        work()
+
+    def close(self) -> None:
+        pass

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from kernels.platform import IMPLEMENTATIONS, in_use, installed
-from service.engine.build import build_engine
 from service.engine.config import EngineConfig
 from service.engine.records import StepRecord
 from service.models.caches import kv_bytes_per_token
@@ -27,6 +26,7 @@ from tests.support.engine_parity import (
     Oracle,
     Request,
     World,
+    build_engine,
     config_of,
     make_world,
     run_engine,

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from service.engine.build import build_engine
 from tests.ascend.twin.install import npu_path
 from tests.ascend.twin.test_service import SIZES, config
 from tests.ascend.twin.waits import recorded_waits
-from tests.support.engine_parity import make_world, submit_every_sampling
+from tests.support.engine_parity import build_engine, make_world, submit_every_sampling
 
 WAITING = """
 def work():
