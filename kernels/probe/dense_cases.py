@@ -33,7 +33,7 @@ def linear(shapes: ProbeShapes, place: Place) -> Prepared:
 def rms_norm(shapes: ProbeShapes, place: Place) -> Prepared:
     """Of rows that differ in size by orders of magnitude."""
     x = place.put(_packed(place.random(_NUM_TOKENS, shapes.hidden_size) * _sizes(), place))[:, : shapes.hidden_size]
-    weight = place.put(place.random(shapes.hidden_size))
+    weight = _norm_weight(shapes, place, shapes.hidden_size)
     return lambda: (rms_norm_ops.rms_norm(x, weight, shapes.norm_eps)[:_NUM_TOKENS],)
 
 
@@ -41,7 +41,7 @@ def add_rms_norm(shapes: ProbeShapes, place: Place) -> Prepared:
     """With the sum, which is the next layer's residual."""
     x = place.put(_packed(place.random(_NUM_TOKENS, shapes.hidden_size), place))[:, : shapes.hidden_size]
     residual = place.put(place.random(x.shape[0], shapes.hidden_size))
-    weight = place.put(place.random(shapes.hidden_size))
+    weight = _norm_weight(shapes, place, shapes.hidden_size)
 
     def call() -> tuple[torch.Tensor, ...]:
         normed, total = rms_norm_ops.add_rms_norm(x, residual.clone(), weight, shapes.norm_eps)
@@ -57,7 +57,7 @@ def rotary_kv(shapes: ProbeShapes, place: Place) -> Prepared:
 
 def rotary_kv_normed(shapes: ProbeShapes, place: Place) -> Prepared:
     """With a norm of each query and key head."""
-    weight = place.put(place.random(shapes.num_heads + shapes.num_kv_heads, shapes.head_dim))
+    weight = _norm_weight(shapes, place, shapes.num_heads + shapes.num_kv_heads, shapes.head_dim)
     return _rotary_kv(shapes, place, weight)
 
 
@@ -69,7 +69,7 @@ def _rotary_kv(shapes: ProbeShapes, place: Place, head_weight: torch.Tensor | No
     inside = min(3, block_size - 1)
     slots = [2 * block_size - 1, 2 * block_size, 7 * block_size + inside, 5 * block_size, 5 * block_size + 1]
     slot_mapping = place.ints([*slots, -1], torch.int64)
-    half = shapes.head_dim // 2
+    half = (shapes.rotary_dim or shapes.head_dim) // 2
     positions = torch.tensor([0.0, 1.0, 17.0, 500.0, 3.0, 0.0])
     angles = positions[:, None] * 10_000.0 ** (-torch.arange(half) / half)
     angles = torch.cat((angles, angles), dim=1).unsqueeze(1)
@@ -92,7 +92,12 @@ def swiglu(shapes: ProbeShapes, place: Place) -> Prepared:
     gate_up = place.random(_NUM_TOKENS, 2 * shapes.intermediate_size)
     gate_up[:, 0], gate_up[:, 1] = 30.0, -30.0
     gate_up = place.put(_packed(gate_up, place))[:, : 2 * shapes.intermediate_size]
-    return lambda: (swiglu_ops.swiglu(gate_up)[:_NUM_TOKENS],)
+    return lambda: (swiglu_ops.swiglu(gate_up, shapes.activation)[:_NUM_TOKENS],)
+
+
+def _norm_weight(shapes: ProbeShapes, place: Place, *size: int) -> torch.Tensor:
+    weight = place.put(place.random(*size))
+    return weight.float() if shapes.exact_norms and weight.dtype.itemsize < 4 else weight
 
 
 def _packed(values: torch.Tensor, place: Place) -> torch.Tensor:

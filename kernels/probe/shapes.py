@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.swiglu.activation import Activation
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeShapes:
@@ -16,6 +18,9 @@ class ProbeShapes:
     intermediate_size  width of the feed-forward layers
     sliding_window     smallest window of any attention layer, None without windows
     conv_width         taps of the short convolution; 0: the model has none, so its op is not probed
+    rotary_dim         elements of a head that are turned; None: all
+    activation         of the feed-forward layers' gates
+    exact_norms        weights of norms are float32 whatever the dtype
     block_size         tokens per KV block
     num_blocks         KV blocks of a layer's cache; a probe uses a few
     max_sequences      most sequences of one step; a probe has a few
@@ -29,6 +34,9 @@ class ProbeShapes:
     num_heads: int = 6
     num_kv_heads: int = 2
     head_dim: int = 64
+    rotary_dim: int | None = None
+    activation: Activation = "silu"
+    exact_norms: bool = False
     sliding_window: int | None = None
     conv_width: int = 3
     block_size: int = 16

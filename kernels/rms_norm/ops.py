@@ -16,11 +16,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """norm(x), fresh and contiguous.
 
     x       [tokens, size], unit stride along size, any stride between tokens; read only
-    weight  [size], dtype of x
+    weight  [size], dtype of x, or float32
     """
     assert x.dim() == 2 and x.stride(1) == 1, "x is [tokens, size], with unit stride along size"
     assert weight.shape == x.shape[1:], "the weight has the shape of one token"
-    assert weight.dtype == x.dtype, f"x is {x.dtype}, its weight {weight.dtype}"
+    assert weight.dtype in (x.dtype, torch.float32), f"x is {x.dtype}, its weight {weight.dtype}"
     out: torch.Tensor = implementation("rms_norm", x.device).rms_norm(x, weight, eps)
     return out
 
@@ -33,21 +33,24 @@ def add_rms_norm(
     x         [tokens, size], unit stride along size, any stride between tokens; read only
     residual  like x, contiguous; spent: its memory may hold the sum afterwards, so only the returned tensors are to be
               used
-    weight    [size], dtype of x
+    weight    [size], dtype of x, or float32
     """
     # Twice per layer, so few looks at the tensors: each costs a CPU a measurable part of a small layer.
     assert residual.shape == x.shape and residual.dtype == x.dtype, "x and the residual are alike"
     assert x.stride(-1) == 1 and residual.is_contiguous(), "x has unit stride along size, the residual is contiguous"
-    assert weight.numel() == x.size(-1) and weight.dtype == x.dtype, "the weight has the shape of one token"
+    assert weight.numel() == x.size(-1), "the weight has the shape of one token"
+    assert weight.dtype is x.dtype or weight.dtype is torch.float32, f"x is {x.dtype}, its weight {weight.dtype}"
     both: tuple[torch.Tensor, torch.Tensor] = implementation("rms_norm", x.device).add_rms_norm(
         x, residual, weight, eps
     )
     return both
 
 
-def warm_up(weight: torch.Tensor) -> int:
+def warm_up(weight: torch.Tensor, dtype: torch.dtype | None = None) -> int:
     """Compile all that calls with such a weight can need, whatever their number of tokens; the variants compiled.
+
+    dtype  of x; None: the weight's
 
     0 where nothing is ever compiled (on a CPU).
     """
-    return contract("rms_norm", weight.device).warm_up_and_count(weight)
+    return contract("rms_norm", weight.device).warm_up_and_count(weight, dtype or weight.dtype)

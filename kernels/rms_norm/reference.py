@@ -12,7 +12,7 @@ CONTRACT = Contract(replayable=True)
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """See `ops.rms_norm`."""
-    return functional.rms_norm(x, weight.shape, weight, eps)
+    return _normed(x, weight, eps)
 
 
 def add_rms_norm(
@@ -20,4 +20,10 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `ops.add_rms_norm`; the sum is written over the residual."""
     residual.add_(x)
-    return functional.rms_norm(residual, weight.shape, weight, eps), residual
+    return _normed(residual, weight, eps), residual
+
+
+def _normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    if weight.dtype is x.dtype:
+        return functional.rms_norm(x, weight.shape, weight, eps)
+    return functional.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)

@@ -67,9 +67,9 @@ def add_rms_norm(
     return _launch(x, residual, weight, eps), residual
 
 
-def warm_up(weight: torch.Tensor) -> None:
+def warm_up(weight: torch.Tensor, dtype: torch.dtype) -> None:
     """See `ops.warm_up`. The number of tokens is no argument of the kernel."""
-    x = weight.new_zeros(1, weight.shape[0])
+    x = weight.new_zeros(1, weight.shape[0], dtype=dtype)
     rms_norm(x, weight, 1.0)
     add_rms_norm(x, torch.zeros_like(x), weight, 1.0)
 

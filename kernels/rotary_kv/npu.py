@@ -14,6 +14,7 @@ import torch_npu
 
 from kernels.contract import Contract
 from kernels.probe.shapes import ProbeShapes
+from kernels.rotary_kv import reference
 
 # What torch_npu documents for the mode "half": fewer heads and a smaller head than these.
 _HEADS_END = 1000
@@ -44,6 +45,9 @@ def rotary_kv(
     kv_heads = k_cache.shape[2]
     num_heads = qkv.shape[1] - 2 * kv_heads
     qk, v = qkv[:, : num_heads + kv_heads], qkv[:, num_heads + kv_heads :]
+    if cos.shape[-1] < qkv.shape[2] or (head_weight is not None and head_weight.dtype is not qkv.dtype):
+        # What torch_npu's rotation and norm do not document.
+        return reference.rotary_kv(qkv, cos, sin, k_cache, v_cache, slot_mapping, head_weight, eps)
     if head_weight is not None:
         # One norm for all heads, whose weights differ, and one product.
         ones = _ones(qk.shape[-1], qk.dtype, qk.device)

@@ -25,18 +25,19 @@ def rotary_kv(
 
         q, k, v = the first heads of qkv[t], then kv_heads, then kv_heads again
         n(x)    = x / sqrt(mean(x ** 2) + eps) * head_weight  for each head x of q and k;  x without head_weight
-        r(x)    = n(x) * cos[t] + rotate_half(n(x)) * sin[t],  rotate_half((a, b)) = (-b, a) for the two halves
+        r(x)    = n(x) * cos[t] + rotate_half(n(x)) * sin[t],  rotate_half((a, b)) = (-b, a) for the two halves,
+                  of the first rotary_dim elements of n(x); the others stay as they are
         k_cache[s // block_size, s % block_size] = r(k),  v_cache likewise = v
 
     qkv               [tokens, heads + 2 * kv_heads, head_dim], unit stride along head_dim, head_dim stride between
                       heads, any stride between tokens; read only
-    cos, sin          [tokens, 1, head_dim], contiguous, dtype of qkv, values in [-1, 1]; both halves of a row are the
-                      same
+    cos, sin          [tokens, 1, rotary_dim], contiguous, dtype of qkv; both halves of a row are the same. Values in
+                      [-1, 1] where rotary_dim is head_dim
     k_cache, v_cache  [num_blocks, block_size, kv_heads, head_dim], contiguous, dtype of qkv; changed in place
     slot_mapping      int64 [tokens], contiguous; no slot twice, none in block 0. -1 pads a step: such a token writes
                       nothing to the caches, its rows may hold anything, and its queries come out as anything
     head_weight, eps  of the norm of query and key heads, None where they have none: [heads + kv_heads, head_dim],
-                      contiguous, dtype of qkv
+                      contiguous, dtype of qkv, or float32
 
     Returns r(q), [tokens, heads, head_dim], fresh, with head_dim stride between heads.
     """
@@ -46,24 +47,30 @@ def rotary_kv(
     assert k_cache.is_contiguous() and v_cache.is_contiguous(), "the caches are contiguous"
     assert k_cache.shape[3] == head_dim and num_all_heads > 2 * kv_heads, "qkv: heads, then kv_heads, then kv_heads"
     assert head_dim % 2 == 0 and qkv.stride()[1:] == (head_dim, 1), "the heads of a token are contiguous, of two halves"
-    assert cos.shape == sin.shape == (num_tokens, 1, head_dim), "cos, sin: [tokens, 1, head_dim]"
+    rotary_dim = cos.shape[-1]
+    assert cos.shape == sin.shape == (num_tokens, 1, rotary_dim), "cos, sin: [tokens, 1, rotary_dim]"
+    assert rotary_dim % 2 == 0 and rotary_dim <= head_dim, "what is turned of a head has two halves"
     assert cos.dtype == sin.dtype == qkv.dtype, f"qkv is {qkv.dtype}, its rotation {cos.dtype} and {sin.dtype}"
     assert k_cache.dtype == v_cache.dtype == qkv.dtype, f"the caches hold {k_cache.dtype}, not {qkv.dtype}"
     assert slot_mapping.shape == (num_tokens,), "slot_mapping: [tokens]"
     if head_weight is not None:
         assert head_weight.shape == (num_all_heads - kv_heads, head_dim), "head_weight: [heads + kv_heads, head_dim]"
-        assert head_weight.dtype == qkv.dtype, f"qkv is {qkv.dtype}, head_weight {head_weight.dtype}"
+        assert head_weight.dtype in (qkv.dtype, torch.float32), f"qkv is {qkv.dtype}, head_weight {head_weight.dtype}"
     q: torch.Tensor = implementation("rotary_kv", qkv.device).rotary_kv(
         qkv, cos, sin, k_cache, v_cache, slot_mapping, head_weight, eps
     )
     return q
 
 
-def warm_up(k_cache: torch.Tensor, num_heads: int, *, head_weight: torch.Tensor | None = None) -> int:
+def warm_up(
+    k_cache: torch.Tensor, num_heads: int, *, head_weight: torch.Tensor | None = None, rotary_dim: int | None = None
+) -> int:
     """Compile all that calls with this cache can need, whatever their number of tokens.
 
-    k_cache  [num_blocks, block_size, kv_heads, head_dim]; neither read nor changed. v_cache is taken to be like it
+    k_cache     [num_blocks, block_size, kv_heads, head_dim]; neither read nor changed. v_cache is taken to be like it
+    rotary_dim  elements of a head that are turned; None: all
 
     Returns the number of variants that were compiled; 0 where nothing is ever compiled (on a CPU).
     """
-    return contract("rotary_kv", k_cache.device).warm_up_and_count(k_cache, num_heads, head_weight)
+    serving = contract("rotary_kv", k_cache.device)
+    return serving.warm_up_and_count(k_cache, num_heads, head_weight, rotary_dim or k_cache.shape[3])

@@ -42,12 +42,19 @@ def rotated(
     """(r(q), r(k), v); queries and keys are turned together and are views of one tensor, values of qkv."""
     num_qk_heads = qkv.shape[1] - kv_heads
     qk, v = qkv[:, :num_qk_heads], qkv[:, num_qk_heads:]
-    if head_weight is not None:
+    if head_weight is not None and head_weight.dtype is qk.dtype:
         qk = functional.rms_norm(qk, qk.shape[-1:], None, eps).mul_(head_weight)
-    half = qk.shape[-1] // 2
+    elif head_weight is not None:
+        qk = functional.rms_norm(qk.float(), qk.shape[-1:], None, eps).mul_(head_weight).to(qk.dtype)
+    rotary_dim = cos.shape[-1]
+    half = rotary_dim // 2
     half_sin = sin[..., :half]
-    turned = qk * cos
-    turned[..., :half].addcmul_(qk[..., half:], half_sin, value=-1)
-    turned[..., half:].addcmul_(qk[..., :half], half_sin)
+    if rotary_dim == qk.shape[-1]:
+        turned = qk * cos
+    else:
+        turned = qk.clone()
+        turned[..., :rotary_dim] *= cos
+    turned[..., :half].addcmul_(qk[..., half:rotary_dim], half_sin, value=-1)
+    turned[..., half:rotary_dim].addcmul_(qk[..., :half], half_sin)
     num_heads = num_qk_heads - kv_heads
     return turned[:, :num_heads], turned[:, num_heads:], v

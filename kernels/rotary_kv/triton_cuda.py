@@ -23,7 +23,7 @@ _TILE_ELEMENTS = 2048
 @triton.jit(do_not_specialize=["slots_ptr"])
 def rotary_kv_kernel(
     qkv_ptr,  # [tokens, NUM_HEADS + 2 * KV_HEADS, HEAD_DIM], rows of qkv_stride
-    cos_ptr,  # [tokens, HEAD_DIM], sin likewise
+    cos_ptr,  # [tokens, ROTARY_DIM], sin likewise
     sin_ptr,
     weight_ptr,  # [NUM_HEADS + KV_HEADS, HEAD_DIM] or None
     slots_ptr,  # int64 [tokens]
@@ -35,12 +35,15 @@ def rotary_kv_kernel(
     NUM_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,  # power of two that holds half a head
+    BLOCK_D: tl.constexpr,  # power of two that holds half of what is turned
+    BLOCK_R: tl.constexpr,  # power of two that holds the rest of a head
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """Grid (tokens, blocks of BLOCK_H heads). A head is held in its two halves."""
-    HALF: tl.constexpr = HEAD_DIM // 2
+    """Grid (tokens, blocks of BLOCK_H heads). What is turned of a head is held in its two halves, and the rest by
+    itself."""
+    HALF: tl.constexpr = ROTARY_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     dim = tl.arange(0, BLOCK_D)
@@ -51,21 +54,33 @@ def rotary_kv_kernel(
     if weight_ptr is not None:
         first_weight = tl.load(weight_ptr + in_head, mask=is_qk, other=0.0).to(tl.float32)
         second_weight = tl.load(weight_ptr + in_head + HALF, mask=is_qk, other=0.0).to(tl.float32)
+    if ROTARY_DIM < HEAD_DIM:
+        rest = ROTARY_DIM + tl.arange(0, BLOCK_R)
+        is_rest = (rest < HEAD_DIM)[None, :]
+        rest_in_head = head[:, None] * HEAD_DIM + rest[None, :]
+        is_qk_rest = (head < NUM_HEADS + KV_HEADS)[:, None] & is_rest
+        is_head_rest = (head < NUM_HEADS + 2 * KV_HEADS)[:, None] & is_rest
     if DEPENDENT_LAUNCH:
         gdc_wait()
     slot = tl.load(slots_ptr + token)
-    cos = tl.load(cos_ptr + token * HEAD_DIM + dim, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + token * HEAD_DIM + dim, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    cos = tl.load(cos_ptr + token * ROTARY_DIM + dim, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + token * ROTARY_DIM + dim, mask=is_dim, other=0.0).to(tl.float32)[None, :]
     is_head = (head < NUM_HEADS + 2 * KV_HEADS)[:, None] & is_dim[None, :]
     qkv_ptr += token * qkv_stride
     first = tl.load(qkv_ptr + in_head, mask=is_head, other=0.0)
     second = tl.load(qkv_ptr + in_head + HALF, mask=is_head, other=0.0)
+    if ROTARY_DIM < HEAD_DIM:
+        third = tl.load(qkv_ptr + rest_in_head, mask=is_head_rest, other=0.0)
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
 
     a, b = first.to(tl.float32), second.to(tl.float32)
     if weight_ptr is not None:
-        scale = tl.rsqrt(tl.sum(a * a + b * b, 1) / HEAD_DIM + eps)[:, None]
+        squares = tl.sum(a * a + b * b, 1)
+        if ROTARY_DIM < HEAD_DIM:
+            c = third.to(tl.float32)
+            squares += tl.sum(c * c, 1)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
         a, b = a * scale * first_weight, b * scale * second_weight
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     first_turned, second_turned = (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
@@ -83,6 +98,17 @@ def rotary_kv_kernel(
     is_value = is_head & (head >= NUM_HEADS + KV_HEADS)[:, None] & (slot >= 0)
     tl.store(v_cache_ptr + in_cache, first, mask=is_value)
     tl.store(v_cache_ptr + in_cache + HALF, second, mask=is_value)
+    if ROTARY_DIM < HEAD_DIM:
+        third_normed = third
+        if weight_ptr is not None:
+            third_weight = tl.load(weight_ptr + rest_in_head, mask=is_qk_rest, other=0.0).to(tl.float32)
+            third_normed = (c * scale * third_weight).to(dtype)
+        tl.store(q_ptr + rest_in_head, third_normed, mask=(head < NUM_HEADS)[:, None] & is_rest)
+        rest_in_cache = line + rest_in_head - NUM_HEADS * HEAD_DIM
+        is_key_rest = is_qk_rest & (head >= NUM_HEADS)[:, None] & (slot >= 0)
+        tl.store(k_cache_ptr + rest_in_cache, third_normed, mask=is_key_rest)
+        is_value_rest = is_head_rest & (head >= NUM_HEADS + KV_HEADS)[:, None] & (slot >= 0)
+        tl.store(v_cache_ptr + rest_in_cache - KV_HEADS * HEAD_DIM, third, mask=is_value_rest)
 
 
 def rotary_kv(
@@ -100,8 +126,11 @@ def rotary_kv(
     kv_heads = k_cache.shape[2]
     num_heads = num_all_heads - 2 * kv_heads
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
-    block_d = triton.next_power_of_2(head_dim // 2)
-    block_h = min(max(1, _TILE_ELEMENTS // (2 * block_d)), triton.next_power_of_2(num_all_heads))
+    rotary_dim = cos.shape[-1]
+    block_d = triton.next_power_of_2(rotary_dim // 2)
+    block_r = triton.next_power_of_2(max(1, head_dim - rotary_dim))
+    held = 2 * block_d + (block_r if rotary_dim < head_dim else 0)
+    block_h = min(max(1, _TILE_ELEMENTS // triton.next_power_of_2(held)), triton.next_power_of_2(num_all_heads))
     rotary_kv_kernel[num_tokens, triton.cdiv(num_all_heads, block_h)](
         qkv,
         cos,
@@ -116,8 +145,10 @@ def rotary_kv(
         NUM_HEADS=num_heads,
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
+        ROTARY_DIM=rotary_dim,
         BLOCK_H=block_h,
         BLOCK_D=block_d,
+        BLOCK_R=block_r,
         DEPENDENT_LAUNCH=triton_launch.launches_dependently(qkv.device),
         num_warps=4,
         **triton_launch.launch_options(qkv.device),
@@ -125,11 +156,11 @@ def rotary_kv(
     return q
 
 
-def warm_up(k_cache: torch.Tensor, num_heads: int, head_weight: torch.Tensor | None) -> None:
+def warm_up(k_cache: torch.Tensor, num_heads: int, head_weight: torch.Tensor | None, rotary_dim: int) -> None:
     """See `ops.warm_up`: one token, which is padding. The number of tokens is no argument of the kernel."""
     kv_heads, head_dim = k_cache.shape[2:]
     qkv = k_cache.new_zeros(1, num_heads + 2 * kv_heads, head_dim)
-    angles = k_cache.new_zeros(1, 1, head_dim)
+    angles = k_cache.new_zeros(1, 1, rotary_dim)
     slots = torch.full((1,), -1, dtype=torch.int64, device=k_cache.device)
     rotary_kv(qkv, angles, angles, k_cache, k_cache, slots, head_weight, 1.0)
 

@@ -6,11 +6,15 @@ import torch
 import torch_npu
 
 from kernels.contract import Contract
+from kernels.swiglu import reference
+from kernels.swiglu.activation import Activation
 
 CONTRACT = Contract()
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+def swiglu(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
     """See `ops.swiglu`."""
+    if activation != "silu":
+        return reference.swiglu(gate_up, activation)
     out: torch.Tensor = torch_npu.npu_swiglu(gate_up, dim=-1)
     return out

@@ -6,11 +6,14 @@ import torch
 from torch.nn import functional
 
 from kernels.contract import Contract
+from kernels.swiglu.activation import Activation
 
 CONTRACT = Contract(replayable=True)
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+def swiglu(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
     """See `ops.swiglu`."""
     gate, up = gate_up.chunk(2, dim=1)
+    if activation == "gelu_tanh":
+        return functional.gelu(gate, approximate="tanh").mul_(up)
     return functional.silu(gate).mul_(up)

@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels import triton_launch
 from kernels.contract import Contract
+from kernels.swiglu.activation import Activation
 
 # Columns of a program: 16 bytes for each thread, and many programs where tokens are few.
 _BLOCK = 1024
@@ -24,6 +25,7 @@ def swiglu_kernel(
     stride,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_GELU: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """Grid (tokens, blocks of columns)."""
@@ -37,11 +39,13 @@ def swiglu_kernel(
     up = tl.load(gate_up_ptr + SIZE, mask=mask, other=0.0).to(tl.float32)
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
-    out = gate / (1.0 + tl.exp(-gate)) * up
+    # gelu by tanh is x * sigmoid(2 * its argument), since (1 + tanh(y)) / 2 = sigmoid(2 y).
+    inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if IS_GELU else gate
+    out = gate / (1.0 + tl.exp(-inner)) * up
     tl.store(out_ptr + row * SIZE + column, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+def swiglu(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
     """See `ops.swiglu`."""
     num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
@@ -52,6 +56,7 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
         gate_up.stride(0),
         SIZE=size,
         BLOCK=block,
+        IS_GELU=activation == "gelu_tanh",
         DEPENDENT_LAUNCH=triton_launch.launches_dependently(gate_up.device),
         num_warps=4,
         **triton_launch.launch_options(gate_up.device),
@@ -59,9 +64,9 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def warm_up(size: int, dtype: torch.dtype, device: torch.device) -> None:
+def warm_up(size: int, dtype: torch.dtype, device: torch.device, activation: Activation) -> None:
     """See `ops.warm_up`. The number of tokens is no argument of the kernel."""
-    swiglu(torch.zeros(1, 2 * size, dtype=dtype, device=device))
+    swiglu(torch.zeros(1, 2 * size, dtype=dtype, device=device), activation)
 
 
 def compiled_count() -> int:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch.nn import functional
 
 from kernels.platform import contract, in_use, installed
 from kernels.rms_norm import ops as rms_norm_ops
@@ -17,6 +18,7 @@ from kernels.rms_norm.ops import add_rms_norm, rms_norm
 from kernels.rotary_kv import ops as rotary_kv_ops
 from kernels.rotary_kv.ops import rotary_kv
 from kernels.swiglu import ops as swiglu_ops
+from kernels.swiglu.activation import Activation
 from kernels.swiglu.ops import swiglu
 from tests.support.triton_interpreter import round_bfloat16
 from tests.tolerances import OP
@@ -69,9 +71,12 @@ def norm_of(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 @TOKENS
 @BEHIND
 @pytest.mark.parametrize("size", [96, 129])
-def test_rms_norm_equals_float64(size: int, num_behind: int, num_tokens: int, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("exact_weight", [False, True], ids=["", "float32-weight"])
+def test_rms_norm_equals_float64(
+    exact_weight: bool, size: int, num_behind: int, num_tokens: int, dtype: torch.dtype, device: str
+) -> None:
     x = random(num_tokens, size, dtype=dtype, device=device)
-    weight = random(size, dtype=dtype, device=device, seed=1)
+    weight = random(size, dtype=torch.float32 if exact_weight else dtype, device=device, seed=1)
     rows = with_nan_behind(x, num_behind)
     normed = rms_norm(rows, weight, 1e-2)
     assert normed.is_contiguous() and normed.shape == rows.shape
@@ -90,6 +95,8 @@ def test_add_rms_norm_gives_the_sum_and_its_norm(
     x, residual = (random(num_tokens, size, dtype=dtype, device=device, seed=seed) for seed in (0, 1))
     weight = random(size, dtype=dtype, device=device, seed=2)
     expected, rows = x + residual, with_nan_behind(x, num_behind)
+    exact, _ = add_rms_norm(rows, torch.cat((residual, residual[:1])), weight.float() + 1e-4, 1e-5)
+    assert_close(exact[:-1], norm_of(expected, weight.float() + 1e-4, 1e-5))
     normed, total = add_rms_norm(rows, torch.cat((residual, residual[:1])), weight, 1e-5)
     assert normed.is_contiguous() and total.is_contiguous()
     assert torch.equal(total[:-1], expected)
@@ -100,9 +107,11 @@ def test_add_rms_norm_gives_the_sum_and_its_norm(
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    x = x.double()
+    """Of each head its first elements, as many as there are angles."""
+    rest = x[..., cos.shape[-1] :].double()
+    x = x[..., : cos.shape[-1]].double()
     first, second = x.chunk(2, dim=-1)
-    return x * cos.double() + torch.cat((-second, first), dim=-1) * sin.double()
+    return torch.cat((x * cos.double() + torch.cat((-second, first), dim=-1) * sin.double(), rest), dim=-1)
 
 
 def angles_of(num_tokens: int, head_dim: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,6 +129,8 @@ def check_rotary_kv(
     is_normed: bool,
     num_behind: int = 16,
     num_padding: int = 2,
+    rotary_dim: int | None = None,
+    weight_dtype: torch.dtype | None = None,
 ) -> None:
     """Padding first and last: rows of NaN, of which no slot may hear."""
     num_heads, kv_heads = heads
@@ -129,8 +140,9 @@ def check_rotary_kv(
     packed[padding] = torch.nan
     packed[:, num_all_heads * head_dim :] = torch.nan
     qkv = packed[:, : num_all_heads * head_dim].view(num_tokens, num_all_heads, head_dim)
-    weight = random(num_heads + kv_heads, head_dim, dtype=dtype, device=device, seed=1) if is_normed else None
-    cos, sin = angles_of(num_tokens, head_dim, dtype, device)
+    weight_dtype = weight_dtype or dtype
+    weight = random(num_heads + kv_heads, head_dim, dtype=weight_dtype, device=device, seed=1) if is_normed else None
+    cos, sin = angles_of(num_tokens, rotary_dim or head_dim, dtype, device)
     free = torch.randperm((NUM_BLOCKS - 1) * BLOCK_SIZE, generator=torch.Generator().manual_seed(3)) + BLOCK_SIZE
     real = torch.tensor([token for token in range(num_tokens) if token not in padding], dtype=torch.int64)
     slots = torch.full((num_tokens,), -1)
@@ -161,6 +173,23 @@ def test_heads_of_every_size(head_dim: int, is_normed: bool, dtype: torch.dtype,
 
 @pytest.mark.usefixtures("serving")
 @DTYPES
+@pytest.mark.parametrize("is_normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize(("rotary_dim", "head_dim"), [(2, 8), (6, 8), (48, 64), (60, 80), (64, 256)])
+def test_a_share_of_each_head_is_turned(
+    rotary_dim: int, head_dim: int, is_normed: bool, dtype: torch.dtype, device: str
+) -> None:
+    check_rotary_kv(5, (6, 2), head_dim, dtype, device, is_normed=is_normed, rotary_dim=rotary_dim)
+
+
+@pytest.mark.usefixtures("serving")
+@DTYPES
+@pytest.mark.parametrize("rotary_dim", [32, 80])
+def test_heads_are_normed_by_weights_of_float32(rotary_dim: int, dtype: torch.dtype, device: str) -> None:
+    check_rotary_kv(5, (6, 2), 80, dtype, device, is_normed=True, rotary_dim=rotary_dim, weight_dtype=torch.float32)
+
+
+@pytest.mark.usefixtures("serving")
+@DTYPES
 @TOKENS
 @pytest.mark.parametrize("heads", [(4, 4), (6, 2), (7, 1), (40, 8)], ids=str)
 def test_heads_of_every_number(heads: tuple[int, int], num_tokens: int, dtype: torch.dtype, device: str) -> None:
@@ -187,14 +216,18 @@ def test_a_step_of_padding_writes_nothing(device: str) -> None:
 @TOKENS
 @BEHIND
 @pytest.mark.parametrize("size", [48, 1100])
-def test_swiglu_equals_float64(size: int, num_behind: int, num_tokens: int, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_swiglu_equals_float64(
+    activation: Activation, size: int, num_behind: int, num_tokens: int, dtype: torch.dtype, device: str
+) -> None:
     gate_up = random(num_tokens, 2 * size, dtype=dtype, device=device) * 3
     gate_up[0, :2] = torch.tensor([100.0, -100.0])
     rows = with_nan_behind(gate_up, num_behind)
-    found = swiglu(rows)
+    found = swiglu(rows, activation)
     gate, up = gate_up.double().chunk(2, dim=1)
     assert found.is_contiguous() and found.shape == (num_tokens + 1, size)
-    assert_close(found[:-1], gate * gate.sigmoid() * up)
+    gated = gate * gate.sigmoid() if activation == "silu" else functional.gelu(gate, approximate="tanh")
+    assert_close(found[:-1], gated * up)
     assert torch.equal(rows[:-1], gate_up)
 
 
@@ -283,7 +316,9 @@ ANGLES, CACHE, SLOTS = torch.zeros(2, 1, 8), torch.zeros(2, 4, 1, 8), torch.zero
         (lambda: add_rms_norm(X, X.double(), W, 1e-6), "alike"),
         (lambda: add_rms_norm(X, torch.zeros(2, 9)[:, :8], W, 1e-6), "contiguous"),
         (lambda: add_rms_norm(torch.zeros(8, 2).t(), X, W, 1e-6), "unit stride"),
-        (lambda: rotary_kv(HEADS, ANGLES[..., :4], ANGLES[..., :4], CACHE, CACHE, SLOTS), "cos, sin"),
+        (lambda: rotary_kv(HEADS, ANGLES[..., :4], ANGLES, CACHE, CACHE, SLOTS), "cos, sin"),
+        (lambda: rotary_kv(HEADS, ANGLES[..., :3], ANGLES[..., :3], CACHE, CACHE, SLOTS), "two halves"),
+        (lambda: rotary_kv(HEADS, ANGLES.repeat(1, 1, 2), ANGLES.repeat(1, 1, 2), CACHE, CACHE, SLOTS), "two halves"),
         (lambda: rotary_kv(HEADS, ANGLES, ANGLES.double(), CACHE, CACHE, SLOTS), "rotation"),
         (lambda: rotary_kv(HEADS[:, :2], ANGLES, ANGLES, CACHE, CACHE, SLOTS), "then kv_heads"),
         (

@@ -1,0 +1,7 @@
+"""Activations of a gated feed-forward layer. Torch-free, for descriptions of models."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Activation = Literal["silu", "gelu_tanh"]
