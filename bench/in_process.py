@@ -23,7 +23,8 @@ from service.engine.engine import Engine
 from service.engine.messages import Abort, Finished, Sampling, Submit, Tokens
 from service.engine.process import compile_kernels, warm_up
 from service.models.caches import kv_bytes_per_token
-from service.models.facts import model_facts, read_config
+from service.models.config_json import read_config
+from service.models.families import model_spec
 from service.models.layouts import layout_of
 
 _ROW_ALIGNMENT = 16
@@ -115,7 +116,7 @@ def build_subject(load: Load, *, has_lora: bool) -> Subject:
 def config_for(load: Load, model_dir: Path, has_lora: bool) -> EngineConfig:
     """Budgets that hold the whole load at once."""
     config = read_config(model_dir)
-    facts, layout = model_facts(config), layout_of(config)
+    spec, layout = model_spec(config), layout_of(config)
     block = default_block_size_tokens(load.device)
     num_tokens = load.num_requests * (load.num_prompt_tokens + load.num_output_tokens + 2 * block)
     num_tokens += 2 * load.long_prompt_tokens + load.token_budget + block
@@ -126,7 +127,7 @@ def config_for(load: Load, model_dir: Path, has_lora: bool) -> EngineConfig:
         "dtype": "bfloat16" if load.dtype == torch.bfloat16 else "float32",
         "token_budget": max(load.token_budget, load.num_requests),
         "max_sequences": load.num_requests,
-        "kv_bytes": num_tokens * kv_bytes_per_token(facts, load.dtype),
+        "kv_bytes": num_tokens * kv_bytes_per_token(spec, load.dtype),
         # Tables of ranks and scalings are far below the last 5 %.
         "row_bytes": int(1.05 * num_rows * per_row / (1 - EMBEDDINGS_SHARE)) if has_lora else 0,
         "block_size_tokens": block,

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from adapters.host_tier import HostAdapter, HostSlice
 from adapters.layout import BaseLayout
 from service.models.checkpoint import OpenTensors, TensorSource
-from service.models.facts import read_config
+from service.models.config_json import read_config
 from service.models.layouts import layout_of
 
 BUNDLED = Path(__file__).parents[1] / "examples" / "bundled" / "base"

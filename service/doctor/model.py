@@ -14,7 +14,7 @@ from service.doctor.report import Section
 from service.settings import BUNDLED_MODEL_DIR
 
 if TYPE_CHECKING:
-    from service.models.facts import ModelFacts
+    from service.models.spec import ModelSpec
 
 _RANK = 16
 _MIB = 2**20
@@ -23,24 +23,25 @@ _MIB = 2**20
 def look_at_model(examination: Examination) -> Section:
     """What the model directory holds, and whether its weights fit the device."""
     from service.engine.build import decide, shapes_to_probe
+    from service.models.config_json import read_config
     from service.models.errors import ModelError
-    from service.models.facts import model_facts, read_config
+    from service.models.families import model_spec
 
     settings = examination.settings
     section = Section("model", "Model")
     section.facts["directory"] = str(settings.model_dir)
     section.facts["bundled"] = settings.model_dir.resolve() == BUNDLED_MODEL_DIR
     try:
-        facts = model_facts(read_config(settings.model_dir))
+        spec = model_spec(read_config(settings.model_dir))
         weight_bytes = sum(path.stat().st_size for path in settings.model_dir.glob("*.safetensors"))
         section.facts |= {
-            "type": facts.model_type,
-            "num_layers": facts.num_layers,
-            "num_conv_layers": len(facts.conv_layers),
-            "hidden_size": facts.hidden_size,
+            "type": spec.model_type,
+            "num_layers": spec.num_layers,
+            "num_conv_layers": len(spec.convs),
+            "hidden_size": spec.hidden_size,
             "weight_bytes": weight_bytes,
         }
-        _check_tensors(settings.model_dir, facts)
+        _check_tensors(settings.model_dir, spec)
         if examination.platform is not None:
             examination.config, _ = decide(settings.engine_options(), examination.device, weight_bytes)
             examination.shapes = shapes_to_probe(examination.config)
@@ -136,17 +137,17 @@ def look_at_store(examination: Examination) -> Section:
     return section
 
 
-def _check_tensors(model_dir: Path, facts: ModelFacts) -> None:
+def _check_tensors(model_dir: Path, spec: ModelSpec) -> None:
     """Whether the checkpoint has the weights of all projections, in their shapes; none is read. Raises ModelError."""
     from service.models.checkpoint import open_checkpoint
-    from service.models.layouts import layout_of_facts
+    from service.models.layouts import layout_of_spec
 
     with open_checkpoint(model_dir) as checkpoint:
-        for projection in layout_of_facts(facts).projections:
+        for projection in layout_of_spec(spec).projections:
             for piece in projection.slices:
                 rows = projection.in_features if projection.kind == "embedding" else piece.out_features
                 columns = piece.out_features if projection.kind == "embedding" else projection.in_features
-                is_tied = piece.module == "lm_head" and facts.tie_word_embeddings
+                is_tied = piece.module == "lm_head" and spec.tie_word_embeddings
                 if not is_tied or "lm_head.weight" in checkpoint:
                     checkpoint.tensor(f"{piece.module}.weight", (rows, columns))
 

@@ -27,9 +27,11 @@ from service.engine.runner import ModelRunner
 from service.machine import memory_bytes
 from service.models.caches import kv_bytes_per_token, state_bytes_per_line
 from service.models.checkpoint import OpenTensors, open_checkpoint
-from service.models.facts import ModelFacts, model_facts, read_config
-from service.models.layouts import layout_of_facts
+from service.models.config_json import read_config
+from service.models.families import model_spec
+from service.models.layouts import layout_of_spec
 from service.models.loader import choose_dtype, load_model
+from service.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
@@ -112,18 +114,17 @@ def free_memory_bytes(device: str) -> int:
 
 def sizes_of(options: EngineOptions, device: str) -> ModelSizes:
     """Bytes of the model's caches and steps, in the dtypes that it is served in. Raises ModelError."""
-    facts, dtype = _facts_and_dtype(options, device)
+    spec, dtype = _spec_and_dtype(options, device)
     platform = in_use(torch.device(device))
-    widest = max(2 * facts.intermediate_size, (facts.num_heads + 2 * facts.num_kv_heads) * facts.head_dim)
-    rows = row_bytes(layout_of_facts(facts), platform.row_dtype(dtype).itemsize)
+    rows = row_bytes(layout_of_spec(spec), platform.row_dtype(dtype).itemsize)
     return ModelSizes(
-        kv_bytes_per_token=kv_bytes_per_token(facts, dtype),
-        state_bytes_per_line=state_bytes_per_line(facts, dtype),
+        kv_bytes_per_token=kv_bytes_per_token(spec, dtype),
+        state_bytes_per_line=state_bytes_per_line(spec, dtype),
         row_bytes=sum(size for group, size in rows.items() if group != "embeddings"),
         # The residual stream, its norm, a projection's output and what is computed from that; LoRA's h and maps.
-        bytes_per_step_token=4 * (facts.hidden_size + widest) * dtype.itemsize,
-        logits_bytes=4 * facts.vocab_size,
-        context_tokens=options.max_model_len_tokens or facts.context_tokens,
+        bytes_per_step_token=4 * (spec.hidden_size + spec.widest_projection) * dtype.itemsize,
+        logits_bytes=4 * spec.vocab_size,
+        context_tokens=options.max_model_len_tokens or spec.context_tokens,
     )
 
 
@@ -134,31 +135,35 @@ def max_rank_of(platform: Platform) -> int | None:
 
 def shapes_to_probe(config: EngineConfig) -> ProbeShapes:
     """Sizes of the model and its cache, as they will be served. Raises ModelError."""
-    facts, dtype = _facts_and_dtype(config, config.device)
-    windows = [window for window in facts.sliding_windows if window is not None]
+    spec, dtype = _spec_and_dtype(config, config.device)
+    attention = spec.attentions[0]
+    windows = [one.sliding_window for one in spec.attentions if one.sliding_window is not None]
     return ProbeShapes(
         dtype=_name(dtype),
         row_dtype=_name(in_use(torch.device(config.device)).row_dtype(dtype)),
-        hidden_size=facts.hidden_size,
-        vocab_size=facts.vocab_size,
-        intermediate_size=facts.intermediate_size,
-        num_heads=facts.num_heads,
-        num_kv_heads=facts.num_kv_heads,
-        head_dim=facts.head_dim,
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        intermediate_size=spec.layers[0].mlp.size,
+        num_heads=attention.num_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        rotary_dim=spec.rotations[attention.rotary].rotary_dim(attention.head_dim),
+        activation=spec.layers[0].mlp.activation,
+        exact_norms=spec.zero_centred_norms,
         sliding_window=min(windows, default=None),
-        conv_width=facts.conv_width,
+        conv_width=max((conv.width for conv in spec.convs), default=0),
         block_size=config.block_size_tokens,
-        num_blocks=1 + config.kv_bytes // (kv_bytes_per_token(facts, dtype) * config.block_size_tokens),
+        num_blocks=1 + config.kv_bytes // (kv_bytes_per_token(spec, dtype) * config.block_size_tokens),
         max_sequences=config.max_sequences,
-        norm_eps=facts.norm_eps,
+        norm_eps=spec.norm_eps,
     )
 
 
-def _facts_and_dtype(options: EngineOptions, device: str) -> tuple[ModelFacts, torch.dtype]:
+def _spec_and_dtype(options: EngineOptions, device: str) -> tuple[ModelSpec, torch.dtype]:
     model_dir = Path(options.model_dir)
-    facts = model_facts(read_config(model_dir))
+    spec = model_spec(read_config(model_dir))
     with open_checkpoint(model_dir) as checkpoint:
-        return facts, choose_dtype(options.dtype, device, facts, checkpoint)[0]
+        return spec, choose_dtype(options.dtype, device, spec, checkpoint)[0]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -20,7 +20,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     token_budget                most tokens in one step: prefill chunks and decode tokens together
     max_sequences               most sequences that run at the same time
     max_model_len_tokens        prompt + output of one request; None: the model's own limit. At most
-                                `ModelFacts.longest_context_tokens`
+                                `ModelSpec.longest_context_tokens`
     block_size_tokens           tokens per KV block; None: `default_block_size_tokens` of the device
     kv_bytes                    KV cache, allocated once
     state_bytes                 conv-state lines, allocated once; None: one line for each of max_sequences

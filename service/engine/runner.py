@@ -79,7 +79,7 @@ class ModelRunner:
         self.capacity = capacity_of(loaded, config, platform)
         self._model = loaded.model
         self._caches = allocate_caches(
-            loaded.facts,
+            loaded.spec,
             self.capacity.num_blocks,
             config.block_size_tokens,
             self.capacity.num_slots,
@@ -150,32 +150,32 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
     """
     from service.models.caches import kv_bytes_per_token, state_bytes_per_line
 
-    facts = loaded.facts
-    num_blocks = config.kv_bytes // (kv_bytes_per_token(facts, loaded.dtype) * config.block_size_tokens)
+    spec = loaded.spec
+    num_blocks = config.kv_bytes // (kv_bytes_per_token(spec, loaded.dtype) * config.block_size_tokens)
     if num_blocks < 1:
         raise ModelError(
             f"The KV budget of {config.kv_bytes} bytes holds no block of {config.block_size_tokens} tokens."
         )
     num_slots = config.max_sequences
-    if facts.conv_layers and config.state_bytes is not None:
-        num_slots = min(num_slots, config.state_bytes // state_bytes_per_line(facts, loaded.dtype))
+    if spec.has_states and config.state_bytes is not None:
+        num_slots = min(num_slots, config.state_bytes // state_bytes_per_line(spec, loaded.dtype))
         if num_slots < 1:
-            raise ModelError(f"The state budget of {config.state_bytes} bytes holds no line of convolution state.")
-    context = facts.context_tokens
+            raise ModelError(f"The state budget of {config.state_bytes} bytes holds no line of state.")
+    context = spec.context_tokens
     if config.max_model_len_tokens is not None:
-        context = min(config.max_model_len_tokens, facts.longest_context_tokens)
+        context = min(config.max_model_len_tokens, spec.longest_context_tokens)
     longest = min(context, num_blocks * config.block_size_tokens)
     return Capacity(
-        vocab_size=facts.vocab_size,
+        vocab_size=spec.vocab_size,
         max_model_len_tokens=context,
-        eos_token_ids=facts.eos_token_ids,
+        eos_token_ids=spec.eos_token_ids,
         num_blocks=1 + num_blocks,
         max_blocks=-(-longest // config.block_size_tokens),
         num_slots=1 + num_slots,
-        has_conv=bool(facts.conv_layers),
+        has_conv=spec.has_states,
         num_groups=len(loaded.layout.groups),
         num_window_rows=loaded.model.num_window_rows,
-        has_length_limits=facts.needs_rope_limits,
+        has_length_limits=spec.needs_rope_limits,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=loaded.device,
         row_element_bytes=platform.row_dtype(loaded.dtype).itemsize if config.row_bytes else 0,

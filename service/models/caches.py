@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from service.models.facts import ModelFacts
+from service.models.spec import AttentionSpec, Mixer, ModelSpec, ShortConvSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,45 +24,52 @@ class ConvStates:
     lines: torch.Tensor
 
 
+LayerCache = KvCache | ConvStates
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Caches:
     """One cache per layer, in order."""
 
-    layers: tuple[KvCache | ConvStates, ...]
+    layers: tuple[LayerCache, ...]
 
     @property
     def num_bytes(self) -> int:
-        tensors = [t for c in self.layers for t in ((c.k, c.v) if isinstance(c, KvCache) else (c.lines,))]
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(getattr(cache, name).nbytes for cache in self.layers for name in cache.__slots__)
 
 
 def allocate_caches(
-    facts: ModelFacts, num_blocks: int, block_size: int, num_lines: int, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec, num_blocks: int, block_size: int, num_lines: int, dtype: torch.dtype, device: torch.device
 ) -> Caches:
     """Caches of all layers, not initialised: a sequence reads what it has written and nothing else.
 
-    num_blocks, num_lines  the null block and the null line included; num_lines is unused without convolution layers
+    num_blocks, num_lines  the null block and the null line included; num_lines is unused without states
     block_size             tokens per block
     """
 
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    kv_shape = (num_blocks, block_size, facts.num_kv_heads, facts.head_dim)
-    state_shape = (num_lines, facts.conv_width - 1, facts.hidden_size)
-    return Caches(
-        tuple(
-            KvCache(empty(*kv_shape), empty(*kv_shape)) if kind == "attention" else ConvStates(empty(*state_shape))
-            for kind in facts.layer_kinds
-        )
-    )
+    def of(mixer: Mixer) -> LayerCache:
+        if isinstance(mixer, ShortConvSpec):
+            return ConvStates(empty(num_lines, mixer.width - 1, mixer.size))
+        shape = (num_blocks, block_size, mixer.num_kv_heads, mixer.head_dim)
+        return KvCache(empty(*shape), empty(*shape))
+
+    return Caches(tuple(of(layer.mixer) for layer in spec.layers))
 
 
-def kv_bytes_per_token(facts: ModelFacts, dtype: torch.dtype) -> int:
+def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Bytes that one cached token takes in all attention layers."""
-    return 2 * len(facts.attention_layers) * facts.num_kv_heads * facts.head_dim * dtype.itemsize
+    return sum(2 * attention.kv_size for attention in spec.attentions) * dtype.itemsize
 
 
-def state_bytes_per_line(facts: ModelFacts, dtype: torch.dtype) -> int:
-    """Bytes of one line of convolution state in all layers; 0 without convolution layers."""
-    return len(facts.conv_layers) * max(facts.conv_width - 1, 0) * facts.hidden_size * dtype.itemsize
+def state_bytes_per_line(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes of one line of state in all layers; 0 without layers that have states."""
+    return sum(_state_bytes(layer.mixer, dtype) for layer in spec.layers)
+
+
+def _state_bytes(mixer: Mixer, dtype: torch.dtype) -> int:
+    if isinstance(mixer, AttentionSpec):
+        return 0
+    return (mixer.width - 1) * mixer.size * dtype.itemsize

@@ -2,56 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from kernels.lora import ops as lora_ops
+from kernels.lora.maps import LoraMaps
 from kernels.lora_window import ops as window_ops
 from kernels.platform import in_use
 from service.models.batch import StepBatch
-from service.models.caches import Caches, ConvStates, KvCache
-from service.models.facts import ModelFacts
+from service.models.caches import Caches, LayerCache
 from service.models.layers import Attention, GatedMlp, RmsNorm, ShortConv
 from service.models.projection import RowSource, TokenEmbedding
 from service.models.rope import RotaryEmbedding, Rotation
+from service.models.spec import Mixer, ModelSpec, ShortConvSpec
 from service.models.weights import Weights
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """What mixes the tokens (attention or a convolution), then what works on each token, both on normed input."""
+    """What mixes the tokens, then what works on each token; see `LayerSpec` for the norms around the two."""
 
     mixer_norm: RmsNorm
     mixer: Attention | ShortConv
+    mixer_end_norm: RmsNorm | None
     mlp_norm: RmsNorm
     mlp: GatedMlp
+    mlp_end_norm: RmsNorm | None
+    residual_scale: float
 
     def mix(
-        self, normed: torch.Tensor, batch: StepBatch, rotation: Rotation, cache: KvCache | ConvStates
+        self, normed: torch.Tensor, batch: StepBatch, rotations: tuple[Rotation, ...], cache: LayerCache
     ) -> torch.Tensor:
         """normed [tokens, hidden_size] -> fresh, same shape, to be added to the residual stream."""
-        return self.mixer(normed, batch, rotation, cache)  # type: ignore[arg-type]
+        mixed = self.mixer(normed, batch, rotations, cache)  # type: ignore[arg-type]
+        return self._end(mixed, self.mixer_end_norm)
 
+    def feed(self, normed: torch.Tensor, lora: LoraMaps | None, window_rows: int) -> torch.Tensor:
+        """The same for the feed-forward layer."""
+        return self._end(self.mlp(normed, lora, window_rows), self.mlp_end_norm)
 
-# How a family names and builds the layer with this index.
-LayerBuilder = Callable[[Weights, ModelFacts, int], DecoderLayer]
+    def _end(self, x: torch.Tensor, norm: RmsNorm | None) -> torch.Tensor:
+        if norm is not None:
+            x = norm(x)
+        return x if self.residual_scale == 1.0 else x * self.residual_scale
 
 
 class Decoder:
     """A causal language model over flattened steps; everything about a step is an argument."""
 
-    def __init__(self, weights: Weights, facts: ModelFacts, build_layer: LayerBuilder, final_norm: str) -> None:
-        """final_norm  name of the norm before the head"""
-        table = weights.tensor("model.embed_tokens.weight", facts.vocab_size, facts.hidden_size)
-        self._embedding = TokenEmbedding("model.embed_tokens", table)
-        self._layers = [build_layer(weights, facts, index) for index in range(facts.num_layers)]
-        self._norm = RmsNorm(weights, final_norm, facts)
-        self._vocab_size = facts.vocab_size
-        tied = facts.tie_word_embeddings
-        self._head = weights.tied_head("lm_head", table) if tied else weights.projection("lm_head")
-        self._rope = RotaryEmbedding(facts.rope, facts.head_dim, facts.max_position_embeddings, weights.device)
+    def __init__(self, weights: Weights, spec: ModelSpec) -> None:
+        """Reads all tensors. Raises ModelError for one that is missing or misshapen."""
+        name = f"{spec.prefix}embed_tokens"
+        table = weights.tensor(f"{name}.weight", spec.vocab_size, spec.hidden_size)
+        self._embedding = TokenEmbedding(name, table)
+        self._layers = [_build_layer(weights, spec, index) for index in range(spec.num_layers)]
+        self._norm = RmsNorm(weights, f"{spec.prefix}{spec.final_norm}", spec)
+        self._head = weights.tied_head("lm_head", table) if spec.tie_word_embeddings else weights.projection("lm_head")
+        self._spec = spec
+        head_dim, positions = spec.attentions[0].head_dim, spec.max_position_embeddings
+        self._ropes = [RotaryEmbedding(facts, head_dim, positions, weights.device) for facts in spec.rotations]
+        # As transformers has it: rounded to the model's dtype before it multiplies.
+        self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=table.dtype))
         self._projections = weights.projections
 
     def bind_rows(self, rows: RowSource) -> None:
@@ -91,15 +103,16 @@ class Decoder:
             layer.mixer.form: (layer.mixer, cache) for layer, cache in zip(self._layers, caches.layers, strict=True)
         }
         for mixer, cache in mixers.values():
-            mixer.warm_up(cache)  # type: ignore[arg-type]
-        self._norm.warm_up()
+            for rope in self._ropes:
+                mixer.warm_up(cache, rope.rotary_dim)  # type: ignore[arg-type]
+        self._norm.warm_up(self._embedding.table.dtype)
         self._layers[0].mlp.warm_up()
         stacks = [projection.stack for projection in self._projections if projection.stack is not None]
         embeddings = [self._embedding.stack] if self._embedding.stack is not None else []
         dtype = self._embedding.table.dtype
         lora_ops.warm_up(stacks, max_tokens, dtype, embeddings=embeddings, max_segments=max_segments)
         if self.num_window_rows:
-            gated = [layer.mlp.gate_up.stack for layer in self._layers if layer.mlp.gate_up.stack is not None]
+            gated = [layer.mlp.fused_stack for layer in self._layers if layer.mlp.fused_stack is not None]
             expanded = [stack for stack in stacks if stack not in gated]
             window_ops.warm_up(expanded, max_tokens, dtype, gated=gated, max_segments=max_segments)
 
@@ -111,21 +124,52 @@ class Decoder:
         out  where the logits are written; made when None
         """
         stream = self._embedding(batch.token_ids, batch.lora)
-        rotation = self._rope.rotation(batch.positions, batch.rope_limits, stream.dtype)
+        if self._embedding_scale != 1.0:
+            stream *= self._embedding_scale
+        rotations = tuple(rope.rotation(batch.positions, batch.rope_limits, stream.dtype) for rope in self._ropes)
         *inner, last = self._layers
         normed = self._layers[0].mixer_norm(stream)
         # Each sum on the residual stream is taken together with the norm that reads it next.
         for layer, following, cache in zip(inner, self._layers[1:], caches.layers[:-1], strict=True):
-            normed, stream = layer.mlp_norm.add(layer.mix(normed, batch, rotation, cache), stream)
-            normed, stream = following.mixer_norm.add(layer.mlp(normed, batch.lora, batch.window_rows), stream)
-        mixed = last.mix(normed, batch, rotation, caches.layers[-1])
+            normed, stream = layer.mlp_norm.add(layer.mix(normed, batch, rotations, cache), stream)
+            normed, stream = following.mixer_norm.add(layer.feed(normed, batch.lora, batch.window_rows), stream)
+        mixed = last.mix(normed, batch, rotations, caches.layers[-1])
         rows = batch.logits_rows
         if rows is not None:
             # What the last mixer leaves is read by nobody but the tokens whose logits are wanted.
             if rows.shape[0] == 0:  # chunks of prompts alone; fused ops need not take empty tensors
-                return mixed.new_empty(0, self._vocab_size, dtype=torch.float32) if out is None else out
+                return mixed.new_empty(0, self._spec.vocab_size, dtype=torch.float32) if out is None else out
             mixed, stream = mixed.index_select(0, rows), stream.index_select(0, rows)
         normed, stream = last.mlp_norm.add(mixed, stream)
-        normed, _ = self._norm.add(last.mlp(normed, batch.logits_lora, batch.window_rows), stream)
-        logits = self._head(normed, batch.logits_lora, batch.window_rows)
+        normed, _ = self._norm.add(last.feed(normed, batch.logits_lora, batch.window_rows), stream)
+        logits = self._scaled(self._head(normed, batch.logits_lora, batch.window_rows))
         return logits.float().contiguous() if out is None else out.copy_(logits)
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._spec.logits_scale != 1.0:
+            logits = logits * self._spec.logits_scale
+        cap = self._spec.logits_cap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _build_layer(weights: Weights, spec: ModelSpec, index: int) -> DecoderLayer:
+    layer, prefix = spec.layers[index], f"{spec.layer_prefix}{index}."
+
+    def norm(name: str | None) -> RmsNorm | None:
+        return None if name is None else RmsNorm(weights, prefix + name, spec)
+
+    return DecoderLayer(
+        mixer_norm=RmsNorm(weights, prefix + layer.mixer_norm, spec),
+        mixer=_build_mixer(weights, prefix + layer.mixer.name, layer.mixer, spec),
+        mixer_end_norm=norm(layer.mixer_end_norm),
+        mlp_norm=RmsNorm(weights, prefix + layer.mlp_norm, spec),
+        mlp=GatedMlp(weights, prefix + layer.mlp.name, layer.mlp),
+        mlp_end_norm=norm(layer.mlp_end_norm),
+        residual_scale=spec.residual_scale,
+    )
+
+
+def _build_mixer(weights: Weights, prefix: str, mixer: Mixer, spec: ModelSpec) -> Attention | ShortConv:
+    if isinstance(mixer, ShortConvSpec):
+        return ShortConv(weights, prefix, mixer)
+    return Attention(weights, prefix, mixer, spec)

@@ -1,4 +1,4 @@
-"""Layers that the model families share. Names of tensors are given by the families.
+"""What the layers of a `ModelSpec` are made of.
 
 Shapes: hidden [tokens, hidden_size], the tokens of all sequences of the step one after the other.
 """
@@ -9,7 +9,7 @@ import torch
 
 from kernels.causal_conv1d import ops as causal_conv1d_ops
 from kernels.causal_conv1d.ops import causal_conv1d_prefill, causal_conv1d_update
-from kernels.lora.maps import LoraMaps
+from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.paged_attention import ops as paged_attention_ops
 from kernels.paged_attention.ops import paged_attention
 from kernels.rms_norm import ops as rms_norm_ops
@@ -19,66 +19,69 @@ from kernels.rotary_kv.ops import rotary_kv
 from kernels.swiglu import ops as swiglu_ops
 from service.models.batch import StepBatch
 from service.models.caches import ConvStates, KvCache
-from service.models.facts import ModelFacts
-from service.models.projection import Projection
 from service.models.rope import Rotation
+from service.models.spec import AttentionSpec, MlpSpec, ModelSpec, ShortConvSpec
 from service.models.weights import Weights
 
 
 class RmsNorm:
     """x / sqrt(mean(x ** 2) + eps) * weight, over the last dimension."""
 
-    def __init__(self, weights: Weights, name: str, facts: ModelFacts) -> None:
-        self._weight = weights.tensor(f"{name}.weight", facts.hidden_size)
-        self._eps = facts.norm_eps
+    def __init__(self, weights: Weights, name: str, spec: ModelSpec) -> None:
+        self._weight = weights.norm(name, spec.hidden_size, zero_centred=spec.zero_centred_norms)
+        self._eps = spec.norm_eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self._weight, self._eps)
 
-    def warm_up(self) -> None:
+    def warm_up(self, dtype: torch.dtype) -> None:
         """Compile what steps of any size need here; the same for all norms of a model."""
-        rms_norm_ops.warm_up(self._weight)
+        rms_norm_ops.warm_up(self._weight, dtype)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of the sum, the sum) of x and the residual stream, which is spent: its memory may hold the sum."""
         return add_rms_norm(x, residual, self._weight, self._eps)
 
 
-class HeadNorm:
-    """What a norm of each query and key head before rotation needs: one weight for queries and one for keys."""
-
-    def __init__(self, weights: Weights, q_name: str, k_name: str, facts: ModelFacts) -> None:
-        q_weight = weights.tensor(f"{q_name}.weight", facts.head_dim).expand(facts.num_heads, -1)
-        k_weight = weights.tensor(f"{k_name}.weight", facts.head_dim).expand(facts.num_kv_heads, -1)
-        self.weight = torch.cat((q_weight, k_weight))  # [num_heads + kv_heads, head_dim]
-        self.eps = facts.norm_eps
-
-
 class Attention:
     """Grouped-query attention over the paged cache."""
 
-    def __init__(
-        self, qkv: Projection, out: Projection, facts: ModelFacts, layer: int, head_norm: HeadNorm | None = None
-    ) -> None:
-        self._qkv, self._out = qkv, out
-        self._head_weight = None if head_norm is None else head_norm.weight
-        self._head_eps = 0.0 if head_norm is None else head_norm.eps
-        self._num_heads, self._head_dim = facts.num_heads, facts.head_dim
-        self._sliding_window = facts.sliding_windows[layer]
+    def __init__(self, weights: Weights, prefix: str, attention: AttentionSpec, spec: ModelSpec) -> None:
+        """prefix  of its modules' names, "model.layers.3.self_attn" say"""
+        self._qkv = weights.projection(f"{prefix}.qkv_proj", bias=attention.input_bias)
+        self._out = weights.projection(f"{prefix}.{attention.output}", bias=attention.output_bias)
+        self._spec, self._head_eps = attention, spec.norm_eps
+        self._head_weight = None
+        if attention.head_norms is not None:
+            each = [
+                weights.norm(f"{prefix}.{name}", attention.head_dim, zero_centred=spec.zero_centred_norms)
+                for name in attention.head_norms
+            ]
+            # [num_heads + kv_heads, head_dim]
+            counts = (attention.num_heads, attention.num_kv_heads)
+            self._head_weight = torch.cat([w.expand(num, -1) for w, num in zip(each, counts, strict=True)])
 
     @property
     def form(self) -> object:
         """Equal for layers that need the same kernels."""
-        return "attention", self._sliding_window
+        return "attention", self._spec.sliding_window, self._spec.rotary
 
-    def warm_up(self, cache: KvCache) -> None:
+    def warm_up(self, cache: KvCache, rotary_dim: int) -> None:
         """Compile what steps of any size need here."""
-        rotary_kv_ops.warm_up(cache.k, self._num_heads, head_weight=self._head_weight)
-        paged_attention_ops.warm_up(cache.k, self._num_heads, sliding_window=self._sliding_window)
+        num_heads = self._spec.num_heads
+        rotary_kv_ops.warm_up(cache.k, num_heads, head_weight=self._head_weight, rotary_dim=rotary_dim)
+        paged_attention_ops.warm_up(cache.k, num_heads, sliding_window=self._spec.sliding_window)
 
-    def __call__(self, x: torch.Tensor, batch: StepBatch, rotation: Rotation, cache: KvCache) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, batch: StepBatch, rotations: tuple[Rotation, ...], cache: KvCache
+    ) -> torch.Tensor:
+        spec, rotation = self._spec, rotations[self._spec.rotary]
         # [tokens, heads + kv_heads + kv_heads, head_dim]
-        qkv = self._qkv(x, batch.lora, batch.window_rows).view(x.shape[0], -1, self._head_dim)
+        qkv = self._qkv(x, batch.lora, batch.window_rows).view(x.shape[0], -1, spec.head_dim)
+        gate: torch.Tensor | None = None
+        if spec.has_output_gate:
+            query, gate = qkv[:, : 2 * spec.num_heads].unflatten(1, (-1, 2)).unbind(2)
+            qkv = torch.cat((query, qkv[:, 2 * spec.num_heads :]), dim=1)
         q = rotary_kv(
             qkv,
             rotation.cos,
@@ -89,32 +92,35 @@ class Attention:
             head_weight=self._head_weight,
             eps=self._head_eps,
         )
-        scale = rotation.score_factor * self._head_dim**-0.5
-        mixed = paged_attention(q, cache.k, cache.v, batch.attention, scale=scale, sliding_window=self._sliding_window)
+        scale = rotation.score_factor * spec.scale
+        mixed = paged_attention(q, cache.k, cache.v, batch.attention, scale=scale, sliding_window=spec.sliding_window)
+        if gate is not None:
+            mixed = mixed * torch.sigmoid(gate)
         return self._out(mixed.view(x.shape[0], -1), batch.lora, batch.window_rows)
 
 
 class ShortConv:
     """Gated short convolution: out_proj(C * conv(B * x)) with B, C, x = in_proj(hidden)."""
 
-    def __init__(self, weights: Weights, prefix: str, facts: ModelFacts) -> None:
-        self._in = weights.projection(f"{prefix}.in_proj", bias=facts.conv_bias)
-        self._out = weights.projection(f"{prefix}.out_proj", bias=facts.conv_bias)
-        # Checkpoints hold [hidden, 1, width]; the kernels read [width, hidden].
-        taps = weights.tensor(f"{prefix}.conv.weight", facts.hidden_size, 1, facts.conv_width)
-        self._taps = taps.squeeze(1).t().contiguous()
-        self._bias = weights.tensor(f"{prefix}.conv.bias", facts.hidden_size) if facts.conv_bias else None
+    def __init__(self, weights: Weights, prefix: str, conv: ShortConvSpec) -> None:
+        """prefix  of its modules' names, "model.layers.3.conv" say"""
+        self._in = weights.projection(f"{prefix}.in_proj", bias=conv.bias)
+        self._out = weights.projection(f"{prefix}.out_proj", bias=conv.bias)
+        self._taps = weights.taps(f"{prefix}.conv", conv.size, conv.width)
+        self._bias = weights.tensor(f"{prefix}.conv.bias", conv.size) if conv.bias else None
 
     @property
     def form(self) -> object:
         """Equal for layers that need the same kernels."""
         return "conv"
 
-    def warm_up(self, cache: ConvStates) -> None:
+    def warm_up(self, cache: ConvStates, _rotary_dim: int) -> None:
         """Compile what steps of any size need here."""
         causal_conv1d_ops.warm_up(self._taps, self._bias, cache.lines, gated=True)
 
-    def __call__(self, hidden: torch.Tensor, batch: StepBatch, _rotation: Rotation, cache: ConvStates) -> torch.Tensor:
+    def __call__(
+        self, hidden: torch.Tensor, batch: StepBatch, _rotations: tuple[Rotation, ...], cache: ConvStates
+    ) -> torch.Tensor:
         maps = batch.conv
         assert maps is not None, "a model with convolution layers needs ConvMaps"
         gate_in, gate_out, x = self._in(hidden, batch.lora, batch.window_rows).chunk(3, dim=1)
@@ -139,20 +145,25 @@ class ShortConv:
 
 
 class GatedMlp:
-    """down(silu(gate(x)) * up(x)), gate and up packed."""
+    """down(activation(gate(x)) * up(x)), gate and up packed."""
 
-    def __init__(self, gate_up: Projection, down: Projection) -> None:
-        self._gate_up, self._down = gate_up, down
+    def __init__(self, weights: Weights, prefix: str, mlp: MlpSpec) -> None:
+        """prefix  of its modules' names, "model.layers.3.mlp" say"""
+        self._gate_up = weights.projection(f"{prefix}.{mlp.packed}", bias=mlp.bias)
+        self._down = weights.projection(f"{prefix}.{mlp.output}", bias=mlp.bias)
+        self._activation = mlp.activation
 
     def warm_up(self) -> None:
         """Compile what steps of any size need here; the same for all layers of a model."""
         weight = self._down.weight
-        swiglu_ops.warm_up(weight.in_features, weight.dtype, weight.data.device)
+        swiglu_ops.warm_up(weight.in_features, weight.dtype, weight.data.device, self._activation)
 
     @property
-    def gate_up(self) -> Projection:
-        """The projection whose output the gate reads."""
-        return self._gate_up
+    def fused_stack(self) -> LoraStack | None:
+        """LoRA rows that may be expanded in the kernel that computes the gate: see `Projection.swiglu`."""
+        stack = self._gate_up.stack
+        return stack if stack is not None and self._activation == "silu" and len(stack.b) == 2 else None
 
     def __call__(self, x: torch.Tensor, lora: LoraMaps | None, window_rows: int) -> torch.Tensor:
-        return self._down(self._gate_up.swiglu(x, lora, window_rows), lora, window_rows)
+        gated = self._gate_up.swiglu(x, lora, window_rows, self._activation)
+        return self._down(gated, lora, window_rows)

@@ -7,17 +7,18 @@ projection, in the order in which the model multiplies them.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from adapters.layout import BaseLayout, Group, Projection, Slice
+from service.models.config_json import read_config
 from service.models.errors import ModelError
-from service.models.facts import ModelFacts, model_facts, read_config
+from service.models.families import model_spec
+from service.models.spec import Mixer, MlpSpec, ModelSpec, ShortConvSpec
 
-__all__ = ["ModelError", "ModelFacts", "layout_in", "layout_of", "layout_of_facts", "model_facts"]
-
-LAYER_PREFIX = "model.layers."
+__all__ = ["ModelError", "ModelSpec", "layout_in", "layout_of", "layout_of_spec", "model_spec"]
 
 _NUM_SAMPLES = 32
 _SAMPLE_BYTES = 4096
@@ -44,53 +45,55 @@ def weights_fingerprint(model_dir: Path) -> str:
     return digest.hexdigest()
 
 
-def layout_of(config: dict[str, Any]) -> BaseLayout:
+def layout_of(config: Mapping[str, Any]) -> BaseLayout:
     """Layout of the model that a parsed config.json describes. Raises ModelError."""
-    return layout_of_facts(model_facts(config))
+    return layout_of_spec(model_spec(config))
 
 
-def layout_of_facts(facts: ModelFacts) -> BaseLayout:
+def layout_of_spec(spec: ModelSpec) -> BaseLayout:
     """All projections in the order of the forward pass: embedding, layers, head."""
-    embedding_slices = (Slice("model.embed_tokens", facts.hidden_size),)
-    projections = [Projection("model.embed_tokens", -1, "embeddings", "embedding", facts.vocab_size, embedding_slices)]
-    for layer in range(facts.num_layers):
-        projections += _mixer(facts, layer) + _feed_forward(facts, layer)
-    projections.append(_linear("lm_head", -1, "embeddings", facts.hidden_size, {"lm_head": facts.vocab_size}))
-    return BaseLayout(facts.model_type, facts.num_layers, LAYER_PREFIX, tuple(projections))
+    table = f"{spec.prefix}embed_tokens"
+    projections = [Projection(table, -1, "embeddings", "embedding", spec.vocab_size, (Slice(table, spec.hidden_size),))]
+    for index, layer in enumerate(spec.layers):
+        prefix = f"{spec.layer_prefix}{index}."
+        for name, group, in_features, slices in (*_mixer(layer.mixer, spec), *_feed_forward(layer.mlp, spec)):
+            pieces = tuple(Slice(prefix + module, size) for module, size in slices.items())
+            projections.append(Projection(prefix + name, index, group, "linear", in_features, pieces))
+    head = (Slice("lm_head", spec.vocab_size),)
+    projections.append(Projection("lm_head", -1, "embeddings", "linear", spec.hidden_size, head))
+    return BaseLayout(spec.model_type, spec.num_layers, spec.layer_prefix, tuple(projections))
 
 
-def _mixer(facts: ModelFacts, layer: int) -> list[Projection]:
-    """What mixes the tokens of a layer: attention or a short convolution."""
-    hidden_size = facts.hidden_size
-    if facts.layer_kinds[layer] == "conv":
-        prefix = f"{LAYER_PREFIX}{layer}.conv"
+# Name, group, width of the input, and widths of the outputs by module, all relative to the layer.
+_Linear = tuple[str, Group, int, dict[str, int]]
+
+
+def _mixer(mixer: Mixer, spec: ModelSpec) -> list[_Linear]:
+    if isinstance(mixer, ShortConvSpec):
+        into, out = f"{mixer.name}.in_proj", f"{mixer.name}.out_proj"
         return [
-            _linear(f"{prefix}.in_proj", layer, "operator", hidden_size, {f"{prefix}.in_proj": 3 * hidden_size}),
-            _linear(f"{prefix}.out_proj", layer, "operator", hidden_size, {f"{prefix}.out_proj": hidden_size}),
+            (into, "operator", spec.hidden_size, {into: 3 * mixer.size}),
+            (out, "operator", mixer.size, {out: spec.hidden_size}),
         ]
-    prefix = f"{LAYER_PREFIX}{layer}.self_attn"
-    query_size, kv_size = facts.num_heads * facts.head_dim, facts.num_kv_heads * facts.head_dim
-    packed = {f"{prefix}.q_proj": query_size, f"{prefix}.k_proj": kv_size, f"{prefix}.v_proj": kv_size}
-    out = f"{prefix}.out_proj" if facts.model_type == "lfm2" else f"{prefix}.o_proj"
+    sizes = (mixer.query_size, mixer.kv_size, mixer.kv_size)
+    out = f"{mixer.name}.{mixer.output}"
     return [
-        _linear(f"{prefix}.qkv_proj", layer, "attention", hidden_size, packed),
-        _linear(out, layer, "attention", query_size, {out: hidden_size}),
+        (f"{mixer.name}.qkv_proj", "attention", spec.hidden_size, _packed(mixer.name, mixer.inputs, sizes)),
+        (out, "attention", mixer.num_heads * mixer.head_dim, {out: spec.hidden_size}),
     ]
 
 
-def _feed_forward(facts: ModelFacts, layer: int) -> list[Projection]:
-    hidden_size, intermediate_size = facts.hidden_size, facts.intermediate_size
-    if facts.model_type == "lfm2":
-        prefix, names, packed = f"{LAYER_PREFIX}{layer}.feed_forward", ("w1", "w3", "w2"), "w13"
-    else:
-        prefix, names, packed = f"{LAYER_PREFIX}{layer}.mlp", ("gate_proj", "up_proj", "down_proj"), "gate_up_proj"
-    gate, up, down = (f"{prefix}.{name}" for name in names)
+def _feed_forward(mlp: MlpSpec, spec: ModelSpec) -> list[_Linear]:
+    down = f"{mlp.name}.{mlp.output}"
+    gate_up = _packed(mlp.name, mlp.inputs, (mlp.size, mlp.size))
     return [
-        _linear(f"{prefix}.{packed}", layer, "mlp", hidden_size, {gate: intermediate_size, up: intermediate_size}),
-        _linear(down, layer, "mlp", intermediate_size, {down: hidden_size}),
+        (f"{mlp.name}.{mlp.packed}", "mlp", spec.hidden_size, gate_up),
+        (down, "mlp", mlp.size, {down: spec.hidden_size}),
     ]
 
 
-def _linear(name: str, layer: int, group: Group, in_features: int, slices: dict[str, int]) -> Projection:
-    """`slices` maps module paths to output widths, in order."""
-    return Projection(name, layer, group, "linear", in_features, tuple(Slice(*item) for item in slices.items()))
+def _packed(parent: str, modules: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, int]:
+    """Output widths by module: one for each size, or one module for all of them."""
+    if len(modules) == 1:
+        return {f"{parent}.{modules[0]}": sum(sizes)}
+    return {f"{parent}.{module}": size for module, size in zip(modules, sizes, strict=True)}

@@ -6,24 +6,23 @@ import logging
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import torch
 
 from adapters.layout import BaseLayout
 from kernels.platform import in_use
-from service.models import lfm2, llama, mistral, qwen2, qwen3
 from service.models.checkpoint import OpenTensors, TensorSource, open_checkpoint
+from service.models.config_json import read_config
 from service.models.decoder import Decoder
 from service.models.errors import ModelError
-from service.models.facts import ModelFacts, model_facts, read_config
+from service.models.families import model_spec
 from service.models.heap import trim_heap
 from service.models.layouts import layout_in
+from service.models.spec import ModelSpec
 from service.models.weights import Weights
 
 log = logging.getLogger(__name__)
 
-_FAMILIES: dict[str, ModuleType] = {"llama": llama, "mistral": mistral, "qwen2": qwen2, "qwen3": qwen3, "lfm2": lfm2}
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # What some exports carry and nobody needs: rotary frequencies, which follow from the config.
 _REDUNDANT = "rotary_emb.inv_freq"
@@ -38,7 +37,7 @@ class LoadedModel:
     """
 
     model: Decoder
-    facts: ModelFacts
+    spec: ModelSpec
     layout: BaseLayout
     dtype: torch.dtype
     device: torch.device
@@ -54,24 +53,27 @@ def load_model(
     open_tensors  gives the tensors; config.json is read from `model_dir` in any case
     """
     started = time.monotonic()
-    facts = model_facts(read_config(model_dir))
+    spec = model_spec(read_config(model_dir))
     layout = layout_in(model_dir)
-    family = _FAMILIES[facts.model_type]
     with open_tensors(model_dir) as checkpoint:
-        compute_dtype, reason = choose_dtype(dtype, device, facts, checkpoint)
+        compute_dtype, reason = choose_dtype(dtype, device, spec, checkpoint)
         weights = Weights(checkpoint, layout, compute_dtype, torch.device(device))
-        model = Decoder(weights, facts, family.build_layer, family.FINAL_NORM)
+        model = Decoder(weights, spec)
         unread = [name for name in checkpoint.unread() if not name.endswith(_REDUNDANT)]
     trim_heap()
     log.info("computing in %s, %s", str(compute_dtype).removeprefix("torch."), reason)
+    left = [prefix for prefix in spec.unused if any(name.startswith(prefix) for name in unread)]
+    if left:
+        log.info("parts of the checkpoint that are not served: %s", ", ".join(f"{prefix}*" for prefix in left))
+    unread = [name for name in unread if not name.startswith(spec.unused)]
     if unread:
         log.warning("the model does not use these tensors of the checkpoint: %s", ", ".join(unread))
     seconds = time.monotonic() - started
-    log.info("loaded %s: %.1f MiB of weights in %.2f s", facts.model_type, weights.num_bytes / 2**20, seconds)
-    return LoadedModel(model, facts, layout, compute_dtype, torch.device(device), weights.num_bytes)
+    log.info("loaded %s: %.1f MiB of weights in %.2f s", spec.model_type, weights.num_bytes / 2**20, seconds)
+    return LoadedModel(model, spec, layout, compute_dtype, torch.device(device), weights.num_bytes)
 
 
-def choose_dtype(wanted: str, device: str, facts: ModelFacts, checkpoint: TensorSource) -> tuple[torch.dtype, str]:
+def choose_dtype(wanted: str, device: str, spec: ModelSpec, checkpoint: TensorSource) -> tuple[torch.dtype, str]:
     """What the model computes in, and why, as the end of a sentence. Raises ModelError for what is not served."""
     has_bfloat16 = torch.device(device).type != "npu" or in_use(torch.device(device)).native_bfloat16
     if wanted != "auto":
@@ -80,7 +82,7 @@ def choose_dtype(wanted: str, device: str, facts: ModelFacts, checkpoint: Tensor
         if wanted == "bfloat16" and not has_bfloat16:
             raise ModelError("this NPU does not compute in bfloat16; choose --dtype float16 or auto")
         return _DTYPES[wanted], "as asked for"
-    stored = facts.checkpoint_dtype or checkpoint.dtype("model.embed_tokens.weight")
+    stored = spec.checkpoint_dtype or checkpoint.dtype(f"{spec.prefix}embed_tokens.weight")
     if stored not in _DTYPES:
         raise ModelError(f"the checkpoint's dtype {stored!r} is not served; name one of {', '.join(_DTYPES)} instead")
     if stored == "float16" and torch.device(device).type == "cpu":

@@ -11,6 +11,7 @@ from kernels.linear.ops import PackedWeight, append_rows, linear
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.lora.ops import lora_embedding, lora_linear
 from kernels.lora_window.ops import lora_expand_window, swiglu_window
+from kernels.swiglu.activation import Activation
 from kernels.swiglu.ops import swiglu
 
 
@@ -60,11 +61,13 @@ class Projection:
         lora_linear(x, out, self._rows, lora)
         return out
 
-    def swiglu(self, x: torch.Tensor, lora: LoraMaps | None, window_rows: int = 0) -> torch.Tensor:
-        """silu(gate) * up of a projection whose two slices are these: x [tokens, in] -> fresh [tokens, out / 2]."""
+    def swiglu(
+        self, x: torch.Tensor, lora: LoraMaps | None, window_rows: int = 0, activation: Activation = "silu"
+    ) -> torch.Tensor:
+        """activation(gate) * up of a projection whose halves are these: x [tokens, in] -> fresh [tokens, out / 2]."""
         rows = 0 if lora is None else self._window(window_rows)
-        if lora is None or not rows:
-            return swiglu(self(x, lora))
+        if lora is None or not rows or activation != "silu" or len(self._rows.b) == 1:
+            return swiglu(self(x, lora, window_rows), activation)
         return swiglu_window(linear(x, self.weight, window_rows=rows), self._rows, lora)
 
     @property

@@ -7,15 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
+from service.models.errors import ModelError
 from service.models.rope_facts import RopeFacts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rotation:
-    """How far each token of a step is turned: cos, sin [tokens, 1, head_dim], both halves of a row being the same.
+    """How far each token of a step is turned: cos, sin [tokens, 1, rotary_dim], both halves of a row being the same.
 
-    score_factor  what attention scores are to be multiplied with: yarn sharpens attention over a stretched context.
-                  Here rather than in cos and sin, which fused rotations want within [-1, 1].
+    score_factor  what attention scores are to be multiplied with: some scalings sharpen attention over a stretched
+                  context. Here rather than in cos and sin, which fused rotations want within [-1, 1]; there only where
+                  part of a head is not turned, and not sharpened either.
     """
 
     cos: torch.Tensor
@@ -27,33 +29,59 @@ class RotaryEmbedding:
     """Rotations of a step's tokens by their positions."""
 
     def __init__(self, facts: RopeFacts, head_dim: int, max_position_embeddings: int, device: torch.device) -> None:
+        """Raises ModelError if the facts do not fit the heads."""
         self._facts = facts
         self._max_position_embeddings = max_position_embeddings
-        # [head_dim / 2], in (0, 1]
-        self._exponents = (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim).to(device)
+        self.rotary_dim = facts.rotary_dim(head_dim)
+        # [rotary_dim / 2], in (0, 1]
+        self._exponents = (torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim).to(device)
         self._frequencies = _frequencies(facts, self._exponents)
-        self._score_factor = _attention_factor(facts) ** 2
+        factor = _attention_factor(facts)
+        self._turn_factor, self._score_factor = (1.0, factor**2) if self.rotary_dim == head_dim else (factor, 1.0)
+        if facts.kind == "longrope":
+            self._short = self._stretched(facts.short_factors)
+            self._long = self._stretched(facts.long_factors)
 
     def rotation(self, positions: torch.Tensor, limits: torch.Tensor | None, dtype: torch.dtype) -> Rotation:
-        """positions int64 [tokens]; limits float32 [tokens] (`StepBatch.rope_limits`), used by dynamic scaling only."""
+        """positions int64 [tokens]; limits float32 [tokens] (`StepBatch.rope_limits`), where the facts depend on it."""
         frequencies = self._frequencies
-        if self._facts.kind == "dynamic":
-            assert limits is not None, "dynamic rope scaling needs each token's length limit"
-            frequencies = self._dynamic_frequencies(limits)
+        if self._facts.depends_on_limit:
+            assert limits is not None, "this rope scaling needs each token's length limit"
+            by_kind = self._dynamic_frequencies if self._facts.kind == "dynamic" else self._longrope_frequencies
+            frequencies = by_kind(limits)
         angles = positions.unsqueeze(1).float() * frequencies
         angles = torch.cat((angles, angles), dim=1).unsqueeze(1)
-        return Rotation(angles.cos().to(dtype), angles.sin().to(dtype), self._score_factor)
+        cos, sin = angles.cos(), angles.sin()
+        if self._turn_factor != 1.0:
+            cos, sin = cos * self._turn_factor, sin * self._turn_factor
+        return Rotation(cos.to(dtype), sin.to(dtype), self._score_factor)
 
     def _dynamic_frequencies(self, limits: torch.Tensor) -> torch.Tensor:
-        """NTK scaling by a request's own limit, from its first token on: [tokens, head_dim / 2]."""
-        factor, head_dim, context = self._facts.factor, 2 * len(self._exponents), self._max_position_embeddings
+        """NTK scaling by a request's own limit, from its first token on: [tokens, rotary_dim / 2]."""
+        factor, context = self._facts.factor, self._max_position_embeddings
         stretch = factor * limits.clamp(min=context) / context - (factor - 1)
-        theta = self._facts.theta * stretch ** (head_dim / (head_dim - 2))
+        theta = self._facts.theta * stretch ** (self.rotary_dim / (self.rotary_dim - 2))
         return 1.0 / theta.unsqueeze(1) ** self._exponents
+
+    def _longrope_frequencies(self, limits: torch.Tensor) -> torch.Tensor:
+        """One set of wavelengths for requests within the original context, another for longer ones, from their first
+        token on: [tokens, rotary_dim / 2]."""
+        is_long = limits > self._facts.original_max_position_embeddings
+        return torch.where(is_long.unsqueeze(1), self._long, self._short)
+
+    def _stretched(self, factors: tuple[float, ...]) -> torch.Tensor:
+        if len(factors) != len(self._exponents):
+            raise ModelError(
+                f"config.json gives {len(factors)} factors of wavelengths, and its heads have {len(self._exponents)}"
+            )
+        stretched = torch.tensor(factors, dtype=torch.float32, device=self._exponents.device)
+        return 1.0 / (stretched * self._facts.theta**self._exponents)
 
 
 def _frequencies(facts: RopeFacts, exponents: torch.Tensor) -> torch.Tensor:
-    """Radians per position, [head_dim / 2]; dynamic scaling starts from the default's."""
+    """Radians per position, [rotary_dim / 2]; dynamic scaling starts from the default's."""
+    if facts.kind == "none":
+        return torch.zeros_like(exponents)
     frequencies = 1.0 / facts.theta**exponents
     if facts.kind == "linear":
         return frequencies / facts.factor
@@ -93,11 +121,14 @@ def _yarn_frequencies(facts: RopeFacts, frequencies: torch.Tensor) -> torch.Tens
 
 
 def _attention_factor(facts: RopeFacts) -> float:
-    """Factor of rotated queries and keys: yarn sharpens attention over a stretched context."""
-    if facts.kind != "yarn":
+    """Factor of rotated queries and keys: some scalings sharpen attention over a stretched context."""
+    if facts.kind not in ("yarn", "longrope"):
         return 1.0
     if facts.attention_factor is not None:
         return facts.attention_factor
+    if facts.kind == "longrope":
+        context = facts.original_max_position_embeddings
+        return 1.0 if facts.factor <= 1 else math.sqrt(1 + math.log(facts.factor) / math.log(context))
 
     def sharpness(mscale: float) -> float:
         return 1.0 if facts.factor <= 1 else 0.1 * mscale * math.log(facts.factor) + 1.0

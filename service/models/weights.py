@@ -35,6 +35,20 @@ class Weights:
         self.num_bytes += tensor.nbytes
         return tensor
 
+    def norm(self, name: str, size: int, *, zero_centred: bool) -> torch.Tensor:
+        """The weight of a norm. One that is stored as its distance from 1 is held in float32, in which nothing of it is
+        lost. Raises ModelError."""
+        if not zero_centred:
+            return self.tensor(f"{name}.weight", size)
+        weight = self._checkpoint.tensor(f"{name}.weight", (size,)).to(self.device, torch.float32, copy=True).add_(1)
+        self.num_bytes += weight.nbytes
+        return weight
+
+    def taps(self, name: str, size: int, width: int) -> torch.Tensor:
+        """Of a depthwise convolution over `size` channels. Checkpoints hold [size, 1, width]; the kernels read
+        [width, size]. Raises ModelError."""
+        return self.tensor(f"{name}.weight", size, 1, width).squeeze(1).t().contiguous()
+
     def projection(self, name: str, *, bias: bool = False) -> Projection:
         """The projection that the layout calls `name`, its slices packed into one product. Raises ModelError."""
         layout = self._layout[name]

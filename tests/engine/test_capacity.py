@@ -12,7 +12,7 @@ import torch
 from kernels.platform import detect
 from service.engine.config import EngineConfig
 from service.engine.runner import capacity_of
-from service.models.facts import model_facts
+from service.models.families import model_spec
 from tests.support.tiny_models import tiny_config
 
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}
@@ -33,9 +33,9 @@ def test_the_operator_shortens_it_and_stretches_it_where_linear_scaling_does(
     rope: dict[str, Any] | None, given: int | None, limit: int
 ) -> None:
     changes = {} if rope is None else {"rope_parameters": rope}
-    facts = model_facts(json.loads(tiny_config("llama", **changes).to_json_string(use_diff=False)))
+    spec = model_spec(json.loads(tiny_config("llama", **changes).to_json_string(use_diff=False)))
     loaded: Any = SimpleNamespace(
-        facts=facts,
+        spec=spec,
         dtype=torch.float32,
         device=torch.device("cpu"),
         layout=SimpleNamespace(groups=()),

@@ -1,4 +1,4 @@
-"""Layouts and facts from config.json: every projection of PEFT's module tree, and one sentence for what is refused."""
+"""From config.json to layouts: every projection of PEFT's module tree, and one sentence for what is refused."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from adapters.paths import layout_fingerprint
+from service.models.config_json import read_config
 from service.models.errors import ModelError
-from service.models.facts import model_facts, read_config
+from service.models.families import model_spec
 from service.models.layouts import layout_in, layout_of
 from tests.support.tiny_models import FAMILIES, make_tiny_model, tiny_config
 
@@ -113,14 +114,14 @@ def test_the_old_spelling_of_rope_means_the_same() -> None:
     config = config_of("llama", rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 777.0})
     old = {key: value for key, value in config.items() if key != "rope_parameters"}
     old |= {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 777.0}
-    assert model_facts(old) == model_facts(config)
+    assert model_spec(old) == model_spec(config)
 
 
 def test_yarn_without_a_factor_has_that_of_its_two_contexts() -> None:
     """As transformers has it, where the field is there and null."""
     rope = {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 16}
     config = {**config_of("qwen2"), "max_position_embeddings": 64, "rope_parameters": rope}
-    assert model_facts(config).rope.factor == 4.0
+    assert model_spec(config).rotations[0].factor == 4.0
 
 
 @pytest.mark.parametrize(
@@ -131,21 +132,21 @@ def test_yarn_without_a_factor_has_that_of_its_two_contexts() -> None:
 def test_yarn_stretches_the_context_by_its_factor(rope: dict[str, int], context_tokens: int) -> None:
     config = {**config_of("qwen2"), "rope_parameters": {"rope_type": "yarn", "factor": 4.0, **rope}}
     assert config["max_position_embeddings"] == 512
-    assert model_facts(config).context_tokens == context_tokens
+    assert model_spec(config).context_tokens == context_tokens
 
 
 def test_linear_scaling_stretches_the_context_only_as_far_as_the_operator_says() -> None:
     config = {**config_of("llama"), "rope_parameters": {"rope_type": "linear", "factor": 4.0}}
-    facts = model_facts(config)
-    assert (facts.context_tokens, facts.longest_context_tokens) == (512, 2048)
-    plain = model_facts(config_of("llama"))
+    spec = model_spec(config)
+    assert (spec.context_tokens, spec.longest_context_tokens) == (512, 2048)
+    plain = model_spec(config_of("llama"))
     assert (plain.context_tokens, plain.longest_context_tokens) == (512, 512)
 
 
 def test_endings_that_the_model_cannot_produce_are_left_out() -> None:
     config = config_of("llama")
     size = config["vocab_size"]
-    assert model_facts({**config, "eos_token_id": [-1, 2, size - 1, size, 10**9, "2", None]}).eos_token_ids == (
+    assert model_spec({**config, "eos_token_id": [-1, 2, size - 1, size, 10**9, "2", None]}).eos_token_ids == (
         2,
         size - 1,
     )
@@ -155,8 +156,8 @@ def test_the_old_spelling_of_lfm2_means_what_transformers_reads_in_it() -> None:
     old = {key: value for key, value in config_of("lfm2").items() if key not in ("layer_types", "tie_word_embeddings")}
     old |= {"full_attn_idxs": [1, 2], "tie_embedding": False, "block_ff_dim": 200, "intermediate_size": 7}
     read = transformers.AutoConfig.for_model(**old)
-    assert model_facts(old) == model_facts(json.loads(read.to_json_string(use_diff=False)))
-    assert model_facts(old).layer_kinds == ("conv", "attention", "attention", "conv")
+    assert model_spec(old) == model_spec(json.loads(read.to_json_string(use_diff=False)))
+    assert [layer.mixer.name for layer in model_spec(old).layers] == ["conv", "self_attn", "self_attn", "conv"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -165,7 +166,7 @@ def test_fields_that_config_json_leaves_out_have_the_familys_defaults(family: st
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 32}
     short = {"model_type": family, "vocab_size": 99, **sizes}
     full = transformers.AutoConfig.for_model(family, vocab_size=99, **sizes)
-    assert model_facts(short) == model_facts(
+    assert model_spec(short) == model_spec(
         {**json.loads(full.to_json_string(use_diff=False)), "bos_token_id": None, "eos_token_id": None, "dtype": None}
     )
 
@@ -174,7 +175,7 @@ def test_end_of_sequence_ids_of_both_files_are_known(tmp_path: Path) -> None:
     make_tiny_model("qwen3", tmp_path)
     generation = json.loads((tmp_path / "generation_config.json").read_text())
     (tmp_path / "generation_config.json").write_text(json.dumps({**generation, "eos_token_id": [4, 2]}))
-    assert model_facts(read_config(tmp_path)).eos_token_ids == (2, 4)
+    assert model_spec(read_config(tmp_path)).eos_token_ids == (2, 4)
 
 
 def test_layouts_import_no_torch() -> None:

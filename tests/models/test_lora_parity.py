@@ -162,7 +162,7 @@ def run(served: Served, chunk_starts: list[dict[str, int]]) -> dict[str, torch.T
     names = [*chunk_starts[0]]
     num_blocks = -(-PROMPT_TOKENS // BLOCK_SIZE)
     caches = allocate_caches(
-        loaded.facts, 1 + num_blocks * len(names), BLOCK_SIZE, 1 + len(names), loaded.dtype, loaded.device
+        loaded.spec, 1 + num_blocks * len(names), BLOCK_SIZE, 1 + len(names), loaded.dtype, loaded.device
     )
     num_tokens = PROMPT_TOKENS * len(names)
     inputs = StepInputs(
@@ -173,7 +173,7 @@ def run(served: Served, chunk_starts: list[dict[str, int]]) -> dict[str, torch.T
             max_logits_rows=num_tokens,
             block_size=BLOCK_SIZE,
             num_groups=len(loaded.layout.groups),
-            has_conv=bool(loaded.facts.conv_layers),
+            has_conv=loaded.spec.has_states,
             has_length_limits=False,
             device=loaded.device,
         )

@@ -55,6 +55,23 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-window": ("qwen3", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2}),
     "lfm2-biases": ("lfm2", {"conv_bias": True, "conv_L_cache": 4}),
     "lfm2-plain-ff": ("lfm2", {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": False}),
+    "phi3-whole-heads": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0}},
+    ),
+    "gemma3-rope": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+            "final_logit_softcapping": None,
+        },
+    ),
+    "smollm3-biases": ("smollm3", {"attention_bias": True, "mlp_bias": True, "no_rope_layers": [0, 1, 1, 0]}),
+    "smollm3-no-window": ("smollm3", {"use_sliding_window": False}),
+    "granite-biases": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
     "rope-theta": ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
     "rope-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
     "rope-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}),
@@ -202,8 +219,36 @@ def test_dynamic_rope_takes_the_limit_of_its_own_request(tmp_path: Path, device:
     # transformers takes the length of the longest position so far: a whole prompt of 60 is scaled as a limit of 60.
     (expected,) = oracle_logits(model_dir, [tokens], torch.float32)
     driver = HandDriver(load_model(model_dir, device=device))
-    assert driver.loaded.facts.context_tokens == 128
+    assert driver.loaded.spec.context_tokens == 128
     first, second = driver.sequence(limit=60), driver.sequence(limit=128)
     logits = driver.step([(first, tokens), (second, tokens)], all_logits=True)
     torch.testing.assert_close(logits[:60], expected, atol=LOGITS[torch.float32], rtol=0)
     assert (logits[60:] - expected).abs().max() > 100 * LOGITS[torch.float32]
+
+
+@pytest.mark.parametrize("share", [0.75, 1.0])
+def test_longrope_takes_the_wavelengths_of_its_own_limit(share: float, tmp_path: Path, device: str) -> None:
+    """Within the original context the short ones, beyond it the long ones, whatever the neighbours' limits are."""
+    num_factors = int(16 * share) // 2
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1000.0,
+        "partial_rotary_factor": share,
+        "short_factor": [1.0 + 0.1 * i for i in range(num_factors)],
+        "long_factor": [2.0 + i for i in range(num_factors)],
+    }
+    model_dir = make_tiny_model(
+        "phi3",
+        tmp_path,
+        rope_parameters=rope,
+        max_position_embeddings=128,
+        original_max_position_embeddings=32,
+        sliding_window=None,
+    )
+    long, short = prompt(60), prompt(32)
+    # transformers takes the length of the longest position of a forward pass.
+    expected = torch.cat(oracle_logits(model_dir, [long, short], torch.float32))
+    driver = HandDriver(load_model(model_dir, device=device))
+    assert driver.loaded.spec.context_tokens == 128
+    tokens = [(driver.sequence(limit=60), long), (driver.sequence(limit=32), short)]
+    torch.testing.assert_close(driver.step(tokens, all_logits=True), expected, atol=LOGITS[torch.float32], rtol=0)

@@ -25,7 +25,7 @@ def test_all_that_a_step_calls_is_warmed_up(
     loaded = load_model(make_tiny_model(family, tmp_path / family), dtype="float32")
     pool = RowPool(loaded.layout, 1 << 22, dtype=torch.float32, device=CPU)
     loaded.model.bind_rows(pool)
-    caches = allocate_caches(loaded.facts, 3, 16, 3, loaded.dtype, CPU)
+    caches = allocate_caches(loaded.spec, 3, 16, 3, loaded.dtype, CPU)
     calls: dict[str, list[tuple[Any, Any]]] = {"attention": [], "conv": [], "lora": []}
     for name, ops in (("attention", attention_ops), ("conv", conv_ops), ("lora", lora_ops)):
         monkeypatch.setattr(ops, "warm_up", lambda *args, name=name, **kwargs: calls[name].append((args, kwargs)))
@@ -42,7 +42,7 @@ def test_all_that_a_step_calls_is_warmed_up(
 
 def test_warming_up_changes_nothing_and_compiles_nothing_on_a_cpu(tmp_path: Any) -> None:
     loaded = load_model(make_tiny_model("lfm2", tmp_path / "lfm2"), dtype="float32")
-    caches = allocate_caches(loaded.facts, 3, 16, 3, loaded.dtype, CPU)
+    caches = allocate_caches(loaded.spec, 3, 16, 3, loaded.dtype, CPU)
     tensors = [t for c in caches.layers for t in ((c.k, c.v) if isinstance(c, KvCache) else (c.lines,))]
     for tensor in tensors:
         tensor.fill_(3.0)

@@ -24,11 +24,20 @@ from service.engine.config import EngineConfig, EngineOptions
 from service.engine.engine import Engine
 from service.engine.messages import Finished, Sampling, Submit, TokenLogprob, Tokens
 from service.models.caches import kv_bytes_per_token
-from service.models.facts import model_facts, read_config
+from service.models.config_json import read_config
+from service.models.families import model_spec
 from service.models.layouts import layout_in
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.stepped_loader import PromptLoader
-from tests.support.tiny_models import LINEAR_MODULES, VOCAB_SIZE, make_adapter, make_tiny_model
+from tests.support.tiny_models import (
+    ATTENTION_INPUTS,
+    ATTENTION_OUTPUT,
+    LINEAR_MODULES,
+    MLP_MODULES,
+    VOCAB_SIZE,
+    make_adapter,
+    make_tiny_model,
+)
 
 BASE = "base"
 BLOCK_SIZE = 4
@@ -87,28 +96,27 @@ class World:
     @property
     def tied_targets(self) -> set[str]:
         """Adapters of the embedding or the head of a model that ties them: PEFT's merged weights mix the two up."""
-        tied = model_facts(read_config(self.model_dir)).tie_word_embeddings
+        tied = model_spec(read_config(self.model_dir)).tie_word_embeddings
         return {"head", "embedding"} if tied else set()
 
 
 def adapter_specs(family: str) -> dict[str, dict[str, Any]]:
     """Mixed ranks and targets: everything, single groups, one projection, the head, the embedding, patterns."""
     linear = LINEAR_MODULES[family]
-    output = "out_proj" if family == "lfm2" else "o_proj"
-    mlp = ["w1", "w2", "w3"] if family == "lfm2" else ["gate_proj", "up_proj", "down_proj"]
+    inputs, output, mlp = ATTENTION_INPUTS[family], ATTENTION_OUTPUT[family], MLP_MODULES[family]
     return {
         "all": {"rank": 8, "target_modules": linear},
-        "attention": {"rank": 4, "target_modules": ["q_proj", "v_proj"]},
+        "attention": {"rank": 4, "target_modules": [inputs[0], inputs[-1]]},
         "mlp": {"rank": 16, "target_modules": mlp},
         "one": {"rank": 1, "target_modules": [output]},
-        "head": {"rank": 6, "target_modules": ["lm_head", "q_proj"]},
-        "embedding": {"rank": 5, "target_modules": ["embed_tokens", "v_proj"]},
+        "head": {"rank": 6, "target_modules": ["lm_head", inputs[0]]},
+        "embedding": {"rank": 5, "target_modules": ["embed_tokens", inputs[-1]]},
         "rs": {"rank": 32, "target_modules": linear, "use_rslora": True, "lora_alpha": 8},
         "pattern": {
             "rank": 3,
             "target_modules": linear,
-            "rank_pattern": {"q_proj": 12},
-            "alpha_pattern": {"v_proj": 5},
+            "rank_pattern": {inputs[0]: 12},
+            "alpha_pattern": {(*inputs, output)[2 if len(inputs) == 3 else 1]: 5},
             "layers_to_transform": [0, 1],
         },
     }
@@ -147,7 +155,7 @@ def make_requests(world: World, num: int = 24, *, seed: int = 0, max_prompt: int
 
 def config_of(world: World, *, num_blocks: int = 400, num_rows: int = 128, **fields: Any) -> EngineConfig:
     """An engine of `num_blocks` KV blocks and at least `num_rows` rows in each group."""
-    facts = model_facts(read_config(world.model_dir))
+    spec = model_spec(read_config(world.model_dir))
     layout = layout_in(world.model_dir)
     row_bytes = 2**16
     while min(plan_rows(layout, row_bytes, element_bytes=4).rows.values()) < num_rows:
@@ -157,7 +165,7 @@ def config_of(world: World, *, num_blocks: int = 400, num_rows: int = 128, **fie
         store_root=str(world.store_root),
         device=world.device,
         block_size_tokens=BLOCK_SIZE,
-        kv_bytes=num_blocks * BLOCK_SIZE * kv_bytes_per_token(facts, world.dtype),
+        kv_bytes=num_blocks * BLOCK_SIZE * kv_bytes_per_token(spec, world.dtype),
         row_bytes=row_bytes,
         host_tier_bytes=64 * 2**20,
         **fields,

@@ -39,7 +39,7 @@ class HandDriver:
     def __post_init__(self) -> None:
         loaded = self.loaded
         self.caches = allocate_caches(
-            loaded.facts, self.num_blocks, self.block_size, self.num_lines, loaded.dtype, loaded.device
+            loaded.spec, self.num_blocks, self.block_size, self.num_lines, loaded.dtype, loaded.device
         )
         self._free_blocks = list(range(1, self.num_blocks))
         if self.scatter:
@@ -77,9 +77,9 @@ class HandDriver:
         tables = tuple(tuple(sequence.blocks[: -(-sequence.length // self.block_size)]) for sequence, _ in chunks)
         attention = _attention_maps(starts, kv_lens, tables, slots, device)
         rows = list(range(starts[-1])) if all_logits else [end - 1 for end in starts[1:]]
-        facts = self.loaded.facts
+        spec = self.loaded.spec
         conv = None
-        if facts.conv_layers:
+        if spec.has_states:
             conv = ConvMaps(
                 query_starts=tuple(starts),
                 query_start_loc=attention.query_start_loc,
@@ -90,7 +90,7 @@ class HandDriver:
         batch = StepBatch(
             token_ids=torch.tensor([token for _, tokens in chunks for token in tokens], device=device),
             positions=torch.tensor(positions, device=device),
-            rope_limits=torch.tensor(limits, device=device) if facts.needs_rope_limits else None,
+            rope_limits=torch.tensor(limits, device=device) if spec.needs_rope_limits else None,
             lora=lora,
             attention=attention,
             conv=conv,

@@ -15,7 +15,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "lfm2")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "lfm2", "phi3", "gemma3_text", "smollm3", "granite")
 VOCAB_SIZE = 304
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -56,13 +56,52 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
         "conv_L_cache": 3,
         "tie_word_embeddings": True,
     },
-}
-LINEAR_MODULES: dict[str, list[str]] = {
-    **{
-        family: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        for family in ("llama", "mistral", "qwen2", "qwen3")
+    "phi3": {
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "original_max_position_embeddings": 512,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.75},
+        "sliding_window": 24,
+        "tie_word_embeddings": False,
     },
-    "lfm2": ["q_proj", "k_proj", "v_proj", "out_proj", "in_proj", "w1", "w2", "w3"],
+    "gemma3_text": {
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 24,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "final_logit_softcapping": 6.0,
+        "tie_word_embeddings": True,
+    },
+    "smollm3": {
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "no_rope_layer_interval": 2,
+        "use_sliding_window": True,
+        "sliding_window": 24,
+        "tie_word_embeddings": True,
+    },
+    "granite": {
+        "num_attention_heads": 4,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 0.7,
+        "tie_word_embeddings": True,
+    },
+}
+# Linear modules of a layer, by what they are.
+ATTENTION_INPUTS = {family: ["q_proj", "k_proj", "v_proj"] for family in FAMILIES} | {"phi3": ["qkv_proj"]}
+ATTENTION_OUTPUT = dict.fromkeys(FAMILIES, "o_proj") | {"lfm2": "out_proj"}
+OTHER_MIXERS = dict.fromkeys(FAMILIES, ()) | {"lfm2": ("in_proj",)}
+MLP_MODULES = {family: ["gate_proj", "up_proj", "down_proj"] for family in FAMILIES} | {
+    "phi3": ["gate_up_proj", "down_proj"],
+    "lfm2": ["w1", "w2", "w3"],
+}
+LINEAR_MODULES = {
+    family: [*ATTENTION_INPUTS[family], ATTENTION_OUTPUT[family], *OTHER_MIXERS[family], *MLP_MODULES[family]]
+    for family in FAMILIES
 }
 
 

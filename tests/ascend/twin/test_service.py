@@ -17,7 +17,8 @@ from kernels.platform import IMPLEMENTATIONS, in_use, installed
 from service.engine.config import EngineConfig
 from service.engine.records import StepRecord
 from service.models.caches import kv_bytes_per_token
-from service.models.facts import model_facts, read_config
+from service.models.config_json import read_config
+from service.models.families import model_spec
 from tests.ascend.twin import stand_ins
 from tests.ascend.twin.install import npu_path, npu_platform
 from tests.support.engine_parity import (
@@ -86,8 +87,8 @@ def make_requests(world: World, num_output: int) -> list[Request]:
 
 
 def config(world: World, *, num_blocks: int, token_budget: int) -> EngineConfig:
-    facts = model_facts(read_config(world.model_dir))
-    kv_bytes = num_blocks * BLOCK_SIZE * kv_bytes_per_token(facts, world.dtype)
+    spec = model_spec(read_config(world.model_dir))
+    kv_bytes = num_blocks * BLOCK_SIZE * kv_bytes_per_token(spec, world.dtype)
     return msgspec.structs.replace(
         config_of(world, token_budget=token_budget, max_sequences=8, num_rows=160),
         block_size_tokens=BLOCK_SIZE,

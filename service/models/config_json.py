@@ -1,0 +1,127 @@
+"""Reading config.json: what all families check alike. Torch-free.
+
+Anything that could not be honoured (another activation, say) is a `ModelError`, before weights are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from service.models.errors import ModelError
+
+Config = Mapping[str, Any]
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """config.json of a checkpoint; end-of-sequence ids that only generation_config.json names are merged in."""
+    config = _read_json(model_dir / "config.json")
+    if (model_dir / "generation_config.json").is_file():
+        generation = _read_json(model_dir / "generation_config.json")
+        eos_token_ids = [*_token_ids(config, "eos_token_id"), *_token_ids(generation, "eos_token_id")]
+        config["eos_token_id"] = list(dict.fromkeys(eos_token_ids))
+    return config
+
+
+def completed(config: Config, defaults: Config, *, nullable: tuple[str, ...] = ()) -> dict[str, Any]:
+    """config with what transformers assumes where it is silent. null stands for the default, but in `nullable` fields,
+    where it means "none"."""
+    return {**defaults, **{k: v for k, v in config.items() if v is not None or k in nullable}}
+
+
+def count(config: Config, key: str) -> int:
+    """Raises ModelError unless it is a positive integer."""
+    value = config.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"config.json must give {key} as a positive integer, and has {value!r}")
+    return value
+
+
+def attention_sizes(config: Config) -> dict[str, Any]:
+    """num_heads, num_kv_heads, head_dim and scale of an `AttentionSpec`, where they are the same in all layers."""
+    num_heads = count(config, "num_attention_heads")
+    sizes = {"num_key_value_heads": num_heads, "head_dim": count(config, "hidden_size") // num_heads, **config}
+    num_kv_heads, head_dim = count(sizes, "num_key_value_heads"), count(sizes, "head_dim")
+    if num_heads % num_kv_heads or head_dim % 2:
+        raise ModelError(
+            f"config.json has {num_heads} attention heads of width {head_dim} over {num_kv_heads} key/value heads; "
+            "the heads must be a multiple of the key/value heads and their width even"
+        )
+    return {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "scale": head_dim**-0.5}
+
+
+def model_sizes(config: Config) -> dict[str, Any]:
+    """The fields of a `ModelSpec` that all families spell alike."""
+    return {
+        "model_type": config["model_type"],
+        "vocab_size": count(config, "vocab_size"),
+        "hidden_size": count(config, "hidden_size"),
+        "max_position_embeddings": count(config, "max_position_embeddings"),
+        "norm_eps": float(config["rms_norm_eps"]),
+        "tie_word_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "bos_token_id": config.get("bos_token_id"),
+        "eos_token_ids": _endings(config),
+        "checkpoint_dtype": config.get("dtype") or config.get("torch_dtype"),
+    }
+
+
+def check_activation(config: Config, served: tuple[str, ...] = ("silu", "swish"), key: str = "hidden_act") -> None:
+    """Raises ModelError for another one."""
+    activation = config.get(key, served[0])
+    if activation not in served:
+        raise ModelError(f"config.json asks for the activation {activation!r}; served is {served[0]}")
+
+
+def layer_types(config: Config, known: tuple[str, ...]) -> list[str]:
+    """One of `known` for each layer. Raises ModelError."""
+    listed: list[str] = config["layer_types"]
+    num_layers = count(config, "num_hidden_layers")
+    unknown = sorted({str(layer_type) for layer_type in listed} - set(known))
+    if unknown or len(listed) != num_layers:
+        raise ModelError(
+            f"config.json must list one of {', '.join(known)} for each of its {num_layers} layers in layer_types, and "
+            f"lists {len(listed)}{' with ' + ', '.join(unknown) if unknown else ''}"
+        )
+    return listed
+
+
+def late_windows(config: Config) -> list[int | None]:
+    """Sliding window of each layer, where use_sliding_window turns them on and layer_types, or max_window_layers before
+    that, says in which layers."""
+    window = config.get("sliding_window") if config.get("use_sliding_window", False) else None
+    if "layer_types" not in config:
+        first = config["max_window_layers"]
+        return [window if index >= first else None for index in range(count(config, "num_hidden_layers"))]
+    kinds = layer_types(config, ("full_attention", "sliding_attention"))
+    if "sliding_attention" in kinds and window is None:
+        raise ModelError("config.json has layers of type sliding_attention, but use_sliding_window is off")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _endings(config: Config) -> tuple[int, ...]:
+    """The end-of-sequence ids that the model can produce: some checkpoints name others, of another size of the family,
+    say, or of a tokenizer with more tokens than the model."""
+    vocab_size = count(config, "vocab_size")
+    token_ids = _token_ids(config, "eos_token_id")
+    return tuple(token_id for token_id in token_ids if isinstance(token_id, int) and 0 <= token_id < vocab_size)
+
+
+def _token_ids(config: Config, key: str) -> tuple[int, ...]:
+    value = config.get(key)
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path.parent} has no {path.name}, so it is not a Hugging Face model directory") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} does not hold a JSON object")
+    return value

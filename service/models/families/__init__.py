@@ -1,0 +1,43 @@
+"""The model families that are served: one file of data each. Torch-free.
+
+A family's `read` makes a `ModelSpec` of a parsed config.json, and raises ModelError for what could not be honoured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from service.models.errors import ModelError
+from service.models.families import gemma3, granite, lfm2, llama, mistral, phi3, qwen2, qwen3, smollm3
+from service.models.spec import ModelSpec
+
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = MappingProxyType(
+    {
+        "llama": llama.read,
+        "mistral": mistral.read,
+        "qwen2": qwen2.read,
+        "qwen3": qwen3.read,
+        "lfm2": lfm2.read,
+        "phi3": phi3.read,
+        "gemma3_text": gemma3.read,
+        "smollm3": smollm3.read,
+        "granite": granite.read,
+    }
+)
+FAMILIES = tuple(_READERS)
+
+
+def model_spec(config: Mapping[str, Any]) -> ModelSpec:
+    """The model that `config` (a parsed config.json) describes. Raises ModelError."""
+    family = config.get("model_type")
+    read = _READERS.get(str(family))
+    if read is None:
+        raise ModelError(f"config.json names the model_type {family!r}; served are {', '.join(FAMILIES)}")
+    if config.get("quantization_config"):
+        raise ModelError("config.json has a quantization_config; quantised checkpoints are not served")
+    spec = read(config)
+    if not spec.attentions:
+        raise ModelError("config.json has no attention layer; served are models with at least one")
+    return spec

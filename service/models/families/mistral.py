@@ -1,0 +1,25 @@
+"""Mistral: Llama without biases, and with a sliding window in every layer."""
+
+from __future__ import annotations
+
+from service.models.config_json import Config, attention_sizes, check_activation, completed, count, model_sizes
+from service.models.families import llama
+from service.models.rope_facts import rope_facts
+from service.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+
+_DEFAULTS: Config = {
+    **llama.DEFAULTS,
+    "max_position_embeddings": 131_072,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+}
+
+
+def read(config: Config) -> ModelSpec:
+    """See `families`."""
+    config = completed(config, _DEFAULTS, nullable=("sliding_window",))
+    check_activation(config)
+    attention = AttentionSpec(**attention_sizes(config), sliding_window=config["sliding_window"])
+    layer = LayerSpec(mixer=attention, mlp=MlpSpec(size=count(config, "intermediate_size")))
+    layers = (layer,) * count(config, "num_hidden_layers")
+    return ModelSpec(**model_sizes(config), layers=layers, rotations=(rope_facts(config),))

@@ -1,0 +1,189 @@
+"""A base model as data: what `families/<name>.py` reads out of a config.json. Torch-free.
+
+Everything else follows from it: the projections that adapters bind to, the tensors that are read, what is allocated per
+slot and per cached token, and the shapes that kernels are tried at. Names are those of transformers' module tree,
+relative to the module around them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kernels.swiglu.activation import Activation
+from service.models.rope_facts import RopeFacts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Grouped-query attention; needs no state but cached keys and values.
+
+    inputs           modules that yield queries, keys and values, in this order: three, or one for all
+    scale            of the scores
+    rotary           which of the model's rotations turns queries and keys
+    sliding_window   number of latest tokens a query sees, itself included; None: all of them
+    head_norms       modules of the norms of each query and each key head before rotation
+    has_output_gate  the query module yields for each head its query, then a gate: the head's output is multiplied with
+                     the gate's sigmoid
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    name: str = "self_attn"
+    inputs: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    output: str = "o_proj"
+    input_bias: bool = False
+    output_bias: bool = False
+    rotary: int = 0
+    sliding_window: int | None = None
+    head_norms: tuple[str, str] | None = None
+    has_output_gate: bool = False
+
+    @property
+    def query_size(self) -> int:
+        """Columns of the queries, their gates included."""
+        return self.num_heads * self.head_dim * (2 if self.has_output_gate else 1)
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShortConvSpec:
+    """A gated short convolution over `size` channels; its state is the last `width` - 1 inputs of a sequence."""
+
+    size: int
+    width: int
+    bias: bool
+    name: str = "conv"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpSpec:
+    """output(activation(gate(x)) * up(x)).
+
+    inputs  modules of gate and up, or one for both
+    packed  what the one product of both is called
+    """
+
+    size: int
+    name: str = "mlp"
+    inputs: tuple[str, ...] = ("gate_proj", "up_proj")
+    packed: str = "gate_up_proj"
+    output: str = "down_proj"
+    bias: bool = False
+    activation: Activation = "silu"
+
+
+Mixer = AttentionSpec | ShortConvSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """What mixes the tokens, then what works on each token. Each reads the residual stream, normed, and is added to it;
+    normed once more before that where a module is named for it (`..._end_norm`)."""
+
+    mixer: Mixer
+    mlp: MlpSpec
+    mixer_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    mixer_end_norm: str | None = None
+    mlp_end_norm: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """The base model.
+
+    prefix               before the names of its modules, "model." say
+    rotations            of queries and keys, by position: attention layers say which is theirs
+    final_norm           before the head
+    zero_centred_norms   norms multiply with 1 + weight
+    embedding_scale, residual_scale, logits_scale
+                         factors of the embedded tokens, of what is added to the residual stream, of the logits
+    logits_cap           logits come out as cap * tanh(logits / cap); None: as they are
+    tie_word_embeddings  the head is the token embedding, unless the checkpoint holds a head of other values
+    max_position_embeddings
+                         as config.json says; `context_tokens` is the longest sequence
+    unused               beginnings of tensors' names that belong to parts of the model that are not served
+    checkpoint_dtype     what config.json says, e.g. "bfloat16"; None where it is silent
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    rotations: tuple[RopeFacts, ...]
+    norm_eps: float
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    checkpoint_dtype: str | None
+    prefix: str = "model."
+    final_norm: str = "norm"
+    zero_centred_norms: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_cap: float | None = None
+    unused: tuple[str, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def layer_prefix(self) -> str:
+        """Before the index of a layer."""
+        return f"{self.prefix}layers."
+
+    @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
+
+    @property
+    def convs(self) -> tuple[ShortConvSpec, ...]:
+        """Mixers that keep the last inputs of a convolution."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, ShortConvSpec))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether sequences have states of a fixed size, beside cached keys and values."""
+        return len(self.attentions) < len(self.layers)
+
+    @property
+    def widest_projection(self) -> int:
+        """Columns of the widest product in a layer."""
+        sizes = [2 * layer.mlp.size for layer in self.layers]
+        sizes += [attention.query_size + 2 * attention.kv_size for attention in self.attentions]
+        sizes += [3 * conv.size for conv in self.convs]
+        return max(sizes)
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest sequence the model is made for: some scalings of the rotation stretch the context by their factor."""
+        return min((self._context_of(rope) for rope in self.rotations), default=self.max_position_embeddings)
+
+    @property
+    def longest_context_tokens(self) -> int:
+        """What the operator may allow: with linear scaling, some config.json give the context before the stretching,
+        others the one after it, and nothing tells which."""
+        linear = [rope.factor for rope in self.rotations if rope.kind == "linear"]
+        if linear and len(self.rotations) == 1:
+            return int(self.max_position_embeddings * max(linear[0], 1.0))
+        return self.context_tokens
+
+    @property
+    def needs_rope_limits(self) -> bool:
+        """Whether `StepBatch.rope_limits` has to be filled: some scalings depend on a request's own limit."""
+        return any(rope.depends_on_limit for rope in self.rotations)
+
+    def _context_of(self, rope: RopeFacts) -> int:
+        if rope.kind == "dynamic":
+            return int(self.max_position_embeddings * rope.factor)
+        if rope.kind == "yarn":
+            return max(self.max_position_embeddings, int(rope.original_max_position_embeddings * rope.factor))
+        return self.max_position_embeddings
