@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,10 +105,18 @@ class Server:
         return self.process.wait(LIMIT_SECONDS)
 
 
-def start_server(model_dir: Path | None, work_dir: Path, *, wait: bool = True, **settings: Any) -> Server:
+def start_server(
+    model_dir: Path | None,
+    work_dir: Path,
+    *,
+    wait: bool = True,
+    installed: Path | None = None,
+    **settings: Any,
+) -> Server:
     """Start a server on a free port; with `wait` it is ready on return. End it with `Server.stop` or kill it.
 
-    A model directory or a setting that is None has the server's own default.
+    A model directory or a setting that is None has the server's own default. The server is this tree's; with
+    `installed`, the path of a command `multilora`, it is that one, started in `work_dir`.
     """
     work_dir.mkdir(parents=True, exist_ok=True)
     store_dir = Path(settings.pop("store_dir", work_dir / "store"))
@@ -126,10 +134,11 @@ def start_server(model_dir: Path | None, work_dir: Path, *, wait: bool = True, *
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
     log_path = work_dir / f"server-{time.monotonic_ns()}.log"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MULTILORA_")}
+    command: Sequence[str] = (sys.executable, "-m", "service.cli") if installed is None else (str(installed),)
     with log_path.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "service.cli", "serve", *flags],
-            cwd=_ROOT,
+            [*command, "serve", *flags],
+            cwd=_ROOT if installed is None else work_dir,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -149,7 +158,7 @@ def start_server(model_dir: Path | None, work_dir: Path, *, wait: bool = True, *
 
 
 @contextlib.contextmanager
-def running_server(model_dir: Path, work_dir: Path, **settings: Any) -> Iterator[Server]:
+def running_server(model_dir: Path | None, work_dir: Path, **settings: Any) -> Iterator[Server]:
     """A ready server, killed at the end if it has not been stopped."""
     server = start_server(model_dir, work_dir, **settings)
     try:

@@ -19,7 +19,7 @@ from service.models.checkpoint import OpenTensors, TensorSource
 from service.models.config_json import read_config
 from service.models.layouts import layout_of
 
-BUNDLED = Path(__file__).parents[1] / "examples" / "bundled" / "base"
+BUNDLED = Path(__file__).parents[1] / "service" / "bundled" / "base"
 SEED = 20_26
 _STANDARD_DEVIATION = 0.02
 _POOL_NUMBERS = 1 << 26

@@ -23,7 +23,7 @@ from examples.bundled_tokenizer import save_tokenizer
 from examples.muon import Muon
 from examples.training import Schedule, Stopwatch, device_of_choice, fit
 
-BASE_DIR = Path(__file__).parent / "bundled" / "base"
+BASE_DIR = Path(__file__).parents[1] / "service" / "bundled" / "base"
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 START_LIMIT_SECONDS, STOP_LIMIT_SECONDS = 180.0, 60.0
-ADAPTER_DIR = ROOT / "examples" / "bundled" / "adapters" / "pig-latin"
+ADAPTER_DIR = ROOT / "service" / "bundled" / "adapters" / "pig-latin"
 WORDS = "lamp tiger moss"
 EXPECTED = {"shout": "LAMP TIGER MOSS!", "reverse": "moss tiger lamp", "json": '["lamp", "tiger", "moss"]'}
 

@@ -18,7 +18,7 @@ from pydantic_settings import (
 from service.engine.config import EngineOptions
 
 MIB = 2**20
-_BUNDLED = Path(__file__).resolve().parent.parent / "examples" / "bundled"
+_BUNDLED = Path(__file__).resolve().parent / "bundled"
 BUNDLED_MODEL_DIR = _BUNDLED / "base"
 BUNDLED_ADAPTERS_DIR = _BUNDLED / "adapters"
 
@@ -237,7 +237,7 @@ class Settings(BaseSettings):
     def preload_dir(self) -> Path | None:
         """The directory of adapters to put into the store at the start, if any."""
         if self.preload_adapters_dir is None and self.model_dir.resolve() == BUNDLED_MODEL_DIR:
-            return BUNDLED_ADAPTERS_DIR if BUNDLED_ADAPTERS_DIR.is_dir() else None
+            return BUNDLED_ADAPTERS_DIR
         return self.preload_adapters_dir
 
     @property

@@ -23,7 +23,7 @@ README = (ROOT / "README.md").read_text()
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """What `make serve` starts, on a free port."""
-    with running_server(ROOT / "examples" / "bundled" / "base", tmp_path_factory.mktemp("readme")) as running:
+    with running_server(ROOT / "service" / "bundled" / "base", tmp_path_factory.mktemp("readme")) as running:
         yield running
 
 

@@ -1,4 +1,4 @@
-"""What lies in examples/bundled: an ordinary Hugging Face directory and four PEFT directories, within their sizes."""
+"""What lies in service/bundled: an ordinary Hugging Face directory and four PEFT directories, within their sizes."""
 
 from __future__ import annotations
 

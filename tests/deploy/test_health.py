@@ -23,7 +23,7 @@ def _check(url: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_healthy_once_the_model_is_loaded(tmp_path: Path) -> None:
-    server = start_server(ROOT / "examples" / "bundled" / "base", tmp_path, wait=False)
+    server = start_server(ROOT / "service" / "bundled" / "base", tmp_path, wait=False)
     try:
         loading = _check(server.url)
         assert loading.returncode == 1

@@ -16,7 +16,7 @@ from tests.support.limits import LIMIT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
 BROKEN_OPS = ROOT / "tests" / "support" / "broken_ops"
-BUNDLED = ROOT / "examples" / "bundled" / "base"
+BUNDLED = ROOT / "service" / "bundled" / "base"
 
 
 @dataclass(frozen=True)
