@@ -8,11 +8,12 @@ VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 TORCH_INDEX ?=
 ARGS ?=
+CLIENTS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --no-build-isolation --constraint constraints.txt
 
-.PHONY: serve test test-service test-ops test-ascend image-test check format bench bundle clean
+.PHONY: serve test test-service test-ops test-ascend clients test-clients image-test check format bench bundle clean
 
 serve: $(VENV)/.runtime
 	$(BIN)/multilora serve $(ARGS)
@@ -33,6 +34,14 @@ test-ops: $(VENV)/.dev
 # The kernels for Ascend, compiled and executed without an NPU, in a virtual environment of their own.
 test-ascend:
 	TORCH_INDEX="$(TORCH_INDEX)" scripts/test-ascend.sh
+
+# Clients as their users install them, pinned, each in an environment of its own below .venv-clients, and their tests,
+# which test-service runs too where the environments are. Needs PyPI and npm's registry; CLIENTS="NAME ..." names some.
+clients: $(VENV)/.dev
+	$(BIN)/python scripts/client_environments.py $(CLIENTS)
+
+test-clients: clients
+	$(BIN)/python -m pytest tests/clients $(ARGS)
 
 # The images, built by buildah on a base of debootstrap's, started and used. Root on Debian; not part of `make test`.
 image-test:
@@ -73,4 +82,4 @@ $(VENV)/.dev: $(VENV)/.runtime
 	touch $@
 
 clean:
-	rm -rf $(VENV) .venv-ascend build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-ascend .venv-clients build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

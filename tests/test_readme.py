@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.support.limits import LIMIT_SECONDS
+from tests.support.blocks import ROOT, blocks, run
 from tests.support.server import Server, running_server
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
@@ -27,26 +23,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def _blocks(section: str, language: str) -> list[str]:
-    body = README.split(f"## {section}\n", 1)[1].split("\n## ", 1)[0]
-    return re.findall(rf"```{language}\n(.*?)```", body, flags=re.DOTALL)
-
-
-def _run(command: list[str], server: Server) -> str:
-    environment = os.environ | {"MULTILORA_URL": server.url}
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_the_readme_opens_with_the_two_commands() -> None:
     assert README.split("```sh\n", 1)[1].startswith("make serve")
     assert re.search(r"^make test\b", README.split("```", 2)[1], flags=re.MULTILINE)
 
 
 def test_chat_with_two_adapters(server: Server) -> None:
-    (block,) = _blocks("Three things to try", "python")
-    lines = _run([sys.executable, "-c", block], server).splitlines()
+    (block,) = blocks("README.md", "## Three things to try", "python")
+    lines = run([sys.executable, "-c", block], server).splitlines()
     answers = {line.split(" ", 1)[0]: line.split(" ", 1)[1].strip() for line in lines}
     assert answers["shout"] == "LAMP TIGER MOSS!"
     assert answers["reverse"] == "moss tiger lamp"
@@ -56,9 +40,9 @@ def test_chat_with_two_adapters(server: Server) -> None:
 def test_upload_then_one_call_for_different_adapters(server: Server) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed: the README's two curl blocks were not run")
-    upload, batch = _blocks("Three things to try", "sh")
-    report = json.loads(_run(["bash", "-c", upload], server))
+    upload, batch = blocks("README.md", "## Three things to try", "sh")
+    report = json.loads(run(["bash", "-c", upload], server))
     assert report["name"] == "my-adapter"
-    items = json.loads(_run(["bash", "-c", batch], server))["items"]
+    items = json.loads(run(["bash", "-c", batch], server))["items"]
     texts = [item["choices"][0]["message"]["content"] for item in items]
     assert texts[1:] == ["LAMP TIGER MOSS!", '["lamp", "tiger", "moss"]', "moss tiger lamp"]

@@ -40,12 +40,12 @@ async def ready(request: Request) -> ReadyResponse:
 
 
 @router.get("/ping", responses=errors((503,)), summary="The same as /health")
+@router.post("/ping", responses=errors((503,)), summary="The same as /health")
 async def ping(request: Request) -> HealthResponse:
     """What Amazon SageMaker and vLLM's clients call; they send GET or POST."""
     return await health(request)
 
 
-router.post("/ping", include_in_schema=False)(ping)
 # Load balancers probe with HEAD; the schema speaks of GET alone.
 router.head("/health", include_in_schema=False)(health)
 router.head("/ready", include_in_schema=False)(ready)

@@ -106,7 +106,7 @@ class Generation(Request):
         description="log probabilities of the prompt's tokens, with so many alternatives, as vLLM writes them; a token "
         "that is none of the alternatives has no `rank`; not with `stream`",
     )
-    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = Field(
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, json_schema_extra={"not": {"const": 0}})] | None = Field(
         None, description="keep so many tokens of the prompt; -1: as many as fit beside the answer"
     )
     truncation_side: Literal["left", "right"] | None = Field(

@@ -1,0 +1,29 @@
+"""schemathesis: what /openapi.json says is how the server answers, whatever is sent and in whatever order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.blocks import ROOT, run
+from tests.support.client_environments import environment
+from tests.support.server import running_server
+
+PINS = ROOT / "tests" / "clients" / "schemathesis"
+ADAPTERS = ROOT / "service" / "bundled" / "adapters"
+
+
+def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
+    """With keys, of which an operation may ask for one, and with all that settings turn on."""
+    program = environment("schemathesis") / "bin" / "schemathesis"
+    keys = {"api_keys": "user", "admin_api_keys": "admin"}
+    with running_server(None, tmp_path, lora_path_root=ADAPTERS, **keys) as server:
+        flags = ["--config-file", str(PINS / "schemathesis.toml"), "run", f"{server.url}/openapi.json"]
+        header = ["--header", "Authorization: Bearer admin"]
+        variables = {"ADAPTER_DIR": str(ADAPTERS / "pig-latin"), "SCHEMATHESIS_HOOKS": str(PINS / "hooks.py")}
+        print(run([str(program), *flags, *header], server, cwd=tmp_path, **variables))
+        # That it came to where adapters are uploaded and asked, and was not refused at the door.
+        server.http.headers["Authorization"] = "Bearer admin"
+        assert server.metric("requests_total", adapter="shout", outcome="length") > 0
+        log = server.log
+    for call in ("POST path=/v1/adapters status=201", "DELETE path=/v1/adapters/0 status=200"):
+        assert f"method={call}" in log, call
