@@ -189,6 +189,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         if services.store is not None:
             services.store.close()
         services.template_worker.close()
+        services.grammar_trial.close()
 
 
 async def _prepare(services: Services, engine: EngineClient) -> None:

@@ -63,12 +63,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "adapters": ("kernels",),
     "service/models": ("adapters", "kernels"),
     "service/engine": (
-        *("service.models", "adapters", "kernels"),
+        *("service.models", "service.grammars", "adapters", "kernels"),
         *("service.logs", "service.child_process", "service.machine"),
     ),
-    "service/text": ("service.child_process",),
+    "service/text": ("service.bounded_child",),
+    "service/grammars": ("service.text.tokenizer", "service.models.facts", "service.bounded_child"),
     "service/api": (
-        *("service.engine", "service.models", "service.text", "adapters", "kernels"),
+        *("service.engine", "service.models", "service.text", "service.grammars", "adapters", "kernels"),
         *("service.settings", "service.logs", "service.version"),
     ),
     # A client of a server that runs elsewhere.
@@ -79,6 +80,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # What everybody may import knows nobody.
     "service/logs.py": (),
     "service/child_process.py": (),
+    "service/bounded_child.py": ("service.child_process",),
     "service/machine.py": (),
     "service/version.py": (),
     "service/settings.py": ("service.engine.config",),

@@ -25,6 +25,9 @@ from kernels.sampling.random_numbers import uniform
 _LARGEST_TOP_K = 1024
 
 
+MASK_FOLLOWS = np.empty(0, np.int32)
+
+
 @dataclass(slots=True)  # not frozen: a step makes one for each sequence, which would take thrice as long
 class RowSampling:
     """A row of the logits that gets a token.
@@ -35,7 +38,8 @@ class RowSampling:
     slot         of the sequence: where its token counts stand; read only if its parameters have penalties
     bias         token -> what is added to its logit
     barred       tokens that must not be chosen
-    mask         int32 [ceil(vocab / 32)], `mask_of(allowed tokens)`; None allows all
+    mask         int32 [ceil(vocab / 32)], `mask_of(allowed tokens)`; None allows all; `MASK_FOLLOWS` in all rows with a
+                 mask where the caller makes `masks` itself, later than the other arrays
     num_top      log probabilities are wanted of the chosen token and of so many of the most likely; None: of none
     """
 
@@ -72,7 +76,7 @@ class Asked:
     matrix: np.ndarray
 
     def arrays(self, number_dtype: type[np.floating]) -> dict[str, np.ndarray]:
-        """The fields of `SamplingMaps` by name, for `facts`; absent where these need none.
+        """The fields of `SamplingMaps` by name, for `facts`; absent where these need none, and `masks` that follow.
 
         number_dtype  of parameters and uniform numbers, see `number_dtype`
         """
@@ -117,7 +121,8 @@ class Asked:
         if facts.num_masked:
             masks = {i: row.mask for i, row in enumerate(self.rows) if row.mask is not None}
             arrays["masked"] = _filled(list(masks), facts.num_masked, np.int64)
-            arrays["masks"] = _filled(list(masks.values()), facts.num_masked, np.int32)
+            if not any(mask is MASK_FOLLOWS for mask in masks.values()):
+                arrays["masks"] = _filled(list(masks.values()), facts.num_masked, np.int32)
             arrays["mask_bits"] = _BITS
         return arrays
 

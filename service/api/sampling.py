@@ -51,9 +51,11 @@ def build_sampling(
     vocab_size: int,
     eos_token_ids: tuple[int, ...],
     defaults: SamplingDefaults = SamplingDefaults(),
+    grammar: str | None = None,
 ) -> Sampling:
     """What the engine is told. `eos_token_ids` end the answer unless `ignore_eos`; those that the model cannot produce,
-    which checkpoints may name, are left out. BadRequest names a wrong field."""
+    which checkpoints may name, are left out. `grammar` is what `service.api.grammars` gives. BadRequest names a wrong
+    field."""
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise BadRequest(
@@ -85,6 +87,7 @@ def build_sampling(
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        grammar=grammar,
     )
 
 

@@ -20,6 +20,7 @@ from service.api.errors import NotReady, QueueFull
 from service.api.metrics import Metrics
 from service.api.sampling import SamplingDefaults
 from service.engine.messages import Finished, Ready, Stats, Submit, Tokens
+from service.grammars.trial import GrammarTrial
 from service.settings import Settings
 from service.text.chat_template import ChatTemplate
 from service.text.template_worker import AdapterTemplate, TemplateWorker
@@ -136,6 +137,7 @@ class Services:
     stop: Callable[[], None] | None = None
     template_worker: TemplateWorker = field(default_factory=TemplateWorker)
     last_used_seconds: dict[str, int] = field(default_factory=dict)
+    grammar_trial: GrammarTrial = field(init=False)
     gate: Gate = field(init=False)
     base_digest: str = field(init=False)
     calls: Gate = field(init=False)
@@ -147,6 +149,7 @@ class Services:
     _before_loop: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.grammar_trial = GrammarTrial(self.settings.model_dir)
         self.gate = Gate(self.settings.max_queued_requests)
         self.base_digest = layout_fingerprint(self.layout)
         self.calls = Gate(self.settings.max_queued_requests)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from adapters.errors import RowsExceeded
 from kernels.sampling.parameters import row_of
 from service.engine.adapter_desk import LORA_IS_OFF, Rows
+from service.engine.grammars import NO_GRAMMARS
 from service.engine.messages import Sampling, Submit
 from service.engine.sequence import Sequence
 
@@ -19,14 +20,21 @@ if TYPE_CHECKING:
 MAX_TOKENS_LIMIT = 2**31
 
 
-def error_in(request: Submit, capacity: Capacity, kv_capacity_tokens: int, rows: Rows | None) -> str | None:
-    """One sentence that says what is wrong and what to do, or None if the request can be served."""
+def error_in(
+    request: Submit, capacity: Capacity, kv_capacity_tokens: int, rows: Rows | None, *, has_grammars: bool
+) -> str | None:
+    """One sentence that says what is wrong and what to do, or None if the request can be served.
+
+    has_grammars  whether the engine can follow grammars
+    """
     prompt, sampling = request.prompt_token_ids, request.sampling
     if not prompt:
         return "The prompt is empty; send at least one token."
     if not all(0 <= token < capacity.vocab_size for token in prompt):
         return f"The prompt has token ids outside the vocabulary of {capacity.vocab_size}."
     error = _error_in_adapter(request, rows) or _error_in_sampling(sampling, capacity.vocab_size)
+    if error is None and sampling.grammar is not None and not has_grammars:
+        error = NO_GRAMMARS
     if error is not None:
         return error
     total, limit = len(prompt) + sampling.max_tokens, capacity.max_model_len_tokens

@@ -15,8 +15,10 @@ class BriefThread:
     thread that waited for the next adapter made each step of the engine a fifth slower.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, stack_bytes: int = 0) -> None:
+        """stack_bytes  of the thread; 0: as much as the system gives"""
         self._name = name
+        self._stack_bytes = stack_bytes
         self._lock = threading.Lock()
         self._work: deque[Callable[[], None]] = deque()
         self._thread: threading.Thread | None = None  # set while it runs, or may still take work
@@ -27,7 +29,11 @@ class BriefThread:
         with self._lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                thread.start()
+                usual = threading.stack_size(self._stack_bytes)  # of all threads that start from now on
+                try:
+                    thread.start()
+                finally:
+                    threading.stack_size(usual)
                 self._thread = thread
             self._work.append(work)
 

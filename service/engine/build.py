@@ -24,6 +24,7 @@ from service.engine.config import EngineConfig, EngineOptions
 from service.engine.engine import Engine
 from service.engine.messages import OpInUse
 from service.engine.runner import ModelRunner
+from service.grammars.matching import GrammarError, TokenTable
 from service.machine import memory_bytes
 from service.models.caches import kv_bytes_per_token, state_bytes_per_line
 from service.models.checkpoint import OpenTensors, open_checkpoint
@@ -53,7 +54,7 @@ def build_engine(
     open_tensors  where the base model's tensors come from
     adapters      where adapters come from; None: a host tier over the store of the options
     graphs        how steps are captured; None: the device's own way, if it has one
-    loader        reads adapters; None: a thread, while there is something to read
+    loader        reads adapters and compiles grammars; None: a thread for each, while there is something to do
     """
     device = find_device(options.device)
     if device != options.device:
@@ -83,7 +84,18 @@ def build_engine(
         loaded.model.bind_rows(rows)
     ops = tuple(OpInUse(report.op, report.used or "", report.wished) for report in reports)
     runner = ModelRunner(loaded, config, platform, graphs)
-    return Engine(runner, rows, host, config, ops, loader=loader or BriefThread("adapter-loader"))
+    tokens = _token_table(Path(options.model_dir))
+    adapter_loader = loader or BriefThread("adapter-loader")
+    return Engine(runner, rows, host, config, ops, loader=adapter_loader, tokens=tokens, compiler=loader)
+
+
+def _token_table(model_dir: Path) -> TokenTable | None:
+    """The tokens that grammars need; None, with the reason in the log, for a model whose tokenizer does not tell."""
+    try:
+        return TokenTable.load(model_dir)
+    except GrammarError as error:
+        log.info("no grammars: %s", error)
+        return None
 
 
 def decide(options: EngineOptions, device: str, weight_bytes: int = 0) -> tuple[EngineConfig, list[str]]:

@@ -23,6 +23,9 @@ nothing goes wrong then:
   that it is computed again from: it joins again two launches later at the earliest, when that token is known.
 - Sampling needs nothing of the token before but what the device has: numbers, bars and endings by length follow from
   counts, penalties from counts by slot on the device. So the tokens are those of a run without overlap.
+- The mask of a sequence that follows a grammar needs the token before on the host. In a step that has such sequences
+  the model is launched first, then the last step is collected and masks are made while the model runs, and sampling is
+  launched last. That costs nothing as long as collecting and masks take less than the model; no other step waits.
 
 Cost per step outside the model: O(running sequences + tokens of prompts), plus sampling, which is a few passes over the
 logits.
@@ -35,6 +38,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +51,9 @@ from kernels.sampling.parameters import uses_penalties
 from service.engine import admission
 from service.engine.adapter_desk import AdapterDesk, HostSource, Loader, Rows
 from service.engine.block_pool import BlockPool
+from service.engine.brief_thread import BriefThread
 from service.engine.config import EngineConfig
+from service.engine.grammars import Constraint, Grammars, StepMasks, Worker
 from service.engine.maps import BASE, IN_FLIGHT, ChunkInput, adapter_order, is_all_decode
 from service.engine.messages import (
     Abort,
@@ -70,11 +76,16 @@ from service.engine.sequence import ScheduledChunk, Sequence
 from service.engine.slots import Slots
 from service.engine.step_inputs import InputLimits, StepInputs
 from service.engine.step_sizes import StepSizes, padded_tokens
+from service.grammars.matching import GrammarError, TokenTable
+from service.grammars.trial import ENGINE_STACK_BYTES
 
 Event = Tokens | Finished
 NO_ROWS = PoolUsage(0, 0, 0, 0, 0, 0, 0, 0)
 NOT_FINITE = "The model gave no finite logits for this request."
 ADAPTER_NOT_FINITE = "The adapter gives no finite logits for this request: its weights or its scaling are too large."
+
+
+BAD_GRAMMAR = "The answer's format cannot be followed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +101,9 @@ class _StepInFlight:
 class Engine:
     """See the module's docstring. `rows` and `host` are None where LoRA is off; `ops` are told of in `ready`.
 
+    tokens    of the vocabulary, for grammars; None: requests with a grammar are refused
+    compiler  where grammars are compiled; None: a thread that lives while there are any
+
     Not thread-safe; only `wake` may be set from other threads, and is set when adapter loads have news.
     """
 
@@ -102,6 +116,8 @@ class Engine:
         ops: tuple[OpInUse, ...] = (),
         *,
         loader: Loader,
+        tokens: TokenTable | None = None,
+        compiler: Worker | None = None,
     ) -> None:
         capacity = runner.capacity
         self.config = config
@@ -144,6 +160,11 @@ class Engine:
         )
         self._penalties = new_state(capacity.num_slots, capacity.vocab_size, capacity.device)
         self._results = ResultBuffers(capacity.device)
+        self._grammars = Grammars(
+            tokens, compiler or BriefThread("grammar-compiler", ENGINE_STACK_BYTES), self.wake.set
+        )
+        self._masks = StepMasks(config.max_sequences, capacity.vocab_size, capacity.device)
+        self._compiling: set[Sequence] = set()  # not scheduled before their grammars are compiled
         self._overlaps = config.overlap if config.overlap is not None else capacity.device.type != "cpu"
         self._in_flight: _StepInFlight | None = None
         self._collected_at = 0.0
@@ -197,7 +218,13 @@ class Engine:
 
     def submit(self, request: Submit) -> None:
         """Queue a request. One that can never run is answered with Finished(error) by the next step."""
-        error = admission.error_in(request, self.capacity, self.kv_capacity_tokens, self.desk.rows)
+        error = admission.error_in(
+            request,
+            self.capacity,
+            self.kv_capacity_tokens,
+            self.desk.rows,
+            has_grammars=self._grammars.table is not None,
+        )
         if error is None and request.request_id in self._sequences:
             error = f"The request id {request.request_id!r} is in use."
         if error is not None:
@@ -206,13 +233,17 @@ class Engine:
         sequence = admission.sequence_of(request, self._num_arrived, self.capacity)
         self._num_arrived += 1
         self._sequences[request.request_id] = sequence
-        self.scheduler.add(sequence)
+        if request.sampling.grammar is None or not request.sampling.max_tokens:
+            self.scheduler.add(sequence)
+        else:
+            self._compiling.add(sequence)
+            self._grammars.begin(request.sampling.grammar, sequence)
 
     def abort(self, request_id: str) -> None:
         """Forget the request; everything it holds is free when this returns. Unknown ids are ignored."""
-        sequence = self._sequences.pop(request_id, None)
+        sequence = self._sequences.get(request_id)
         if sequence is not None:
-            self.scheduler.remove(sequence)
+            self._forget(sequence)
 
     def fail_all(self, error: str) -> None:
         """End every request with an error, as at the end of a drain."""
@@ -225,12 +256,11 @@ class Engine:
         """One forward pass for all that can run, and what came of it: of the pass before, with overlap. Runs no model
         if nothing can."""
         launched = self._launch()
-        collected = launched
-        if self._overlaps:
-            collected, self._in_flight = self._in_flight, launched
-        if collected is not None:
-            self._collect(collected)
-        self.is_idle = launched is None and collected is None
+        has_collected = self._collect_in_flight()
+        self._in_flight = launched
+        if not self._overlaps:
+            has_collected = self._collect_in_flight()
+        self.is_idle = launched is None and not has_collected
         return self.take_events()
 
     def run_until_idle(self, timeout_seconds: float = 60.0) -> list[Event]:
@@ -248,7 +278,7 @@ class Engine:
         """The state now, with the steps since the last call."""
         usage = self._rows.usage() if self._rows is not None else NO_ROWS
         return Stats(
-            num_waiting=len(self.scheduler.waiting),
+            num_waiting=len(self.scheduler.waiting) + len(self._compiling),
             num_running=len(self.scheduler.running),
             kv_blocks_used=self.blocks.num_used,
             kv_blocks_total=self.blocks.capacity,
@@ -274,7 +304,7 @@ class Engine:
         """Every block, slot, pin and row is where the requests say."""
         self.scheduler.check_integrity()
         known = sorted(sequence.key for sequence in self._sequences.values())
-        queued = [*self.scheduler.waiting, *self.scheduler.running]
+        queued = [*self.scheduler.waiting, *self.scheduler.running, *self._compiling]
         assert known == sorted(sequence.key for sequence in queued), "a request is lost"
 
     def compile_kernels(self) -> None:
@@ -295,11 +325,15 @@ class Engine:
 
     def close(self) -> None:
         self.desk.close()
+        self._grammars.close()
+        self._masks.close()
 
     # ---- inner parts, in the order of the step
 
     def _admit(self) -> None:
-        """Take over finished adapter loads; answer the users of adapters that failed."""
+        """Take over compiled grammars and finished adapter loads; answer the users of those that failed."""
+        for sequence, outcome in self._grammars.take_done():
+            self._begin_constrained(sequence, outcome)
         self.desk.settle_loads()
         failures = self.desk.take_failures()
         if not failures:
@@ -309,6 +343,19 @@ class Engine:
             if failure is not None and not sequence.is_running:
                 error, is_clients = failure.error, failure.client_fault
                 self._finish(sequence, Finished(sequence.request_id, "error", error=error, client_fault=is_clients))
+
+    def _begin_constrained(self, sequence: Sequence, outcome: Any) -> None:
+        """The sequence may be scheduled, with the matcher that it was given, or its grammar cannot be followed."""
+        if sequence not in self._compiling:
+            return  # it has ended meanwhile
+        if isinstance(outcome, GrammarError):
+            self._finish(sequence, _bad_grammar(sequence, str(outcome)))
+            return
+        self._compiling.remove(sequence)
+        table, sampling = self._grammars.table, sequence.request.sampling
+        assert table is not None
+        sequence.constraint = Constraint(outcome, table, sampling, sequence.stop_ids)
+        self.scheduler.add(sequence)
 
     def _launch(self) -> _StepInFlight | None:
         """Decide what runs next, and ask the device for it. None if nothing can run."""
@@ -331,8 +378,11 @@ class Engine:
             assert batch.token_slots is not None
             self._table.resolve_tokens(batch.token_ids, batch.token_slots)
         self._reset_penalties(chunks)
+        constrained = sampling.constrained
+        if constrained and self._in_flight is None:
+            self._masks.begin([sequence.constraint for sequence in constrained])
         logits = self._runner.run(batch, sizes)
-        result = self._sample(logits, sampling, batch.riders)
+        result = self._sample(logits, sampling, {**batch.riders, **self._masks_of(constrained)})
         self.num_steps += 1
         return _StepInFlight(sampling, result, record_of(chunks), launched_at)
 
@@ -386,6 +436,26 @@ class Engine:
                 prompt, output = sequence.token_ids[: sequence.num_prompt], sequence.token_ids[sequence.num_prompt :]
                 self._penalties.reset(sequence.slot, prompt, output)
 
+    def _masks_of(self, constrained: list[Sequence]) -> dict[str, torch.Tensor]:
+        """The masks of these sequences, whose tokens before this step are known when this returns."""
+        if not constrained:
+            return {}
+        if self._collect_in_flight():
+            living = (self._sequences.get(sequence.request_id) is sequence for sequence in constrained)
+            pairs = zip(constrained, living, strict=True)
+            self._masks.begin([sequence.constraint if is_living else None for sequence, is_living in pairs])
+        masks = self._masks.wait()
+        for sequence in constrained:
+            if sequence.constraint is not None and sequence.constraint.error:
+                self._fail_constrained(sequence)
+        return {"masks": masks}
+
+    def _fail_constrained(self, sequence: Sequence) -> None:
+        """Its grammar cannot be followed any further."""
+        assert sequence.constraint is not None
+        if self._sequences.get(sequence.request_id) is sequence:
+            self._finish(sequence, _bad_grammar(sequence, sequence.constraint.error))
+
     @torch.inference_mode()
     def _sample(self, logits: torch.Tensor, sampling: StepSampling, riders: Mapping[str, torch.Tensor]) -> StepResult:
         """Ask for the tokens, keep them for the next step, and begin to bring them to the host."""
@@ -396,6 +466,13 @@ class Engine:
         if self._overlaps and sampling.sequences:
             self._table.keep_tokens(riders["sampled_slots"], sampled.token_ids)
         return self._results.fetch(sampled.packed)
+
+    def _collect_in_flight(self) -> bool:
+        """Collect the step in flight; False without one."""
+        step, self._in_flight = self._in_flight, None
+        if step is not None:
+            self._collect(step)
+        return step is not None
 
     def _collect(self, step: _StepInFlight) -> None:
         """Wait for what the step has sampled, tell of it, and end what has ended."""
@@ -425,15 +502,34 @@ class Engine:
             if token in sequence.stop_ids:
                 self._finish(sequence, Finished(request_id, "stop", stop_token_id=token))
                 return
+        if sequence.constraint is not None:
+            sequence.constraint.consume(token)
+            if sequence.constraint.error:
+                self._fail_constrained(sequence)
+                return
+            if sequence.constraint.is_complete:
+                self._finish(sequence, Finished(request_id, "stop"))
+                return
         if len(sequence.token_ids) >= sequence.max_total:
             self._finish(sequence, Finished(request_id, "length"))
 
     def _finish(self, sequence: Sequence, message: Finished) -> None:
-        del self._sequences[sequence.request_id]
-        self.scheduler.remove(sequence)
+        self._forget(sequence)
         self._events.append(message)
+
+    def _forget(self, sequence: Sequence) -> None:
+        """Give back all that the sequence holds."""
+        del self._sequences[sequence.request_id]
+        if sequence in self._compiling:
+            self._compiling.remove(sequence)
+        else:
+            self.scheduler.remove(sequence)
 
     def take_events(self) -> list[Event]:
         """What there is to tell since the last call; `step` returns it too."""
         events, self._events = self._events, []
         return events
+
+
+def _bad_grammar(sequence: Sequence, reason: str) -> Finished:
+    return Finished(sequence.request_id, "error", error=f"{BAD_GRAMMAR}: {reason}.", client_fault=True)

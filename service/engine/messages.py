@@ -15,7 +15,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen; checked by the API before it is sent. Token counts in tokens.
 
     top_k 0 = off; seed None = the engine draws one; logprobs None = none, n = the n most likely beside the chosen
-    token; prompt_logprobs likewise for the prompt (`echo`); logit_bias maps token id to an added logit.
+    token; prompt_logprobs likewise for the prompt (`echo`); logit_bias maps token id to an added logit; grammar is
+    llguidance's, serialised, as `service.grammars.trial` gives it once it has been tried.
     """
 
     max_tokens: int
@@ -33,6 +34,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: str | None = None
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -131,8 +133,8 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
 
 class Finished(msgspec.Struct, frozen=True, tag=True):
     """The last message of a request. reason "stop": end-of-sequence or stop token (`stop_token_id` says which; the
-    token itself is part of Tokens); "length": max_tokens reached; "error": `error` is one sentence, `client_fault`
-    whether the request itself was wrong."""
+    token itself is part of Tokens), or what the grammar wants is complete (`stop_token_id` is None); "length":
+    max_tokens reached; "error": `error` is one sentence, `client_fault` whether the request itself was wrong."""
 
     request_id: str
     reason: Literal["stop", "length", "error"]

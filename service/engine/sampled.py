@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kernels.sampling import results
-from kernels.sampling.asked import Asked, GivenRow, RowSampling, ask
+from kernels.sampling.asked import MASK_FOLLOWS, Asked, GivenRow, RowSampling, ask
 from kernels.sampling.results import Choice, read
 from service.engine.messages import TokenLogprob, Tokens
 from service.engine.sequence import ScheduledChunk, Sequence
@@ -25,6 +25,11 @@ class StepSampling:
     sequences: tuple[Sequence, ...]
     prompts: tuple[tuple[Sequence, int], ...]
     asked: Asked
+
+    @property
+    def constrained(self) -> list[Sequence]:
+        """Those whose mask follows, in the order of the masks."""
+        return [sequence for sequence in self.sequences if sequence.constraint is not None]
 
 
 def sampling_of(chunks: Sequence_[ScheduledChunk], num_logits: int, vocab: int) -> StepSampling:
@@ -87,6 +92,7 @@ def _told(logprob: results.TokenLogprob) -> TokenLogprob:
 def _row_of(sequence: Sequence, logits_row: int, index: int) -> RowSampling:
     """index  of the output token that the row yields"""
     sampling = sequence.request.sampling
+    is_barred = index < sampling.min_tokens and sequence.constraint is None  # a constraint's mask bars them itself
     return RowSampling(
         logits_row=logits_row,
         parameters=sequence.parameters,
@@ -94,6 +100,7 @@ def _row_of(sequence: Sequence, logits_row: int, index: int) -> RowSampling:
         index=index,
         slot=sequence.slot,
         bias=sampling.logit_bias,
-        barred=sequence.stop_ids if index < sampling.min_tokens else (),
+        barred=sequence.stop_ids if is_barred else (),
+        mask=None if sequence.constraint is None else MASK_FOLLOWS,
         num_top=sampling.logprobs,
     )

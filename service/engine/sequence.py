@@ -9,10 +9,14 @@ value is on the device only, in the request table at the sequence's slot.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from service.engine.messages import Submit, TokenLogprob
+
+if TYPE_CHECKING:
+    from service.engine.grammars import Constraint
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +36,8 @@ class Sequence:
     num_prompt_logprobs  entries of `prompt_logprobs` that there are, or will be when the launched steps have run
     prompt_logprobs  of the prompt so far, entry 0 None; empty where not asked for
     prompt_logprobs_sent  the one message that carries them has gone out
+    constraint     its place in the grammar that it must follow, None without one. It has seen all tokens that the host
+                   knows, whatever the scheduler does with the sequence
     """
 
     request: Submit
@@ -48,6 +54,7 @@ class Sequence:
     num_prompt_logprobs: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     prompt_logprobs_sent: bool = False
+    constraint: Constraint | None = None
 
     @property
     def request_id(self) -> str:

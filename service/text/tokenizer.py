@@ -87,6 +87,10 @@ class TextTokenizer:
         ]
         return cls(tokenizer, config, tuple(dict.fromkeys(eos_token_ids)))
 
+    def to_json(self) -> str:
+        """The text of a tokenizer.json, with what tokenizer_config.json declares special."""
+        return self._tokenizer.to_str()
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with what the model's post-processor adds (a BOS, say) if `add_special_tokens`.
 

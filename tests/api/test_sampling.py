@@ -39,7 +39,9 @@ FIELDS: dict[str, Any] = {
     "stop_token_ids": [8, 6],
     "ignore_eos": True,
 }
-COMMON = {**FIELDS, "logit_bias": {9: -2.5, 17: 4.0}, "stop_token_ids": (8, 6)}
+# Made of several fields, by `service.api.grammars`.
+GRAMMAR = "start: /a/"
+COMMON = {**FIELDS, "logit_bias": {9: -2.5, 17: 4.0}, "stop_token_ids": (8, 6), "grammar": GRAMMAR}
 TABLE: list[tuple[type[CompletionRequest] | type[ChatRequest], dict[str, Any], dict[str, Any]]] = [
     (CompletionRequest, {"logprobs": 5, "echo": True}, {**COMMON, "logprobs": 5, "prompt_logprobs": 5}),
     # A chat has no `echo`, so nothing of its prompt is told.
@@ -47,9 +49,13 @@ TABLE: list[tuple[type[CompletionRequest] | type[ChatRequest], dict[str, Any], d
 ]
 
 
-def sampling_of(kind: type[CompletionRequest] | type[ChatRequest], **fields: Any) -> Sampling:
+def sampling_of(
+    kind: type[CompletionRequest] | type[ChatRequest], *, grammar: str | None = None, **fields: Any
+) -> Sampling:
     request = kind(model=BASE, **REQUIRED[kind], **fields)
-    return build_sampling(request, max_tokens=MAX_TOKENS, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS_ID,))
+    return build_sampling(
+        request, max_tokens=MAX_TOKENS, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS_ID,), grammar=grammar
+    )
 
 
 class TestModelDefaults:
@@ -117,7 +123,7 @@ def is_default(field: msgspec.structs.FieldInfo, value: Any) -> bool:
 def test_every_field_reaches_the_engine(
     kind: type[CompletionRequest] | type[ChatRequest], own: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    sampling = sampling_of(kind, **FIELDS, **own)
+    sampling = sampling_of(kind, grammar=GRAMMAR, **FIELDS, **own)
     assert {name: getattr(sampling, name) for name in sampling.__struct_fields__} == expected
 
 

@@ -9,10 +9,14 @@ must come out.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import BPE
 
 from adapters.errors import RowsExceeded
 from adapters.layout import Group
@@ -23,7 +27,9 @@ from service.engine.engine import Engine, Event
 from service.engine.messages import Finished, Sampling, Submit, Tokens
 from service.engine.runner import Capacity
 from service.engine.step_sizes import StepSizes
+from service.grammars.matching import TokenTable
 from service.models.batch import StepBatch
+from service.text.tokenizer import TextTokenizer
 from tests.support.stepped_loader import SteppedLoader
 
 VOCAB = 97
@@ -235,7 +241,8 @@ class MockRunner:
 class MockEngine:
     """An engine over the mocks; `step` checks the integrity of everything after each step and gathers the output.
 
-    What a step asks the loader for is read when the test says so, by `load`, or in the course of `step_until`.
+    What a step asks the loader for is read when the test says so, by `load`, or in the course of `step_until`; grammars
+    are compiled there as well.
     """
 
     engine: Engine
@@ -329,4 +336,14 @@ def make_mock_engine(
     rows, host = MockRows(num_rows), MockHost()
     runner = MockRunner(rows, settings, num_blocks=num_blocks, has_conv=has_conv, max_len=max_len)
     loader = SteppedLoader()
-    return MockEngine(Engine(runner, rows, host, settings, loader=loader), runner, rows, host, loader)
+    engine = Engine(runner, rows, host, settings, loader=loader, tokens=mock_tokens(), compiler=loader)
+    return MockEngine(engine, runner, rows, host, loader)
+
+
+@functools.cache
+def mock_tokens() -> TokenTable:
+    """Token t is the character 32 + t, but for the end of the sequence."""
+    vocabulary = {chr(32 + token) if token else "Ġ": token for token in range(EOS)} | {"<end>": EOS}
+    tokenizer = Tokenizer(BPE(vocabulary, []))
+    tokenizer.decoder = ByteLevel()
+    return TokenTable(TextTokenizer(tokenizer, {"eos_token": "<end>"}, ()), VOCAB)

@@ -1,0 +1,217 @@
+"""Sequences whose tokens a grammar constrains: grammars compiled beside the steps, masks made beside the model.
+
+Compiling takes from under a millisecond to a tenth of a second, so it happens in a thread, and the sequence is
+scheduled when it is done. A compiled grammar is kept at its beginning, and each sequence goes on with a copy. The API
+has compiled the same grammar before, in a process that may die of it (`service.grammars.trial`).
+
+A step's masks need all tokens before it, but the model does not: they are made in a thread while it runs, and only
+sampling waits for them. A matcher belongs to one thread at a time: to the mask thread between `begin` and `wait`, to
+the engine's own otherwise.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from kernels.sampling.asked import mask_of
+from service.engine.messages import Sampling
+from service.grammars.matching import GrammarError, TokenTable, compile_grammar, error_of
+
+MAX_COMPILED = 64
+NO_GRAMMARS = "This engine was started without the tokens that grammars need; leave the constraint out."
+
+
+class Worker(Protocol):
+    """What runs a compilation; `service.engine.brief_thread.BriefThread` is the real one."""
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run `work` after what was submitted before it."""
+
+    def close(self) -> None:
+        """Drop what has not begun."""
+
+
+class Constraint:
+    """A sequence's place in its grammar.
+
+    error  why its grammar cannot be followed any further; empty while it can be
+    """
+
+    def __init__(self, matcher: Any, table: TokenTable, sampling: Sampling, stop_ids: frozenset[int]) -> None:
+        """stop_ids  tokens that end the sequence"""
+        self._matcher = matcher
+        self._num_min = sampling.min_tokens
+        ends = frozenset(table.eos_token_ids)
+        self._early_bar = _bar(stop_ids | ends, table.vocab_size) if sampling.min_tokens else None
+        self._late_bar = _bar(ends, table.vocab_size) if sampling.ignore_eos else None
+        self._num_consumed = 0
+        self.error = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer is whole and nothing may follow."""
+        return bool(self._matcher.is_stopped())
+
+    def consume(self, token: int) -> None:
+        """The sequence's next token."""
+        self._num_consumed += 1
+        if not self._matcher.consume_token(token):
+            self.error = error_of(self._matcher)
+
+    def fill(self, mask: np.ndarray) -> None:
+        """Write the mask of the next token: int32 [ceil(vocab / 32)], contiguous. Where it goes wrong, `error` is set.
+
+        An end that min_tokens or ignore_eos forbid is barred, unless the grammar allows nothing else.
+        """
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        if self._matcher.is_error():
+            self.error = error_of(self._matcher)
+            mask[:] = -1
+            return
+        bar = self._early_bar if self._num_consumed < self._num_min else self._late_bar
+        if bar is not None:
+            narrowed = mask & bar
+            if narrowed.any():
+                mask[:] = narrowed
+
+
+def _bar(tokens: frozenset[int], vocab_size: int) -> np.ndarray:
+    """The mask that allows all but these."""
+    bar: np.ndarray = ~mask_of(tokens, vocab_size)
+    return bar
+
+
+class Grammars:
+    """The engine's compiled grammars.
+
+    table   None where the model's tokenizer cannot be used with grammars
+    thread  that compiles
+    wake    called, in that thread, when something has been compiled
+    """
+
+    def __init__(self, table: TokenTable | None, thread: Worker, wake: Callable[[], None]) -> None:
+        self.table = table
+        self._thread = thread
+        self._wake = wake
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._done: deque[tuple[str, Any]] = deque()
+        self._waiting: dict[str, list[Any]] = {}
+
+    def begin(self, grammar: str, key: Any) -> None:
+        """Compile the grammar for `key`, which `take_done` gives back."""
+        assert self.table is not None, "admission refuses grammars without a table"
+        if grammar in self._waiting:
+            self._waiting[grammar].append(key)
+            return
+        self._waiting[grammar] = [key]
+        if grammar in self._compiled:
+            self._done.append((grammar, self._compiled[grammar]))
+            return
+        try:
+            self._thread.submit(functools.partial(self._compile, self.table, grammar))
+        except RuntimeError as error:
+            self._done.append((grammar, GrammarError(f"there is no thread to compile it in now ({error})")))
+
+    def take_done(self) -> list[tuple[Any, Any | GrammarError]]:
+        """(key, a matcher of its own, or what is wrong with its grammar) of those that have been compiled."""
+        taken = []
+        while self._done:
+            grammar, found = self._done.popleft()
+            for key in self._waiting.pop(grammar):
+                taken.append((key, found if isinstance(found, GrammarError) else found.deep_copy()))
+            if not isinstance(found, GrammarError):
+                self._compiled[grammar] = found
+                self._compiled.move_to_end(grammar)
+                if len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+        return taken
+
+    def close(self) -> None:
+        """Compile nothing more."""
+        self._thread.close()
+
+    def _compile(self, table: TokenTable, grammar: str) -> None:
+        found: Any
+        try:
+            found = compile_grammar(table, grammar)
+        except GrammarError as error:
+            found = error
+        except BaseException as error:  # a panic of the library is no Exception, and somebody waits for an answer
+            found = GrammarError(f"the library failed on it: {error}")
+        self._done.append((grammar, found))
+        self._wake()
+
+
+class StepMasks:
+    """The masks of one step at a time, on their way to the device.
+
+    On a device there are two pinned buffers on the host, used in turn, as in `step_inputs`: one is written while the
+    device may still fetch the other.
+    """
+
+    def __init__(self, max_sequences: int, vocab_size: int, device: torch.device) -> None:
+        self._shape = (max_sequences, -(-vocab_size // 32))
+        self._device_of_steps = device
+        self._runtime: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._hosts: list[torch.Tensor] = []
+        self._copied: list[Any] = []
+        self._device = torch.empty(0, dtype=torch.int32)
+        self._turn = 0
+        self._thread: ThreadPoolExecutor | None = None
+        self._filling: Future[None] | None = None
+        self._num_rows = 0
+
+    def begin(self, constraints: Sequence[Constraint | None]) -> None:
+        """Start to make masks, in this order; None: of a sequence that has ended, whose token nobody reads."""
+        assert self._filling is None, "the masks of one step at a time"
+        if self._thread is None:
+            self._allocate()
+        assert self._thread is not None
+        self._turn = (self._turn + 1) % len(self._hosts)
+        if self._copied[self._turn] is not None:
+            self._copied[self._turn].synchronize()
+        self._num_rows = len(constraints)
+        masks = self._hosts[self._turn].numpy()[: len(constraints)]
+        self._filling = self._thread.submit(_fill, masks, list(constraints))
+
+    def wait(self) -> torch.Tensor:
+        """int32 [rows, ceil(vocab / 32)] on the device, valid until the next but one `begin`."""
+        assert self._filling is not None, "nothing was begun"
+        filling, self._filling = self._filling, None
+        filling.result()
+        host = self._hosts[self._turn][: self._num_rows]
+        if self._runtime is None:
+            return host
+        on_device = self._device[: self._num_rows]
+        on_device.copy_(host, non_blocking=True)
+        self._copied[self._turn] = self._runtime.Event()
+        self._copied[self._turn].record()
+        return on_device
+
+    def close(self) -> None:
+        """End the thread."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
+    def _allocate(self) -> None:
+        is_pinned = self._runtime is not None
+        self._hosts = [torch.zeros(self._shape, dtype=torch.int32, pin_memory=is_pinned) for _ in range(1 + is_pinned)]
+        self._copied = [None] * len(self._hosts)
+        if is_pinned:
+            self._device = torch.zeros(self._shape, dtype=torch.int32, device=self._device_of_steps)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-masks")
+
+
+def _fill(masks: np.ndarray, constraints: list[Constraint | None]) -> None:
+    for mask, constraint in zip(masks, constraints, strict=True):
+        if constraint is None:
+            mask[:] = -1
+        else:
+            constraint.fill(mask)

@@ -1,0 +1,167 @@
+"""What an answer may be constrained to, bounded before anybody looks at it, and its grammar in llguidance's terms.
+
+Nothing here imports llguidance: bounding is for the API process, `grammar_of` for the process that may die of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Kind = Literal["json_schema", "regex", "choice", "lark", "grammar"]
+
+# Of one constraint. The schemas of large APIs have 150 KB.
+MAX_CONSTRAINT_BYTES = 1 << 18
+MAX_SCHEMA_DEPTH = 200
+MAX_SCHEMA_VALUES = 1 << 15
+MAX_CHOICES = 10_000
+MAX_WHITESPACE_PATTERN_CHARS = 200
+
+# Between the tokens of JSON: nothing, a blank, or a new line with its indentation. Without an end to it, models that
+# write white space go on with it until the answer is cut off.
+_WHITESPACE = r"[ ]?|\n[ ]{0,32}|\n\t{0,16}"
+# Without \u, by which an object could hold a name twice in two spellings; what it is needed for can stand as it is.
+_ESCAPES = 'nrbtf\\"'
+
+
+class ConstraintError(ValueError):
+    """What was asked for is no constraint, or is too large for one; the message is a sentence's second half."""
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer must be.
+
+    kind        of `text`: a JSON schema; a regular expression that the whole answer matches; a JSON list of texts, of
+                which it is one; a grammar of llguidance's Lark; a grammar of Lark or of GBNF
+    whitespace  regular expression of what may stand between the tokens of JSON; None: the usual
+    """
+
+    kind: Kind
+    text: str
+    whitespace: str | None = None
+
+
+def schema_constraint(schema: Any, whitespace: str | None = None) -> Constraint:
+    """A JSON schema, as an object, a bool or text. ConstraintError for what is none, or is too large."""
+    if isinstance(schema, str):
+        _bound_bytes(schema)
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise ConstraintError(f"is not valid JSON ({error})") from error
+    if not isinstance(schema, dict | bool):
+        raise ConstraintError("must be a JSON schema: an object, or its text")
+    _bound_values(schema)
+    if isinstance(schema, dict) and "x-guidance" in schema:
+        raise ConstraintError("holds `x-guidance`, which is no keyword of JSON schemas; leave it out")
+    if whitespace is not None and len(whitespace) > MAX_WHITESPACE_PATTERN_CHARS:
+        raise ConstraintError(f"has a white-space pattern of more than {MAX_WHITESPACE_PATTERN_CHARS} characters")
+    return _bounded(Constraint("json_schema", json.dumps(schema, ensure_ascii=False), whitespace))
+
+
+def choice_constraint(choices: list[str]) -> Constraint:
+    """One of these texts. ConstraintError for none, or too many."""
+    if not choices:
+        raise ConstraintError("is an empty list; send at least one text")
+    if len(choices) > MAX_CHOICES:
+        raise ConstraintError(f"has {len(choices)} texts; this server takes {MAX_CHOICES}")
+    return _bounded(Constraint("choice", json.dumps(choices, ensure_ascii=False)))
+
+
+def text_constraint(kind: Literal["regex", "lark", "grammar"], text: str) -> Constraint:
+    """A regular expression or a grammar. ConstraintError for one that is empty or too large."""
+    if not text:
+        raise ConstraintError("is empty")
+    return _bounded(Constraint(kind, text))
+
+
+def grammar_of(constraint: Constraint) -> str:
+    """The constraint as llguidance reads it, not compiled. ConstraintError for GBNF that cannot be read."""
+    match constraint.kind:
+        case "json_schema":
+            schema = json.loads(constraint.text)
+            return json.dumps({"grammars": [{"json_schema": with_policy(schema, constraint.whitespace)}]})
+        case "regex":
+            return _lark(f"start: {_regex(constraint.text)}")
+        case "choice":
+            # As one terminal: as alternatives of a rule, two thousand would be too many.
+            texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(constraint.text))
+            return _lark(f"start: CHOICE\nCHOICE: {texts}")
+        case "lark":
+            return _lark(constraint.text)
+        case "grammar":
+            return _lark(_from_gbnf(constraint.text))
+
+
+def json_rule(schema: Mapping[str, Any] | bool) -> str:
+    """A JSON schema inside of a Lark grammar, with the same policy as a schema by itself."""
+    return f"%json {json.dumps(with_policy(schema))}"
+
+
+def with_policy(schema: Any, whitespace: str | None = None) -> dict[str, Any]:
+    """The schema with our own options in place of any that it brings.
+
+    whitespace  see `Constraint`; without any where it is empty
+    """
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    options = {"whitespace_pattern": _WHITESPACE if whitespace is None else whitespace, "lenient": False}
+    if whitespace == "":
+        options = {"whitespace_flexible": False, "lenient": False}
+    return {**schema, "x-guidance": {**options, "coerce_one_of": False, "json_allowed_escapes": _ESCAPES}}
+
+
+def _lark(text: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def _regex(pattern: str) -> str:
+    """The pattern between slashes, with `\\d` meaning 0 to 9 as in JSON schemas."""
+    from llguidance import regex_to_lark
+
+    return f"/{regex_to_lark(pattern)}/"
+
+
+def _from_gbnf(text: str) -> str:
+    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
+
+    try:
+        return any_to_lark(text)
+    except (GbnfToLarkError, RecursionError) as error:
+        raise ConstraintError(f"is no grammar of GBNF: {error}") from error
+
+
+def _bounded(constraint: Constraint) -> Constraint:
+    _bound_bytes(constraint.text)
+    return constraint
+
+
+def _bound_bytes(text: str) -> None:
+    try:
+        num_bytes = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise ConstraintError("holds half of a surrogate pair; send valid Unicode") from error
+    if num_bytes > MAX_CONSTRAINT_BYTES:
+        raise ConstraintError(f"has {num_bytes} bytes; this server takes {MAX_CONSTRAINT_BYTES}")
+
+
+def _bound_values(schema: Any) -> None:
+    """Depth and number of all values."""
+    level, num_values, depth = [schema], 0, 0
+    while level:
+        num_values += len(level)
+        if num_values > MAX_SCHEMA_VALUES:
+            raise ConstraintError(f"has more than {MAX_SCHEMA_VALUES} values")
+        if depth > MAX_SCHEMA_DEPTH:
+            raise ConstraintError(f"is nested more than {MAX_SCHEMA_DEPTH} levels deep")
+        level = [inner for value in level for inner in _children(value)]
+        depth += 1
+
+
+def _children(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []

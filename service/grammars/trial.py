@@ -1,0 +1,130 @@
+"""Grammars of strangers: compiled for the model's tokens, and their first mask made, in a process that may die of it.
+
+A schema of a few lines can overflow the library's stack, or keep it busy for minutes; whatever passes here does neither
+in the engine, which has the same tokens and limits, and more stack. `GrammarTrial` is the parent's side, `python -m
+service.grammars.trial` the child's (`service.bounded_child`).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import threading
+from collections import OrderedDict
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from service.bounded_child import BoundedChild, excess_of, serve
+from service.grammars.constraints import Constraint, ConstraintError, grammar_of
+
+if TYPE_CHECKING:
+    from service.grammars.matching import TokenTable
+
+MAX_SECONDS = 1.0
+MAX_NEW_BYTES = 512 << 20
+# Of the thread that compiles, in the child and in the engine: what passes the one does not overflow the other.
+_STACK_BYTES = 4 << 20
+ENGINE_STACK_BYTES = 4 * _STACK_BYTES
+_MAX_KNOWN_BYTES = 16 << 20
+
+
+class GrammarTrial(BoundedChild):
+    """Tries one grammar at a time, and remembers which were good.
+
+    max_seconds  of processor time that one may take
+    """
+
+    def __init__(self, model_dir: Path, max_seconds: float = MAX_SECONDS) -> None:
+        super().__init__("service.grammars.trial", [str(model_dir), str(max_seconds)], "grammar-trial")
+        self._max_seconds = max_seconds
+        self._known: OrderedDict[Constraint, str] = OrderedDict()
+        self._known_bytes = 0
+
+    def known(self, constraint: Constraint) -> str | None:
+        """The grammar of a constraint that has been tried and is good; None for others. Waits for nobody."""
+        return self._known.get(constraint)
+
+    def compile(self, constraint: Constraint) -> str:
+        """The constraint's grammar, serialised, for `Sampling.grammar`. ConstraintError if it is none or takes too
+        much; RuntimeError or OSError if the child cannot work. Called in `thread`."""
+        known = self._known.get(constraint)
+        if known is not None:
+            return known
+        answer = self.ask(json.dumps(asdict(constraint)).encode() + b"\n")
+        if isinstance(answer, int):
+            excess = excess_of(answer, self._max_seconds, MAX_NEW_BYTES)
+            if excess is not None:
+                raise ConstraintError(f"{excess} to compile; simplify it")
+            raise RuntimeError(f"the process that tries grammars ended with exit code {answer}")
+        if "error" in answer:
+            raise ConstraintError(answer["error"])
+        grammar = str(answer["grammar"])
+        self._remember(constraint, grammar)
+        return grammar
+
+    def _remember(self, constraint: Constraint, grammar: str) -> None:
+        self._known[constraint] = grammar
+        self._known_bytes += len(grammar) + len(constraint.text)
+        while self._known_bytes > _MAX_KNOWN_BYTES:
+            oldest, old = self._known.popitem(last=False)
+            self._known_bytes -= len(old) + len(oldest.text)
+
+
+# ---- the child's side
+
+
+def _answer(table: TokenTable | str, line: bytes) -> dict[str, str]:
+    """What the parent gets, found in a thread with a small stack. `table`: or why there is none."""
+    if isinstance(table, str):
+        return {"error": f"is not available with this model: {table}"}
+    found: list[dict[str, str] | BaseException] = []
+
+    def work() -> None:
+        try:
+            found.append(_tried(table, Constraint(**json.loads(line))))
+        except BaseException as error:  # the library's panics are no Exceptions
+            found.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    outcome = found[0]
+    if isinstance(outcome, MemoryError):
+        raise outcome
+    if isinstance(outcome, BaseException):
+        return {"error": f"makes the grammar library fail: {str(outcome)[:500]}"}
+    return outcome
+
+
+def _tried(table: TokenTable, constraint: Constraint) -> dict[str, str]:
+    from service.grammars.matching import GrammarError, compile_grammar
+
+    try:
+        grammar = grammar_of(constraint)
+        compile_grammar(table, grammar)
+    except ConstraintError as error:
+        return {"error": str(error)}
+    except GrammarError as error:
+        return {"error": f"cannot be followed: {error}"}
+    return {"grammar": grammar}
+
+
+def main() -> int:
+    """Returns the exit code."""
+    from service.grammars.matching import GrammarError, TokenTable
+
+    model_dir, max_seconds = sys.argv[1:]
+    table: TokenTable | str
+    try:
+        table = TokenTable.load(Path(model_dir))
+    except GrammarError as error:
+        table = str(error)
+    threading.stack_size(_STACK_BYTES)
+    return serve(functools.partial(_answer, table), max_seconds=float(max_seconds), max_new_bytes=MAX_NEW_BYTES)
+
+
+if __name__ == "__main__":
+    os._exit(main())

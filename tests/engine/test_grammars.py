@@ -1,0 +1,253 @@
+"""Sequences that follow a grammar, in an engine over the mock model: only tokens that it allows, of these the model's
+choice, whatever else runs, waits, is preempted or goes away. Token t is the character 32 + t."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from service.engine.grammars import MAX_COMPILED
+from tests.support.engine_mock import EOS, VOCAB, MockEngine, adapter_number, expected_tokens, make_mock_engine
+from tests.support.engine_mock import next_logits as logits_after
+
+PROMPT = (1, 2, 3)
+
+
+@pytest.fixture(params=[False, True], ids=["one after another", "overlap"])
+def mock(request: pytest.FixtureRequest) -> Iterator[MockEngine]:
+    made = make_mock_engine(overlap=request.param)
+    yield made
+    made.engine.close()
+
+
+def regex(pattern: str) -> str:
+    return lark(f"start: /{pattern}/")
+
+
+def lark(text: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def ids(text: str) -> list[int]:
+    return [ord(char) - 32 for char in text]
+
+
+def best(allowed: Sequence[str], adapter: str | None = None, prompt: tuple[int, ...] = PROMPT) -> list[int]:
+    """The mock model's greedy choice where position i allows the characters `allowed[i]` only."""
+    history = list(prompt)
+    for chars in allowed:
+        logits = torch.full((VOCAB,), -torch.inf)
+        logits[ids(chars)] = logits_after(history, adapter_number(adapter))[ids(chars)]
+        history.append(int(logits.argmax()))
+    return history[len(prompt) :]
+
+
+def ending(mock: MockEngine, name: str) -> tuple[str, int | None]:
+    return mock.finished[name].reason, mock.finished[name].stop_token_id
+
+
+def test_only_what_the_grammar_allows_and_of_that_the_models_choice(mock: MockEngine) -> None:
+    mock.submit("r", max_tokens=9, grammar=regex("[a-h]{3}[xyz]"))
+    mock.settle()
+    assert mock.output["r"] == best(["abcdefgh"] * 3 + ["xyz"])
+    assert ending(mock, "r") == ("stop", None)
+
+
+def test_others_in_the_step_are_as_if_it_were_not_there(mock: MockEngine) -> None:
+    for index in range(3):
+        mock.submit(f"free-{index}", (5, 6, index), adapter=f"a{index}" if index else None, max_tokens=9)
+        mock.submit(f"bound-{index}", (7, index), adapter="a1", max_tokens=9, grammar=regex("[a-h]{5}"))
+    mock.settle()
+    for index in range(3):
+        adapter = f"a{index}" if index else None
+        assert mock.output[f"free-{index}"] == expected_tokens((5, 6, index), adapter, 9)
+        assert mock.output[f"bound-{index}"] == best(["abcdefgh"] * 5, "a1", (7, index))
+
+
+def test_random_choices_stay_within_it(mock: MockEngine) -> None:
+    for seed in range(6):
+        mock.submit(f"r{seed}", max_tokens=20, temperature=2.0, seed=seed, grammar=regex("[a-c]{9}"))
+    mock.settle()
+    outputs = {tuple(mock.output[f"r{seed}"]) for seed in range(6)}
+    assert len(outputs) > 1
+    assert all(len(output) == 9 and set(output) <= set(ids("abc")) for output in outputs)
+
+
+def test_a_preempted_one_goes_on_where_it_was(mock: MockEngine) -> None:
+    made = make_mock_engine(num_blocks=8, overlap=mock.engine.config.overlap)
+    for index in range(3):
+        made.submit(f"r{index}", (index,), max_tokens=20, grammar=regex("[a-h]{14}"))
+    made.settle()
+    assert made.engine.scheduler.num_preemptions
+    for index in range(3):
+        assert made.output[f"r{index}"] == best(["abcdefgh"] * 14, prompt=(index,))
+    made.engine.close()
+
+
+def test_a_grammar_of_many_characters_and_chunked_prompts(mock: MockEngine) -> None:
+    prompt = tuple(range(40))
+    mock.submit("r", prompt, max_tokens=3, grammar=regex("[0-9]{3}"), logprobs=0, prompt_logprobs=0)
+    mock.settle()
+    assert mock.output["r"] == best(["0123456789"] * 3, prompt=prompt)
+    prompt_logprobs = mock.messages["r"][0].prompt_logprobs
+    assert prompt_logprobs is not None
+    assert len(prompt_logprobs) == len(prompt)
+
+
+# ---- endings
+
+
+def test_it_ends_by_length_unless_it_is_complete_then(mock: MockEngine) -> None:
+    mock.submit("cut", max_tokens=3, grammar=regex("a{4}"))
+    mock.submit("whole", max_tokens=4, grammar=regex("a{4}"))
+    mock.settle()
+    assert (mock.output["cut"], ending(mock, "cut")) == (ids("aaa"), ("length", None))
+    assert (mock.output["whole"], ending(mock, "whole")) == (ids("aaaa"), ("stop", None))
+
+
+def test_the_end_of_the_sequence_is_allowed_where_the_grammar_may_end(mock: MockEngine) -> None:
+    mock.submit("r", max_tokens=9, grammar=regex("aaa+"), logit_bias={EOS: 100.0})
+    mock.settle()
+    assert (mock.output["r"], ending(mock, "r")) == ([*ids("aaa"), EOS], ("stop", EOS))
+
+
+ENDS: dict[str, tuple[str, dict[str, Any], list[int]]] = {
+    "min_tokens": ("a+", {"min_tokens": 4}, [*ids("aaaa"), EOS]),
+    "min_tokens of a stop token": ("[ab]+", {"min_tokens": 2, "stop_token_ids": (66,)}, [*ids("aa"), EOS]),
+    "ignore_eos": ("a{2,5}", {"ignore_eos": True}, ids("aaaaa")),
+    # Nothing else may come, and an answer must end somewhere.
+    "min_tokens beyond the grammar": ("ab", {"min_tokens": 5}, ids("ab")),
+    "an empty answer": ("", {"min_tokens": 5}, [EOS]),
+    "an empty answer, ignore_eos": ("", {"ignore_eos": True}, [EOS]),
+}
+
+
+@pytest.mark.parametrize(("pattern", "wanted", "output"), ENDS.values(), ids=ENDS.keys())
+def test_ends_that_are_forbidden_are_barred_unless_nothing_else_is_allowed(
+    mock: MockEngine, pattern: str, wanted: dict[str, Any], output: list[int]
+) -> None:
+    mock.submit("r", max_tokens=9, grammar=regex(pattern), logit_bias={EOS: 100.0, 66: 50.0}, **wanted)
+    mock.settle()
+    assert (mock.output["r"], mock.finished["r"].reason) == (output, "stop")
+
+
+def test_a_prompt_alone_needs_no_grammar(mock: MockEngine) -> None:
+    mock.submit("r", max_tokens=0, prompt_logprobs=0, grammar=regex("a"))
+    mock.settle()
+    assert ("r" in mock.output, mock.finished["r"].reason) == (True, "length")
+
+
+# ---- what goes wrong
+
+BAD = {
+    "not a grammar": lark("start: nobody"),
+    "not JSON": "{",
+    "nothing possible": json.dumps({"grammars": [{"json_schema": {"enum": []}}]}),
+    "endless": json.dumps({"grammars": [{"json_schema": {"$ref": "#"}}]}),
+}
+
+
+@pytest.mark.parametrize("grammar", BAD.values(), ids=BAD.keys())
+def test_a_bad_grammar_is_answered_and_stops_nobody(mock: MockEngine, grammar: str) -> None:
+    mock.submit("bad", grammar=grammar)
+    mock.submit("good", grammar=regex("[a-h]{4}"))
+    mock.settle()
+    assert (mock.finished["bad"].reason, mock.finished["bad"].client_fault) == ("error", True)
+    assert "cannot be followed" in (mock.finished["bad"].error or "")
+    assert mock.output["good"] == best(["abcdefgh"] * 4)
+
+
+def test_a_grammar_that_goes_wrong_later_is_answered_then(mock: MockEngine) -> None:
+    many = " | ".join(f'"x{number}"' for number in range(2500))
+    mock.submit("bad", max_tokens=9, grammar=lark(f'start: "a" "b" many\nmany: {many}'))
+    mock.submit("good", max_tokens=9, grammar=regex("[a-h]{9}"))
+    mock.settle()
+    assert mock.output["bad"] in (ids("a"), ids("ab"))
+    assert (mock.finished["bad"].reason, mock.finished["bad"].client_fault) == ("error", True)
+    assert mock.output["good"] == best(["abcdefgh"] * 9)
+
+
+def test_an_engine_without_tokens_refuses_grammars(mock: MockEngine) -> None:
+    mock.engine._grammars.table = None
+    mock.submit("r", grammar=regex("a"))
+    mock.submit("free")
+    mock.settle()
+    assert "leave the constraint out" in (mock.finished["r"].error or "")
+    assert mock.finished["free"].reason == "length"
+
+
+# ---- who goes away
+
+
+@pytest.mark.parametrize("num_steps", range(5))
+def test_an_abort_frees_everything_at_any_time(mock: MockEngine, num_steps: int) -> None:
+    mock.submit("other", max_tokens=9, grammar=regex("[a-h]{9}"))
+    mock.submit("gone", max_tokens=9, grammar=regex("[a-h]{9}"))
+    for _ in range(num_steps):
+        mock.step_and_load()
+    mock.engine.abort("gone")
+    mock.engine.check_integrity()
+    mock.settle()
+    assert "gone" not in mock.finished
+    assert mock.output["other"] == best(["abcdefgh"] * 9)
+    assert mock.engine.blocks.num_used == mock.engine.slots.num_used == 0
+
+
+def test_it_counts_as_waiting_while_its_grammar_is_compiled(mock: MockEngine) -> None:
+    mock.submit("r", grammar=regex("a"))
+    mock.step()
+    assert (mock.engine.stats().num_waiting, mock.engine.num_requests) == (1, 1)
+    mock.engine.fail_all("over")
+    assert [event.error for event in mock.step()] == ["over"]  # type: ignore[union-attr]
+    mock.loader.do_all()
+    assert not mock.step()
+
+
+# ---- compiling
+
+
+def test_a_grammar_is_compiled_once(mock: MockEngine) -> None:
+    for name in ("first", "second"):
+        mock.submit(name, max_tokens=9, grammar=regex("[a-h]{4}"))
+    assert mock.loader.do_all() == 1
+    mock.settle()
+    mock.submit("third", max_tokens=9, grammar=regex("[a-h]{4}"))
+    assert mock.loader.do_all() == 0
+    mock.settle()
+    assert mock.output["first"] == mock.output["second"] == mock.output["third"] == best(["abcdefgh"] * 4)
+
+
+def test_those_unused_for_longest_are_forgotten(mock: MockEngine) -> None:
+    def use(number: int) -> int:
+        mock.submit(f"r{mock.engine.num_steps}-{number}", max_tokens=1, grammar=regex(f"a{{{number + 1}}}"))
+        num_compiled = mock.loader.do_all()
+        mock.settle()
+        return num_compiled
+
+    assert sum(use(number) for number in range(MAX_COMPILED)) == MAX_COMPILED
+    assert use(0) == 0
+    assert use(MAX_COMPILED) == 1
+    assert [use(0), use(1)] == [0, 1]
+
+
+def test_without_a_thread_to_compile_in_it_is_answered(mock: MockEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_work: Callable[[], None]) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(mock.loader, "submit", refuse)
+    mock.submit("r", grammar=regex("a"))
+    mock.settle()
+    assert "no thread" in (mock.finished["r"].error or "")
+
+
+def test_log_probabilities_are_the_models_own(mock: MockEngine) -> None:
+    mock.submit("r", max_tokens=1, grammar=regex("[xy]z"), logprobs=3)
+    mock.settle()
+    (logprob,) = mock.messages["r"][0].logprobs
+    expected = logits_after(list(PROMPT), -1).log_softmax(-1)
+    assert logprob.logprob == pytest.approx(float(expected[mock.output["r"][0]]))
+    assert [token for token, _ in logprob.top] == expected.topk(3).indices.tolist()
