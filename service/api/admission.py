@@ -15,6 +15,7 @@ import msgspec
 from adapters import errors as store_errors
 from adapters.store import Lease
 from service.api.errors import BadRequest, UnknownModel, quoted
+from service.api.grammars import grammar_of
 from service.api.json_body import check_inner_counts
 from service.api.sampling import build_sampling, seed_of_choice, stop_strings
 from service.api.schemas import MAX_PROMPT_LOGPROBS, ChatRequest, CompletionRequest, TokenizeRequest
@@ -139,7 +140,8 @@ async def admit(services: Services, request: CompletionRequest | ChatRequest, *,
         prompts = await _prompts(services, ready, target, request)
         kept = [_truncated(services, ready, request, prompt) for prompt in prompts]
         stop = await _stop_automaton(request)
-        return Admitted(services, target, plan_sequences(services, ready, request, kept, stop))
+        grammar = await grammar_of(services, request)
+        return Admitted(services, target, plan_sequences(services, ready, request, kept, stop, grammar))
     except BaseException:
         services.gate.leave(places)
         if target is not None:
@@ -381,6 +383,7 @@ def plan_sequences(
     request: CompletionRequest | ChatRequest,
     prompts: Sequence[Prompt],
     stop: StopAutomaton,
+    grammar: str | None = None,
 ) -> list[Plan]:
     """`n` sequences for each prompt, in order of the choices' index. BadRequest if one could never be served."""
     plans = []
@@ -392,6 +395,7 @@ def plan_sequences(
             vocab_size=ready.vocab_size,
             eos_token_ids=services.tokenizer.eos_token_ids,
             defaults=services.sampling_defaults,
+            grammar=grammar,
         )
         for index in range(request.n or 1):
             plans.append(

@@ -62,7 +62,6 @@ def _table(*groups: Iterable[UnservedField]) -> dict[str, UnservedField]:
     return {row.name: row for row in rows}
 
 
-_FORMAT = "ask for the format in the prompt"
 _TEMPLATE = "send what the chat template takes in `chat_template_kwargs`"
 
 # Of completions and chat completions. A field that one of them serves and the other does not is in the one's schema.
@@ -78,10 +77,9 @@ GENERATION_FIELDS = _table(
     _refused("tools", "functions", neutral=([],)),
     _refused("tool_choice", "function_call", neutral=("none", "auto")),
     _inert("parallel_tool_calls"),
-    # Structured output.
-    _refused("structured_outputs", "json_schema", "regex", "ebnf", "guided_json", "guided_regex", advice=_FORMAT),
-    _refused("guided_choice", "guided_grammar", "guided_decoding_backend", advice=_FORMAT),
-    _refused("guided_whitespace_pattern", "structural_tag", advice=_FORMAT),
+    # Structured output: there is one way to do it here.
+    _refused("guided_decoding_backend", neutral=("auto", "guidance")),
+    _refused("structural_tag", advice="send it as `response_format`"),
     # Reasoning.
     _refused("reasoning", "thinking", "task", advice=_TEMPLATE),
     _refused("thinking_token_budget", neutral=(-1,), advice="leave it out, or send `max_tokens`"),
@@ -136,5 +134,10 @@ TOKENIZE_FIELDS = {
     name: GENERATION_FIELDS[name]
     for name in ("tools", "chat_template", "mm_processor_kwargs", "media_io_kwargs", "documents")
 }
+# Of `structured_outputs`.
+STRUCTURED_OUTPUT_FIELDS = _table(
+    _refused("disable_additional_properties", neutral=(False,), advice="write `additionalProperties` into the schema"),
+    _refused("disable_fallback", neutral=(True, False)),
+)
 # Of `stream_options`. Obfuscation pads chunks against those who watch their sizes; the field turns it off or on.
 STREAM_FIELDS = _table(_inert("include_obfuscation"))

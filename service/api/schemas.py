@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from service.api.chat_messages import ChatMessage
 from service.api.fields import GENERATION_FIELDS, STREAM_FIELDS, TOKENIZE_FIELDS
+from service.api.formats import JsonSchema, ResponseFormat, StructuredOutputs
 from service.api.request_body import FIRST, Request, bounded
 
 MAX_LOGPROBS = 20
@@ -40,12 +41,6 @@ class StreamOptions(Request):
 
     include_usage: bool | None = Field(default=None, description="send token counts in a last chunk without choices")
     continuous_usage_stats: bool | None = Field(default=None, description="send the token counts so far in every chunk")
-
-
-class TextFormat(Request):
-    """The only response format of this server."""
-
-    type: Literal["text"]
 
 
 class Generation(Request):
@@ -113,7 +108,22 @@ class Generation(Request):
         None, description="where `truncate_prompt_tokens` takes tokens away: left, the default, keeps the last ones"
     )
 
-    response_format: TextFormat | None = Field(None, description="text, the default, is the only one")
+    response_format: ResponseFormat | None = Field(
+        None, description="what the answer must be: `text`, `json_object`, `json_schema` or `structural_tag`"
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None,
+        description="vLLM's: one of `json`, `json_object`, `regex`, `choice`, `grammar` and `structural_tag`, with "
+        "`whitespace_pattern` and `disable_any_whitespace`",
+    )
+    guided_json: JsonSchema | None = Field(None, description="as `structured_outputs.json`")
+    guided_regex: str | None = Field(None, description="as `structured_outputs.regex`")
+    guided_choice: Annotated[list[str], FIRST] | None = Field(None, description="as `structured_outputs.choice`")
+    guided_grammar: str | None = Field(None, description="as `structured_outputs.grammar`")
+    guided_whitespace_pattern: str | None = Field(None, description="as `structured_outputs.whitespace_pattern`")
+    json_schema: JsonSchema | None = Field(None, description="SGLang's, as `structured_outputs.json`")
+    regex: str | None = Field(None, description="SGLang's, as `structured_outputs.regex`")
+    ebnf: str | None = Field(None, description="SGLang's, as `structured_outputs.grammar`")
 
     @model_validator(mode="after")
     def _check_stop_and_stream(self) -> Generation:

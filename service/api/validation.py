@@ -10,8 +10,13 @@ from service.api.errors import BadRequest, quoted
 _PROMPT = "`prompt` must be a text, a list of texts, a list of token ids or a list of lists of token ids."
 _CONTENT = '`content` of a message must be a text or a list of parts {"type": "text", "text": ...}'
 _OTHER_PARTS = "; images, audio and files are not supported."
+_FORMATS = (
+    '`response_format` must be {"type": "text"}, {"type": "json_object"}, {"type": "json_schema", "json_schema": '
+    '{"schema": ...}} or {"type": "structural_tag", ...}.'
+)
+_SCHEMAS = ("json", "schema", "guided_json")
 # Fields of several types: below them pydantic's path goes on with the name of the type that it tried.
-_UNIONS = frozenset({"prompt", "stop", "content", "arguments"})
+_UNIONS = frozenset({"prompt", "stop", "content", "arguments", "response_format", *_SCHEMAS})
 
 
 def bad_request(faults: Sequence[Mapping[str, Any]], *, prefix: str = "") -> BadRequest:
@@ -55,8 +60,10 @@ def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mappin
         return f"`{quoted(str(fault['input']))}` holds half of a surrogate pair; send valid Unicode."
     if kind == "json_invalid":
         return f"The body is not valid JSON: {fault.get('ctx', {}).get('error', 'it cannot be parsed')}."
-    if path[:1] == ["response_format"]:
-        return '`response_format` must be {"type": "text"} or left out; other formats are not supported.'
+    if path == ["response_format"]:
+        return _FORMATS
+    if path and (path[-1] in _SCHEMAS or path == ["json_schema"]):
+        return f"`{name}` must be a JSON schema: an object, true or false, or its text."
     if path[:1] == ["messages"] and "content" in path:
         index = path.index("content")
         parts = [one for one in faults if one["type"] == "literal_error" and one["loc"][-1] == "type"]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["json_schema", "regex", "choice", "lark", "grammar"]
+Kind = Literal["json_schema", "regex", "choice", "lark", "grammar", "structural_tag"]
 
 # Of one constraint. The schemas of large APIs have 150 KB.
 MAX_CONSTRAINT_BYTES = 1 << 18
@@ -24,6 +24,7 @@ MAX_WHITESPACE_PATTERN_CHARS = 200
 _WHITESPACE = r"[ ]?|\n[ ]{0,32}|\n\t{0,16}"
 # Without \u, by which an object could hold a name twice in two spellings; what it is needed for can stand as it is.
 _ESCAPES = 'nrbtf\\"'
+_ASCII_CLASSES = "dw"
 
 
 class ConstraintError(ValueError):
@@ -35,7 +36,7 @@ class Constraint:
     """What an answer must be.
 
     kind        of `text`: a JSON schema; a regular expression that the whole answer matches; a JSON list of texts, of
-                which it is one; a grammar of llguidance's Lark; a grammar of Lark or of GBNF
+                which it is one; a grammar of llguidance's Lark; a grammar of Lark or of GBNF; a structural tag as JSON
     whitespace  regular expression of what may stand between the tokens of JSON; None: the usual
     """
 
@@ -78,14 +79,30 @@ def text_constraint(kind: Literal["regex", "lark", "grammar"], text: str) -> Con
     return _bounded(Constraint(kind, text))
 
 
-def grammar_of(constraint: Constraint) -> str:
-    """The constraint as llguidance reads it, not compiled. ConstraintError for GBNF that cannot be read."""
+def tag_constraint(text: str) -> Constraint:
+    """A structural tag as JSON. ConstraintError for what is no JSON object, or is too large."""
+    _bound_bytes(text)
+    try:
+        tag = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConstraintError(f"is not valid JSON ({error})") from error
+    if not isinstance(tag, dict):
+        raise ConstraintError("must be an object")
+    _bound_values(tag)
+    return Constraint("structural_tag", text)
+
+
+def grammar_of(constraint: Constraint, special_ids: Mapping[str, int]) -> str:
+    """The constraint as llguidance reads it, not compiled. ConstraintError for GBNF and tags that cannot be read.
+
+    special_ids  of the model's special tokens, by their texts
+    """
     match constraint.kind:
         case "json_schema":
             schema = json.loads(constraint.text)
             return json.dumps({"grammars": [{"json_schema": with_policy(schema, constraint.whitespace)}]})
         case "regex":
-            return _lark(f"start: {_regex(constraint.text)}")
+            return _lark(f"start: {regex_rule(constraint.text)}")
         case "choice":
             # As one terminal: as alternatives of a rule, two thousand would be too many.
             texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(constraint.text))
@@ -93,7 +110,11 @@ def grammar_of(constraint: Constraint) -> str:
         case "lark":
             return _lark(constraint.text)
         case "grammar":
-            return _lark(_from_gbnf(constraint.text))
+            return _lark(from_gbnf(constraint.text))
+        case "structural_tag":
+            from service.grammars.structural_tags import lark_of_tag
+
+            return _lark(lark_of_tag(json.loads(constraint.text), special_ids))
 
 
 def json_rule(schema: Mapping[str, Any] | bool) -> str:
@@ -118,14 +139,15 @@ def _lark(text: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
-def _regex(pattern: str) -> str:
-    """The pattern between slashes, with `\\d` meaning 0 to 9 as in JSON schemas."""
+def regex_rule(pattern: str) -> str:
+    """A regular expression inside of a Lark grammar: between slashes, `\\d` and `\\w` of ASCII, as in JSON schemas."""
     from llguidance import regex_to_lark
 
-    return f"/{regex_to_lark(pattern)}/"
+    return f"/{regex_to_lark(pattern, _ASCII_CLASSES)}/"
 
 
-def _from_gbnf(text: str) -> str:
+def from_gbnf(text: str) -> str:
+    """A grammar of GBNF or of Lark as one of Lark. ConstraintError for GBNF that cannot be read."""
     from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 
     try:

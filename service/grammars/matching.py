@@ -7,6 +7,7 @@ other: same tokens, same limits.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class TokenTable:
 
     vocab_size     columns of the model's logits
     eos_token_ids  what ends an answer; none of them is part of a grammar's text
+    special_ids    ids of special tokens by their texts
     """
 
     def __init__(self, tokenizer: TextTokenizer, vocab_size: int) -> None:
@@ -49,6 +51,7 @@ class TokenTable:
             raise GrammarError(f"the model's tokenizer cannot be used with them: {error}") from error
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos)
+        self.special_ids = {tokenizer.token_name(token_id): token_id for token_id in sorted(tokenizer.special_ids)}
 
     @classmethod
     def load(cls, model_dir: Path) -> TokenTable:
@@ -74,7 +77,12 @@ def compile_grammar(table: TokenTable, grammar: str) -> llguidance.LLMatcher:
 
 def error_of(matcher: llguidance.LLMatcher) -> str:
     """What is wrong with a matcher that cannot go on, in one line; empty for one that can."""
-    return " ".join(matcher.get_error().split("\n<state>", 1)[0].split())[:_MAX_ERROR_CHARS]
+    # Without the line of the grammar, which its sender has, and without the names that special tokens have here.
+    said = re.split(r"\n *\d+ \| |<non-verbose/>|; following special tokens", matcher.get_error())[0]
+    message = " ".join(said.split())[:_MAX_ERROR_CHARS].rstrip(" .")
+    if message.startswith("NoExtension"):
+        return "it allows no answer, or refers to itself without end"
+    return message
 
 
 def _raise_error(matcher: llguidance.LLMatcher) -> None:

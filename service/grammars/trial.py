@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import signal
 import sys
 import threading
 from collections import OrderedDict
@@ -55,6 +56,8 @@ class GrammarTrial(BoundedChild):
             return known
         answer = self.ask(json.dumps(asdict(constraint)).encode() + b"\n")
         if isinstance(answer, int):
+            if answer in (-signal.SIGSEGV, -signal.SIGBUS):
+                raise ConstraintError("is nested, or refers from one to the next, too deeply to compile; simplify it")
             excess = excess_of(answer, self._max_seconds, MAX_NEW_BYTES)
             if excess is not None:
                 raise ConstraintError(f"{excess} to compile; simplify it")
@@ -103,7 +106,7 @@ def _tried(table: TokenTable, constraint: Constraint) -> dict[str, str]:
     from service.grammars.matching import GrammarError, compile_grammar
 
     try:
-        grammar = grammar_of(constraint)
+        grammar = grammar_of(constraint, table.special_ids)
         compile_grammar(table, grammar)
     except ConstraintError as error:
         return {"error": str(error)}

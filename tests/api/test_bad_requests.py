@@ -83,7 +83,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"a\ud800": 5}, None, "`a?` holds half of a surrogate pair"),
     ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias", "at most 300"),
     ({"stop_token_ids": [1] * 513}, "stop_token_ids", "at most 512"),
-    ({"response_format": {"type": "json_object"}}, "response_format.type", "not supported"),
+    ({"response_format": {"type": "json"}}, "response_format", '{"type": "json_object"}'),
     ({"adapter_id": "nobody"}, "adapter_id", "does not exist"),
 ]
 BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
@@ -115,8 +115,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "not supported"),
     ({"tool_choice": "required"}, "tool_choice", "not supported"),
     ({"functions": [{"name": "f"}]}, "functions", "not supported"),
-    ({"response_format": {"type": "json_object"}}, "response_format.type", '{"type": "text"}'),
-    ({"response_format": {"type": "json_schema", "json_schema": {}}}, None, '{"type": "text"}'),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
+    ({"response_format": "json_object"}, "response_format", '{"type": "json_object"}'),
     ({"audio": {"voice": "x"}}, "audio", "not supported"),
     ({"modalities": ["audio"]}, "modalities", "not supported"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "does not take"),

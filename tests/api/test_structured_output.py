@@ -1,0 +1,254 @@
+"""Answers that follow what a request says, asked by the openai client and by hand, of the base and of adapters."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from tests.api.conftest import ADAPTERS, BASE, ENDLESS
+from tests.support.server import Server, wait_for
+
+CHAT: list[Any] = [{"role": "user", "content": "the thing in the tin"}]
+COLOURS = ["red", "dark green", "blue"]
+
+
+class Animal(BaseModel):
+    """What the openai client makes a schema of."""
+
+    name: Annotated[str, Field(max_length=8)]
+    legs: Annotated[int, Field(ge=0, le=99)]
+    tags: Annotated[list[Literal["big", "old"]], Field(max_length=3)]
+
+
+SCHEMA = Animal.model_json_schema()
+NAMED = {"type": "json_schema", "json_schema": {"name": "animal", "description": "x", "strict": True, "schema": SCHEMA}}
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "tag",
+        "begin": "<n>",
+        "content": {"type": "json_schema", "json_schema": {"enum": [1, 2]}},
+        "end": "</n>",
+    },
+}
+
+
+def is_animal(text: str) -> bool:
+    return bool(Animal.model_validate_json(text))
+
+
+def is_json(text: str) -> bool:
+    return isinstance(json.loads(text), dict)
+
+
+def full(pattern: str) -> Any:
+    return lambda text: bool(re.fullmatch(pattern, text))
+
+
+# What is asked for, and what the answer is then, by name of the test.
+ASKED: dict[str, tuple[dict[str, Any], Any]] = {
+    "json_schema": ({"response_format": NAMED}, is_animal),
+    "json_schema, not strict": (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        is_animal,
+    ),
+    "structural tag": ({"response_format": TAG}, full("<n>[12]</n>")),
+    "vLLM json": ({"structured_outputs": {"json": SCHEMA}}, is_animal),
+    "vLLM json as text": ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, is_animal),
+    "vLLM regex": ({"structured_outputs": {"regex": r"\d{3}-[a-f]{1,4}/é"}}, full("[0-9]{3}-[a-f]{1,4}/é")),
+    "vLLM choice": ({"structured_outputs": {"choice": COLOURS}}, COLOURS.__contains__),
+    "vLLM grammar": (
+        {"structured_outputs": {"grammar": 'root ::= "x" digit{2} | "no"\ndigit ::= [0-9]'}},
+        full("x[0-9]{2}|no"),
+    ),
+    "vLLM structural tag": ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, full("<n>[12]</n>")),
+    "vLLM no blanks": (
+        {"structured_outputs": {"json": {"enum": [[1, {"a": 2}]]}, "disable_any_whitespace": True}},
+        full(r'\[1,\{"a":2\}\]'),
+    ),
+    "vLLM blanks": (
+        {"structured_outputs": {"json": {"enum": [[1, 2]]}, "whitespace_pattern": "_"}},
+        full("\\[_?1_?,_?2_?\\]"),
+    ),
+    "guided_json": ({"guided_json": SCHEMA}, is_animal),
+    "guided_json, blanks": ({"guided_json": {"enum": [[1]]}, "guided_whitespace_pattern": "_"}, full("\\[_?1_?\\]")),
+    "guided_regex": ({"guided_regex": "^(yes|no)$"}, full("yes|no")),
+    "guided_choice": ({"guided_choice": COLOURS}, COLOURS.__contains__),
+    "guided_grammar": ({"guided_grammar": "start: /[a-c]{4}/"}, full("[a-c]{4}")),
+    "SGLang json_schema": ({"json_schema": json.dumps(SCHEMA)}, is_animal),
+    "SGLang regex": ({"regex": "[xyz]{3}"}, full("[xyz]{3}")),
+    "SGLang ebnf": ({"ebnf": 'root ::= "a" "b"'}, full("ab")),
+    # What looks like the text of a special token is text.
+    "special text": ({"guided_choice": ["<|im_end|></s>"]}, full(r"<\|im_end\|></s>")),
+    "special text in JSON": (
+        {"guided_json": {"type": "object", "properties": {"</s>": {"const": "<s>"}}, "required": ["</s>"],
+                         "additionalProperties": False}},
+        lambda text: json.loads(text) == {"</s>": "<s>"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("asked", "is_right"), ASKED.values(), ids=ASKED.keys())
+def test_every_way_to_ask_is_followed(server: Server, asked: dict[str, Any], is_right: Any) -> None:
+    shared = {**asked, "max_tokens": 300, "temperature": 0.7, "seed": 5, "n": 2}
+    chat = server.post("/v1/chat/completions", json={"messages": CHAT, "model": "alpha", **shared})
+    text = server.post("/v1/completions", json={"prompt": "the", "model": BASE, **shared})
+    choices = [*chat.json()["choices"], *text.json()["choices"]]
+    for choice in choices:
+        answer = choice.get("text") or choice["message"]["content"]
+        assert choice["finish_reason"] == "stop", answer
+        assert is_right(answer), answer
+
+
+def test_the_clients_parse_gives_objects(client: openai.OpenAI) -> None:
+    for name in (BASE, *ADAPTERS):
+        parsed = client.chat.completions.parse(model=name, messages=CHAT, response_format=Animal, max_tokens=300)
+        assert isinstance(parsed.choices[0].message.parsed, Animal)
+
+
+def test_the_clients_stream_gives_an_object(client: openai.OpenAI) -> None:
+    with client.chat.completions.stream(
+        model="beta", messages=CHAT, response_format=Animal, max_tokens=300, seed=1
+    ) as stream:
+        contents = [event.delta for event in stream if event.type == "content.delta"]
+        final = stream.get_final_completion().choices[0]
+    assert isinstance(final.message.parsed, Animal)
+    assert "".join(contents) == final.message.content
+    assert len(contents) > 5
+
+
+def test_json_object_is_an_object(server: Server) -> None:
+    """Of a model of random weights few end: the others are the beginning of one."""
+    bias = {str(token): 8 for token in _tokens(server, "{}")}
+    body = {"prompt": "the", "response_format": {"type": "json_object"}, "max_tokens": 60, "n": 8, "seed": 1}
+    choices = server.post("/v1/completions", json={**body, "logit_bias": bias}).json()["choices"]
+    ended = [choice["text"] for choice in choices if choice["finish_reason"] == "stop"]
+    assert ended
+    assert all(is_json(text) for text in ended)
+    assert all(choice["text"].startswith("{") for choice in choices)
+
+
+def _tokens(server: Server, text: str) -> list[int]:
+    tokens: list[int] = server.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
+    return tokens
+
+
+def test_no_name_is_spelled_in_two_ways(server: Server) -> None:
+    """`\\u0061` is "a" too, by which an object could hold it once as declared and once as it likes."""
+    schema = {"type": "object", "properties": {"a": {"const": 1}}}
+    bias = {str(token): 30 for token in _tokens(server, "\\u061")}
+    body = {"prompt": "the", "guided_json": schema, "max_tokens": 80, "n": 8, "seed": 1, "logit_bias": bias}
+    texts = [choice["text"] for choice in server.post("/v1/completions", json=body).json()["choices"]]
+    assert any("\\" in text for text in texts)
+    assert not any(re.search(r"(?<!\\)(\\\\)*\\u", text) for text in texts)
+
+
+# ---- with other fields
+
+
+def test_it_ends_by_length_where_it_is_cut(server: Server) -> None:
+    body = {"prompt": "the", "guided_regex": "a{10}", "max_tokens": 4}
+    choice = server.post("/v1/completions", json=body).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("aaaa", "length")
+
+
+def test_stop_strings_end_it_before(server: Server) -> None:
+    body = {"prompt": "the", "guided_regex": "abcdef", "max_tokens": 9, "stop": "d"}
+    choice = server.post("/v1/completions", json=body).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == ("abc", "stop", "d")
+
+
+def test_min_tokens_and_ignore_eos_do_not_keep_it_from_ending(server: Server) -> None:
+    body = {"prompt": "the", "guided_regex": "a{2,4}", "max_tokens": 20}
+    for forbidden in ({"min_tokens": 10}, {"ignore_eos": True}):
+        choice = server.post("/v1/completions", json={**body, **forbidden}).json()["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == ("aaaa", "stop")
+
+
+def test_echo_and_log_probabilities_are_as_without(server: Server) -> None:
+    body = {"prompt": "the tin", "guided_regex": "[ab]{3}", "max_tokens": 9, "temperature": 0}
+    told = server.post("/v1/completions", json={**body, "echo": True, "logprobs": 2}).json()["choices"][0]
+    plain = server.post("/v1/completions", json=body).json()["choices"][0]
+    assert told["text"] == "the tin" + plain["text"]
+    assert "".join(told["logprobs"]["tokens"][-3:]) == plain["text"]
+    assert max(told["logprobs"]["token_logprobs"][-3:]) < 0  # of all tokens, not of the two that were allowed
+
+
+def test_a_seed_gives_the_same_answer_again(server: Server) -> None:
+    body = {"prompt": "the", "guided_json": SCHEMA, "max_tokens": 300, "seed": 3}
+    first, second = (server.post("/v1/completions", json=body).json()["choices"][0]["text"] for _ in range(2))
+    assert first == second
+
+
+def test_items_of_a_batch_have_their_own(server: Server) -> None:
+    items = [
+        {"prompt": "the", "guided_choice": ["one"], "model": "alpha"},
+        {"prompt": "the", "guided_regex": "(?=no)"},
+        {"messages": CHAT, "response_format": {"type": "text"}, "max_tokens": 3},
+        {"messages": CHAT, "guided_choice": ["two"]},
+    ]
+    one, bad, free, two = server.post("/v1/completions/batch", json={"items": items}).json()["items"]
+    assert one["choices"][0]["text"] == "one"
+    assert bad["error"]["param"] == "guided_regex"
+    assert free["choices"][0]["finish_reason"] == "length"
+    assert two["choices"][0]["message"]["content"] == "two"
+
+
+def test_who_goes_away_leaves_nothing_behind(server: Server) -> None:
+    body = {**ENDLESS, "max_tokens": 400, "guided_regex": "[a-z]*", "stream": True}
+    with server.http.stream("POST", f"{server.url}/v1/completions", json=body) as reply:
+        next(reply.iter_lines())
+    wait_for(lambda: server.metric("requests_running") == 0, "the engine to be free")
+    assert server.metric("kv_blocks_used") == 0
+
+
+def test_two_ways_at_once_are_refused(server: Server) -> None:
+    for asked in (
+        {"guided_regex": "a", "guided_choice": ["a"]},
+        {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+        {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+    ):
+        answer = server.post("/v1/completions", json={"prompt": "the", **asked})
+        assert answer.status_code == 400
+        assert "both given; send one of them" in answer.json()["error"]["message"]
+
+
+def test_asking_for_nothing_is_free(server: Server) -> None:
+    nothing: tuple[dict[str, Any], ...] = (
+        {"response_format": {"type": "text"}},
+        {"structured_outputs": {}},
+        {"structured_outputs": {"disable_any_whitespace": False, "json_object": False, "json": None}},
+    )
+    body = {"prompt": "the", "temperature": 0, "max_tokens": 8}
+    plain = server.post("/v1/completions", json=body).json()["choices"]
+    for fields in nothing:
+        assert server.post("/v1/completions", json={**body, **fields}).json()["choices"] == plain
+
+
+def test_openapi_tells_the_formats(server: Server) -> None:
+    schemas = server.get("/openapi.json").json()["components"]["schemas"]
+    assert schemas["JsonSchemaFormat"]["properties"]["type"]["const"] == "json_schema"
+    assert {"json", "regex", "choice", "grammar"} <= set(schemas["StructuredOutputs"]["properties"])
+
+
+def test_a_schema_that_leads_nowhere_ends_with_an_error(server: Server) -> None:
+    """It begins well, so it is admitted; what has begun cannot become valid."""
+    loop = {"$ref": "#/$defs/loop"}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"const": 1}, "b": loop},
+        "required": ["a", "b"],
+        "$defs": {"loop": loop},
+    }
+    body = {"prompt": "the", "guided_json": schema, "max_tokens": 200}
+    answer = server.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert "cannot be followed" in answer.json()["error"]["message"]
+    streamed = server.post("/v1/completions", json={**body, "stream": True}).text
+    assert "cannot be followed" in streamed
+    assert '"finish_reason":"stop"' not in streamed
