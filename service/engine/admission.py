@@ -11,7 +11,7 @@ from adapters.errors import RowsExceeded
 from kernels.sampling.parameters import row_of
 from service.engine.adapter_desk import LORA_IS_OFF, Rows
 from service.engine.grammars import NO_GRAMMARS
-from service.engine.messages import Sampling, Submit
+from service.engine.messages import MAX_WEIGHT, MIN_WEIGHT, Sampling, Submit
 from service.engine.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ def error_in(
         return "The prompt is empty; send at least one token."
     if not all(0 <= token < capacity.vocab_size for token in prompt):
         return f"The prompt has token ids outside the vocabulary of {capacity.vocab_size}."
+    if not MIN_WEIGHT <= request.weight <= MAX_WEIGHT:
+        return f"The tenant's weight is {request.weight}; it must be between {MIN_WEIGHT} and {MAX_WEIGHT:g}."
     error = _error_in_adapter(request, rows) or _error_in_sampling(sampling, capacity.vocab_size)
     if error is None and sampling.grammar is not None and not has_grammars:
         error = NO_GRAMMARS

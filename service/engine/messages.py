@@ -10,6 +10,9 @@ from typing import Literal
 
 import msgspec
 
+# Of a tenant, in `Submit`.
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
+
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen; checked by the API before it is sent. Token counts in tokens.
@@ -50,13 +53,20 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """Run one sequence. `adapter` is a digest in the store, None the base model; `adapter_rows` are the rows that it
-    takes on the device, by projection group. max_tokens 0 is allowed with prompt_logprobs (`echo` alone)."""
+    takes on the device, by projection group. max_tokens 0 is allowed with prompt_logprobs (`echo` alone).
+
+    tenant  who pays for it; "" where the server has no keys file, and all are one tenant
+    weight  of the tenant, MIN_WEIGHT to MAX_WEIGHT: beside another tenant it gets as many times the other's part as
+            its weight is the other's. The last request of a tenant says it for all its requests
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: Sampling
     adapter: str | None = None
     adapter_rows: dict[str, int] = {}
+    tenant: str = ""
+    weight: float = 1.0
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

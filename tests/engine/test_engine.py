@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import random
 import weakref
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ from kernels.sampling.parameters import row_of
 from service.engine.brief_thread import BriefThread
 from service.engine.build import max_rank_of
 from service.engine.engine import Engine
-from service.engine.messages import Abort, Evict, Load, Sampling, Submit, Tokens
+from service.engine.messages import Abort, Evict, Finished, Load, Sampling, Submit, Tokens
 from tests.support.engine_mock import (
     EOS,
     GROUP,
@@ -111,6 +112,15 @@ def test_a_bad_request_is_answered_and_stops_nobody(mock: MockEngine, fields: di
     assert (mock.finished["bad"].reason, mock.finished["bad"].client_fault) == ("error", True)
     assert word in (mock.finished["bad"].error or "")
     assert mock.output["good"] == expected_tokens((1, 2, 3), None, 4)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf, 1e-9, 1e9])
+def test_a_weight_that_is_none_is_refused(mock: MockEngine, weight: float) -> None:
+    mock.engine.submit(Submit("r", (1,), Sampling(max_tokens=2), tenant="t", weight=weight))
+    assert mock.engine.num_requests == 0
+    (finished,) = mock.engine.take_events()
+    assert isinstance(finished, Finished)
+    assert "between 0.01 and 100" in (finished.error or "")
 
 
 def test_a_request_id_in_use_is_refused(mock: MockEngine) -> None:

@@ -15,7 +15,7 @@ from tests.support.engine_mock import make_mock_engine
 
 TO_ENGINE: list[ToEngine] = [
     Submit("r1", (1, 2, 3), Sampling(max_tokens=4, logit_bias={5: -1.5}, stop_token_ids=(7, 8), seed=2**62)),
-    Submit("r2", (1,), Sampling(max_tokens=4), "digest", {"attention": 16}),
+    Submit("r2", (1,), Sampling(max_tokens=4), "digest", {"attention": 16}, tenant="tenant", weight=2.5),
     Abort("r1"),
 ]
 FROM_ENGINE: list[FromEngine] = [
