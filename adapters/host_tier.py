@@ -57,14 +57,20 @@ class HostTier:
         self._kept: OrderedDict[str, HostAdapter] = OrderedDict()
         self.budget_bytes = budget_bytes
 
-    def get(self, digest: str) -> HostAdapter:
-        """The adapter, from memory or disk. Raises NotFound when the store has no such digest, Malformed when its
-        files are damaged, Unsupported when its weights overflow the engine's dtype."""
+    def kept(self, digest: str) -> HostAdapter | None:
+        """The adapter, if it is in memory; costs no time."""
         with self._lock:
             kept = self._kept.get(digest)
             if kept is not None:
                 self._kept.move_to_end(digest)
-                return kept
+            return kept
+
+    def get(self, digest: str) -> HostAdapter:
+        """The adapter, from memory or disk. Raises NotFound when the store has no such digest, Malformed when its
+        files are damaged, Unsupported when its weights overflow the engine's dtype."""
+        kept = self.kept(digest)
+        if kept is not None:
+            return kept
         adapter = read_adapter(self._root, self._layout, digest, self._dtype)
         with self._lock:
             self._keep(adapter)

@@ -153,6 +153,9 @@ class RandomAdapters:
         generator = torch.Generator().manual_seed(SEED + 1)
         self._pool = torch.empty(size, dtype=dtype).normal_(std=_STANDARD_DEVIATION, generator=generator)
 
+    def kept(self, _digest: str) -> None:
+        """None is: each is made up by the loader, when it is asked for."""
+
     def get(self, digest: str) -> HostAdapter:
         """Of a name that ends in a number."""
         places = torch.Generator().manual_seed(int(digest.rpartition("-")[2]))

@@ -1,6 +1,7 @@
 """Brings adapters to the device for the requests that name them; no step ever waits for the disk.
 
-Disk -> host is read by a loader, which has a thread of its own outside the engine's tests. Host -> device is
+Disk -> host is read by a loader, which has a thread of its own outside the engine's tests; what the host tier has needs
+no loader, and waits behind no disk. Host -> device is
 `RowPool.load`, between launches: when a request asks for the rows, or ahead of any request when what a hint asked for
 has been read. The desk counts the users of each adapter (requests that wait or run) and pins its rows while any of them
 runs; the row pool never evicts pinned rows. A hint takes no rows from others and is read when no request's adapter is:
@@ -35,6 +36,9 @@ LORA_IS_OFF = "LoRA is off: this server was started with adapter_row_bytes = 0."
 
 class HostSource(Protocol):
     """The host tier, as far as the desk needs it. `get` is called by the loader, the others in the step's thread."""
+
+    def kept(self, digest: str) -> Any | None:
+        """The adapter if it is in host memory; reads nothing."""
 
     def get(self, digest: str) -> Any:
         """The adapter in host memory, read from the store if need be; `rows` of it are those that it takes."""
@@ -188,7 +192,7 @@ class AdapterDesk:
     def prefetch(self, wanted: Mapping[str, bool], first: str | None) -> None:
         """Start reading, as far as `max_loads_ahead` allows, what requests wait for.
 
-        wanted  adapters in the order of the requests' age, and whether one of these may join now
+        wanted  adapters in the order in which requests are to have them, and whether one could join now with it
         first   the adapter that has waited too long: it is read whatever the others do, and its copy stays
 
         Who could run now does not wait behind those who cannot: the last of these gives up its host copy, and is read
@@ -200,11 +204,11 @@ class AdapterDesk:
             entry.num_users > 0 and entry.is_ahead for digest, entry in self._entries.items() if digest != first
         )
         useful, others, held = [], [], []
-        for digest, may_join in wanted.items():
+        for digest, could_join in wanted.items():
             entry = self._entries[digest]
             if entry.is_loading or self.rows.place_of(digest) is not None:
                 continue
-            is_useful = digest == first or (may_join and self._has_room(entry))
+            is_useful = digest == first or could_join
             if entry.host is not None:
                 if not is_useful:
                     held.append(entry)
@@ -221,18 +225,16 @@ class AdapterDesk:
                     self._is_short_of_places = True
                     continue
                 places -= 1
-            self._start_reading(digest, self._entries[digest])
+            self._fetch(digest, self._entries[digest])
         for digest in others[: max(places, 0)]:
-            self._start_reading(digest, self._entries[digest])
+            self._fetch(digest, self._entries[digest])
 
     def acquire(self, digest: str) -> bool:
         """Pin the adapter's rows for one more running request, copying them to the device first if need be. False when
         it has not been read, or the rows in use leave no room for it."""
         assert self.rows is not None
         entry = self._entries[digest]
-        if not self.is_on_device(digest) and (
-            entry.host is None or not self._has_room(entry) or not self._bring(digest, entry)
-        ):
+        if not self.can_acquire(digest) or (not self.is_on_device(digest) and not self._bring(digest, entry)):
             return False
         if entry.num_pins == 0:
             self.rows.pin(digest)
@@ -258,6 +260,24 @@ class AdapterDesk:
     def is_read(self, digest: str) -> bool:
         """Whether nothing but rows can keep it from running."""
         return self._entries[digest].host is not None or self.is_on_device(digest)
+
+    def is_in_use(self, digest: str) -> bool:
+        """Whether requests run with it, so that its rows are pinned."""
+        entry = self._entries.get(digest)
+        return entry is not None and entry.num_pins > 0
+
+    def can_acquire(self, digest: str) -> bool:
+        """Whether it is on the device, or has been read and has room there."""
+        entry = self._entries[digest]
+        return self.is_on_device(digest) or (entry.host is not None and self._has_room(entry))
+
+    def has_room(self, digest: str) -> bool:
+        """Whether the rows in use leave it its own."""
+        return self._has_room(self._entries[digest])
+
+    def num_rows(self, digest: str) -> int:
+        """That it takes on the device, in all groups together."""
+        return sum(self._entries[digest].rows.values())
 
     def fits_beside(self, digest: str, others: Collection[str]) -> bool:
         """Whether it would have room if no other adapters than these, which are resident, were in use."""
@@ -320,6 +340,16 @@ class AdapterDesk:
         if entry.room[0] != self._num_pin_changes:
             entry.room = (self._num_pin_changes, self.rows.has_room(entry.rows))
         return entry.room[1]
+
+    def _fetch(self, digest: str, entry: _Entry) -> None:
+        """From host memory at once, else by the loader."""
+        assert self._host is not None
+        host = self._host.kept(digest)
+        if host is None:
+            self._start_reading(digest, entry)
+        else:
+            entry.was_read = True
+            self._keep(digest, entry, host)
 
     def _start_reading(self, digest: str, entry: _Entry) -> None:
         entry.is_loading = entry.was_read = True

@@ -28,7 +28,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     host_tier_bytes             adapters held in host memory, ready for the device
     num_threads                 threads of one matrix product; None: see `service.engine.threads`
     max_steps_waiting_for_rows  after so many steps in which it was passed over, the oldest request that waits for rows
-                                gets them before newer ones, but for those that `Scheduler._door_of` lets in
+                                reserves them before newer ones, see `row_sharing.py`
     max_loads_ahead             requests' adapters that are read from disk, or wait in host memory for rows, at the
                                 same time, beside the one of that oldest request
     max_prompt_logits           logits of prompt tokens (prompt logprobs) in one step; bounds the memory of a step

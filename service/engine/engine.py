@@ -278,7 +278,7 @@ class Engine:
         """The state now, with the steps since the last call."""
         usage = self._rows.usage() if self._rows is not None else NO_ROWS
         return Stats(
-            num_waiting=len(self.scheduler.waiting) + len(self._compiling),
+            num_waiting=self.scheduler.num_waiting + len(self._compiling),
             num_running=len(self.scheduler.running),
             kv_blocks_used=self.blocks.num_used,
             kv_blocks_total=self.blocks.capacity,

@@ -1,46 +1,35 @@
 """Which sequences run in the next step, with how many tokens each.
 
-Owns the waiting and the running list (both in order of arrival) and, through them, who holds a slot, blocks and a pin
-on adapter rows: a running sequence holds all of its own, a waiting one holds nothing. Freed on `remove` (ended,
-aborted) and on preemption, at once and completely, whether or not a launched step still works with them: see
-`engine.py` for why that is right.
+Owns the waiting and the running ones and, through them, who holds a slot, blocks and a pin on adapter rows: a running
+sequence holds all of its own, a waiting one holds nothing. Freed on `remove` (ended, aborted) and on preemption, at
+once and completely, whether or not a launched step still works with them: see `engine.py` for why that is right.
 
 It counts tokens and never looks at their values: what a launched step samples is a token like any other here.
 
 One step, under one token budget:
-1. every decoding sequence gets one token, every prefilling one a chunk of what is left, oldest first;
-2. if blocks run out, the youngest running sequence is preempted: it gives up everything and waits to be computed again
-   from its tokens, so that nothing is lost and the output does not change. The oldest never yields, hence there is
-   progress;
-3. waiting sequences join, oldest first, while a slot and the blocks for all their present tokens are free. One whose
-   adapter has not been read, or finds no rows, is passed over, not waited for.
-Nobody starves: slots and blocks go strictly by age among those who have rows. Of those that were passed over
-too often, the adapter of the oldest is read before all others and stays in host memory. From then on that sequence
-closes the door to younger requests, but for those that keep it waiting no longer, until enough have ended and given
-their rows back; `_door_of` says for whom, and why that comes to an end.
+1. waiting sequences join, in the order of `fair_queue.py`, while there are tokens for them, and take a slot, their
+   adapter's rows, and blocks for all their present tokens. Where these are not free, those yield who have more than
+   their part. One whose adapter has not been read, or finds no rows, is passed over, not waited for; one that finds no
+   blocks is waited for;
+2. every decoding sequence gets one token, prompts a chunk of what is left, largest deficit first. If blocks run out,
+   running sequences yield, who has most first: they give up everything and wait to be computed again from their tokens,
+   so that nothing is lost and the output does not change. Since each has joined with the blocks of its next token,
+   every one that yields so leaves a token behind it, hence there is progress.
 
-Cost per step: O(running + waiting).
+Cost per step: O(running + flows), and what `fair_queue.py` says.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from dataclasses import dataclass
+from bisect import insort
 from itertools import pairwise
 
 from service.engine.adapter_desk import AdapterDesk
 from service.engine.block_pool import BlockPool
+from service.engine.fair_queue import FairQueue, Flow, age
+from service.engine.row_sharing import RowSharing
 from service.engine.sequence import ScheduledChunk, Sequence
 from service.engine.slots import Slots
-
-
-def _age(sequence: Sequence) -> int:
-    return sequence.key
-
-
-def _tokens_to_come(sequence: Sequence) -> int:
-    """The most that are still to be computed for it, of its prompt and of its answer; it may end sooner."""
-    return sequence.max_total - sequence.num_computed
 
 
 def _count(chunk: ScheduledChunk) -> None:
@@ -52,29 +41,8 @@ def _count(chunk: ScheduledChunk) -> None:
         sequence.num_in_flight += 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Door:
-    """Who may still join while the oldest that has waited too long for rows lacks them.
-
-    closed_by     older ones are let in as ever
-    harmless      adapters that all may join: their rows are not what it waits for
-    until_tokens  any adapter may be joined by requests to which fewer tokens may come
-    """
-
-    closed_by: Sequence
-    harmless: frozenset[str]
-    until_tokens: int
-
-    def lets_in(self, sequence: Sequence) -> bool:
-        return (
-            sequence.key < self.closed_by.key
-            or sequence.adapter in self.harmless
-            or _tokens_to_come(sequence) < self.until_tokens
-        )
-
-
 class Scheduler:
-    """See the module's docstring."""
+    """See the module's docstring. `running` is in the order of arrival."""
 
     def __init__(
         self,
@@ -90,17 +58,26 @@ class Scheduler:
         self.blocks = blocks
         self.slots = slots
         self.desk = desk
-        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._queue = FairQueue(token_budget)
+        self._row_sharing = RowSharing(self._queue, desk, max_steps=max_steps_waiting_for_rows)
         self._block_size = block_size_tokens
         self._token_budget = token_budget
-        self._max_steps_waiting_for_rows = max_steps_waiting_for_rows
         self._max_prompt_logits = max_prompt_logits
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """In the order of arrival."""
+        return self._queue.waiting()
+
+    @property
+    def num_waiting(self) -> int:
+        return self._queue.num_waiting
 
     def add(self, sequence: Sequence) -> None:
         """A new request; it waits."""
-        insort(self.waiting, sequence, key=_age)
+        self._queue.add(sequence)
         if sequence.adapter is not None:
             self.desk.enter(sequence.adapter, sequence.request.adapter_rows)
 
@@ -108,33 +85,19 @@ class Scheduler:
         """The request is over, for whatever reason: everything it holds is free when this returns."""
         if sequence.is_running:
             self._stop(sequence)
-        else:
-            self.waiting.remove(sequence)
+        self._queue.remove(sequence)
         if sequence.adapter is not None:
             self.desk.leave(sequence.adapter)
 
     def schedule(self) -> list[ScheduledChunk]:
         """The next step; blocks for its tokens are taken. Empty if nothing can run now."""
-        chunks: list[ScheduledChunk] = []
-        self._prompt_logits_left = self._max_prompt_logits
-        num_decoding = sum(sequence.num_to_compute == 1 for sequence in self.running)
-        prefill_budget = self._token_budget - num_decoding
-        num_preemptions = self.num_preemptions
-        index = 0
-        while index < len(self.running):  # the list shortens from its end when a sequence is preempted
-            sequence = self.running[index]
-            is_last_token = sequence.num_to_compute == 1
-            chunk = self._chunk(sequence, 1 if is_last_token else prefill_budget)
-            if chunk is not None and self._make_room(sequence, chunk.num_tokens):
-                chunks.append(chunk)
-                prefill_budget -= 0 if is_last_token else chunk.num_tokens
-            index += 1
-        # Whoever was preempted needs the blocks more than a newcomer does.
-        if num_preemptions == self.num_preemptions:
-            self._admit(chunks, prefill_budget)
-            self.desk.follow_hints()
+        if self._queue.num_waiting:
+            self._admit()
+        self.desk.follow_hints()
+        chunks = self._chunks()
         for chunk in chunks:
             _count(chunk)
+        self._queue.charge(chunks)
         return chunks
 
     def check_integrity(self) -> None:
@@ -144,15 +107,172 @@ class Scheduler:
         assert held == self.blocks.num_used, "blocks held by a sequence that does not run"
         self.slots.check_integrity()
         assert self.slots.num_used == len(self.running), "slots held by a sequence that does not run"
-        for queue in (self.waiting, self.running):
-            assert all(a.key < b.key for a, b in pairwise(queue)), "not in order of arrival"
+        assert all(a.key < b.key for a, b in pairwise(self.running)), "not in order of arrival"
         for sequence in self.running:
             covered = len(self.blocks.blocks(sequence.key)) * self._block_size
             assert sequence.num_computed <= covered, "computed tokens without blocks"
         assert all(sequence.num_computed == 0 for sequence in self.waiting), "a waiting sequence holds results"
+        self._queue.check_integrity()
         self.desk.check_integrity()
 
-    # ---- inner parts
+    # ---- who runs
+
+    def _admit(self) -> None:
+        """Let waiting sequences run, and have the adapters read that others of them wait for."""
+        self._row_sharing.begin_step(self.running)
+        ready, unread = [], []
+        for flow in self._queue.flows():
+            if flow.waiting and (flow.adapter is None or self.desk.is_on_device(flow.adapter)):
+                ready.append(flow)
+            elif flow.waiting:
+                unread.append(flow)
+        if unread:
+            self._prefetch(unread)
+            for flow in unread:
+                assert flow.adapter is not None, "the base is not read"
+                if self.desk.is_read(flow.adapter):
+                    ready.append(flow)
+                elif self.slots.num_free:
+                    flow.steps_waiting_for_rows += 1
+        if ready and (self.slots.num_free or self._queue.has_excess()):
+            self._join(ready)
+
+    def _prefetch(self, flows: list[Flow]) -> None:
+        """Have these adapters read, in their turn."""
+        wanted: dict[str, bool] = {}
+        tenants = set()
+        for flow in self._queue.turns(flows):
+            assert flow.adapter is not None, "the base is not read"
+            may_join = any(map(self._row_sharing.lets_in, flow.waiting))
+            has_room = may_join and self.desk.has_room(flow.adapter)
+            if may_join and not has_room and flow.tenant not in tenants:
+                tenants.add(flow.tenant)  # other tenants' rows are asked for once
+                has_room = bool(self._row_sharing.yielding_to(flow.waiting[0]))
+            wanted[flow.adapter] = wanted.get(flow.adapter, False) or has_room
+        self.desk.prefetch(wanted, self._row_sharing.first)
+
+    def _join(self, flows: list[Flow]) -> None:
+        """Let sequences of these run, whose adapters have been read; see the module's docstring."""
+        prompts = [one for one in self.running if one.num_to_compute > 1]
+        budget = self._token_budget - (len(self.running) - len(prompts))
+        free_blocks = self._free_blocks()
+        for sequence in self._queue.in_turn(flows, self._row_sharing.lets_in):
+            if sequence.num_in_flight:  # it has just yielded, and joins when all its tokens are known
+                continue
+            # Without a free slot one that decodes makes room, also in the budget.
+            if self._tokens_before(sequence, prompts) >= budget + (self.slots.num_free == 0):
+                continue
+            num_preemptions = self.num_preemptions
+            if not self._find_rows(sequence):
+                continue
+            if num_preemptions != self.num_preemptions:
+                free_blocks = self._free_blocks()
+            need = self._blocks_missing(sequence)
+            if (self.slots.num_free == 0 or need > free_blocks) and not self._find_place(sequence, need - free_blocks):
+                return
+            if sequence.adapter is not None and not self.desk.acquire(sequence.adapter):
+                continue  # it cannot be copied to the device, and fails
+            self._start(sequence)
+            prompts.append(sequence)
+            free_blocks = self._free_blocks()
+
+    def _tokens_before(self, sequence: Sequence, prompts: list[Sequence]) -> int:
+        """Of the step's budget, tokens of those whose prompts are computed before its own."""
+        if not prompts:
+            return 0
+        turn = self._queue.prompt_turn(sequence)
+        return sum(self._most_tokens(one) for one in prompts if self._queue.prompt_turn(one) < turn)
+
+    def _most_tokens(self, sequence: Sequence) -> int:
+        """That it can use in a step."""
+        has_logprobs = sequence.num_prompt_logprobs_missing > 0
+        return min(sequence.num_to_compute, self._max_prompt_logits) if has_logprobs else sequence.num_to_compute
+
+    def _find_rows(self, sequence: Sequence) -> bool:
+        """Whether its adapter can be had, those in use having made room if need be."""
+        adapter = sequence.adapter
+        if adapter is None or self.desk.can_acquire(adapter):
+            return True
+        yielding = self._row_sharing.yielding_to(sequence)
+        if not yielding:
+            self._queue.flow_of(sequence).steps_waiting_for_rows += 1
+            return False
+        for one in [one for one in self.running if one.adapter in yielding]:
+            self._preempt(one)
+        return True
+
+    def _find_place(self, sequence: Sequence, num_blocks: int) -> bool:
+        """A slot and so many more blocks, of those who have more than their part; none yields if it is not enough."""
+        yielding: list[Sequence] = []
+        num_slots = self.slots.num_free
+        exceeding = self._queue.exceeding(sequence)
+        while num_slots == 0 or num_blocks > 0:
+            one = next(exceeding, None)
+            if one is None:
+                return False
+            yielding.append(one)
+            num_slots += 1
+            num_blocks -= len(self.blocks.blocks(one.key)) + self._blocks_missing(one)
+        for one in yielding:
+            self._preempt(one)
+        return True
+
+    def _start(self, sequence: Sequence) -> None:
+        """The sequence runs from now on, its pin being taken already."""
+        sequence.slot = self.slots.take()
+        self._queue.start(sequence)
+        insort(self.running, sequence, key=age)
+        self.blocks.open(sequence.key, self._blocks_for(sequence.max_total))
+
+    def _stop(self, sequence: Sequence) -> None:
+        """The sequence runs no more: slot, blocks and pin are given back."""
+        self.running.remove(sequence)
+        self.slots.release(sequence.slot)
+        sequence.slot = 0
+        self.blocks.release(sequence.key)
+        self._queue.stop(sequence)
+        if sequence.adapter is not None:
+            self.desk.release(sequence.adapter)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """It yields, and waits to be computed again."""
+        self._stop(sequence)
+        sequence.num_computed = 0
+        self.num_preemptions += 1
+
+    # ---- what they compute
+
+    def _chunks(self) -> list[ScheduledChunk]:
+        self._prompt_logits_left = self._max_prompt_logits
+        budget = self._token_budget
+        chunks: dict[int, ScheduledChunk] = {}
+        prompts = []
+        for sequence in self.running.copy():
+            if sequence.num_to_compute > 1:
+                prompts.append(sequence)
+            elif sequence.is_running:
+                budget -= self._add_chunk(chunks, sequence, 1)
+        if len(prompts) > 1:
+            prompts.sort(key=self._queue.prompt_turn)
+        for sequence in prompts:
+            if sequence.is_running:
+                budget -= self._add_chunk(chunks, sequence, budget)
+        return list(chunks.values())
+
+    def _add_chunk(self, chunks: dict[int, ScheduledChunk], sequence: Sequence, budget: int) -> int:
+        """Its part of the step, with blocks, if there is one: its tokens. Others may yield, and lose theirs."""
+        chunk = self._chunk(sequence, budget)
+        if chunk is None:
+            return 0
+        total = self._blocks_for(sequence.num_computed + chunk.num_tokens)
+        while not self.blocks.extend(sequence.key, total):
+            last = self._queue.last_in_turn()
+            self._preempt(last)
+            chunks.pop(last.key, None)
+            if last is sequence:
+                return 0
+        chunks[sequence.key] = chunk
+        return chunk.num_tokens
 
     def _chunk(self, sequence: Sequence, budget: int) -> ScheduledChunk | None:
         """Up to `budget` tokens of the sequence, with the logits that they must yield; None if there is no budget."""
@@ -175,113 +295,16 @@ class Scheduler:
         samples = end == sequence.num_tokens
         return ScheduledChunk(sequence, start, end - start, num_logits, samples, first, num_prompt_logits)
 
-    def _make_room(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Blocks for `num_tokens` more, taken from the youngest if need be. False if the sequence had to yield."""
-        total = self._blocks_for(sequence.num_computed + num_tokens)
-        while not self.blocks.extend(sequence.key, total):
-            youngest = self.running[-1]
-            self._stop(youngest)
-            youngest.num_computed = 0
-            insort(self.waiting, youngest, key=_age)
-            self.num_preemptions += 1
-            if youngest is sequence:
-                return False
-        return True
+    # ---- blocks
 
-    def _admit(self, chunks: list[ScheduledChunk], budget: int) -> None:
-        """Let waiting sequences join; see the module's docstring."""
-        if not self.waiting:
-            return
-        door = self._prefetch()
-        passed_over: set[str] = set()  # their answer holds for the step: no rows come free in between
-        free_blocks = self.blocks.num_free - sum(self._blocks_missing(sequence) for sequence in self.running)
-        for sequence in list(self.waiting):
-            need = self._blocks_missing(sequence)
-            if budget <= 0 or self.slots.num_free == 0:
-                return
-            assert not sequence.num_in_flight, "a sequence joins when all its tokens are known"
-            if sequence.adapter is not None:
-                if door is not None and not door.lets_in(sequence):
-                    continue
-                # It would take the blocks that come free, and its pins would only come and go.
-                if need > free_blocks and self.desk.is_on_device(sequence.adapter):
-                    return
-                if sequence.adapter in passed_over or not self.desk.acquire(sequence.adapter):
-                    passed_over.add(sequence.adapter)
-                    sequence.steps_waiting_for_rows += 1
-                    continue
-            # Asked after rows: who lacks those too must not keep the blocks from the others.
-            if need > free_blocks:
-                if sequence.adapter is not None:
-                    self.desk.release(sequence.adapter)
-                return
-            free_blocks -= need
-            chunk = self._start(sequence, budget)
-            if chunk is not None:
-                chunks.append(chunk)
-                budget -= chunk.num_tokens
-
-    def _prefetch(self) -> _Door | None:
-        """Have the waiting ones' adapters read, those first that may join. Returns the door, if one is closed."""
-        too_long = self._max_steps_waiting_for_rows
-        first = next((one for one in self.waiting if one.steps_waiting_for_rows >= too_long), None)
-        first_adapter = None if first is None else first.adapter
-        door = None
-        if first is not None and first_adapter is not None and self.desk.is_read(first_adapter):
-            door = self._door_of(first, first_adapter)
-        wanted: dict[str, bool] = {}
-        for one in self.waiting:
-            if one.adapter is not None and not wanted.get(one.adapter):
-                wanted[one.adapter] = door is None or door.lets_in(one)
-        self.desk.prefetch(wanted, first_adapter)
-        return door
-
-    def _door_of(self, waiting: Sequence, its_adapter: str) -> _Door:
-        """The door that `waiting`, whose adapter has been read, has closed.
-
-        If those that run end as late as they may, their adapters leave one by one, and after a certain one there is
-        room. Those that are in use for longer may be joined by all; any other, whether it runs or not, only by requests
-        that end before that certain one. So the end that is waited for never moves away, and comes nearer with its
-        tokens, under any load; only older requests, finitely many, can put it off.
-        """
-        tokens_left: dict[str, int] = {}
-        for one in self.running:
-            if one.adapter is not None:
-                tokens_left[one.adapter] = max(_tokens_to_come(one), tokens_left.get(one.adapter, 0))
-        leaving = sorted(tokens_left, key=tokens_left.__getitem__)
-        num_ends = bisect_left(
-            range(len(leaving)), True, key=lambda num: self.desk.fits_beside(its_adapter, leaving[num:])
-        )
-        until_tokens = tokens_left[leaving[num_ends - 1]] if num_ends else 0
-        stays = (adapter for adapter in leaving[num_ends:] if tokens_left[adapter] > until_tokens)
-        return _Door(waiting, frozenset((its_adapter, *stays)), until_tokens)
+    def _free_blocks(self) -> int:
+        """That none of the running ones needs for its present tokens and the next."""
+        return self.blocks.num_free - sum(self._blocks_missing(sequence) for sequence in self.running)
 
     def _blocks_missing(self, sequence: Sequence) -> int:
         """Blocks it lacks for all its present tokens and the next; admitted with fewer, it would soon be preempted."""
         held = len(self.blocks.blocks(sequence.key)) if sequence.is_running else 0
         return max(self._blocks_for(min(sequence.num_tokens + 1, sequence.max_total)) - held, 0)
-
-    def _start(self, sequence: Sequence, budget: int) -> ScheduledChunk | None:
-        """The sequence runs from now on, its pin being taken already."""
-        self.waiting.remove(sequence)
-        sequence.slot = self.slots.take()
-        insort(self.running, sequence, key=_age)
-        sequence.steps_waiting_for_rows = 0
-        self.blocks.open(sequence.key, self._blocks_for(sequence.max_total))
-        chunk = self._chunk(sequence, budget)
-        if chunk is not None:
-            has_blocks = self.blocks.extend(sequence.key, self._blocks_for(chunk.num_tokens))
-            assert has_blocks, "room was looked at before"
-        return chunk
-
-    def _stop(self, sequence: Sequence) -> None:
-        """The sequence runs no more: slot, blocks and pin are given back."""
-        self.running.remove(sequence)
-        self.slots.release(sequence.slot)
-        sequence.slot = 0
-        self.blocks.release(sequence.key)
-        if sequence.adapter is not None:
-            self.desk.release(sequence.adapter)
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_size)

@@ -32,7 +32,6 @@ class Sequence:
     parameters     of its sampling, `kernels.sampling.parameters.row_of`
     stop_ids       tokens that end it (stop_token_ids, and end-of-sequence unless ignored)
     slot           of a running sequence, which so holds blocks and a pin too; 0 for a waiting one
-    steps_waiting_for_rows  steps in which it was passed over because its adapter was not read, or found no rows
     num_prompt_logprobs  entries of `prompt_logprobs` that there are, or will be when the launched steps have run
     prompt_logprobs  of the prompt so far, entry 0 None; empty where not asked for
     prompt_logprobs_sent  the one message that carries them has gone out
@@ -50,7 +49,6 @@ class Sequence:
     num_in_flight: int = 0
     num_computed: int = 0
     slot: int = 0
-    steps_waiting_for_rows: int = 0
     num_prompt_logprobs: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     prompt_logprobs_sent: bool = False

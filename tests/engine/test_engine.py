@@ -633,7 +633,9 @@ def test_random_operations_lose_nothing(seed: int) -> None:
                 prompt = tuple(rng.randrange(90) for _ in range(rng.randint(1, 18)))
                 adapter = rng.choice((None, "a1", "a2-2", "a3", "a4-2", "a5", "a6-7"))
                 requests[f"r{i}"] = (prompt, adapter, rng.randint(1, 16))
-                mock.submit(f"r{i}", prompt, adapter, max_tokens=requests[f"r{i}"][2])
+                tenant = rng.choice(("", "x", "y"))
+                weight = {"": 1.0, "x": 0.25, "y": 3.0}[tenant]
+                mock.submit(f"r{i}", prompt, adapter, max_tokens=requests[f"r{i}"][2], tenant=tenant, weight=weight)
             case "step":
                 mock.step()
             case "read":

@@ -143,12 +143,17 @@ class MockRows:
 
 @dataclass
 class MockHost:
-    """A host tier whose reads fail for the digests in `broken`, and whose next one can be met in the middle."""
+    """A host tier whose reads fail for the digests in `broken`, and whose next one can be met in the middle. Only what
+    is in `memory` needs none."""
 
     broken: set[str] = field(default_factory=set)
+    memory: set[str] = field(default_factory=set)
     during_next_read: Callable[[], None] | None = None
     reads: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+
+    def kept(self, digest: str) -> MockWeights | None:
+        return MockWeights(digest) if digest in self.memory else None
 
     def get(self, digest: str) -> MockWeights:
         if self.during_next_read is not None:
@@ -262,11 +267,13 @@ class MockEngine:
         *,
         max_tokens: int = 4,
         temperature: float = 0.0,
+        tenant: str = "",
+        weight: float = 1.0,
         **sampling: object,
     ) -> None:
         chosen = Sampling(max_tokens=max_tokens, temperature=temperature, **sampling)  # type: ignore[arg-type]
         rows = {} if adapter is None else {**MockWeights(adapter).rows}
-        self.engine.submit(Submit(request_id, prompt, chosen, adapter, rows))
+        self.engine.submit(Submit(request_id, prompt, chosen, adapter, rows, tenant, weight))
         self.engine.check_integrity()
 
     def step(self) -> list[Event]:
