@@ -67,7 +67,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("service.logs", "service.child_process", "service.machine"),
     ),
     "service/text": ("service.bounded_child",),
-    "service/grammars": ("service.text.tokenizer", "service.models.facts", "service.bounded_child"),
+    "service/grammars": (
+        "service.text.tokenizer",
+        "service.models.config_json",
+        "service.models.families",
+        "service.bounded_child",
+    ),
     "service/api": (
         *("service.engine", "service.models", "service.text", "service.grammars", "adapters", "kernels"),
         *("service.settings", "service.logs", "service.version"),

@@ -14,7 +14,8 @@ from typing import Any
 import llguidance
 import numpy as np
 
-from service.models.facts import model_facts, read_config
+from service.models.config_json import read_config
+from service.models.families import model_spec
 from service.text.tokenizer import TextError, TextTokenizer
 
 # Private use: no text of a grammar has these, so no text is taken for a special token.
@@ -60,7 +61,7 @@ class TokenTable:
             tokenizer = TextTokenizer.load(model_dir)
         except TextError as error:
             raise GrammarError(str(error).rstrip(".")) from error
-        return cls(tokenizer, model_facts(read_config(model_dir)).vocab_size)
+        return cls(tokenizer, model_spec(read_config(model_dir)).vocab_size)
 
 
 def compile_grammar(table: TokenTable, grammar: str) -> llguidance.LLMatcher:

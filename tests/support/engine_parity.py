@@ -157,7 +157,7 @@ def config_of(world: World, *, num_blocks: int = 400, num_rows: int = 128, **fie
     """An engine of `num_blocks` KV blocks and at least `num_rows` rows in each group."""
     spec = model_spec(read_config(world.model_dir))
     layout = layout_in(world.model_dir)
-    row_bytes = 2**16
+    row_bytes = 2**13
     while min(plan_rows(layout, row_bytes, element_bytes=4).rows.values()) < num_rows:
         row_bytes = row_bytes * 9 // 8
     return EngineConfig(
