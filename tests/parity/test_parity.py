@@ -128,8 +128,9 @@ def test_large_budgets_and_all_at_once_give_the_same_tokens_as_peft(run: Run) ->
 
 
 def test_rows_for_two_adapters_at_a_time_give_the_same_tokens(run: Run) -> None:
+    sizes = {"num_rows": 48, "num_embedding_rows": 16}
     engine = build_engine(
-        config_of(run.world, num_rows=48, token_budget=64, max_sequences=16, max_steps_waiting_for_rows=4)
+        config_of(run.world, **sizes, token_budget=64, max_sequences=16, max_steps_waiting_for_rows=4)
     )
     answers = run_engine(engine, [r.submit(run.world) for r in run.requests])
     engine.close()

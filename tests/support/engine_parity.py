@@ -153,12 +153,16 @@ def make_requests(world: World, num: int = 24, *, seed: int = 0, max_prompt: int
     return requests
 
 
-def config_of(world: World, *, num_blocks: int = 400, num_rows: int = 128, **fields: Any) -> EngineConfig:
-    """An engine of `num_blocks` KV blocks and at least `num_rows` rows in each group."""
+def config_of(
+    world: World, *, num_blocks: int = 400, num_rows: int = 128, num_embedding_rows: int | None = None, **fields: Any
+) -> EngineConfig:
+    """An engine of `num_blocks` KV blocks and at least `num_rows` rows in each group (None: in that of the embeddings
+    too)."""
     spec = model_spec(read_config(world.model_dir))
     layout = layout_in(world.model_dir)
-    row_bytes = 2**13
-    while min(plan_rows(layout, row_bytes, element_bytes=4).rows.values()) < num_rows:
+    row_bytes, wanted = 2**13, dict.fromkeys(layout.groups, num_rows)
+    wanted["embeddings"] = num_embedding_rows or num_rows
+    while any(num < wanted[group] for group, num in plan_rows(layout, row_bytes, element_bytes=4).rows.items()):
         row_bytes = row_bytes * 9 // 8
     return EngineConfig(
         model_dir=str(world.model_dir),
