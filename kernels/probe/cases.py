@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from kernels.probe import attention_cases, conv_cases, dense_cases, lora_cases, sampling_cases, window_cases
+from kernels.probe import (
+    attention_cases,
+    conv_cases,
+    delta_cases,
+    dense_cases,
+    lora_cases,
+    sampling_cases,
+    window_cases,
+)
 from kernels.probe.place import Place
 from kernels.probe.prepared import Prepared
 from kernels.probe.shapes import ProbeShapes
@@ -31,6 +39,7 @@ _CASES: Mapping[str, Mapping[str, Case]] = {
         "causal_conv1d_prefill": conv_cases.prefill,
         "causal_conv1d_update": conv_cases.update,
     },
+    "gated_delta": {"gated_delta_prefill": delta_cases.prefill, "gated_delta_update": delta_cases.update},
     "paged_attention": {
         "paged_attention": attention_cases.attend,
         "paged_attention_decode": attention_cases.attend_decode,
@@ -51,6 +60,8 @@ _CASES: Mapping[str, Mapping[str, Case]] = {
 def cases_of(op: str, shapes: ProbeShapes) -> Mapping[str, Case]:
     """The cases that a model of these shapes needs of `op`; none where it does not use the op."""
     if op == "causal_conv1d" and shapes.conv_width == 0:
+        return {}
+    if op == "gated_delta" and shapes.delta is None:
         return {}
     cases = _CASES[op]
     if shapes.sliding_window is None:

@@ -12,10 +12,11 @@ from kernels.probe.shapes import ProbeShapes
 # Per sequence: tokens, state line (-1 is padding), whether it has a state. Lines 0 and 4 are nobody's.
 _LENGTHS, _LINES, _CONTINUES = (5, 1, 7, 2, 1), (3, 1, 5, -1, 2), (False, True, True, True, True)
 _NUM_LINES = 6
+_COLUMNS_BEHIND = 16
 
 
 def prefill(shapes: ProbeShapes, place: Place) -> Prepared:
-    """Gated, as the models use it: out = gate_out * conv(gate_in * x)."""
+    """As the models use it: out = gate_out * conv(gate_in * x), or silu(conv(x))."""
     x, gate_in, gate_out = _inputs(shapes, place, sum(_LENGTHS))
     weight = _weight(shapes, place)
     states = _states(shapes, place, [line for line, goes_on in zip(_LINES, _CONTINUES, strict=True) if goes_on])
@@ -34,6 +35,7 @@ def prefill(shapes: ProbeShapes, place: Place) -> Prepared:
             has_initial_state,
             gate_in=gate_in,
             gate_out=gate_out,
+            activation=_activation(shapes),
             query_starts=starts,
         )
         return out, states
@@ -48,7 +50,9 @@ def update(shapes: ProbeShapes, place: Place) -> Prepared:
     states = _states(shapes, place, list(_LINES))
 
     def call() -> tuple[torch.Tensor, ...]:
-        out = ops.causal_conv1d_update(x, weight, None, states, lines, gate_in=gate_in, gate_out=gate_out)
+        out = ops.causal_conv1d_update(
+            x, weight, None, states, lines, gate_in=gate_in, gate_out=gate_out, activation=_activation(shapes)
+        )
         return out, states
 
     return call
@@ -56,8 +60,11 @@ def update(shapes: ProbeShapes, place: Place) -> Prepared:
 
 def _inputs(
     shapes: ProbeShapes, place: Place, num_tokens: int
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-    """x and its two gates, thirds of one packed product."""
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """x and its two gates, thirds of one packed product; or x alone, the first columns of one."""
+    if shapes.conv_size is not None:
+        packed = place.put(place.random(num_tokens, shapes.conv_size + _COLUMNS_BEHIND))
+        return packed[:, : shapes.conv_size], None, None
     packed = place.random(num_tokens, 3 * shapes.hidden_size)
     if place.wide:
         # The op rounds the gated input to x's dtype, so its truth starts from there.
@@ -67,13 +74,17 @@ def _inputs(
     return x, gate_in, gate_out
 
 
+def _activation(shapes: ProbeShapes) -> str | None:
+    return None if shapes.conv_size is None else "silu"
+
+
 def _weight(shapes: ProbeShapes, place: Place) -> torch.Tensor:
-    return place.put(place.random(shapes.conv_width, shapes.hidden_size) / shapes.conv_width**0.5)
+    return place.put(place.random(shapes.conv_width, shapes.conv_size or shapes.hidden_size) / shapes.conv_width**0.5)
 
 
 def _states(shapes: ProbeShapes, place: Place, written: list[int]) -> torch.Tensor:
     """State lines; those not in `written` hold what nobody has written."""
-    states = place.fresh(_NUM_LINES, shapes.conv_width - 1, shapes.hidden_size)
+    states = place.fresh(_NUM_LINES, shapes.conv_width - 1, shapes.conv_size or shapes.hidden_size)
     for line in written:
         if line > 0:
             states[line] = place.random(*states.shape[1:])

@@ -18,6 +18,8 @@ class ProbeShapes:
     intermediate_size  width of the feed-forward layers
     sliding_window     smallest window of any attention layer, None without windows
     conv_width         taps of the short convolution; 0: the model has none, so its op is not probed
+    conv_size          its channels, where it is followed by silu and not gated; None: hidden_size, and gated
+    delta              num_key_heads, num_value_heads, key_dim and value_dim of the gated delta rule; None: not probed
     rotary_dim         elements of a head that are turned; None: all
     activation         of the feed-forward layers' gates
     exact_norms        weights of norms are float32 whatever the dtype
@@ -39,6 +41,8 @@ class ProbeShapes:
     exact_norms: bool = False
     sliding_window: int | None = None
     conv_width: int = 3
+    conv_size: int | None = None
+    delta: tuple[int, int, int, int] | None = (2, 4, 16, 32)
     block_size: int = 16
     num_blocks: int = 64
     max_sequences: int = 64

@@ -17,6 +17,7 @@ FUNCTIONS = {
     "lora": ("lora_shrink", "lora_expand", "lora_linear", "lora_embedding"),
     "lora_window": ("lora_expand_window", "swiglu_window"),
     "causal_conv1d": ("prefill", "update"),
+    "gated_delta": ("prefill", "update"),
     "paged_attention": ("paged_attention",),
     "linear": ("pack_weight", "linear"),
     "sampling": ("new_state", "sample"),

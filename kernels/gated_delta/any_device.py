@@ -1,0 +1,144 @@
+"""`kernels.gated_delta.ops` in plain torch, for any device: prompts in chunks of matrix products, decode in one batch.
+
+Within a chunk the recurrence is solved at once (Yang et al., "Parallelizing Linear Transformers with the Delta Rule",
+2024). Only exponentials of what is at most 0 are taken: exp(G[i] - G[j]) for i >= j, with G the summed logarithms of
+the decay, never exp(-G). float32 inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch.nn import functional
+
+from kernels.contract import Contract
+from kernels.gated_delta.parts import gates_of, heads_of
+
+CONTRACT = Contract()
+
+_CHUNK = 64
+
+
+def prefill(
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    states: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    state_indices: torch.Tensor,
+    has_initial_state: torch.Tensor,
+    query_starts: Sequence[int] | None,
+) -> torch.Tensor:
+    """See `ops.gated_delta_prefill`. Without query_starts it waits for the device."""
+    q, k, v = heads_of(qkv, states, torch.float32)
+    beta, decay_log = gates_of(b, a, a_log, dt_bias, torch.float32)
+    starts = query_start_loc.tolist() if query_starts is None else query_starts
+    lengths = [end - start for start, end in pairwise(starts)]
+    out = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
+    single = [n for n, length in enumerate(lengths) if length == 1]
+    if single:
+        rows = torch.tensor([starts[n] for n in single], device=v.device)
+        chosen = torch.tensor(single, device=v.device)
+        lines, continued = state_indices[chosen], has_initial_state[chosen]
+        out[rows] = _advance(q[rows], k[rows], v[rows], beta[rows], decay_log[rows], states, lines, continued)
+    for n, length in enumerate(lengths):
+        if length > 1:
+            here = slice(starts[n], starts[n + 1])
+            state = _state_at(states, state_indices[n : n + 1], has_initial_state[n : n + 1])[0]
+            out[here], state = _in_chunks(q[here], k[here], v[here], beta[here], decay_log[here], state)
+            _write(states, state_indices[n : n + 1], state[None])
+    return out.to(qkv.dtype)
+
+
+def update(
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    states: torch.Tensor,
+    state_indices: torch.Tensor,
+) -> torch.Tensor:
+    """See `ops.gated_delta_update`."""
+    q, k, v = heads_of(qkv, states, torch.float32)
+    beta, decay_log = gates_of(b, a, a_log, dt_bias, torch.float32)
+    return _advance(q, k, v, beta, decay_log, states, state_indices, None).to(qkv.dtype)
+
+
+def _advance(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    decay_log: torch.Tensor,
+    states: torch.Tensor,
+    lines: torch.Tensor,
+    continued: torch.Tensor | None,
+) -> torch.Tensor:
+    """One token of each sequence; [sequences, num_value_heads, value_dim]."""
+    state = _state_at(states, lines, continued) * decay_log.exp()[..., None, None]
+    kept = (k.unsqueeze(2) @ state).squeeze(2)
+    state += k.unsqueeze(3) * ((v - kept) * beta.unsqueeze(2)).unsqueeze(2)
+    _write(states, lines, state)
+    return (q.unsqueeze(2) @ state).squeeze(2)
+
+
+def _in_chunks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    beta: torch.Tensor,
+    decay_log: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [tokens, heads, value_dim], the state after them) of one sequence; state [heads, key_dim, value_dim]."""
+    num_tokens = len(q)
+    chunk = min(_CHUNK, num_tokens)
+    padding = -num_tokens % chunk
+    # [heads, chunks, chunk, ...]; padding neither decays nor writes.
+    q, k, v = (_chunked(x, chunk, padding) for x in (q, k, v))
+    beta, decay_log = (_chunked(x.unsqueeze(2), chunk, padding).squeeze(3) for x in (beta, decay_log))
+    total = decay_log.cumsum(2)
+    causal = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
+    decay = (total.unsqueeze(3) - total.unsqueeze(2)).masked_fill_(~causal, -torch.inf).exp_()
+    weighted = k * beta.unsqueeze(3)
+    # What each token's write is changed by those before it in the chunk: unit lower triangular, its ones implied.
+    changes = ((weighted @ k.transpose(2, 3)) * decay).tril_(-1)
+    both = torch.cat((weighted * total.exp().unsqueeze(3), v * beta.unsqueeze(3)), dim=3)
+    from_state, written = torch.linalg.solve_triangular(changes, both, upper=False, unitriangular=True).split(
+        (k.shape[3], v.shape[3]), dim=3
+    )
+    scores = (q @ k.transpose(2, 3)) * decay
+    q = q * total.exp().unsqueeze(3)
+    left = k * (total[:, :, -1:] - total).exp().unsqueeze(3)
+    remaining = total[:, :, -1].exp()[:, :, None, None]
+    outs = []
+    for i in range(q.shape[1]):
+        new = written[:, i] - from_state[:, i] @ state
+        outs.append(q[:, i] @ state + scores[:, i] @ new)
+        state = remaining[:, i] * state + left[:, i].transpose(1, 2) @ new
+    return torch.cat(outs, dim=1).transpose(0, 1)[:num_tokens], state
+
+
+def _chunked(x: torch.Tensor, chunk: int, padding: int) -> torch.Tensor:
+    """x [tokens, heads, size] -> [heads, chunks, chunk, size]"""
+    return functional.pad(x.transpose(0, 1), (0, 0, 0, padding)).unflatten(1, (-1, chunk))
+
+
+def _state_at(states: torch.Tensor, lines: torch.Tensor, continued: torch.Tensor | None) -> torch.Tensor:
+    """Fresh states of the lines; zeros, chosen and not multiplied, where nothing is continued."""
+    state = states.index_select(0, lines.long().clamp(min=0))
+    if continued is not None:
+        state = torch.where(continued[:, None, None, None], state, torch.zeros((), device=state.device))
+    return state
+
+
+def _write(states: torch.Tensor, lines: torch.Tensor, new: torch.Tensor) -> None:
+    """Padding writes to the null line what is there."""
+    lines = lines.long()
+    is_real = (lines > 0)[:, None, None, None]
+    states.index_copy_(0, lines.clamp(min=0), torch.where(is_real, new, states[0]))

@@ -1,0 +1,177 @@
+"""`kernels.gated_delta.ops` on NVIDIA GPUs: one launch, a program for each sequence, value head and tile of its values.
+
+The state stays in registers from a sequence's first token of the step to its last, so decode reads and writes it once.
+A prompt is walked token by token. float32 inside, sums in a fixed order, nothing read on the host: a captured call does
+what a new one would.
+"""
+
+# Triton's functions are untyped.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels import triton_launch
+from kernels.contract import Contract
+from kernels.gated_delta.ops import num_key_heads_of
+
+_MAX_BLOCK_V = 32
+
+
+@triton.jit(do_not_specialize=["gate_stride"])
+def gated_delta_kernel(
+    qkv_ptr,  # [tokens, 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM]
+    b_ptr,  # [tokens, VALUE_HEADS], rows of gate_stride, a likewise
+    a_ptr,
+    a_log_ptr,  # float32 [VALUE_HEADS], dt_bias likewise
+    dt_bias_ptr,
+    states_ptr,  # float32 [lines, VALUE_HEADS, KEY_DIM, VALUE_DIM]
+    starts_ptr,  # int32 [sequences + 1], or None: sequence n has token n
+    lines_ptr,  # int32 [sequences]
+    continued_ptr,  # bool [sequences], or None: all are
+    out_ptr,  # [tokens, VALUE_HEADS, VALUE_DIM]
+    gate_stride,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Grid (sequences, VALUE_HEADS, tiles of values)."""
+    sequence = tl.program_id(0)
+    head = tl.program_id(1)
+    line = tl.load(lines_ptr + sequence).to(tl.int64)
+    if line < 1:
+        return
+    start = sequence.to(tl.int64)
+    end = start + 1
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + sequence).to(tl.int64)
+        end = tl.load(starts_ptr + sequence + 1).to(tl.int64)
+    if start >= end:
+        return
+    key = tl.arange(0, BLOCK_K)
+    value = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_key, is_value = key < KEY_DIM, value < VALUE_DIM
+    mask = is_key[:, None] & is_value[None, :]
+    states_ptr += (line * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + value[None, :]
+    is_continued = True
+    if continued_ptr is not None:
+        is_continued = tl.load(continued_ptr + sequence)
+    # A mask, not a product: a line that nobody has written may hold NaN.
+    state = tl.load(states_ptr, mask=mask & is_continued, other=0.0)
+    rate = -tl.exp(tl.load(a_log_ptr + head))
+    bias = tl.load(dt_bias_ptr + head)
+    first_value: tl.constexpr = 2 * KEY_HEADS * KEY_DIM
+    columns: tl.constexpr = first_value + VALUE_HEADS * VALUE_DIM
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    for token in range(start, end):
+        row_ptr = qkv_ptr + token * columns
+        q = tl.load(row_ptr + key_head * KEY_DIM + key, mask=is_key, other=0.0).to(tl.float32)
+        k = tl.load(row_ptr + (KEY_HEADS + key_head) * KEY_DIM + key, mask=is_key, other=0.0).to(tl.float32)
+        v = tl.load(row_ptr + first_value + head * VALUE_DIM + value, mask=is_value, other=0.0).to(tl.float32)
+        q = q * (tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * tl.rsqrt(KEY_DIM * 1.0))
+        k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+        beta = 1.0 / (1.0 + tl.exp(-tl.load(b_ptr + token * gate_stride + head).to(tl.float32)))
+        x = tl.load(a_ptr + token * gate_stride + head).to(tl.float32) + bias
+        softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+        state = state * tl.exp(rate * softplus)
+        new = (v - tl.sum(state * k[:, None], 0)) * beta
+        state += k[:, None] * new[None, :]
+        out = tl.sum(state * q[:, None], 0)
+        out_row = out_ptr + (token * VALUE_HEADS + head) * VALUE_DIM
+        tl.store(out_row + value, out.to(out_ptr.dtype.element_ty), mask=is_value)
+    tl.store(states_ptr, state, mask=mask)
+
+
+def prefill(
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    states: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    state_indices: torch.Tensor,
+    has_initial_state: torch.Tensor,
+    query_starts: Sequence[int] | None,
+) -> torch.Tensor:
+    """See `ops.gated_delta_prefill`."""
+    return _launch(qkv, b, a, a_log, dt_bias, states, query_start_loc, state_indices, has_initial_state)
+
+
+def update(
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    states: torch.Tensor,
+    state_indices: torch.Tensor,
+) -> torch.Tensor:
+    """See `ops.gated_delta_update`."""
+    return _launch(qkv, b, a, a_log, dt_bias, states, None, state_indices, None)
+
+
+def warm_up(states: torch.Tensor, num_key_heads: int, dtype: torch.dtype) -> None:
+    """See `ops.warm_up`: both forms, on padding."""
+    _, num_heads, key_dim, value_dim = states.shape
+    columns = 2 * num_key_heads * key_dim + num_heads * value_dim
+    qkv, gate = (torch.zeros(1, size, dtype=dtype, device=states.device) for size in (columns, num_heads))
+    weight = torch.zeros(num_heads, device=states.device)
+    line = torch.zeros(1, dtype=torch.int32, device=states.device)
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=states.device)
+    update(qkv, gate, gate, weight, weight, states, line)
+    prefill(qkv, gate, gate, weight, weight, states, starts, line, line.bool(), None)
+
+
+def compiled_count() -> int:
+    """Number of compiled variants in this process."""
+    return triton_launch.count_compiled(gated_delta_kernel)
+
+
+CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=True)
+
+
+def _launch(
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    states: torch.Tensor,
+    starts: torch.Tensor | None,
+    lines: torch.Tensor,
+    continued: torch.Tensor | None,
+) -> torch.Tensor:
+    _, num_heads, key_dim, value_dim = states.shape
+    assert b.stride(0) == a.stride(0), "b and a are columns of one product"
+    out = torch.empty(len(qkv), num_heads, value_dim, dtype=qkv.dtype, device=qkv.device)
+    block_v = min(_MAX_BLOCK_V, triton.next_power_of_2(value_dim))
+    gated_delta_kernel[len(lines), num_heads, triton.cdiv(value_dim, block_v)](
+        qkv,
+        b,
+        a,
+        a_log,
+        dt_bias,
+        states,
+        starts,
+        lines,
+        continued,
+        out,
+        b.stride(0),
+        KEY_HEADS=num_key_heads_of(qkv, states),
+        VALUE_HEADS=num_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        BLOCK_K=triton.next_power_of_2(key_dim),
+        BLOCK_V=block_v,
+        num_warps=4,
+    )
+    return out
