@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from adapters.config import AdapterConfig
 from adapters.errors import BindingError
@@ -100,11 +101,27 @@ class _Known:
         self.by_tail = {_tail(module): module for module in self.slices}
         assert len(self.by_tail) == len(self.slices), "module paths are unique without the model's name"
 
+        self.fused = {_tail(name): modules for p in layout.projections for name, modules in _fused(p)}
+
     def in_order(self, modules: Mapping[str, object]) -> list[str]:
         return [module for module in self.slices if module in modules]
 
     def resolve(self, path: str) -> str | None:
         return self.by_tail.get(_tail(path))
+
+    def resolve_fused(self, path: str) -> tuple[str, ...] | None:
+        """The modules that the one at `path` stands for, in the order of its rows."""
+        return self.fused.get(_tail(path))
+
+
+def _fused(projection: Projection) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Modules that trainers merge out of two neighbours of one input, named by joining what tells them apart:
+    in_proj_qkv and in_proj_z become in_proj_qkvz, with the rows of the first before those of the second."""
+    for first, second in pairwise(piece.module for piece in projection.slices):
+        shared, underscore, _ = first.rpartition("_")
+        told_apart = second.removeprefix(shared + underscore)
+        if underscore and told_apart != second and "." not in told_apart:
+            yield first + told_apart, (first, second)
 
 
 def _tail(path: str) -> str:
@@ -130,18 +147,43 @@ def _sort_in(tensor: Tensor, known: _Known, found: dict[str, _Found], copies: li
     rest = match["rest"].removesuffix(".weight")
     if rest.count(".") > 1 or rest == ".bias" or match["rest"].endswith(".bias"):
         return "a bias or parameter beside lora_A and lora_B is not supported"
-    path = _trained_path(match["path"])
+    path, side = _trained_path(match["path"]), match["side"][-1]
     module = known.resolve(path)
     if module is None:
-        return f"this base model has no projection {path[:200]!r}"
+        fused = known.resolve_fused(path)
+        if fused is None:
+            return f"this base model has no projection {path[:200]!r}"
+        return _sort_in_fused(tensor, path, side, fused, known, found)
     is_embedding = known.slices[module][0].kind == "embedding"
     if is_embedding != match["side"].startswith("lora_embedding"):
         return f"{module} takes {'lora_embedding_A/B' if is_embedding else 'lora_A/B'}, not {match['side']}"
+    return _put(tensor, path, side, module, found)
+
+
+def _put(tensor: Tensor, path: str, side: str, module: str, found: dict[str, _Found]) -> str | None:
     entry = found.setdefault(module, _Found(path))
-    side = match["side"][-1]
     if side in entry.sides:
-        return f"{module} already has {match['side']} from tensor {entry.sides[side].name[:200]!r}"
+        return f"{module} already has lora_{side} from tensor {entry.sides[side].name[:200]!r}"
     entry.sides[side] = tensor
+    return None
+
+
+def _sort_in_fused(
+    tensor: Tensor, path: str, side: str, modules: tuple[str, ...], known: _Known, found: dict[str, _Found]
+) -> str | None:
+    """Of a module that stands for several: each of them has its A, and its own rows of B."""
+    sizes = [known.slices[module][1].out_features for module in modules]
+    if side == "B" and (len(tensor.shape) != 2 or tensor.shape[0] != sum(sizes)):
+        return f"its shape is {tensor.shape}; {path} stands for {', '.join(modules)}, which have {sum(sizes)} rows"
+    start = tensor.start
+    for module, size in zip(modules, sizes, strict=True):
+        part = tensor
+        if side == "B":
+            end = start + tensor.num_bytes * size // sum(sizes)
+            part, start = replace(tensor, shape=(size, tensor.shape[1]), start=start, end=end), end
+        reason = _put(part, path, side, module, found)
+        if reason is not None:
+            return reason
     return None
 
 

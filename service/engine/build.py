@@ -164,6 +164,8 @@ def shapes_to_probe(config: EngineConfig) -> ProbeShapes:
         exact_norms=spec.zero_centred_norms,
         sliding_window=min(windows, default=None),
         conv_width=max((conv.width for conv in spec.convs), default=0),
+        conv_size=max((delta.size for delta in spec.deltas), default=None),
+        delta=next(((d.num_key_heads, d.num_value_heads, d.key_dim, d.value_dim) for d in spec.deltas), None),
         block_size=config.block_size_tokens,
         num_blocks=1 + config.kv_bytes // (kv_bytes_per_token(spec, dtype) * config.block_size_tokens),
         max_sequences=config.max_sequences,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from service.models.spec import AttentionSpec, Mixer, ModelSpec, ShortConvSpec
+from service.models.spec import AttentionSpec, GatedDeltaSpec, Mixer, ModelSpec, ShortConvSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +24,19 @@ class ConvStates:
     lines: torch.Tensor
 
 
-LayerCache = KvCache | ConvStates
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaStates:
+    """States of one gated delta net; line 0 is null in both.
+
+    lines     [num_lines, width - 1, channels], of its convolution
+    matrices  float32 [num_lines, value_heads, key_dim, value_dim]
+    """
+
+    lines: torch.Tensor
+    matrices: torch.Tensor
+
+
+LayerCache = KvCache | ConvStates | DeltaStates
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,6 +65,10 @@ def allocate_caches(
     def of(mixer: Mixer) -> LayerCache:
         if isinstance(mixer, ShortConvSpec):
             return ConvStates(empty(num_lines, mixer.width - 1, mixer.size))
+        if isinstance(mixer, GatedDeltaSpec):
+            shape = (num_lines, mixer.num_value_heads, mixer.key_dim, mixer.value_dim)
+            matrices = torch.empty(shape, dtype=torch.float32, device=device)
+            return DeltaStates(empty(num_lines, mixer.width - 1, mixer.size), matrices)
         shape = (num_blocks, block_size, mixer.num_kv_heads, mixer.head_dim)
         return KvCache(empty(*shape), empty(*shape))
 
@@ -72,4 +88,7 @@ def state_bytes_per_line(spec: ModelSpec, dtype: torch.dtype) -> int:
 def _state_bytes(mixer: Mixer, dtype: torch.dtype) -> int:
     if isinstance(mixer, AttentionSpec):
         return 0
-    return (mixer.width - 1) * mixer.size * dtype.itemsize
+    conv_bytes = (mixer.width - 1) * mixer.size * dtype.itemsize
+    if isinstance(mixer, GatedDeltaSpec):
+        return conv_bytes + mixer.num_value_heads * mixer.key_dim * mixer.value_dim * torch.float32.itemsize
+    return conv_bytes

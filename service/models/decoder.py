@@ -12,11 +12,13 @@ from kernels.lora_window import ops as window_ops
 from kernels.platform import in_use
 from service.models.batch import StepBatch
 from service.models.caches import Caches, LayerCache
-from service.models.layers import Attention, GatedMlp, RmsNorm, ShortConv
+from service.models.layers import Attention, GatedDeltaNet, GatedMlp, RmsNorm, ShortConv
 from service.models.projection import RowSource, TokenEmbedding
 from service.models.rope import RotaryEmbedding, Rotation
-from service.models.spec import Mixer, ModelSpec, ShortConvSpec
+from service.models.spec import GatedDeltaSpec, Mixer, ModelSpec, ShortConvSpec
 from service.models.weights import Weights
+
+LayerMixer = Attention | ShortConv | GatedDeltaNet
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,7 +26,7 @@ class DecoderLayer:
     """What mixes the tokens, then what works on each token; see `LayerSpec` for the norms around the two."""
 
     mixer_norm: RmsNorm
-    mixer: Attention | ShortConv
+    mixer: LayerMixer
     mixer_end_norm: RmsNorm | None
     mlp_norm: RmsNorm
     mlp: GatedMlp
@@ -169,7 +171,9 @@ def _build_layer(weights: Weights, spec: ModelSpec, index: int) -> DecoderLayer:
     )
 
 
-def _build_mixer(weights: Weights, prefix: str, mixer: Mixer, spec: ModelSpec) -> Attention | ShortConv:
+def _build_mixer(weights: Weights, prefix: str, mixer: Mixer, spec: ModelSpec) -> LayerMixer:
     if isinstance(mixer, ShortConvSpec):
         return ShortConv(weights, prefix, mixer)
+    if isinstance(mixer, GatedDeltaSpec):
+        return GatedDeltaNet(weights, prefix, mixer, spec)
     return Attention(weights, prefix, mixer, spec)

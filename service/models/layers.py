@@ -6,9 +6,12 @@ Shapes: hidden [tokens, hidden_size], the tokens of all sequences of the step on
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from kernels.causal_conv1d import ops as causal_conv1d_ops
 from kernels.causal_conv1d.ops import causal_conv1d_prefill, causal_conv1d_update
+from kernels.gated_delta import ops as gated_delta_ops
+from kernels.gated_delta.ops import gated_delta_prefill, gated_delta_update
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.paged_attention import ops as paged_attention_ops
 from kernels.paged_attention.ops import paged_attention
@@ -18,9 +21,9 @@ from kernels.rotary_kv import ops as rotary_kv_ops
 from kernels.rotary_kv.ops import rotary_kv
 from kernels.swiglu import ops as swiglu_ops
 from service.models.batch import StepBatch
-from service.models.caches import ConvStates, KvCache
+from service.models.caches import ConvStates, DeltaStates, KvCache
 from service.models.rope import Rotation
-from service.models.spec import AttentionSpec, MlpSpec, ModelSpec, ShortConvSpec
+from service.models.spec import AttentionSpec, GatedDeltaSpec, MlpSpec, ModelSpec, ShortConvSpec
 from service.models.weights import Weights
 
 
@@ -142,6 +145,54 @@ class ShortConv:
                 query_starts=maps.query_starts,
             )
         return self._out(mixed, batch.lora, batch.window_rows)
+
+
+class GatedDeltaNet:
+    """A convolution over queries, keys and values, the gated delta rule, and a gated norm of each value head."""
+
+    def __init__(self, weights: Weights, prefix: str, delta: GatedDeltaSpec, spec: ModelSpec) -> None:
+        """prefix  of its modules' names, "model.layers.3.linear_attn" say"""
+        self._in = weights.projection(f"{prefix}.in_proj")
+        self._out = weights.projection(f"{prefix}.out_proj")
+        self._taps = weights.taps(f"{prefix}.conv1d", delta.size, delta.width)
+        self._a_log = weights.exact(f"{prefix}.A_log", delta.num_value_heads)
+        self._dt_bias = weights.exact(f"{prefix}.dt_bias", delta.num_value_heads)
+        self._norm_weight = weights.exact(f"{prefix}.norm.weight", delta.value_dim)
+        self._spec, self._eps = delta, spec.norm_eps
+
+    @property
+    def form(self) -> object:
+        """Equal for layers that need the same kernels."""
+        return "gated delta"
+
+    def warm_up(self, cache: DeltaStates, _rotary_dim: int) -> None:
+        """Compile what steps of any size need here."""
+        causal_conv1d_ops.warm_up(self._taps, None, cache.lines, activation="silu")
+        gated_delta_ops.warm_up(cache.matrices, self._spec.num_key_heads, cache.lines.dtype)
+
+    def __call__(
+        self, hidden: torch.Tensor, batch: StepBatch, _rotations: tuple[Rotation, ...], cache: DeltaStates
+    ) -> torch.Tensor:
+        maps = batch.conv
+        assert maps is not None, "a model with states needs ConvMaps"
+        qkv, z, b, a = self._in(hidden, batch.lora, batch.window_rows).split(self._spec.input_sizes, dim=1)
+        gates = (b, a, self._a_log, self._dt_bias, cache.matrices)
+        if maps.all_decode:
+            qkv = causal_conv1d_update(qkv, self._taps, None, cache.lines, maps.state_indices, activation="silu")
+            mixed = gated_delta_update(qkv, *gates, maps.state_indices)
+        else:
+            where = (maps.query_start_loc, maps.state_indices, maps.has_initial_state)
+            qkv = causal_conv1d_prefill(
+                qkv, self._taps, None, cache.lines, *where, activation="silu", query_starts=maps.query_starts
+            )
+            mixed = gated_delta_prefill(qkv, *gates, *where, query_starts=maps.query_starts)
+        gated = self._gated(mixed, z.unflatten(1, mixed.shape[1:]))
+        return self._out(gated.flatten(1), batch.lora, batch.window_rows)
+
+    def _gated(self, mixed: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """norm(mixed) * silu(z), normed before it is gated, in float32; rounded where transformers rounds."""
+        normed = functional.rms_norm(mixed.float(), mixed.shape[-1:], None, self._eps).to(mixed.dtype)
+        return (normed * self._norm_weight * functional.silu(z.float())).to(mixed.dtype)
 
 
 class GatedMlp:

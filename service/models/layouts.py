@@ -16,7 +16,7 @@ from adapters.layout import BaseLayout, Group, Projection, Slice
 from service.models.config_json import read_config
 from service.models.errors import ModelError
 from service.models.families import model_spec
-from service.models.spec import Mixer, MlpSpec, ModelSpec, ShortConvSpec
+from service.models.spec import GatedDeltaSpec, Mixer, MlpSpec, ModelSpec, ShortConvSpec
 
 __all__ = ["ModelError", "ModelSpec", "layout_in", "layout_of", "layout_of_spec", "model_spec"]
 
@@ -74,6 +74,13 @@ def _mixer(mixer: Mixer, spec: ModelSpec) -> list[_Linear]:
         return [
             (into, "operator", spec.hidden_size, {into: 3 * mixer.size}),
             (out, "operator", mixer.size, {out: spec.hidden_size}),
+        ]
+    if isinstance(mixer, GatedDeltaSpec):
+        inputs = _packed(mixer.name, mixer.inputs, mixer.input_sizes)
+        out = f"{mixer.name}.out_proj"
+        return [
+            (f"{mixer.name}.in_proj", "operator", spec.hidden_size, inputs),
+            (out, "operator", mixer.value_size, {out: spec.hidden_size}),
         ]
     sizes = (mixer.query_size, mixer.kv_size, mixer.kv_size)
     out = f"{mixer.name}.{mixer.output}"

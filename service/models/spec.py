@@ -61,6 +61,38 @@ class ShortConvSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GatedDeltaSpec:
+    """A gated delta net: a short convolution with silu over queries, keys and values, then a matrix of state for each
+    value head (`kernels.gated_delta.ops`). Its state is both, per sequence.
+
+    inputs  modules of what the convolution reads, of the output's gate, and of the two gates of the state, b and a
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    name: str = "linear_attn"
+    inputs: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+    @property
+    def value_size(self) -> int:
+        """Columns of all values."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def size(self) -> int:
+        """Channels of the convolution."""
+        return 2 * self.num_key_heads * self.key_dim + self.value_size
+
+    @property
+    def input_sizes(self) -> tuple[int, ...]:
+        """Columns of each of the inputs."""
+        return (self.size, self.value_size, self.num_value_heads, self.num_value_heads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MlpSpec:
     """output(activation(gate(x)) * up(x)).
 
@@ -77,7 +109,7 @@ class MlpSpec:
     activation: Activation = "silu"
 
 
-Mixer = AttentionSpec | ShortConvSpec
+Mixer = AttentionSpec | ShortConvSpec | GatedDeltaSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +177,13 @@ class ModelSpec:
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
 
     @property
-    def convs(self) -> tuple[ShortConvSpec, ...]:
+    def convs(self) -> tuple[ShortConvSpec | GatedDeltaSpec, ...]:
         """Mixers that keep the last inputs of a convolution."""
-        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, ShortConvSpec))
+        return tuple(layer.mixer for layer in self.layers if not isinstance(layer.mixer, AttentionSpec))
+
+    @property
+    def deltas(self) -> tuple[GatedDeltaSpec, ...]:
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaSpec))
 
     @property
     def has_states(self) -> bool:
@@ -159,7 +195,8 @@ class ModelSpec:
         """Columns of the widest product in a layer."""
         sizes = [2 * layer.mlp.size for layer in self.layers]
         sizes += [attention.query_size + 2 * attention.kv_size for attention in self.attentions]
-        sizes += [3 * conv.size for conv in self.convs]
+        sizes += [sum(delta.input_sizes) for delta in self.deltas]
+        sizes += [3 * conv.size for conv in self.convs if isinstance(conv, ShortConvSpec)]
         return max(sizes)
 
     @property

@@ -35,14 +35,18 @@ class Weights:
         self.num_bytes += tensor.nbytes
         return tensor
 
+    def exact(self, name: str, *shape: int) -> torch.Tensor:
+        """The tensor in float32 whatever the model's dtype. Raises ModelError."""
+        tensor = self._checkpoint.tensor(name, shape).to(self.device, torch.float32, copy=True)
+        self.num_bytes += tensor.nbytes
+        return tensor
+
     def norm(self, name: str, size: int, *, zero_centred: bool) -> torch.Tensor:
         """The weight of a norm. One that is stored as its distance from 1 is held in float32, in which nothing of it is
         lost. Raises ModelError."""
         if not zero_centred:
             return self.tensor(f"{name}.weight", size)
-        weight = self._checkpoint.tensor(f"{name}.weight", (size,)).to(self.device, torch.float32, copy=True).add_(1)
-        self.num_bytes += weight.nbytes
-        return weight
+        return self.exact(f"{name}.weight", size).add_(1)
 
     def taps(self, name: str, size: int, width: int) -> torch.Tensor:
         """Of a depthwise convolution over `size` channels. Checkpoints hold [size, 1, width]; the kernels read

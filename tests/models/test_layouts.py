@@ -163,7 +163,7 @@ def test_the_old_spelling_of_lfm2_means_what_transformers_reads_in_it() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fields_that_config_json_leaves_out_have_the_familys_defaults(family: str) -> None:
     """What transformers assumes for a config.json that names only the sizes."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 32}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 32}
     short = {"model_type": family, "vocab_size": 99, **sizes}
     full = transformers.AutoConfig.for_model(family, vocab_size=99, **sizes)
     assert model_spec(short) == model_spec(

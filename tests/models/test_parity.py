@@ -12,7 +12,7 @@ import transformers
 from service.models.loader import LoadedModel, load_model
 from tests.support.hand_steps import HandDriver
 from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, make_tiny_model, make_wrongly_tied_model
-from tests.tolerances import LOGITS, LOGITS_RMS
+from tests.tolerances import LOGITS, logits_bounds
 
 LENGTHS = (1, 7, 33, 50)
 
@@ -38,8 +38,9 @@ def assert_parity(model_dir: Path, device: str, dtype: torch.dtype = torch.float
     expected = torch.cat(oracle_logits(model_dir, prompts, dtype))
     assert logits.dtype == torch.float32
     assert expected.std() > 0.3, "logits too flat to tell anything"
-    torch.testing.assert_close(logits, expected, atol=LOGITS[dtype], rtol=0)
-    assert (logits - expected).square().mean().sqrt() < LOGITS_RMS[dtype]
+    largest, rms = logits_bounds(loaded.spec.model_type, dtype)
+    torch.testing.assert_close(logits, expected, atol=largest, rtol=0)
+    assert (logits - expected).square().mean().sqrt() < rms
 
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -137,13 +138,15 @@ def test_half_precision_checkpoints_compute_in_float32_when_asked(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_no_farther_from_float32_than_transformers_is(family: str, tmp_path: Path, device: str) -> None:
+    """In the median token: where a delta net norms what is next to nothing, single tokens say who was lucky."""
     model_dir = make_tiny_model(family, tmp_path, dtype=torch.bfloat16)
     tokens = prompt(50)
     (exact,) = oracle_logits(model_dir, [tokens], torch.float32)
     (rounded,) = oracle_logits(model_dir, [tokens], torch.bfloat16)
     driver = HandDriver(load_model(model_dir, device=device))
     ours = driver.step([(driver.sequence(), tokens)], all_logits=True)
-    assert (ours - exact).square().mean() < 1.25 * (rounded - exact).square().mean()
+    found, theirs = ((logits - exact).square().mean(-1).median() for logits in (ours, rounded))
+    assert found < 1.25 * theirs
 
 
 @pytest.mark.parametrize("family", ["qwen3", "lfm2"])

@@ -15,7 +15,7 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "lfm2", "phi3", "gemma3_text", "smollm3", "granite")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "lfm2", "phi3", "gemma3_text", "smollm3", "granite", "qwen3_5_text")
 VOCAB_SIZE = 304
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -82,6 +82,17 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
         "tie_word_embeddings": True,
     },
+    "qwen3_5_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 8,
+        "tie_word_embeddings": True,
+    },
     "granite": {
         "num_attention_heads": 4,
         "embedding_multiplier": 3.0,
@@ -94,7 +105,10 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
 # Linear modules of a layer, by what they are.
 ATTENTION_INPUTS = {family: ["q_proj", "k_proj", "v_proj"] for family in FAMILIES} | {"phi3": ["qkv_proj"]}
 ATTENTION_OUTPUT = dict.fromkeys(FAMILIES, "o_proj") | {"lfm2": "out_proj"}
-OTHER_MIXERS = dict.fromkeys(FAMILIES, ()) | {"lfm2": ("in_proj",)}
+OTHER_MIXERS = dict.fromkeys(FAMILIES, ()) | {
+    "lfm2": ("in_proj",),
+    "qwen3_5_text": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+}
 MLP_MODULES = {family: ["gate_proj", "up_proj", "down_proj"] for family in FAMILIES} | {
     "phi3": ["gate_up_proj", "down_proj"],
     "lfm2": ["w1", "w2", "w3"],

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from service.models.errors import ModelError
-from service.models.families import gemma3, granite, lfm2, llama, mistral, phi3, qwen2, qwen3, smollm3
+from service.models.families import gemma3, granite, lfm2, llama, mistral, phi3, qwen2, qwen3, qwen3_5, smollm3
 from service.models.spec import ModelSpec
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = MappingProxyType(
@@ -24,6 +24,8 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = MappingProxyT
         "gemma3_text": gemma3.read,
         "smollm3": smollm3.read,
         "granite": granite.read,
+        "qwen3_5": qwen3_5.read_whole,
+        "qwen3_5_text": qwen3_5.read_text,
     }
 )
 FAMILIES = tuple(_READERS)

@@ -1,0 +1,107 @@
+"""Qwen3.5, text: three layers of gated delta nets for each one of gated attention.
+
+Checkpoints hold a vision tower and layers for multi-token prediction beside it; neither is served. The three sections
+of the rotation's positions are equal for text, so that it is a plain one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from service.models.config_json import (
+    Config,
+    attention_sizes,
+    check_activation,
+    completed,
+    count,
+    layer_types,
+    model_sizes,
+)
+from service.models.errors import ModelError
+from service.models.rope_facts import rope_facts
+from service.models.spec import AttentionSpec, GatedDeltaSpec, LayerSpec, MlpSpec, ModelSpec
+
+_DEFAULTS: Config = {
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.25,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_UNUSED = ("model.visual.", "visual.", "mtp.")
+# Fields of the part that is served which the whole may give too.
+_OF_THE_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
+
+
+def read_whole(config: Config) -> ModelSpec:
+    """A config.json whose text_config describes what is served; see `families`."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        raise ModelError("config.json of the model_type 'qwen3_5' must have a text_config, and has none")
+    whole = {name: config[name] for name in _OF_THE_WHOLE if config.get(name) is not None}
+    return _read({**text, **whole, "model_type": config["model_type"]}, prefix="model.language_model.")
+
+
+def read_text(config: Config) -> ModelSpec:
+    """See `families`."""
+    return _read(config, prefix="model.")
+
+
+def _read(config: Config, prefix: str) -> ModelSpec:
+    config = completed(config, _DEFAULTS)
+    check_activation(config)
+    check_activation(config, key="output_gate_type")
+    if not config.get("attn_output_gate", True):
+        raise ModelError("config.json turns attn_output_gate off; served is attention whose output is gated")
+    bias = bool(config.get("attention_bias", False))
+    attention = AttentionSpec(
+        **attention_sizes(config),
+        input_bias=bias,
+        output_bias=bias,
+        head_norms=("q_norm", "k_norm"),
+        has_output_gate=True,
+    )
+    delta, mlp = _delta(config), MlpSpec(size=count(config, "intermediate_size"))
+    layers = tuple(
+        LayerSpec(mixer=delta if kind == "linear_attention" else attention, mlp=mlp) for kind in _kinds(config)
+    )
+    return ModelSpec(
+        **model_sizes(config),
+        layers=layers,
+        rotations=(rope_facts(config, may_turn_a_share=True),),
+        prefix=prefix,
+        zero_centred_norms=True,
+        unused=_UNUSED,
+    )
+
+
+def _delta(config: Config) -> GatedDeltaSpec:
+    sizes: dict[str, Any] = {
+        "num_key_heads": count(config, "linear_num_key_heads"),
+        "num_value_heads": count(config, "linear_num_value_heads"),
+        "key_dim": count(config, "linear_key_head_dim"),
+        "value_dim": count(config, "linear_value_head_dim"),
+        "width": count(config, "linear_conv_kernel_dim"),
+    }
+    if sizes["num_value_heads"] % sizes["num_key_heads"] or not 2 <= sizes["width"] <= 8:
+        raise ModelError(
+            f"config.json has gated delta nets of {sizes['num_value_heads']} value heads over {sizes['num_key_heads']} "
+            f"key heads behind a convolution of {sizes['width']} taps; the value heads must be a multiple of the key "
+            "heads, and the taps 2 to 8"
+        )
+    return GatedDeltaSpec(**sizes)
+
+
+def _kinds(config: Config) -> list[str]:
+    if "layer_types" in config:
+        return layer_types(config, ("linear_attention", "full_attention"))
+    interval = count(config, "full_attention_interval")
+    num_layers = count(config, "num_hidden_layers")
+    return ["linear_attention" if (index + 1) % interval else "full_attention" for index in range(num_layers)]

@@ -1,0 +1,179 @@
+"""Qwen3.5 as it is published: text inside a larger model, under other names, beside parts that are not served."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from adapters.binding import bind
+from adapters.config import parse_config
+from adapters.errors import BindingError
+from adapters.format import Tensor
+from service.models.errors import ModelError
+from service.models.families import model_spec
+from service.models.layouts import layout_of
+from service.models.loader import load_model
+from tests.models.test_parity import LENGTHS, oracle_logits, prompt
+from tests.support.hand_steps import HandDriver
+from tests.support.tiny_models import make_tiny_model, tiny_config
+from tests.tolerances import LOGITS
+
+
+def text_config(**changes: Any) -> dict[str, Any]:
+    return {**json.loads(tiny_config("qwen3_5_text").to_json_string(use_diff=False)), **changes}
+
+
+def whole_config(**changes: Any) -> dict[str, Any]:
+    return {"model_type": "qwen3_5", "text_config": text_config(), **changes}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_the_text_of_a_whole_checkpoint_is_served(
+    tied: bool, tmp_path: Path, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same tensors below model.language_model., beside a vision tower and layers for multi-token prediction."""
+    text = make_tiny_model("qwen3_5_text", tmp_path / "text", tie_word_embeddings=tied)
+    tensors = load_file(text / "model.safetensors")
+    renamed = {
+        name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: tensor
+        for name, tensor in tensors.items()
+    }
+    # One of these ends like a tensor of layer 0.
+    renamed["mtp.layers.0.input_layernorm.weight"] = torch.full((48,), torch.nan)
+    renamed["model.visual.patch_embed.proj.weight"] = torch.full((3, 3), torch.nan)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    save_file(renamed, whole / "model.safetensors")
+    inner = json.loads((text / "config.json").read_text())
+    config = {"model_type": "qwen3_5", "text_config": inner, "tie_word_embeddings": tied, "dtype": "float32"}
+    (whole / "config.json").write_text(json.dumps(config))
+    with caplog.at_level(logging.INFO):
+        loaded = load_model(whole, device=device)
+    assert any("model.visual.*, mtp.*" in message for message in caplog.messages)
+    assert not any("does not use" in message for message in caplog.messages)
+    prompts = [prompt(length) for length in LENGTHS]
+    driver = HandDriver(loaded)
+    logits = driver.step([(driver.sequence(), tokens) for tokens in prompts], all_logits=True)
+    expected = torch.cat(oracle_logits(text, prompts, torch.float32))
+    torch.testing.assert_close(logits, expected, atol=LOGITS[torch.float32], rtol=0)
+
+
+REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "no-text": (lambda: whole_config(text_config=None), "must have a text_config"),
+    "gate": (lambda: text_config(attn_output_gate=False), "attn_output_gate"),
+    "gate-type": (lambda: text_config(output_gate_type="sigmoid"), "'sigmoid'; served is silu"),
+    "heads": (lambda: text_config(linear_num_value_heads=3), "3 value heads over 2 key heads"),
+    "taps": (lambda: text_config(linear_conv_kernel_dim=9), "9 taps"),
+    "kinds": (lambda: text_config(layer_types=["linear_attention"] * 3 + ["mamba"]), "mamba"),
+    "share": (
+        lambda: text_config(rope_parameters={"rope_type": "default", "partial_rotary_factor": 1.5}),
+        "above 0 and at most 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_served_is_named(case: str) -> None:
+    config, words = REFUSED[case]
+    with pytest.raises(ModelError) as caught:
+        model_spec(config())
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_published_sizes_are_read() -> None:
+    """Qwen3.5-9B's config.json as it is published, fields that say what is the case anyway included."""
+    text = {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 12_288,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "vocab_size": 248_320,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "full_attention_interval": 4,
+        "attn_output_gate": True,
+        "output_gate_type": "swish",
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": 1,
+        "max_position_embeddings": 262_144,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000_000,
+            "partial_rotary_factor": 0.25,
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+        },
+    }
+    spec = model_spec({"model_type": "qwen3_5", "text_config": text, "tie_word_embeddings": False})
+    assert [layer.mixer.name for layer in spec.layers[:4]] == ["linear_attn"] * 3 + ["self_attn"]
+    assert len(spec.attentions) == 8 and len(spec.deltas) == 24
+    assert spec.rotations[0].rotary_dim(spec.attentions[0].head_dim) == 64
+    layout = layout_of({**text, "model_type": "qwen3_5_text"})
+    sizes = {p.name: [piece.out_features for piece in p.slices] for p in layout.projections}
+    assert sizes["model.layers.0.linear_attn.in_proj"] == [8192, 4096, 32, 32]
+    assert sizes["model.layers.3.self_attn.qkv_proj"] == [8192, 1024, 1024]
+
+
+def adapter_of(*paths: str) -> tuple[Any, dict[str, Tensor]]:
+    """An adapter's configuration and tensors of rank 4 for these modules of the tiny text model."""
+    sizes = {p.module: (q.in_features, p.out_features) for q in layout_of(text_config()).projections for p in q.slices}
+    tensors = {}
+    for path in paths:
+        key = path.replace("model.language_model.", "model.").removeprefix("base_model.model.")
+        in_features, out_features = sizes.get(key, (48, 48))
+        for side, shape in (("A", (4, in_features)), ("B", (out_features, 4))):
+            name = f"base_model.model.{path}.lora_{side}.weight"
+            tensors[name] = Tensor(name, "F32", shape, 0, 4 * shape[0] * shape[1])
+    targets = sorted({path.rsplit(".", 1)[-1] for path in paths})
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": targets}
+    return parse_config(json.dumps(config).encode()), tensors
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model."])
+def test_adapters_of_both_classes_bind(prefix: str) -> None:
+    """What AutoModelForCausalLM names, and what the class of the whole model does; every projection of a delta net."""
+    names = [f"linear_attn.{name}" for name in ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")]
+    paths = [f"{prefix}layers.{layer}.{name}" for layer in (0, 1, 3) for name in names]
+    for layout in (layout_of(text_config()), layout_of(whole_config())):
+        assert len(bind(layout, *adapter_of(*paths)).slices) == len(paths)
+
+
+def test_modules_that_trainers_merge_are_taken_apart() -> None:
+    """in_proj_qkvz and in_proj_ba: one A for both, and rows of B in their flat order."""
+    layout = layout_of(text_config())
+    sizes = {"in_proj_qkvz": (80, 32), "in_proj_ba": (4, 4)}
+    tensors = {}
+    for name, parts in sizes.items():
+        for side, shape in (("A", (4, 48)), ("B", (sum(parts), 4))):
+            key = f"base_model.model.model.layers.0.linear_attn.{name}.lora_{side}.weight"
+            tensors[key] = Tensor(key, "F32", shape, 1000, 1000 + 4 * shape[0] * shape[1])
+    config = json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": list(sizes)}).encode()
+    bound = {one.slice.module.rsplit(".", 1)[-1]: one for one in bind(layout, parse_config(config), tensors).slices}
+    assert list(bound) == ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"]
+    qkv, z = bound["in_proj_qkv"], bound["in_proj_z"]
+    assert (qkv.b.shape, qkv.b.start, qkv.b.end) == ((80, 4), 1000, 2280)
+    assert (z.b.shape, z.b.start, z.b.end) == ((32, 4), 2280, 2792)
+    assert qkv.a is z.a
+    key = "base_model.model.model.layers.0.linear_attn.in_proj_qkvz.lora_B.weight"
+    wrong = {**tensors, key: Tensor(key, "F32", (111, 4), 0, 111 * 16)}
+    with pytest.raises(BindingError, match="which have 112 rows"):
+        bind(layout, parse_config(config), wrong)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["model.visual.blocks.0.attn.qkv", "model.layers.0.linear_attn.conv1d", "model.layers.0.linear_attn.A_log"],
+)
+def test_adapters_of_what_has_no_projection_are_refused_by_name(path: str) -> None:
+    with pytest.raises(BindingError) as caught:
+        bind(layout_of(whole_config()), *adapter_of(path))
+    assert path.rsplit(".", 1)[-1] in str(caught.value)
