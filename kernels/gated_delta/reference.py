@@ -22,7 +22,7 @@ def prefill(
     query_start_loc: torch.Tensor,
     state_indices: torch.Tensor,
     has_initial_state: torch.Tensor,
-    query_starts: Sequence[int] | None,
+    query_starts: Sequence[int] | None,  # noqa: ARG001 -- for implementations on the host
 ) -> torch.Tensor:
     """See `ops.gated_delta_prefill`."""
     q, k, v = heads_of(qkv, states, torch.float64)

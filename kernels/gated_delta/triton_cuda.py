@@ -100,7 +100,7 @@ def prefill(
     query_start_loc: torch.Tensor,
     state_indices: torch.Tensor,
     has_initial_state: torch.Tensor,
-    query_starts: Sequence[int] | None,
+    query_starts: Sequence[int] | None,  # noqa: ARG001 -- for implementations on the host
 ) -> torch.Tensor:
     """See `ops.gated_delta_prefill`."""
     return _launch(qkv, b, a, a_log, dt_bias, states, query_start_loc, state_indices, has_initial_state)
