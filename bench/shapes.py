@@ -45,6 +45,7 @@ class Shape:
 SHAPES: dict[str, Shape | None] = {
     "8b": Shape(4096, 14336, 32, 32, 8, 128, 128_256, 131_072),
     "1b": Shape(2048, 8192, 16, 32, 8, 64, 128_256, 131_072, tie_word_embeddings=True),
+    "200m": Shape(1024, 3072, 12, 16, 8, 128, 32_000, 4096, tie_word_embeddings=True),  # as of `bench.workload`
     "tiny": Shape(64, 128, 2, 4, 2, 16, 512, 1024),
     "bundled": None,
 }
@@ -86,9 +87,10 @@ def opener(shape: Shape, device: str, dtype: torch.dtype) -> OpenTensors:
 
 
 def write_outside(directory: Path, shape: Shape, dtype: torch.dtype) -> None:
-    """What an engine reads of a model before its tensors: config.json, and a checkpoint that names a dtype and holds
-    no numbers."""
+    """What an engine reads of a model beside its tensors: config.json, a tokenizer, and a checkpoint that names a dtype
+    and holds no numbers."""
     _write_config(directory, shape, dtype)
+    _write_tokenizer(directory, shape.vocab_size)
     save_file({"model.embed_tokens.weight": torch.empty(0, dtype=dtype)}, directory / "model.safetensors")
 
 

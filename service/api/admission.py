@@ -15,7 +15,7 @@ import msgspec
 from adapters import errors as store_errors
 from adapters.store import Lease
 from service.api.errors import BadRequest, UnknownModel, quoted
-from service.api.grammars import grammar_of
+from service.api.grammars import requested_grammar
 from service.api.json_body import check_inner_counts
 from service.api.sampling import build_sampling, seed_of_choice, stop_strings
 from service.api.schemas import MAX_PROMPT_LOGPROBS, ChatRequest, CompletionRequest, TokenizeRequest
@@ -140,7 +140,7 @@ async def admit(services: Services, request: CompletionRequest | ChatRequest, *,
         prompts = await _prompts(services, ready, target, request)
         kept = [_truncated(services, ready, request, prompt) for prompt in prompts]
         stop = await _stop_automaton(request)
-        grammar = await grammar_of(services, request)
+        grammar = await requested_grammar(services, request)
         return Admitted(services, target, plan_sequences(services, ready, request, kept, stop, grammar))
     except BaseException:
         services.gate.leave(places)

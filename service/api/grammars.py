@@ -26,7 +26,7 @@ _JSON_OBJECT = {"type": "object"}
 _Makes = Callable[[], Constraint]
 
 
-async def grammar_of(services: Services, request: Generation) -> str | None:
+async def requested_grammar(services: Services, request: Generation) -> str | None:
     """The grammar that the request's answers must follow; None if they are free. BadRequest for one that cannot be
     followed, or takes too much, or for several."""
     asked = _asked(request)
@@ -49,11 +49,15 @@ async def compiled(services: Services, constraint: Constraint, field: str) -> st
     trial = services.grammar_trial
     known = trial.known(constraint)
     if known is not None:
+        services.metrics.grammars.labels("known").inc()
         return known
     try:
-        return await asyncio.get_running_loop().run_in_executor(trial.thread, trial.compile, constraint)
+        grammar = await asyncio.get_running_loop().run_in_executor(trial.thread, trial.compile, constraint)
     except ConstraintError as error:
+        services.metrics.grammars.labels("refused").inc()
         raise bad_constraint(error, field) from error
+    services.metrics.grammars.labels("compiled").inc()
+    return grammar
 
 
 def bad_constraint(error: ConstraintError, field: str) -> BadRequest:

@@ -75,6 +75,12 @@ class Metrics:
             ("adapter", "outcome"),
             registry=registry,
         )
+        self.grammars = Counter(
+            "multilora_grammars",
+            "Constraints of answers, by what came of them: known, compiled or refused.",
+            ("outcome",),
+            registry=registry,
+        )
         self.prompt_tokens = Counter("multilora_prompt_tokens", "Prompt tokens.", ("adapter",), registry=registry)
         self.generation_tokens = Counter(
             "multilora_generation_tokens", "Tokens generated.", ("adapter",), registry=registry

@@ -40,6 +40,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -230,14 +231,18 @@ class Engine:
         if error is not None:
             self._events.append(Finished(request.request_id, "error", error=error, client_fault=True))
             return
+        grammar = request.sampling.grammar
+        if grammar is not None:  # it may be long, and each sequence has a copy of it
+            sampling = msgspec.structs.replace(request.sampling, grammar=None)
+            request = msgspec.structs.replace(request, sampling=sampling)
         sequence = admission.sequence_of(request, self._num_arrived, self.capacity)
         self._num_arrived += 1
         self._sequences[request.request_id] = sequence
-        if request.sampling.grammar is None or not request.sampling.max_tokens:
+        if grammar is None or not request.sampling.max_tokens:
             self.scheduler.add(sequence)
         else:
             self._compiling.add(sequence)
-            self._grammars.begin(request.sampling.grammar, sequence)
+            self._grammars.begin(grammar, sequence)
 
     def abort(self, request_id: str) -> None:
         """Forget the request; everything it holds is free when this returns. Unknown ids are ignored."""

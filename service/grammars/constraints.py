@@ -69,6 +69,7 @@ def choice_constraint(choices: list[str]) -> Constraint:
         raise ConstraintError("is an empty list; send at least one text")
     if len(choices) > MAX_CHOICES:
         raise ConstraintError(f"has {len(choices)} texts; this server takes {MAX_CHOICES}")
+    _bound_size(sum(map(len, choices)))
     return _bounded(Constraint("choice", json.dumps(choices, ensure_ascii=False)))
 
 
@@ -162,28 +163,50 @@ def _bounded(constraint: Constraint) -> Constraint:
 
 
 def _bound_bytes(text: str) -> None:
+    _bound_size(len(text))
     try:
-        num_bytes = len(text.encode())
+        _bound_size(len(text.encode()))
     except UnicodeEncodeError as error:
         raise ConstraintError("holds half of a surrogate pair; send valid Unicode") from error
+
+
+def _bound_size(num_bytes: int) -> None:
     if num_bytes > MAX_CONSTRAINT_BYTES:
         raise ConstraintError(f"has {num_bytes} bytes; this server takes {MAX_CONSTRAINT_BYTES}")
 
 
 def _bound_values(schema: Any) -> None:
-    """Depth and number of all values."""
-    level, num_values, depth = [schema], 0, 0
+    """Depth, number and size of all values."""
+    level, num_values, num_chars, depth = [schema], 0, 0, 0
     while level:
         num_values += len(level)
+        num_chars += sum(len(value) for value in level if isinstance(value, str))
         if num_values > MAX_SCHEMA_VALUES:
             raise ConstraintError(f"has more than {MAX_SCHEMA_VALUES} values")
         if depth > MAX_SCHEMA_DEPTH:
             raise ConstraintError(f"is nested more than {MAX_SCHEMA_DEPTH} levels deep")
+        _bound_size(num_chars)
+        for value in level:
+            if isinstance(value, dict):
+                _refuse_counted_names(value)
         level = [inner for value in level for inner in _children(value)]
         depth += 1
 
 
+def _refuse_counted_names(schema: dict[Any, Any]) -> None:
+    """A grammar counts a name that an object holds twice as two: of names that are not listed, only the first is sure
+    to be another one."""
+    least, required = schema.get("minProperties"), schema.get("required")
+    num_sure = 1 + (len(required) if isinstance(required, list) else 0)
+    is_closed = schema.get("additionalProperties") is False and not schema.get("patternProperties")
+    if isinstance(least, int) and least > num_sure and not is_closed:
+        raise ConstraintError(
+            f"has `minProperties` {least} for names that it does not list, which cannot be followed; list them in "
+            "`required`"
+        )
+
+
 def _children(value: Any) -> list[Any]:
     if isinstance(value, dict):
-        return list(value.values())
+        return [*value, *value.values()]
     return value if isinstance(value, list) else []

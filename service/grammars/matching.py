@@ -49,7 +49,7 @@ class TokenTable:
         try:
             self.tokens = llguidance.LLTokenizer(_without_special_text(tokenizer), n_vocab=vocab_size, eos_token=eos)
         except (ValueError, RuntimeError) as error:
-            raise GrammarError(f"the model's tokenizer cannot be used with them: {error}") from error
+            raise GrammarError(f"the model's tokenizer does not fit grammars: {error}") from error
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos)
         self.special_ids = {tokenizer.token_name(token_id): token_id for token_id in sorted(tokenizer.special_ids)}
@@ -81,6 +81,7 @@ def error_of(matcher: llguidance.LLMatcher) -> str:
     # Without the line of the grammar, which its sender has, and without the names that special tokens have here.
     said = re.split(r"\n *\d+ \| |<non-verbose/>|; following special tokens", matcher.get_error())[0]
     message = " ".join(said.split())[:_MAX_ERROR_CHARS].rstrip(" .")
+    message = message.partition(" Enable 'coerce_one_of'")[0]  # which would let two of them match
     if message.startswith("NoExtension"):
         return "it allows no answer, or refers to itself without end"
     return message

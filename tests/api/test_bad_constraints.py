@@ -29,6 +29,7 @@ _SPOILED: tuple[dict[str, Any], ...] = (
     {"properties": []},
     {"required": "name"},
     {"items": 3},
+    {"type": "object", "minProperties": 2},
 )
 
 

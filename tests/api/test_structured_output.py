@@ -10,8 +10,8 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.api.conftest import ADAPTERS, BASE, ENDLESS
-from tests.support.server import Server, wait_for
+from tests.api.conftest import ADAPTERS, BASE
+from tests.support.server import Server
 
 CHAT: list[Any] = [{"role": "user", "content": "the thing in the tin"}]
 COLOURS = ["red", "dark green", "blue"]
@@ -199,12 +199,14 @@ def test_items_of_a_batch_have_their_own(server: Server) -> None:
     assert two["choices"][0]["message"]["content"] == "two"
 
 
-def test_who_goes_away_leaves_nothing_behind(server: Server) -> None:
-    body = {**ENDLESS, "max_tokens": 400, "guided_regex": "[a-z]*", "stream": True}
-    with server.http.stream("POST", f"{server.url}/v1/completions", json=body) as reply:
-        next(reply.iter_lines())
-    wait_for(lambda: server.metric("requests_running") == 0, "the engine to be free")
-    assert server.metric("kv_blocks_used") == 0
+def test_what_came_of_grammars_is_counted(server: Server) -> None:
+    def counts() -> list[float]:
+        return [server.metric("grammars_total", outcome=outcome) for outcome in ("compiled", "known", "refused")]
+
+    before = counts()
+    for regex in ("counted?", "counted?", "counted("):
+        server.post("/v1/completions", json={"prompt": "the", "guided_regex": regex, "max_tokens": 1})
+    assert [after - count for after, count in zip(counts(), before, strict=True)] == [1, 1, 1]
 
 
 def test_two_ways_at_once_are_refused(server: Server) -> None:

@@ -47,6 +47,13 @@ def test_the_engine_is_measured_in_all_cases_and_beside_a_long_prompt(tmp_path: 
     assert long["largest_gap_ms"] > 0
 
 
+def test_grammars_are_measured_beside_free_answers(tmp_path: Path) -> None:
+    figures = _run("bench.structured", tmp_path)
+    assert list(figures["decode_step_ms"]) == ["free", "constrained"]
+    assert len(figures["ratios"]) == 1
+    assert min(*figures["ratios"], *figures["decode_step_ms"]["free"]) > 0
+
+
 def test_http_is_measured_beside_the_engine_in_process(tmp_path: Path) -> None:
     sides = _run("bench.http", tmp_path)["sides"]
     assert list(sides) == ["in-process", "whole", "streamed"]

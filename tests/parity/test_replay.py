@@ -6,7 +6,9 @@ them; the kernels are those for NVIDIA GPUs, in Triton's interpreter. On a GPU t
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +24,8 @@ from service.engine import build
 from service.engine.engine import Engine
 from service.engine.step_sizes import StepSizes
 from service.models.projection import Projection, TokenEmbedding
-from tests.support.engine_parity import BASE, Request, World, build_engine, config_of, make_world
+from service.text.tokenizer import TextTokenizer
+from tests.support.engine_parity import BASE, Request, World, build_engine, config_of, make_world, run_engine
 from tests.support.replay import TwinGraphs
 from tests.support.tiny_models import VOCAB_SIZE
 
@@ -142,3 +145,30 @@ def test_replayed_steps_with_windows_equal_eager_ones(
     with kernels_of_a_gpu(device, monkeypatch):
         captured = assert_replays_as_eager(world, mixed_requests(3, num=4), lora_window=True)
     assert all(sizes.window_rows for sizes in captured if sizes.has_lora)
+
+
+def test_grammars_are_followed_in_replayed_steps_with_overlap(
+    tmp_path_factory: pytest.TempPathFactory, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mask of a token needs the one before, which is on its way when the step is launched."""
+    world = make_world("llama", tmp_path_factory.mktemp("grammars"), device, num_hidden_layers=2)
+    text = TextTokenizer.load(world.model_dir)
+    grammar = json.dumps({"grammars": [{"lark_grammar": "start: /[a-z]{3}[0-9]/"}]})
+    bound = [Request(f"bound-{name}", name, (7, 9, 8), 6) for name in (BASE, "all", "one")]
+    submits = [request.submit(world, grammar=grammar) for request in bound]
+    submits.append(Request("free", "all", (5,), 5).submit(world))
+    tokens = []
+    with kernels_of_a_gpu(device, monkeypatch):
+        for is_usual in (False, True):
+            graphs = TwinGraphs() if device == "cpu" else None
+            settings = config_of(world, token_budget=32, max_sequences=4, eager=not is_usual, overlap=is_usual)
+            engine = build_engine(settings, graphs=graphs)
+            engine.compile_kernels()
+            answers = run_engine(engine, submits)
+            assert bool(engine._runner.captured.num_replayed) == is_usual
+            engine.close()
+            tokens.append({name: answer.tokens for name, answer in answers.items()})
+    assert tokens[0] == tokens[1]
+    for request in bound:
+        assert re.fullmatch("[a-z]{3}[0-9]", text.decode(tokens[0][request.name]))
+    assert len(tokens[0]["free"]) == 5

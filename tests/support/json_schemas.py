@@ -84,7 +84,7 @@ class _Maker:
     def _map(self, _depth: int) -> dict[str, Any]:
         if self._rng.random() < 0.5:
             return {"type": "object", "patternProperties": {"^x[a-c]$": self._scalar()}, "additionalProperties": False}
-        return {"type": "object", "additionalProperties": self._scalar()}
+        return {"type": "object", "additionalProperties": self._scalar(), "minProperties": 1, "maxProperties": 3}
 
     def _array(self, depth: int) -> dict[str, Any]:
         least = self._rng.choice((0, 0, 1, 2))
