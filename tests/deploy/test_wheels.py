@@ -1,7 +1,7 @@
 """What the images install exists as wheels for CPython 3.11, on x86-64 and on aarch64, in the pinned versions.
 
 uv resolves for each machine against the package index, reading the index and wheels' metadata: no wheel is downloaded.
-That proves that the versions exist, fit the images' bases (glibc 2.35 and later, so manylinux_2_28 and older) and need
+That proves that the versions exist, fit the images' bases (glibc 2.35 and later, so manylinux_2_31 and older) and need
 no compiler. It does not prove that a wheel works there. Of the `npu` image torch is left out, since its CPU builds have
 an index of their own: test_image_parts.py holds that line by its text.
 """
@@ -27,7 +27,7 @@ def _resolve(source: Path, machine: str, *options: str, python: str = "3.11") ->
     """Distribution -> version that uv resolved, and what it said if it did not."""
     command = [sys.executable, "-m", "uv", "pip", "compile", "--quiet", "--no-config", "--no-cache", "--no-header",
                "--no-annotate", "--only-binary=:all:", f"--python-version={python}",
-               f"--python-platform={machine}-manylinux_2_28", *options, str(source)]  # fmt: skip
+               f"--python-platform={machine}-manylinux_2_31", *options, str(source)]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     lines = [line.partition(";")[0].strip() for line in done.stdout.splitlines() if "==" in line]
     return {canonicalize_name(line.split("==")[0]): line.split("==")[1] for line in lines}, done.stderr
