@@ -337,8 +337,8 @@ class Engine:
 
     def _admit(self) -> None:
         """Take over compiled grammars and finished adapter loads; answer the users of those that failed."""
-        for sequence, outcome in self._grammars.take_done():
-            self._begin_constrained(sequence, outcome)
+        for sequence, grammar, outcome in self._grammars.take_done():
+            self._begin_constrained(sequence, grammar, outcome)
         self.desk.settle_loads()
         failures = self.desk.take_failures()
         if not failures:
@@ -349,7 +349,7 @@ class Engine:
                 error, is_clients = failure.error, failure.client_fault
                 self._finish(sequence, Finished(sequence.request_id, "error", error=error, client_fault=is_clients))
 
-    def _begin_constrained(self, sequence: Sequence, outcome: Any) -> None:
+    def _begin_constrained(self, sequence: Sequence, grammar: str, outcome: Any) -> None:
         """The sequence may be scheduled, with the matcher that it was given, or its grammar cannot be followed."""
         if sequence not in self._compiling:
             return  # it has ended meanwhile
@@ -359,7 +359,7 @@ class Engine:
         self._compiling.remove(sequence)
         table, sampling = self._grammars.table, sequence.request.sampling
         assert table is not None
-        sequence.constraint = Constraint(outcome, table, sampling, sequence.stop_ids)
+        sequence.constraint = Constraint(grammar, outcome, table, sampling, sequence.stop_ids)
         self.scheduler.add(sequence)
 
     def _launch(self) -> _StepInFlight | None:
@@ -458,6 +458,7 @@ class Engine:
     def _fail_constrained(self, sequence: Sequence) -> None:
         """Its grammar cannot be followed any further."""
         assert sequence.constraint is not None
+        self._grammars.forget(sequence.constraint.grammar)
         if self._sequences.get(sequence.request_id) is sequence:
             self._finish(sequence, _bad_grammar(sequence, sequence.constraint.error))
 

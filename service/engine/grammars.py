@@ -24,7 +24,7 @@ from kernels.sampling.asked import mask_of
 from service.engine.messages import Sampling
 from service.grammars.matching import GrammarError, TokenTable, compile_grammar, error_of
 
-MAX_COMPILED = 64
+MAX_COMPILED = 32
 NO_GRAMMARS = "This engine was started without the tokens that grammars need; leave the constraint out."
 
 
@@ -44,8 +44,12 @@ class Constraint:
     error  why its grammar cannot be followed any further; empty while it can be
     """
 
-    def __init__(self, matcher: Any, table: TokenTable, sampling: Sampling, stop_ids: frozenset[int]) -> None:
-        """stop_ids  tokens that end the sequence"""
+    def __init__(
+        self, grammar: str, matcher: Any, table: TokenTable, sampling: Sampling, stop_ids: frozenset[int]
+    ) -> None:
+        """matcher   of the grammar, which nobody else has
+        stop_ids  tokens that end the sequence"""
+        self.grammar = grammar
         self._matcher = matcher
         self._num_min = sampling.min_tokens
         ends = frozenset(table.eos_token_ids)
@@ -119,19 +123,23 @@ class Grammars:
         except RuntimeError as error:
             self._done.append((grammar, GrammarError(f"there is no thread to compile it in now ({error})")))
 
-    def take_done(self) -> list[tuple[Any, Any | GrammarError]]:
-        """(key, a matcher of its own, or what is wrong with its grammar) of those that have been compiled."""
+    def take_done(self) -> list[tuple[Any, str, Any | GrammarError]]:
+        """(key, its grammar, a matcher of its own or what is wrong) of those that have been compiled."""
         taken = []
         while self._done:
             grammar, found = self._done.popleft()
             for key in self._waiting.pop(grammar):
-                taken.append((key, found if isinstance(found, GrammarError) else found.deep_copy()))
+                taken.append((key, grammar, found if isinstance(found, GrammarError) else found.deep_copy()))
             if not isinstance(found, GrammarError):
                 self._compiled[grammar] = found
                 self._compiled.move_to_end(grammar)
                 if len(self._compiled) > MAX_COMPILED:
                     self._compiled.popitem(last=False)
         return taken
+
+    def forget(self, grammar: str) -> None:
+        """A sequence has come to the bounds of its lexer, whose states all copies share: the next gets a new one."""
+        self._compiled.pop(grammar, None)
 
     def close(self) -> None:
         """Compile nothing more."""

@@ -20,8 +20,9 @@ from service.text.tokenizer import TextError, TextTokenizer
 
 # Private use: no text of a grammar has these, so no text is taken for a special token.
 _HIDDEN = "\U000f0000{}\U000f0001"
-# The library's own, but for the lexer's states, of which each takes 1 to 2 KB, and for what an error shows.
-_LIMITS = llguidance.LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+# The library's own, but for what an error shows, and for the lexer's states, which take half a kilobyte each and are
+# kept with a compiled grammar.
+_LIMITS = llguidance.LLParserLimits(max_lexer_states=30_000, verbose_errors=False)
 _MAX_ERROR_CHARS = 500
 
 

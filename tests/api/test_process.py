@@ -64,9 +64,10 @@ print(sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "transf
         assert done.stdout.strip() == "[]", done.stderr
 
     def test_nor_does_the_process_that_has_served(self, server: Server) -> None:
-        assert server.post("/v1/completions", json=SHORT).status_code == 200
+        assert server.post("/v1/completions", json={**SHORT, "guided_choice": ["a"]}).status_code == 200
         maps = Path(f"/proc/{server.process.pid}/maps").read_text()
         assert "libtorch" not in maps
+        assert "llguidance" not in maps
         assert "libtorch" in Path(f"/proc/{server.engine_pid()}/maps").read_text()
 
 

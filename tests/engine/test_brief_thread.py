@@ -72,3 +72,13 @@ def test_closing_drops_what_has_not_begun_and_waits_for_what_has() -> None:
     assert not closer.is_alive()
     assert not gate.thread.is_alive()
     assert done == []
+
+
+def test_a_stack_of_its_own_is_nobody_elses() -> None:
+    usual = threading.stack_size()
+    brief, gate = BriefThread("brief", stack_bytes=1 << 25), _Gate()
+    gate.go.set()
+    brief.submit(gate)
+    assert gate.begun.wait(LIMIT_SECONDS)
+    assert threading.stack_size() == usual
+    brief.close()

@@ -171,6 +171,20 @@ def test_a_grammar_that_goes_wrong_later_is_answered_then(mock: MockEngine) -> N
     assert mock.output["good"] == best(["abcdefgh"] * 9)
 
 
+def test_a_lexer_that_is_full_is_no_fault_of_the_next(mock: MockEngine) -> None:
+    """Copies of a compiled grammar share its lexer's states, of which there may be so many."""
+    full = regex("|".join(f"[a-p]*{char}[a-p]{{200}}{char}" for char in "abcdefghijklmnop"))
+    sampling: dict[str, Any] = {"max_tokens": 240, "temperature": 2.0, "ignore_eos": True, "grammar": full}
+    names = [f"r{number}" for number in range(8)]
+    for number, name in enumerate(names):
+        mock.submit(name, seed=number, **sampling)
+    mock.settle()
+    assert any("too many states" in (mock.finished[name].error or "") for name in names)
+    mock.submit("next", **{**sampling, "max_tokens": 9})
+    mock.settle()
+    assert len(mock.output["next"]) == 9
+
+
 def test_an_engine_without_tokens_refuses_grammars(mock: MockEngine) -> None:
     mock.engine._grammars.table = None
     mock.submit("r", grammar=regex("a"))
