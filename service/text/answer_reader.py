@@ -1,0 +1,171 @@
+"""What an answer's text is: thoughts, words, and calls of tools; whole or as it comes."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from service.text.calls.call import Call, CallParser, find_mark
+from service.text.calls.formats import CallFormat
+
+THINK, END_OF_THOUGHT = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class Thought:
+    """Part of what the model thought before it spoke."""
+
+    text: str
+
+
+# Part of an answer: words, thoughts, or a whole call.
+Said = str | Thought | Call
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the text of an answer is to be read. The default: as it is.
+
+    calls             the format of tool calls to look for; None: none
+    tool_names        the tools that there are
+    max_calls         calls beyond so many are left out; None: no bound
+    thinks            whether thoughts stand between `<think>` and `</think>`
+    is_thinking       whether the prompt ends within them
+    seen_ids          special tokens whose text is needed to tell what is what
+    """
+
+    calls: CallFormat | None = None
+    tool_names: tuple[str, ...] = ()
+    max_calls: int | None = None
+    thinks: bool = False
+    is_thinking: bool = False
+    seen_ids: frozenset[int] = frozenset()
+
+
+class AnswerReader:
+    """Reads one answer, whose text arrives in pieces: what is said does not depend on where they are cut."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._reading = reading
+        self._thoughts = _Thoughts(is_thinking=reading.is_thinking) if reading.thinks else None
+        self._calls = _Calls(reading.calls, reading.tool_names) if reading.calls else None
+        self.num_calls = 0
+
+    def push(self, text: str) -> list[Said]:
+        """Add a piece; what became certain with it."""
+        if self._thoughts is None:
+            return self._words(text)
+        thought, words = self._thoughts.push(text)
+        return [*([Thought(thought)] if thought else []), *self._words(words)]
+
+    def finish(self) -> list[Said]:
+        """What was kept back, once no more can come."""
+        thought, words = self._thoughts.finish() if self._thoughts is not None else ("", "")
+        said = [*([Thought(thought)] if thought else []), *self._words(words)]
+        return said if self._calls is None else said + self._counted(self._calls.finish())
+
+    def _words(self, text: str) -> list[Said]:
+        if not text:
+            return []
+        return [text] if self._calls is None else self._counted(self._calls.push(text))
+
+    def _counted(self, found: list[str | Call]) -> list[Said]:
+        said: list[Said] = []
+        for one in found:
+            if isinstance(one, Call):
+                if self.num_calls == self._reading.max_calls:
+                    continue
+                self.num_calls += 1
+            said.append(one)
+        return said
+
+
+class _Thoughts:
+    """Takes a text apart into (thought, words). Line breaks around the marks belong to neither."""
+
+    def __init__(self, *, is_thinking: bool) -> None:
+        self._is_thinking = is_thinking
+        self._state: Literal["start", "thought", "words"] = "start"
+        self._held = ""
+        self._drops_breaks = False  # nothing was given out since the last mark
+
+    def push(self, text: str) -> tuple[str, str]:
+        """What became certain."""
+        self._held += text
+        thought = words = ""
+        if self._state == "start":
+            self._start()
+        if self._state == "thought":
+            thought = self._think()
+        if self._state == "words":
+            words = self._give(len(self._held))
+        return thought, words
+
+    def finish(self) -> tuple[str, str]:
+        """What was kept back."""
+        if self._state == "thought" or (self._state == "start" and self._is_thinking):
+            return self._give(len(self._held)).strip("\n"), ""
+        return "", self._give(len(self._held))
+
+    def _start(self) -> None:
+        """See whether it begins with a thought. A model may repeat the mark that its prompt ends with."""
+        begun = self._held.lstrip()
+        if begun.startswith(THINK):
+            self._state, self._held, self._drops_breaks = "thought", begun[len(THINK) :], True
+        elif not THINK.startswith(begun):
+            self._state, self._drops_breaks = ("thought", True) if self._is_thinking else ("words", False)
+
+    def _think(self) -> str:
+        end, is_over = find_mark(self._held, END_OF_THOUGHT)
+        thought = self._give(len(self._held[:end].rstrip("\n")))
+        if is_over:
+            self._held = self._held.lstrip("\n")[len(END_OF_THOUGHT) :]
+            self._state, self._drops_breaks = "words", True
+        return thought
+
+    def _give(self, num_chars: int) -> str:
+        given, self._held = self._held[:num_chars], self._held[num_chars:]
+        if self._drops_breaks:
+            given = given.lstrip("\n")
+            self._drops_breaks = not given
+        return given
+
+
+class _Calls:
+    """A parser, without the blanks and separators around its calls."""
+
+    def __init__(self, form: CallFormat, tool_names: Collection[str]) -> None:
+        self._parser: CallParser = form.parser(tool_names)
+        self._separators = form.separators
+        self._is_after_call = False
+        self._held = ""
+
+    def push(self, text: str) -> list[str | Call]:
+        """What became certain."""
+        return self._trimmed(self._parser.push(text))
+
+    def finish(self) -> list[str | Call]:
+        """What was kept back. Blanks at the end of words are part of them."""
+        found = self._trimmed(self._parser.finish())
+        if self._held and not self._is_after_call:
+            found.append(self._held)
+        self._held = ""
+        return found
+
+    def _trimmed(self, found: Iterable[str | Call]) -> list[str | Call]:
+        trimmed: list[str | Call] = []
+        for one in found:
+            if isinstance(one, Call):
+                self._held, self._is_after_call = "", True
+                trimmed.append(one)
+                continue
+            self._held += one
+            meaningless = string.whitespace + (self._separators if self._is_after_call else "")
+            if self._held.strip(meaningless):
+                words = self._held.lstrip() if self._is_after_call else self._held
+                self._is_after_call = False
+                self._held = words[len(words.rstrip()) :]
+                trimmed.append(words.rstrip())
+        return trimmed

@@ -1,0 +1,163 @@
+"""What a tool call is, and the parts of a parser that all formats have in common."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call. `arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+# What a parser finds: text that is none of a call, or a call.
+Found = str | Call
+
+
+class CallParser(ABC):
+    """Calls in a text that arrives in pieces; what is found does not depend on where the pieces are cut.
+
+    A call is given out when it is complete, since half of one may turn out to be none: what begins like a call and is
+    none is text, with all its marks. A subclass says where a call may begin, where it ends and what it says.
+
+    tool_names  the tools that there are
+    """
+
+    def __init__(self, tool_names: Collection[str]) -> None:
+        self._tool_names = frozenset(tool_names)
+        self._held = ""
+        self._inside = False
+
+    def push(self, text: str) -> list[Found]:
+        """Add a piece; what became certain with it."""
+        self._held += text
+        found: list[Found] = []
+        while self._held:
+            if not self._inside:
+                start, self._inside = self._find_start(self._held)
+                if start:
+                    found.append(self._take(start))
+                if not self._inside:
+                    break
+                self._enter()
+            end = self._find_end(self._held)
+            if end is None:
+                break
+            self._inside = False
+            found += self._read(self._take(end))
+        return found
+
+    def finish(self) -> list[Found]:
+        """What was kept back, once no more can come."""
+        text, self._held = self._held, ""
+        if not text:
+            return []
+        return self._read(text) if self._inside else [text]
+
+    def _take(self, num_chars: int) -> str:
+        taken, self._held = self._held[:num_chars], self._held[num_chars:]
+        return taken
+
+    def _read(self, text: str) -> list[Found]:
+        return list(self._calls(text) or [text])
+
+    @abstractmethod
+    def _find_start(self, held: str) -> tuple[int, bool]:
+        """(characters that are certainly no part of a call, whether one begins behind them)."""
+
+    @abstractmethod
+    def _enter(self) -> None:
+        """A call begins with the first character that is held."""
+
+    @abstractmethod
+    def _find_end(self, held: str) -> int | None:
+        """The length of the call that begins `held`, or of what has turned out to be none; None while more must come.
+        It is called again with the same text and more behind it."""
+
+    @abstractmethod
+    def _calls(self, text: str) -> list[Call] | None:
+        """The calls in a text from its first mark to its last, None if they cannot be understood."""
+
+
+def find_mark(held: str, mark: str) -> tuple[int, bool]:
+    """`_find_start` where calls begin with a mark."""
+    at = held.find(mark)
+    if at >= 0:
+        return at, True
+    kept = next((size for size in range(min(len(mark) - 1, len(held)), 0, -1) if mark.startswith(held[-size:])), 0)
+    return len(held) - kept, False
+
+
+class MarkScanner:
+    """Finds the mark that ends a call, outside of quoted texts, in a text that grows.
+
+    quotes  characters that begin a quoted text, each ended by the same one
+    breaks  characters that end a quoted text as well, since none may stand in one
+    """
+
+    def __init__(self, mark: str, quotes: str, breaks: str = "") -> None:
+        self._mark = mark
+        self._outside = re.compile(f"[{quotes}]|{re.escape(mark)}")
+        self._inside = {quote: re.compile(rf"[\\{quote}{breaks}]") for quote in quotes}
+        self._at, self._quote = 0, ""
+
+    def end(self, held: str) -> int | None:
+        """Where the mark ends, None if it is not there yet. `held` is what it was, with more behind it."""
+        while True:
+            pattern = self._inside[self._quote] if self._quote else self._outside
+            match = pattern.search(held, self._at)
+            if match is None:
+                kept = 0 if self._quote else len(self._mark) - 1
+                self._at = max(self._at, len(held) - kept)
+                return None
+            if match.group() == "\\":
+                if match.end() == len(held):
+                    self._at = match.start()
+                    return None
+                self._at = match.end() + 1
+            elif match.group() == self._mark:
+                return match.end()
+            else:
+                self._quote = "" if self._quote else match.group()
+                self._at = match.end()
+
+
+class BracketScanner:
+    """Finds the end of a JSON object or list, in a text that grows; what it holds need not be valid.
+
+    start  where its first bracket stands
+    """
+
+    _OUTSIDE = re.compile(r'["\[\]{}]')
+    _INSIDE = re.compile(r'["\\]')
+
+    def __init__(self, start: int) -> None:
+        self._at, self._depth, self._quoted = start, 0, False
+
+    def end(self, held: str) -> int | None:
+        """Where the last bracket ends, None if it is not there yet. `held` is what it was, with more behind it."""
+        while True:
+            match = (self._INSIDE if self._quoted else self._OUTSIDE).search(held, self._at)
+            if match is None:
+                self._at = len(held)
+                return None
+            char = match.group()
+            if char == "\\":
+                if match.end() == len(held):
+                    self._at = match.start()
+                    return None
+                self._at = match.end() + 1
+                continue
+            self._at = match.end()
+            if char == '"':
+                self._quoted = not self._quoted
+            else:
+                self._depth += 1 if char in "[{" else -1
+                if self._depth <= 0:
+                    return self._at

@@ -1,0 +1,69 @@
+"""The formats of tool calls that there are, and which one a chat template speaks."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+
+from service.text.calls import hermes, lfm2, llama3, mistral
+from service.text.calls.call import CallParser
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """One format.
+
+    name        as the setting `tool_parser` calls it
+    hints       what a chat template holds that speaks it, as a regular expression
+    marks       what marks calls; where one is a special token, it must be seen in the text
+    parser      from the names of the tools to a parser of one answer
+    separators  characters that mean nothing between two calls, besides blanks
+    new_id      an id for a call, as templates of this format want it
+    """
+
+    name: str
+    hints: re.Pattern[str]
+    marks: tuple[str, ...]
+    parser: Callable[[Collection[str]], CallParser]
+    separators: str = ""
+    new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
+
+
+def _nine_alphanumerics() -> str:
+    return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+
+# In the order in which a template is asked: some of the later ones quote the marks of earlier ones as examples.
+_FORMATS = (
+    CallFormat("lfm2", re.compile(r"<\|tool_(?:call|list)_start\|>"), (lfm2.START, lfm2.END), lfm2.Lfm2Parser),
+    CallFormat(
+        "mistral",
+        re.compile(r"\[(?:TOOL_CALLS|AVAILABLE_TOOLS)\]"),
+        (mistral.START, mistral.CALL_ID, mistral.ARGS),
+        mistral.MistralParser,
+        new_id=_nine_alphanumerics,
+    ),
+    # Not what Qwen3-Coder and Qwen 3.5 write between the same marks: XML.
+    CallFormat(
+        "hermes",
+        re.compile(r"\A(?!.*<function=).*<tool_call>", re.DOTALL),
+        (hermes.START, hermes.END),
+        hermes.HermesParser,
+    ),
+    CallFormat(
+        "llama3_json",
+        re.compile(r"<\|python_tag\|>|\bipython\b"),
+        (llama3.TAG,),
+        llama3.Llama3Parser,
+        separators=";",
+    ),
+)
+FORMATS = {one.name: one for one in _FORMATS}
+
+
+def format_of_template(source: str) -> CallFormat | None:
+    """The format that a chat template shows to its model, None if it shows none of those that there are."""
+    return next((one for one in _FORMATS if one.hints.search(source)), None)

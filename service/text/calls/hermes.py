@@ -1,0 +1,25 @@
+"""Hermes' format, Qwen 2.5's and Qwen 3's too: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+
+from __future__ import annotations
+
+from service.text.calls.call import Call, CallParser, MarkScanner, find_mark
+from service.text.calls.json_text import calls_in
+
+START, END = "<tool_call>", "</tool_call>"
+
+
+class HermesParser(CallParser):
+    """One call between two marks; the end of the answer will do for the second one."""
+
+    def _find_start(self, held: str) -> tuple[int, bool]:
+        return find_mark(held, START)
+
+    def _enter(self) -> None:
+        # No line breaks in JSON's texts: where one is not closed, the next line is outside of it again.
+        self._scanner = MarkScanner(END, '"', breaks="\n")
+
+    def _find_end(self, held: str) -> int | None:
+        return self._scanner.end(held)
+
+    def _calls(self, text: str) -> list[Call] | None:
+        return calls_in(text.removeprefix(START).removesuffix(END))

@@ -1,0 +1,105 @@
+"""Calls that are written as JSON, with the text of their arguments kept as it is."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from service.text.calls.call import Call
+
+_BLANKS = re.compile(r"[ \t\r\n]*")
+_ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def calls_in(text: str, name_keys: tuple[str, ...] = ("name",)) -> list[Call] | None:
+    """The calls of a JSON object, or of a list of them, and nothing else; None if it is something else."""
+    try:
+        text = text.strip()
+        spans = _list_items(text) if text.startswith("[") else [(0, len(text))]
+        return [_call(text[start:end], name_keys) for start, end in spans] or None
+    except (ValueError, RecursionError):
+        return None
+
+
+def is_object(text: str) -> bool:
+    """Whether it is the text of a JSON object."""
+    try:
+        return isinstance(_DECODER.decode(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _call(text: str, name_keys: tuple[str, ...]) -> Call:
+    """The call that a JSON object is. ValueError if it is none."""
+    members = _members(text)
+    name = next((json.loads(members[key]) for key in name_keys if key in members), None)
+    if not isinstance(name, str) or not name:
+        raise ValueError("a call has no name")
+    given = next((members[key] for key in _ARGUMENT_KEYS if key in members), "null")
+    if given == "null" or given == '""':
+        return Call(name, "{}")
+    if given.startswith('"'):  # some models write the object as a text
+        given = json.loads(given)
+    if not is_object(given):
+        raise ValueError("the arguments are no object")
+    return Call(name, given.strip())
+
+
+def _skip(text: str, at: int) -> int:
+    match = _BLANKS.match(text, at)
+    assert match is not None, "it matches nothing, too"
+    return match.end()
+
+
+def _span(text: str, at: int) -> tuple[int, int]:
+    """Where the JSON value at `at` begins and ends. ValueError if there is none."""
+    return at, _DECODER.raw_decode(text, at)[1]
+
+
+def _list_items(text: str) -> list[tuple[int, int]]:
+    """The spans of a list's items. ValueError if the text is no list."""
+    spans: list[tuple[int, int]] = []
+    at = _skip(text, 1)
+    while not text.startswith("]", at):
+        if spans:
+            at = _skip(text, _expect(text, at, ","))
+        spans.append(_span(text, at))
+        at = _skip(text, spans[-1][1])
+    _expect_end(text, at + 1)
+    return spans
+
+
+def _members(text: str) -> dict[str, str]:
+    """The texts of an object's values. ValueError if the text is no object."""
+    members: dict[str, str] = {}
+    at = _skip(text, _expect(text, 0, "{"))
+    while not text.startswith("}", at):
+        if members:
+            at = _skip(text, _expect(text, at, ","))
+        key, end = _DECODER.raw_decode(text, at)
+        if not isinstance(key, str):
+            raise ValueError("a key is no text")
+        start, at = _span(text, _skip(text, _expect(text, _skip(text, end), ":")))
+        members[key] = text[start:at]
+        at = _skip(text, at)
+    _expect_end(text, at + 1)
+    return members
+
+
+def _expect(text: str, at: int, char: str) -> int:
+    if not text.startswith(char, at):
+        raise ValueError(f"{char} is missing")
+    return at + 1
+
+
+def _expect_end(text: str, at: int) -> None:
+    if at != len(text):
+        raise ValueError("something follows")

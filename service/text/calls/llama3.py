@@ -1,0 +1,59 @@
+"""Llama 3's JSON format: `{"name": ..., "parameters": {...}}`, perhaps behind `<|python_tag|>`; `;` between calls."""
+
+from __future__ import annotations
+
+import re
+
+from service.text.calls.call import BracketScanner, Call, CallParser, find_mark
+from service.text.calls.json_text import calls_in
+
+TAG = "<|python_tag|>"
+_KEYS = ("name", "type", "function", "parameters", "arguments")
+_NAME_KEYS = ("name", "function")
+_BLANKS = r"[ \t\r\n]{0,64}"
+_OPENING = re.compile(rf'\{{{_BLANKS}(?:"(?P<key>[a-z]*)(?:"{_BLANKS}(?P<colon>:)?)?)?')
+
+
+class Llama3Parser(CallParser):
+    """Calls have no mark of their own, so an object that is not behind the tag must name a tool that there is."""
+
+    def _find_start(self, held: str) -> tuple[int, bool]:
+        end, tagged = find_mark(held, TAG)
+        at = held.find("{", 0, end)
+        while at >= 0:
+            opens = _opens_call(held, at)
+            if opens is None:
+                return at, False
+            if opens:
+                return at, True
+            at = held.find("{", at + 1, end)
+        return end, tagged
+
+    def _enter(self) -> None:
+        self._scanner: BracketScanner | None = None
+
+    def _find_end(self, held: str) -> int | None:
+        if self._scanner is None:
+            body = held.removeprefix(TAG).lstrip()
+            if not body:
+                return None
+            if not body.startswith("{"):  # the tag of something else, code say
+                return len(TAG)
+            self._scanner = BracketScanner(len(held) - len(body))
+        return self._scanner.end(held)
+
+    def _calls(self, text: str) -> list[Call] | None:
+        calls = calls_in(text.removeprefix(TAG), _NAME_KEYS)
+        if calls and not text.startswith(TAG) and calls[0].name not in self._tool_names:
+            return None
+        return calls
+
+
+def _opens_call(held: str, at: int) -> bool | None:
+    """Whether the brace at `at` begins an object with a key of calls first; None if that is not certain yet."""
+    match = _OPENING.match(held, at)
+    assert match is not None, "the brace is there"
+    key = match["key"] or ""
+    if match["colon"]:
+        return key in _KEYS
+    return None if match.end() == len(held) and any(one.startswith(key) for one in _KEYS) else False

@@ -1,0 +1,217 @@
+"""Thoughts, words and calls are found in an answer's text, wherever its pieces are cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.text.answer_reader import AnswerReader, Reading, Said, Thought
+from service.text.calls.call import Call
+from service.text.calls.formats import FORMATS, format_of_template
+
+TOOLS = ("add", "now", "get_weather")
+ADD, NOW = Call("add", '{"a": 1, "b": 2}'), Call("now", "{}")
+
+# Format, what a model of it may write, and what that says.
+HERMES_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+WRITTEN: list[tuple[str, str, list[Said]]] = [
+    ("hermes", HERMES_CALL, [ADD]),
+    ("hermes", HERMES_CALL + '\n<tool_call>\n{"name": "now"}\n</tool_call>', [ADD, NOW]),
+    ("hermes", "Let me see. \n\n" + HERMES_CALL + "\nSo.\n", ["Let me see.", ADD, "So.\n"]),
+    ("hermes", HERMES_CALL.removesuffix("\n</tool_call>"), [ADD]),
+    ("hermes", '<tool_call>{"arguments": {}, "name": "now"}</tool_call>', [NOW]),
+    ("hermes", '<tool_call>{"name": "now", "arguments": null}</tool_call>', [NOW]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', [Call("add", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "</tool_call>\\""}}</tool_call>',
+     [Call("f", '{"x": "</tool_call>\\""}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"n": 1.0, "m": 1e999, "k": 12345678901234567890}}</tool_call>',
+     [Call("f", '{"n": 1.0, "m": 1e999, "k": 12345678901234567890}')]),
+    ("llama3_json", '{"name": "add", "parameters": {"a": 1, "b": 2}}', [ADD]),
+    ("llama3_json", '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}; {"name": "now", "parameters": {}}',
+     [ADD, NOW]),
+    ("llama3_json", '{"type": "function", "name": "now", "parameters": {}}\n', [NOW]),
+    ("llama3_json", '{"function": "now", "parameters": {}};', [NOW]),
+    ("llama3_json", 'As {JSON}: {"name": "add", "parameters": {"a": 1, "b": 2}} {sic}',
+     ["As {JSON}:", ADD, "{sic}"]),
+    ("llama3_json", '{"name": "get_weather", "parameters": {"city": "{\\"x\\"}"}}',
+     [Call("get_weather", '{"city": "{\\"x\\"}"}')]),
+    ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "now", "arguments": {}}]',
+     [ADD, NOW]),
+    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1, "b": 2}[TOOL_CALLS]now[ARGS]{}', [ADD, NOW]),
+    ("mistral", '[TOOL_CALLS]add{"a": 1, "b": 2} Done.', [ADD, "Done."]),
+    ("mistral", 'Yes.[TOOL_CALLS]now[CALL_ID]a1B2c3D4e[ARGS]{}', ["Yes.", NOW]),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {"x": "]}", "n": 10}}]', [Call("f", '{"x": "]}", "n": 10}')]),
+    ("lfm2", "<|tool_call_start|>[add(a=1, b=2), now()]<|tool_call_end|>Adding.", [ADD, NOW, "Adding."]),
+    ("lfm2", "<|tool_call_start|>[now()]", [NOW]),
+    ("lfm2", '<|tool_call_start|>[{"name": "add", "arguments": {"a": 1, "b": 2}}]<|tool_call_end|>', [ADD]),
+    ("lfm2", "<|tool_call_start|>[f(x=\"a]\", y='it\\'s', z=\"two\nlines\\n\")]<|tool_call_end|>",
+     [Call("f", '{"x": "a]", "y": "it\'s", "z": "two\\nlines\\n"}')]),
+    ("lfm2", "<|tool_call_start|>[f(from=07, t=true, n=None, l=[1, -2.50, {'k': (False,)}], e=1e9)]<|tool_call_end|>",
+     [Call("f", '{"from": 7, "t": true, "n": null, "l": [1, -2.50, {"k": [false]}], "e": 1e9}')]),
+    ("lfm2", "<|tool_call_start|>[f(x='<|tool_call_end|>', nul='\\x00', pair='\\ud83d\\ude00')]<|tool_call_end|>",
+     [Call("f", '{"x": "<|tool_call_end|>", "nul": "\\u0000", "pair": "😀"}')]),
+    ("lfm2", "<|tool_call_start|>[now()]<|tool_call_end|>[now()]", [NOW, "[now()]"]),
+]  # fmt: skip
+
+# What begins like a call and is none: all of it is text.
+TEXTS = [
+    ("hermes", "Use <tool_call> for calls, a < b, <tool_"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "y"z"}}</tool_call> and more'),
+    ("hermes", '<tool_call>{"name": "f", "argum'),
+    ("hermes", "<tool_call>" + "[" * 5000),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}} and so on</tool_call>'),
+    ("llama3_json", '{"name": "Bob", "parameters": {}} is no tool, {"a": 1} and {} neither'),
+    ("llama3_json", '<|python_tag|>brave_search.call(query="x")'),
+    ("llama3_json", '{"name": "add", "parameters": {"a": 1'),
+    ("llama3_json", '{ "name'),
+    ("mistral", "[TOOL_CALLS] what? {1}"),
+    ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {}}, 3]'),
+    ("mistral", "[TOOL_CALLS]" + "x" * 300),
+    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": }'),
+    ("lfm2", "<|tool_call_start|>[f('positional')]<|tool_call_end|>"),
+    ("lfm2", "<|tool_call_start|>[f(a=1, a=2)]<|tool_call_end|>"),
+    ("lfm2", "<|tool_call_start|>[f(a=b)]<|tool_call_end|>"),
+    ("lfm2", "<|tool_call_start|>[f(a=" + "[" * 5000 + ")]<|tool_call_end|>"),
+    ("lfm2", "<|tool_call_start|>[f(a=it's)]<|tool_call_end|> and more"),
+    ("lfm2", "<|tool_call_start|>[]<|tool_call_end|>"),
+]
+
+
+def read(pieces: Iterable[str], reading: Reading) -> list[Said]:
+    """What an answer says, with what belongs together joined."""
+    reader, joined = AnswerReader(reading), list[Said]()
+    for one in [said for piece in pieces for said in reader.push(piece)] + reader.finish():
+        last = joined[-1] if joined else None
+        if isinstance(one, str) and isinstance(last, str):
+            joined[-1] = last + one
+        elif isinstance(one, Thought) and isinstance(last, Thought):
+            joined[-1] = Thought(last.text + one.text)
+        else:
+            joined.append(one)
+    return joined
+
+
+def reading_of(name: str, **more: bool) -> Reading:
+    return Reading(calls=FORMATS[name], tool_names=TOOLS, **more)
+
+
+@pytest.mark.parametrize(("name", "text", "said"), WRITTEN)
+def test_calls_are_found_and_what_stands_around_them_is_kept(name: str, text: str, said: list[Said]) -> None:
+    assert read([text], reading_of(name)) == said
+    assert read(text, reading_of(name)) == said
+
+
+@pytest.mark.parametrize(("name", "text"), TEXTS)
+def test_what_is_no_call_is_text(name: str, text: str) -> None:
+    assert read([text], reading_of(name)) == [text]
+    assert read(text, reading_of(name)) == [text]
+
+
+@pytest.mark.parametrize(("name", "text", "said"), WRITTEN)
+def test_arguments_are_json(name: str, text: str, said: list[Said]) -> None:
+    calls = [one for one in read([text], reading_of(name)) if isinstance(one, Call)]
+    assert calls == [one for one in said if isinstance(one, Call)]
+    assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
+
+
+_FRAGMENTS = sorted({
+    *(text for _, text, _ in WRITTEN), *(text for _, text in TEXTS if len(text) < 200),
+    "<think>", "</think>", "\n", " ", ";", "{", "}", "[", "]", '"', "'", "\\", "<", "</", '{"name"', "word", "é😀",
+})  # fmt: skip
+
+
+@given(
+    name=st.sampled_from(sorted(FORMATS)),
+    fragments=st.lists(st.sampled_from(_FRAGMENTS), max_size=6),
+    thinks=st.booleans(),
+    is_thinking=st.booleans(),
+    data=st.data(),
+)
+def test_where_the_text_is_cut_changes_nothing(
+    name: str, fragments: list[str], thinks: bool, is_thinking: bool, data: st.DataObject
+) -> None:
+    text = "".join(fragments)
+    reading = reading_of(name, thinks=thinks, is_thinking=is_thinking)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
+    pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
+    whole = read([text], reading)
+    assert read(pieces, reading) == whole
+    assert read(text, reading) == whole
+
+
+@given(name=st.sampled_from(sorted(FORMATS)), text=st.text())
+def test_a_text_without_marks_stays_as_it_is(name: str, text: str) -> None:
+    assert read([text], reading_of(name)) == ([text] if text else [])
+
+
+def test_one_call_is_kept_where_one_is_asked_for() -> None:
+    reading = Reading(calls=FORMATS["hermes"], tool_names=TOOLS, max_calls=1)
+    assert read([HERMES_CALL + HERMES_CALL + " so"], reading) == [ADD, "so"]
+
+
+class TestThoughts:
+    READING = Reading(thinks=True)
+    OPENED = Reading(thinks=True, is_thinking=True)
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("<think>\nhm\n\nso\n</think>\n\nYes.\n", [Thought("hm\n\nso"), "Yes.\n"]),
+            ("\n<think>hm</think>Yes.", [Thought("hm"), "Yes."]),
+            ("<think>\n\n</think>\n\nYes.", ["Yes."]),
+            ("<think>cut </thi", [Thought("cut </thi")]),
+            ("No <think>here</think>.", ["No <think>here</think>."]),
+            (" \nplain", [" \nplain"]),
+            ("<thin", ["<thin"]),
+        ],
+    )
+    def test_they_stand_at_the_beginning_between_marks(self, text: str, said: list[Said]) -> None:
+        assert read([text], self.READING) == said
+        assert read(text, self.READING) == said
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("hm</think>Yes.", [Thought("hm"), "Yes."]),
+            ("\nhm\n", [Thought("hm")]),
+            ("<think>hm</think>\nYes.", [Thought("hm"), "Yes."]),
+            ("</think>Yes. </think>", ["Yes. </think>"]),
+        ],
+    )
+    def test_the_prompt_may_have_begun_them(self, text: str, said: list[Said]) -> None:
+        assert read([text], self.OPENED) == said
+        assert read(text, self.OPENED) == said
+
+    def test_calls_come_after_them(self) -> None:
+        text = f"<think>\n{HERMES_CALL}\n</think>\n\n{HERMES_CALL}"
+        assert read([text], reading_of("hermes", thinks=True)) == [Thought(HERMES_CALL), ADD]
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("{{ '<tool_call>\\n' + call | tojson }}", "hermes"),
+        ("'<tool_call>\\n<function=' + call.name", None),
+        ("{{ '[AVAILABLE_TOOLS]' }}{{ '[TOOL_CALLS]' }}", "mistral"),
+        ("<|tool_list_start|>{{ tools }}<|tool_list_end|>", "lfm2"),
+        ("{{ '<|start_header_id|>ipython<|end_header_id|>' }}", "llama3_json"),
+        ("{% for message in messages %}{{ message.content }}{% endfor %}", None),
+    ],
+)
+def test_the_chat_template_tells_the_format(source: str, name: str | None) -> None:
+    found = format_of_template(source)
+    assert (None if found is None else found.name) == name
+
+
+def test_ids_of_calls_differ_and_are_what_templates_want() -> None:
+    for form in FORMATS.values():
+        assert form.new_id() != form.new_id()
+    assert len(FORMATS["mistral"].new_id()) == 9 and FORMATS["mistral"].new_id().isalnum()
