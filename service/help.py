@@ -16,6 +16,7 @@ _TOPICS = (
     ("network", "where the server listens", "host"),
     ("model", "the base model", "model_dir"),
     ("adapters", "where adapters come from and live", "preload_adapters_dir"),
+    ("answers", "how what the model writes is read", "tool_parser"),
     ("device", "what computes, and how", "dtype"),
     ("steps", "what runs in one step, and how", "max_model_len_tokens"),
     ("memory", "what is allocated once, at the start", "kv_bytes"),

@@ -65,6 +65,17 @@ class Settings(BaseSettings):
         description="where uploaded adapters live; adapters of several base models may share it",
     )
 
+    tool_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "lfm2"] = Field(
+        "auto",
+        description="how the model writes tool calls; auto: as its chat template shows, or an adapter's own; none: "
+        "`tools` are refused",
+    )
+    reasoning_parser: Literal["auto", "none", "think"] = Field(
+        "auto",
+        description="think: what the model writes between <think> and </think> is `reasoning_content`; auto: so for "
+        "chat templates that know these marks; none: it is part of the answer",
+    )
+
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="what the base computes in; auto: the checkpoint's, float16 on a CPU as float32"
     )

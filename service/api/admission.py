@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -17,10 +17,13 @@ from adapters.store import Lease
 from service.api.errors import BadRequest, UnknownModel, quoted
 from service.api.grammars import requested_grammar
 from service.api.json_body import check_inner_counts
+from service.api.reading import check_template_takes_tools, reading_of, shown_tools
 from service.api.sampling import build_sampling, seed_of_choice, stop_strings
 from service.api.schemas import MAX_PROMPT_LOGPROBS, ChatRequest, CompletionRequest, TokenizeRequest
 from service.api.state import Services
+from service.api.tools import tools_chars
 from service.engine.messages import Ready, Sampling
+from service.text.answer_reader import PLAIN, Reading
 from service.text.chat_template import RESERVED_VARIABLES, ChatTemplate
 from service.text.stop_strings import StopAutomaton
 from service.text.template_worker import AdapterTemplate
@@ -73,10 +76,11 @@ class Target:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: its tokens, and the text that `echo` gives back."""
+    """One prompt: its tokens, the text that `echo` gives back, and how its answers are to be read."""
 
     token_ids: tuple[int, ...]
     text: str
+    reading: Reading = PLAIN
 
 
 @dataclass(frozen=True)
@@ -193,7 +197,8 @@ def _truncated(services: Services, ready: Ready, request: CompletionRequest | Ch
     if len(prompt.token_ids) <= most:
         return prompt
     token_ids = prompt.token_ids[:most] if request.truncation_side == "right" else prompt.token_ids[-most:]
-    return Prompt(token_ids, services.tokenizer.decode(token_ids, skip_special_tokens=False) if request.echo else "")
+    text = services.tokenizer.decode(token_ids, skip_special_tokens=False) if request.echo else ""
+    return replace(prompt, token_ids=token_ids, text=text)
 
 
 def resolve_name(services: Services, model: str | None, adapter_id: str | None = None) -> str | None:
@@ -283,24 +288,36 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
     final = bool(request.continue_final_message)
     generate = not final if request.add_generation_prompt is None else request.add_generation_prompt
 
-    def render() -> str:
+    tools = shown_tools(request)
+
+    def render() -> tuple[str, Reading]:
         check_inner_counts([text for message in messages for text in message.json_texts])
         plain = [message.for_template() for message in messages]
         template = chat_template_of(services, target)
+        if tools:
+            check_template_takes_tools(template.source)
         variables = _reasoning_variables(template, request.reasoning_effort) | (given or {})
-        return template.render(plain, add_generation_prompt=generate, continue_final_message=final, variables=variables)
+        text = template.render(
+            plain,
+            add_generation_prompt=generate,
+            continue_final_message=final,
+            tools=[tool.for_template() for tool in tools] or None,
+            variables=variables,
+        )
+        is_chat = isinstance(request, ChatRequest)
+        return text, reading_of(services, request, template.source, text) if is_chat else PLAIN
 
-    def encode(text: str) -> Prompt:
+    def encode(text: str, reading: Reading) -> Prompt:
         _refuse_hopeless(services, request, text, "messages")
-        return encoded(services, text, special=bool(request.add_special_tokens))
+        return replace(encoded(services, text, special=bool(request.add_special_tokens)), reading=reading)
 
     if target.has_template:
         assert target.digest is not None, "the base has no template of an adapter's"
         async with services.template_turn(target.digest):
-            text = await asyncio.get_running_loop().run_in_executor(services.template_worker.thread, render)
-        return await off_loop(lambda: encode(text), size_chars=len(text))
-    size_chars = sum(_MESSAGE_CHARS + message.num_chars for message in messages)
-    return await off_loop(lambda: encode(render()), size_chars=size_chars + _cost_chars(given))
+            text, reading = await asyncio.get_running_loop().run_in_executor(services.template_worker.thread, render)
+        return await off_loop(lambda: encode(text, reading), size_chars=len(text))
+    size_chars = sum(_MESSAGE_CHARS + message.num_chars for message in messages) + tools_chars(tools)
+    return await off_loop(lambda: encode(*render()), size_chars=size_chars + _cost_chars(given))
 
 
 def _reasoning_variables(template: ChatTemplate | AdapterTemplate, effort: str | None) -> dict[str, Any]:

@@ -114,11 +114,32 @@ class ChatLogprobs(Response):
     content: list[TokenLogprob]
 
 
+class CalledFunction(Response):
+    """Which tool is called; `arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Response):
+    """A call that the client is to make."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class AssistantMessage(Response):
-    """What the model said."""
+    """What the model said. `content` is null where it only thought or called; `reasoning_content` is what it thought
+    before it spoke."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
+
+
+ChatFinishReason = Literal["stop", "length", "tool_calls"]
 
 
 class ChatChoice(Response):
@@ -127,7 +148,7 @@ class ChatChoice(Response):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason
+    finish_reason: ChatFinishReason
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
 
@@ -147,11 +168,29 @@ class ChatResponse(Response):
     prompt_logprobs: PromptLogprobs | None = None
 
 
+class FunctionDelta(Response):
+    """The name of a call's tool comes first, then its arguments, in pieces to be joined."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(Response):
+    """What is new of the call `index`; `id` and `type` come once, with the name."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class ChatDelta(Response):
     """What is new of a streamed answer."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(Response):
@@ -160,7 +199,7 @@ class ChatChunkChoice(Response):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -18,9 +18,11 @@ from service.api.json_body import JsonRoute
 from service.api.logprobs import chat_logprobs, cost_chars, prompt_logprobs, token_names
 from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.requestlog import note_job
+from service.api.said import Speaker
 from service.api.schemas import ChatRequest, StreamOptions
 from service.api.sse import EventStream, JsonResponse, until_disconnect
 from service.api.state import Services, services_of
+from service.api.tools import NamedTool
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
@@ -56,6 +58,14 @@ class ChatAnswer:
         last = request.messages[-1]
         self._echoed = last.text if request.echo and last.role == "assistant" else ""
         self.job = Job(services, admitted, bool(request.stream))
+        self._speakers = [
+            Speaker(
+                plan.prompt.reading,
+                includes_thoughts=request.include_reasoning is not False,
+                is_told=isinstance(request.tool_choice, NamedTool),
+            )
+            for plan in self.job.plans
+        ]
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
@@ -90,9 +100,7 @@ class ChatAnswer:
                 choice = self._choice(index, Piece(), delta={"content": self._echoed})
                 yield {**head, "choices": [choice]} | so_far()
         async for index, piece in self.job.stream():
-            if piece.text or piece.finish_reason or piece.logprobs or self._request.return_token_ids:
-                delta = {"content": piece.text} if piece.text else {}
-                choice = self._choice(index, piece, delta=delta)
+            for choice in self._chunk_choices(index, piece):
                 yield {**head, "choices": [choice]} | so_far()
         if options.include_usage:
             yield {**head, "choices": [], "usage": self._usage()}
@@ -107,15 +115,23 @@ class ChatAnswer:
         }
 
     def _whole_choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        return self._choice(index, piece, message={"role": "assistant", "content": self._echoed + piece.text})
+        return self._choice(index, piece, message=self._speakers[index].message(piece.text, self._echoed))
 
-    def _choice(self, index: int, piece: Piece, **said: dict[str, str]) -> dict[str, Any]:
+    def _chunk_choices(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        """What a piece brings, of which only the last part may end the choice and has what is counted in tokens."""
+        deltas = self._speakers[index].deltas(piece.text, is_last=piece.finish_reason is not None)
+        for delta in deltas[:-1]:
+            yield self._choice(index, Piece(), delta=delta)
+        if deltas or piece.finish_reason or piece.logprobs or self._request.return_token_ids:
+            yield self._choice(index, piece, delta=deltas[-1] if deltas else {})
+
+    def _choice(self, index: int, piece: Piece, **said: dict[str, Any]) -> dict[str, Any]:
         wanted = self._request.logprobs and (piece.logprobs or "message" in said)
         choice: dict[str, Any] = {
             "index": index,
             **said,
             "logprobs": chat_logprobs(self._services.tokenizer, self._names, piece) if wanted else None,
-            "finish_reason": piece.finish_reason,
+            "finish_reason": self._speakers[index].finish_reason(piece.finish_reason),
         }
         if piece.stop_reason is not None:
             choice["stop_reason"] = piece.stop_reason

@@ -62,6 +62,7 @@ def _table(*groups: Iterable[UnservedField]) -> dict[str, UnservedField]:
     return {row.name: row for row in rows}
 
 
+_CHAT = "send it to /v1/chat/completions"
 _TEMPLATE = "send what the chat template takes in `chat_template_kwargs`"
 
 # Of completions and chat completions. A field that one of them serves and the other does not is in the one's schema.
@@ -73,17 +74,20 @@ GENERATION_FIELDS = _table(
     _refused("priority", neutral=(0,)),
     # Another way to name the adapter.
     _refused("lora_path", "adapter_source", advice="name the adapter in `model`"),
-    # Tools, which have nothing to choose from where there are none.
-    _refused("tools", "functions", neutral=([],)),
-    _refused("tool_choice", "function_call", neutral=("none", "auto")),
-    _inert("parallel_tool_calls"),
+    # Tools, which have nothing to choose from where there are none, and what they were called at first.
+    _refused("tools", neutral=([],), advice=_CHAT),
+    _refused("tool_choice", neutral=("none", "auto"), advice=_CHAT),
+    _refused("parallel_tool_calls", neutral=(True, False), advice=_CHAT),
+    _refused("functions", neutral=([],), advice="send them as `tools`"),
+    _refused("function_call", neutral=("none", "auto"), advice="send `tool_choice`"),
     # Structured output: there is one way to do it here.
     _refused("guided_decoding_backend", neutral=("auto", "guidance")),
     _refused("structural_tag", advice="send it as `response_format`"),
     # Reasoning.
     _refused("reasoning", "thinking", "task", advice=_TEMPLATE),
     _refused("thinking_token_budget", neutral=(-1,), advice="leave it out, or send `max_tokens`"),
-    _refused("include_reasoning", "separate_reasoning", "stream_reasoning", neutral=(True,)),
+    _refused("include_reasoning", "separate_reasoning", neutral=(True,), advice=_CHAT),
+    _refused("stream_reasoning", neutral=(True,)),
     # What else there may be besides text, and OpenAI's services around the model.
     _refused("modalities", neutral=([], ["text"])),
     _refused("verbosity", neutral=("medium",), advice="ask for the length in the prompt"),
@@ -131,8 +135,7 @@ GENERATION_FIELDS = _table(
 
 # Of /tokenize, which vLLM's clients send what would be a chat.
 TOKENIZE_FIELDS = {
-    name: GENERATION_FIELDS[name]
-    for name in ("tools", "chat_template", "mm_processor_kwargs", "media_io_kwargs", "documents")
+    name: GENERATION_FIELDS[name] for name in ("chat_template", "mm_processor_kwargs", "media_io_kwargs", "documents")
 }
 # Of `structured_outputs`.
 STRUCTURED_OUTPUT_FIELDS = _table(
@@ -141,3 +144,5 @@ STRUCTURED_OUTPUT_FIELDS = _table(
 )
 # Of `stream_options`. Obfuscation pads chunks against those who watch their sizes; the field turns it off or on.
 STREAM_FIELDS = _table(_inert("include_obfuscation"))
+# Of a tool's definition: where a prompt may be cut for a cache of the client's own.
+TOOL_FIELDS = _table(_inert("cache_control"))

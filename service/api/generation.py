@@ -65,7 +65,10 @@ class SequenceRun:
         self._is_streamed, self._on_news, self._on_end = is_streamed, on_news, on_end
         self._stop_token_ids = frozenset(plan.sampling.stop_token_ids)
         self._detokenizer = IncrementalDetokenizer(
-            services.tokenizer, plan.prompt.token_ids, skip_special_tokens=plan.skip_special_tokens
+            services.tokenizer,
+            plan.prompt.token_ids,
+            skip_special_tokens=plan.skip_special_tokens,
+            seen_ids=plan.prompt.reading.seen_ids,
         )
         self._stop = StopStrings(plan.stop)
         self._num_chars = 0

@@ -14,6 +14,7 @@ from service.api.chat_messages import ChatMessage
 from service.api.fields import GENERATION_FIELDS, STREAM_FIELDS, TOKENIZE_FIELDS
 from service.api.formats import JsonSchema, ResponseFormat, StructuredOutputs
 from service.api.request_body import FIRST, Request, bounded
+from service.api.tools import MAX_TOOLS, ToolChoice, Tools, check_tool_choice, check_tools
 
 MAX_LOGPROBS = 20
 # Of the prompts of one request, where it has more than one sequence: each takes a few hundred bytes until all are sent.
@@ -176,6 +177,24 @@ class ChatRequest(Generation):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="variables for the chat template, such as enable_thinking"
     )
+    tools: Tools | None = Field(None, description=f"functions that the model may call, up to {MAX_TOOLS}")
+    tool_choice: ToolChoice | None = Field(
+        None,
+        description="`auto`, the default where there are `tools`: the model chooses; `none`; `required`: one at least; "
+        "or the one that is named",
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: one call at most; true by default")
+    separate_reasoning: bool | None = Field(
+        None, description="false: leave what the model thinks in `content`; true by default: as `reasoning_content`"
+    )
+    include_reasoning: bool | None = Field(None, description="false: leave `reasoning_content` out; true by default")
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> ChatRequest:
+        if self.tools:
+            check_tools(self.tools)
+        check_tool_choice(self.tool_choice, self.tools)
+        return self
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatRequest:
@@ -214,14 +233,17 @@ class TokenizeRequest(Request):
     continue_final_message: bool | None = Field(None, description="only with messages")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="only with messages")
     reasoning_effort: str | None = Field(None, description="only with messages")
+    tools: Tools | None = Field(None, description="only with messages")
     return_token_strs: bool | None = Field(None, description="answer with the tokens as the vocabulary spells them")
 
     @model_validator(mode="after")
     def _check_one(self) -> TokenizeRequest:
+        if self.tools:
+            check_tools(self.tools)
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("send either `prompt` or `messages`")
-        names = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort")
-        if self.messages is None and any(getattr(self, name) is not None for name in names):
+        names = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort", "tools")
+        if self.messages is None and any(getattr(self, name) for name in names):
             raise ValueError(f"{', '.join(f'`{name}`' for name in names)} are only allowed with `messages`")
         if self.continue_final_message and self.add_generation_prompt:
             raise ValueError(

@@ -16,7 +16,11 @@ _FORMATS = (
 )
 _SCHEMAS = ("json", "schema", "guided_json")
 # Fields of several types: below them pydantic's path goes on with the name of the type that it tried.
-_UNIONS = frozenset({"prompt", "stop", "content", "arguments", "response_format", *_SCHEMAS})
+_UNIONS = frozenset({"prompt", "stop", "content", "arguments", "response_format", "tool_choice", *_SCHEMAS})
+_TOOL_CHOICE = (
+    '`tool_choice` must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}, which names '
+    "one of the `tools`."
+)
 
 
 def bad_request(faults: Sequence[Mapping[str, Any]], *, prefix: str = "") -> BadRequest:
@@ -60,6 +64,8 @@ def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mappin
         return f"`{quoted(str(fault['input']))}` holds half of a surrogate pair; send valid Unicode."
     if kind == "json_invalid":
         return f"The body is not valid JSON: {fault.get('ctx', {}).get('error', 'it cannot be parsed')}."
+    if path[:1] == ["tool_choice"]:
+        return _TOOL_CHOICE
     if path == ["response_format"]:
         return _FORMATS
     if path and (path[-1] in _SCHEMAS or path == ["json_schema"]):

@@ -44,6 +44,9 @@ class Reading:
     seen_ids: frozenset[int] = frozenset()
 
 
+PLAIN = Reading()
+
+
 class AnswerReader:
     """Reads one answer, whose text arrives in pieces: what is said does not depend on where they are cut."""
 
@@ -51,7 +54,7 @@ class AnswerReader:
         self._reading = reading
         self._thoughts = _Thoughts(is_thinking=reading.is_thinking) if reading.thinks else None
         self._calls = _Calls(reading.calls, reading.tool_names) if reading.calls else None
-        self.num_calls = 0
+        self._num_calls = 0
 
     def push(self, text: str) -> list[Said]:
         """Add a piece; what became certain with it."""
@@ -75,9 +78,9 @@ class AnswerReader:
         said: list[Said] = []
         for one in found:
             if isinstance(one, Call):
-                if self.num_calls == self._reading.max_calls:
+                if self._num_calls == self._reading.max_calls:
                     continue
-                self.num_calls += 1
+                self._num_calls += 1
             said.append(one)
         return said
 

@@ -182,6 +182,7 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text of `messages`; `variables` are further names for the template, such as `enable_thinking`.
@@ -194,7 +195,7 @@ class ChatTemplate:
         if continue_final_message:
             plain[-1] = _tag_final_message(final)
         names = {**self._special_tokens, **(variables or {})}
-        text = self._run(names, plain, add_generation_prompt=add_generation_prompt)
+        text = self._run(names, plain, add_generation_prompt=add_generation_prompt, tools=tools)
         if not continue_final_message:
             return text
         if "content" not in self.source:
@@ -202,10 +203,15 @@ class ChatTemplate:
         return _cut_at_tag(text, _final_text(final))
 
     def _run(
-        self, names: Mapping[str, Any], messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        names: Mapping[str, Any],
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         # One dict, never keywords: `names` come from requests and may be called anything, `self` for one.
-        ours = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": None, "documents": None}
+        ours = {"messages": messages, "add_generation_prompt": add_generation_prompt, "tools": tools, "documents": None}
         try:
             return self._template.render({**names, **ours})
         except TemplateError:

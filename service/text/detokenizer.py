@@ -24,13 +24,20 @@ class IncrementalDetokenizer:
     each token, and what is new against the text given out is the piece: decoders look at neighbours (spaces, runs of
     bytes), so a token is never decoded by itself. A U+FFFD at the end may be the start of a character whose other bytes
     are still to come: it is kept back until they come, or until `finish`.
+
+    skip_special_tokens  leave special tokens out of the text, all but `seen_ids`
     """
 
     def __init__(
-        self, tokenizer: TextTokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+        self,
+        tokenizer: TextTokenizer,
+        prompt_token_ids: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        seen_ids: frozenset[int] = frozenset(),
     ) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._hidden_ids = tokenizer.special_ids - seen_ids if skip_special_tokens else frozenset[int]()
         self._window = list(prompt_token_ids[self._context_start(prompt_token_ids) :])
         # The first bytes of a character whose other bytes are to come count as new: the character is the answer's.
         self._num_context, num_chars_behind = self._whole_characters()
@@ -59,7 +66,8 @@ class IncrementalDetokenizer:
 
     def _decode(self, num_tokens: int | None = None) -> str:
         """The text of the window, or of its first `num_tokens`."""
-        return self._tokenizer.decode(self._window[:num_tokens], skip_special_tokens=self._skip_special_tokens)
+        shown = [token_id for token_id in self._window[:num_tokens] if token_id not in self._hidden_ids]
+        return self._tokenizer.decode(shown, skip_special_tokens=False)
 
     def _context_start(self, prompt_token_ids: Sequence[int]) -> int:
         start = max(len(prompt_token_ids) - _CONTEXT_TOKENS, 0)
@@ -73,7 +81,7 @@ class IncrementalDetokenizer:
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         num_tokens = num_chars_behind = 0
         for index, token_id in enumerate(self._window):
-            if not (self._skip_special_tokens and token_id in self._tokenizer.special_ids):
+            if token_id not in self._hidden_ids:
                 num_chars_behind += len(decoder.decode(self._tokenizer.token_bytes(token_id)))
             if not decoder.getstate()[0]:
                 num_tokens, num_chars_behind = index + 1, 0

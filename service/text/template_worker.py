@@ -95,12 +95,14 @@ class AdapterTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """As `ChatTemplate.render`; LimitError, a TemplateError, beyond the limits."""
         options = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
+            "tools": tools,
             "variables": dict(variables or {}),
         }
         return self._worker.render({**self._about, "messages": list(messages), "options": options})

@@ -1,0 +1,74 @@
+"""How a chat's answer is to be read: from its chat template, the settings and the request."""
+
+from __future__ import annotations
+
+from service.api.errors import BadRequest
+from service.api.schemas import ChatRequest, TokenizeRequest
+from service.api.state import Services
+from service.api.tools import NamedTool, Tool
+from service.text.answer_reader import END_OF_THOUGHT, THINK, Reading
+from service.text.calls.formats import FORMATS, CallFormat, format_of_template
+
+
+def shown_tools(request: ChatRequest | TokenizeRequest) -> list[Tool]:
+    """The tools that the model is told of: where it may call none, it is told of none."""
+    if isinstance(request, ChatRequest) and request.tool_choice == "none":
+        return []
+    return request.tools or []
+
+
+def check_template_takes_tools(source: str) -> None:
+    """BadRequest for a chat template that would not show tools to the model."""
+    if "tools" not in source:
+        raise BadRequest(
+            "This model's chat template does not know `tools`; describe them in a message, or use a model or an "
+            "adapter whose template takes them.",
+            param="tools",
+        )
+
+
+def reading_of(services: Services, request: ChatRequest, source: str, prompt: str) -> Reading:
+    """What to look for in the answers to `prompt`, which a template of this source has made. BadRequest for tools
+    whose calls could not be told from text."""
+    tools = shown_tools(request)
+    form = _call_format(services, source) if tools else None
+    if tools and request.tool_choice not in (None, "auto"):
+        raise BadRequest("`tool_choice` cannot be enforced yet; send `auto`.", param="tool_choice")
+    thinks = request.separate_reasoning is not False and _thinks(services, source)
+    marks = (*(form.marks if form is not None else ()), *((THINK, END_OF_THOUGHT) if thinks else ()))
+    ids = {services.tokenizer.token_id(mark) for mark in marks}
+    one = request.parallel_tool_calls is False or isinstance(request.tool_choice, NamedTool)
+    return Reading(
+        calls=form,
+        tool_names=tuple(tool.function.name for tool in tools),
+        max_calls=1 if one else None,
+        thinks=thinks,
+        is_thinking=thinks and _is_thinking(request, prompt),
+        seen_ids=services.tokenizer.special_ids & ids,
+    )
+
+
+def _call_format(services: Services, source: str) -> CallFormat:
+    chosen = services.settings.tool_parser
+    form = format_of_template(source) if chosen == "auto" else FORMATS.get(chosen)
+    if form is None:
+        why = "is turned off (--tool-parser none)" if chosen == "none" else "does not know how this model writes calls"
+        raise BadRequest(
+            f"`tools` are not served here: the server {why}; start it with --tool-parser {'|'.join(FORMATS)}, or send "
+            '`tool_choice`: "none".',
+            param="tools",
+        )
+    return form
+
+
+def _thinks(services: Services, source: str) -> bool:
+    chosen = services.settings.reasoning_parser
+    return chosen == "think" or (chosen == "auto" and END_OF_THOUGHT in source)
+
+
+def _is_thinking(request: ChatRequest, prompt: str) -> bool:
+    """Whether the prompt ends in the middle of a thought: templates begin one, and a client may continue one."""
+    if request.continue_final_message:
+        text = request.messages[-1].text
+        return text.rfind(THINK) > text.rfind(END_OF_THOUGHT)
+    return prompt.rstrip().endswith(THINK)

@@ -1,0 +1,65 @@
+"""What an answer says, as OpenAI's message or as the deltas of its stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from service.text.answer_reader import AnswerReader, Reading, Thought
+from service.text.calls.call import Call
+
+
+class Speaker:
+    """One choice of a chat.
+
+    includes_thoughts  whether they are sent
+    is_told            whether the request names the tool to be called
+    """
+
+    def __init__(self, reading: Reading, *, includes_thoughts: bool = True, is_told: bool = False) -> None:
+        self._format = reading.calls
+        self._reader = AnswerReader(reading)
+        self._includes_thoughts, self._is_told = includes_thoughts, is_told
+        self._num_calls = 0
+
+    def message(self, text: str, echoed: str = "") -> dict[str, Any]:
+        """The whole answer; `echoed` stands before its words."""
+        words, thoughts, calls = [echoed], list[str](), list[dict[str, Any]]()
+        for one in [*self._reader.push(text), *self._reader.finish()]:
+            if isinstance(one, Call):
+                calls.append(self._call(one))
+            elif isinstance(one, Thought):
+                thoughts.append(one.text)
+            else:
+                words.append(one)
+        content = "".join(words)
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls or thoughts else "")}
+        if thoughts and self._includes_thoughts:
+            message["reasoning_content"] = "".join(thoughts)
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def deltas(self, text: str, *, is_last: bool) -> list[dict[str, Any]]:
+        """What a piece of the answer adds; possibly nothing. Of a call, who is called comes first, and then with what:
+        clients join the texts of deltas, so nothing may come twice."""
+        deltas: list[dict[str, Any]] = []
+        for one in [*self._reader.push(text), *(self._reader.finish() if is_last else ())]:
+            if isinstance(one, Call):
+                index = self._num_calls
+                deltas.append({"tool_calls": [{"index": index, **self._call(Call(one.name, ""))}]})
+                deltas.append({"tool_calls": [{"index": index, "function": {"arguments": one.arguments}}]})
+            elif not isinstance(one, Thought):
+                deltas.append({"content": one})
+            elif self._includes_thoughts:
+                deltas.append({"reasoning_content": one.text})
+        return deltas
+
+    def finish_reason(self, reason: str | None) -> str | None:
+        """As OpenAI tells it: `tool_calls` where the model chose to call, `stop` where it was told what to call."""
+        return "tool_calls" if reason == "stop" and self._num_calls and not self._is_told else reason
+
+    def _call(self, call: Call) -> dict[str, Any]:
+        assert self._format is not None, "a call in no format"
+        self._num_calls += 1
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": self._format.new_id(), "type": "function", "function": function}

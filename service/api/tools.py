@@ -1,0 +1,119 @@
+"""The tools that a chat may call, as requests define them, and what of them a chat template sees."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from service.api.fields import TOOL_FIELDS
+from service.api.request_body import FIRST, Request, field_error
+
+# OpenAI's figure.
+MAX_TOOLS = 128
+# Of all definitions together, as JSON: the template writes them into the prompt, and grammars are made of them.
+MAX_TOOLS_CHARS = 1 << 18
+# Of a tool's parameters.
+MAX_SCHEMA_DEPTH = 64
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+class FunctionDefinition(Request):
+    """What a tool is called with."""
+
+    unserved = TOOL_FIELDS
+
+    name: Name = Field(description="letters, digits, `_`, `-` and `.`, up to 64 of them")
+    description: str | None = Field(None, description="what it does, for the model")
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of an object; default: no parameters")
+    strict: bool | None = Field(None, description="hold the model to the schema wherever it calls this tool")
+
+    @field_validator("parameters")
+    @classmethod
+    def _check_parameters(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+        if parameters is None:
+            return None
+        if parameters.get("type", "object") != "object":
+            raise ValueError('must be the JSON schema of an object, with `type`: "object"')
+        if not isinstance(parameters.get("properties", {}), dict):
+            raise ValueError("must be a JSON schema whose `properties` is an object")
+        level: list[Any] = [parameters]
+        for _ in range(MAX_SCHEMA_DEPTH):
+            level = [inner for value in level for inner in _inner(value)]
+            if not level:
+                return parameters
+        raise ValueError(f"may be nested up to {MAX_SCHEMA_DEPTH} levels deep")
+
+
+class Tool(Request):
+    """A function that the client runs when the model calls it."""
+
+    unserved = TOOL_FIELDS
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """JSON schema of the object that it is called with."""
+        return self.function.parameters if self.function.parameters else _NO_PARAMETERS
+
+    def for_template(self) -> dict[str, Any]:
+        """Plain data as templates know it, its keys in the order in which transformers writes them."""
+        described = {} if self.function.description is None else {"description": self.function.description}
+        function = {"name": self.function.name, **described, "parameters": self.schema_of_arguments}
+        return {"type": "function", "function": function}
+
+
+class NamedFunction(Request):
+    """The name of a tool."""
+
+    name: str
+
+
+class NamedTool(Request):
+    """The one tool that the model must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+Tools = Annotated[list[Tool], FIRST]
+
+
+def check_tools(tools: list[Tool]) -> None:
+    """A fault of the field `tools` for too many, too long ones, or two of one name."""
+    if len(tools) > MAX_TOOLS:
+        raise field_error("tools", f"`tools` has {len(tools)} tools; this server takes {MAX_TOOLS}.")
+    num_chars = tools_chars(tools)
+    if num_chars > MAX_TOOLS_CHARS:
+        raise field_error("tools", f"`tools` has {num_chars} characters; this server takes {MAX_TOOLS_CHARS}.")
+    names = [tool.function.name for tool in tools]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise field_error("tools", f"`tools` has two tools of the name '{twice}'; give each a name of its own.")
+
+
+def tools_chars(tools: list[Tool]) -> int:
+    """The characters of all definitions, as JSON."""
+    return sum(len(json.dumps(tool.for_template(), ensure_ascii=False)) for tool in tools)
+
+
+def check_tool_choice(choice: ToolChoice | None, tools: list[Tool] | None) -> None:
+    """A fault of the field `tool_choice` if it asks for a call where there is nothing to call."""
+    if choice is None or choice in ("none", "auto"):
+        return
+    if not tools:
+        raise field_error("tool_choice", "`tool_choice` asks for a call, but there are no `tools`; send some.")
+    if isinstance(choice, NamedTool) and choice.function.name not in {tool.function.name for tool in tools}:
+        raise field_error("tool_choice", "`tool_choice` names a function that is not among the `tools`.")
+
+
+def _inner(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
