@@ -117,6 +117,7 @@ class ChatMessage(_Kept):
             "tool_call_id": self.tool_call_id,
             "reasoning_content": reasoning,
             "reasoning": reasoning,
+            "thinking": reasoning,
         }
         return {key: value for key, value in said.items() if value is not None}
 

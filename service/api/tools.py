@@ -89,7 +89,10 @@ def check_tools(tools: list[Tool]) -> None:
     """A fault of the field `tools` for too many, too long ones, or two of one name."""
     if len(tools) > MAX_TOOLS:
         raise field_error("tools", f"`tools` has {len(tools)} tools; this server takes {MAX_TOOLS}.")
-    num_chars = tools_chars(tools)
+    try:
+        num_chars = tools_chars(tools)
+    except ValueError:
+        raise field_error("tools", "`tools` holds NaN or infinity, which are none of JSON's numbers.") from None
     if num_chars > MAX_TOOLS_CHARS:
         raise field_error("tools", f"`tools` has {num_chars} characters; this server takes {MAX_TOOLS_CHARS}.")
     names = [tool.function.name for tool in tools]
@@ -100,7 +103,7 @@ def check_tools(tools: list[Tool]) -> None:
 
 def tools_chars(tools: list[Tool]) -> int:
     """The characters of all definitions, as JSON."""
-    return sum(len(json.dumps(tool.for_template(), ensure_ascii=False)) for tool in tools)
+    return sum(len(json.dumps(tool.for_template(), ensure_ascii=False, allow_nan=False)) for tool in tools)
 
 
 def check_tool_choice(choice: ToolChoice | None, tools: list[Tool] | None) -> None:

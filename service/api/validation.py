@@ -97,6 +97,8 @@ def _unknown_field(path: Sequence[Any]) -> str:
 
 
 def _words(fault: Mapping[str, Any]) -> str:
+    if fault["type"] in ("model_type", "model_attributes_type"):
+        return "it must be an object"
     message = str(fault["msg"]).removeprefix("Value error, ").rstrip(".")
     return message.replace("Input should", "it must", 1) if message.startswith("Input should") else message
 

@@ -53,8 +53,10 @@ WRITTEN: list[tuple[str, str, list[Said]]] = [
      [Call("f", '{"x": "a]", "y": "it\'s", "z": "two\\nlines\\n"}')]),
     ("lfm2", "<|tool_call_start|>[f(from=07, t=true, n=None, l=[1, -2.50, {'k': (False,)}], e=1e9)]<|tool_call_end|>",
      [Call("f", '{"from": 7, "t": true, "n": null, "l": [1, -2.50, {"k": [false]}], "e": 1e9}')]),
-    ("lfm2", "<|tool_call_start|>[f(x='<|tool_call_end|>', nul='\\x00', pair='\\ud83d\\ude00')]<|tool_call_end|>",
-     [Call("f", '{"x": "<|tool_call_end|>", "nul": "\\u0000", "pair": "😀"}')]),
+    ("lfm2", "<|tool_call_start|>[f(nul='\\x00', pair='\\ud83d\\ude00', half='\\ud800', odd='\\q')]<|tool_call_end|>",
+     [Call("f", '{"nul": "\\u0000", "pair": "😀", "half": "\\ud800", "odd": "\\\\q"}')]),
+    ("lfm2", "<|tool_call_start|>[f(x='it's Bob's', y=\"a \"b\" c\")]<|tool_call_end|>",
+     [Call("f", '{"x": "it\'s Bob\'s", "y": "a \\"b\\" c"}')]),
     ("lfm2", "<|tool_call_start|>[now()]<|tool_call_end|>[now()]", [NOW, "[now()]"]),
 ]  # fmt: skip
 
@@ -81,6 +83,7 @@ TEXTS = [
     ("lfm2", "<|tool_call_start|>[f(a=b)]<|tool_call_end|>"),
     ("lfm2", "<|tool_call_start|>[f(a=" + "[" * 5000 + ")]<|tool_call_end|>"),
     ("lfm2", "<|tool_call_start|>[f(a=it's)]<|tool_call_end|> and more"),
+    ("lfm2", "<|tool_call_start|>[f(a='<|tool_call_end|>')]<|tool_call_end|>"),
     ("lfm2", "<|tool_call_start|>[]<|tool_call_end|>"),
 ]
 

@@ -106,6 +106,7 @@ def test_a_template_sees_calls_and_what_the_tools_said(server: Server, plain_jso
             "tool_calls": [{"type": "function", "function": {"name": "g", "arguments": {"b": 2}}}],
             "reasoning": "hm",
             "reasoning_content": "hm",
+            "thinking": "hm",
         },
         {"role": "tool", "content": "", "name": "g"},
     ]

@@ -95,25 +95,22 @@ def find_mark(held: str, mark: str) -> tuple[int, bool]:
 
 
 class MarkScanner:
-    """Finds the mark that ends a call, outside of quoted texts, in a text that grows.
+    """Finds the mark that ends a call, outside of JSON's texts, in a text that grows. JSON's texts have no line breaks:
+    where one is not closed, the next line is outside of it again."""
 
-    quotes  characters that begin a quoted text, each ended by the same one
-    breaks  characters that end a quoted text as well, since none may stand in one
-    """
+    _INSIDE = re.compile(r'["\\\n]')
 
-    def __init__(self, mark: str, quotes: str, breaks: str = "") -> None:
+    def __init__(self, mark: str) -> None:
         self._mark = mark
-        self._outside = re.compile(f"[{quotes}]|{re.escape(mark)}")
-        self._inside = {quote: re.compile(rf"[\\{quote}{breaks}]") for quote in quotes}
-        self._at, self._quote = 0, ""
+        self._outside = re.compile(f'"|{re.escape(mark)}')
+        self._at, self._quoted = 0, False
 
     def end(self, held: str) -> int | None:
         """Where the mark ends, None if it is not there yet. `held` is what it was, with more behind it."""
         while True:
-            pattern = self._inside[self._quote] if self._quote else self._outside
-            match = pattern.search(held, self._at)
+            match = (self._INSIDE if self._quoted else self._outside).search(held, self._at)
             if match is None:
-                kept = 0 if self._quote else len(self._mark) - 1
+                kept = 0 if self._quoted else len(self._mark) - 1
                 self._at = max(self._at, len(held) - kept)
                 return None
             if match.group() == "\\":
@@ -124,7 +121,7 @@ class MarkScanner:
             elif match.group() == self._mark:
                 return match.end()
             else:
-                self._quote = "" if self._quote else match.group()
+                self._quoted = not self._quoted
                 self._at = match.end()
 
 

@@ -15,8 +15,7 @@ class HermesParser(CallParser):
         return find_mark(held, START)
 
     def _enter(self) -> None:
-        # No line breaks in JSON's texts: where one is not closed, the next line is outside of it again.
-        self._scanner = MarkScanner(END, '"', breaks="\n")
+        self._scanner = MarkScanner(END)
 
     def _find_end(self, held: str) -> int | None:
         return self._scanner.end(held)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from service.text.calls.call import Call, CallParser, MarkScanner, find_mark
+from service.text.calls.call import Call, CallParser, find_mark
 from service.text.calls.json_text import calls_in
 from service.text.calls.pythonic import pythonic_calls
 
@@ -10,16 +10,21 @@ START, END = "<|tool_call_start|>", "<|tool_call_end|>"
 
 
 class Lfm2Parser(CallParser):
-    """All calls of an answer in one list; the end of the answer will do for the second mark."""
+    """All calls of an answer in one list; the end of the answer will do for the second mark.
+
+    The first end mark ends it, quoted or not: templates, and so models, leave quotes inside of quotes as they are.
+    """
 
     def _find_start(self, held: str) -> tuple[int, bool]:
         return find_mark(held, START)
 
     def _enter(self) -> None:
-        self._scanner = MarkScanner(END, "\"'")
+        self._at = len(START)
 
     def _find_end(self, held: str) -> int | None:
-        return self._scanner.end(held)
+        end = held.find(END, self._at)
+        self._at = max(self._at, len(held) - len(END) + 1)
+        return None if end < 0 else end + len(END)
 
     def _calls(self, text: str) -> list[Call] | None:
         body = text.removeprefix(START).removesuffix(END)

@@ -18,7 +18,10 @@ _NAME = re.compile(r"[^\W\d][\w.-]*")
 _KEY = re.compile(r"[^\W\d][\w-]*")
 _NUMBER = re.compile(r"([+-]?)(\d+)(\.\d*)?([eE][+-]?\d+)?(?![\w.])")
 _WORDS = {"None": "null", "True": "true", "False": "false", "null": "null", "true": "true", "false": "false"}
-_QUOTED = re.compile(r'"((?:[^"\\]|\\.)*+)"|\'((?:[^\'\\]|\\.)*+)\'', re.DOTALL)
+# A quote ends the text where something may follow; others are part of it, for models forget to escape them.
+_QUOTED = re.compile(
+    r"""(?P<quote>["'])(?P<text>(?:(?!(?P=quote))[^\\]|\\.|(?P=quote)(?!\s*(?:[,:)\]}]|\Z)))*+)(?P=quote)""", re.DOTALL
+)
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|.)", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": ""}
 _ESCAPED |= {char: char for char in "\\'\""}
@@ -99,15 +102,7 @@ class _Reader:
         return key, self._value(depth - 1)
 
     def _quoted(self) -> str:
-        """A text, or several behind one another, which are one."""
-        parts = []
-        while self._text.startswith(('"', "'"), self._at) or not parts:
-            match = self._match(_QUOTED)
-            parts.append(_ESCAPE.sub(_unescaped, match[1] if match[1] is not None else match[2]))
-            end = self._at
-            self._skip()
-        self._at = end
-        return _json_text("".join(parts))
+        return _json_text(_ESCAPE.sub(_unescaped, self._match(_QUOTED)["text"]))
 
     def _items(self, closing: str, item: Callable[[], None]) -> None:
         """Items with commas between them, up to the closing bracket and the blanks behind it."""

@@ -1,0 +1,213 @@
+"""Tools over HTTP with the real client: what the template shows, what comes back, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from service.text.calls.formats import FORMATS
+from tests.api.conftest import BASE, Checkpoints
+from tests.support.scripted_server import ScriptedServer, make_text_model, scripted_server
+from tests.support.server import Server
+from tests.support.tiny_models import CHAT_TEMPLATE
+from tests.support.tool_templates import SPECIAL_TOKENS, TEMPLATES
+
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "the sum",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+    },
+}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+TOOLS = [ADD, NOW]
+ASK: list[Any] = [{"role": "user", "content": "What is 1 + 2?"}]
+# How each format writes two calls with words before them.
+CALLS = {
+    "hermes": 'Wait.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "llama3_json": 'Wait. <|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}; '
+    '{"name": "now", "parameters": {}}',
+    "mistral": 'Wait.[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "now", "arguments": {}}]',
+    "lfm2": "Wait.<|tool_call_start|>[add(a=1, b=2), now()]<|tool_call_end|>",
+}
+THINKING = CHAT_TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}") + "{# </think> #}"
+
+
+@pytest.fixture(scope="module", params=sorted(TEMPLATES))
+def spoken(
+    request: pytest.FixtureRequest, checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, ScriptedServer]]:
+    """(format, server of a model that speaks it)"""
+    name, root = request.param, tmp_path_factory.mktemp("spoken")
+    model_dir = make_text_model(checkpoints.base, root / "model", TEMPLATES[name], SPECIAL_TOKENS[name])
+    with scripted_server(model_dir, root / "store", model_name=BASE) as server:
+        yield name, server
+
+
+@pytest.fixture(scope="module")
+def thinker(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
+    """A model whose template begins a thought."""
+    root = tmp_path_factory.mktemp("thinker")
+    model_dir = make_text_model(checkpoints.base, root / "model", THINKING)
+    with scripted_server(model_dir, root / "store", model_name=BASE) as server:
+        yield server
+
+
+def ask(server: ScriptedServer, **fields: Any) -> Any:
+    asked = {"model": BASE, "messages": ASK, "tools": TOOLS, **fields}
+    return server.client.chat.completions.create(**asked).choices[0]
+
+
+def ask_streamed(server: ScriptedServer, **fields: Any) -> Any:
+    """What the client's own helper makes of the stream."""
+    asked = {"model": BASE, "messages": ASK, "tools": TOOLS, **fields}
+    with server.client.chat.completions.stream(**asked) as stream:
+        return stream.get_final_completion().choices[0]
+
+
+def calls_of(message: Any) -> list[tuple[str, Any]]:
+    return [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls or ()]
+
+
+@pytest.mark.parametrize("how", [ask, ask_streamed])
+def test_calls_come_back_as_calls(spoken: tuple[str, ScriptedServer], how: Any) -> None:
+    name, server = spoken
+    server.says(CALLS[name])
+    choice = how(server)
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "Wait."
+    assert calls_of(choice.message) == [("add", {"a": 1, "b": 2}), ("now", {})]
+    ids = [call.id for call in choice.message.tool_calls]
+    assert len(set(ids)) == 2
+    assert all(call.type == "function" for call in choice.message.tool_calls)
+
+
+def test_a_whole_round_trip_reads_its_own_history(spoken: tuple[str, ScriptedServer]) -> None:
+    name, server = spoken
+    server.says(CALLS[name])
+    message = ask(server, parallel_tool_calls=False).message
+    assert [called for called, _ in calls_of(message)] == ["add"]
+    assert "the sum" in server.engine.last_prompt
+    result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "result is 3"}
+    server.says("It is 3.")
+    choice = ask(server, messages=[*ASK, message.model_dump(exclude_none=True), result])
+    assert (choice.message.content, choice.message.tool_calls, choice.finish_reason) == ("It is 3.", None, "stop")
+    prompt = server.engine.last_prompt
+    assert prompt.index("What is 1 + 2?") < prompt.rindex("add") < prompt.index("result is 3")
+
+
+def test_deltas_are_what_clients_join(spoken: tuple[str, ScriptedServer]) -> None:
+    """Who is called comes once and first, indices count from 0, and the end says why."""
+    name, server = spoken
+    server.says(CALLS[name])
+    chunks = list(
+        server.client.chat.completions.create(model=BASE, messages=ASK, tools=TOOLS, stream=True)  # type: ignore[call-overload]
+    )
+    deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
+    assert [call.index for call in deltas] == [0, 0, 1, 1]
+    assert [call.function.name for call in deltas] == ["add", None, "now", None]
+    assert [bool(call.id) for call in deltas] == [call.type == "function" for call in deltas] == [True, False] * 2
+    assert deltas[0].function.arguments == ""
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks]
+    assert reasons == [*[None] * (len(chunks) - 1), "tool_calls"]
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Wait."
+
+
+def test_a_call_that_is_cut_off_is_text(spoken: tuple[str, ScriptedServer]) -> None:
+    name, server = spoken
+    server.says(CALLS[name])
+    asked: Any = {"model": BASE, "messages": ASK, "tools": TOOLS, "max_tokens": 25}
+    choice = server.client.chat.completions.create(**asked).choices[0]
+    assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
+    assert CALLS[name].startswith(choice.message.content)
+    assert len(choice.message.content) > len("Wait.") + 5
+    chunks = [chunk.choices[0] for chunk in server.client.chat.completions.create(**asked, stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == choice.message.content
+    assert chunks[-1].finish_reason == "length"
+
+
+def test_without_tools_or_with_none_nothing_is_looked_for(spoken: tuple[str, ScriptedServer]) -> None:
+    name, server = spoken
+    server.says(CALLS["hermes"])
+    for fields in ({"tools": openai.NOT_GIVEN}, {"tools": []}, {"tool_choice": "none"}):
+        choice = ask(server, **fields)
+        assert (choice.message.content, choice.finish_reason) == (CALLS["hermes"], "stop")
+        assert "the sum" not in server.engine.last_prompt
+    server.says("<s>" + CALLS[name])
+    assert "<s>" not in ask(server).message.content
+    assert "<s>" in ask(server, extra_body={"skip_special_tokens": False}).message.content
+
+
+def test_each_choice_has_its_own_calls(spoken: tuple[str, ScriptedServer]) -> None:
+    name, server = spoken
+    server.says(CALLS[name])
+    answer = server.client.chat.completions.create(model=BASE, messages=ASK, tools=TOOLS, n=2)  # type: ignore[call-overload]
+    assert [len(choice.message.tool_calls) for choice in answer.choices] == [2, 2]
+    items = [{"model": BASE, "messages": ASK, "tools": TOOLS}] * 2
+    batch = server.client.post("/completions/batch", body={"items": items}, cast_to=object)
+    called = [item["choices"][0]["message"]["tool_calls"][0]["function"]["name"] for item in batch["items"]]  # type: ignore[index]
+    assert called == ["add", "add"]
+
+
+class TestThoughts:
+    @pytest.mark.parametrize("how", [ask, ask_streamed])
+    def test_they_are_apart_from_the_answer(self, thinker: ScriptedServer, how: Any) -> None:
+        thinker.says("Let me\nsee.\n</think>\n\nIt is 3.")
+        message = how(thinker, tools=openai.NOT_GIVEN).message
+        assert (message.content, message.reasoning_content) == ("It is 3.", "Let me\nsee.")
+
+    @pytest.mark.parametrize("how", [ask, ask_streamed])
+    def test_they_may_be_left_out_or_left_in(self, thinker: ScriptedServer, how: Any) -> None:
+        thinker.says("Let me see.</think>It is 3.")
+        message = how(thinker, tools=openai.NOT_GIVEN, extra_body={"include_reasoning": False}).message
+        assert (message.content, getattr(message, "reasoning_content", None)) == ("It is 3.", None)
+        message = how(thinker, tools=openai.NOT_GIVEN, extra_body={"separate_reasoning": False}).message
+        assert message.content == "Let me see.</think>It is 3."
+
+    def test_an_answer_that_only_thinks_has_no_content(self, thinker: ScriptedServer) -> None:
+        thinker.says("Hm, hm, hm")
+        choice = ask(thinker, tools=openai.NOT_GIVEN, max_tokens=4)
+        assert choice.message.content is None
+        assert "Hm, hm, hm".startswith(choice.message.reasoning_content)
+
+
+def test_settings_choose_the_parsers(checkpoints: Checkpoints, tmp_path: Any) -> None:
+    model_dir = make_text_model(checkpoints.base, tmp_path / "model", TEMPLATES["hermes"] + "{# </think> #}")
+    with scripted_server(model_dir, tmp_path, model_name=BASE, tool_parser="lfm2", reasoning_parser="none") as server:
+        server.says("<think>" + CALLS["lfm2"])
+        message = ask(server).message
+        assert (message.content, len(message.tool_calls)) == ("<think>Wait.", 2)
+    with scripted_server(model_dir, tmp_path, model_name=BASE, tool_parser="none") as server:
+        with pytest.raises(openai.BadRequestError, match=r"turned off \(--tool-parser none\)"):
+            ask(server)
+        server.says("<think>hm</think>ho")
+        assert ask(server, tool_choice="none").message.content == "ho"
+
+
+def test_a_template_without_tools_refuses_them(server: Server, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="chat template does not know `tools`"):
+        client.chat.completions.create(model=BASE, messages=ASK, tools=TOOLS)  # type: ignore[call-overload]
+    answer = client.chat.completions.create(model=BASE, messages=ASK, tools=TOOLS, tool_choice="none", max_tokens=1)  # type: ignore[call-overload]
+    assert answer.choices[0].message.tool_calls is None
+    refused = server.post("/tokenize", json={"model": BASE, "messages": ASK, "tools": TOOLS})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+
+
+def test_an_unknown_format_is_refused_with_what_to_do(checkpoints: Checkpoints, tmp_path: Any) -> None:
+    model_dir = make_text_model(checkpoints.base, tmp_path / "model", CHAT_TEMPLATE + "{{ tools }}")
+    with (
+        scripted_server(model_dir, tmp_path, model_name=BASE) as server,
+        pytest.raises(openai.BadRequestError, match=re.escape(f"--tool-parser {'|'.join(FORMATS)},")),
+    ):
+        ask(server)
