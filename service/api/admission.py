@@ -144,7 +144,7 @@ async def admit(services: Services, request: CompletionRequest | ChatRequest, *,
         prompts = await _prompts(services, ready, target, request)
         kept = [_truncated(services, ready, request, prompt) for prompt in prompts]
         stop = await _stop_automaton(request)
-        grammar = await requested_grammar(services, request)
+        grammar = await requested_grammar(services, request, kept[0].reading)
         return Admitted(services, target, plan_sequences(services, ready, request, kept, stop, grammar))
     except BaseException:
         services.gate.leave(places)

@@ -11,8 +11,9 @@ from typing import Any
 
 from service.api.errors import BadRequest
 from service.api.formats import JsonObjectFormat, JsonSchemaFormat, StructuralTagFormat, StructuredOutputs
-from service.api.schemas import Generation
+from service.api.schemas import ChatRequest, Generation
 from service.api.state import Services
+from service.api.tool_grammars import chat_constraint
 from service.grammars.constraints import (
     Constraint,
     ConstraintError,
@@ -21,26 +22,27 @@ from service.grammars.constraints import (
     tag_constraint,
     text_constraint,
 )
+from service.text.answer_reader import Reading
 
 _JSON_OBJECT = {"type": "object"}
-_Makes = Callable[[], Constraint]
+_Makes = Callable[[], Constraint | None]
 
 
-async def requested_grammar(services: Services, request: Generation) -> str | None:
-    """The grammar that the request's answers must follow; None if they are free. BadRequest for one that cannot be
-    followed, or takes too much, or for several."""
+async def requested_grammar(services: Services, request: Generation, reading: Reading) -> str | None:
+    """The grammar that the request's answers must follow, which are read so; None if they are free. BadRequest for one
+    that cannot be followed, or takes too much, or for several."""
     asked = _asked(request)
-    if not asked:
-        return None
     if len(asked) > 1:
         names = " and ".join(f"`{name}`" for name, _ in asked)
         raise BadRequest(f"{names} are both given; send one of them.", param=asked[1][0])
-    field, makes = asked[0]
+    field, makes = asked[0] if asked else ("tools", lambda: None)
     try:
         constraint = makes()
+        if isinstance(request, ChatRequest):
+            constraint = chat_constraint(request, reading, constraint, services.tokenizer.special_id_of)
     except ConstraintError as error:
         raise bad_constraint(error, field) from error
-    return await compiled(services, constraint, field)
+    return None if constraint is None else await compiled(services, constraint, field)
 
 
 async def compiled(services: Services, constraint: Constraint, field: str) -> str:

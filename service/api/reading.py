@@ -32,8 +32,6 @@ def reading_of(services: Services, request: ChatRequest, source: str, prompt: st
     whose calls could not be told from text."""
     tools = shown_tools(request)
     form = _call_format(services, source) if tools else None
-    if tools and request.tool_choice not in (None, "auto"):
-        raise BadRequest("`tool_choice` cannot be enforced yet; send `auto`.", param="tool_choice")
     thinks = request.separate_reasoning is not False and _thinks(services, source)
     marks = (*(form.marks if form is not None else ()), *((THINK, END_OF_THOUGHT) if thinks else ()))
     ids = {services.tokenizer.token_id(mark) for mark in marks}

@@ -38,8 +38,12 @@ class FunctionDefinition(Request):
             return None
         if parameters.get("type", "object") != "object":
             raise ValueError('must be the JSON schema of an object, with `type`: "object"')
-        if not isinstance(parameters.get("properties", {}), dict):
-            raise ValueError("must be a JSON schema whose `properties` is an object")
+        properties = parameters.get("properties", {})
+        if not isinstance(properties, dict) or not all(isinstance(one, dict | bool) for one in properties.values()):
+            raise ValueError("must be a JSON schema whose `properties` is an object of schemas")
+        required = parameters.get("required", [])
+        if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
+            raise ValueError("must be a JSON schema whose `required` is a list of names")
         level: list[Any] = [parameters]
         for _ in range(MAX_SCHEMA_DEPTH):
             level = [inner for value in level for inner in _inner(value)]

@@ -38,11 +38,13 @@ class Constraint:
     kind        of `text`: a JSON schema; a regular expression that the whole answer matches; a JSON list of texts, of
                 which it is one; a grammar of llguidance's Lark; a grammar of Lark or of GBNF; a structural tag as JSON
     whitespace  regular expression of what may stand between the tokens of JSON; None: the usual
+    around      a grammar of Lark in whose rules `answer` stands for this one; None: this one alone
     """
 
     kind: Kind
     text: str
     whitespace: str | None = None
+    around: str | None = None
 
 
 def schema_constraint(schema: Any, whitespace: str | None = None) -> Constraint:
@@ -98,24 +100,32 @@ def grammar_of(constraint: Constraint, special_ids: Mapping[str, int]) -> str:
 
     special_ids  of the model's special tokens, by their texts
     """
+    if constraint.kind == "json_schema":
+        schema = with_policy(json.loads(constraint.text), constraint.whitespace)
+        if constraint.around is None:
+            return json.dumps({"grammars": [{"json_schema": schema}]})
+        return _lark(f"{constraint.around}\nanswer: %json {json.dumps(schema)}")
+    lark = _lark_text(constraint, special_ids)
+    return _lark(lark if constraint.around is None else f"{constraint.around}\nanswer: %lark {{\n{lark}\n}}")
+
+
+def _lark_text(constraint: Constraint, special_ids: Mapping[str, int]) -> str:
+    """The grammar, in Lark, of what is no JSON schema."""
     match constraint.kind:
-        case "json_schema":
-            schema = json.loads(constraint.text)
-            return json.dumps({"grammars": [{"json_schema": with_policy(schema, constraint.whitespace)}]})
         case "regex":
-            return _lark(f"start: {regex_rule(constraint.text)}")
+            return f"start: {regex_rule(constraint.text)}"
         case "choice":
             # As one terminal: as alternatives of a rule, two thousand would be too many.
             texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in json.loads(constraint.text))
-            return _lark(f"start: CHOICE\nCHOICE: {texts}")
-        case "lark":
-            return _lark(constraint.text)
+            return f"start: CHOICE\nCHOICE: {texts}"
         case "grammar":
-            return _lark(from_gbnf(constraint.text))
+            return from_gbnf(constraint.text)
         case "structural_tag":
             from service.grammars.structural_tags import lark_of_tag
 
-            return _lark(lark_of_tag(json.loads(constraint.text), special_ids))
+            return lark_of_tag(json.loads(constraint.text), special_ids)
+        case _:
+            return constraint.text
 
 
 def json_rule(schema: Mapping[str, Any] | bool) -> str:

@@ -53,7 +53,7 @@ class TokenTable:
             raise GrammarError(f"the model's tokenizer does not fit grammars: {error}") from error
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(eos)
-        self.special_ids = {tokenizer.token_name(token_id): token_id for token_id in sorted(tokenizer.special_ids)}
+        self.special_ids = tokenizer.special_id_of
 
     @classmethod
     def load(cls, model_dir: Path) -> TokenTable:

@@ -44,6 +44,7 @@ class TextTokenizer:
     config          tokenizer_config.json as it is
     special_tokens  named special tokens (`bos_token`, ...) as text, for chat templates
     special_ids     ids that `skip_special_tokens` leaves out of text
+    special_id_of   the same by their texts
     eos_token_ids   ids that end a sequence, from tokenizer_config.json, generation_config.json and config.json
     vocab_size      the highest id + 1; ids between may stand for nothing
     max_chars_per_token  a text of more characters has more than one token; None where there is no such bound
@@ -55,7 +56,8 @@ class TextTokenizer:
         self.special_tokens = _named_special_tokens(config)
         _add_configured_tokens(tokenizer, config, self.special_tokens)
         self._added = tokenizer.get_added_tokens_decoder()
-        self.special_ids = frozenset(token_id for token_id, token in self._added.items() if token.special)
+        self.special_id_of = {token.content: id_ for id_, token in sorted(self._added.items()) if token.special}
+        self.special_ids = frozenset(self.special_id_of.values())
         eos = tokenizer.token_to_id(self.special_tokens.get("eos_token", ""))
         self.eos_token_ids = tuple(dict.fromkeys((*eos_token_ids, *(() if eos is None else (eos,)))))
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1

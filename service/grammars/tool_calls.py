@@ -1,0 +1,208 @@
+"""Grammars of tool calls: each format's calls, with arguments that are valid for the tools' JSON schemas, in Lark.
+
+They spell the formats as models were trained on them; `service.text.calls` reads more than that. Nothing here imports
+llguidance.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+from service.grammars.constraints import json_rule
+
+_ANY = r"/(.|\n)*/"
+_NOTHING = '""'
+_THINK, _END_OF_THOUGHT = "<think>", "</think>"
+_PYTHON_NAME = re.compile(r"[^\W\d][\w-]*")
+# What a schema may hold that says all of its object by naming the properties.
+_PLAIN = frozenset(
+    {
+        "type",
+        "properties",
+        "required",
+        "additionalProperties",
+        "title",
+        "description",
+        "$schema",
+        "$defs",
+        "definitions",
+    }
+)
+
+Beside = Literal["text", "answer"] | None
+# A tool: its name, and the JSON schema of its arguments.
+Schema = tuple[str, Mapping[str, Any]]
+
+
+def lark_of_calls(
+    form: str,
+    tools: Sequence[Schema],
+    special_ids: Mapping[str, int],
+    *,
+    beside: Beside = None,
+    is_several: bool = True,
+    thinks: bool = False,
+    is_thinking: bool = False,
+) -> str:
+    """The grammar of an answer that calls.
+
+    form         name of a format of `service.text.calls.formats`
+    special_ids  ids of the special tokens by their texts
+    beside       text: any text may come as well, and no call has to, only for formats whose calls have a mark
+                 (`HAS_MARK`); answer: the rule `answer` may come instead, which is for others to add; None: nothing
+    is_several   more than one call may come
+    thinks       thoughts may come first, between their marks
+    is_thinking  the prompt has begun one
+    """
+    tools = [
+        (name, {**schema, "additionalProperties": False} if _is_plain(schema) else schema) for name, schema in tools
+    ]
+    lark = _Lark(special_ids)
+    head, calls = _FORMS[form](lark, tools, is_several)
+    if beside == "text":
+        start = lark.free(head, calls, is_several=is_several)
+    else:
+        start = f"{lark.text(head)} {calls}" if head else calls
+    if beside == "answer":
+        start = f"({start} | answer)"
+    if thinks:
+        start = f"{lark.thought(is_thinking=is_thinking)} {start}"
+    return "\n".join([f"start: {start}", *lark.rules])
+
+
+def lark_of_thoughts(special_ids: Mapping[str, int], *, is_thinking: bool) -> str:
+    """Thoughts, and then the rule `answer`, which is for others to add."""
+    lark = _Lark(special_ids)
+    return "\n".join([f"start: {lark.thought(is_thinking=is_thinking)} answer", *lark.rules])
+
+
+HAS_MARK = frozenset({"hermes", "mistral", "lfm2"})
+
+
+class _Lark:
+    """Rules of a grammar in the making."""
+
+    def __init__(self, special_ids: Mapping[str, int]) -> None:
+        self.rules: list[str] = []
+        self.special_ids = special_ids
+
+    def rule(self, body: str, options: str = "") -> str:
+        """A new rule; its name."""
+        name = f"part_{len(self.rules)}"
+        self.rules.append(f"{name}{options}: {body}")
+        return name
+
+    def text(self, text: str) -> str:
+        """A text, or the special token that it is."""
+        return f"<[{self.special_ids[text]}]>" if text in self.special_ids else json.dumps(text, ensure_ascii=False)
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """A JSON value that is valid for a schema."""
+        return self.rule(json_rule(schema))
+
+    def object_with_name(self, tools: Sequence[Schema], arguments: str) -> str:
+        """`{"name": "f", "arguments": {...}}` of any of the tools."""
+        named = [
+            f"{json.dumps(f'{json.dumps(name)}, {json.dumps(arguments)}: ')} {self.json(schema)}"
+            for name, schema in tools
+        ]
+        return self.rule(f'"{{\\"name\\": " ({" | ".join(named)}) "}}"')
+
+    def up_to(self, mark: str) -> str:
+        """Any text, and the first mark after it."""
+        if mark in self.special_ids:  # no special token is part of any text
+            return f"{self.rule(_ANY)} {self.text(mark)}"
+        return self.rule(f"{_ANY} {self.text(mark)}", "[lazy]")
+
+    def free(self, mark: str, calls: str, *, is_several: bool) -> str:
+        """Texts, and calls behind marks."""
+        call = self.rule(f"{self.up_to(mark)} {calls}")
+        rest = self.rule(_ANY) if mark in self.special_ids else self._without(mark)
+        return f"({call}){'*' if is_several else '?'} {rest}"
+
+    def thought(self, *, is_thinking: bool) -> str:
+        """What the model thinks before anything else, to the end of the line breaks behind it."""
+        rest = rf"{self.up_to(_END_OF_THOUGHT)} /\n{{0,2}}/"
+        begun = rest if is_thinking else f"{self.text(_THINK)} {rest}"
+        return self.rule(begun) if is_thinking else f"({self.rule(begun)})?"
+
+    def _without(self, mark: str) -> str:
+        name = f"TEXT_{len(self.rules)}"
+        inside = re.escape(mark).replace("/", r"\/")
+        self.rules.append(rf"{name}: {_ANY} & ~/(.|\n)*{inside}(.|\n)*/")
+        return name
+
+
+# What calls begin with, and what follows it: a format's own function.
+_Form = Callable[[_Lark, Sequence[Schema], bool], tuple[str, str]]
+
+
+def _hermes(lark: _Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, str]:
+    start, end = "<tool_call>", lark.text("</tool_call>")
+    call = rf'"\n" {lark.object_with_name(tools, "arguments")} "\n" {end}'
+    return start, lark.rule(rf'{call} ("\n" {lark.text(start)} {call})*' if is_several else call)
+
+
+def _llama3(lark: _Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, str]:  # noqa: ARG001
+    """One call: the template shows no history with more."""
+    return "", lark.object_with_name(tools, "parameters")
+
+
+def _mistral(lark: _Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, str]:
+    start = "[TOOL_CALLS]"
+    if "[ARGS]" not in lark.special_ids:
+        return start, _in_list(lark, lark.object_with_name(tools, "arguments"), is_several)
+    named = [f"{lark.text(name)} {lark.text('[ARGS]')} {lark.json(schema)}" for name, schema in tools]
+    call = lark.rule(" | ".join(named))
+    return start, lark.rule(f"{call} ({lark.text(start)} {call})*" if is_several else call)
+
+
+def _lfm2(lark: _Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, str]:
+    if all(_is_pythonic(name, schema) for name, schema in tools):
+        called = [f'{lark.text(f"{name}(")} {_arguments(lark, schema)} ")"' for name, schema in tools]
+        call = lark.rule(" | ".join(called))
+    else:  # calls in JSON are tolerated
+        call = lark.object_with_name(tools, "arguments")
+    return "<|tool_call_start|>", f"{_in_list(lark, call, is_several)} {lark.text('<|tool_call_end|>')}"
+
+
+def _in_list(lark: _Lark, call: str, is_several: bool) -> str:
+    return lark.rule(f'"[" {call} (", " {call})* "]"' if is_several else f'"[" {call} "]"')
+
+
+def _is_plain(schema: Mapping[str, Any]) -> bool:
+    """Whether the properties that it names are all that there can be. A tool that names some and does not speak of
+    others takes no others."""
+    return "properties" in schema and set(schema) <= _PLAIN and not schema.get("additionalProperties", False)
+
+
+def _is_pythonic(name: str, schema: Mapping[str, Any]) -> bool:
+    """Whether a call can be written as Python's, with one argument for each property."""
+    properties = schema.get("properties", {})
+    names = [*name.split("."), *properties]
+    has_all = set(schema.get("required", ())) <= set(properties)
+    return _is_plain(schema) and has_all and all(_PYTHON_NAME.fullmatch(one) for one in names)
+
+
+def _arguments(lark: _Lark, schema: Mapping[str, Any]) -> str:
+    """`a=1, b="x"` in the schema's order, without some of those that are not required. Values are JSON, of which all is
+    read that the grammar allows."""
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    required = set(schema.get("required", ()))
+    # From the last property on: what may come where none has been written, and where some have.
+    first = after = _NOTHING
+    for name, value in reversed(schema.get("properties", {}).items()):
+        given = {**value, **shared} if isinstance(value, dict) else value
+        written = f"{lark.text(f'{name}=')} {lark.json(given)}"
+        one = lark.rule(f"{written} {after}")
+        if name in required:
+            first, after = one, lark.rule(f'", " {one}')
+        else:
+            first, after = lark.rule(f"{one} | {first}"), lark.rule(f'", " {one} | {after}')
+    return first
+
+
+_FORMS: dict[str, _Form] = {"hermes": _hermes, "llama3_json": _llama3, "mistral": _mistral, "lfm2": _lfm2}

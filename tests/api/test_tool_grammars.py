@@ -1,0 +1,346 @@
+"""Calls that are enforced: whatever the model would rather say, what comes is a call that its tool's schema allows."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import numpy as np
+import openai
+import pytest
+import transformers
+
+from service.grammars.constraints import grammar_of, text_constraint
+from service.grammars.matching import TokenTable, compile_grammar
+from service.grammars.tool_calls import HAS_MARK, lark_of_calls
+from service.text.answer_reader import AnswerReader, Reading, Said, Thought
+from service.text.calls.call import Call
+from service.text.calls.formats import FORMATS
+from service.text.tokenizer import TextTokenizer
+from tests.api.conftest import BASE, Checkpoints
+from tests.support.limits import LIMIT_SECONDS
+from tests.support.server import Server, running_server
+from tests.support.tiny_models import CHAT_TEMPLATE, VOCAB_SIZE, make_tokenizer
+from tests.support.tool_templates import SPECIAL_TOKENS, TEMPLATES
+from tests.support.uploads import parts_of
+
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "calculate": {
+        "type": "object",
+        "properties": {
+            "a": {"type": "integer", "minimum": 0, "maximum": 999},
+            "op": {"enum": ["+", "-", 'it\'s "x"']},
+            "how": {"$ref": "#/$defs/How"},
+        },
+        "required": ["a", "how"],
+        "$defs": {
+            "How": {"type": "object", "properties": {"exact": {"type": "boolean"}}, "additionalProperties": False}
+        },
+    },
+    "now": {"type": "object", "properties": {}},
+    "wait": {
+        "type": "object",
+        "properties": {"seconds": {"enum": [1, 2.5]}, "why": {"enum": ["x", None, ["y", {"z": True}]]}},
+    },
+}
+# Arguments that cannot be written one by one.
+OTHER: dict[str, dict[str, Any]] = {
+    "any-of": {"type": "object", "properties": {"a b": {"const": 1}}, "required": ["a b"]},
+    "v1.now": {"type": "object", "properties": {"x": {"const": "é"}}, "additionalProperties": False},
+}
+MAX_TOKENS = 400
+ASK: list[Any] = [{"role": "user", "content": "go on"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], TextTokenizer]:
+    """By format and whether its marks and those of thoughts are special tokens."""
+    made = {}
+    for name in FORMATS:
+        for is_special in (False, True):
+            directory = tmp_path_factory.mktemp("tokenizer")
+            make_tokenizer(directory)
+            fast = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+            marks = [*SPECIAL_TOKENS[name], "<think>", "</think>"] if is_special else []
+            fast.add_special_tokens({"additional_special_tokens": marks})
+            fast.save_pretrained(directory)
+            made[name, is_special] = TextTokenizer.load(directory)
+    return made
+
+
+def walks(tokenizer: TextTokenizer, lark: str, number: int) -> Iterator[str]:
+    """Answers that follow a grammar, chosen at random, special tokens more often than others; those that come to an
+    end."""
+    table = TokenTable(tokenizer, VOCAB_SIZE)
+    pristine = compile_grammar(table, grammar_of(text_constraint("lark", lark), tokenizer.special_id_of))
+    rng = random.Random(lark)
+    for _ in range(number):
+        matcher, token_ids = pristine.deep_copy(), list[int]()
+        while not matcher.is_stopped() and len(token_ids) < MAX_TOKENS:
+            mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+            allowed = np.unpackbits(mask, bitorder="little")[:VOCAB_SIZE].nonzero()[0].tolist()
+            marks = [token_id for token_id in allowed if token_id in tokenizer.special_ids]
+            token_id = rng.choice(marks if marks and rng.random() < 0.4 else allowed)
+            if token_id in table.eos_token_ids:
+                break
+            assert matcher.consume_token(token_id)
+            token_ids.append(token_id)
+        if len(token_ids) < MAX_TOKENS:
+            yield tokenizer.decode(token_ids, skip_special_tokens=False)
+
+
+def read(text: str, name: str, tools: dict[str, Any], **more: bool) -> list[Said]:
+    reader = AnswerReader(Reading(calls=FORMATS[name], tool_names=tuple(tools), **more))
+    return [*reader.push(text), *reader.finish()]
+
+
+def check(calls: list[Call], tools: dict[str, Any]) -> None:
+    for call in calls:
+        arguments = json.loads(call.arguments)
+        jsonschema.validate(arguments, tools[call.name])
+        assert set(arguments) <= set(tools[call.name]["properties"])
+
+
+@pytest.mark.parametrize("is_special", [False, True], ids=["text", "special tokens"])
+@pytest.mark.parametrize("tools", [SCHEMAS, OTHER, SCHEMAS | OTHER], ids=["plain", "other", "both"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_answer_of_the_grammar_is_calls(
+    tokenizers: dict[tuple[str, bool], TextTokenizer], name: str, tools: dict[str, Any], is_special: bool
+) -> None:
+    tokenizer = tokenizers[name, is_special]
+    lark = lark_of_calls(name, list(tools.items()), tokenizer.special_id_of)
+    called, several = set(), 0
+    for text in walks(tokenizer, lark, 40):
+        said = read(text, name, tools)
+        calls = [one for one in said if isinstance(one, Call)]
+        assert calls == said, text
+        check(calls, tools)
+        called |= {call.name for call in calls}
+        several += len(calls) > 1
+    assert called == set(tools)
+    assert bool(several) == (name != "llama3_json")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_call_is_one(tokenizers: dict[tuple[str, bool], TextTokenizer], name: str) -> None:
+    lark = lark_of_calls(name, list(SCHEMAS.items()), {}, is_several=False)
+    assert {len(read(text, name, SCHEMAS)) for text in walks(tokenizers[name, False], lark, 20)} == {1}
+
+
+@pytest.mark.parametrize("is_thinking", [False, True], ids=["may think", "is thinking"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_thoughts_come_first(tokenizers: dict[tuple[str, bool], TextTokenizer], name: str, is_thinking: bool) -> None:
+    tokenizer = tokenizers[name, True]
+    how = {"thinks": True, "is_thinking": is_thinking}
+    lark = lark_of_calls(name, list(SCHEMAS.items()), tokenizer.special_id_of, **how)
+    texts = list(walks(tokenizer, lark, 40))
+    assert any("</think>" in text for text in texts)
+    for text in texts:
+        said = read(text, name, SCHEMAS, **how)
+        assert isinstance(said[-1], Call), text
+        assert all(isinstance(one, Call | Thought) for one in said)
+
+
+@pytest.mark.parametrize("is_special", [False, True], ids=["text", "special tokens"])
+@pytest.mark.parametrize("name", sorted(HAS_MARK))
+def test_a_free_answer_holds_no_wrong_call(
+    tokenizers: dict[tuple[str, bool], TextTokenizer], name: str, is_special: bool
+) -> None:
+    tokenizer = tokenizers[name, is_special]
+    lark = lark_of_calls(name, list(SCHEMAS.items()), tokenizer.special_id_of, beside="text")
+    num_calls = num_texts = 0
+    for text in walks(tokenizer, lark, 60):
+        said = read(text, name, SCHEMAS)
+        check([one for one in said if isinstance(one, Call)], SCHEMAS)
+        assert all(FORMATS[name].marks[0] not in one for one in said if isinstance(one, str))
+        num_calls += any(isinstance(one, Call) for one in said)
+        num_texts += any(isinstance(one, str) for one in said)
+    assert num_texts
+    assert num_calls or not (is_special and SPECIAL_TOKENS[name])
+
+
+# ---- over HTTP, with the engine
+
+
+@pytest.fixture(scope="module")
+def roomy(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """With room for tools in the prompt, and an adapter of each format's name that speaks it."""
+    with running_server(checkpoints.endless_base, tmp_path_factory.mktemp("roomy"), model_name=BASE) as running:
+        for name, source in TEMPLATES.items():
+            files = {**parts_of(checkpoints.spare), "chat_template": ("chat_template.jinja", source.encode())}
+            running.post("/v1/adapters", data={"name": name}, files=files).raise_for_status()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def talk(roomy: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=roomy.openai_url, api_key="unused", max_retries=0, timeout=LIMIT_SECONDS) as made:
+        yield made
+
+
+each_format = pytest.mark.parametrize("speaker", sorted(TEMPLATES))
+
+
+def tools_of(schemas: dict[str, Any], **more: Any) -> list[Any]:
+    return [
+        {"type": "function", "function": {"name": name, "parameters": schema, **more}}
+        for name, schema in schemas.items()
+    ]
+
+
+def called(message: Any) -> list[Call]:
+    return [Call(call.function.name, call.function.arguments) for call in message.tool_calls]
+
+
+@each_format
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_required_calls_come(talk: openai.OpenAI, speaker: str, stream: bool) -> None:
+    asked: Any = {
+        "model": speaker, "messages": ASK, "tools": tools_of(SCHEMAS), "tool_choice": "required",
+        "parallel_tool_calls": False, "max_tokens": 300, "temperature": 1,
+    }  # fmt: skip
+    names = set()
+    for seed in range(2):
+        if stream:
+            with talk.chat.completions.stream(**asked, seed=seed) as events:
+                choice: Any = events.get_final_completion().choices[0]
+        else:
+            choice = talk.chat.completions.create(**asked, seed=seed).choices[0]
+        assert (choice.finish_reason, choice.message.content or None) == ("tool_calls", None)
+        assert len(choice.message.tool_calls) == 1
+        check(called(choice.message), SCHEMAS)
+        names |= {call.name for call in called(choice.message)}
+    assert names <= set(SCHEMAS)
+
+
+@each_format
+def test_a_named_tool_is_called_once(talk: openai.OpenAI, speaker: str) -> None:
+    for name in SCHEMAS:
+        answer: Any = talk.chat.completions.create(
+            model=speaker,
+            messages=ASK,
+            tools=tools_of(SCHEMAS),
+            tool_choice={"type": "function", "function": {"name": name}},
+            max_tokens=300,
+            n=2,
+        )
+        for choice in answer.choices:
+            assert choice.finish_reason == "stop"
+            assert [call.name for call in called(choice.message)] == [name]
+            check(called(choice.message), SCHEMAS)
+
+
+@each_format
+def test_a_batch_enforces_each_item_s_own(roomy: Server, speaker: str) -> None:
+    items = [
+        {"model": speaker, "messages": ASK, "tools": tools_of({name: SCHEMAS[name]}), "tool_choice": "required",
+         "parallel_tool_calls": False, "max_tokens": 300}
+        for name in SCHEMAS
+    ]  # fmt: skip
+    answers = roomy.post("/v1/completions/batch", json={"items": items}).json()["items"]
+    names = [answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] for answer in answers]
+    assert names == list(SCHEMAS)
+
+
+@each_format
+def test_strict_tools_leave_the_choice_to_the_model(talk: openai.OpenAI, speaker: str) -> None:
+    answer: Any = talk.chat.completions.create(
+        model=speaker, messages=ASK, tools=tools_of(SCHEMAS, strict=True), max_tokens=20
+    )
+    assert answer.choices[0].message.content
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"$ref": "#/$defs/missing"}}},
+        {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)"}}, "required": ["a"]},
+        {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 999983}}, "required": ["a"]},
+        {"type": "object", "properties": {"a": {"type": "strnig"}}},
+        {"type": "object", "properties": {"a": {"$ref": "https://example.com/x.json"}}},
+    ],
+    ids=lambda schema: str(schema)[:60],
+)
+@each_format
+def test_a_schema_that_cannot_be_followed_is_refused(talk: openai.OpenAI, speaker: str, schema: Any) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        talk.chat.completions.create(model=speaker, messages=ASK, tools=tools_of({"f": schema}), tool_choice="required")
+    assert caught.value.param == "tools"
+    assert caught.value.body["message"].startswith("`tools` ")  # type: ignore[index]
+
+
+ANSWER: dict[str, Any] = {
+    "type": "object",
+    "properties": {"sure": {"type": "boolean"}},
+    "required": ["sure"],
+    "additionalProperties": False,
+}
+FORMAT: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
+
+
+@each_format
+def test_an_answer_in_a_format_may_be_a_call_instead(talk: openai.OpenAI, speaker: str) -> None:
+    kinds = set()
+    for seed in range(4):
+        answer: Any = talk.chat.completions.create(
+            model=speaker, messages=ASK, tools=tools_of(SCHEMAS), response_format=FORMAT, max_tokens=400, seed=seed,
+            parallel_tool_calls=False, temperature=1.5, extra_body={"repetition_penalty": 1.5},
+        )  # fmt: skip
+        choice = answer.choices[0]
+        kinds.add(choice.finish_reason)
+        if choice.finish_reason == "tool_calls":
+            check(called(choice.message), SCHEMAS)
+        else:
+            jsonschema.validate(json.loads(choice.message.content), ANSWER)
+    assert kinds <= {"stop", "tool_calls"}
+
+
+@pytest.mark.parametrize("field", ["response_format", "guided_regex", "guided_choice", "structural_tag"])
+def test_a_constraint_and_a_call_that_must_come_exclude_each_other(talk: openai.OpenAI, field: str) -> None:
+    values: dict[str, Any] = {"response_format": FORMAT, "guided_regex": "a+", "guided_choice": ["a"]}
+    tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}
+    body = {"response_format": tag} if field == "structural_tag" else {field: values[field]}
+    asked: Any = {"model": "hermes", "messages": ASK, "tools": tools_of(SCHEMAS), "extra_body": body}
+    with pytest.raises(openai.BadRequestError, match="`tool_choice` asks for a call, and another field"):
+        talk.chat.completions.create(**asked, tool_choice="required")
+    assert talk.chat.completions.create(**asked, max_tokens=200, seed=1).choices[0].finish_reason in (
+        "stop", "length", "tool_calls",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("begins", [False, True], ids=["may think", "is thinking"])
+@pytest.mark.parametrize("body", [{"guided_regex": "[ab]{3}"}, {"response_format": FORMAT}], ids=["regex", "schema"])
+def test_thoughts_stay_free_before_a_constrained_answer(
+    roomy: Server, talk: openai.OpenAI, checkpoints: Checkpoints, begins: bool, body: dict[str, Any]
+) -> None:
+    thought = "<think>\n" if begins else ""
+    source = CHAT_TEMPLATE.replace("assistant\n{% endif %}", f"assistant\n{thought}{{% endif %}}") + "{# </think> #}"
+    files = {**parts_of(checkpoints.spare), "chat_template": ("chat_template.jinja", source.encode())}
+    name = f"thinker-{begins}"
+    roomy.post("/v1/adapters", data={"name": name}, files=files).raise_for_status()
+    # Thoughts of a model that knows no end of them are long: those that come to one are looked at.
+    biased = {str(byte): 8 for byte in token_ids_of(roomy, "</think>")}
+    answers = [
+        talk.chat.completions.create(
+            model=name, messages=ASK, max_tokens=200, logit_bias=biased, seed=seed, extra_body=body, temperature=1
+        ).choices[0]
+        for seed in range(2)
+    ]
+    for choice in answers:
+        message: Any = choice.message
+        assert message.content or choice.finish_reason == "length"
+        if choice.finish_reason == "stop" and "guided_regex" in body:
+            assert re.fullmatch("[ab]{3}", message.content)
+        elif choice.finish_reason == "stop":
+            jsonschema.validate(json.loads(message.content), ANSWER)
+        if begins:
+            assert message.reasoning_content or choice.finish_reason == "stop"
+
+
+def token_ids_of(server: Server, text: str) -> list[int]:
+    body = {"prompt": text, "add_special_tokens": False}
+    return list(server.post("/tokenize", json=body).json()["tokens"])
