@@ -304,8 +304,9 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
             tools=[tool.for_template() for tool in tools] or None,
             variables=variables,
         )
-        is_chat = isinstance(request, ChatRequest)
-        return text, reading_of(services, request, template.source, text) if is_chat else PLAIN
+        if isinstance(request, TokenizeRequest):
+            return text, PLAIN
+        return text, reading_of(services, request, template.source, text)
 
     def encode(text: str, reading: Reading) -> Prompt:
         _refuse_hopeless(services, request, text, "messages")

@@ -65,7 +65,8 @@ class CallParser(ABC):
         return taken
 
     def _read(self, text: str) -> list[Found]:
-        return list(self._calls(text) or [text])
+        calls = self._calls(text)
+        return [text] if calls is None else [*calls]
 
     @abstractmethod
     def _find_start(self, held: str) -> tuple[int, bool]:
