@@ -115,7 +115,9 @@ class _Chat:
     def show_answer(self, keep: Callable[[str], None]) -> None:
         """Stream the answer to the last message to the terminal; `keep` gets every piece that is shown."""
         options = {"temperature": self._arguments.temperature, "max_tokens": self._arguments.max_tokens}
-        body = {"model": self._model, "messages": self.messages, "stream": True, **options}
+        # All that the model writes is shown as it comes, thoughts too.
+        shown = {"stream": True, "separate_reasoning": False}
+        body = {"model": self._model, "messages": self.messages, **shown, **options}
         with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
             for piece in events(checked(response), _piece):
                 if piece:

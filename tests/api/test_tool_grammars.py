@@ -196,6 +196,16 @@ def called(message: Any) -> list[Call]:
     return [Call(call.function.name, call.function.arguments) for call in message.tool_calls]
 
 
+def test_tokens_of_a_chat_are_counted_with_its_tools(roomy: Server) -> None:
+    body = {"model": "hermes", "messages": ASK}
+    bare, shown = (roomy.post("/tokenize", json=body | more).json() for more in ({}, {"tools": tools_of(SCHEMAS)}))
+    text = roomy.post("/detokenize", json={"tokens": shown["tokens"]}).json()["prompt"]
+    assert shown["count"] > bare["count"]
+    assert json.dumps(SCHEMAS["calculate"]) in text
+    refused = roomy.post("/tokenize", json={"prompt": "x", "tools": tools_of(SCHEMAS)})
+    assert (refused.status_code, "only allowed with `messages`" in refused.text) == (400, True)
+
+
 @each_format
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_required_calls_come(talk: openai.OpenAI, speaker: str, stream: bool) -> None:

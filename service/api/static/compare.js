@@ -74,7 +74,8 @@ function requestFor(model) {
   const isChat = element("kind").value === "chat";
   const body = {
     model,
-    ...(isChat ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
+    // All that the model writes is shown as it comes, thoughts too.
+    ...(isChat ? { messages: [{ role: "user", content: prompt }], separate_reasoning: false } : { prompt }),
     max_tokens: Number(element("max-tokens").value),
     temperature: Number(element("temperature").value),
     stream: true,
