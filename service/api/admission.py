@@ -21,6 +21,7 @@ from service.api.reading import check_template_takes_tools, reading_of, shown_to
 from service.api.sampling import build_sampling, seed_of_choice, stop_strings
 from service.api.schemas import MAX_PROMPT_LOGPROBS, ChatRequest, CompletionRequest, TokenizeRequest
 from service.api.state import Services
+from service.api.token_rules import TokenRules, num_rule_chars, token_rules
 from service.api.tools import tools_chars
 from service.engine.messages import Ready, Sampling
 from service.text.answer_reader import PLAIN, Reading
@@ -144,8 +145,11 @@ async def admit(services: Services, request: CompletionRequest | ChatRequest, *,
         prompts = await _prompts(services, ready, target, request)
         kept = [_truncated(services, ready, request, prompt) for prompt in prompts]
         stop = await _stop_automaton(request)
+        rules = await off_loop(
+            partial(token_rules, request, services.tokenizer, ready.vocab_size), size_chars=num_rule_chars(request)
+        )
         grammar = await requested_grammar(services, request, kept[0].reading)
-        return Admitted(services, target, plan_sequences(services, ready, request, kept, stop, grammar))
+        return Admitted(services, target, plan_sequences(services, ready, request, kept, stop, rules, grammar))
     except BaseException:
         services.gate.leave(places)
         if target is not None:
@@ -401,6 +405,7 @@ def plan_sequences(
     request: CompletionRequest | ChatRequest,
     prompts: Sequence[Prompt],
     stop: StopAutomaton,
+    rules: TokenRules,
     grammar: str | None = None,
 ) -> list[Plan]:
     """`n` sequences for each prompt, in order of the choices' index. BadRequest if one could never be served."""
@@ -413,6 +418,7 @@ def plan_sequences(
             vocab_size=ready.vocab_size,
             eos_token_ids=services.tokenizer.eos_token_ids,
             defaults=services.sampling_defaults,
+            rules=rules,
             grammar=grammar,
         )
         for index in range(request.n or 1):

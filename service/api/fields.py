@@ -103,8 +103,6 @@ GENERATION_FIELDS = _table(
     _refused("use_beam_search", neutral=(False,), advice="send `n` for several answers, or `temperature` 0"),
     _refused("length_penalty", neutral=(1,)),
     _refused("early_stopping", neutral=(False,)),
-    _refused("bad_words", neutral=([],), advice="send `logit_bias`"),
-    _refused("allowed_token_ids", advice="send `logit_bias`"),
     _refused("stop_regex", neutral=([],), advice="send `stop`"),
     _refused("repetition_detection", advice="send `repetition_penalty`"),
     _refused("watermarking", "watermark", neutral=(False,)),

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from service.api.errors import BadRequest
 from service.api.schemas import ChatRequest, CompletionRequest, Generation
+from service.api.token_rules import TokenRules
 from service.api.validation import bad_request
 from service.engine.messages import Sampling
 from service.text.tokenizer import TextError, read_json
@@ -51,6 +52,7 @@ def build_sampling(
     vocab_size: int,
     eos_token_ids: tuple[int, ...],
     defaults: SamplingDefaults = SamplingDefaults(),
+    rules: TokenRules = TokenRules(),
     grammar: str | None = None,
 ) -> Sampling:
     """What the engine is told. `eos_token_ids` end the answer unless `ignore_eos`; those that the model cannot produce,
@@ -65,11 +67,8 @@ def build_sampling(
     if not request.ignore_eos:
         endings = (token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *endings)))
-    if min_tokens and len(set(stop_token_ids)) >= vocab_size:
-        raise BadRequest(
-            "min_tokens needs a token that does not end the answer, but stop_token_ids names the whole vocabulary.",
-            param="stop_token_ids",
-        )
+    if not rules.leave_a_token(stop_token_ids if min_tokens else (), vocab_size):
+        raise _no_token_left(request)
     logprobs, prompt_logprobs = _logprobs(request)
     return Sampling(
         max_tokens=max_tokens,
@@ -82,12 +81,25 @@ def build_sampling(
         presence_penalty=_or(request.presence_penalty, 0.0),
         frequency_penalty=_or(request.frequency_penalty, 0.0),
         logit_bias=_logit_bias(request, vocab_size),
+        allowed_tokens=rules.allowed_tokens,
+        bad_words=rules.bad_words,
         seed=request.seed,
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,
+    )
+
+
+def _no_token_left(request: Generation) -> BadRequest:
+    """What to say of fields that bar all tokens between them."""
+    asked = ("allowed_token_ids", "bad_words", "stop_token_ids", "min_tokens")
+    names = [name for name in asked if getattr(request, name)]
+    return BadRequest(
+        f"{', '.join(f'`{name}`' for name in names)} can leave no token to choose; allow more. Before `min_tokens` no "
+        "end token can be chosen, and neither can the last token of a bad word, wherever it would complete the word.",
+        param=names[0],
     )
 
 

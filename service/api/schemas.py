@@ -24,8 +24,11 @@ MAX_STOP_STRINGS = 32
 MAX_LOGIT_BIASES = 300
 MAX_STOP_TOKEN_IDS = 512
 MAX_DETOKENIZED = 1 << 20  # tokens
+MAX_ALLOWED_TOKEN_IDS = 1 << 18
+MAX_BAD_WORDS = 128
 
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+BadWord = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
 
 
@@ -85,6 +88,14 @@ class Generation(Request):
     )
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS), FIRST] | None = Field(
         None, description=f"up to {MAX_STOP_TOKEN_IDS} token ids that end the answer"
+    )
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS), FIRST] | None = (
+        Field(None, description="the only token ids that the answer may hold, one that ends it among them if it is to")
+    )
+    bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS), FIRST] | None = Field(
+        None,
+        description=f"up to {MAX_BAD_WORDS} texts whose tokens, as at the beginning of a text or behind a space, the "
+        "answer must not hold one after the other",
     )
     include_stop_str_in_output: bool | None = Field(None, description="leave what ended the answer in its text")
     no_stop_trim: bool | None = Field(None, description="the same, as SGLang calls it")

@@ -7,6 +7,8 @@ import math
 import random
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from adapters.errors import RowsExceeded
 from kernels.sampling.parameters import row_of
 from service.engine.adapter_desk import LORA_IS_OFF, Rows
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from service.engine.runner import Capacity
 
 MAX_TOKENS_LIMIT = 2**31
+NO_TOKEN_LEFT = "allowed_token_ids, bad_words and min_tokens leave no token to choose; ask for less of them."
 
 
 def error_in(
@@ -34,7 +37,7 @@ def error_in(
         return f"The prompt has token ids outside the vocabulary of {capacity.vocab_size}."
     if not MIN_WEIGHT <= request.weight <= MAX_WEIGHT:
         return f"The tenant's weight is {request.weight}; it must be between {MIN_WEIGHT} and {MAX_WEIGHT:g}."
-    error = _error_in_adapter(request, rows) or _error_in_sampling(sampling, capacity.vocab_size)
+    error = _error_in_adapter(request, rows) or _error_in_sampling(sampling, capacity)
     if error is None and sampling.grammar is not None and not has_grammars:
         error = NO_GRAMMARS
     if error is not None:
@@ -52,20 +55,35 @@ def error_in(
 def sequence_of(request: Submit, key: int, capacity: Capacity) -> Sequence:
     """The sequence of a request that has no error. Draws a seed where the request names none."""
     sampling, prompt = request.sampling, request.prompt_token_ids
-    endings = set(sampling.stop_token_ids)
-    if not sampling.ignore_eos:
-        endings.update(capacity.eos_token_ids)
     return Sequence(
         request=request,
         key=key,
         seed=random.getrandbits(63) if sampling.seed is None else sampling.seed,
         parameters=row_of(sampling),
-        stop_ids=frozenset(endings),
+        stop_ids=_endings(sampling, capacity),
         token_ids=list(prompt),
         num_prompt=len(prompt),
         num_prompt_logprobs=0 if sampling.prompt_logprobs is None else 1,
         prompt_logprobs=[] if sampling.prompt_logprobs is None else [None],
     )
+
+
+def _endings(sampling: Sampling, capacity: Capacity) -> frozenset[int]:
+    """Tokens that end the answer, and are barred before `min_tokens`."""
+    return frozenset((*sampling.stop_token_ids, *(() if sampling.ignore_eos else capacity.eos_token_ids)))
+
+
+def _leaves_a_token(sampling: Sampling, capacity: Capacity) -> bool:
+    """Whether a token can be chosen wherever bad words bar what they can, and before `min_tokens`."""
+    barred = {word[-1] for word in sampling.bad_words}
+    barred.update(_endings(sampling, capacity) if sampling.min_tokens else ())
+    is_left = np.ones(capacity.vocab_size, np.bool_)
+    if sampling.allowed_tokens:
+        is_left[:] = False
+        bits = np.unpackbits(np.frombuffer(sampling.allowed_tokens, np.uint8), bitorder="little")
+        is_left[: len(bits)] = bits[: capacity.vocab_size]
+    is_left[[token for token in barred if 0 <= token < capacity.vocab_size]] = False
+    return bool(is_left.any())
 
 
 def _error_in_adapter(request: Submit, rows: Rows | None) -> str | None:
@@ -80,8 +98,9 @@ def _error_in_adapter(request: Submit, rows: Rows | None) -> str | None:
     return None
 
 
-def _error_in_sampling(sampling: Sampling, vocab_size: int) -> str | None:
-    """The first field that is out of its range."""
+def _error_in_sampling(sampling: Sampling, capacity: Capacity) -> str | None:
+    """The first field that is out of its range, or that no token is left to choose."""
+    vocab_size = capacity.vocab_size
     fields: list[tuple[str, bool]] = [
         ("max_tokens", 0 <= sampling.max_tokens < MAX_TOKENS_LIMIT),
         ("min_tokens", 0 <= sampling.min_tokens <= sampling.max_tokens),
@@ -96,9 +115,15 @@ def _error_in_sampling(sampling: Sampling, vocab_size: int) -> str | None:
         ("prompt_logprobs", sampling.prompt_logprobs is None or sampling.prompt_logprobs >= 0),
         ("logit_bias", all(0 <= token < vocab_size for token in sampling.logit_bias)),
         ("logit_bias", all(math.isfinite(bias) for bias in sampling.logit_bias.values())),
+        ("allowed_tokens", len(sampling.allowed_tokens) <= -(-vocab_size // 8)),
+        ("bad_words", all(word and all(0 <= token < vocab_size for token in word) for word in sampling.bad_words)),
         ("stop_token_ids", all(0 <= token < vocab_size for token in sampling.stop_token_ids)),
     ]
     for name, is_fine in fields:
         if not is_fine:
             return f"{name} is out of range."
+    if (sampling.allowed_tokens or sampling.bad_words or sampling.min_tokens) and not _leaves_a_token(
+        sampling, capacity
+    ):
+        return NO_TOKEN_LEFT
     return None

@@ -23,9 +23,10 @@ nothing goes wrong then:
   that it is computed again from: it joins again two launches later at the earliest, when that token is known.
 - Sampling needs nothing of the token before but what the device has: numbers, bars and endings by length follow from
   counts, penalties from counts by slot on the device. So the tokens are those of a run without overlap.
-- The mask of a sequence that follows a grammar needs the token before on the host. In a step that has such sequences
-  the model is launched first, then the last step is collected and masks are made while the model runs, and sampling is
-  launched last. That costs nothing as long as collecting and masks take less than the model; no other step waits.
+- The mask of a sequence that follows a grammar, or has bad words, needs the token before on the host. In a step that
+  has such sequences the model is launched first, then the last step is collected and masks are made while the model
+  runs, and sampling is launched last. That costs nothing as long as collecting and masks take less than the model; no
+  other step waits.
 
 Cost per step outside the model: O(running sequences + tokens of prompts), plus sampling, which is a few passes over the
 logits.
@@ -54,7 +55,7 @@ from service.engine.adapter_desk import AdapterDesk, HostSource, Loader, Rows
 from service.engine.block_pool import BlockPool
 from service.engine.brief_thread import BriefThread
 from service.engine.config import EngineConfig
-from service.engine.grammars import Constraint, Grammars, StepMasks, Worker
+from service.engine.grammars import Constraint, Grammars, StepMasks, Worker, has_constraint
 from service.engine.maps import BASE, IN_FLIGHT, ChunkInput, adapter_order, is_all_decode
 from service.engine.messages import (
     Abort,
@@ -239,6 +240,8 @@ class Engine:
         self._num_arrived += 1
         self._sequences[request.request_id] = sequence
         if grammar is None or not request.sampling.max_tokens:
+            if has_constraint(request.sampling):
+                sequence.constraint = Constraint(request.sampling, sequence.stop_ids, self.capacity.vocab_size)
             self.scheduler.add(sequence)
         else:
             self._compiling.add(sequence)
@@ -359,7 +362,14 @@ class Engine:
         self._compiling.remove(sequence)
         table, sampling = self._grammars.table, sequence.request.sampling
         assert table is not None
-        sequence.constraint = Constraint(grammar, outcome, table, sampling, sequence.stop_ids)
+        sequence.constraint = Constraint(
+            sampling,
+            sequence.stop_ids,
+            self.capacity.vocab_size,
+            grammar=grammar,
+            matcher=outcome,
+            eos_token_ids=table.eos_token_ids,
+        )
         self.scheduler.add(sequence)
 
     def _launch(self) -> _StepInFlight | None:
@@ -458,7 +468,8 @@ class Engine:
     def _fail_constrained(self, sequence: Sequence) -> None:
         """Its grammar cannot be followed any further."""
         assert sequence.constraint is not None
-        self._grammars.forget(sequence.constraint.grammar)
+        if sequence.constraint.grammar is not None:
+            self._grammars.forget(sequence.constraint.grammar)
         if self._sequences.get(sequence.request_id) is sequence:
             self._finish(sequence, _bad_grammar(sequence, sequence.constraint.error))
 

@@ -22,9 +22,11 @@ import torch
 
 from kernels.sampling.asked import mask_of
 from service.engine.messages import Sampling
+from service.engine.token_rules import TokenRules
 from service.grammars.matching import GrammarError, TokenTable, compile_grammar, error_of
 
 MAX_COMPILED = 32
+NOTHING_LEFT = "allowed_token_ids and bad_words leave no token of those that it allows"
 NO_GRAMMARS = "This engine was started without the tokens that grammars need; leave the constraint out."
 
 
@@ -38,35 +40,52 @@ class Worker(Protocol):
         """Drop what has not begun."""
 
 
+def has_constraint(sampling: Sampling) -> bool:
+    """Whether lists say what a token may be; grammars are looked at apart."""
+    return bool(sampling.allowed_tokens or sampling.bad_words)
+
+
 class Constraint:
-    """A sequence's place in its grammar.
+    """What a sequence's tokens may be: its place in its grammar, and its lists of tokens.
 
     error  why its grammar cannot be followed any further; empty while it can be
     """
 
     def __init__(
-        self, grammar: str, matcher: Any, table: TokenTable, sampling: Sampling, stop_ids: frozenset[int]
+        self,
+        sampling: Sampling,
+        stop_ids: frozenset[int],
+        vocab_size: int,
+        *,
+        grammar: str | None = None,
+        matcher: Any = None,
+        eos_token_ids: Sequence[int] = (),
     ) -> None:
-        """matcher   of the grammar, which nobody else has
-        stop_ids  tokens that end the sequence"""
+        """stop_ids       tokens that end the sequence
+        matcher        of the grammar, at its beginning, which nobody else has; None without a grammar
+        eos_token_ids  what ends an answer that the grammar allows to end; lists of tokens do not forbid it
+        """
         self.grammar = grammar
         self._matcher = matcher
         self._num_min = sampling.min_tokens
-        ends = frozenset(table.eos_token_ids)
-        self._early_bar = _bar(stop_ids | ends, table.vocab_size) if sampling.min_tokens else None
-        self._late_bar = _bar(ends, table.vocab_size) if sampling.ignore_eos else None
-        self._num_consumed = 0
+        ends = frozenset(eos_token_ids)
+        self._early_bar = _bar(stop_ids | ends, vocab_size) if sampling.min_tokens else None
+        self._late_bar = _bar(ends, vocab_size) if sampling.ignore_eos and ends else None
+        self._rules: TokenRules | None = None
+        if sampling.allowed_tokens or sampling.bad_words:
+            self._rules = TokenRules(sampling, vocab_size, eos_token_ids)
+        self._output: list[int] = []
         self.error = ""
 
     @property
     def is_complete(self) -> bool:
         """Whether the answer is whole and nothing may follow."""
-        return bool(self._matcher.is_stopped())
+        return self._matcher is not None and bool(self._matcher.is_stopped())
 
     def consume(self, token: int) -> None:
         """The sequence's next token."""
-        self._num_consumed += 1
-        if not self._matcher.consume_token(token):
+        self._output.append(token)
+        if self._matcher is not None and not self._matcher.consume_token(token):
             self.error = error_of(self._matcher)
 
     def fill(self, mask: np.ndarray) -> None:
@@ -74,16 +93,23 @@ class Constraint:
 
         An end that min_tokens or ignore_eos forbid is barred, unless the grammar allows nothing else.
         """
-        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        if self._matcher.is_error():
-            self.error = error_of(self._matcher)
-            mask[:] = -1
-            return
-        bar = self._early_bar if self._num_consumed < self._num_min else self._late_bar
+        mask[:] = -1
+        if self._matcher is not None:
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if self._matcher.is_error():
+                self.error = error_of(self._matcher)
+                mask[:] = -1
+                return
+        bar = self._early_bar if len(self._output) < self._num_min else self._late_bar
         if bar is not None:
             narrowed = mask & bar
             if narrowed.any():
                 mask[:] = narrowed
+        if self._rules is not None:
+            self._rules.narrow(mask, self._output)
+            if not mask.any():
+                self.error = NOTHING_LEFT
+                mask[:] = -1
 
 
 def _bar(tokens: frozenset[int], vocab_size: int) -> np.ndarray:

@@ -20,6 +20,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     top_k 0 = off; seed None = the engine draws one; logprobs None = none, n = the n most likely beside the chosen
     token; prompt_logprobs likewise for the prompt (`echo`); logit_bias maps token id to an added logit; grammar is
     llguidance's, serialised, as `service.grammars.trial` gives it once it has been tried.
+    allowed_tokens: bit t % 8 of byte t // 8 allows token t, and bytes that are missing allow none; empty = all.
+    bad_words: token sequences that the output must not hold. With both, and with min_tokens, some token must be left.
     """
 
     max_tokens: int
@@ -32,6 +34,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
+    allowed_tokens: bytes = b""
+    bad_words: tuple[tuple[int, ...], ...] = ()
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False

@@ -35,8 +35,8 @@ class Sequence:
     num_prompt_logprobs  entries of `prompt_logprobs` that there are, or will be when the launched steps have run
     prompt_logprobs  of the prompt so far, entry 0 None; empty where not asked for
     prompt_logprobs_sent  the one message that carries them has gone out
-    constraint     its place in the grammar that it must follow, None without one. It has seen all tokens that the host
-                   knows, whatever the scheduler does with the sequence
+    constraint     on its tokens, by a grammar, a list of those allowed or bad words; None without one. It has seen all
+                   tokens that the host knows, whatever the scheduler does with the sequence
     """
 
     request: Submit

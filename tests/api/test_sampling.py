@@ -12,8 +12,9 @@ import pytest
 
 from service.api.sampling import SamplingDefaults, build_sampling, model_defaults
 from service.api.schemas import ChatRequest, CompletionRequest
+from service.api.token_rules import TokenRules, token_rules
 from service.engine.messages import Sampling
-from service.text.tokenizer import TextError
+from service.text.tokenizer import TextError, TextTokenizer
 from tests.api.conftest import BASE, Checkpoints
 from tests.support.server import Server, running_server
 from tests.support.tiny_models import EOS_ID, VOCAB_SIZE
@@ -39,9 +40,17 @@ FIELDS: dict[str, Any] = {
     "stop_token_ids": [8, 6],
     "ignore_eos": True,
 }
-# Made of several fields, by `service.api.grammars`.
+# Made of several fields, by `service.api.grammars` and `service.api.token_rules`.
 GRAMMAR = "start: /a/"
-COMMON = {**FIELDS, "logit_bias": {9: -2.5, 17: 4.0}, "stop_token_ids": (8, 6), "grammar": GRAMMAR}
+RULES = TokenRules(allowed_tokens=b"\0\6", bad_words=((9, 17),))
+COMMON = {
+    **FIELDS,
+    "logit_bias": {9: -2.5, 17: 4.0},
+    "stop_token_ids": (8, 6),
+    "grammar": GRAMMAR,
+    "allowed_tokens": RULES.allowed_tokens,
+    "bad_words": RULES.bad_words,
+}
 TABLE: list[tuple[type[CompletionRequest] | type[ChatRequest], dict[str, Any], dict[str, Any]]] = [
     (CompletionRequest, {"logprobs": 5, "echo": True}, {**COMMON, "logprobs": 5, "prompt_logprobs": 5}),
     # A chat has no `echo`, so nothing of its prompt is told.
@@ -50,11 +59,20 @@ TABLE: list[tuple[type[CompletionRequest] | type[ChatRequest], dict[str, Any], d
 
 
 def sampling_of(
-    kind: type[CompletionRequest] | type[ChatRequest], *, grammar: str | None = None, **fields: Any
+    kind: type[CompletionRequest] | type[ChatRequest],
+    *,
+    grammar: str | None = None,
+    rules: TokenRules | None = None,
+    **fields: Any,
 ) -> Sampling:
     request = kind(model=BASE, **REQUIRED[kind], **fields)
     return build_sampling(
-        request, max_tokens=MAX_TOKENS, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS_ID,), grammar=grammar
+        request,
+        max_tokens=MAX_TOKENS,
+        vocab_size=VOCAB_SIZE,
+        eos_token_ids=(EOS_ID,),
+        rules=rules or TokenRules(),
+        grammar=grammar,
     )
 
 
@@ -123,7 +141,7 @@ def is_default(field: msgspec.structs.FieldInfo, value: Any) -> bool:
 def test_every_field_reaches_the_engine(
     kind: type[CompletionRequest] | type[ChatRequest], own: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    sampling = sampling_of(kind, grammar=GRAMMAR, **FIELDS, **own)
+    sampling = sampling_of(kind, grammar=GRAMMAR, rules=RULES, **FIELDS, **own)
     assert {name: getattr(sampling, name) for name in sampling.__struct_fields__} == expected
 
 
@@ -153,6 +171,18 @@ def test_end_tokens_that_the_model_cannot_produce_are_left_out() -> None:
 @pytest.mark.parametrize(("top_k", "sent"), [(-1, 0), (0, 0), (VOCAB_SIZE + 1, VOCAB_SIZE)])
 def test_top_k_is_off_or_within_the_vocabulary(top_k: int, sent: int) -> None:
     assert sampling_of(CompletionRequest, top_k=top_k).top_k == sent
+
+
+def test_a_bad_word_is_barred_as_a_text_begins_with_it_and_behind_a_space(tmp_path: Path) -> None:
+    """A space of its own makes the word behind it no other; one that is part of a token does."""
+    vocabulary = {"a": 0, "b": 1, "Ġ": 2, "Ġa": 3, "ab": 4}
+    model = {"type": "BPE", "vocab": vocabulary, "merges": [["Ġ", "a"], ["a", "b"]]}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    parts = {"version": "1.0", "added_tokens": [], "model": model, "pre_tokenizer": byte_level, "decoder": byte_level}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(parts))
+    tokenizer = TextTokenizer.load(tmp_path)
+    for words, expected in ((["a"], ((0,), (3,))), ([" ab", "ab"], ((4,), (3, 1))), (["b", "ba"], ((1,), (1, 0)))):
+        assert token_rules(CompletionRequest(prompt="", bad_words=words), tokenizer, 5).bad_words == expected
 
 
 BODIES: dict[str, dict[str, Any]] = {
@@ -195,6 +225,38 @@ class TestAnswers:
         greedy = self.answer(server, path, temperature=0)
         assert len(set(greedy)) < MAX_TOKENS
         assert len(set(self.answer(server, path, temperature=0, **penalty))) > len(set(greedy))
+
+    def test_only_allowed_tokens_are_chosen(self, server: Server, path: str) -> None:
+        assert set(self.answer(server, path, allowed_token_ids=[50, 61, 50], **HOT)) == {50, 61}
+
+    def test_a_bad_word_is_not_written_at_its_beginning_nor_later(self, server: Server, path: str) -> None:
+        biased = {"temperature": 0, "logit_bias": {"50": 100, "61": 50}}
+        char = server.post("/detokenize", json={"tokens": [50]}).json()["prompt"]
+        assert self.answer(server, path, **biased, bad_words=[char]) == [61] * MAX_TOKENS
+        assert self.answer(server, path, **biased, bad_words=[char * 2, "absent"]) == [50, 61] * (MAX_TOKENS // 2)
+        assert self.answer(server, path, **biased, bad_words=[]) == [50] * MAX_TOKENS
+
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"allowed_token_ids": []}, "allowed_token_ids"),
+            ({"allowed_token_ids": [-1]}, "allowed_token_ids[0]"),
+            ({"allowed_token_ids": [VOCAB_SIZE]}, "allowed_token_ids"),
+            ({"allowed_token_ids": [EOS_ID], "min_tokens": 1}, "allowed_token_ids"),
+            ({"bad_words": "word"}, "bad_words"),
+            ({"bad_words": [""]}, "bad_words[0]"),
+            ({"bad_words": [" "]}, "bad_words"),
+            ({"bad_words": ["x" * 1001]}, "bad_words[0]"),
+            ({"bad_words": ["x" * 1000] * 5}, "bad_words"),
+            ({"bad_words": ["x"] * 129}, "bad_words"),
+        ],
+        ids=str,
+    )
+    def test_rules_that_cannot_be_kept_are_refused(
+        self, server: Server, path: str, fields: dict[str, Any], param: str
+    ) -> None:
+        answer = server.post(path, json={**BODIES[path], "max_tokens": 4, **fields})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
     def test_a_bias_forces_a_token(self, server: Server, path: str) -> None:
         assert 50 not in self.answer(server, path, temperature=0)

@@ -9,6 +9,7 @@ import random
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -88,6 +89,51 @@ def test_ending_tokens_are_barred_before_min_tokens(mock: MockEngine) -> None:
     assert mock.output["r"][3] == EOS
 
 
+def constrained_tokens(
+    prompt: tuple[int, ...], num_tokens: int, words: list[tuple[int, ...]], allowed: set[int]
+) -> list[int]:
+    """`expected_tokens` where a token must be allowed and complete no word within the output."""
+    output: list[int] = []
+    for _ in range(num_tokens):
+        logits = next_logits([*prompt, *output], -1)
+        for token in range(VOCAB):
+            ends = [(*output, token)[-len(word) :] for word in words]
+            if token not in allowed or any(end == word for end, word in zip(ends, words, strict=True)):
+                logits[token] = -torch.inf
+        output.append(int(logits.argmax()))
+    return output
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_blocks", [64, 9])
+def test_bad_words_and_allowed_tokens_hold_at_every_place(overlap: bool, num_blocks: int) -> None:
+    """Also where a step is launched before the last one is collected, and after preemptions."""
+    prompt, allowed = (1, 2, 3), {*range(0, VOCAB, 2), *expected_tokens((1, 2, 3), None, 12)}
+    free = constrained_tokens(prompt, 12, [], allowed)
+    pairs = [*pairwise(free)]
+    # The second is of the prompt's last token and the first of the answer: not within the output.
+    words = [
+        (free[1],),
+        (3, free[0]),
+        pairs[4],
+        (*pairs[4], free[6]),
+        tuple(free[:3]),
+        (free[0],) * 20,
+    ]
+    mock = make_mock_engine(overlap=overlap, num_blocks=num_blocks)
+    mask = sum(1 << token for token in allowed).to_bytes(13, "little").rstrip(b"\0")
+    mock.submit("plain", max_tokens=20)
+    for name, asked in (("words", words), ("pairs", pairs)):
+        mock.submit(name, prompt, max_tokens=12, bad_words=tuple(asked), allowed_tokens=mask, ignore_eos=True)
+    mock.settle()
+    mock.engine.close()
+    assert (mock.engine.scheduler.num_preemptions > 0) == (num_blocks < 64)
+    assert mock.output["plain"] == expected_tokens(prompt, None, 20)
+    assert mock.output["words"] == constrained_tokens(prompt, 12, words, allowed) != free
+    assert mock.output["pairs"] == constrained_tokens(prompt, 12, pairs, allowed)
+    assert mock.output["words"][0] == free[0]
+
+
 # ---- errors
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -100,6 +146,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "top_p": ({"top_p": 1.5}, "top_p"),
     "bias": ({"logit_bias": {VOCAB: 1.0}}, "logit_bias"),
     "stop ids": ({"stop_token_ids": (-3,)}, "stop_token_ids"),
+    "bad words": ({"bad_words": ((3, VOCAB),)}, "bad_words"),
+    "an empty bad word": ({"bad_words": ((),)}, "bad_words"),
+    "allowed": ({"allowed_tokens": b"\1" * 14}, "allowed_tokens"),
+    "nothing left": ({"allowed_tokens": b"\6", "bad_words": ((1,), (5, 2))}, "no token"),
+    "nothing left but an end": ({"allowed_tokens": b"\2", "stop_token_ids": (1,), "min_tokens": 1}, "no token"),
     "min over max": ({"min_tokens": 9, "max_tokens": 4}, "min_tokens"),
 }
 

@@ -57,6 +57,25 @@ def test_only_what_the_grammar_allows_and_of_that_the_models_choice(mock: MockEn
     assert ending(mock, "r") == ("stop", None)
 
 
+def test_lists_of_tokens_hold_beside_a_grammar_but_for_its_end(mock: MockEngine) -> None:
+    def mask(text: str) -> bytes:
+        return sum(1 << token for token in ids(text)).to_bytes(13, "little")
+
+    free = best(["abcd"] * 3 + ["xy"])
+    word = (free[0], free[1])
+    mock.submit("r", max_tokens=9, grammar=regex("[a-h]{3}[xyz]"), allowed_tokens=mask("abcdxy"))
+    mock.submit("word", max_tokens=9, grammar=regex("[a-h]{3}[xyz]"), allowed_tokens=mask("abcdxy"), bad_words=(word,))
+    mock.submit("open", max_tokens=9, grammar=regex("a+"), allowed_tokens=mask("a"), logit_bias={EOS: 100.0})
+    mock.submit("nothing", max_tokens=9, grammar=regex("[a-h]{3}[xyz]"), allowed_tokens=mask("q"))
+    mock.settle()
+    assert mock.output["r"] == free
+    assert mock.output["word"][0] == word[0]
+    assert mock.output["word"][1] != word[1]
+    assert (mock.output["open"], ending(mock, "open")) == ([*ids("a"), EOS], ("stop", EOS))
+    assert (mock.finished["nothing"].reason, mock.finished["nothing"].client_fault) == ("error", True)
+    assert "leave no token" in (mock.finished["nothing"].error or "")
+
+
 def test_others_in_the_step_are_as_if_it_were_not_there(mock: MockEngine) -> None:
     for index in range(3):
         mock.submit(f"free-{index}", (5, 6, index), adapter=f"a{index}" if index else None, max_tokens=9)

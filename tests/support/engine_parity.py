@@ -48,6 +48,7 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.8, "top_k": 5, "min_p": 0.05, "seed": 2},
     {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5},
     {"logit_bias": {7: 3.0}, "min_tokens": 2, "ignore_eos": False},
+    {"allowed_tokens": b"\xff" * 20, "bad_words": ((7,), (8, 9))},
     {"logprobs": 3, "prompt_logprobs": 2},
 )
 
