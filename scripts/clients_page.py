@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from service.api.fields import GENERATION_FIELDS, UnservedField
+from service.api.fields import GENERATION_FIELDS, RESPONSE_FIELDS, UnservedField
+from service.api.response_request import ResponsesRequest
 from service.api.schemas import ChatRequest, CompletionRequest, StreamOptions
 
 _PAGE = Path("docs/clients.md")
@@ -20,19 +21,20 @@ _BEGIN, _END = "<!-- written by scripts/clients_page.py -->\n", "<!-- end -->\n"
 
 
 def _served() -> Iterator[str]:
-    yield "| field | completions | chat | what it does |\n|---|---|---|---|\n"
-    completion, chat = CompletionRequest.model_fields, ChatRequest.model_fields
+    yield "| field | completions | chat | responses | what it does |\n|---|---|---|---|---|\n"
+    completion, chat, response = (one.model_fields for one in (CompletionRequest, ChatRequest, ResponsesRequest))
     options = {f"stream_options.{name}": field for name, field in StreamOptions.model_fields.items()}
-    for name in completion | chat | options:
+    for name in completion | chat | response | options:
         both = [options.get(name, fields.get(name)) for fields in (completion, chat)]
-        places = ["yes" if field else "" for field in both]
-        words = dict.fromkeys(field.description for field in both if field)
-        yield f"| `{name}` | {places[0]} | {places[1]} | {'; in chats '.join(map(str, words))} |\n"
+        own = response.get(name)
+        places = ["yes" if field else "" for field in (*both, own)]
+        words = dict.fromkeys(field.description for field in both if field) or {own.description if own else None: None}
+        yield f"| `{name}` | {' | '.join(places)} | {'; in chats '.join(map(str, words))} |\n"
 
 
-def _refused() -> Iterator[str]:
+def _refused(table: Mapping[str, UnservedField]) -> Iterator[str]:
     yield "| fields | ask for nothing, beside null | what to do instead |\n|---|---|---|\n"
-    rows = [row for row in GENERATION_FIELDS.values() if not row.is_inert]
+    rows = [row for row in table.values() if not row.is_inert]
     for (neutral, advice), alike in groupby(rows, key=lambda row: (_spelled(row.neutral), row.advice)):
         yield f"| {_names(alike)} | {neutral} | {advice} |\n"
 
@@ -54,7 +56,10 @@ def _tables() -> str:
             "\n### Accepted without effect\n\n",
             f"{_names(inert)}.\n",
             "\n### Refused by name, unless they ask for nothing\n\n",
-            *_refused(),
+            *_refused(GENERATION_FIELDS),
+            "\n### Refused by name in responses\n\n",
+            "Those above that responses do not serve, and:\n\n",
+            *_refused({name: row for name, row in RESPONSE_FIELDS.items() if name not in GENERATION_FIELDS}),
         ]
     )
 

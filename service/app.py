@@ -22,8 +22,8 @@ import adapters.errors as store_errors
 from adapters.row_plan import plan_rows
 from adapters.store import AdapterStore, StoreLimits
 from kernels.lora.limits import MAX_KERNEL_RANK
-from service.api import adapters, batch, chat, completions, health, lora_compat, models, page, tokenize
-from service.api.answers import ChatChunk
+from service.api import adapters, batch, chat, completions, health, lora_compat, models, page, responses, tokenize
+from service.api.answers import ChatChunk, ResponseEvent
 from service.api.auth import OPEN_PATHS, KeyRing
 from service.api.errors import HANDLED, BadRequest, UnknownRoute, WrongMethod
 from service.api.json_body import LARGE_BODY_BYTES, BodyBudget
@@ -46,6 +46,7 @@ from service.version import server_version
 ROUTERS = (
     chat.router,
     completions.router,
+    responses.router,
     batch.router,
     models.router,
     tokenize.router,
@@ -310,9 +311,11 @@ def _openapi(app: FastAPI, *, with_keys: bool) -> Callable[[], dict[str, Any]]:
     def build() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=server_version(), routes=app.routes)
-            chunk = ChatChunk.model_json_schema(ref_template="#/components/schemas/{model}")
-            definitions = chunk.pop("$defs", {})
-            finish(schema, with_keys=with_keys, open_paths=OPEN_PATHS, chunks={**definitions, "ChatChunk": chunk})
+            chunks: dict[str, Any] = {}
+            for model in (ChatChunk, ResponseEvent):
+                chunk = model.model_json_schema(ref_template="#/components/schemas/{model}")
+                chunks |= {**chunk.pop("$defs", {}), model.__name__: chunk}
+            finish(schema, with_keys=with_keys, open_paths=OPEN_PATHS, chunks=chunks)
             app.openapi_schema = schema
         return app.openapi_schema
 

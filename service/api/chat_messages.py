@@ -24,9 +24,9 @@ class _Kept(Request):
 
 
 class TextPart(_Kept):
-    """A part of a message. `input_text` and `output_text` are what the Responses API calls a text."""
+    """A part of a message. `input_text`, `output_text` and `reasoning_text` are what the Responses API calls a text."""
 
-    type: Literal["text", "input_text", "output_text", "refusal"]
+    type: Literal["text", "input_text", "output_text", "reasoning_text", "refusal"]
     text: str | None = None
     refusal: str | None = Field(None, description="the text of a part of type `refusal`")
 

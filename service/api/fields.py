@@ -140,6 +140,18 @@ STRUCTURED_OUTPUT_FIELDS = _table(
     _refused("disable_additional_properties", neutral=(False,), advice="write `additionalProperties` into the schema"),
     _refused("disable_fallback", neutral=(True, False)),
 )
+# Of responses: those of chats, and what needs a server that keeps something.
+RESPONSE_FIELDS = GENERATION_FIELDS | _table(
+    _refused("previous_response_id", "conversation", advice="send the whole conversation as `input`"),
+    _refused("prompt", advice="send `input`"),
+    _refused("background", neutral=(False,), advice="send `stream`"),
+    _refused("truncation", neutral=("disabled",), advice="send `truncate_prompt_tokens` to /v1/chat/completions"),
+    _refused("context_management", neutral=([],)),
+    _refused("max_tool_calls", advice="end the loop that calls the tools"),
+    _refused("image"),
+)
+RESPONSE_REASONING_FIELDS = _table(_refused("summary", "generate_summary"))
+RESPONSE_TEXT_FIELDS = _table(_refused("verbosity", neutral=("medium",), advice="ask for the length in the input"))
 # Of `stream_options`. Obfuscation pads chunks against those who watch their sizes; the field turns it off or on.
 STREAM_FIELDS = _table(_inert("include_obfuscation"))
 # Of a tool's definition: where a prompt may be cut for a cache of the client's own.

@@ -36,8 +36,9 @@ UPLOAD_ERRORS = errors((400, 401, 403, 409, 413, 500, 503, 507))
 _FORBIDDEN_BY_SETTING = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
 
-def streamed(chunk_schema: str) -> dict[int | str, dict[str, Any]]:
-    """The second form of a 200: events whose data is a chunk or an error, ended by `data: [DONE]`."""
+def streamed(chunk_schema: str, *, ends_with_done: bool = True) -> dict[int | str, dict[str, Any]]:
+    """The second form of a 200: events whose data is a chunk or an error."""
+    end = ", the last one `data: [DONE]`" if ends_with_done else ""
     data = {
         "anyOf": [
             {"$ref": f"#/components/schemas/{chunk_schema}"},
@@ -46,8 +47,8 @@ def streamed(chunk_schema: str) -> dict[int | str, dict[str, Any]]:
     }
     return {
         200: {
-            "description": "The answer; with `stream` as server-sent events, each with one JSON object after `data: `, "
-            "the last one `data: [DONE]`.",
+            "description": "The answer; with `stream` as server-sent events, each with one JSON object after `data: `"
+            f"{end}.",
             "content": {"text/event-stream": {"schema": data}},
         }
     }

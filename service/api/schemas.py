@@ -1,4 +1,5 @@
-"""Every JSON shape that the HTTP interface takes; `service.api.answers` has those that it answers with.
+"""The JSON shapes that the HTTP interface takes, but for those of the Responses API (`service.api.response_request`);
+`service.api.answers` has those that it answers with.
 
 The fields here are served. Requests refuse all others, but for those of `service.api.fields`, which they accept while
 these ask for nothing.
@@ -47,19 +48,13 @@ class StreamOptions(Request):
     continuous_usage_stats: bool | None = Field(default=None, description="send the token counts so far in every chunk")
 
 
-class Generation(Request):
-    """What completions and chat completions have in common; null is the same as leaving a field out."""
-
-    unserved = GENERATION_FIELDS
+class Decoding(Request):
+    """Who answers, and how tokens are chosen and become text; null is the same as leaving a field out."""
 
     model: str | None = Field(None, description="the base's name (the default), an adapter's name, or `base:adapter`")
     adapter_id: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="an adapter's name; if `model` names one too it must be the same"
     )
-    stream: bool | None = Field(None, description="answer with server-sent events")
-    stream_options: StreamOptions | None = Field(None, description="only with `stream`")
-    n: Annotated[int, Field(ge=1)] | None = Field(None, description="independent answers per prompt, 1 by default")
-    max_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="most tokens of an answer")
     min_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="no end before so many tokens")
     temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
         None, description="0 is greedy; default: the model's, or 1"
@@ -104,6 +99,23 @@ class Generation(Request):
     add_special_tokens: bool | None = Field(
         None, description="add what the tokenizer adds (a BOS, say); true for prompts, false for chats by default"
     )
+
+    @model_validator(mode="after")
+    def _check_stop(self) -> Decoding:
+        if isinstance(self.stop, list) and len(self.stop) > MAX_STOP_STRINGS:
+            raise ValueError(f"`stop` takes at most {MAX_STOP_STRINGS} texts")
+        return self
+
+
+class Generation(Decoding):
+    """What completions and chat completions have in common."""
+
+    unserved = GENERATION_FIELDS
+
+    stream: bool | None = Field(None, description="answer with server-sent events")
+    stream_options: StreamOptions | None = Field(None, description="only with `stream`")
+    n: Annotated[int, Field(ge=1)] | None = Field(None, description="independent answers per prompt, 1 by default")
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="most tokens of an answer")
     return_token_ids: bool | None = Field(None, description="answer with the token ids too, as vLLM does")
     return_tokens_as_token_ids: bool | None = Field(
         None, description="write the tokens of log probabilities as `token_id:<id>`"
@@ -138,9 +150,7 @@ class Generation(Request):
     ebnf: str | None = Field(None, description="SGLang's, as `structured_outputs.grammar`")
 
     @model_validator(mode="after")
-    def _check_stop_and_stream(self) -> Generation:
-        if isinstance(self.stop, list) and len(self.stop) > MAX_STOP_STRINGS:
-            raise ValueError(f"`stop` takes at most {MAX_STOP_STRINGS} texts")
+    def _check_stream(self) -> Generation:
         options = self.stream_options
         if options is not None and (options.include_usage or options.continuous_usage_stats) and not self.stream:
             raise ValueError("`stream_options` is only allowed with `stream`: true")

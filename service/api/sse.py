@@ -25,6 +25,11 @@ def encode_event(data: Any) -> bytes:
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
+def encode_typed_event(data: Any) -> bytes:
+    """One event that is named by its `type`."""
+    return b"event: " + data["type"].encode() + b"\n" + encode_event(data)
+
+
 class JsonResponse(Response):
     """A JSON body from plain data, without FastAPI's second validation."""
 
@@ -35,12 +40,24 @@ class JsonResponse(Response):
 
 
 class EventStream(StreamingResponse):
-    """Events of `chunks`, then `[DONE]`; an error becomes an event of its own, since the status is sent by then.
+    """Events of `chunks`, then `last`; an error becomes an event of its own, since the status is sent by then.
 
     `close` is called exactly once, however the stream ends; also if it never starts.
+
+    encode  a chunk, or what was told of an error, to an event
+    told    what is said of an error
     """
 
-    def __init__(self, chunks: AsyncIterator[Any], close: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        chunks: AsyncIterator[Any],
+        close: Callable[[], None],
+        *,
+        encode: Callable[[Any], bytes] = encode_event,
+        told: Callable[[Exception], Any] = error_body,
+        last: bytes = DONE,
+    ) -> None:
+        self._encode, self._told, self._last = encode, told, last
         super().__init__(self._events(chunks), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._close = close
         self._error: Exception | None = None
@@ -56,13 +73,14 @@ class EventStream(StreamingResponse):
     async def _events(self, chunks: AsyncIterator[Any]) -> AsyncIterator[bytes]:
         try:
             async for chunk in chunks:
-                yield encode_event(chunk)
+                yield self._encode(chunk)
         except Exception as error:
             if not isinstance(error, HANDLED):
                 LOGGER.exception("A stream failed unexpectedly.")
             self._error = error
-            yield encode_event(error_body(error))
-        yield DONE
+            yield self._encode(self._told(error))
+        if self._last:
+            yield self._last
 
 
 async def until_disconnect(request: Request, work: Awaitable[T]) -> T:

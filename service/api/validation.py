@@ -8,6 +8,7 @@ from typing import Any
 from service.api.errors import BadRequest, quoted
 
 _PROMPT = "`prompt` must be a text, a list of texts, a list of token ids or a list of lists of token ids."
+_INPUT = "`input` must be a text, or a list that is not empty; /openapi.json says of what."
 _CONTENT = '`content` of a message must be a text or a list of parts {"type": "text", "text": ...}'
 _OTHER_PARTS = "; images, audio and files are not supported."
 _FORMATS = (
@@ -16,7 +17,9 @@ _FORMATS = (
 )
 _SCHEMAS = ("json", "schema", "guided_json")
 # Fields of several types: below them pydantic's path goes on with the name of the type that it tried.
-_UNIONS = frozenset({"prompt", "stop", "content", "arguments", "response_format", "tool_choice", *_SCHEMAS})
+_UNIONS = frozenset(
+    {"prompt", "stop", "content", "arguments", "input", "output", "response_format", "tool_choice", *_SCHEMAS}
+)
 _TOOL_CHOICE = (
     '`tool_choice` must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}, which names '
     "one of the `tools`."
@@ -70,13 +73,15 @@ def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mappin
         return _FORMATS
     if path and (path[-1] in _SCHEMAS or path == ["json_schema"]):
         return f"`{name}` must be a JSON schema: an object, true or false, or its text."
-    if path[:1] == ["messages"] and "content" in path:
+    if path[:1] in (["messages"], ["input"]) and "content" in path:
         index = path.index("content")
         parts = [one for one in faults if one["type"] == "literal_error" and one["loc"][-1] == "type"]
         named = f" (it holds a part of type {quoted(repr(parts[0]['input']))})" if parts else ""
         return f"{_dotted(path[: index + 1])}: {_CONTENT}{_OTHER_PARTS[:-1]}{named}."
     if path[:1] == ["prompt"]:
         return _PROMPT
+    if path == ["input"] and kind != "missing":
+        return _INPUT
     if not path:
         if kind == "missing":
             return "The request has no body; send a JSON object with Content-Type: application/json."

@@ -62,6 +62,7 @@ STATUSES: dict[str, tuple[str, str]] = {
     "post /v1/chat/completions": ("200 400 404 413 429 500 503", "401"),
     "post /v1/completions": ("200 400 404 413 429 500 503", "401"),
     "post /v1/completions/batch": ("200 400 413 429 503", "401"),
+    "post /v1/responses": ("200 400 404 413 429 500 503", "401"),
     "post /tokenize": ("200 400 404 413 429 500", "401"),
     "post /detokenize": ("200 400 404 413 429 500", "401"),
     "get /tokenizer_info": ("200 429", "401"),
@@ -115,6 +116,9 @@ class TestOpenapi:
             ("/v1/completions", {**completion, "model": "nobody"}),
             ("/v1/chat/completions", {**chat, **rich, "logprobs": True, "top_logprobs": 2}),
             ("/v1/completions/batch", {"items": [completion, chat, {}]}),
+            ("/v1/responses", {"model": "alpha", "input": "the", "max_output_tokens": 3, "top_logprobs": 2}),
+            ("/v1/responses", {"input": "the", "store": True, "metadata": {"a": "b"}, "logit_bias": {"2": 100}}),
+            ("/v1/responses", {"input": "the", "previous_response_id": "x"}),
             ("/tokenize", {"prompt": "a", "return_token_strs": True}),
             ("/detokenize", {"tokens": [9]}),
             ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "x"}),
@@ -177,6 +181,15 @@ class TestOpenapi:
         assert events[-1] == "[DONE]"
         for event in events[:-1]:
             check_answer(openapi, "post", path, answer, json.loads(event))
+
+    def test_every_event_of_a_response_is_what_it_says(self, server: Server, openapi: dict[str, Any]) -> None:
+        answer = server.post("/v1/responses", json={"input": "the", "stream": True, "max_output_tokens": 3})
+        events = [line.partition("data: ")[2] for line in answer.text.split("\n\n") if line]
+        for event in events:
+            check_answer(openapi, "post", "/v1/responses", answer, json.loads(event))
+        whole = {"$ref": "#/components/schemas/ResponseObject", "components": openapi["components"]}
+        jsonschema.validate(json.loads(events[0])["response"], whole)
+        jsonschema.validate(json.loads(events[-1])["response"], whole)
 
     def test_a_batch_holds_completions_and_chats(self, openapi: dict[str, Any]) -> None:
         schemas = openapi["components"]["schemas"]

@@ -1,0 +1,153 @@
+"""POST /v1/responses: a chat in the shapes of OpenAI's Responses API, of which nothing is kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+from uuid import uuid4
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from service.api.admission import Admitted, admit, off_loop
+from service.api.answers import ResponseObject
+from service.api.chat import ChatAnswer
+from service.api.errors import ApiError, error_body
+from service.api.json_body import JsonRoute
+from service.api.openapi import GENERATION_ERRORS, streamed
+from service.api.requestlog import note_job
+from service.api.response_output import ResponseOutput
+from service.api.response_request import ResponsesRequest, chat_of, renamed
+from service.api.schemas import ChatRequest
+from service.api.sse import EventStream, JsonResponse, encode_typed_event, until_disconnect
+from service.api.state import Services, services_of
+
+router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
+
+
+@router.post(
+    "/v1/responses",
+    response_model=ResponseObject,
+    responses={**GENERATION_ERRORS, **streamed("ResponseEvent", ends_with_done=False)},
+    summary="Answer in the Responses API",
+)
+async def create_response(request: Request, body: ResponsesRequest) -> Response:
+    """Answer an input, with the base or an adapter. Nothing is stored: `store` is accepted and answered with false."""
+    services = services_of(request)
+    chat = await off_loop(lambda: chat_of(body), size_chars=body.num_chars)
+    try:
+        admitted = await until_disconnect(request, admit(services, chat))
+    except ApiError as error:
+        raise renamed(error) from None
+    answer = ResponseAnswer(services, body, chat, admitted)
+    note_job(request, answer.job)
+    if body.stream:
+        return EventStream(
+            answer.events(), answer.job.close, encode=encode_typed_event, told=answer.failure_event, last=b""
+        )
+    try:
+        return JsonResponse(await until_disconnect(request, answer.whole()))
+    finally:
+        answer.job.close()
+
+
+class ResponseAnswer:
+    """A running response and how its answer is written. Close `job` in the end."""
+
+    def __init__(self, services: Services, request: ResponsesRequest, chat: ChatRequest, admitted: Admitted) -> None:
+        self._defaults = services.sampling_defaults
+        self._request = request
+        self._chat = ChatAnswer(services, chat, admitted)
+        self._output = ResponseOutput()
+        self._id, self._created = f"resp_{uuid4().hex}", int(time.time())
+        self._num_events = 0
+        self.job = self._chat.job
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        chat = await self._chat.whole()
+        choice = chat["choices"][0]
+        for _ in self._output.add(choice["message"], _logprobs(choice)):
+            pass
+        for _ in self._output.finish(_status(choice["finish_reason"])):
+            pass
+        return self._response(_status(choice["finish_reason"]), chat["usage"])
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """The answer as it comes, with the whole of it in the last event."""
+        status, usage = "completed", None
+        for kind in ("created", "in_progress"):
+            yield self._numbered({"type": f"response.{kind}", "response": self._response("in_progress", None)})
+        async for chunk in self._chat.chunks():
+            usage = chunk.get("usage", usage)
+            for choice in chunk["choices"]:
+                for event in self._output.add(choice["delta"], _logprobs(choice)):
+                    yield self._numbered(event)
+                if choice["finish_reason"] is not None:
+                    status = _status(choice["finish_reason"])
+        for event in self._output.finish(status):
+            yield self._numbered(event)
+        yield self._numbered({"type": f"response.{status}", "response": self._response(status, usage)})
+
+    def failure_event(self, error: Exception) -> dict[str, Any]:
+        """An error that ends the stream: as this API writes it, and under `error` as all others do, where its clients
+        look too."""
+        body = error_body(error)
+        told = {name: body["error"][name] for name in ("message", "param", "code")}
+        return self._numbered({"type": "error", **told, **body})
+
+    def _numbered(self, event: dict[str, Any]) -> dict[str, Any]:
+        self._num_events += 1
+        return {**event, "sequence_number": self._num_events - 1}
+
+    def _response(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
+        request = self._request
+        text_format = (request.text.format if request.text is not None else None) or {"type": "text"}
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if status != "in_progress" else None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": self.job.name,
+            "output": list(self._output.items),
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "system_fingerprint": self.job.fingerprint,
+            "temperature": self._defaults.temperature if request.temperature is None else request.temperature,
+            "text": {"format": text_format, "verbosity": "medium"},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_logprobs": request.top_logprobs or 0,
+            "top_p": self._defaults.top_p if request.top_p is None else request.top_p,
+            "truncation": "disabled",
+            "usage": None if usage is None else _usage(usage),
+        }
+
+
+def _status(finish_reason: str) -> str:
+    return "incomplete" if finish_reason == "length" else "completed"
+
+
+def _logprobs(choice: dict[str, Any]) -> list[Any]:
+    return choice["logprobs"]["content"] if choice.get("logprobs") else []
+
+
+def _usage(chat: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "input_tokens": chat["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": chat["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": chat["total_tokens"],
+    }

@@ -1,0 +1,238 @@
+"""/v1/responses through the real client: what it needs to read an answer, a stream and a history."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import response_create_params
+
+from service.api.response_output import ResponseOutput
+from service.api.response_request import ResponsesRequest
+from tests.api.conftest import BASE
+from tests.support.server import Server
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_output_tokens": 6}
+# A run of one token, whose text is one character, and its end.
+FORCED: dict[str, Any] = {"logit_bias": {"50": 100}}
+ENDED: dict[str, Any] = {"logit_bias": {"2": 100}}
+
+
+def chat_of(client: openai.OpenAI, messages: list[Any], **options: Any) -> Any:
+    return client.chat.completions.create(messages=messages, temperature=0, max_tokens=6, **options)
+
+
+class TestAnswers:
+    def test_a_text_is_answered_as_a_chat_of_one_message(self, client: openai.OpenAI) -> None:
+        answer = client.responses.create(model="alpha", input="the tin", instructions="Be brief.", **GREEDY)
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the tin"}]
+        chat = chat_of(client, messages, model="alpha")
+        assert answer.output_text == chat.choices[0].message.content
+        assert (answer.model, answer.object, answer.store) == ("alpha", "response", False)  # type: ignore[attr-defined]
+        assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
+        assert answer.system_fingerprint == chat.system_fingerprint  # type: ignore[attr-defined]
+        assert answer.usage is not None
+        found = (answer.usage.input_tokens, answer.usage.output_tokens, answer.usage.total_tokens)
+        assert found == (chat.usage.prompt_tokens, chat.usage.completion_tokens, chat.usage.total_tokens)
+
+    def test_one_that_ends_by_itself_is_complete(self, client: openai.OpenAI) -> None:
+        answer = client.responses.create(model=BASE, input="the", extra_body=ENDED, **GREEDY)
+        assert (answer.status, answer.incomplete_details, answer.output_text) == ("completed", None, "")
+        assert [item.type for item in answer.output] == ["message"]
+
+    def test_a_history_of_all_kinds_of_items_is_the_chat_that_it_was(self, client: openai.OpenAI) -> None:
+        first = client.responses.create(model=BASE, input="the", **GREEDY)
+        items: Any = [
+            {"role": "developer", "content": "Be brief."},
+            {
+                "role": "user",
+                "content": [{"type": "input_text", "text": "one "}, {"type": "input_text", "text": "two"}],
+            },
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+            *(item.model_dump() for item in first.output),
+            {"type": "function_call", "call_id": "c1", "name": "add", "arguments": '{"a": 1}', "id": "fc_1"},
+            {"type": "function_call", "call_id": "c2", "name": "add", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c1", "output": "3"},
+            {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "4"}]},
+            {"type": "message", "role": "user", "content": "and now?"},
+        ]
+        calls = [
+            {"id": name, "type": "function", "function": {"name": "add", "arguments": arguments}}
+            for name, arguments in (("c1", '{"a": 1}'), ("c2", "{}"))
+        ]
+        messages = [
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]},
+            {"role": "assistant", "reasoning": "hm", "content": first.output_text, "tool_calls": calls},
+            {"role": "tool", "tool_call_id": "c1", "content": "3"},
+            {"role": "tool", "tool_call_id": "c2", "content": "4"},
+            {"role": "user", "content": "and now?"},
+        ]
+        answer = client.responses.create(model=BASE, input=items, **GREEDY)
+        chat = chat_of(client, messages, model=BASE)
+        assert answer.output_text == chat.choices[0].message.content
+        assert answer.usage is not None
+        assert answer.usage.input_tokens == chat.usage.prompt_tokens
+
+    def test_sampling_fields_are_those_of_chats(self, client: openai.OpenAI) -> None:
+        body = {**FORCED, "min_tokens": 2, "stop": None, "ignore_eos": True, "seed": 3}
+        answer = client.responses.create(model=BASE, input="the", extra_body=body, **GREEDY)
+        assert len(set(answer.output_text)) == 1
+        assert len(answer.output_text) == 6
+
+    def test_log_probabilities_come_where_they_are_asked_for(self, client: openai.OpenAI) -> None:
+        asked: Any = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+        answer: Any = client.responses.create(model=BASE, input="the", **asked, **GREEDY)
+        chat = chat_of(client, [{"role": "user", "content": "the"}], model=BASE, logprobs=True, top_logprobs=2).choices[
+            0
+        ]
+        found = [token.model_dump() for token in answer.output[0].content[0].logprobs]
+        assert found == [token.model_dump() for token in chat.logprobs.content]
+
+    def test_metadata_comes_back_and_store_is_told_as_it_is(self, client: openai.OpenAI) -> None:
+        for store in (True, False):
+            answer = client.responses.create(model=BASE, input="the", store=store, metadata={"a": "b"}, **GREEDY)
+            assert (answer.metadata, answer.store) == ({"a": "b"}, False)  # type: ignore[attr-defined]
+
+
+class TestStreams:
+    @pytest.mark.parametrize(("body", "last"), [(ENDED, "completed"), ({}, "incomplete")])
+    def test_events_come_in_order_and_the_last_one_has_the_whole(
+        self, client: openai.OpenAI, body: dict[str, Any], last: str
+    ) -> None:
+        options: Any = {"model": "alpha", "input": "the", "extra_body": body, **GREEDY}
+        events: list[Any] = list(client.responses.create(stream=True, **options))
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        kinds = [event.type.removeprefix("response.") for event in events]
+        assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+        ends = ["output_text.done", "content_part.done", "output_item.done", last]
+        assert kinds[4:] == ["output_text.delta"] * (len(kinds) - 8) + ends
+        deltas = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        whole: Any = client.responses.create(**options)
+        final = events[-1].response
+        assert deltas == events[-4].text == final.output_text == whole.output_text
+        assert final.usage == whole.usage
+        assert (final.status, final.output[0].status, final.model) == (last, last, "alpha")
+        ids = {event.item_id for event in events if hasattr(event, "item_id")}
+        assert ids | {final.output[0].id} == {final.output[0].id}
+
+    def test_the_client_s_own_helper_gathers_the_answer(self, client: openai.OpenAI) -> None:
+        options: Any = {"stop_token_ids": [50], "logit_bias": {"50": 3}, "min_tokens": 3}
+        asked: Any = {"model": BASE, "input": "the", "temperature": 0, "max_output_tokens": 400, "extra_body": options}
+        with client.responses.stream(**asked) as stream:
+            text = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+            final = stream.get_final_response()
+        assert text == final.output_text != ""
+        assert final.status == "completed"
+
+    def test_it_is_server_sent_events_with_names(self, server: Server) -> None:
+        body = {"input": "the", "stream": True, "stream_options": {"include_obfuscation": False}, **GREEDY}
+        answer = server.post("/v1/responses", json=body)
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        for event in answer.text.strip().split("\n\n"):
+            name, data = event.split("\n")
+            assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"previous_response_id": "resp_1"}, "previous_response_id"),
+            ({"conversation": "conv_1"}, "conversation"),
+            ({"background": True}, "background"),
+            ({"truncation": "auto"}, "truncation"),
+            ({"prompt": {"id": "p"}}, "prompt"),
+            ({"include": ["web_search_call.results"]}, "include[0]"),
+            ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
+            ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+            ({"text": {"verbosity": "low"}}, "text.verbosity"),
+            ({"max_output_tokens": 0}, "max_output_tokens"),
+            ({"max_output_tokens": 600}, "max_output_tokens"),
+            ({"max_tokens": 5}, "max_tokens"),
+            ({"input": []}, "input"),
+            ({"input": 5}, "input"),
+            ({"input": "word " * 600}, "input"),
+            ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+            ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name"),
+            ({"input": [{"role": "user"}]}, "input[0].content"),
+            ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, None),
+            ({"tools": [{"type": "web_search"}]}, None),
+            ({"lora_path": "alpha"}, "lora_path"),
+        ],
+        ids=str,
+    )
+    def test_what_cannot_be_done_is_a_400_that_names_it(
+        self, server: Server, fields: dict[str, Any], param: str | None
+    ) -> None:
+        answer = server.post("/v1/responses", json={"input": "the", **fields})
+        error = answer.json()["error"]
+        assert answer.status_code == 400
+        assert param in (error["param"], None)
+        assert "messages" not in error["message"]
+        assert "max_completion_tokens" not in error["message"]
+
+    def test_an_unknown_adapter_is_a_404(self, client: openai.OpenAI) -> None:
+        with pytest.raises(openai.NotFoundError, match="nobody"):
+            client.responses.create(model="nobody", input="the")
+
+    def test_what_asks_for_nothing_is_accepted(self, client: openai.OpenAI) -> None:
+        nothing: Any = {
+            "previous_response_id": None, "conversation": None, "background": False, "truncation": "disabled",
+            "include": ["reasoning.encrypted_content"], "reasoning": {"effort": None, "summary": None}, "tools": [],
+            "tool_choice": "auto", "parallel_tool_calls": True, "text": {"format": {"type": "text"}},
+            "service_tier": "auto", "user": "ann", "prompt_cache_key": "k", "safety_identifier": "s", "priority": 0,
+            "max_tool_calls": None, "top_logprobs": 0, "stop": None, "ignore_eos": False,
+        }  # fmt: skip
+        answer = client.responses.create(model=BASE, input="the", extra_body=nothing, **GREEDY)
+        assert answer.output_text == client.responses.create(model=BASE, input="the", **GREEDY).output_text
+
+    def test_every_field_of_the_client_is_known(self) -> None:
+        params = response_create_params.ResponseCreateParamsBase.__annotations__
+        assert set(params) <= set(ResponsesRequest.model_json_schema()["properties"])
+
+
+class TestOutput:
+    """Deltas of all kinds, as the parsers of chats give them."""
+
+    DELTAS: tuple[dict[str, Any], ...] = (
+        {"role": "assistant", "content": ""},
+        {"reasoning_content": "let "},
+        {"reasoning_content": "me"},
+        {"content": "sure"},
+        {"tool_calls": [{"index": 0, "id": "c0", "type": "function", "function": {"name": "add", "arguments": ""}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"a"'}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": ": 1}"}}]},
+        {"tool_calls": [{"index": 1, "id": "c1", "type": "function", "function": {"name": "sub", "arguments": "{}"}}]},
+    )
+
+    def test_deltas_and_the_whole_message_make_the_same_items(self) -> None:
+        streamed, whole = ResponseOutput(), ResponseOutput()
+        events = [event for delta in self.DELTAS for event in streamed.add(delta)] + [*streamed.finish("completed")]
+        calls = [
+            {"id": name, "type": "function", "function": {"name": called, "arguments": arguments}}
+            for name, called, arguments in (("c0", "add", '{"a": 1}'), ("c1", "sub", "{}"))
+        ]
+        message = {"role": "assistant", "reasoning_content": "let me", "content": "sure", "tool_calls": calls}
+        for _ in (*whole.add(message), *whole.finish("completed")):
+            pass
+        without_ids = [[{**item, "id": ""} for item in output.items] for output in (streamed, whole)]
+        assert without_ids[0] == without_ids[1]
+        assert [item["type"] for item in whole.items] == ["reasoning", "message", "function_call", "function_call"]
+        assert {item["status"] for item in whole.items} == {"completed"}
+        ended = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+        assert ended == streamed.items
+        begun = [event["item"]["id"] for event in events if event["type"] == "response.output_item.added"]
+        assert begun == [item["id"] for item in streamed.items]
+
+    def test_log_probabilities_belong_to_the_text_alone(self) -> None:
+        output = ResponseOutput()
+        first, second = ({"token": name, "logprob": -1.0, "bytes": None, "top_logprobs": []} for name in "ab")
+        deltas = [({}, [first]), ({"content": "ab"}, [second]), (self.DELTAS[4], [first]), (self.DELTAS[5], [second])]
+        for delta, logprobs in deltas:
+            for _ in output.add(delta, logprobs):
+                pass
+        assert [item["type"] for item in output.items] == ["message", "function_call"]
+        assert output.items[0]["content"][0]["logprobs"] == [first, second]
