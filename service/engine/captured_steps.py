@@ -2,9 +2,9 @@
 
 A step is captured when its sizes are met first, or before the first request (`Engine.capture_steps`), and kept for the
 life of the engine, up to `MAX_GRAPHS`. Whatever a launcher decides on the host follows from the sizes, and all inputs
-lie where they lay: nothing else of the host runs at a replay. Larger steps, and those that want logits of many tokens,
-run eagerly; so do all where an op's implementation looks at the host's view of a step, or where `eager` asks for it,
-and those that were not captured yet when a capture failed.
+lie where they lay: nothing else of the host runs at a replay. Larger steps, and those that want logits of many tokens
+or hidden states, run eagerly; so do all where an op's implementation looks at the host's view of a step, or where
+`eager` asks for it, and those that were not captured yet when a capture failed.
 Both ways take the same padded sizes and the same kernels, so their results are equal bit for bit.
 
 Who owns: the graphs own the memory of what lies between their inputs and the logits, which are written to one buffer
@@ -31,6 +31,7 @@ LARGE = "more tokens than are captured"
 MANY_LOGITS = "logits of many tokens"
 TOO_MANY = "too many sizes"
 FAILED = "a capture failed"
+HIDDEN = "hidden states are asked for"
 
 
 class Graph(Protocol):
@@ -74,9 +75,9 @@ class CapturedSteps:
     def num_graphs(self) -> int:
         return len(self._captured)
 
-    def note_eager(self, sizes: StepSizes) -> None:
-        """A step of these sizes, which are not among those that are captured, ran otherwise."""
-        self.eager[self._reason_for(sizes, False) or LARGE] += 1
+    def note_eager(self, sizes: StepSizes, reason: str | None = None) -> None:
+        """A step of these sizes ran otherwise: for this reason, or since they are not among those that are captured."""
+        self.eager[reason or self._reason_for(sizes, False) or LARGE] += 1
 
     def run(self, batch: StepBatch, sizes: StepSizes, is_padded: bool, work: Callable[[], None]) -> None:
         """Have `work` done for the batch: by a replay, if steps of its sizes are captured.

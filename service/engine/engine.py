@@ -68,6 +68,7 @@ from service.engine.messages import (
     Submit,
     Tokens,
 )
+from service.engine.pooling import PooledStep, Pools
 from service.engine.records import StepRecord, StepRecords, record_of
 from service.engine.request_table import RequestTable
 from service.engine.results import ResultBuffers, StepResult
@@ -80,6 +81,7 @@ from service.engine.step_inputs import InputLimits, StepInputs
 from service.engine.step_sizes import StepSizes, padded_tokens
 from service.grammars.matching import GrammarError, TokenTable
 from service.grammars.trial import ENGINE_STACK_BYTES
+from service.models.batch import StepBatch
 
 Event = Tokens | Finished
 NO_ROWS = PoolUsage(0, 0, 0, 0, 0, 0, 0, 0)
@@ -95,6 +97,7 @@ class _StepInFlight:
     """A step that was launched and not collected: what is asked of it, and where the answer arrives."""
 
     sampling: StepSampling
+    pooled: PooledStep
     result: StepResult
     record: StepRecord
     launched_at: float
@@ -161,6 +164,7 @@ class Engine:
             )
         )
         self._penalties = new_state(capacity.num_slots, capacity.vocab_size, capacity.device)
+        self._pools = Pools()
         self._results = ResultBuffers(capacity.device)
         self._grammars = Grammars(
             tokens, compiler or BriefThread("grammar-compiler", ENGINE_STACK_BYTES), self.wake.set
@@ -197,6 +201,7 @@ class Engine:
             max_model_len_tokens=self.capacity.max_model_len_tokens,
             kv_capacity_tokens=self.kv_capacity_tokens,
             vocab_size=self.capacity.vocab_size,
+            hidden_size=self.capacity.hidden_size,
             dtype=self.capacity.dtype,
             device=str(self.capacity.device),
             pid=pid,
@@ -396,10 +401,10 @@ class Engine:
         constrained = sampling.constrained
         if constrained and self._in_flight is None:
             self._masks.begin([sequence.constraint for sequence in constrained])
-        logits = self._runner.run(batch, sizes)
-        result = self._sample(logits, sampling, {**batch.riders, **self._masks_of(constrained)})
+        logits, pooled = self._run(batch, sizes, chunks)
+        result = self._sample(logits, sampling, {**batch.riders, **self._masks_of(constrained)}, pooled)
         self.num_steps += 1
-        return _StepInFlight(sampling, result, record_of(chunks), launched_at)
+        return _StepInFlight(sampling, pooled, result, record_of(chunks), launched_at)
 
     def _input_of(self, chunk: ScheduledChunk) -> ChunkInput:
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
@@ -474,7 +479,17 @@ class Engine:
             self._finish(sequence, _bad_grammar(sequence, sequence.constraint.error))
 
     @torch.inference_mode()
-    def _sample(self, logits: torch.Tensor, sampling: StepSampling, riders: Mapping[str, torch.Tensor]) -> StepResult:
+    def _run(self, batch: StepBatch, sizes: StepSizes, chunks: list[ScheduledChunk]) -> tuple[torch.Tensor, PooledStep]:
+        """The step's logits, and what is wanted of its hidden states."""
+        if not any(chunk.sequence.request.pooling for chunk in chunks):
+            return self._runner.run(batch, sizes), PooledStep()
+        logits, hidden = self._runner.run_with_hidden(batch, sizes)
+        return logits, self._pools.pool(hidden, chunks)
+
+    @torch.inference_mode()
+    def _sample(
+        self, logits: torch.Tensor, sampling: StepSampling, riders: Mapping[str, torch.Tensor], pooled: PooledStep
+    ) -> StepResult:
         """Ask for the tokens, keep them for the next step, and begin to bring them to the host."""
         facts = sampling.asked.facts
         if not facts.num_rows + facts.num_given:  # chunks of prompts alone
@@ -482,7 +497,7 @@ class Engine:
         sampled = sample(logits, SamplingMaps.from_tensors(facts, riders), self._penalties)
         if self._overlaps and sampling.sequences:
             self._table.keep_tokens(riders["sampled_slots"], sampled.token_ids)
-        return self._results.fetch(sampled.packed)
+        return self._results.fetch(pooled.packed_with(sampled.packed))
 
     def _collect_in_flight(self) -> bool:
         """Collect the step in flight; False without one."""
@@ -493,7 +508,8 @@ class Engine:
 
     def _collect(self, step: _StepInFlight) -> None:
         """Wait for what the step has sampled, tell of it, and end what has ended."""
-        for sequence, choice in read_sampled(step.result.wait(), step.sampling):
+        packed = step.pooled.read(step.result.wait())
+        for sequence, choice in read_sampled(packed, step.sampling):
             if self._sequences.get(sequence.request_id) is not sequence:
                 continue  # it has ended since the launch
             if sequence.request.sampling.max_tokens > 0:
@@ -528,7 +544,7 @@ class Engine:
                 self._finish(sequence, Finished(request_id, "stop"))
                 return
         if len(sequence.token_ids) >= sequence.max_total:
-            self._finish(sequence, Finished(request_id, "length"))
+            self._finish(sequence, Finished(request_id, "length", pooled=sequence.pooled))
 
     def _finish(self, sequence: Sequence, message: Finished) -> None:
         self._forget(sequence)

@@ -57,11 +57,13 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """Run one sequence. `adapter` is a digest in the store, None the base model; `adapter_rows` are the rows that it
-    takes on the device, by projection group. max_tokens 0 is allowed with prompt_logprobs (`echo` alone).
+    takes on the device, by projection group. max_tokens 0 is allowed with prompt_logprobs (`echo` alone), and with
+    `pooling`.
 
-    tenant  who pays for it; "" where the server has no keys file, and all are one tenant
-    weight  of the tenant, MIN_WEIGHT to MAX_WEIGHT: beside another tenant it gets as many times the other's part as
-            its weight is the other's. The last request of a tenant says it for all its requests
+    tenant   who pays for it; "" where the server has no keys file, and all are one tenant
+    weight   of the tenant, MIN_WEIGHT to MAX_WEIGHT: beside another tenant it gets as many times the other's part as
+             its weight is the other's. The last request of a tenant says it for all its requests
+    pooling  what is asked for is the hidden state of the last token, or the mean of all, behind the final norm
     """
 
     request_id: str
@@ -71,6 +73,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     adapter_rows: dict[str, int] = {}
     tenant: str = ""
     weight: float = 1.0
+    pooling: Literal["last", "mean"] | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -127,6 +130,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     max_model_len_tokens: int
     kv_capacity_tokens: int
     vocab_size: int
+    hidden_size: int
     dtype: str
     device: str
     pid: int
@@ -148,13 +152,15 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
 class Finished(msgspec.Struct, frozen=True, tag=True):
     """The last message of a request. reason "stop": end-of-sequence or stop token (`stop_token_id` says which; the
     token itself is part of Tokens), or what the grammar wants is complete (`stop_token_id` is None); "length":
-    max_tokens reached; "error": `error` is one sentence, `client_fault` whether the request itself was wrong."""
+    max_tokens reached; "error": `error` is one sentence, `client_fault` whether the request itself was wrong. `pooled`,
+    where asked for: float32 [hidden_size], little-endian."""
 
     request_id: str
     reason: Literal["stop", "length", "error"]
     stop_token_id: int | None = None
     error: str | None = None
     client_fault: bool = False
+    pooled: bytes | None = None
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from kernels.platform import Platform
-from service.engine.captured_steps import CapturedSteps, Graphs, unreplayable_ops
+from service.engine.captured_steps import HIDDEN, CapturedSteps, Graphs, unreplayable_ops
 from service.engine.config import EngineConfig
 from service.engine.cuda_graphs import CudaGraphs
 from service.engine.step_sizes import Padding, StepSizes, padded_tokens
@@ -34,6 +34,7 @@ class Capacity:
     """
 
     vocab_size: int
+    hidden_size: int
     max_model_len_tokens: int
     eos_token_ids: tuple[int, ...]
     num_blocks: int
@@ -66,6 +67,9 @@ class Runner(Protocol):
 
     def run(self, batch: StepBatch, sizes: StepSizes) -> torch.Tensor:
         """float32 [rows of logits, vocab]; writes the caches. The next call may write to the same memory."""
+
+    def run_with_hidden(self, batch: StepBatch, sizes: StepSizes) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `run`, and the hidden states of all tokens behind the final norm: [tokens, hidden_size]. Runs eagerly."""
 
 
 class ModelRunner:
@@ -129,6 +133,11 @@ class ModelRunner:
         self.captured.run(batch, sizes, is_padded, lambda: self._forward(batch, logits))
         return logits
 
+    def run_with_hidden(self, batch: StepBatch, sizes: StepSizes) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Runner.run_with_hidden`."""
+        self.captured.note_eager(sizes, HIDDEN)
+        return self._model.forward_with_hidden(batch, self._caches)
+
     def _forward(self, batch: StepBatch, logits: torch.Tensor) -> None:
         self._model.forward(batch, self._caches, logits)
 
@@ -167,6 +176,7 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
     longest = min(context, num_blocks * config.block_size_tokens)
     return Capacity(
         vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
         max_model_len_tokens=context,
         eos_token_ids=spec.eos_token_ids,
         num_blocks=1 + num_blocks,

@@ -37,6 +37,7 @@ class Sequence:
     prompt_logprobs_sent  the one message that carries them has gone out
     constraint     on its tokens, by a grammar, a list of those allowed or bad words; None without one. It has seen all
                    tokens that the host knows, whatever the scheduler does with the sequence
+    pooled         of its hidden states, once its last prompt token is computed; see `Finished`
     """
 
     request: Submit
@@ -53,6 +54,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     prompt_logprobs_sent: bool = False
     constraint: Constraint | None = None
+    pooled: bytes | None = None
 
     @property
     def request_id(self) -> str:

@@ -125,6 +125,26 @@ class Decoder:
 
         out  where the logits are written; made when None
         """
+        logits = self._logits(self._hidden(batch, caches, batch.logits_rows), batch)
+        return logits.float().contiguous() if out is None else out.copy_(logits)
+
+    @torch.inference_mode()
+    def forward_with_hidden(self, batch: StepBatch, caches: Caches) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward`, with the hidden states of all tokens behind the final norm, [num_tokens, hidden_size] in the
+        model's dtype."""
+        hidden, rows = self._hidden(batch, caches, None), batch.logits_rows
+        logits = self._logits(hidden if rows is None else hidden.index_select(0, rows), batch)
+        return logits.float().contiguous(), hidden
+
+    def _logits(self, hidden: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        """[num_rows, vocabulary] of the hidden states of `batch.logits_rows`, in the model's dtype."""
+        if hidden.shape[0] == 0:  # chunks of prompts alone; fused ops need not take empty tensors
+            return hidden.new_empty(0, self._spec.vocab_size)
+        return self._scaled(self._head(hidden, batch.logits_lora, batch.window_rows))
+
+    def _hidden(self, batch: StepBatch, caches: Caches, rows: torch.Tensor | None) -> torch.Tensor:
+        """[num_rows, hidden_size] of `rows`, which are `batch.logits_rows` or None for all tokens: behind the final
+        norm. Advances the caches."""
         stream = self._embedding(batch.token_ids, batch.lora)
         if self._embedding_scale != 1.0:
             stream *= self._embedding_scale
@@ -136,16 +156,15 @@ class Decoder:
             normed, stream = layer.mlp_norm.add(layer.mix(normed, batch, rotations, cache), stream)
             normed, stream = following.mixer_norm.add(layer.feed(normed, batch.lora, batch.window_rows), stream)
         mixed = last.mix(normed, batch, rotations, caches.layers[-1])
-        rows = batch.logits_rows
+        lora = batch.lora
         if rows is not None:
             # What the last mixer leaves is read by nobody but the tokens whose logits are wanted.
-            if rows.shape[0] == 0:  # chunks of prompts alone; fused ops need not take empty tensors
-                return mixed.new_empty(0, self._spec.vocab_size, dtype=torch.float32) if out is None else out
-            mixed, stream = mixed.index_select(0, rows), stream.index_select(0, rows)
+            if rows.shape[0] == 0:
+                return mixed.new_empty(0, mixed.shape[1])
+            mixed, stream, lora = mixed.index_select(0, rows), stream.index_select(0, rows), batch.logits_lora
         normed, stream = last.mlp_norm.add(mixed, stream)
-        normed, _ = self._norm.add(last.feed(normed, batch.logits_lora, batch.window_rows), stream)
-        logits = self._scaled(self._head(normed, batch.logits_lora, batch.window_rows))
-        return logits.float().contiguous() if out is None else out.copy_(logits)
+        normed, _ = self._norm.add(last.feed(normed, lora, batch.window_rows), stream)
+        return normed
 
     def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
         if self._spec.logits_scale != 1.0:

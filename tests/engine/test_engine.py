@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -559,6 +560,54 @@ def test_output_logprobs_follow_each_token(mock: MockEngine) -> None:
     entries = [entry for message in mock.messages["r"] for entry in message.logprobs]
     assert [entry.token_id for entry in entries] == mock.output["r"]
     assert [entry.top[0][0] for entry in entries] == mock.output["r"]
+
+
+# ---- hidden states
+
+
+def pooled_mock(prompt: tuple[int, ...], pooling: str) -> list[float]:
+    """What the mock model's hidden states come to: a token and its position."""
+    states = np.array([prompt, range(len(prompt))], np.float32)
+    return list(states[:, -1] if pooling == "last" else states.mean(axis=1))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_pooled_hidden_states_are_those_of_the_whole_prompt(overlap: bool) -> None:
+    """In chunks, beside requests that generate, after aborts, in slots that others have left."""
+    mock = make_mock_engine(overlap=overlap, token_budget=6, max_sequences=3)
+    prompts = {f"{pooling}-{i}": tuple(range(i, i + 9 + i)) for pooling in ("last", "mean") for i in range(1, 5)}
+    mock.submit("first", (1, 2, 3, 4, 5), max_tokens=40)
+    for i, (name, prompt) in enumerate(prompts.items()):
+        mock.submit(f"gone-{i}", tuple(range(60, 85)), max_tokens=0, pooling="mean")
+        mock.submit(name, prompt, "a1" if i % 2 else None, max_tokens=0, pooling=name[:4])  # type: ignore[arg-type]
+        mock.submit(f"other-{i}", prompt, max_tokens=3)
+        mock.step_and_load()
+        mock.engine.abort(f"gone-{i}")
+    mock.settle()
+    mock.engine.close()
+    assert mock.output["first"] == expected_tokens((1, 2, 3, 4, 5), None, 40)
+    for i, (name, prompt) in enumerate(prompts.items()):
+        ended = mock.finished[name]
+        assert ended.reason == "length"
+        assert name not in mock.output
+        assert np.frombuffer(ended.pooled or b"", "<f4") == pytest.approx(pooled_mock(prompt, name[:4]))
+        assert mock.output[f"other-{i}"] == expected_tokens(prompt, None, 3)
+        assert mock.finished[f"other-{i}"].pooled is None
+        assert f"gone-{i}" not in mock.finished
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_mean_begins_anew_after_a_preemption(overlap: bool) -> None:
+    """Two tokens a step: while a prompt comes one by one, the older request takes the blocks."""
+    mock = make_mock_engine(overlap=overlap, token_budget=2, max_sequences=2, num_blocks=13)
+    mock.submit("older", (1, 2, 3, 4, 5), max_tokens=40)
+    mock.step_until(lambda: mock.output.get("older"))
+    mock.submit("mean", tuple(range(30)), max_tokens=0, pooling="mean")
+    mock.settle()
+    mock.engine.close()
+    assert mock.engine.scheduler.num_preemptions == 1
+    pooled = np.frombuffer(mock.finished["mean"].pooled or b"", "<f4")
+    assert pooled == pytest.approx(pooled_mock(tuple(range(30)), "mean"))
 
 
 # ---- sampling inside the engine

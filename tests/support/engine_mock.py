@@ -12,6 +12,7 @@ import copy
 import functools
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -185,6 +186,7 @@ class MockRunner:
         self.before_run: Callable[[], None] = lambda: None
         self.capacity = Capacity(
             vocab_size=VOCAB,
+            hidden_size=2,
             max_model_len_tokens=max_len,
             eos_token_ids=(EOS,),
             num_blocks=num_blocks,
@@ -231,6 +233,10 @@ class MockRunner:
                     logits[rows[token]] = next_logits(history[: first + token - start + 1], adapters[token])
         return logits
 
+    def run_with_hidden(self, batch: StepBatch, sizes: StepSizes) -> tuple[torch.Tensor, torch.Tensor]:
+        """The hidden state of a token is the token and its position."""
+        return self.run(batch, sizes), torch.stack([batch.token_ids, batch.positions], dim=1).float()
+
     def _check_line(self, batch: StepBatch, sequence: int, history: list[int], first: int) -> None:
         """The state line holds the sum of the tokens so far."""
         assert batch.conv is not None
@@ -269,11 +275,12 @@ class MockEngine:
         temperature: float = 0.0,
         tenant: str = "",
         weight: float = 1.0,
+        pooling: Literal["last", "mean"] | None = None,
         **sampling: object,
     ) -> None:
         chosen = Sampling(max_tokens=max_tokens, temperature=temperature, **sampling)  # type: ignore[arg-type]
         rows = {} if adapter is None else {**MockWeights(adapter).rows}
-        self.engine.submit(Submit(request_id, prompt, chosen, adapter, rows, tenant, weight))
+        self.engine.submit(Submit(request_id, prompt, chosen, adapter, rows, tenant, weight, pooling))
         self.engine.check_integrity()
 
     def step(self) -> list[Event]:

@@ -238,11 +238,18 @@ class Oracle:
 
     def logits(self, adapter: str, token_ids: Sequence[int], *, merged: bool = False) -> torch.Tensor:
         """float32 [len(token_ids), vocab]: logits after each prefix."""
+        return self._run(adapter, token_ids, merged=merged).logits[0].float()
+
+    def hidden(self, adapter: str, token_ids: Sequence[int]) -> torch.Tensor:
+        """float32 [len(token_ids), hidden_size]: the hidden states behind the final norm."""
+        return self._run(adapter, token_ids, output_hidden_states=True).hidden_states[-1][0].float()
+
+    @torch.no_grad()
+    def _run(self, adapter: str, token_ids: Sequence[int], *, merged: bool = False, **options: Any) -> Any:
         key = (adapter, merged)
         if key not in self._models:
             self._models[key] = self._load(adapter, merged)
-        with torch.no_grad():
-            return self._models[key](torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
+        return self._models[key](torch.tensor([list(token_ids)]), use_cache=False, **options)
 
     def _load(self, adapter: str, merged: bool) -> Any:
         if merged:

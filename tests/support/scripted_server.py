@@ -48,6 +48,7 @@ class ScriptedEngine(EngineClient):
                 max_model_len_tokens=MAX_LEN_TOKENS,
                 kv_capacity_tokens=MAX_LEN_TOKENS,
                 vocab_size=self._vocab_size,
+                hidden_size=1,
                 dtype="float32",
                 device="cpu",
                 pid=os.getpid(),
