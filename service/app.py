@@ -22,7 +22,19 @@ import adapters.errors as store_errors
 from adapters.row_plan import plan_rows
 from adapters.store import AdapterStore, StoreLimits
 from kernels.lora.limits import MAX_KERNEL_RANK
-from service.api import adapters, batch, chat, completions, health, lora_compat, models, page, responses, tokenize
+from service.api import (
+    adapters,
+    batch,
+    chat,
+    completions,
+    embeddings,
+    health,
+    lora_compat,
+    models,
+    page,
+    responses,
+    tokenize,
+)
 from service.api.answers import ChatChunk, ResponseEvent
 from service.api.auth import OPEN_PATHS, KeyRing
 from service.api.errors import HANDLED, BadRequest, UnknownRoute, WrongMethod
@@ -47,6 +59,7 @@ ROUTERS = (
     chat.router,
     completions.router,
     responses.router,
+    embeddings.router,
     batch.router,
     models.router,
     tokenize.router,

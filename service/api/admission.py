@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -87,7 +87,7 @@ class Prompt:
 @dataclass(frozen=True)
 class Plan:
     """One sequence to run: `sampling.seed` is already this choice's own. `include_stop`: what ends the answer, a stop
-    string or an end token's text, is part of it."""
+    string or an end token's text, is part of it. `pooling`: the prompt's hidden states are wanted, and no answer."""
 
     request_id: str
     prompt: Prompt
@@ -95,6 +95,23 @@ class Plan:
     stop: StopAutomaton
     skip_special_tokens: bool
     include_stop: bool
+    pooling: Literal["last", "mean"] | None = None
+
+
+class Held(Protocol):
+    """What a `Job` runs and gives back."""
+
+    @property
+    def target(self) -> Target: ...
+
+    @property
+    def plans(self) -> list[Plan]: ...
+
+    def end_one(self) -> None:
+        """A sequence has ended."""
+
+    def release(self) -> None:
+        """Give back what is still held, if anything is."""
 
 
 @dataclass

@@ -311,6 +311,31 @@ class ResponseEvent(Response):
     sequence_number: int
 
 
+class Embedding(Response):
+    """Of one input: numbers, or float32 bytes in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(Response):
+    """Token counts of embeddings."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Response):
+    """Answer of POST /v1/embeddings: one for each input, in order."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    system_fingerprint: str
+    usage: EmbeddingUsage
+
+
 class BatchResponse(Response):
     """One answer per item, in order."""
 

@@ -150,6 +150,15 @@ RESPONSE_FIELDS = GENERATION_FIELDS | _table(
     _refused("max_tool_calls", advice="end the loop that calls the tools"),
     _refused("image"),
 )
+# Of embeddings.
+EMBEDDING_FIELDS = _table(
+    _inert("user", "request_id", "rid", "cache_salt"),
+    _refused("priority", neutral=(0,)),
+    _refused("lora_path", "adapter_source", advice="name the adapter in `model`"),
+    _refused("embed_dtype", neutral=("float32",)),
+    _refused("endianness", neutral=("native", "little")),
+    _refused("mm_processor_kwargs", neutral=({},)),
+)
 RESPONSE_REASONING_FIELDS = _table(_refused("summary", "generate_summary"))
 RESPONSE_TEXT_FIELDS = _table(_refused("verbosity", neutral=("medium",), advice="ask for the length in the input"))
 # Of `stream_options`. Obfuscation pads chunks against those who watch their sizes; the field turns it off or on.

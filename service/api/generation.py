@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from service.api.admission import Admitted, Plan, Target
+from service.api.admission import Held, Plan, Target
 from service.api.errors import BadRequest, EngineFailed, NotReady
 from service.api.metrics import SequenceTimer
 from service.api.state import Services
@@ -31,6 +31,7 @@ class Piece:
     """What is new of a sequence. Text and tokens need not match: text may wait for the rest of a character.
 
     text_offsets  for each token, the number of characters of the answer before it
+    pooled        of the prompt's hidden states, where they are asked for: see `Finished`
     """
 
     text: str = ""
@@ -40,6 +41,7 @@ class Piece:
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: str | int | None = None
+    pooled: bytes | None = None
 
 
 class SequenceRun:
@@ -77,8 +79,9 @@ class SequenceRun:
         self.is_over = False
         self.failure: Exception | None = None
         self.timer = SequenceTimer(services.metrics, target.name, len(plan.prompt.token_ids))
+        prompt, adapter = plan.prompt.token_ids, (target.digest, target.adapter_rows)
         self._messages = services.engine.submit(
-            Submit(plan.request_id, plan.prompt.token_ids, plan.sampling, target.digest, target.adapter_rows)
+            Submit(plan.request_id, prompt, plan.sampling, *adapter, pooling=plan.pooling)
         )
         self._messages.listen(self._work)
 
@@ -181,7 +184,7 @@ class SequenceRun:
             raise BadRequest(sentence) if message.client_fault else EngineFailed(sentence)
         piece = self._waiting
         self._give(self._detokenizer.finish())
-        piece.finish_reason = message.reason
+        piece.finish_reason, piece.pooled = message.reason, message.pooled
         if self._stop.matched is not None:
             piece.finish_reason, piece.stop_reason = "stop", self._stop.matched
             return
@@ -199,7 +202,7 @@ class Job:
     is_streamed  the answer is read by `stream`, not by `collect`
     """
 
-    def __init__(self, services: Services, admitted: Admitted, is_streamed: bool = False) -> None:
+    def __init__(self, services: Services, admitted: Held, is_streamed: bool = False) -> None:
         self._target = admitted.target
         self._base_digest = services.base_digest
         self._admitted = admitted

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from service.api.chat_messages import ChatMessage
-from service.api.fields import GENERATION_FIELDS, STREAM_FIELDS, TOKENIZE_FIELDS
+from service.api.fields import EMBEDDING_FIELDS, GENERATION_FIELDS, STREAM_FIELDS, TOKENIZE_FIELDS
 from service.api.formats import JsonSchema, ResponseFormat, StructuredOutputs
 from service.api.request_body import FIRST, Request, bounded
 from service.api.tools import MAX_TOOLS, ToolChoice, Tools, check_tool_choice, check_tools
@@ -27,6 +27,7 @@ MAX_STOP_TOKEN_IDS = 512
 MAX_DETOKENIZED = 1 << 20  # tokens
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
 MAX_BAD_WORDS = 128
+MAX_EMBEDDED = 2048  # OpenAI's figure
 
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 BadWord = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -230,6 +231,42 @@ class ChatRequest(Generation):
             raise ValueError(
                 "`continue_final_message` and `add_generation_prompt` exclude each other; send one of them"
             )
+        return self
+
+
+class EmbeddingRequest(Request):
+    """Body of POST /v1/embeddings."""
+
+    unserved = EMBEDDING_FIELDS
+
+    model: str | None = Field(None, description="as for completions: the base, or an adapter, whose embeddings differ")
+    adapter_id: Annotated[str, Field(min_length=1)] | None = Field(None, description="as for completions")
+    input: (
+        str
+        | Annotated[list[str], Field(max_length=MAX_EMBEDDED), FIRST]
+        | Annotated[list[TokenId], FIRST]
+        | Annotated[list[Annotated[list[TokenId], FIRST]], Field(max_length=MAX_EMBEDDED), FIRST]
+    ) = Field(description=f"a text, texts, token ids, or lists of token ids; up to {MAX_EMBEDDED} of them")
+    encoding_format: Literal["float", "base64"] | None = Field(
+        None, description="numbers, the default, or the bytes of float32 numbers, little-endian, in base64"
+    )
+    dimensions: Annotated[int, Field(ge=1)] | None = Field(None, description="the numbers that embeddings have anyway")
+    pooling: Literal["last", "mean"] | None = Field(
+        None, description="the hidden state of the last token, the default, or the mean of all tokens'"
+    )
+    normalize: bool | None = Field(None, description="to length 1; true by default")
+    add_special_tokens: bool | None = Field(None, description="add what the tokenizer adds; true by default")
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, json_schema_extra={"not": {"const": 0}})] | None = Field(
+        None, description="keep so many tokens of each input; -1: as many as the server holds"
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="where tokens are taken away: left, the default, keeps the last ones"
+    )
+
+    @model_validator(mode="after")
+    def _check_truncation(self) -> EmbeddingRequest:
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("`truncate_prompt_tokens` must be at least 1, or -1")
         return self
 
 

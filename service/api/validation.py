@@ -8,7 +8,7 @@ from typing import Any
 from service.api.errors import BadRequest, quoted
 
 _PROMPT = "`prompt` must be a text, a list of texts, a list of token ids or a list of lists of token ids."
-_INPUT = "`input` must be a text, or a list that is not empty; /openapi.json says of what."
+_INPUT = "`input` must be a text, or a list that is neither empty nor too long; /openapi.json says of what."
 _CONTENT = '`content` of a message must be a text or a list of parts {"type": "text", "text": ...}'
 _OTHER_PARTS = "; images, audio and files are not supported."
 _FORMATS = (
