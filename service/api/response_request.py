@@ -6,6 +6,7 @@ what is wrong with that is told in the names that the client knows.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
@@ -159,7 +160,7 @@ def renamed(error: ApiError) -> ApiError:
     """What is wrong with the chat, told of the response's fields."""
     message, param = error.message, error.param or ""
     for ours, theirs in _NAMES.items():
-        message = message.replace(f"`{ours}`", f"`{theirs}`")
+        message = re.sub(rf"`{re.escape(ours)}(?=[`.[])", f"`{theirs}", message)
         if param.startswith(ours):
             # The messages are not the items: calls of functions are part of one.
             param = theirs if ours == "messages" else theirs + param[len(ours) :]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import openai
 import pytest
 from openai.types.responses import response_create_params
+from pydantic import BaseModel, ConfigDict
 
 from service.api.response_output import ResponseOutput
 from service.api.response_request import ResponsesRequest
@@ -134,6 +135,65 @@ class TestStreams:
         for event in answer.text.strip().split("\n\n"):
             name, data = event.split("\n")
             assert name == f"event: {json.loads(data.removeprefix('data: '))['type']}"
+
+
+class Choice(BaseModel):
+    """Whatever the model writes, it ends."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    color: Literal["red", "green"]
+    is_warm: bool
+
+
+class TestFormats:
+    ASKED: ClassVar[dict[str, Any]] = {"model": "alpha", "input": "the", "temperature": 0, "max_output_tokens": 200}
+
+    def test_parse_gives_what_was_asked_for(self, client: openai.OpenAI) -> None:
+        answer = client.responses.parse(text_format=Choice, **self.ASKED)
+        assert answer.status == "completed"
+        assert isinstance(answer.output_parsed, Choice)
+
+    def test_a_stream_is_parsed_at_its_end(self, client: openai.OpenAI) -> None:
+        with client.responses.stream(text_format=Choice, **self.ASKED) as stream:
+            final = stream.get_final_response()
+        assert isinstance(final.output_parsed, Choice)
+        assert final.output_parsed == client.responses.parse(text_format=Choice, **self.ASKED).output_parsed
+
+    def test_the_format_is_that_of_chats_written_flat(self, client: openai.OpenAI) -> None:
+        schema = Choice.model_json_schema()
+        flat: Any = {"format": {"type": "json_schema", "name": "choice", "schema": schema, "strict": True}}
+        answer = client.responses.create(text=flat, **self.ASKED)
+        chat = client.chat.completions.create(
+            model="alpha",
+            messages=[{"role": "user", "content": "the"}],
+            temperature=0,
+            response_format={"type": "json_schema", "json_schema": {"name": "choice", "schema": schema}},
+        )
+        assert answer.output_text == chat.choices[0].message.content
+        Choice.model_validate_json(answer.output_text)
+        assert answer.text is not None
+        assert answer.text.format is not None
+        assert answer.text.format.type == "json_schema"
+
+    @pytest.mark.parametrize(
+        ("text_format", "param"),
+        [
+            ({"type": "json_schema", "name": "x"}, "text.format"),
+            ({"type": "json_schema", "name": "x", "schema": {"type": "nothing"}}, "text.format.schema"),
+            ({"type": "xml"}, "text.format"),
+            ({}, "text.format"),
+        ],
+        ids=str,
+    )
+    def test_one_that_cannot_be_followed_is_refused_by_the_name_that_it_has_here(
+        self, server: Server, text_format: dict[str, Any], param: str
+    ) -> None:
+        answer = server.post("/v1/responses", json={"input": "the", "text": {"format": text_format}})
+        error = answer.json()["error"]
+        assert answer.status_code == 400
+        assert error["param"].startswith(param)
+        assert "response_format" not in error["message"]
 
 
 class TestRefusals:
