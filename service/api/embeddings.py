@@ -19,7 +19,7 @@ from service.api.errors import BadRequest
 from service.api.generation import Job
 from service.api.json_body import JsonRoute
 from service.api.openapi import GENERATION_ERRORS
-from service.api.requestlog import note_job
+from service.api.requestlog import note_job, notes_of
 from service.api.schemas import EmbeddingRequest
 from service.api.sse import JsonResponse, until_disconnect
 from service.api.state import Services, services_of
@@ -76,11 +76,14 @@ async def _run(
     request: Request, services: Services, target: Target, plans: Sequence[Plan]
 ) -> list[tuple[Job, list[bytes]]]:
     """The vectors of all sequences, some at a time."""
-    done = []
+    done: list[tuple[Job, list[bytes]]] = []
     for start in range(0, len(plans), MAX_AT_A_TIME):
         services.require_ready()
         job = Job(services, _Group(target, list(plans[start : start + MAX_AT_A_TIME])))
-        note_job(request, job)
+        if done:
+            notes_of(request).jobs.append(job)
+        else:
+            note_job(request, job)
         try:
             pieces = await until_disconnect(request, job.collect())
         finally:
