@@ -39,6 +39,10 @@ _NAMES = {
 }
 
 
+# What is nested in the tools of chats, and is not here.
+_NESTED = re.compile(r"\b(tools\[\d+\]|tool_choice)\.function\b(?=\.)")
+
+
 class InputItem(Request):
     """One item of the conversation so far, which is the client's own: keys that are not listed here are ignored."""
 
@@ -164,6 +168,7 @@ def renamed(error: ApiError) -> ApiError:
         if param.startswith(ours):
             # The messages are not the items: calls of functions are part of one.
             param = theirs if ours == "messages" else theirs + param[len(ours) :]
+    message, param = (_NESTED.sub(r"\1", text) for text in (message, param))
     if not isinstance(error, BadRequest) or (message, param) == (error.message, error.param):
         return error
     return BadRequest(message, param=param or None, headers=error.headers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 import openai
@@ -12,8 +13,10 @@ from pydantic import BaseModel, ConfigDict
 
 from service.api.response_output import ResponseOutput
 from service.api.response_request import ResponsesRequest
-from tests.api.conftest import BASE
+from tests.api.conftest import BASE, Checkpoints
+from tests.support.scripted_server import ScriptedServer, make_text_model, scripted_server
 from tests.support.server import Server
+from tests.support.tool_templates import SPECIAL_TOKENS, TEMPLATES
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_output_tokens": 6}
 # A run of one token, whose text is one character, and its end.
@@ -252,6 +255,88 @@ class TestRefusals:
     def test_every_field_of_the_client_is_known(self) -> None:
         params = response_create_params.ResponseCreateParamsBase.__annotations__
         assert set(params) <= set(ResponsesRequest.model_json_schema()["properties"])
+
+
+class TestTools:
+    ADD: ClassVar[dict[str, Any]] = {
+        "type": "function",
+        "name": "add",
+        "description": "the sum",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+            "required": ["a", "b"],
+        },
+        "strict": False,
+    }
+    CALL: ClassVar[str] = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+    @pytest.fixture(scope="class")
+    def speaker(self, checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ScriptedServer]:
+        """A model that calls tools as Hermes does."""
+        root = tmp_path_factory.mktemp("speaker")
+        model_dir = make_text_model(checkpoints.base, root / "model", TEMPLATES["hermes"], SPECIAL_TOKENS["hermes"])
+        with scripted_server(model_dir, root / "store", model_name=BASE) as server:
+            yield server
+
+    def test_a_whole_round_trip(self, speaker: ScriptedServer) -> None:
+        asked: Any = {"model": BASE, "tools": [self.ADD], "tool_choice": "auto", "parallel_tool_calls": True}
+        speaker.says("Wait.\n" + self.CALL)
+        answer: Any = speaker.client.responses.create(input="What is 1 + 2?", **asked)
+        assert "the sum" in speaker.engine.last_prompt
+        assert [item.type for item in answer.output] == ["message", "function_call"]
+        assert (answer.output_text, answer.status) == ("Wait.", "completed")
+        call = answer.output[1]
+        assert (call.name, json.loads(call.arguments), call.status) == ("add", {"a": 1, "b": 2}, "completed")
+        assert answer.tools[0].name == "add"
+        speaker.says("It is 3.")
+        items = [item.model_dump(exclude_none=True) for item in answer.output]
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "result is 3"}
+        again = speaker.client.responses.create(
+            input=[{"role": "user", "content": "What is 1 + 2?"}, *items, result], **asked
+        )
+        assert again.output_text == "It is 3."
+        prompt = speaker.engine.last_prompt
+        assert prompt.index("What is 1 + 2?") < prompt.index("Wait.") < prompt.rindex("add") < prompt.index("result is")
+
+    def test_calls_are_streamed(self, speaker: ScriptedServer) -> None:
+        speaker.says("Wait.\n" + self.CALL + "\n" + self.CALL)
+        asked: Any = {"model": BASE, "input": "What is 1 + 2?", "tools": [self.ADD]}
+        with speaker.client.responses.stream(**asked) as stream:
+            events = list(stream)
+            final = stream.get_final_response()
+        assert [item.type for item in final.output] == ["message", "function_call", "function_call"]
+        assert len({item.call_id for item in final.output if item.type == "function_call"}) == 2
+        done = [event for event in events if event.type == "response.function_call_arguments.done"]
+        for event, item in zip(done, final.output[1:], strict=True):
+            deltas = [
+                one.delta
+                for one in events
+                if one.type == "response.function_call_arguments.delta" and one.item_id == event.item_id
+            ]
+            assert "".join(deltas) == event.arguments == item.arguments  # type: ignore[union-attr]
+            assert item.id == event.item_id
+
+    @pytest.mark.parametrize(
+        ("fields", "param"),
+        [
+            ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+            ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+            ({"tools": [{"type": "function", "name": "f", "parameters": []}]}, "tools[0].parameters"),
+            ({"tools": [{"type": "function"}]}, "tools[0].name"),
+            ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+            ({"tool_choice": "required"}, "tool_choice"),
+            ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
+        ],
+        ids=str,
+    )
+    def test_wrong_ones_are_refused_by_the_names_that_they_have_here(
+        self, speaker: ScriptedServer, fields: dict[str, Any], param: str
+    ) -> None:
+        with pytest.raises(openai.BadRequestError) as caught:
+            speaker.client.responses.create(model=BASE, input="the", **fields)
+        assert caught.value.param == param
+        assert ".function" not in caught.value.message
 
 
 class TestOutput:
