@@ -12,9 +12,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from service.api.fields import GENERATION_FIELDS, RESPONSE_FIELDS, UnservedField
+from service.api.fields import EMBEDDING_FIELDS, GENERATION_FIELDS, RESPONSE_FIELDS, UnservedField
 from service.api.response_request import ResponsesRequest
-from service.api.schemas import ChatRequest, CompletionRequest, StreamOptions
+from service.api.schemas import ChatRequest, CompletionRequest, EmbeddingRequest, StreamOptions
 
 _PAGE = Path("docs/clients.md")
 _BEGIN, _END = "<!-- written by scripts/clients_page.py -->\n", "<!-- end -->\n"
@@ -60,6 +60,12 @@ def _tables() -> str:
             "\n### Refused by name in responses\n\n",
             "Those above that responses do not serve, and:\n\n",
             *_refused({name: row for name, row in RESPONSE_FIELDS.items() if name not in GENERATION_FIELDS}),
+            "\n### Embeddings\n\n",
+            "| field | what it does |\n|---|---|\n",
+            *(f"| `{name}` | {field.description} |\n" for name, field in EmbeddingRequest.model_fields.items()),
+            f"\nWithout effect: {_names(row for row in EMBEDDING_FIELDS.values() if row.is_inert)}. "
+            "Refused by name:\n\n",
+            *_refused(EMBEDDING_FIELDS),
         ]
     )
 
