@@ -117,11 +117,15 @@ class Held(Protocol):
 @dataclass
 class Admitted:
     """A request that can be served: hand it to a `Job`, or `release` it. It has a place in the queue for each plan that
-    has not ended, and the adapter as long as there is one."""
+    has not ended, and the adapter as long as there is one.
+
+    payer  who has the places in the queue: the model; of a batch that of its first item
+    """
 
     services: Services
     target: Target
     plans: list[Plan]
+    payer: str
     num_open: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -139,16 +143,19 @@ class Admitted:
     def _give_back(self, num_places: int) -> None:
         self.num_open -= num_places
         assert self.num_open >= 0, "a sequence has ended twice"
-        self.services.gate.leave(num_places)
+        self.services.gate.leave(num_places, self.payer)
         if not self.num_open:
             self.target.release()
 
 
-async def admit(services: Services, request: CompletionRequest | ChatRequest, *, has_places: bool = False) -> Admitted:
+async def admit(
+    services: Services, request: CompletionRequest | ChatRequest, *, has_places: bool = False, payer: str = ""
+) -> Admitted:
     """Everything about a request that can be checked before it runs. ApiError leaves nothing behind.
 
     The places in the queue are taken before any text is looked at, so that no more requests than fit in it cost
-    anything. With `has_places` the caller has taken them (`num_sequences`), and they are this request's from now on.
+    anything. With `has_places` the caller has taken them (`num_sequences`) for `payer`; they are this request's from
+    now on.
     """
     places = num_sequences(services, request) if has_places else 0
     target: Target | None = None
@@ -156,8 +163,8 @@ async def admit(services: Services, request: CompletionRequest | ChatRequest, *,
         ready = services.require_ready()
         target = resolve(services, request.model, request.adapter_id)
         if not has_places:
-            wanted = num_sequences(services, request)
-            services.gate.enter(wanted)
+            wanted, payer = num_sequences(services, request), target.name
+            services.gate.enter(wanted, payer)
             places = wanted
         prompts = await _prompts(services, ready, target, request)
         kept = [_truncated(services, ready, request, prompt) for prompt in prompts]
@@ -166,9 +173,10 @@ async def admit(services: Services, request: CompletionRequest | ChatRequest, *,
             partial(token_rules, request, services.tokenizer, ready.vocab_size), size_chars=num_rule_chars(request)
         )
         grammar = await requested_grammar(services, request, kept[0].reading)
-        return Admitted(services, target, plan_sequences(services, ready, request, kept, stop, rules, grammar))
+        plans = plan_sequences(services, ready, request, kept, stop, rules, grammar)
+        return Admitted(services, target, plans, payer)
     except BaseException:
-        services.gate.leave(places)
+        services.gate.leave(places, payer)
         if target is not None:
             target.release()
         raise

@@ -9,7 +9,14 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import ValidationError
 
-from service.api.admission import Admitted, admit, num_prompt_logprobs, num_sequences, too_many_prompt_logprobs
+from service.api.admission import (
+    Admitted,
+    admit,
+    num_prompt_logprobs,
+    num_sequences,
+    resolve_name,
+    too_many_prompt_logprobs,
+)
 from service.api.answers import BatchResponse
 from service.api.chat import ChatAnswer
 from service.api.completions import CompletionAnswer
@@ -70,15 +77,16 @@ async def _admit_all(services: Services, body: BatchRequest) -> list[_Checked | 
     parsed = await asyncio.to_thread(lambda: [_parse(services, item) for item in body.items])
     shares = [0 if isinstance(one, Exception) else num_sequences(services, one) for one in parsed]
     _check_size(sum(shares), services.gate.limit, "sequences")
-    services.gate.enter(sum(shares))
+    payer = next((_model_of(services, one) for one in parsed if not isinstance(one, Exception)), "")
+    services.gate.enter(sum(shares), payer)
     checked: list[_Checked | Exception] = []
     try:
         for one in parsed:
-            checked.append(one if isinstance(one, Exception) else await _admit(services, one))
+            checked.append(one if isinstance(one, Exception) else await _admit(services, one, payer))
             await asyncio.sleep(0)  # each may tokenise in the loop as much as a request by itself
     except BaseException:
         # The item that was being admitted has given its own share back.
-        services.gate.leave(sum(shares[len(checked) + 1 :]))
+        services.gate.leave(sum(shares[len(checked) + 1 :]), payer)
         _release(checked)
         raise
     _bound_prompt_logprobs(checked)
@@ -100,9 +108,17 @@ def _bound_prompt_logprobs(checked: list[_Checked | Exception]) -> None:
             wanted += share
 
 
-async def _admit(services: Services, request: ChatRequest | CompletionRequest) -> _Checked | Exception:
+def _model_of(services: Services, request: ChatRequest | CompletionRequest) -> str:
+    """The name of what the item asks for, known or not."""
     try:
-        return request, await admit(services, request, has_places=True)
+        return resolve_name(services, request.model, request.adapter_id) or services.settings.base_name
+    except BadRequest:
+        return ""  # the item will be refused for it
+
+
+async def _admit(services: Services, request: ChatRequest | CompletionRequest, payer: str) -> _Checked | Exception:
+    try:
+        return request, await admit(services, request, has_places=True, payer=payer)
     except Exception as error:
         return _surprise(error)
 

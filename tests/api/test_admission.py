@@ -219,11 +219,21 @@ def nothing_is_held(parts: Services) -> bool:
 
 
 def test_places_are_taken_before_any_text_is_looked_at(full: Services) -> None:
-    full.gate.enter(29)
+    full.gate.enter(29, "tiny")
     with pytest.raises(QueueFull):
         asyncio.run(admit(full, CompletionRequest(model="tiny", prompt=["a", "b"])))
     assert not cast(Any, full.tokenizer).threads
-    full.gate.leave(29)
+    full.gate.leave(29, "tiny")
+    assert nothing_is_held(full)
+
+
+def test_requests_of_one_model_that_fill_the_queue_keep_no_other_out(full: Services) -> None:
+    full.gate.enter(30, "tiny")
+    admitted = asyncio.run(admit(full, CompletionRequest(model="own", prompt=["a"] * 15)))
+    with pytest.raises(QueueFull):
+        asyncio.run(admit(full, CompletionRequest(model="own", prompt="a")))
+    admitted.release()
+    full.gate.leave(30, "tiny")
     assert nothing_is_held(full)
 
 

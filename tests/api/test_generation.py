@@ -64,7 +64,7 @@ class Places:
     def __init__(self) -> None:
         self.num_open, self.has_adapter = 0, True
 
-    def leave(self, num_places: int) -> None:
+    def leave(self, num_places: int, _payer: str) -> None:
         self.num_open -= num_places
 
     def release(self) -> None:
@@ -83,7 +83,7 @@ def a_job(parts: Services, places: Places, plans: list[Plan], *, is_streamed: bo
     parts.gate = cast(Any, places)
     record = SimpleNamespace(digest="d", manifest=SimpleNamespace(rows={}))
     lease: Any = SimpleNamespace(release=places.release, record=record)
-    return Job(parts, Admitted(parts, Target("tiny", lease), plans), is_streamed)
+    return Job(parts, Admitted(parts, Target("tiny", lease), plans, "tiny"), is_streamed)
 
 
 def plan(request_id: str, stop: str = "the", **sampling: Any) -> Plan:
