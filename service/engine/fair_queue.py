@@ -43,46 +43,9 @@ import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
 
+from service.engine.flows import Flow, Tenant, age, by_tenant, turn_of
 from service.engine.sequence import ScheduledChunk, Sequence
-
-
-def age(sequence: Sequence) -> int:
-    """Its arrival number: older ones have lower ones."""
-    return sequence.key
-
-
-@dataclass(slots=True, eq=False)
-class Tenant:
-    """flows are the active ones, by adapter; deficit in tokens."""
-
-    weight: float
-    flows: dict[str | None, Flow] = field(default_factory=dict)
-    num_running: int = 0
-    deficit: float = 0.0
-    num_tokens: int = 0  # of the present step
-
-    def places_for_weight(self, num_more: int = 0) -> float:
-        """Running requests, and so many more, in units of its weight."""
-        return (self.num_running + num_more) / self.weight
-
-
-@dataclass(slots=True, eq=False)
-class Flow:
-    """Requests of one adapter of one tenant, by age; deficit in tokens.
-
-    steps_waiting_for_rows  that its oldest waiting request was passed over in, because the adapter was not read or
-                            found no rows, since one of its requests last ran
-    """
-
-    tenant: Tenant
-    adapter: str | None
-    waiting: list[Sequence] = field(default_factory=list)
-    running: list[Sequence] = field(default_factory=list)
-    steps_waiting_for_rows: int = 0
-    deficit: float = 0.0
-    num_tokens: int = 0  # of the present step
 
 
 class FairQueue:
@@ -163,7 +126,7 @@ class FairQueue:
         that are not let in. What the caller has not started when it asks for the next is passed over, with the rest of
         its flow."""
         tenants = []
-        for index, of_tenant in enumerate(_by_tenant(flows)):
+        for index, of_tenant in enumerate(by_tenant(flows)):
             tenant, oldest = of_tenant[0][3].tenant, min(key for _, _, key, _ in of_tenant)
             heapq.heapify(of_tenant)
             tenants.append((tenant.places_for_weight(1), -tenant.deficit, oldest, index, tenant, of_tenant))
@@ -175,7 +138,7 @@ class FairQueue:
             if sequence is not None:
                 yield sequence
                 if sequence.is_running and flow.waiting:
-                    heapq.heappush(of_tenant, _turn_of(flow))
+                    heapq.heappush(of_tenant, turn_of(flow))
             # Who is passed over has had its turn too, so that the other tenants have theirs.
             turn += 1 / tenant.weight
             if of_tenant:
@@ -186,7 +149,7 @@ class FairQueue:
     def turns(self, flows: Iterable[Flow]) -> list[Flow]:
         """Of these flows, all of which wait, each once, in the order in which they have a right to their next place."""
         turns = []
-        for of_tenant in _by_tenant(flows):
+        for of_tenant in by_tenant(flows):
             tenant = of_tenant[0][3].tenant
             for index, (_, _, oldest, flow) in enumerate(sorted(of_tenant)):
                 turns.append((tenant.places_for_weight(1 + index), -tenant.deficit, oldest, flow))
@@ -281,19 +244,6 @@ class FairQueue:
                 assert requests == sorted(requests, key=age), "not in order of arrival"
         assert self._num_flows == sum(1 for _ in self.flows()), "flows miscounted"
         assert self.num_waiting == len(self.waiting()), "waiting miscounted"
-
-
-def _by_tenant(flows: Iterable[Flow]) -> Iterable[list[tuple[int, float, int, Flow]]]:
-    """The turns of these flows, in a list for each tenant."""
-    turns: dict[int, list[tuple[int, float, int, Flow]]] = {}
-    for flow in flows:
-        turns.setdefault(id(flow.tenant), []).append(_turn_of(flow))
-    return turns.values()
-
-
-def _turn_of(flow: Flow) -> tuple[int, float, int, Flow]:
-    """Sorts the flows of a tenant that wait for a place; no two are equal before the last entry."""
-    return len(flow.running), -flow.deficit, flow.waiting[0].key, flow
 
 
 def _largest(tenant: Tenant, gone: Counter[int]) -> Flow | None:

@@ -25,7 +25,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from service.engine.adapter_desk import AdapterDesk
-from service.engine.fair_queue import FairQueue, Tenant, age
+from service.engine.fair_queue import FairQueue
+from service.engine.flows import Tenant, age
 from service.engine.sequence import Sequence
 
 

@@ -26,10 +26,12 @@ from itertools import pairwise
 
 from service.engine.adapter_desk import AdapterDesk
 from service.engine.block_pool import BlockPool
-from service.engine.fair_queue import FairQueue, Flow, age
+from service.engine.fair_queue import FairQueue
+from service.engine.flows import Flow, age
 from service.engine.row_sharing import RowSharing
 from service.engine.sequence import ScheduledChunk, Sequence
 from service.engine.slots import Slots
+from service.engine.step_tokens import StepTokens
 
 
 def _count(chunk: ScheduledChunk) -> None:
@@ -181,7 +183,7 @@ class Scheduler:
         if not prompts:
             return 0
         turn = self._queue.prompt_turn(sequence)
-        return sum(self._most_tokens(one) for one in prompts if self._queue.prompt_turn(one) < turn)
+        return sum(self._most_tokens(one) for one in prompts if one.is_running and self._queue.prompt_turn(one) < turn)
 
     def _most_tokens(self, sequence: Sequence) -> int:
         """That it can use in a step."""
@@ -243,57 +245,34 @@ class Scheduler:
     # ---- what they compute
 
     def _chunks(self) -> list[ScheduledChunk]:
-        self._prompt_logits_left = self._max_prompt_logits
-        budget = self._token_budget
+        tokens = StepTokens(self._token_budget, self._max_prompt_logits)
         chunks: dict[int, ScheduledChunk] = {}
         prompts = []
         for sequence in self.running.copy():
             if sequence.num_to_compute > 1:
                 prompts.append(sequence)
             elif sequence.is_running:
-                budget -= self._add_chunk(chunks, sequence, 1)
+                self._add_chunk(chunks, sequence, tokens)
         if len(prompts) > 1:
             prompts.sort(key=self._queue.prompt_turn)
         for sequence in prompts:
             if sequence.is_running:
-                budget -= self._add_chunk(chunks, sequence, budget)
+                self._add_chunk(chunks, sequence, tokens)
         return list(chunks.values())
 
-    def _add_chunk(self, chunks: dict[int, ScheduledChunk], sequence: Sequence, budget: int) -> int:
-        """Its part of the step, with blocks, if there is one: its tokens. Others may yield, and lose theirs."""
-        chunk = self._chunk(sequence, budget)
+    def _add_chunk(self, chunks: dict[int, ScheduledChunk], sequence: Sequence, tokens: StepTokens) -> None:
+        """Its part of the step, with blocks, if there is one. Others may yield, and lose theirs."""
+        chunk = tokens.take(sequence)
         if chunk is None:
-            return 0
+            return
         total = self._blocks_for(sequence.num_computed + chunk.num_tokens)
         while not self.blocks.extend(sequence.key, total):
             last = self._queue.last_in_turn()
             self._preempt(last)
             chunks.pop(last.key, None)
             if last is sequence:
-                return 0
+                return
         chunks[sequence.key] = chunk
-        return chunk.num_tokens
-
-    def _chunk(self, sequence: Sequence, budget: int) -> ScheduledChunk | None:
-        """Up to `budget` tokens of the sequence, with the logits that they must yield; None if there is no budget."""
-        start, num_tokens = sequence.num_computed, min(budget, sequence.num_to_compute)
-        if num_tokens <= 0:
-            return None
-        end = start + num_tokens
-        if not sequence.num_prompt_logprobs_missing:
-            samples = end == sequence.num_tokens
-            return ScheduledChunk(sequence, start, num_tokens, int(samples), samples)
-        # The logits of token i tell of prompt token i + 1; entry 0 has no logprob and is there from the start.
-        first = sequence.num_prompt_logprobs
-        first_row = max(start, first - 1)
-        end = min(end, first_row + self._prompt_logits_left)
-        if end <= start:
-            return None
-        num_logits = max(end - first_row, 0)
-        self._prompt_logits_left -= num_logits
-        num_prompt_logits = min(num_logits, sequence.num_prompt - first)
-        samples = end == sequence.num_tokens
-        return ScheduledChunk(sequence, start, end - start, num_logits, samples, first, num_prompt_logits)
 
     # ---- blocks
 
