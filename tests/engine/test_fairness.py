@@ -118,19 +118,25 @@ def test_blocks_that_a_flood_holds_are_given_up_to_another() -> None:
 
 
 def test_who_has_yielded_joins_again_when_its_token_in_flight_is_known() -> None:
-    """Two yield for blocks; those that are left would do for the smaller one, in the same step."""
-    mock = make_mock_engine(num_blocks=24, max_sequences=8, token_budget=64, overlap=True)
-    prompts = {"first": (1, 2, 3, 4), "long": tuple(range(40)), "short": (5, 6, 7, 8)}
-    for name, prompt in prompts.items():
-        mock.submit(name, prompt, max_tokens=8, tenant="flood")
+    """Two of different adapters yield for blocks. What is left would do for the smaller one, in the same step."""
+    mock = make_mock_engine(num_blocks=26, max_sequences=8, token_budget=128, overlap=True)
+    mock.engine.handle(Load("a1"))
+    mock.step_until(lambda: "a1" in mock.rows.residents)
+    small, large = (1, 2, 3, 4), tuple(range(40))
+    flood = {"a": (small, "a1"), "large": (large, "a1"), "b": (small, None), "small": (small, None)}
+    for name, (prompt, adapter) in flood.items():
+        mock.submit(name, prompt, adapter, max_tokens=8, tenant="flood")
+    mock.submit("waits", large, max_tokens=8, tenant="flood")
     for _ in range(3):
         mock.step()
-    mock.submit("other", tuple(range(60)), max_tokens=2, tenant="other")
+    mock.submit("other", tuple(range(68)), max_tokens=2, tenant="other")
     mock.step()
     assert mock.engine.scheduler.num_preemptions == 2
+    running = {sequence.request_id for sequence in mock.engine.scheduler.running}
+    assert running == {"a", "b", "other"}
     mock.settle()
-    for name, prompt in prompts.items():
-        assert mock.output[name] == expected_tokens(prompt, None, 8)
+    for name, (prompt, adapter) in flood.items():
+        assert mock.output[name] == expected_tokens(prompt, adapter, 8)
     mock.engine.close()
 
 
