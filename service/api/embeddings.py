@@ -47,7 +47,7 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
     target = resolve(services, body.model, body.adapter_id)
     try:
         # Held until the end: a request that has begun need not wait behind others.
-        with services.gate.places(min(len(inputs), MAX_AT_A_TIME)):
+        with services.gate.places(min(len(inputs), MAX_AT_A_TIME), target.name):
             prompts = await until_disconnect(request, _prompts(services, ready, body, inputs))
             jobs = await _run(request, services, target, [_plan(body, prompt) for prompt in prompts])
         vectors = [vector for _, vectors in jobs for vector in vectors]

@@ -109,14 +109,14 @@ class Gate:
             self._held[payer] = held
 
     @contextmanager
-    def places(self, num_places: int = 1) -> Iterator[None]:
+    def places(self, num_places: int = 1, payer: str = "") -> Iterator[None]:
         """Held inside; all there are, if that is fewer. QueueFull if they are not free."""
         num_places = min(num_places, self.limit)
-        self.enter(num_places)
+        self.enter(num_places, payer)
         try:
             yield
         finally:
-            self.leave(num_places)
+            self.leave(num_places, payer)
 
 
 @dataclass
