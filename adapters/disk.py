@@ -15,11 +15,13 @@ import uuid
 from collections.abc import Callable
 from filecmp import cmp
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 import msgspec
 
 from adapters.errors import Damaged, NotFound, StoreBusy
-from adapters.paths import CONFIG_FILE, DIGEST, MANIFEST_FILE, NAME, TEMPLATE_FILE, TENSOR_FILE
+from adapters.names import NameRecord, Version, uses
+from adapters.paths import CONFIG_FILE, DIGEST, MANIFEST_FILE, TEMPLATE_FILE, TENSOR_FILE, is_name
 from adapters.records import UNREADABLE, Manifest
 
 log = logging.getLogger(__name__)
@@ -28,8 +30,8 @@ log = logging.getLogger(__name__)
 _SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 
-class Alias(msgspec.Struct, frozen=True):
-    """What a name's file holds."""
+class _FirstForm(msgspec.Struct, frozen=True):
+    """What a name's file held before names had versions."""
 
     digest: str
     created_at_seconds: float
@@ -56,39 +58,42 @@ class StoreFiles:
     def close(self) -> None:
         self._lock.close()
 
-    def recover(self) -> dict[str, Alias]:
+    def recover(self) -> dict[str, NameRecord]:
         """Remove what a killed process left, and return the names. Adapters without a name stay for this time if a
-        name could not be read: it may be theirs."""
+        name could not be read: it may be theirs. A name goes if the files of all its versions are missing."""
         for leftover in self.staging.iterdir():
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         names, unreadable = self._read_names()
-        for name, alias in list(names.items()):
-            if self._is_missing(alias.digest):
-                log.error("adapter %s points at missing files (%s); the name is removed", name, alias.digest)
+        for name, record in list(names.items()):
+            missing = [version.number for version in record.versions if self._is_missing(version.digest)]
+            if missing:
+                log.error("adapter %s: the files of its versions %s are missing", name, missing)
+            if len(missing) == len(record.versions):
+                log.error("adapter %s: the name is removed", name)
                 self.remove_name(name)
                 del names[name]
-        for digest in self.digests() - {alias.digest for alias in names.values()}:
+        for digest in self.digests() - set(uses(names.values())):
             if unreadable:
                 log.error("adapter %s has no name; it is kept, since names/%s cannot be read", digest, unreadable[0])
             else:
                 self.remove_adapter(digest)
         return names
 
-    def names(self) -> dict[str, Alias]:
+    def names(self) -> dict[str, NameRecord]:
         """All names on disk. What is foreign, damaged or cannot be read is logged and left alone."""
         return self._read_names()[0]
 
-    def _read_names(self) -> tuple[dict[str, Alias], list[str]]:
+    def _read_names(self) -> tuple[dict[str, NameRecord], list[str]]:
         """The names on disk, and the files among them that cannot be read."""
         names, unreadable = {}, []
         for path in self._names.iterdir():
             try:
                 if not path.is_file():  # to open a pipe would wait for ever
                     raise msgspec.DecodeError("not a file")
-                alias = msgspec.json.decode(path.read_bytes(), type=Alias)
-                if not NAME.fullmatch(path.name) or not DIGEST.fullmatch(alias.digest):
+                name, record = unquote(path.name), _decode_name(path.read_bytes())
+                if self._name_path(name) != path or not _is_ours(name, record):
                     raise msgspec.DecodeError("not a name of this store")
-                names[path.name] = alias
+                names[name] = record
             except UNREADABLE as error:
                 log.error("the adapter store's file names/%s is ignored: %s", path.name, error)
             except OSError as error:
@@ -96,6 +101,10 @@ class StoreFiles:
                 log.error("the adapter store's file names/%s cannot be read: %s", path.name, error)
                 unreadable.append(path.name)
         return names, unreadable
+
+    def _name_path(self, name: str) -> Path:
+        """Names are those of their files, but for an owner's `/`."""
+        return self._names / quote(name, safe="")
 
     def _is_missing(self, digest: str) -> bool:
         """Whether there is no manifest, not even one that cannot be read."""
@@ -131,7 +140,8 @@ class StoreFiles:
             _refuse_shortage(error)
             raise Damaged(f"The files of adapter {digest[:12]} are damaged; delete it and upload it again.") from error
 
-    def complete(self, ready: Path, config: bytes, template: bytes | None, manifest: Manifest) -> None:
+    @staticmethod
+    def complete(ready: Path, config: bytes, template: bytes | None, manifest: Manifest) -> None:
         """Write what stands beside the tensors, and sync the directory: it can be published then."""
         assert (ready / TENSOR_FILE).is_file()
         _write_synced(ready / CONFIG_FILE, config)
@@ -170,14 +180,14 @@ class StoreFiles:
         except (Damaged, NotFound, OSError):
             return False
 
-    def write_name(self, name: str, alias: Alias) -> None:
+    def write_name(self, name: str, record: NameRecord) -> None:
         temporary = self.staging / f"name-{uuid.uuid4().hex}"
-        _write_synced(temporary, msgspec.json.encode(alias))
-        temporary.rename(self._names / name)
+        _write_synced(temporary, msgspec.json.encode(record))
+        temporary.rename(self._name_path(name))
         _sync_renamed(self._names)
 
     def remove_name(self, name: str) -> None:
-        (self._names / name).unlink(missing_ok=True)  # somebody else's removal of it is as good
+        self._name_path(name).unlink(missing_ok=True)  # somebody else's removal of it is as good
         _sync_directory(self._names)
 
     def remove_adapter(self, digest: str) -> bool:
@@ -194,6 +204,25 @@ class StoreFiles:
             return (self._adapters / digest).rename(out)
         except FileNotFoundError:
             return None
+
+
+def _decode_name(data: bytes) -> NameRecord:
+    """Raises UNREADABLE. A file of the first form is a name with one version."""
+    try:
+        return msgspec.json.decode(data, type=NameRecord)
+    except msgspec.ValidationError:
+        first = msgspec.json.decode(data, type=_FirstForm)
+        return NameRecord((Version(1, first.digest, first.created_at_seconds),))
+
+
+def _is_ours(name: str, record: NameRecord) -> bool:
+    numbers = [version.number for version in record.versions]
+    return (
+        is_name(name, record.owner)
+        and bool(numbers)
+        and numbers == sorted(set(numbers))
+        and all(DIGEST.fullmatch(version.digest) for version in record.versions)
+    )
 
 
 def _refuse_shortage(error: Exception) -> None:

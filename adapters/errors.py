@@ -62,6 +62,12 @@ class Conflict(AdapterError):
     code = "conflict"
 
 
+class Stale(AdapterError):
+    """The name no longer stands for what the caller said it does. 412."""
+
+    code = "precondition_failed"
+
+
 class NotFound(AdapterError):
     """No adapter of this name or digest. 404."""
 

@@ -3,7 +3,7 @@
 <root>/<layout fingerprint>/lock
                             staging/<random>/        uploads in progress and files on their way out
                             adapters/<digest>/       adapter_config.json, adapter_model.safetensors, manifest.json
-                            names/<name>             {"digest": ..., "created_at_seconds": ...}
+                            names/<name>             what a name stands for (`adapters.names.NameRecord`), `/` as %2F
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ MANIFEST_FILE = "manifest.json"
 TEMPLATE_FILE = "chat_template.jinja"
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+# A tenant, whose name and a `/` stand before the names of its adapters.
+OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def is_name(name: str, owner: str = "") -> bool:
+    """Whether an adapter of this owner may be called so: `name`, or `<owner>/name`."""
+    if owner:
+        return OWNER.fullmatch(owner) is not None and NAME.fullmatch(name.removeprefix(f"{owner}/")) is not None
+    return NAME.fullmatch(name) is not None
 
 
 def layout_fingerprint(layout: BaseLayout) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from adapters.names import Version, Visibility
+
 # What msgspec raises where it cannot read them.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
 
@@ -36,12 +38,19 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 class AdapterRecord(msgspec.Struct, frozen=True):
-    """A name and what it points at."""
+    """A version of a name, and what it stands for."""
 
     name: str
-    created_at_seconds: float
+    version: Version
     manifest: Manifest
+    owner: str = ""
+    visibility: Visibility = "public"
 
     @property
     def digest(self) -> str:
-        return self.manifest.digest
+        return self.version.digest
+
+    @property
+    def reference(self) -> str:
+        """`name@number`, as requests may give it."""
+        return f"{self.name}@{self.version.number}"

@@ -27,18 +27,20 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
-from adapters import extras
-from adapters.base_weights import BaseWeights
-from adapters.disk import Alias, StoreFiles
-from adapters.errors import AdapterError, Conflict, Damaged, InvalidName, Malformed, NotFound, TooLarge
+import msgspec
+
+from adapters import names as rules
+from adapters.disk import StoreFiles
+from adapters.errors import Conflict, Damaged, InvalidName, NotFound, TooLarge
+from adapters.handles import Lease, Upload
+from adapters.intake import Intake
 from adapters.layout import BaseLayout
-from adapters.paths import NAME, TEMPLATE_FILE, TENSOR_FILE, layout_fingerprint
+from adapters.names import Change, Condition, NameRecord, Version, Visibility
+from adapters.paths import TEMPLATE_FILE, is_name
 from adapters.records import AdapterRecord, Manifest
 from adapters.row_plan import RowPlan
 from adapters.upload import Budget, Part, Staging, StoreLimits, disk_full_is_ours
-from adapters.validate import check_headers, module_reports, write_canonical
 
 log = logging.getLogger(__name__)
 
@@ -46,97 +48,6 @@ log = logging.getLogger(__name__)
 MAX_MANIFESTS_KEPT = 256
 
 __all__ = ["AdapterStore", "Lease", "Part", "StoreLimits", "Upload"]
-
-
-class Lease:
-    """Keeps an adapter's files while held, also after its name is deleted. Release it exactly once (`with` does)."""
-
-    def __init__(self, store: AdapterStore, record: AdapterRecord) -> None:
-        self._store = store
-        self._held = True
-        self.record = record
-
-    def release(self) -> None:
-        """Quick, for an event loop. After the last release of a digest that no name points at, a thread of the store
-        removes the files and calls `on_gone(digest)`; `AdapterStore.settle` waits for that."""
-        assert self._held, "a lease is released once"
-        self._held = False
-        self._store._release(self.record.digest)
-
-    def __enter__(self) -> Lease:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.release()
-
-
-class Upload:
-    """One adapter on its way in, staged in the store's own file system. One thread at a time writes it; it may be
-    discarded from another one."""
-
-    def __init__(self, store: AdapterStore, staging: Staging) -> None:
-        self._store = store
-        self._staging: Staging | None = staging
-        # A thread whose request was cancelled works on, while the upload is discarded in another. To empty the staging
-        # directory beside it would empty what it publishes: a rename does not hinder who has a directory open.
-        self._at_work = threading.RLock()  # `finish` discards
-
-    def open_part(self, part_name: str, file_name: str | None = None) -> Part:
-        """Open the next file, recognised by its part name ("adapter_config", "adapter_model", "archive",
-        "chat_template"...) or else by its file name (adapter_config.json, *.safetensors, *.tar.gz, *.tgz, *.zip...).
-
-        Raises Unsupported for pickles and other weight files, Malformed for a file given twice or not recognised.
-        """
-        with self._at_work:
-            return self._open_staging().open_part(part_name, file_name)
-
-    def check_config(self) -> None:
-        """Refuse now what `finish` would refuse for the configuration alone. Call it when its part is closed: the
-        tensors that follow are gigabytes. Raises Malformed, Unsupported."""
-        with self._at_work:
-            self._open_staging().check_config()
-
-    def add_directory(self, path: Path) -> None:
-        """Take the files of a PEFT directory on this machine instead of parts. The caller has checked that the
-        operator allows the path. Symbolic links that leave the directory are refused."""
-        with self._at_work:
-            self._open_staging().add_directory(path)
-
-    def finish(self, name: str, *, replace: bool = False) -> tuple[AdapterRecord, bool]:
-        """Check everything, publish, and point `name` at it. Returns (record, created); created is False when the name
-        already pointed at the same content. With `replace` a name that points at other content moves to this one, in
-        one step; the old content goes with its last lease.
-
-        Raises InvalidName, Conflict, Malformed, Unsupported, BindingError, RowsExceeded, TooLarge, StorageFull; after
-        any of them the upload is discarded.
-        """
-        with self._at_work:
-            staging = self._open_staging()
-            try:
-                self._store.check_name(name)
-                with disk_full_is_ours():
-                    manifest, ready = self._store._prepare(staging)
-                    return self._store._publish(name, manifest, ready, replace=replace)
-            finally:
-                self.discard()
-
-    def discard(self) -> None:
-        """Forget the upload and remove what it wrote. Does nothing after finish() or a second time; waits for a call of
-        finish() that another thread is in."""
-        with self._at_work:
-            if self._staging is not None:
-                self._staging.remove()
-                self._staging = None
-
-    def __enter__(self) -> Upload:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.discard()
-
-    def _open_staging(self) -> Staging:
-        assert self._staging is not None, "the upload is over"
-        return self._staging
 
 
 class AdapterStore:
@@ -171,23 +82,27 @@ class AdapterStore:
         self.limits = limits or StoreLimits()
         self.base_name = base_name
         self.on_gone = on_gone
-        self._layout = layout
-        self._fingerprint = layout_fingerprint(layout)
-        self._base = BaseWeights(base_dir) if base_dir is not None else None
-        self.row_plan = row_plan
-        self._check_template = check_template
-        self._base_token_id = base_token_id
-        self._files = StoreFiles(root / self._fingerprint)
+        self._intake = Intake(layout, base_dir, row_plan, check_template, base_token_id)
+        self._files = StoreFiles(root / self._intake.fingerprint)
         # Two locks, always taken in this order. `_disk` is held through every change of names/ and adapters/, which
         # syncs and may take long; `_lock` guards the tables below and is held for moments, so that leases are quick.
         self._disk = threading.Lock()
         self._lock = threading.Lock()
-        self._names: dict[str, Alias] = self._files.recover()
-        self._num_names = Counter(alias.digest for alias in self._names.values())
+        self._names: dict[str, NameRecord] = self._files.recover()
+        self._num_names = Counter(rules.uses(self._names.values()))
         self._manifests: OrderedDict[str, Manifest] = OrderedDict()
         self._leases: Counter[str] = Counter()
         # Whoever releases the last lease need not wait for the disk.
         self._remover = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-files")
+
+    @property
+    def row_plan(self) -> RowPlan | None:
+        """Rows of the device, see the class."""
+        return self._intake.row_plan
+
+    @row_plan.setter
+    def row_plan(self, row_plan: RowPlan | None) -> None:
+        self._intake.row_plan = row_plan
 
     def close(self) -> None:
         """Release the lock, once all files are removed that nobody uses. Uploads in progress are discarded by the next
@@ -201,14 +116,20 @@ class AdapterStore:
 
     # ---- uploads
 
-    def check_name(self, name: str) -> None:
+    def check_name(self, name: str, owner: str = "") -> None:
         """Raises InvalidName, or Conflict for the base model's name. Call it before reading a body."""
-        if not NAME.fullmatch(name):
+        if not is_name(name, owner):
             raise InvalidName(
                 "An adapter's name has 1 to 128 letters, digits, '.', '_' and '-', and starts with a letter or a digit."
             )
         if name == self.base_name:
             raise Conflict(f"The name {name!r} is the base model's; choose another.")
+
+    def check(self, name: str, condition: Condition) -> None:
+        """Raises what `condition` does for the name as it is now; it is asked again when the name changes."""
+        with self._lock:
+            record = self._names.get(name)
+        condition(record, None)
 
     def begin(self, *, declared_bytes: int | None = None) -> Upload:
         """Start an upload. `declared_bytes` (Content-Length) is checked first: TooLarge, StorageFull."""
@@ -218,84 +139,82 @@ class AdapterStore:
         with disk_full_is_ours():
             return Upload(self, Staging(self._files.staging / uuid.uuid4().hex, self.limits))
 
-    def _prepare(self, staging: Staging) -> tuple[Manifest, Path]:
-        """Check a complete upload and write the directory to publish; returns it with its manifest."""
-        staging.unpack_archive()
-        config, tensors = staging.require()
-        tokenizer_config = staging.read("tokenizer_config")
-        vocab_size = next((p.in_features for p in self._layout.projections if p.kind == "embedding"), None)
-        extras.check_vocabulary(
-            staging.read("added_tokens"), tokenizer_config, staging.read("tokenizer"), vocab_size, self._base_token_id
-        )
-        template = extras.chat_template(staging.read("template"), tokenizer_config)
-        self._refuse_template(template)
-        template_bytes = None if template is None else template.encode()
-        binding = check_headers(config, tensors, self._layout, self.row_plan, self._base)
-        modules = module_reports(binding)
-        num_bytes = sum(report.num_bytes for report in modules)
-        staging.budget.check_disk(num_bytes)
-        ready = staging.directory / "ready"
-        ready.mkdir()
-        digest = write_canonical(binding, tensors, ready / TENSOR_FILE, template_bytes)
-        ignored = [f"The file {name} is not needed and was left out." for name in staging.ignored]
-        manifest = Manifest(
-            digest=digest,
-            layout=self._fingerprint,
-            rank=max(report.rank for report in modules),
-            num_bytes=num_bytes,
-            rows=binding.rows,
-            modules=modules,
-            notes=(*binding.notes, *ignored),
-            has_chat_template=template is not None,
-        )
-        self._files.complete(ready, config, template_bytes, manifest)
-        return manifest, ready
+    # ---- changes of names
 
-    def _refuse_template(self, template: str | None) -> None:
-        if template is None or self._check_template is None:
-            return
-        try:
-            self._check_template(template)
-        except ValueError as error:
-            raise Malformed(str(error)) from error
-
-    def _publish(self, name: str, manifest: Manifest, ready: Path, *, replace: bool) -> tuple[AdapterRecord, bool]:
+    def _publish(
+        self, name: str, manifest: Manifest, ready: Path, change: Change, condition: Condition
+    ) -> tuple[AdapterRecord, bool]:
         digest = manifest.digest
         gone: list[str] = []
         try:
             with self._disk:
-                taken = self._names.get(name)
-                if taken is not None and taken.digest != digest and not replace:
-                    raise Conflict(
-                        f"The name {name!r} is taken by another adapter; delete that first or choose another name."
-                    )
-                is_whole = self._files.is_whole(manifest, ready, lambda config: self._fits(config, manifest, ready))
-                if is_whole and taken is not None and taken.digest == digest:
-                    return AdapterRecord(name, taken.created_at_seconds, manifest), False
+                record = self._names.get(name)
+                condition(record, digest)
+                is_whole = self._files.is_whole(
+                    manifest, ready, lambda config: self._intake.fits(config, manifest, ready)
+                )
                 if not is_whole and self._put(ready, digest):
                     gone.append(digest)
-                alias = Alias(digest, time.time())
-                try:
-                    self._files.write_name(name, alias)
-                except OSError:
-                    if self._remove_if_unused(digest):
-                        gone.append(digest)
-                    raise
-                self._point(name, alias)
-                if taken is not None and self._remove_if_unused(taken.digest):
-                    gone.append(taken.digest)
+                is_new = record is None or record.digest != digest
+                if is_new:
+                    try:
+                        gone += self._move(name, digest, change)
+                    except OSError:
+                        if self._remove_if_unused(digest):
+                            gone.append(digest)
+                        raise
+                return self._shown(name, self._names[name].current, manifest), is_new or not is_whole
         finally:
             for one in gone:
                 self._tell_if_gone(one, True)
-        return AdapterRecord(name, alias.created_at_seconds, manifest), True
 
-    def _fits(self, config: bytes, manifest: Manifest, ready: Path) -> bool:
-        """Whether an adapter_config.json makes of the tensors in `ready` what the manifest says."""
+    def rollback(
+        self, name: str, selector: str = "", change: Change | None = None, *, condition: Condition = rules.move
+    ) -> tuple[AdapterRecord, bool]:
+        """Make the content of an older version, by number or digest, the current one again; without a selector that of
+        the newest version with other content. Returns (record, created) as `Upload.finish` does.
+
+        Raises NotFound if there is no such name or version, and what `condition` raises.
+        """
+        gone: list[str] = []
+        with self._disk:
+            record = self.versions(name)
+            condition(record, None)
+            digest = rules.find(self._names, f"{name}@{selector}" if selector else rules.before(name, record))[1].digest
+            manifest = self.manifest(digest)
+            is_new = digest != record.digest
+            if is_new:
+                gone = self._move(name, digest, change or Change())
+            shown = self._shown(name, self._names[name].current, manifest)
+        for one in gone:
+            self._tell_if_gone(one, True)
+        return shown, is_new
+
+    def set_visibility(self, name: str, visibility: Visibility) -> None:
+        """Say who beside its owner may use a name. Raises NotFound."""
+        with self._disk:
+            record = msgspec.structs.replace(self.versions(name), visibility=visibility)
+            self._files.write_name(name, record)
+            self._point(name, record)
+
+    def _move(self, name: str, digest: str, change: Change) -> list[str]:
+        """Under `_disk`: make a digest whose files are there the name's current version. Returns the digests whose
+        files are gone by that. After an OSError the name is as before."""
+        before = self._names.get(name)
+        record = rules.changed(before, digest, time.time(), change)
+        limits = self.limits
+        record = rules.pruned(record, self._num_bytes, most=limits.max_versions, most_bytes=limits.max_version_bytes)
+        self._files.write_name(name, record)
+        self._point(name, record)
+        unused = before.digests - record.digests if before is not None else set()
+        return [one for one in unused if self._remove_if_unused(one)]
+
+    def _num_bytes(self, digest: str) -> int:
+        """Of the tensors; 0 for a digest whose manifest is damaged."""
         try:
-            binding = check_headers(config, ready / TENSOR_FILE, self._layout, None, self._base)
-        except AdapterError:
-            return False
-        return module_reports(binding) == manifest.modules
+            return self.manifest(digest).num_bytes
+        except (NotFound, Damaged):
+            return 0
 
     def _put(self, ready: Path, digest: str) -> bool:
         """The adapter's files are in the store from now on, as uploaded. Returns whether they are in the place of
@@ -308,22 +227,27 @@ class AdapterStore:
             self._manifests.pop(digest, None)
         return was_used or was_there
 
-    def _point(self, name: str, alias: Alias | None) -> None:
-        """Change what a name points at in memory; None removes it."""
+    def _point(self, name: str, record: NameRecord | None) -> None:
+        """Change what a name stands for in memory; None removes it."""
         with self._lock:
             before = self._names.pop(name, None)
+            if record is not None:
+                self._names[name] = record
+                self._num_names.update(record.digests)
             if before is not None:
-                self._num_names[before.digest] -= 1
-            if alias is not None:
-                self._names[name] = alias
-                self._num_names[alias.digest] += 1
+                self._num_names.subtract(before.digests)
 
     # ---- look-up
 
     def get(self, name: str) -> AdapterRecord:
-        """Raises NotFound."""
+        """What `name`, `name@number` or `name@digest` stands for. Raises NotFound, Damaged."""
         with self._lock:
             return self._record(name)
+
+    def versions(self, name: str) -> NameRecord:
+        """The versions of a name. Raises NotFound."""
+        with self._lock:
+            return rules.record_of(self._names, name)
 
     def each(self) -> Iterator[AdapterRecord]:
         """What every name stands for, sorted; damaged adapters are logged and left out. Reads a file for each; one by
@@ -336,7 +260,7 @@ class AdapterStore:
             except Damaged as error:
                 log.error("adapter %s: %s", name, error)
 
-    def names(self) -> dict[str, Alias]:
+    def names(self) -> dict[str, NameRecord]:
         """All names, sorted, without reading a file."""
         with self._lock:
             return dict(sorted(self._names.items()))
@@ -371,16 +295,13 @@ class AdapterStore:
             return None
         return (self.path_of(digest) / TEMPLATE_FILE).read_text(encoding="utf-8")
 
-    def _alias(self, name: str) -> Alias:
-        """Under either lock."""
-        alias = self._names.get(name)
-        if alias is None:
-            raise NotFound(f"The adapter {name[:200]!r} does not exist.")
-        return alias
+    def _record(self, reference: str) -> AdapterRecord:
+        name, version = rules.find(self._names, reference)
+        return self._shown(name, version, self._manifest(version.digest))
 
-    def _record(self, name: str) -> AdapterRecord:
-        alias = self._alias(name)
-        return AdapterRecord(name, alias.created_at_seconds, self._manifest(alias.digest))
+    def _shown(self, name: str, version: Version, manifest: Manifest) -> AdapterRecord:
+        record = self._names[name]
+        return AdapterRecord(name, version, manifest, record.owner, record.visibility)
 
     def _manifest(self, digest: str) -> Manifest:
         """Under the lock."""
@@ -394,7 +315,8 @@ class AdapterStore:
     # ---- leases and deletion
 
     def lease(self, name: str) -> Lease:
-        """Resolve a name and keep its files until the lease is released. Raises NotFound."""
+        """Resolve `name`, `name@number` or `name@digest` and keep its files until the lease is released. Raises
+        NotFound, Damaged."""
         with self._lock:
             record = self._record(name)
             self._leases[record.digest] += 1
@@ -405,15 +327,16 @@ class AdapterStore:
         return self._leases[digest]
 
     def delete(self, name: str) -> str:
-        """Remove the name at once; the files go with the last lease, or now if nobody holds one and no other name
-        points at them. Returns the digest, damaged or not. Raises NotFound."""
+        """Remove the name and its versions at once; the files go with the last lease, or now if nobody holds one and no
+        other name keeps them. Returns the current digest, damaged or not. Raises NotFound."""
         with self._disk:
-            digest = self._alias(name).digest
+            record = self.versions(name)
             self._files.remove_name(name)
             self._point(name, None)
-            is_gone = self._remove_if_unused(digest)
-        self._tell_if_gone(digest, is_gone)
-        return digest
+            gone = [digest for digest in record.digests if self._remove_if_unused(digest)]
+        for digest in gone:
+            self._tell_if_gone(digest, True)
+        return record.digest
 
     def _release(self, digest: str) -> None:
         with self._lock:
@@ -459,7 +382,7 @@ class AdapterStore:
         self.settle()
         with self._disk, self._lock:
             assert self._files.names() == self._names
-            assert +self._num_names == Counter(alias.digest for alias in self._names.values())
+            assert +self._num_names == Counter(rules.uses(self._names.values()))
             assert all(count >= 0 for count in self._leases.values())
             wanted = set(+self._num_names) | set(+self._leases)
             assert self._files.digests() == wanted

@@ -31,11 +31,18 @@ class StoreLimits:
     max_upload_bytes      bytes received, all parts together; also the bound of what an archive unpacks to
     max_files             parts, archive members or directory entries
     free_disk_floor_bytes refuse to write when less than this would stay free on the store's file system
+
+    and how many versions of a name are kept:
+
+    max_versions          the current one included
+    max_version_bytes     of older contents of one name, together
     """
 
     max_upload_bytes: int = 4 << 30
     max_files: int = 256
     free_disk_floor_bytes: int = 256 << 20
+    max_versions: int = 8
+    max_version_bytes: int = 1 << 30
 
 
 class Budget:

@@ -131,7 +131,7 @@ def _summary(services: Services, record: AdapterRecord, state: _State) -> dict[s
         "object": "adapter",
         "digest": manifest.digest,
         "base": services.settings.base_name,
-        "created": int(record.created_at_seconds),
+        "created": int(record.version.created_at_seconds),
         "rank": manifest.rank,
         "bytes": manifest.num_bytes,
         "rows": manifest.rows,

@@ -13,6 +13,7 @@ from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
 
 from adapters import errors as store_errors
+from adapters.names import keep, move
 from adapters.records import AdapterRecord
 from adapters.store import AdapterStore
 from adapters.upload import disk_full_is_ours
@@ -138,7 +139,7 @@ def _load(store: AdapterStore, path: Path, name: str, replace: bool) -> AdapterR
             if not _is_about(error, path):  # the store's own directory fails: no fault of the client's
                 raise
             raise _unreadable(error) from error
-        return upload.finish(name, replace=replace)[0]
+        return upload.finish(name, condition=move if replace else keep)[0]
 
 
 def _is_about(error: OSError, path: Path) -> bool:

@@ -42,7 +42,7 @@ async def get_model(request: Request, model: str) -> ModelCard:
         if target.lease is None:
             return _base_card(services)
         record = target.lease.record
-        return _adapter_card(services, record.name, record.digest, record.created_at_seconds)
+        return _adapter_card(services, record.name, record.digest, record.version.created_at_seconds)
     finally:
         target.release()
 

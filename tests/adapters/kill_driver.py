@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from adapters.names import move
 from adapters.store import AdapterStore, StoreLimits
 from tests.support.adapter_files import (
     config_bytes,
@@ -52,7 +53,7 @@ def scenario(store: AdapterStore) -> None:
         for part_name, data in (("adapter_config", config_bytes()), ("adapter_model", TENSORS[0])):
             with upload.open_part(part_name) as part:
                 part.write(data)
-        upload.finish("again", replace=True)
+        upload.finish("again", condition=move)
 
 
 STATES = [
@@ -127,7 +128,8 @@ def prepare(root: Path) -> None:
 def leaves(root: Path) -> int:
     """How many things in the store are there by the death alone."""
     (layout,) = root.iterdir()
-    named = {json.loads(path.read_bytes())["digest"] for path in (layout / "names").iterdir()}
+    records = (json.loads(path.read_bytes()) for path in (layout / "names").iterdir())
+    named = {version["digest"] for record in records for version in record["versions"]}
     unnamed = {path.name for path in (layout / "adapters").iterdir()} - named
     return len(list((layout / "staging").iterdir())) + len(unnamed)
 

@@ -222,25 +222,6 @@ def test_a_deleted_name_is_gone_at_once_and_free_again(store: AdapterStore) -> N
     assert upload_small(store, LAYOUT, "mine", seed=2)[1]
 
 
-def test_a_name_moves_in_one_step_when_asked_to(store: AdapterStore) -> None:
-    gone: list[str] = []
-    store.on_gone = gone.append
-    old, _ = upload_small(store, LAYOUT, "mine", seed=1)
-    lease = store.lease("mine")
-    tensors = lora_tensors(LAYOUT, Q, 4, seed=2)
-    with store.begin() as upload:
-        for part_name, data in (("adapter_config", config_bytes()), ("adapter_model", safetensors_bytes(tensors))):
-            with upload.open_part(part_name) as part:
-                part.write(data)
-        new, created = upload.finish("mine", replace=True)
-    assert created
-    assert store.get("mine").digest == new.digest != old.digest
-    assert gone == []
-    lease.release()
-    store.settle()
-    assert gone == [old.digest]
-
-
 @pytest.mark.parametrize("digest", ["", "x", "../names", "0" * 64, "A" * 64])
 def test_unknown_digests_are_not_found(store: AdapterStore, digest: str) -> None:
     with pytest.raises(NotFound):
