@@ -326,11 +326,13 @@ class AdapterStore:
         """Leases held on the digest, for metrics and tests."""
         return self._leases[digest]
 
-    def delete(self, name: str) -> str:
+    def delete(self, name: str, condition: Condition = rules.move) -> str:
         """Remove the name and its versions at once; the files go with the last lease, or now if nobody holds one and no
-        other name keeps them. Returns the current digest, damaged or not. Raises NotFound."""
+        other name keeps them. Returns the current digest, damaged or not. Raises NotFound, and what `condition`
+        raises."""
         with self._disk:
             record = self.versions(name)
+            condition(record, None)
             self._files.remove_name(name)
             self._point(name, None)
             gone = [digest for digest in record.digests if self._remove_if_unused(digest)]

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 
 import adapters.errors as store_errors
+from adapters.names import Change
 from adapters.row_plan import plan_rows
 from adapters.store import AdapterStore, StoreLimits
 from kernels.lora.limits import MAX_KERNEL_RANK
@@ -34,6 +35,7 @@ from service.api import (
     page,
     responses,
     tokenize,
+    versions,
 )
 from service.api.answers import ChatChunk, ResponseEvent
 from service.api.auth import OPEN_PATHS, KeyRing
@@ -64,6 +66,7 @@ ROUTERS = (
     models.router,
     tokenize.router,
     adapters.router,
+    versions.router,
     lora_compat.router,
     health.router,
 )
@@ -100,9 +103,9 @@ def _allow_pages(app: FastAPI, origins: tuple[str, ...]) -> None:
     app.add_middleware(
         CORSMiddleware,
         allow_origins=origins,
-        allow_methods=["GET", "POST", "DELETE"],
+        allow_methods=["GET", "POST", "PUT", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["X-Request-Id", "Retry-After"],
+        expose_headers=["X-Request-Id", "X-Multilora-Adapter", "ETag", "Retry-After"],
     )
 
 
@@ -158,7 +161,10 @@ def _open_store(services: Services) -> AdapterStore:
             settings.store_root,
             services.layout,
             StoreLimits(
-                max_upload_bytes=int(settings.max_upload_bytes), free_disk_floor_bytes=int(settings.min_free_disk_bytes)
+                max_upload_bytes=int(settings.max_upload_bytes),
+                free_disk_floor_bytes=int(settings.min_free_disk_bytes),
+                max_versions=settings.max_versions,
+                max_version_bytes=int(settings.max_version_bytes),
             ),
             base_name=settings.base_name,
             base_dir=settings.model_dir,
@@ -245,7 +251,7 @@ def preload(services: Services) -> None:
         try:
             with store.begin() as upload:
                 upload.add_directory(path)
-                record, created = upload.finish(path.name)
+                record, created = upload.finish(path.name, Change(by="preload"))
         except store_errors.Conflict as error:
             LOGGER.warning("Not preloaded: %s", error)
             continue
@@ -263,14 +269,21 @@ def preload(services: Services) -> None:
         LOGGER.info("adapter %s %s", record.name, "preloaded" if created else "is there already")
 
 
-def _body_rule(settings: Settings) -> Callable[[str], BodyRule]:
+def _body_rule(settings: Settings) -> Callable[[str, str], BodyRule]:
     """Uploads may be large and go to disk, other bodies not. Multipart framing comes on top of the upload's own bytes.
-    Those of the vLLM paths are a name or two, and parsed in the loop."""
+    Those of
+    the vLLM paths and of rollbacks are a name or two, and parsed in the loop."""
     upload = BodyRule(int(settings.max_upload_bytes) + (1 << 16), is_buffered=False)
     small = BodyRule(min(LARGE_BODY_BYTES, int(settings.max_body_bytes)))
     rules = {"/v1/adapters": upload} | dict.fromkeys(lora_compat.PATHS, small)
     other = BodyRule(int(settings.max_body_bytes))
-    return lambda path: rules.get(path, other)
+
+    def rule(method: str, path: str) -> BodyRule:
+        if method == "PUT" and path.startswith("/v1/adapters/"):
+            return upload
+        return small if path.endswith("/rollback") else rules.get(path, other)
+
+    return rule
 
 
 def _add_error_handlers(app: FastAPI) -> None:

@@ -70,7 +70,13 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         return chat
     from service import commands
 
-    table = {"upload": commands.upload, "ls": commands.ls, "rm": commands.rm}
+    table = {
+        "upload": commands.upload,
+        "ls": commands.ls,
+        "history": commands.history,
+        "rollback": commands.rollback,
+        "rm": commands.rm,
+    }
     return table[name]
 
 
@@ -97,7 +103,18 @@ def _parser() -> argparse.ArgumentParser:
     upload = _client_parser(commands, "upload", "send an adapter")
     upload.add_argument("path", type=Path, help="directory that PEFT wrote, or a .tar.gz or .zip of one")
     upload.add_argument("--name", help="name of the adapter; default: the name of the directory or archive")
+    upload.add_argument("--note", default="", help="kept in the adapter's history")
+    condition = upload.add_mutually_exclusive_group()
+    condition.add_argument("--new", action="store_true", help="refuse if there is an adapter of this name")
+    condition.add_argument("--if-version", metavar="VERSION", help="refuse if the adapter is at another version")
     _client_parser(commands, "ls", "list the adapters")
+    history = _client_parser(commands, "history", "list the versions of an adapter")
+    history.add_argument("name", help="name of the adapter")
+    history.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    rollback = _client_parser(commands, "rollback", "go back to an earlier version of an adapter")
+    rollback.add_argument("name", help="name of the adapter")
+    rollback.add_argument("--to", metavar="VERSION", help="number or digest; default: the newest other content")
+    rollback.add_argument("--note", default="", help="kept in the adapter's history")
     remove = _client_parser(commands, "rm", "delete adapters")
     remove.add_argument("name", nargs="+", help="name of an adapter")
     text = "look at this machine: is everything there that serving needs, and does it compute the right numbers?"

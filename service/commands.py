@@ -1,4 +1,4 @@
-"""`multilora upload`, `ls` and `rm`: adapters of a server, from the terminal."""
+"""`multilora upload`, `ls`, `history`, `rollback` and `rm`: adapters of a server, from the terminal."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import httpx
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
@@ -46,10 +48,16 @@ def upload(arguments: argparse.Namespace) -> int:
                 part: (_sendable(path), progress.open(path, "rb", description=_sendable(path)))
                 for part, path in files.items()
             }
-            response = client.post("/v1/adapters", data={"name": name}, files=opened)
-        created = "is there" if response.status_code == 201 else "was there already"
-        print(answer_of(response, lambda report: _bound(report, created)))
+            path, headers = path_of("/v1/adapters", name), _conditions(arguments)
+            response = client.put(path, data={"note": arguments.note}, files=opened, headers=headers)
+        print(answer_of(response, lambda report: _bound(report, is_new=response.status_code == httpx.codes.CREATED)))
     return 0
+
+
+def _conditions(arguments: argparse.Namespace) -> dict[str, str]:
+    if arguments.new:
+        return {"If-None-Match": "*"}
+    return {} if arguments.if_version is None else {"If-Match": f'"{arguments.if_version}"'}
 
 
 def _sendable(path: Path) -> str:
@@ -57,11 +65,11 @@ def _sendable(path: Path) -> str:
     return path.name.encode(errors="replace").decode()
 
 
-def _bound(report: Any, created: str) -> str:
+def _bound(report: Any, *, is_new: bool) -> str:
     """What the server made of an upload, in lines."""
     first = (
-        f"{report['name']} {created}: rank {report['rank']}, {len(report['modules'])} modules, "
-        f"{report['bytes']} bytes, digest {report['digest'][:12]}"
+        f"{report['name']}@{report['version']} {'is there' if is_new else 'was there already'}: rank {report['rank']}, "
+        f"{len(report['modules'])} modules, {report['bytes']} bytes, digest {report['digest'][:12]}"
     )
     return "\n".join([first, *(f"  {sentence}" for sentence in report["notes"])])
 
@@ -108,6 +116,35 @@ def ls(arguments: argparse.Namespace) -> int:
 
 def _row(one: Any) -> tuple[str, ...]:
     return str(one["name"]), str(one["rank"]), f"{one['bytes']:,}", str(one["state"]), str(one["digest"])[:12]
+
+
+def history(arguments: argparse.Namespace) -> int:
+    """List the versions of an adapter, newest first."""
+    with sentences(arguments.url), connect(arguments.url, arguments.api_key) as client:
+        response = client.get(f"{path_of('/v1/adapters', arguments.name)}/history")
+        rows = answer_of(response, lambda body: [_version_row(one) for one in body["data"]])
+    if arguments.json:
+        print(response.text)
+        return 0
+    table = Table("version", Column("digest", no_wrap=True), "since", "by", Column("note", overflow="fold"))
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console().print(table)
+    return 0
+
+
+def _version_row(one: Any) -> tuple[str, ...]:
+    since = datetime.fromtimestamp(one["created"]).isoformat(" ", timespec="seconds")
+    return str(one["number"]), str(one["digest"])[:12], since, str(one["by"]), str(one["note"])
+
+
+def rollback(arguments: argparse.Namespace) -> int:
+    """Make an earlier version's content the current one again."""
+    body = {"note": arguments.note} if arguments.to is None else {"note": arguments.note, "version": arguments.to}
+    with sentences(arguments.url), connect(arguments.url, arguments.api_key) as client:
+        response = client.post(f"{path_of('/v1/adapters', arguments.name)}/rollback", json=body)
+        print(answer_of(response, lambda report: _bound(report, is_new=True)))
+    return 0
 
 
 def rm(arguments: argparse.Namespace) -> int:

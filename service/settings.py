@@ -149,6 +149,12 @@ class Settings(BaseSettings):
         ByteSize(64 * MIB), description="all JSON request bodies that are being read; beyond it requests get 429"
     )
     max_upload_bytes: Size = Field(ByteSize(2048 * MIB), description="largest adapter upload, packed and unpacked")
+    max_versions: int = Field(
+        8, ge=1, description="versions that are kept of an adapter, the current one included; older ones go"
+    )
+    max_version_bytes: Size = Field(
+        ByteSize(1024 * MIB), description="older versions that are kept of one adapter, together; the oldest go first"
+    )
     min_free_disk_bytes: Size = Field(
         ByteSize(256 * MIB), description="uploads that would leave less than this free on the disk get 507"
     )

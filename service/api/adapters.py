@@ -9,9 +9,12 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from adapters.names import Change, Condition, keep
 from adapters.records import AdapterRecord
 from adapters.store import AdapterStore
 from service.api.answers import AdapterDeleted, AdapterList, AdapterResponse, AdapterSummary, ModuleReport
+from service.api.auth import caller_of
+from service.api.conditions import CONDITION_HEADERS, condition_of, refuse_conditions
 from service.api.errors import BadRequest, NotReady
 from service.api.listing import listing
 from service.api.openapi import DELETE_ERRORS, UPLOAD_BODY, UPLOAD_ERRORS, errors
@@ -36,7 +39,17 @@ _State = Literal["disk", "host", "device"]
     summary="Upload an adapter",
 )
 async def upload_adapter(request: Request) -> JSONResponse:
-    """Check, store and name a PEFT LoRA adapter. It can be used in the next step; the answer says what was bound."""
+    """Check, store and name a PEFT LoRA adapter. It can be used in the next step; the answer says what was bound. A
+    name that stands for other content is left as it is: PUT replaces that."""
+    refuse_conditions(request, "send PUT /v1/adapters/{name}")
+    record, created = await take_upload(request, None, keep)
+    answer = describe(services_of(request), record)
+    return JSONResponse(answer.model_dump(), status_code=201 if created else 200)
+
+
+async def take_upload(request: Request, name: str | None, condition: Condition) -> tuple[AdapterRecord, bool]:
+    """Read the adapter in the request's body, check it, and make it the current version of its name, which is `name` or
+    in the body. Returns (record, created) as `Upload.finish` does."""
     services = services_of(request)
     store = require_open_store(services)
     # The announced bytes include the multipart framing, so the store's own limit is left to its running count.
@@ -44,14 +57,14 @@ async def upload_adapter(request: Request) -> JSONResponse:
     with services.uploading():
         upload = await in_upload_thread(store.begin, declared_bytes=min(announced, store.limits.max_upload_bytes))
         try:
-            name = await receive_upload(request, store, upload)
-            record, created = await in_upload_thread(upload.finish, name)
+            sent = await receive_upload(request, store, upload)
+            change = Change(caller_of(request), sent.note)
+            record, created = await in_upload_thread(upload.finish, sent.name_for(name), change, condition=condition)
         finally:
             await in_upload_thread(upload.discard)
-    note(request, adapter=record.name, digest=record.digest[:12], created=created)
+    note(request, adapter=record.reference, digest=record.digest[:12], created=created)
     services.published(record)
-    answer = describe(services, record)
-    return JSONResponse(answer.model_dump(), status_code=201 if created else 200)
+    return record, created
 
 
 @router.get("/v1/adapters", response_model=AdapterList, responses=errors((400, 401, 429)), summary="List the adapters")
@@ -78,14 +91,19 @@ async def get_adapter(request: Request, name: str) -> AdapterResponse:
     return describe(services, require_store(services).get(name))
 
 
-@router.delete("/v1/adapters/{name}", responses=DELETE_ERRORS, summary="Delete an adapter")
+@router.delete(
+    "/v1/adapters/{name}",
+    responses={**DELETE_ERRORS, **errors((412,))},
+    openapi_extra={"parameters": CONDITION_HEADERS},
+    summary="Delete an adapter",
+)
 async def delete_adapter(request: Request, name: str) -> AdapterDeleted:
-    """The name is gone when this returns. Requests that use the adapter finish; its rows, memory and files go with the
-    last of them."""
+    """The name and its versions are gone when this returns. Requests that use the adapter finish; its rows, memory and
+    files go with the last of them."""
     services = services_of(request)
     if name == services.settings.base_name:
         raise BadRequest(f"{name!r} is the base model, which cannot be deleted; name an adapter.")
-    digest = await asyncio.to_thread(require_store(services).delete, name)
+    digest = await asyncio.to_thread(require_store(services).delete, name, condition_of(request))
     services.deleted(name)
     note(request, adapter=name, digest=digest[:12])
     return AdapterDeleted(name=name, object="adapter.deleted", digest=digest, deleted=True)
@@ -129,6 +147,7 @@ def _summary(services: Services, record: AdapterRecord, state: _State) -> dict[s
     return {
         "name": record.name,
         "object": "adapter",
+        "version": record.version.number,
         "digest": manifest.digest,
         "base": services.settings.base_name,
         "created": int(record.version.created_at_seconds),

@@ -268,7 +268,8 @@ def resolve(services: Services, model: str | None, adapter_id: str | None = None
             param=param,
         )
     try:
-        return Target(name, services.store.lease(name))
+        lease = services.store.lease(name)
+        return Target(lease.record.name, lease)
     except store_errors.NotFound:
         raise UnknownModel(f"{unknown}; GET /v1/models lists what does.", param=param) from None
 

@@ -398,11 +398,12 @@ class ModuleReport(Response):
 
 
 class AdapterSummary(Response):
-    """An adapter, as it is listed. `state` is where its weights are now; `last_used` when a request for it last began
-    to run, in Unix seconds, null if none has since the server started."""
+    """An adapter, as it is listed: the current `version` of its name. `state` is where its weights are now; `last_used`
+    when a request for it last began to run, in Unix seconds, null if none has since the server started."""
 
     name: str
     object: Literal["adapter"]
+    version: int
     digest: str
     base: str
     created: int
@@ -419,6 +420,26 @@ class AdapterResponse(AdapterSummary):
 
     modules: list[ModuleReport]
     notes: list[str]
+
+
+class AdapterVersion(Response):
+    """A content that a name has stood for: since when, by whom, and what they said of it."""
+
+    number: int
+    digest: str
+    created: int
+    by: str
+    note: str
+
+
+class AdapterHistory(Response):
+    """The versions of a name, newest first."""
+
+    object: Literal["list"]
+    name: str
+    owner: str
+    visibility: Literal["private", "shared", "public"]
+    data: list[AdapterVersion]
 
 
 class AdapterList(Response):

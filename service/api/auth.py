@@ -6,6 +6,7 @@ import hashlib
 import hmac
 from typing import Literal
 
+from fastapi import Request
 from pydantic import SecretStr
 from starlette.datastructures import Headers
 
@@ -44,10 +45,11 @@ class KeyRing:
         """Whether any key is configured."""
         return bool(self._inference or self._admin)
 
-    def check(self, scope: Scope, headers: Headers) -> None:
-        """Unauthorized without a known key, Forbidden if the key's scope is too small."""
+    def check(self, scope: Scope, headers: Headers) -> str:
+        """Who calls: which key of the settings, "" where none is needed. Unauthorized without a known key, Forbidden if
+        the key's scope is too small."""
         if scope == "open" or not self.enabled:
-            return
+            return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not key.strip():
             raise Unauthorized(
@@ -55,18 +57,24 @@ class KeyRing:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         digest = _digest(key.strip())
-        is_admin, is_inference = _is_among(digest, self._admin), _is_among(digest, self._inference)
-        if not (is_admin or is_inference):
+        admin, inference = _place(digest, self._admin), _place(digest, self._inference)
+        if not (admin or inference):
             raise Unauthorized("This API key is not known here; check it.", headers={"WWW-Authenticate": "Bearer"})
-        if scope == "admin" and not is_admin:
+        if scope == "admin" and not admin:
             raise Forbidden("This API key may not change adapters; use one with the admin scope.")
+        return f"admin key {admin}" if admin else f"key {inference}"
+
+
+def caller_of(request: Request) -> str:
+    """Who calls, as the history of adapters names them; "" where no key is needed."""
+    return str(request.scope.get("multilora.caller", ""))
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _is_among(digest: bytes, known: tuple[bytes, ...]) -> bool:
-    """Compares with every key, so that the time tells nothing about which one matched."""
+def _place(digest: bytes, known: tuple[bytes, ...]) -> int:
+    """Which of the keys it is, from 1; 0 for none. Compares with every key, so that the time tells nothing about it."""
     matches = [hmac.compare_digest(digest, other) for other in known]
-    return any(matches)
+    return matches.index(True) + 1 if any(matches) else 0

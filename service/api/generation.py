@@ -231,6 +231,12 @@ class Job:
         return self._target.name
 
     @property
+    def adapter(self) -> str | None:
+        """The version of the adapter that answers and its content, None for the base."""
+        record = None if self._target.lease is None else self._target.lease.record
+        return None if record is None else f"{record.reference} sha256:{record.digest}"
+
+    @property
     def fingerprint(self) -> str:
         """Changes with what answers: the digest of the base, and of the adapter if there is one."""
         digest = self._target.digest

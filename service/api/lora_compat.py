@@ -13,11 +13,12 @@ from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
 
 from adapters import errors as store_errors
-from adapters.names import keep, move
+from adapters.names import Change, keep, move
 from adapters.records import AdapterRecord
 from adapters.store import AdapterStore
 from adapters.upload import disk_full_is_ours
 from service.api.adapters import require_open_store, require_store
+from service.api.auth import caller_of
 from service.api.errors import BadRequest, Forbidden, InvalidUserInput, UnknownModel
 from service.api.openapi import DELETE_ERRORS, errors
 from service.api.requestlog import note
@@ -70,9 +71,11 @@ async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTex
     store.check_name(body.lora_name)
     with services.uploading():
         path = _below(root, body.lora_path)
-        record = await in_upload_thread(_load, store, path, body.lora_name, body.load_inplace)
+        record = await in_upload_thread(
+            _load, store, path, body.lora_name, body.load_inplace, Change(caller_of(request))
+        )
     services.published(record)
-    note(request, adapter=record.name, digest=record.digest[:12])
+    note(request, adapter=record.reference, digest=record.digest[:12])
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
@@ -124,7 +127,7 @@ def _below(root: Path, path: str) -> Path:
     return resolved
 
 
-def _load(store: AdapterStore, path: Path, name: str, replace: bool) -> AdapterRecord:
+def _load(store: AdapterStore, path: Path, name: str, replace: bool, change: Change) -> AdapterRecord:
     if store.has(name) and not replace:
         raise InvalidUserInput(
             f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
@@ -139,7 +142,7 @@ def _load(store: AdapterStore, path: Path, name: str, replace: bool) -> AdapterR
             if not _is_about(error, path):  # the store's own directory fails: no fault of the client's
                 raise
             raise _unreadable(error) from error
-        return upload.finish(name, condition=move if replace else keep)[0]
+        return upload.finish(name, change, condition=move if replace else keep)[0]
 
 
 def _is_about(error: OSError, path: Path) -> bool:

@@ -47,7 +47,7 @@ class BodyRule(NamedTuple):
 class Door:
     """The outermost layer of the application.
 
-    body_rule  by path
+    body_rule  by method and path
     budget     of all bodies that are held in memory
     """
 
@@ -57,7 +57,7 @@ class Door:
         *,
         keys: KeyRing,
         metrics: Metrics,
-        body_rule: Callable[[str], BodyRule],
+        body_rule: Callable[[str, str], BodyRule],
         budget: BodyBudget,
     ) -> None:
         self._app = app
@@ -87,8 +87,8 @@ class Door:
             self._write_down(scope, visit)
 
     async def _pass(self, scope: Scope, visit: _Visit) -> None:
-        self._keys.check(required_scope(scope["method"], scope["path"]), visit.headers)
-        visit.limit_body(self._body_rule(scope["path"]))
+        scope["multilora.caller"] = self._keys.check(required_scope(scope["method"], scope["path"]), visit.headers)
+        visit.limit_body(self._body_rule(scope["method"], scope["path"]))
         await self._app(scope, visit.receive, visit.send)
 
     def _write_down(self, scope: Scope, visit: _Visit) -> None:
@@ -159,6 +159,8 @@ class _Visit:
             self.status = message["status"]
             headers = MutableHeaders(raw=message["headers"])
             headers["X-Request-Id"] = self.request_id
+            if (adapter := self.notes.adapter) is not None:
+                headers["X-Multilora-Adapter"] = adapter
             message = {**message, "headers": headers.raw}
         await self._send(message)
         if message["type"] == "http.response.body":

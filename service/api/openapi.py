@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import deepcopy
 from typing import Any
 
 from service.api.answers import ErrorResponse
@@ -13,6 +14,7 @@ _REASONS = {
     403: "The API key, or a setting of the server, does not allow this.",
     404: "No such model or adapter.",
     409: "The name is taken by other content, or is the base model's.",
+    412: "The name stands for another version than the condition says; nothing was changed.",
     413: "The body has more bytes or items than the server allows.",
     429: "The queue is full; `Retry-After` says when to try again.",
     500: "The server or its engine failed on this request.",
@@ -54,7 +56,7 @@ def streamed(chunk_schema: str, *, ends_with_done: bool = True) -> dict[int | st
     }
 
 
-UPLOAD_BODY = {
+UPLOAD_BODY: dict[str, Any] = {
     "required": True,
     "content": {
         "multipart/form-data": {
@@ -65,6 +67,7 @@ UPLOAD_BODY = {
                 "need no file name; parts of other names are recognised by theirs.",
                 "properties": {
                     "name": {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"},
+                    "note": {"type": "string", "description": "kept in the history of the name"},
                     "adapter_config": {
                         "type": "string",
                         "contentMediaType": "application/json",
@@ -91,6 +94,8 @@ UPLOAD_BODY = {
         }
     },
 }
+REPLACE_BODY = deepcopy(UPLOAD_BODY)
+del REPLACE_BODY["content"]["multipart/form-data"]["schema"]["required"]
 
 
 def finish(schema: dict[str, Any], *, with_keys: bool, open_paths: frozenset[str], chunks: dict[str, Any]) -> None:

@@ -24,6 +24,13 @@ class RequestNotes:
         told = error_body(error)["error"]
         self.fields |= {"error": told["message"][:_MAX_ERROR_CHARS], "param": told["param"]}
 
+    @property
+    def adapter(self) -> str | None:
+        """Which version of an adapter answers, for a header: `name@3 sha256:<digest>`, None for the base. The items of
+        a batch may have several; then each item's fingerprint tells."""
+        adapters = {job.adapter for job in self.jobs} - {None}
+        return "several" if len(adapters) > 1 else next(iter(adapters), None)
+
     def lines(self) -> dict[str, Any]:
         """The fields, with the jobs' token counts added up."""
         if not self.jobs:
@@ -53,4 +60,8 @@ def note_job(request: Request, job: Job) -> None:
     """Add a generating job to the log line: who answers, whichever field named it."""
     notes = notes_of(request)
     notes.fields["model"] = f"{notes.fields['model']},{job.name}" if "model" in notes.fields else job.name
+    if job.adapter is not None:
+        reference, _, digest = job.adapter.partition(" sha256:")
+        version = f"{reference}:{digest[:12]}"
+        notes.fields["version"] = f"{notes.fields['version']},{version}" if "version" in notes.fields else version
     notes.jobs.append(job)

@@ -333,3 +333,13 @@ class UnloadLoraRequest(Request):
 
     lora_name: str = Field(min_length=1)
     lora_int_id: int | None = Field(None, description="accepted and ignored")
+
+
+class RollbackRequest(Request):
+    """Body of POST /v1/adapters/{name}/rollback."""
+
+    version: int | str | None = Field(
+        None,
+        description="number, or at least 12 digits of the digest; default: the newest version with other content",
+    )
+    note: str = Field("", max_length=4096, description="kept in the history")

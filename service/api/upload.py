@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request
 from python_multipart.exceptions import FormParserError
@@ -18,7 +18,8 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from adapters.store import AdapterStore, Part, Upload
 from service.api.errors import BadRequest
 
-_MAX_NAME_BYTES = 1024
+# Parts that are text, and how long each may be.
+_TEXT_PARTS = {"name": 1024, "note": 4096}
 # The parser is fed at least so much at a time, so that small network reads do not cost a thread switch each.
 _FEED_BYTES = 1 << 20
 MAX_SILENCE_SECONDS = 60.0
@@ -27,19 +28,36 @@ _Result = TypeVar("_Result")
 _threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="upload")
 
 
+class Sent(NamedTuple):
+    """The text parts of an upload: the adapter's name, None if it is not there, and a note on this version."""
+
+    name: str | None
+    note: str
+
+    def name_for(self, addressed: str | None) -> str:
+        """The name, where the request's address names one (`addressed`) or its body has to. BadRequest if neither does,
+        or both do and differ."""
+        name = self.name if addressed is None else addressed
+        if name is None:
+            raise BadRequest("The part `name` is missing; send the adapter's name.", param="name")
+        if self.name not in (None, name):
+            raise BadRequest("The part `name` is not the name in the address; leave the part out.", param="name")
+        return name
+
+
 class MultipartUpload:
-    """Feeds one multipart body into an `Upload`; the part `name` is kept apart.
+    """Feeds one multipart body into an `Upload`; the parts `name` and `note` are kept apart.
 
     feed    may write files: call it in a thread. Raises BadRequest and the errors of the store.
-    finish  the adapter's name. BadRequest if the body or the name is incomplete.
+    finish  those parts. BadRequest if the body is incomplete.
     """
 
     def __init__(self, store: AdapterStore, upload: Upload, boundary: bytes) -> None:
         self._store = store
         self._upload = upload
         self._part: Part | None = None
-        self._in_name = False
-        self._name: bytearray | None = None
+        self._text_part = ""
+        self._texts: dict[str, bytearray] = {}
         self._header_name = b""
         self._header_value = b""
         self._disposition = b""
@@ -67,15 +85,16 @@ class MultipartUpload:
         except FormParserError as error:
             raise BadRequest(f"The multipart body is broken: {error}.") from error
 
-    def finish(self) -> str:
+    def finish(self) -> Sent:
         if not self._complete:
             raise BadRequest("The multipart body ends in the middle; send it whole.")
-        if self._name is None:
-            raise BadRequest("The part `name` is missing; send the adapter's name.", param="name")
-        try:
-            return self._name.decode()
-        except UnicodeDecodeError:
-            raise BadRequest("The part `name` is not UTF-8.", param="name") from None
+        texts = {}
+        for part, data in self._texts.items():
+            try:
+                texts[part] = data.decode()
+            except UnicodeDecodeError:
+                raise BadRequest(f"The part `{part}` is not UTF-8.", param=part) from None
+        return Sent(texts.get("name"), texts.get("note", ""))
 
     def close(self) -> None:
         """Close the file that is open, if any."""
@@ -103,29 +122,27 @@ class MultipartUpload:
         _, options = parse_options_header(self._disposition)
         part_name = options.get(b"name", b"").decode("utf-8", "replace")
         file_name = options.get(b"filename", b"").decode("utf-8", "replace")
-        if part_name == "name" and not file_name:
-            if self._name is not None:
-                raise BadRequest("The part `name` is there twice; send it once.", param="name")
-            self._in_name, self._name = True, bytearray()
+        if part_name in _TEXT_PARTS and not file_name:
+            if part_name in self._texts:
+                raise BadRequest(f"The part `{part_name}` is there twice; send it once.", param=part_name)
+            self._text_part, self._texts[part_name] = part_name, bytearray()
             return
         self._part = self._upload.open_part(part_name, file_name or None)
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
-        if self._in_name:
-            assert self._name is not None, "set when the part began"
-            self._name += data[start:end]
-            if len(self._name) > _MAX_NAME_BYTES:
-                raise BadRequest("The part `name` is too long.", param="name")
+        if part := self._text_part:
+            self._texts[part] += data[start:end]
+            if len(self._texts[part]) > _TEXT_PARTS[part]:
+                raise BadRequest(f"The part `{part}` is too long.", param=part)
             return
         assert self._part is not None, "opened when the part began"
         self._part.write(data[start:end])
 
     def _on_part_end(self) -> None:
-        if self._in_name:
-            self._in_name = False
-            assert self._name is not None, "set when the part began"
-            # Better refused now than after gigabytes, if it comes before the files.
-            self._store.check_name(self._name.decode("utf-8", "replace"))
+        if part := self._text_part:
+            self._text_part = ""
+            if part == "name":  # better refused now than after gigabytes, if it comes before the files
+                self._store.check_name(self._texts[part].decode("utf-8", "replace"))
             return
         assert self._part is not None, "opened when the part began"
         is_config = self._part.role == "config"
@@ -160,8 +177,8 @@ async def _chunks(request: Request) -> AsyncIterator[bytes]:
         yield chunk
 
 
-async def receive_upload(request: Request, store: AdapterStore, upload: Upload) -> str:
-    """Read the request's body into `upload`; the adapter's name. Raises BadRequest and the errors of the store."""
+async def receive_upload(request: Request, store: AdapterStore, upload: Upload) -> Sent:
+    """Read the request's body into `upload`; its text parts. Raises BadRequest and the errors of the store."""
     kind, options = parse_options_header(request.headers.get("content-type"))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise BadRequest("Send the adapter as multipart/form-data, for example with curl -F.")

@@ -18,7 +18,18 @@ _FORMATS = (
 _SCHEMAS = ("json", "schema", "guided_json")
 # Fields of several types: below them pydantic's path goes on with the name of the type that it tried.
 _UNIONS = frozenset(
-    {"prompt", "stop", "content", "arguments", "input", "output", "response_format", "tool_choice", *_SCHEMAS}
+    {
+        "prompt",
+        "stop",
+        "content",
+        "arguments",
+        "input",
+        "output",
+        "response_format",
+        "tool_choice",
+        "version",
+        *_SCHEMAS,
+    }
 )
 _TOOL_CHOICE = (
     '`tool_choice` must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}, which names '

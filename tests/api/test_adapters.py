@@ -158,7 +158,7 @@ class TestUpload:
         }
         schema = server.get("/openapi.json").json()["paths"]["/v1/adapters"]["post"]["requestBody"]["content"]
         listed = set(schema["multipart/form-data"]["schema"]["properties"])
-        assert listed == {"name"}.union(*uploads.values())
+        assert listed == {"name", "note"}.union(*uploads.values())
         for name, parts in uploads.items():
             named = {"name": name.encode(), **parts}
             body = multipart([(f'name="{part}"', content) for part, content in named.items()])
@@ -366,7 +366,7 @@ class Routes:
         app.include_router(adapter_routes.router)
         app.include_router(lora_compat.router)
         rule, budget = BodyRule(1 << 20), BodyBudget(1 << 20)
-        app.add_middleware(Door, keys=KeyRing((), ()), metrics=self.metrics, body_rule=lambda _: rule, budget=budget)
+        app.add_middleware(Door, keys=KeyRing((), ()), metrics=self.metrics, body_rule=lambda *_: rule, budget=budget)
         app.state.services = Services(
             settings=Settings(model_name="base", lora_path_root=tmp_path / "root"),
             engine=cast(Engine, SimpleNamespace(state="starting", stats=None)),

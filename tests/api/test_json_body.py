@@ -115,7 +115,7 @@ def an_app(budget: BodyBudget, **limits: Any) -> FastAPI:
     for kind in (400, BodyTooLarge, QueueFull):
         app.add_exception_handler(kind, refuse)
     rule = BodyRule(**{"limit_bytes": 16 * MIB, **limits})
-    app.add_middleware(Door, keys=KeyRing((), ()), metrics=Metrics("x"), body_rule=lambda _: rule, budget=budget)
+    app.add_middleware(Door, keys=KeyRing((), ()), metrics=Metrics("x"), body_rule=lambda *_: rule, budget=budget)
     return app
 
 

@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 import httpx
 import pytest
 
+from adapters.names import Change
 from service.api.errors import BadRequest
 from service.api.lora_compat import _load
 from tests.api.conftest import ADAPTERS, BASE, ENDLESS, Checkpoints
@@ -329,7 +330,7 @@ class TestLoadByPath:
             store.begin.return_value.__enter__.return_value.add_directory.side_effect = error
             store.begin.return_value.__exit__.return_value = None
             with pytest.raises(kind, match="Permission denied") as refused:
-                _load(store, tmp_path / "in", "x", False)
+                _load(store, tmp_path / "in", "x", False, Change())
             assert kind is PermissionError or str(tmp_path) not in str(refused.value)
 
     def test_a_path_that_is_not_there_is_404_and_missing_fields_400(self, strict: Server) -> None:

@@ -72,7 +72,10 @@ STATUSES: dict[str, tuple[str, str]] = {
     "get /v1/adapters": ("200 400 429", "401"),
     "get /v1/adapters/{name}": ("200 400 404 500", "401"),
     "post /v1/adapters": ("200 201 400 409 413 500 503 507", "401 403"),
-    "delete /v1/adapters/{name}": ("200 400 404 413 500", "401 403"),
+    "put /v1/adapters/{name}": ("200 201 400 409 412 413 500 503 507", "401 403"),
+    "delete /v1/adapters/{name}": ("200 400 404 412 413 500", "401 403"),
+    "get /v1/adapters/{name}/history": ("200 404", "401"),
+    "post /v1/adapters/{name}/rollback": ("200 400 404 412 413 500", "401 403"),
     # 403 without keys too: where --lora-path-root is not set, and for paths outside it.
     "post /v1/load_lora_adapter": ("200 400 403 404 409 413 429 500 503 507", "401"),
     "post /v1/unload_lora_adapter": ("200 400 403 404 413 429 500", "401"),
@@ -212,6 +215,8 @@ class TestOpenapi:
         }
         assert admin == {
             ("post", "/v1/adapters"),
+            ("put", "/v1/adapters/{name}"),
+            ("post", "/v1/adapters/{name}/rollback"),
             ("delete", "/v1/adapters/{name}"),
             ("post", "/v1/load_lora_adapter"),
             ("post", "/v1/unload_lora_adapter"),
@@ -436,7 +441,7 @@ def another_server(content_type: str, body: str) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(body.encode())
 
-        do_GET = do_POST = do_DELETE = answer
+        do_GET = do_POST = do_PUT = do_DELETE = answer
 
         def log_message(self, *_: object) -> None:
             pass
@@ -468,7 +473,7 @@ class TestCommands:
     def test_upload_ls_chat_bench_and_rm(self, server: Server, checkpoints: Checkpoints) -> None:
         at = f"--url={server.url}"
         uploaded = self.run("upload", str(checkpoints.spare), "--name=sent", at)
-        assert (uploaded.returncode, "sent is there: rank 2" in uploaded.stdout) == (0, True), uploaded.stderr
+        assert (uploaded.returncode, "sent@1 is there: rank 2" in uploaded.stdout) == (0, True), uploaded.stderr
         assert "sent" in self.run("ls", at).stdout
         assert self.run("chat", "--adapter=sent", "--max-tokens=3", "hello", at).returncode == 0
         bench = self.run("bench", "--requests=4", "--max-tokens=3", "--model=sent", f"--model={BASE}", "--json=-", at)

@@ -1,0 +1,89 @@
+"""Replacing an adapter without a gap: PUT under a condition, the history of a name, and the way back."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from adapters.names import Change
+from adapters.records import AdapterRecord
+from service.api.adapters import describe, require_open_store, require_store, take_upload
+from service.api.answers import AdapterHistory, AdapterResponse, AdapterVersion
+from service.api.auth import caller_of
+from service.api.conditions import CONDITION_HEADERS, condition_of
+from service.api.openapi import DELETE_ERRORS, REPLACE_BODY, UPLOAD_ERRORS, errors
+from service.api.requestlog import note
+from service.api.schemas import RollbackRequest
+from service.api.state import Services, services_of
+
+router = APIRouter(tags=["adapters"])
+
+
+@router.put(
+    "/v1/adapters/{name}",
+    response_model=AdapterResponse,
+    responses={
+        **UPLOAD_ERRORS,
+        **errors((412,)),
+        201: {"model": AdapterResponse, "description": "The name stands for a new version."},
+        200: {"model": AdapterResponse, "description": "The name stood for the same content already."},
+    },
+    openapi_extra={"requestBody": REPLACE_BODY, "parameters": CONDITION_HEADERS},
+    summary="Upload an adapter, in the place of the name's current one if it has one",
+)
+async def put_adapter(request: Request, name: str) -> JSONResponse:
+    """The name stands for the new version in one step: running requests end on the one they began with, new ones use
+    this one at once. The same content again makes no version."""
+    store = require_open_store(services_of(request))
+    condition = condition_of(request)
+    store.check_name(name)
+    store.check(name, condition)  # better lost now than after gigabytes
+    record, created = await take_upload(request, name, condition)
+    return _answer(services_of(request), record, status=201 if created else 200)
+
+
+@router.get("/v1/adapters/{name}/history", responses=errors((401, 404)), summary="List the versions of an adapter")
+async def get_history(request: Request, name: str) -> AdapterHistory:
+    """The versions that are kept, newest first; the first one is what the name stands for. Requests may name each as
+    `name@number` or `name@digest`."""
+    record = require_store(services_of(request)).versions(name)
+    return AdapterHistory(
+        object="list",
+        name=name,
+        owner=record.owner,
+        visibility=record.visibility,
+        data=[
+            AdapterVersion(
+                number=one.number, digest=one.digest, created=int(one.created_at_seconds), by=one.by, note=one.note
+            )
+            for one in reversed(record.versions)
+        ],
+    )
+
+
+@router.post(
+    "/v1/adapters/{name}/rollback",
+    response_model=AdapterResponse,
+    responses={**DELETE_ERRORS, **errors((412,))},
+    openapi_extra={"parameters": CONDITION_HEADERS},
+    summary="Go back to an earlier version of an adapter",
+)
+async def roll_back(request: Request, name: str, body: RollbackRequest) -> JSONResponse:
+    """The earlier content becomes the name's newest version, in one step, as an upload of it would."""
+    services = services_of(request)
+    store = require_store(services)
+    change = Change(caller_of(request), body.note)
+    selector = "" if body.version is None else str(body.version)
+    record, created = await asyncio.to_thread(store.rollback, name, selector, change, condition=condition_of(request))
+    services.published(record)
+    note(request, adapter=record.reference, digest=record.digest[:12], created=created)
+    return _answer(services, record)
+
+
+def _answer(services: Services, record: AdapterRecord, *, status: int = 200) -> JSONResponse:
+    """The load report; `ETag` is what If-Match takes."""
+    return JSONResponse(
+        describe(services, record).model_dump(), status_code=status, headers={"ETag": f'"{record.digest}"'}
+    )
