@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable
 from filecmp import cmp
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -22,8 +23,9 @@ import msgspec
 from adapters.errors import Damaged, NotFound, StoreBusy
 from adapters.names import NameRecord, Version, uses
 from adapters.paths import CONFIG_FILE, DIGEST, MANIFEST_FILE, TEMPLATE_FILE, TENSOR_FILE, is_name
-from adapters.records import UNREADABLE, Manifest
+from adapters.records import UNREADABLE, Manifest, Summary
 
+_Read = TypeVar("_Read", Manifest, Summary)
 log = logging.getLogger(__name__)
 
 # Faults of the process or the machine: they say nothing of the file that was to be read, and pass.
@@ -41,6 +43,7 @@ class StoreFiles:
     """See `adapters.paths` for the directories. Callers serialise changes of names and adapters."""
 
     def __init__(self, root: Path) -> None:
+        self.index = root / "index.sqlite"
         self.staging = root / "staging"
         self._adapters = root / "adapters"
         self._names = root / "names"
@@ -133,9 +136,16 @@ class StoreFiles:
     def read_manifest(self, digest: str) -> Manifest:
         """Raises NotFound, and Damaged if something else has changed the file since it was published, or it cannot be
         read; OSError when the process can read no file at all."""
+        return self._read(digest, Manifest)
+
+    def read_summary(self, digest: str) -> Summary:
+        """A small part of the manifest. Raises as `read_manifest` does."""
+        return self._read(digest, Summary)
+
+    def _read(self, digest: str, kind: type[_Read]) -> _Read:
         path = self.adapter(digest) / MANIFEST_FILE
         try:
-            return msgspec.json.decode(path.read_bytes(), type=Manifest)
+            return msgspec.json.decode(path.read_bytes(), type=kind)
         except (*UNREADABLE, OSError) as error:
             _refuse_shortage(error)
             raise Damaged(f"The files of adapter {digest[:12]} are damaged; delete it and upload it again.") from error

@@ -37,6 +37,15 @@ class Manifest(msgspec.Struct, frozen=True):
     has_chat_template: bool = False
 
 
+class Summary(msgspec.Struct, frozen=True):
+    """What listings show of a manifest: read from its JSON without the modules."""
+
+    rank: int
+    num_bytes: int
+    rows: dict[str, int]
+    has_chat_template: bool = False
+
+
 class AdapterRecord(msgspec.Struct, frozen=True):
     """A version of a name, and what it stands for."""
 

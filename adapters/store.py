@@ -19,6 +19,7 @@ Typical request:
 from __future__ import annotations
 
 import logging
+import sqlite3
 import threading
 import time
 import uuid
@@ -34,6 +35,7 @@ from adapters import names as rules
 from adapters.disk import StoreFiles
 from adapters.errors import Conflict, Damaged, InvalidName, NotFound, TooLarge
 from adapters.handles import Lease, Upload
+from adapters.index import Index, Query, Row
 from adapters.intake import Intake
 from adapters.layout import BaseLayout
 from adapters.names import Change, Condition, NameRecord, Version, Visibility
@@ -89,6 +91,7 @@ class AdapterStore:
         self._disk = threading.Lock()
         self._lock = threading.Lock()
         self._names: dict[str, NameRecord] = self._files.recover()
+        self._index = Index(self._files.index, self._names, self._files.read_summary)
         self._num_names = Counter(rules.uses(self._names.values()))
         self._manifests: OrderedDict[str, Manifest] = OrderedDict()
         self._leases: Counter[str] = Counter()
@@ -108,6 +111,7 @@ class AdapterStore:
         """Release the lock, once all files are removed that nobody uses. Uploads in progress are discarded by the next
         open."""
         self._remover.shutdown()
+        self._index.close()
         self._files.close()
 
     def settle(self) -> None:
@@ -127,9 +131,7 @@ class AdapterStore:
 
     def check(self, name: str, condition: Condition) -> None:
         """Raises what `condition` does for the name as it is now; it is asked again when the name changes."""
-        with self._lock:
-            record = self._names.get(name)
-        condition(record, None)
+        condition(self.find(name), None)
 
     def begin(self, *, declared_bytes: int | None = None) -> Upload:
         """Start an upload. `declared_bytes` (Content-Length) is checked first: TooLarge, StorageFull."""
@@ -225,10 +227,14 @@ class AdapterStore:
         self._files.publish(ready, digest)
         with self._lock:
             self._manifests.pop(digest, None)
+            named = [(name, record) for name, record in self._names.items() if was_used and record.digest == digest]
+        for name, record in named:  # which may have been left out, for damage
+            self._tell_index(name, record)
         return was_used or was_there
 
     def _point(self, name: str, record: NameRecord | None) -> None:
-        """Change what a name stands for in memory; None removes it."""
+        """Under `_disk`, after the name's file: change what a name stands for in memory and in the index; None removes
+        it."""
         with self._lock:
             before = self._names.pop(name, None)
             if record is not None:
@@ -236,6 +242,18 @@ class AdapterStore:
                 self._num_names.update(record.digests)
             if before is not None:
                 self._num_names.subtract(before.digests)
+        self._tell_index(name, record)
+
+    def _tell_index(self, name: str, record: NameRecord | None) -> None:
+        """Under `_disk`."""
+        try:
+            if record is None:
+                self._index.remove(name)
+            else:
+                self._index.put(name, record)
+        except sqlite3.Error:
+            log.exception("the index of adapters is built anew")
+            self._index.rebuild(self._names)
 
     # ---- look-up
 
@@ -265,10 +283,25 @@ class AdapterStore:
         with self._lock:
             return dict(sorted(self._names.items()))
 
+    def page(self, query: Query) -> list[Row]:
+        """Names as listings show them, without reading a file of theirs; damaged ones are left out. Takes milliseconds:
+        not for an event loop."""
+        try:
+            return self._index.page(query)
+        except sqlite3.Error:
+            log.exception("the index of adapters is built anew")
+            with self._disk:
+                self._index.rebuild(self._names)
+            return self._index.page(query)
+
+    def find(self, name: str) -> NameRecord | None:
+        """The versions of a name, None if it stands for no adapter."""
+        with self._lock:
+            return self._names.get(name)
+
     def has(self, name: str) -> bool:
         """Whether the name stands for an adapter now."""
-        with self._lock:
-            return name in self._names
+        return self.find(name) is not None
 
     def num_names(self) -> int:
         """How many names there are: cheap enough for every scrape of metrics."""
@@ -389,3 +422,6 @@ class AdapterStore:
             wanted = set(+self._num_names) | set(+self._leases)
             assert self._files.digests() == wanted
             assert set(self._manifests) <= wanted
+            kept = list(self._index.each())
+            self._index.rebuild(self._names)
+            assert kept == list(self._index.each()), "the index kept is not the index built anew"

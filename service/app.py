@@ -57,6 +57,9 @@ from service.text.template_worker import AdapterTemplate
 from service.text.tokenizer import TextTokenizer
 from service.version import server_version
 
+# The rank of most adapters there are: so many rows is one of them, where routers are told how many a server holds.
+RANK_OF_MOST = 16
+
 ROUTERS = (
     chat.router,
     completions.router,
@@ -119,7 +122,7 @@ def _build_services(settings: Settings, engine: EngineClient) -> Services:
         layout=layout,
         tokenizer=tokenizer,
         template=None if source is None else ChatTemplate(source, tokenizer.special_tokens),
-        metrics=Metrics(settings.base_name),
+        metrics=Metrics(settings.base_name, settings.metrics_adapters),
         sampling_defaults=_sampling_defaults(settings),
     )
     if settings.lora_enabled:
@@ -129,7 +132,7 @@ def _build_services(settings: Settings, engine: EngineClient) -> Services:
             services.store.close()
             raise StartError(_shadowed(settings))
         for name in names:
-            services.metrics.know_adapter(name)
+            services.metrics.by_adapter.know(name)
     return services
 
 
@@ -230,6 +233,7 @@ async def _prepare(services: Services, engine: EngineClient) -> None:
                 # On a CPU any rank will do.
                 max_rank=None if ready.device.startswith("cpu") else MAX_KERNEL_RANK,
             )
+            services.metrics.by_adapter.max_adapters = max(services.store.row_plan.rows.values()) // RANK_OF_MOST
             await asyncio.to_thread(preload, services)
     except Exception as error:
         services.fail_start(str(error))
@@ -265,7 +269,7 @@ def preload(services: Services) -> None:
             continue
         except store_errors.AdapterError as error:
             raise StartError(f"The adapter {path.name!r} in {directory} cannot be loaded: {error}") from error
-        services.metrics.know_adapter(record.name)
+        services.metrics.by_adapter.know(record.name)
         LOGGER.info("adapter %s %s", record.name, "preloaded" if created else "is there already")
 
 

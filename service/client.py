@@ -109,6 +109,17 @@ def answer_of(response: httpx.Response, read: Callable[[Any], Result]) -> Result
     return _found(checked(response), response.content, read)
 
 
+def pages(client: httpx.Client, path: str, read: Callable[[Any], Result], **query: str | int) -> list[Result]:
+    """What `read` finds in each entry of a listing, of all its pages."""
+    found: list[Result] = []
+    while True:
+        response = client.get(path, params={"limit": 1000, **query})
+        found += answer_of(response, lambda body: [read(one) for one in body["data"]])
+        if not answer_of(response, lambda body: body.get("has_more", False)):
+            return found
+        query["after"] = answer_of(response, lambda body: str(body["last_id"]))
+
+
 def event_of(response: httpx.Response, line: str, read: Callable[[Any], Result]) -> Result:
     """What `read` finds in a line of server-sent events. ClientError for an error event, and for another server's."""
 

@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column, Table
 
-from service.client import ClientError, Missing, answer_of, connect, path_of, sentences
+from service.client import ClientError, Missing, answer_of, connect, pages, path_of, sentences
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 # What older versions of PEFT wrote: a pickle, whose reading can run code; `weights_only` keeps to tensors.
@@ -106,16 +106,22 @@ def _files_of(path: Path) -> dict[str, Path]:
 def ls(arguments: argparse.Namespace) -> int:
     """List the adapters."""
     with sentences(arguments.url), connect(arguments.url, arguments.api_key) as client:
-        rows = answer_of(client.get("/v1/adapters"), lambda body: [_row(one) for one in body["data"]])
-    table = Table(Column("name", overflow="fold"), "rank", "bytes", "where", Column("digest", no_wrap=True))
+        rows = pages(client, "/v1/adapters", _row, **_filters(arguments))
+    table = Table(Column("name", overflow="fold"), "version", "rank", "bytes", "where", Column("digest", no_wrap=True))
     for row in rows:
         table.add_row(*map(escape, row))
     Console().print(table)
     return 0
 
 
+def _filters(arguments: argparse.Namespace) -> dict[str, str | int]:
+    wanted = {"prefix": arguments.prefix, "rank": arguments.rank, "state": arguments.state, "owner": arguments.owner}
+    return {name: value for name, value in wanted.items() if value is not None}
+
+
 def _row(one: Any) -> tuple[str, ...]:
-    return str(one["name"]), str(one["rank"]), f"{one['bytes']:,}", str(one["state"]), str(one["digest"])[:12]
+    size = f"{one['bytes']:,}"
+    return str(one["name"]), str(one["version"]), str(one["rank"]), size, str(one["state"]), str(one["digest"])[:12]
 
 
 def history(arguments: argparse.Namespace) -> int:

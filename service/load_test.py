@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Table
 
-from service.client import TIMEOUT, ClientError, answer_of, connect, error_sentence, event_of, headers_of, sentences
+from service.client import TIMEOUT, ClientError, connect, error_sentence, event_of, headers_of, pages, sentences
 
 _WORDS = ("quick", "lazy", "seven", "wizards", "boat", "near", "over", "jumps", "oxygen", "brown")
 _SEED = 0
@@ -56,7 +56,7 @@ def bench(arguments: argparse.Namespace) -> int:
     """Send the requests, show the tables, write the JSON; 1 if a request failed."""
     _check_writable(arguments.json)
     with sentences(arguments.url), connect(arguments.url, arguments.api_key) as client:
-        known = answer_of(client.get("/v1/models"), lambda body: [str(card["id"]) for card in body["data"]])
+        known = pages(client, "/v1/models", lambda card: str(card["id"]))
     models = arguments.model or known
     if not models:
         raise ClientError(f"The server at {arguments.url} has no models; set --url (MULTILORA_URL) to another.")

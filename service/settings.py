@@ -183,6 +183,12 @@ class Settings(BaseSettings):
     shutdown_limit_seconds: float = Field(
         30.0, ge=0, description="how long running requests and uploads may go on after SIGTERM"
     )
+    metrics_adapters: int = Field(
+        64,
+        ge=0,
+        le=1000,
+        description="adapters that /metrics tells of one by one, the busiest ones; others with ?adapter=NAME",
+    )
     log_format: Literal["text", "json"] = Field("text", description="one line per request as text or as JSON")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
 

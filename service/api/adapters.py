@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
+from pydantic import Field
 
+from adapters.index import Row
 from adapters.names import Change, Condition, keep
 from adapters.records import AdapterRecord
 from adapters.store import AdapterStore
-from service.api.answers import AdapterDeleted, AdapterList, AdapterResponse, AdapterSummary, ModuleReport
+from service.api.answers import AdapterDeleted, AdapterList, AdapterResponse, ModuleReport
 from service.api.auth import caller_of
 from service.api.conditions import CONDITION_HEADERS, condition_of, refuse_conditions
 from service.api.errors import BadRequest, NotReady
-from service.api.listing import listing
+from service.api.listing import MOST_PER_PAGE, Filters, listing, no_query, page, rows
 from service.api.openapi import DELETE_ERRORS, UPLOAD_BODY, UPLOAD_ERRORS, errors
 from service.api.requestlog import note
 from service.api.state import Services, services_of
@@ -24,11 +25,10 @@ from service.api.upload import in_upload_thread, receive_upload
 
 router = APIRouter(tags=["adapters"])
 
-_State = Literal["disk", "host", "device"]
-
 
 @router.post(
     "/v1/adapters",
+    dependencies=[no_query],
     status_code=201,
     response_model=AdapterResponse,
     responses={
@@ -67,24 +67,28 @@ async def take_upload(request: Request, name: str | None, condition: Condition) 
     return record, created
 
 
-@router.get("/v1/adapters", response_model=AdapterList, responses=errors((400, 401, 429)), summary="List the adapters")
-async def list_adapters(request: Request) -> Response:
-    """All adapters by name; what each is bound to is told by its own address."""
-    services = services_of(request)
-    store = require_store(services)
+class _Filters(Filters):
+    limit: int = Field(100, ge=1, le=MOST_PER_PAGE, description="most adapters of a page")
 
-    def build() -> AdapterList:
-        state_of = _states(services)
-        return AdapterList(
-            object="list",
-            data=[AdapterSummary(**_summary(services, record, state_of(record.digest))) for record in store.each()],
-        )
+
+@router.get("/v1/adapters", response_model=AdapterList, responses=errors((400, 401, 429)), summary="List the adapters")
+async def list_adapters(request: Request, filters: Annotated[_Filters, Query()]) -> Response:
+    """Adapters by name, a page at a time: `has_more` says whether more follow after `last_id`. What each is bound to is
+    told by its own address."""
+    services = services_of(request)
+    require_store(services)
+
+    def build() -> dict[str, Any]:
+        found, has_more = rows(services, filters, filters.limit)
+        return page([_listed(services, one) for one in found], "name", has_more=has_more)
 
     with services.calls.places():
         return await listing(build)
 
 
-@router.get("/v1/adapters/{name}", responses=errors((400, 401, 404, 500)), summary="Show an adapter")
+@router.get(
+    "/v1/adapters/{name}", dependencies=[no_query], responses=errors((400, 401, 404, 500)), summary="Show an adapter"
+)
 async def get_adapter(request: Request, name: str) -> AdapterResponse:
     """What the adapter is bound to, and where it is now."""
     services = services_of(request)
@@ -93,6 +97,7 @@ async def get_adapter(request: Request, name: str) -> AdapterResponse:
 
 @router.delete(
     "/v1/adapters/{name}",
+    dependencies=[no_query],
     responses={**DELETE_ERRORS, **errors((412,))},
     openapi_extra={"parameters": CONDITION_HEADERS},
     summary="Delete an adapter",
@@ -130,9 +135,21 @@ def require_open_store(services: Services) -> AdapterStore:
 
 def describe(services: Services, record: AdapterRecord) -> AdapterResponse:
     """The load report of an adapter."""
-    manifest = record.manifest
+    manifest, version = record.manifest, record.version
+    row = Row(
+        record.name,
+        record.owner,
+        record.visibility,
+        version.number,
+        version.digest,
+        version.created_at_seconds,
+        manifest.rank,
+        manifest.num_bytes,
+        manifest.rows,
+        manifest.has_chat_template,
+    )
     return AdapterResponse(
-        **_summary(services, record, _states(services)(record.digest)),
+        **_listed(services, row),
         modules=[
             ModuleReport(module=one.module, rank=one.rank, scaling=one.scaling, bytes=one.num_bytes)
             for one in manifest.modules
@@ -141,28 +158,21 @@ def describe(services: Services, record: AdapterRecord) -> AdapterResponse:
     )
 
 
-def _summary(services: Services, record: AdapterRecord, state: _State) -> dict[str, Any]:
+def _listed(services: Services, row: Row) -> dict[str, Any]:
     """The fields of AdapterSummary."""
-    manifest = record.manifest
     return {
-        "name": record.name,
+        "name": row.name,
         "object": "adapter",
-        "version": record.version.number,
-        "digest": manifest.digest,
+        "version": row.number,
+        "digest": row.digest,
         "base": services.settings.base_name,
-        "created": int(record.version.created_at_seconds),
-        "rank": manifest.rank,
-        "bytes": manifest.num_bytes,
-        "rows": manifest.rows,
-        "state": state,
-        "has_chat_template": manifest.has_chat_template,
-        "last_used": services.last_used_seconds.get(record.name),
+        "owner": row.owner,
+        "visibility": row.visibility,
+        "created": int(row.created_at_seconds),
+        "rank": row.rank,
+        "bytes": row.num_bytes,
+        "rows": row.rows,
+        "state": services.engine.tiers.get(row.digest, "disk"),
+        "has_chat_template": row.has_chat_template,
+        "last_used": services.last_used_seconds.get(row.name),
     }
-
-
-def _states(services: Services) -> Callable[[str], _State]:
-    """Where the weights of a digest are now."""
-    stats = services.engine.stats
-    on_device = frozenset() if stats is None else frozenset(stats.adapters_on_device)
-    on_host = frozenset() if stats is None else frozenset(stats.adapters_on_host)
-    return lambda digest: "device" if digest in on_device else "host" if digest in on_host else "disk"

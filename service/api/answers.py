@@ -355,10 +355,13 @@ class ModelCard(Response):
 
 
 class ModelList(Response):
-    """All names."""
+    """A page of names; `last_id` is what `after` takes where more follow."""
 
     object: Literal["list"]
     data: list[ModelCard]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class TokenizeResponse(Response):
@@ -406,6 +409,8 @@ class AdapterSummary(Response):
     version: int
     digest: str
     base: str
+    owner: str
+    visibility: Literal["private", "shared", "public"]
     created: int
     rank: int
     bytes: int
@@ -443,10 +448,13 @@ class AdapterHistory(Response):
 
 
 class AdapterList(Response):
-    """All adapters, without their load reports."""
+    """A page of adapters, without their load reports; `last_id` is what `after` takes where more follow."""
 
     object: Literal["list"]
     data: list[AdapterSummary]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class AdapterDeleted(Response):

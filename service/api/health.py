@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import PlainTextResponse
+from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.answers import HealthResponse, ReadyResponse, VersionResponse
 from service.api.errors import NotReady
@@ -19,6 +20,12 @@ router = APIRouter(tags=["operation"])
 _EXPOSITION: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Prometheus text."}
 }
+
+
+class _Query(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    adapter: list[str] = Field([], max_length=64, description="adapters to tell of; default: the busiest")
 
 
 @router.get("/health", responses=errors((503,)), summary="Is the process up?")
@@ -65,10 +72,14 @@ async def get_version(request: Request) -> VersionResponse:
 
 
 @router.get(
-    "/metrics", response_class=PlainTextResponse, responses={**errors((401, 429)), **_EXPOSITION}, summary="Prometheus"
+    "/metrics",
+    response_class=PlainTextResponse,
+    responses={**errors((400, 401, 429)), **_EXPOSITION},
+    summary="Prometheus",
 )
-async def metrics(request: Request) -> PlainTextResponse:
-    """All metrics. They name adapters, so where API keys are set this needs one."""
+async def metrics(request: Request, query: Annotated[_Query, Query()]) -> PlainTextResponse:
+    """All metrics, and of single adapters those of the busiest, or of the ones that are asked for. They name adapters,
+    so where API keys are set this needs one."""
     services = services_of(request)
     shown, engine, store = services.metrics, services.engine, services.store
     shown.queue.set(services.gate.num_open)
@@ -78,5 +89,5 @@ async def metrics(request: Request) -> PlainTextResponse:
     shown.adapters.labels("store").set(0 if store is None else store.num_names())
     shown.adapters_on_disk.set(0 if store is None else store.num_on_disk())
     with services.calls.places():
-        text = await asyncio.to_thread(shown.render)
+        text = await asyncio.to_thread(shown.render, query.adapter)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")

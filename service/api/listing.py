@@ -1,14 +1,76 @@
-"""Answers that grow with the number of adapters, or with a text."""
+"""Pages of names, from the store's index: by cursor, with filters, and written off the event loop."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
-from fastapi import Response
-from pydantic import BaseModel
+import msgspec
+from fastapi import Depends, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from adapters.index import Query, Row
+from service.api.errors import BadRequest, quoted
+from service.api.state import Services, Tier
+
+MOST_PER_PAGE = 1000
 
 
-async def listing(build: Callable[[], BaseModel]) -> Response:
-    """What `build` returns, built and written in a thread: other requests' streams go on meanwhile."""
-    return Response(await asyncio.to_thread(lambda: build().model_dump_json()), media_type="application/json")
+class Filters(BaseModel):
+    """Query parameters of listings; those that are given add up."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    after: str = Field("", max_length=256, description="the last name of the page before (its `last_id`)")
+    prefix: str = Field("", max_length=256, description="how names begin")
+    rank: int | None = Field(None, ge=1, description="largest rank of the adapter")
+    state: Tier | None = Field(None, description="where the weights are")
+    owner: str | None = Field(None, max_length=64, description="whose adapters; empty: those of nobody")
+
+    @property
+    def are_given(self) -> bool:
+        """Whether something beside names is asked for, which the base model has not."""
+        return self.rank is not None or self.state is not None or self.owner is not None
+
+
+def rows(services: Services, filters: Filters, limit: int) -> tuple[list[Row], bool]:
+    """A page of adapters, and whether more follow. Takes milliseconds: not for an event loop."""
+    if services.store is None:
+        return [], False
+    tiers = dict(services.engine.tiers)
+    query = Query(limit + 1, filters.after, filters.prefix, filters.rank, filters.owner)
+    if filters.state == "disk":
+        query = msgspec.structs.replace(query, not_in_digests=frozenset(tiers))
+    elif filters.state is not None:
+        held = frozenset(digest for digest, tier in tiers.items() if tier == filters.state)
+        query = msgspec.structs.replace(query, in_digests=held)
+    found = services.store.page(query)
+    return found[:limit], len(found) > limit
+
+
+async def listing(build: Callable[[], Any]) -> Response:
+    """What `build` returns, built and written in a thread: other requests' streams go on meanwhile. Plain data, which
+    is by far the quickest for a long list, or an answer's model."""
+    text = await asyncio.to_thread(lambda: msgspec.json.encode(build(), enc_hook=BaseModel.model_dump))
+    return Response(text, media_type="application/json")
+
+
+def page(data: list[dict[str, Any]], id_field: str, *, has_more: bool) -> dict[str, Any]:
+    """OpenAI's form of a page: `last_id` is what `after` takes."""
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0][id_field] if data else None,
+        "last_id": data[-1][id_field] if data else None,
+        "has_more": has_more,
+    }
+
+
+def _refuse_query(request: Request) -> None:
+    for name in request.query_params:
+        raise BadRequest(f"`{quoted(name)}` is not a parameter of this request; leave it out.", param=quoted(name))
+
+
+# For routes that look at no query parameter: nothing that is asked for is dropped in silence.
+no_query = Depends(_refuse_query)

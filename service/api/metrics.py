@@ -1,21 +1,24 @@
 """Prometheus metrics of the server, all named `multilora_*`, in a registry of their own.
 
-Series with an `adapter` label exist for the base (under its own name) and for adapters of the store only; they go when
-the adapter is deleted, and what still runs then counts under "deleted:", which no adapter can be called. So there are
-never more of them than adapters.
+Series with an `adapter` label are those of `service.api.adapter_metrics`. All others are few, whatever clients do.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 
+from service.api.adapter_metrics import AdapterMetrics
 from service.engine.messages import OpInUse, Stats
 
+# A gauge beside each counter and histogram that says when it began: nobody asks for it, and it is half of all series.
+prometheus_client.disable_created_metrics()
+# Adapters that a scrape shows, if nothing else is said.
+MOST_ADAPTERS_SHOWN = 64
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_DELETED = "deleted:"
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 # Gauges that are a field of Stats, and 0 while no engine is there: name, field, help.
@@ -55,12 +58,12 @@ _STATS_COUNTERS = (
 class Metrics:
     """The counters of one server."""
 
-    def __init__(self, base_name: str) -> None:
+    def __init__(self, base_name: str, most_adapters: int = MOST_ADAPTERS_SHOWN) -> None:
         self.registry = CollectorRegistry()
+        self.by_adapter = AdapterMetrics(base_name, most_adapters)
         self._last_stats: Stats | None = None
         self._ops: tuple[OpInUse, ...] = ()
         self._engine_life = self._num_restarts = 0
-        self._known = {base_name}
         self._make_request_metrics()
         self._make_engine_metrics()
 
@@ -70,9 +73,9 @@ class Metrics:
             "multilora_http_requests", "HTTP requests.", ("method", "route", "status"), registry=registry
         )
         self.requests = Counter(
-            "multilora_requests",
-            "Sequences that ended, by adapter and how: stop, length, abort or error.",
-            ("adapter", "outcome"),
+            "multilora_all_requests",
+            "Sequences that ended, by how: stop, length, abort or error.",
+            ("outcome",),
             registry=registry,
         )
         self.grammars = Counter(
@@ -81,10 +84,8 @@ class Metrics:
             ("outcome",),
             registry=registry,
         )
-        self.prompt_tokens = Counter("multilora_prompt_tokens", "Prompt tokens.", ("adapter",), registry=registry)
-        self.generation_tokens = Counter(
-            "multilora_generation_tokens", "Tokens generated.", ("adapter",), registry=registry
-        )
+        self.prompt_tokens = Counter("multilora_all_prompt_tokens", "Prompt tokens.", registry=registry)
+        self.generation_tokens = Counter("multilora_all_generation_tokens", "Tokens generated.", registry=registry)
         self.queue = Gauge("multilora_num_requests_open", "Sequences admitted and not ended.", registry=registry)
         self.time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "From admission to the first token.", _SECONDS
@@ -152,8 +153,8 @@ class Metrics:
         the client's count, since an engine that never got ready has sent no Stats."""
         for field, gauge in self._gauges.items():
             gauge.set(0 if stats is None else getattr(stats, field))
-        self.adapters.labels("device").set(0 if stats is None else len(stats.adapters_on_device))
-        self.adapters.labels("host").set(0 if stats is None else len(stats.adapters_on_host))
+        self.adapters.labels("device").set(0 if stats is None else stats.num_adapters_on_device)
+        self.adapters.labels("host").set(0 if stats is None else stats.num_adapters_on_host)
         self.engine_restarts.inc(num_restarts - self._num_restarts)
         self._num_restarts = num_restarts
 
@@ -167,24 +168,20 @@ class Metrics:
         for one in ops:
             self.op_implementation.labels(one.op, one.implementation, one.wished).set(1)
 
-    def know_adapter(self, name: str) -> None:
-        """The adapter is in the store, so it may have series."""
-        self._known.add(name)
+    def render(self, adapters: Collection[str] = ()) -> bytes:
+        """The text exposition, with the series of these adapters, or else of the busiest. Any thread."""
+        return generate_latest(self.registry) + generate_latest(_Families(self.by_adapter.collect(adapters)))
 
-    def label_of(self, name: str) -> str:
-        """The `adapter` label for the base or an adapter."""
-        return name if name in self._known else _DELETED
 
-    def forget_adapter(self, name: str) -> None:
-        """Drop the series of a deleted adapter."""
-        self._known.discard(name)
-        for metric in (self.requests, self.prompt_tokens, self.generation_tokens):
-            for labels in [labels for labels in metric._metrics if labels[0] == name]:
-                metric.remove(*labels)
+class _Families(CollectorRegistry):
+    """What `generate_latest` asks for families."""
 
-    def render(self) -> bytes:
-        """The text exposition."""
-        return generate_latest(self.registry)
+    def __init__(self, families: Iterator[Metric]) -> None:
+        super().__init__()
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        return self._families
 
 
 class SequenceTimer:
@@ -198,7 +195,8 @@ class SequenceTimer:
         self._last = self._started
         self.outcome: str | None = None
         self.num_tokens = 0
-        metrics.prompt_tokens.labels(metrics.label_of(adapter)).inc(num_prompt_tokens)
+        metrics.prompt_tokens.inc(num_prompt_tokens)
+        metrics.by_adapter.began(adapter, num_prompt_tokens)
 
     @property
     def first_token_seconds(self) -> float | None:
@@ -211,6 +209,7 @@ class SequenceTimer:
         if self._first is None and count:
             self._first = self._last
             self._metrics.time_to_first_token.observe(self._first - self._started)
+            self._metrics.by_adapter.first_token(self._adapter)
         self.num_tokens += count
 
     def end(self, outcome: str) -> None:
@@ -219,9 +218,9 @@ class SequenceTimer:
             return
         self.outcome = outcome
         metrics = self._metrics
-        label = metrics.label_of(self._adapter)
-        metrics.requests.labels(label, outcome).inc()
-        metrics.generation_tokens.labels(label).inc(self.num_tokens)
+        metrics.requests.labels(outcome).inc()
+        metrics.generation_tokens.inc(self.num_tokens)
+        metrics.by_adapter.ended(self._adapter, outcome, self.num_tokens, had_token=self._first is not None)
         if self._first is not None and self.num_tokens > 1:
             metrics.time_per_output_token.observe((self._last - self._first) / (self.num_tokens - 1))
         metrics.request_seconds.observe(self._last - self._started)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -16,10 +16,11 @@ from adapters.layout import BaseLayout
 from adapters.paths import layout_fingerprint
 from adapters.records import AdapterRecord
 from adapters.store import AdapterStore
+from service.api.adapter_metrics import VersionOf
 from service.api.errors import NotReady, QueueFull
 from service.api.metrics import Metrics
 from service.api.sampling import SamplingDefaults
-from service.engine.messages import Finished, Ready, Stats, Submit, Tokens
+from service.engine.messages import Finished, Ready, Stats, Submit, Tier, Tokens
 from service.grammars.trial import GrammarTrial
 from service.settings import Settings
 from service.text.chat_template import ChatTemplate
@@ -55,6 +56,10 @@ class Engine(Protocol):
     @property
     def stats(self) -> Stats | None:
         """The last Stats of the running engine; None while there is none."""
+
+    @property
+    def tiers(self) -> Mapping[str, Tier]:
+        """Where the running engine holds adapters, by digest; those that are not named are on disk alone."""
 
     @property
     def num_restarts(self) -> int:
@@ -167,6 +172,12 @@ class Services:
         self.base_digest = layout_fingerprint(self.layout)
         self.calls = Gate(self.settings.max_queued_requests)
         self._no_uploads.set()
+        self.metrics.by_adapter.version_of = self._version_of
+
+    def _version_of(self, name: str) -> VersionOf | None:
+        """Any thread."""
+        record = None if self.store is None else self.store.find(name)
+        return None if record is None else VersionOf(record.current.number, record.digest)
 
     def adapter_template(self, digest: str) -> AdapterTemplate | None:
         """The chat template that an adapter ships, None if it ships none. Reads a file."""
@@ -218,9 +229,9 @@ class Services:
         """Have the metrics know the name if the store has it now: the store changes in threads, so of an upload and a
         delete of one name that cross, the news may come in the other order."""
         if self.store is not None and self.store.has(name):
-            self.metrics.know_adapter(name)
+            self.metrics.by_adapter.know(name)
         else:
-            self.metrics.forget_adapter(name)
+            self.metrics.by_adapter.forget(name)
             self.last_used_seconds.pop(name, None)
 
     def fail_start(self, error: str) -> None:

@@ -63,7 +63,7 @@ def _path(fault: Mapping[str, Any]) -> list[Any]:
         loc.append(fault["ctx"]["field"])
     # A batch's item has no first part of FastAPI's; there, `body` by itself is a field that the client made up.
     is_field = fault["type"] == "extra_forbidden" and len(loc) == 1
-    if loc[:1] == ["body"] and not is_field:
+    if (loc[:1] == ["body"] and not is_field) or loc[:1] == ["query"]:
         del loc[0]
     return [part for at, part in enumerate(loc) if not (at and loc[at - 1] in _UNIONS and isinstance(part, str))]
 
@@ -73,6 +73,8 @@ def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mappin
     if kind == "field":
         return str(fault["ctx"]["sentence"])
     if kind == "extra_forbidden":
+        if fault["loc"][0] == "query":
+            return f"`{quoted(name)}` is not a parameter of this request; leave it out."
         return _unknown_field(path)
     if kind == "string_unicode":  # most often the name of a field, which no path can hold
         return f"`{quoted(str(fault['input']))}` holds half of a surrogate pair; send valid Unicode."

@@ -13,6 +13,7 @@ from service.api.adapters import describe, require_open_store, require_store, ta
 from service.api.answers import AdapterHistory, AdapterResponse, AdapterVersion
 from service.api.auth import caller_of
 from service.api.conditions import CONDITION_HEADERS, condition_of
+from service.api.listing import no_query
 from service.api.openapi import DELETE_ERRORS, REPLACE_BODY, UPLOAD_ERRORS, errors
 from service.api.requestlog import note
 from service.api.schemas import RollbackRequest
@@ -23,6 +24,7 @@ router = APIRouter(tags=["adapters"])
 
 @router.put(
     "/v1/adapters/{name}",
+    dependencies=[no_query],
     response_model=AdapterResponse,
     responses={
         **UPLOAD_ERRORS,
@@ -44,7 +46,12 @@ async def put_adapter(request: Request, name: str) -> JSONResponse:
     return _answer(services_of(request), record, status=201 if created else 200)
 
 
-@router.get("/v1/adapters/{name}/history", responses=errors((401, 404)), summary="List the versions of an adapter")
+@router.get(
+    "/v1/adapters/{name}/history",
+    dependencies=[no_query],
+    responses=errors((400, 401, 404)),
+    summary="List the versions of an adapter",
+)
 async def get_history(request: Request, name: str) -> AdapterHistory:
     """The versions that are kept, newest first; the first one is what the name stands for. Requests may name each as
     `name@number` or `name@digest`."""
@@ -65,6 +72,7 @@ async def get_history(request: Request, name: str) -> AdapterHistory:
 
 @router.post(
     "/v1/adapters/{name}/rollback",
+    dependencies=[no_query],
     response_model=AdapterResponse,
     responses={**DELETE_ERRORS, **errors((412,))},
     openapi_extra={"parameters": CONDITION_HEADERS},

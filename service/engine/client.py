@@ -34,6 +34,7 @@ from service.engine.messages import (
     Ready,
     Stats,
     Submit,
+    Tier,
     ToEngine,
     Tokens,
 )
@@ -121,7 +122,7 @@ class TokenStream(AsyncIterator[Tokens | Finished]):
 
 class EngineClient:
     """See the module's docstring. `state_error` is one sentence while the state is "restarting" or "down"; `ready` and
-    `stats` are what the engine that lives now has said, else None."""
+    `stats` are what the engine that lives now has said, else None; `tiers` where it holds adapters, by digest."""
 
     def __init__(self, options: EngineOptions) -> None:
         self.options = options
@@ -129,6 +130,7 @@ class EngineClient:
         self.state_error: str | None = None
         self.ready: Ready | None = None
         self.stats: Stats | None = None
+        self.tiers: dict[str, Tier] = {}
         self.num_restarts = 0
         self._streams: dict[str, TokenStream] = {}
         self._stats_listeners: list[Callable[[Stats], None]] = []
@@ -223,6 +225,7 @@ class EngineClient:
             if self._process is not None and self._process.returncode is None:
                 self._process.kill()
             self._writer = self.ready = self.stats = None
+            self.tiers = {}
             self._lose_all(str(error))
             self._set_state("down", f"The engine cannot be kept running: {type(error).__name__}: {error}")
 
@@ -271,6 +274,7 @@ class EngineClient:
                 self._take(message)
         self._writer.close()
         self._writer = self.stats = None
+        self.tiers = {}
         if self.state == "ready":
             self._set_state("restarting", "The engine process has ended.")
         code = await self._exit_code(self._process)
@@ -298,6 +302,7 @@ class EngineClient:
                     stream.push(message)
             case Stats():
                 self.stats = message
+                self._move(message.moved_adapters)
                 for listener in self._stats_listeners:
                     listener(message)
             case Ready():
@@ -306,6 +311,13 @@ class EngineClient:
                     self._set_state("ready")
             case Fatal():
                 self._fatal = message.error
+
+    def _move(self, moved: dict[str, Tier]) -> None:
+        for digest, tier in moved.items():
+            if tier == "disk":
+                self.tiers.pop(digest, None)
+            else:
+                self.tiers[digest] = tier
 
     def _lose_all(self, error: str) -> None:
         """The engine is gone, and with it all requests."""

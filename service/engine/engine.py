@@ -69,7 +69,7 @@ from service.engine.messages import (
     Tokens,
 )
 from service.engine.pooling import PooledStep, Pools
-from service.engine.records import StepRecord, StepRecords, record_of
+from service.engine.records import StepRecord, StepRecords, ToldTiers, record_of
 from service.engine.request_table import RequestTable
 from service.engine.results import ResultBuffers, StepResult
 from service.engine.runner import Runner
@@ -141,6 +141,7 @@ class Engine:
             max_prompt_logits=config.max_prompt_logits,
         )
         self.records = StepRecords()
+        self._told_tiers = ToldTiers()
         self.num_steps = 0
         self.is_idle = True  # the last call of `step` has neither launched nor collected anything
         self._runner = runner
@@ -288,7 +289,9 @@ class Engine:
         return events
 
     def stats(self) -> Stats:
-        """The state now, with the steps since the last call."""
+        """The state now, with what is new since the last call: steps, and where adapters are."""
+        on_device = () if self._rows is None else self._rows.resident()
+        on_host = () if self._host is None else self._host.resident()
         usage = self._rows.usage() if self._rows is not None else NO_ROWS
         return Stats(
             num_waiting=self.scheduler.num_waiting + len(self._compiling),
@@ -301,8 +304,9 @@ class Engine:
             rows_total=usage.rows_total,
             row_bytes_used=usage.bytes_used,
             row_bytes_total=usage.bytes_total,
-            adapters_on_device=() if self._rows is None else self._rows.resident(),
-            adapters_on_host=() if self._host is None else self._host.resident(),
+            num_adapters_on_device=len(on_device),
+            num_adapters_on_host=len(on_host),
+            moved_adapters=self._told_tiers.changes(on_device, on_host),
             num_steps=self.num_steps,
             num_preemptions=self.scheduler.num_preemptions,
             num_adapter_loads=usage.num_loads,

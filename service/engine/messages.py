@@ -163,6 +163,10 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     pooled: bytes | None = None
 
 
+# The fastest place that holds an adapter.
+Tier = Literal["disk", "host", "device"]
+
+
 class Stats(msgspec.Struct, frozen=True, tag=True):
     """State of the engine, sent at most every `stats_interval_seconds` and whenever it goes idle. Counters never fall
     within one life of the engine."""
@@ -177,8 +181,8 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     rows_total: int
     row_bytes_used: int
     row_bytes_total: int
-    adapters_on_device: tuple[str, ...]
-    adapters_on_host: tuple[str, ...]
+    num_adapters_on_device: int
+    num_adapters_on_host: int
     num_steps: int
     num_preemptions: int
     num_adapter_loads: int
@@ -190,6 +194,8 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     # Of the ops, compiled by this process or read from a cache; the second count are those since it is ready.
     num_kernel_variants: int = 0
     num_kernel_variants_after_ready: int = 0
+    # Adapters that are elsewhere than the last Stats said, by digest; at first all are on disk.
+    moved_adapters: dict[str, Tier] = {}
     # One entry per step since the last Stats: (tokens, sequences, distinct adapters, milliseconds).
     steps: tuple[tuple[int, int, int, float], ...] = ()
 

@@ -10,14 +10,10 @@ from typing import Any
 import pytest
 
 from adapters.errors import Conflict, InvalidName, NotFound, Stale
-from adapters.names import Change, Condition, NameRecord, Version, if_absent, if_match, keep, move, pruned
-from adapters.records import AdapterRecord
+from adapters.names import Change, NameRecord, Version, if_absent, if_match, keep, pruned
 from adapters.store import AdapterStore, StoreLimits
 from tests.support.adapter_files import (
-    config_bytes,
-    lora_tensors,
-    modules_ending,
-    safetensors_bytes,
+    put_version,
     small_layout,
     upload_small,
 )
@@ -37,25 +33,14 @@ def store(tmp_path: Path) -> Iterator[AdapterStore]:
     one.close()
 
 
-def put(
-    store: AdapterStore, name: str, seed: int, condition: Condition = move, **change: Any
-) -> tuple[AdapterRecord, bool]:
-    tensors = lora_tensors(LAYOUT, modules_ending(LAYOUT, "q_proj"), 4, seed=seed)
-    with store.begin() as upload:
-        for part_name, data in (("adapter_config", config_bytes()), ("adapter_model", safetensors_bytes(tensors))):
-            with upload.open_part(part_name) as part:
-                part.write(data)
-        return upload.finish(name, Change(**change), condition=condition)
-
-
 def numbers(store: AdapterStore, name: str) -> list[int]:
     return [version.number for version in store.versions(name).versions]
 
 
 def test_a_name_moves_in_one_step_and_keeps_what_it_stood_for(store: AdapterStore) -> None:
-    first, created = put(store, "mine", 1, by="ann", note="first try")
+    first, created = put_version(store, LAYOUT, "mine", 1, by="ann", note="first try")
     assert created
-    second, created = put(store, "mine", 2, by="ben")
+    second, created = put_version(store, LAYOUT, "mine", 2, by="ben")
     assert created
     assert (first.reference, second.reference) == ("mine@1", "mine@2")
     assert store.get("mine") == second
@@ -71,29 +56,29 @@ def test_a_name_moves_in_one_step_and_keeps_what_it_stood_for(store: AdapterStor
 
 @pytest.mark.parametrize("reference", ["mine@", "mine@0", "mine@3", "mine@x", "mine@" + "0" * 12, "mine@1@1", "@1"])
 def test_a_version_that_is_not_there_is_not_found(store: AdapterStore, reference: str) -> None:
-    put(store, "mine", 1)
+    put_version(store, LAYOUT, "mine", 1)
     with pytest.raises(NotFound):
         store.lease(reference)
 
 
 def test_a_version_cannot_be_named_where_a_name_is_wanted(store: AdapterStore) -> None:
-    put(store, "mine", 1)
+    put_version(store, LAYOUT, "mine", 1)
     for change in (store.delete, store.rollback, store.versions):
         with pytest.raises(NotFound):
             change("mine@1")
     with pytest.raises(InvalidName):
-        put(store, "mine@1", 2)
+        put_version(store, LAYOUT, "mine@1", 2)
 
 
 def test_the_content_that_a_name_has_makes_no_version_and_another_name_s_content_no_files(store: AdapterStore) -> None:
-    first, _ = put(store, "mine", 1)
-    assert put(store, "mine", 1) == (first, False)
-    other, created = put(store, "other", 1)
+    first, _ = put_version(store, LAYOUT, "mine", 1)
+    assert put_version(store, LAYOUT, "mine", 1) == (first, False)
+    other, created = put_version(store, LAYOUT, "other", 1)
     assert (created, other.digest, store.num_on_disk()) == (True, first.digest, 1)
 
 
 def test_a_rollback_is_a_new_version_of_older_content(store: AdapterStore) -> None:
-    contents = [put(store, "mine", seed)[0].digest for seed in (1, 2, 3)]
+    contents = [put_version(store, LAYOUT, "mine", seed)[0].digest for seed in (1, 2, 3)]
     back, created = store.rollback("mine", "1", Change(note="two is worse"))
     assert (back.reference, back.digest, created) == ("mine@4", contents[0], True)
     assert store.versions("mine").current.note == "two is worse"
@@ -102,35 +87,35 @@ def test_a_rollback_is_a_new_version_of_older_content(store: AdapterStore) -> No
     assert numbers(store, "mine") == [1, 2, 3, 4, 5]
     with pytest.raises(NotFound, match="no version"):
         store.rollback("mine", "9")
-    put(store, "single", 7)
+    put_version(store, LAYOUT, "single", 7)
     with pytest.raises(NotFound, match="no earlier version"):
         store.rollback("single")
 
 
 def test_conditions_are_asked_at_the_change(store: AdapterStore) -> None:
-    first, _ = put(store, "mine", 1, if_absent)
+    first, _ = put_version(store, LAYOUT, "mine", 1, if_absent)
     for condition in (if_absent, if_match(["2", "0" * 64]), if_match([])):
         with pytest.raises(Stale):
-            put(store, "mine", 2, condition)
+            put_version(store, LAYOUT, "mine", 2, condition)
         with pytest.raises(Stale):
             store.check("mine", condition)
     with pytest.raises(Stale):
-        put(store, "new", 2, if_match(["*"]))
+        put_version(store, LAYOUT, "new", 2, if_match(["*"]))
     with pytest.raises(Conflict, match="taken"):
-        put(store, "mine", 2, keep)
+        put_version(store, LAYOUT, "mine", 2, keep)
     assert (store.get("mine"), list(store.names()), store.num_on_disk()) == (first, ["mine"], 1)
-    assert put(store, "mine", 2, if_match(["1"]))[0].version.number == 2
+    assert put_version(store, LAYOUT, "mine", 2, if_match(["1"]))[0].version.number == 2
     with pytest.raises(Stale):  # whoever read version 1 has lost
         store.rollback("mine", condition=if_match([first.digest]))
-    assert put(store, "mine", 3, if_match(["*"]))[0].version.number == 3
+    assert put_version(store, LAYOUT, "mine", 3, if_match(["*"]))[0].version.number == 3
 
 
 def test_requests_keep_the_version_they_began_with_when_it_is_pruned(tmp_path: Path) -> None:
     store, gone = opened(tmp_path, max_versions=2), list[str]()
     store.on_gone = gone.append
-    contents = [put(store, "mine", 1)[0].digest]
+    contents = [put_version(store, LAYOUT, "mine", 1)[0].digest]
     lease = store.lease("mine")
-    contents += [put(store, "mine", seed)[0].digest for seed in (2, 3, 4)]
+    contents += [put_version(store, LAYOUT, "mine", seed)[0].digest for seed in (2, 3, 4)]
     assert numbers(store, "mine") == [3, 4]
     assert gone == [contents[1]]
     assert store.path_of(contents[0]).is_dir()
@@ -157,9 +142,9 @@ def test_pruning_goes_by_the_bytes_of_other_contents_too() -> None:
 
 def test_versions_outlast_a_restart_and_a_name_takes_them_along_when_it_is_deleted(tmp_path: Path) -> None:
     store = opened(tmp_path)
-    put(store, "mine", 1, by="ann", note="ä")
-    put(store, "mine", 2)
-    put(store, "acme/mine", 3, owner="acme", visibility="private")
+    put_version(store, LAYOUT, "mine", 1, by="ann", note="ä")
+    put_version(store, LAYOUT, "mine", 2)
+    put_version(store, LAYOUT, "acme/mine", 3, owner="acme", visibility="private")
     store.set_visibility("acme/mine", "shared")
     names = store.names()
     store.close()
@@ -176,8 +161,8 @@ def test_versions_outlast_a_restart_and_a_name_takes_them_along_when_it_is_delet
 def test_only_its_owner_s_names_may_have_an_owner_s_prefix(store: AdapterStore) -> None:
     for name, owner in (("acme/mine", ""), ("acme/mine", "other"), ("a/b/c", "a"), ("acme/", "acme"), ("x", "a/b")):
         with pytest.raises(InvalidName):
-            put(store, name, 1, owner=owner)
-    put(store, "mine", 1, owner="acme")
+            put_version(store, LAYOUT, name, 1, owner=owner)
+    put_version(store, LAYOUT, "mine", 1, owner="acme")
 
 
 def test_a_store_from_before_versions_is_read_as_it_is(tmp_path: Path) -> None:
@@ -189,14 +174,14 @@ def test_a_store_from_before_versions_is_read_as_it_is(tmp_path: Path) -> None:
     store = opened(tmp_path)
     assert store.get("old.one").manifest == record.manifest
     assert store.versions("old.one").versions == (Version(1, record.digest, 12.5),)
-    assert put(store, "old.one", 9)[0].version.number == 2
+    assert put_version(store, LAYOUT, "old.one", 9)[0].version.number == 2
     store.check_integrity()
     store.close()
 
 
 def test_a_version_whose_files_are_missing_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = opened(tmp_path)
-    first, second = (put(store, "mine", seed)[0] for seed in (1, 2))
+    first, second = (put_version(store, LAYOUT, "mine", seed)[0] for seed in (1, 2))
     (store.path_of(second.digest) / "manifest.json").unlink()
     store.close()
     store = opened(tmp_path)

@@ -369,7 +369,7 @@ class Routes:
         app.add_middleware(Door, keys=KeyRing((), ()), metrics=self.metrics, body_rule=lambda *_: rule, budget=budget)
         app.state.services = Services(
             settings=Settings(model_name="base", lora_path_root=tmp_path / "root"),
-            engine=cast(Engine, SimpleNamespace(state="starting", stats=None)),
+            engine=cast(Engine, SimpleNamespace(state="starting", tiers={})),
             layout=layout,
             tokenizer=cast(TextTokenizer, None),
             template=None,
@@ -414,7 +414,7 @@ class TestCrossing:
 
         asyncio.run(cross())
         assert list(store.names()) == ["mine"]
-        assert routes.metrics.label_of("mine") == "mine"
+        assert routes.metrics.by_adapter.label_of("mine") == "mine"
 
     def test_a_name_that_was_deleted_during_its_upload_is_known_no_more(
         self, tmp_path: Path, store: AdapterStore, monkeypatch: pytest.MonkeyPatch, as_vllm: bool
@@ -431,4 +431,4 @@ class TestCrossing:
 
         asyncio.run(cross())
         assert store.names() == {}
-        assert routes.metrics.label_of("mine") == "deleted:"
+        assert routes.metrics.by_adapter.label_of("mine") == "deleted:"

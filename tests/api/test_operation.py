@@ -67,14 +67,14 @@ STATUSES: dict[str, tuple[str, str]] = {
     "post /tokenize": ("200 400 404 413 429 500", "401"),
     "post /detokenize": ("200 400 404 413 429 500", "401"),
     "get /tokenizer_info": ("200 429", "401"),
-    "get /v1/models": ("200 429", "401"),
-    "get /v1/models/{model}": ("200 404 500", "401"),
+    "get /v1/models": ("200 400 429", "401"),
+    "get /v1/models/{model}": ("200 400 404 500", "401"),
     "get /v1/adapters": ("200 400 429", "401"),
     "get /v1/adapters/{name}": ("200 400 404 500", "401"),
     "post /v1/adapters": ("200 201 400 409 413 500 503 507", "401 403"),
     "put /v1/adapters/{name}": ("200 201 400 409 412 413 500 503 507", "401 403"),
     "delete /v1/adapters/{name}": ("200 400 404 412 413 500", "401 403"),
-    "get /v1/adapters/{name}/history": ("200 404", "401"),
+    "get /v1/adapters/{name}/history": ("200 400 404", "401"),
     "post /v1/adapters/{name}/rollback": ("200 400 404 412 413 500", "401 403"),
     # 403 without keys too: where --lora-path-root is not set, and for paths outside it.
     "post /v1/load_lora_adapter": ("200 400 403 404 409 413 429 500 503 507", "401"),
@@ -83,7 +83,7 @@ STATUSES: dict[str, tuple[str, str]] = {
     "get /ping": ("200 503", ""),
     "get /ready": ("200 503", ""),
     "get /version": ("200", ""),
-    "get /metrics": ("200 429", "401"),
+    "get /metrics": ("200 400 429", "401"),
 }
 
 
@@ -267,8 +267,8 @@ class TestLivesOfTheEngine:
             **totals,
             **counters,
             num_steps=num_steps,
-            adapters_on_device=("a",),
-            adapters_on_host=("a", "b"),
+            num_adapters_on_device=1,
+            num_adapters_on_host=2,
             steps=((4, 2, 1, 1.5),),
         )
 
@@ -772,7 +772,7 @@ class TestCommands:
         assert "[/INST]" in shown_by_bench.out
         assert "`[/INST]` does not exist" in shown_by_bench.err
 
-        row = {"name": "[/INST]", "rank": 1, "bytes": 1, "state": "[/x]", "digest": "0"}
+        row = {"name": "[/INST]", "version": 1, "rank": 1, "bytes": 1, "state": "[/x]", "digest": "0"}
         with another_server(JSON, json.dumps({"data": [row]})) as url:
             assert main(["ls", f"--url={url}"]) == 0
         assert {"[/INST]", "[/x]"} <= set(capsys.readouterr().out.split())

@@ -57,10 +57,10 @@ def test_greedy_tokens_are_those_of_peft(family: str, tmp_path: Path) -> None:
     engine = build_engine(config_of(world, num_blocks=20, num_rows=64, token_budget=12, max_sequences=3))
     for name in ("all", "attention"):
         engine.handle(Load(world.digests[name]))
-    while len(engine.stats().adapters_on_device) < 2:
+    while engine.stats().num_adapters_on_device < 2:
         engine.wake.clear()
         engine.step()
-        assert len(engine.stats().adapters_on_device) == 2 or engine.wake.wait(LIMIT_SECONDS), (
+        assert engine.stats().num_adapters_on_device == 2 or engine.wake.wait(LIMIT_SECONDS), (
             "the adapters do not arrive"
         )
     answers = run_engine(engine, [request.submit(world) for request in requests])

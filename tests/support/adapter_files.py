@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from adapters.layout import BaseLayout, Projection, Slice
+from adapters.names import Change, Condition, keep, move
 from adapters.records import AdapterRecord
 from adapters.store import AdapterStore
 
@@ -100,15 +101,22 @@ def write_peft_directory(directory: Path, config: bytes, tensors: bytes) -> Path
 
 
 def upload_bytes(
-    store: AdapterStore, name: str, config: bytes, tensors: bytes, *, chunk_bytes: int = 1000
+    store: AdapterStore,
+    name: str,
+    config: bytes,
+    tensors: bytes,
+    *,
+    chunk_bytes: int = 1000,
+    condition: Condition = keep,
+    **change: Any,
 ) -> tuple[AdapterRecord, bool]:
-    """Upload the two files in chunks, as the API does."""
+    """Upload the two files in chunks, as the API does; `change` as `adapters.names.Change` has it."""
     with store.begin(declared_bytes=len(config) + len(tensors)) as upload:
         for part_name, data in (("adapter_config", config), ("adapter_model", tensors)):
             with upload.open_part(part_name) as part:
                 for start in range(0, len(data), chunk_bytes):
                     part.write(data[start : start + chunk_bytes])
-        return upload.finish(name)
+        return upload.finish(name, Change(**change), condition=condition)
 
 
 def upload_small(
@@ -123,3 +131,11 @@ def upload_small(
     """Upload a valid random adapter on the modules with these endings."""
     tensors = lora_tensors(layout, modules_ending(layout, *endings), rank, seed=seed)
     return upload_bytes(store, name, config_bytes(r=rank, target_modules=list(endings)), safetensors_bytes(tensors))
+
+
+def put_version(
+    store: AdapterStore, layout: BaseLayout, name: str, seed: int, condition: Condition = move, **change: Any
+) -> tuple[AdapterRecord, bool]:
+    """Upload the adapter of this seed, whatever the name stands for; `change` as `adapters.names.Change` has it."""
+    tensors = safetensors_bytes(lora_tensors(layout, modules_ending(layout, "q_proj"), 4, seed=seed))
+    return upload_bytes(store, name, config_bytes(), tensors, condition=condition, **change)

@@ -34,7 +34,7 @@ export function startAdapters(listed) {
 /** Read the list again. */
 export async function refreshAdapters(options) {
   try {
-    adapters = (await getJson("v1/adapters", options)).data;
+    adapters = await listAll(options);
   } catch (error) {
     if (options?.quiet) return; // what was shown stays until there is news
     adapters = [];
@@ -45,6 +45,15 @@ export async function refreshAdapters(options) {
   }
   showAdapters();
   onList(adapters.map((one) => one.name));
+}
+
+async function listAll(options) {
+  const all = [];
+  for (let page = { has_more: true, last_id: "" }; page.has_more; ) {
+    page = await getJson(`v1/adapters?limit=1000&after=${encodeURIComponent(page.last_id)}`, options);
+    all.push(...page.data);
+  }
+  return all;
 }
 
 // ---- the table

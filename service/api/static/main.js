@@ -6,7 +6,7 @@ import { setModels, startCompare } from "./compare.js";
 import { startPlots } from "./plots.js";
 
 const LIST_EVERY_SECONDS = 10;
-const WATCHED = ["adapters", "adapter_loads_total", "adapter_evictions_total", "requests_total"];
+const WATCHED = ["adapters", "adapter_loads_total", "adapter_evictions_total", "all_requests_total"];
 
 const server = document.getElementById("server");
 let base = null;

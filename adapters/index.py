@@ -1,0 +1,201 @@
+"""What listings need of every name, in SQLite beside the store: pages without reading a manifest.
+
+The names' files and the manifests are the truth. The index is compared with the names at each start, rebuilt where it
+is lost or torn, and kept in memory alone where the disk cannot hold it: it is never a reason to refuse anything.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from adapters.errors import Damaged, NotFound
+from adapters.names import NameRecord, Visibility
+from adapters.records import Summary
+
+log = logging.getLogger(__name__)
+
+# Raised when the table changes: an index of another form is built anew.
+_FORM = 1
+_TABLE = """
+CREATE TABLE names (
+    name TEXT PRIMARY KEY, owner TEXT NOT NULL, visibility TEXT NOT NULL, number INTEGER NOT NULL,
+    digest TEXT NOT NULL, created_at_seconds REAL NOT NULL, rank INTEGER NOT NULL, num_bytes INTEGER NOT NULL,
+    rows TEXT NOT NULL, has_chat_template INTEGER NOT NULL
+) WITHOUT ROWID
+"""
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A name's current version, as listings show it; see `NameRecord` and `Manifest`."""
+
+    name: str
+    owner: str
+    visibility: Visibility
+    number: int
+    digest: str
+    created_at_seconds: float
+    rank: int
+    num_bytes: int
+    rows: dict[str, int]
+    has_chat_template: bool
+
+
+class Query(msgspec.Struct, frozen=True):
+    """A page of names in alphabetical order, of those that all given filters let through.
+
+    after       the last name of the page before
+    in_digests  the current digest is one of these; `not_in_digests` none of these
+    """
+
+    limit: int
+    after: str = ""
+    prefix: str = ""
+    rank: int | None = None
+    owner: str | None = None
+    in_digests: frozenset[str] | None = None
+    not_in_digests: frozenset[str] = frozenset()
+
+
+class Index:
+    """Thread-safe. `read` gives the summary of a digest; a name whose summary is damaged or missing is left out.
+
+    Opening compares it with `names`. The callers serialise changes.
+    """
+
+    def __init__(self, path: Path, names: Mapping[str, NameRecord], read: Callable[[str], Summary]) -> None:
+        self._path = path
+        self._read = read
+        self._lock = threading.Lock()
+        try:
+            self._database = _open(path)
+            self._compare(names)
+        except sqlite3.Error as error:
+            log.warning("the index of adapters is built anew: %s", error)
+            self.rebuild(names)
+
+    def close(self) -> None:
+        with self._lock, suppress(sqlite3.Error):
+            self._database.close()
+
+    def rebuild(self, names: Mapping[str, NameRecord]) -> None:
+        """Forget what there is, and read all again."""
+        with suppress(AttributeError, sqlite3.Error):
+            self._database.close()
+        try:
+            for file in (self._path, *(self._path.with_name(f"{self._path.name}-{end}") for end in ("wal", "shm"))):
+                file.unlink(missing_ok=True)
+            self._database = _open(self._path)
+            self._compare(names)
+        except (OSError, sqlite3.Error) as error:
+            log.error("the index of adapters is in memory alone, until the next start: %s", error)
+            self._database = _open(None)
+            self._compare(names)
+
+    def put(self, name: str, record: NameRecord) -> None:
+        """The name stands for this now. Raises sqlite3.Error; the index must be rebuilt then."""
+        with self._lock, self._database:
+            self._write(name, record)
+
+    def remove(self, name: str) -> None:
+        """The name is gone. Raises as `put` does."""
+        with self._lock, self._database:
+            self._database.execute("DELETE FROM names WHERE name = ?", (name,))
+
+    def page(self, query: Query) -> list[Row]:
+        """Raises sqlite3.Error; the index must be rebuilt then."""
+        wheres, values = _conditions(query)
+        statement = f"SELECT * FROM names WHERE {' AND '.join(wheres)} ORDER BY name LIMIT ?"
+        with self._lock:
+            found = self._database.execute(statement, (*values, query.limit)).fetchall()
+        return [_row(one) for one in found]
+
+    def each(self) -> Iterator[Row]:
+        """All rows, by name."""
+        with self._lock:
+            found = self._database.execute("SELECT * FROM names ORDER BY name").fetchall()
+        return map(_row, found)
+
+    def _compare(self, names: Mapping[str, NameRecord]) -> None:
+        """Make it say what the names say, reading only the summaries of those that changed."""
+        with self._lock, self._database:
+            columns = "name, owner, visibility, number, digest, created_at_seconds"
+            kept = self._database.execute(f"SELECT {columns} FROM names")
+            known = {one[0]: one[1:] for one in kept}
+            for name in known.keys() - names.keys():
+                self._database.execute("DELETE FROM names WHERE name = ?", (name,))
+            for name, record in names.items():
+                if known.get(name) != _facts(record):
+                    self._write(name, record)
+
+    def _write(self, name: str, record: NameRecord) -> None:
+        try:
+            summary = self._read(record.digest)
+        except (Damaged, NotFound) as error:
+            log.error("adapter %s is left out of listings: %s", name, error)
+            self._database.execute("DELETE FROM names WHERE name = ?", (name,))
+            return
+        facts = (summary.rank, summary.num_bytes, json.dumps(summary.rows), summary.has_chat_template)
+        self._database.execute(
+            "INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (name, *_facts(record), *facts)
+        )
+
+
+def _open(path: Path | None) -> sqlite3.Connection:
+    """A database that is whole and has the table; None: in memory. Raises sqlite3.Error."""
+    database = sqlite3.connect(path or ":memory:", check_same_thread=False)
+    try:
+        # What a failure of power takes of it is found by the comparison at the next start: nothing waits for the disk.
+        database.execute("PRAGMA journal_mode = WAL")
+        database.execute("PRAGMA synchronous = OFF")
+        if database.execute("PRAGMA quick_check").fetchone() != ("ok",):
+            raise sqlite3.DatabaseError("it is damaged")
+        (form,) = database.execute("PRAGMA user_version").fetchone()
+        if form != _FORM:
+            with database:
+                database.execute("DROP TABLE IF EXISTS names")
+                database.execute(_TABLE)
+                database.execute(f"PRAGMA user_version = {_FORM}")
+    except BaseException:
+        database.close()
+        raise
+    return database
+
+
+def _facts(record: NameRecord) -> tuple[str, str, int, str, float]:
+    current = record.current
+    return record.owner, record.visibility, current.number, current.digest, current.created_at_seconds
+
+
+def _conditions(query: Query) -> tuple[list[str], list[object]]:
+    """SQL and its values."""
+    wheres: list[str] = ["name > ?"]
+    values: list[object] = [query.after]
+    if query.prefix:
+        wheres.append("substr(name, 1, ?) = ?")
+        values += [len(query.prefix), query.prefix]
+        if query.prefix > query.after:  # begin where the prefix does
+            wheres[0], values[0] = "name >= ?", query.prefix
+    for column, value in (("rank", query.rank), ("owner", query.owner)):
+        if value is not None:
+            wheres.append(f"{column} = ?")
+            values.append(value)
+    if query.in_digests is not None:
+        wheres.append("digest IN (SELECT value FROM json_each(?))")
+        values.append(json.dumps(sorted(query.in_digests)))
+    if query.not_in_digests:
+        wheres.append("digest NOT IN (SELECT value FROM json_each(?))")
+        values.append(json.dumps(sorted(query.not_in_digests)))
+    return wheres, values
+
+
+def _row(values: tuple[Any, ...]) -> Row:
+    return Row(*(*values[:8], json.loads(values[8]), bool(values[9])))
