@@ -15,7 +15,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from adapters.names import move
+from adapters.index import Query
+from adapters.names import Condition, keep, move
 from adapters.store import AdapterStore, StoreLimits
 from tests.support.adapter_files import (
     config_bytes,
@@ -28,19 +29,21 @@ from tests.support.adapter_files import (
 
 LAYOUT = small_layout()
 TENSORS = [safetensors_bytes(lora_tensors(LAYOUT, modules_ending(LAYOUT, "q_proj"), 4, seed=seed)) for seed in range(3)]
+MAX_VERSIONS = 2
 EVENTS = {"open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.listdir", "os.scandir", "shutil.rmtree"}
 
 
 def open_store(root: Path) -> AdapterStore:
-    return AdapterStore(root, LAYOUT, StoreLimits(free_disk_floor_bytes=0), base_name="base")
+    limits = StoreLimits(free_disk_floor_bytes=0, max_versions=MAX_VERSIONS)
+    return AdapterStore(root, LAYOUT, limits, base_name="base")
 
 
-def put(store: AdapterStore, name: str, seed: int) -> None:
-    upload_bytes(store, name, config_bytes(), TENSORS[seed], chunk_bytes=200)
+def put(store: AdapterStore, name: str, seed: int, condition: Condition = keep) -> None:
+    upload_bytes(store, name, config_bytes(), TENSORS[seed], chunk_bytes=200, condition=condition)
 
 
 def scenario(store: AdapterStore) -> None:
-    """From {old: 0} through the states of STATES."""
+    """From {old: (0,)} through the states of STATES."""
     put(store, "new", 1)
     lease = store.lease("old")
     store.delete("old")
@@ -49,21 +52,22 @@ def scenario(store: AdapterStore) -> None:
     put(store, "old", 2)
     put(store, "again", 1)
     store.delete("new")
-    with store.begin() as upload:  # a name that moves never points at nothing
-        for part_name, data in (("adapter_config", config_bytes()), ("adapter_model", TENSORS[0])):
-            with upload.open_part(part_name) as part:
-                part.write(data)
-        upload.finish("again", condition=move)
+    put(store, "again", 0, move)
+    store.rollback("again")
+    put(store, "again", 2, move)
 
 
-STATES = [
-    {"old": 0},
-    {"old": 0, "new": 1},
-    {"new": 1},
-    {"new": 1, "old": 2},
-    {"new": 1, "old": 2, "again": 1},
-    {"old": 2, "again": 1},
-    {"old": 2, "again": 0},
+# Name to the seeds of its versions, oldest first.
+STATES: list[dict[str, tuple[int, ...]]] = [
+    {"old": (0,)},
+    {"old": (0,), "new": (1,)},
+    {"new": (1,)},
+    {"new": (1,), "old": (2,)},
+    {"new": (1,), "old": (2,), "again": (1,)},
+    {"old": (2,), "again": (1,)},
+    {"old": (2,), "again": (1, 0)},
+    {"old": (2,), "again": (0, 1)},
+    {"old": (2,), "again": (1, 2)},
 ]
 
 
@@ -134,27 +138,28 @@ def leaves(root: Path) -> int:
     return len(list((layout / "staging").iterdir())) + len(unnamed)
 
 
-def look(root: Path, whole: dict[str, tuple[int, dict[str, bytes]]]) -> dict[str, int]:
-    """Reopen, and return name -> seed. Whatever is there is whole."""
+def look(root: Path, whole: dict[str, tuple[int, dict[str, bytes]]]) -> dict[str, tuple[int, ...]]:
+    """Reopen, and return name -> seeds of its versions. Whatever is there is whole."""
     store = open_store(root)
     store.check_integrity()
     found = {}
-    for record in store.each():
-        seed, files = whole[record.digest]
-        assert files_of(store.path_of(record.digest)) == files
-        found[record.name] = seed
-    assert found.keys() == store.names().keys(), "damaged"
+    for name, record in store.names().items():
+        for version in record.versions:
+            assert files_of(store.path_of(version.digest)) == whole[version.digest][1]
+        found[name] = tuple(whole[version.digest][0] for version in record.versions)
+    assert [row.name for row in store.page(Query(limit=1000))] == list(found), "the index differs"
     assert list(root.glob("*/staging/*")) == [], "leftovers"
-    for name, seed in found.items():  # the store still works
-        put(store, name, seed)
+    for name, seeds in found.items():  # the store still works
+        put(store, name, seeds[-1])
     put(store, "after", 0)
+    store.delete("after")
     store.close()
     return found
 
 
 def main(root: Path) -> None:
     whole = whole_adapters(root / "whole")
-    seen: list[dict[str, int]] = []
+    seen: list[dict[str, tuple[int, ...]]] = []
     deaths = 0
     recovery_deaths: set[int] = set()  # the operations of an opening at which one died that had something to remove
     recovery_point = 0

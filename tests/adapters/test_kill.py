@@ -10,9 +10,10 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_kill_at_every_file_system_operation_leaves_whole_adapters(tmp_path: Path) -> None:
+def run(module: str, *arguments: str) -> dict[str, int]:
+    """What the driver says in the end."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.adapters.kill_driver", str(tmp_path)],
+        [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -20,7 +21,20 @@ def test_kill_at_every_file_system_operation_leaves_whole_adapters(tmp_path: Pat
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout)
+    result: dict[str, int] = json.loads(done.stdout)
+    return result
+
+
+def test_kill_at_every_file_system_operation_leaves_whole_adapters(tmp_path: Path) -> None:
+    result = run("tests.adapters.kill_driver", str(tmp_path))
     assert result["deaths"] > 50
     assert result["recovery_deaths"] > 10
     assert result["states"] == result["all"], "a state of the scenario was never seen: the kills are too coarse"
+
+
+def test_random_kills_lose_no_version_that_was_acknowledged(tmp_path: Path) -> None:
+    """The command in the driver has 200 kills."""
+    result = run("tests.adapters.random_kills", str(tmp_path), "--kills=24")
+    assert result["changes"] > 24
+    assert result["as acknowledged"] > 0
+    assert result["with the change under way"] > 0
