@@ -1,0 +1,161 @@
+"""What many adapters cost: restart, memory, uploads, listings, metrics, and the tokens of others.
+
+    .venv/bin/python -m bench.adapters [--adapters 10000] [--json FILE]
+
+Starts a server of the bundled model on this machine, uploads adapters over HTTP, and stops it again. The store needs
+about 12 KB of disk for each adapter. `python -m bench.adapters.moves` has requests while names move.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from bench.adapters.made_up import adapter_files
+from bench.http_client import complete_all
+from bench.rounds import percentile
+from bench.server_process import Server, running_server, wait_for
+from service.settings import BUNDLED_MODEL_DIR
+
+NUM_SAMPLES = 100
+POLLED = ("/v1/adapters", "/v1/models", "/metrics")
+POLL_SECONDS = 0.25
+
+
+def measure(num_adapters: int, num_rounds: int, work_dir: Path) -> dict[str, Any]:
+    """Every figure by name; seconds, milliseconds and MB as the names say."""
+    figures: dict[str, Any] = {"adapters": num_adapters}
+
+    def start(name: str) -> AbstractContextManager[Server]:
+        return _started(work_dir, figures, name)
+
+    (work_dir / "none").mkdir()  # no adapters but those made here
+    with start("empty") as server:
+        figures["upload_ms"] = upload_all(server, num_adapters)
+        figures["api_mb_after_uploads"] = api_mb(server)
+    with start("restarted") as server:
+        figures["page_ms"] = {path: _times(server, path) for path in _pages(num_adapters)}
+        figures["metrics_bytes"] = len(server.get("/metrics").content)
+        figures["between_tokens"] = between_tokens(server, num_rounds)
+    (index,) = work_dir.glob("store/*/index.sqlite")
+    index.unlink()
+    with start("index_lost"):
+        pass
+    return figures
+
+
+@contextmanager
+def _started(work_dir: Path, figures: dict[str, Any], name: str) -> Iterator[Server]:
+    begin = time.perf_counter()
+    with running_server(
+        BUNDLED_MODEL_DIR, work_dir, store_dir=work_dir / "store", preload_adapters_dir=work_dir / "none"
+    ) as server:
+        wait_for(lambda: server.get("/ready").status_code == 200, "the server to be ready")
+        figures[f"{name}_start_seconds"] = round(time.perf_counter() - begin, 2)
+        figures[f"{name}_api_mb"] = api_mb(server)
+        yield server
+
+
+def api_mb(server: Server) -> float:
+    """Resident memory of the API process."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    (line,) = [line for line in status.splitlines() if line.startswith("VmRSS:")]
+    return round(int(line.split()[1]) / 1024, 1)
+
+
+def upload_all(server: Server, num_adapters: int) -> dict[str, float]:
+    """p50 of the first and of the last uploads."""
+    times = []
+    for at in range(num_adapters):
+        files = adapter_files(at)
+        begin = time.perf_counter()
+        server.http.put(f"{server.url}/v1/adapters/n{at:06}", files=files).raise_for_status()
+        times.append(round((time.perf_counter() - begin) * 1e3, 2))
+    first, last = times[:NUM_SAMPLES], times[-NUM_SAMPLES:]
+    return {"p50_of_the_first": statistics.median(first), "p50_of_the_last": statistics.median(last)}
+
+
+def _pages(num_adapters: int) -> list[str]:
+    middle = f"after=n{num_adapters // 2:06}"
+    filters = ["", middle, "limit=1000", "rank=2", "state=disk", "state=device", "prefix=n0001", "owner=nobody"]
+    return [*(f"/v1/adapters?{one}" for one in filters), "/v1/models", f"/v1/models?{middle}&limit=100", "/metrics"]
+
+
+def _times(server: Server, path: str) -> dict[str, float]:
+    times = []
+    for _ in range(30):
+        begin = time.perf_counter()
+        server.get(path).raise_for_status()
+        times.append(round((time.perf_counter() - begin) * 1e3, 2))
+    return {"p50": statistics.median(times), "max": max(times)}
+
+
+def between_tokens(server: Server, num_rounds: int) -> dict[str, float]:
+    """p99 between the tokens of 8 streams in ms, with listings and metrics polled and without, in turn."""
+    gaps: dict[bool, list[float]] = {False: [], True: []}
+    for at in range(2 * num_rounds):
+        is_polled = at % 2 == 1
+        with _polling(server.url) if is_polled else _nothing():
+            gaps[is_polled] += _gaps(server)
+    quiet, polled = (percentile(gaps[is_polled], 99) for is_polled in (False, True))
+    assert quiet and polled
+    return {"p99_ms": round(quiet, 2), "p99_polled_ms": round(polled, 2), "ratio": round(polled / quiet, 3)}
+
+
+def _gaps(server: Server) -> list[float]:
+    body = {"model": "n000000", "prompt": "the", "max_tokens": 150, "ignore_eos": True, "stream": True}
+    answers, _, _ = complete_all(server.url, [{**body, "seed": seed} for seed in range(8)])
+    pairs = (zip(one.token_seconds, one.token_seconds[1:], strict=False) for one in answers)
+    return [(later - sooner) * 1e3 for each in pairs for sooner, later in each]
+
+
+@contextmanager
+def _polling(url: str) -> Iterator[None]:
+    ended = threading.Event()
+
+    def poll() -> None:
+        with httpx.Client(base_url=url, timeout=60) as client:
+            while not ended.wait(POLL_SECONDS):
+                for path in POLLED:
+                    client.get(path).raise_for_status()
+
+    poller = threading.Thread(target=poll)
+    poller.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        poller.join()
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.adapters", description=__doc__)
+    parser.add_argument("--adapters", type=int, default=10_000)
+    parser.add_argument("--rounds", type=int, default=5, help="rounds with and without polling")
+    parser.add_argument("--json", type=Path, help="write the figures there too")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        figures = measure(arguments.adapters, arguments.rounds, Path(scratch))
+    text = json.dumps(figures, indent=1)
+    print(text)
+    if arguments.json is not None:
+        arguments.json.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
