@@ -24,8 +24,9 @@ _DIGEST_START = re.compile(r"(?:sha256:)?([0-9a-f]{12,64})")
 class Version(msgspec.Struct, frozen=True):
     """One content that a name has stood for.
 
-    by    who gave it, as the API names its callers; "" if nobody is known
-    note  what they said of it
+    by       who gave it, as the API names its callers; "" if nobody is known
+    note     what they said of it
+    same_as  the version with the same weights, value by value, in another float type; None if none is known
     """
 
     number: int
@@ -33,6 +34,7 @@ class Version(msgspec.Struct, frozen=True):
     created_at_seconds: float
     by: str = ""
     note: str = ""
+    same_as: int | None = None
 
 
 class NameRecord(msgspec.Struct, frozen=True):
@@ -118,11 +120,13 @@ def if_match(selectors: Iterable[str]) -> Condition:
     return check
 
 
-def changed(record: NameRecord | None, digest: str, now_seconds: float, change: Change) -> NameRecord:
+def changed(
+    record: NameRecord | None, digest: str, now_seconds: float, change: Change, same_as: int | None = None
+) -> NameRecord:
     """The name with `digest` as its new current version; None: a new name."""
     if record is None:
         return NameRecord((Version(1, digest, now_seconds, change.by, change.note),), change.owner, change.visibility)
-    version = Version(record.current.number + 1, digest, now_seconds, change.by, change.note)
+    version = Version(record.current.number + 1, digest, now_seconds, change.by, change.note, same_as)
     return msgspec.structs.replace(record, versions=(*record.versions, version))
 
 

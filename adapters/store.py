@@ -33,7 +33,7 @@ import msgspec
 
 from adapters import names as rules
 from adapters.disk import StoreFiles
-from adapters.errors import Conflict, Damaged, InvalidName, NotFound, TooLarge
+from adapters.errors import Conflict, Damaged, InvalidName, Malformed, NotFound, TooLarge
 from adapters.handles import Lease, Upload
 from adapters.index import Index, Query, Row
 from adapters.intake import Intake
@@ -42,6 +42,7 @@ from adapters.names import Change, Condition, NameRecord, Version, Visibility
 from adapters.paths import TEMPLATE_FILE, is_name
 from adapters.records import AdapterRecord, Manifest
 from adapters.row_plan import RowPlan
+from adapters.same_weights import have_same_weights
 from adapters.upload import Budget, Part, Staging, StoreLimits, disk_full_is_ours
 
 log = logging.getLogger(__name__)
@@ -160,7 +161,7 @@ class AdapterStore:
                 is_new = record is None or record.digest != digest
                 if is_new:
                     try:
-                        gone += self._move(name, digest, change)
+                        gone += self._move(name, digest, change, self._same_as(record, manifest))
                     except OSError:
                         if self._remove_if_unused(digest):
                             gone.append(digest)
@@ -199,11 +200,20 @@ class AdapterStore:
             self._files.write_name(name, record)
             self._point(name, record)
 
-    def _move(self, name: str, digest: str, change: Change) -> list[str]:
+    def _same_as(self, record: NameRecord | None, manifest: Manifest) -> int | None:
+        """The newest version of the name that has the same weights in another float type."""
+        for version in reversed(record.versions if record is not None else ()):
+            with suppress(NotFound, Damaged, Malformed, OSError):
+                paths = self.path_of(manifest.digest), self.path_of(version.digest)
+                if have_same_weights(paths[0], manifest, paths[1], self.manifest(version.digest)):
+                    return version.number
+        return None
+
+    def _move(self, name: str, digest: str, change: Change, same_as: int | None = None) -> list[str]:
         """Under `_disk`: make a digest whose files are there the name's current version. Returns the digests whose
         files are gone by that. After an OSError the name is as before."""
         before = self._names.get(name)
-        record = rules.changed(before, digest, time.time(), change)
+        record = rules.changed(before, digest, time.time(), change, same_as)
         limits = self.limits
         record = rules.pruned(record, self._num_bytes, most=limits.max_versions, most_bytes=limits.max_version_bytes)
         self._files.write_name(name, record)

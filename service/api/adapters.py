@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from adapters.index import Row
-from adapters.names import Change, Condition, keep
+from adapters.names import Change, Condition, Version, keep
 from adapters.records import AdapterRecord
 from adapters.store import AdapterStore
 from service.api.answers import AdapterDeleted, AdapterList, AdapterResponse, ModuleReport
@@ -154,8 +154,14 @@ def describe(services: Services, record: AdapterRecord) -> AdapterResponse:
             ModuleReport(module=one.module, rank=one.rank, scaling=one.scaling, bytes=one.num_bytes)
             for one in manifest.modules
         ],
-        notes=list(manifest.notes),
+        notes=[*manifest.notes, *_same(version)],
     )
+
+
+def _same(version: Version) -> list[str]:
+    if version.same_as is None:
+        return []
+    return [f"The weights are those of version {version.same_as}, value by value, in another float type."]
 
 
 def _listed(services: Services, row: Row) -> dict[str, Any]:

@@ -428,13 +428,15 @@ class AdapterResponse(AdapterSummary):
 
 
 class AdapterVersion(Response):
-    """A content that a name has stood for: since when, by whom, and what they said of it."""
+    """A content that a name has stood for: since when, by whom, and what they said of it. `same_as` is the version that
+    has the same weights, value by value, in another float type."""
 
     number: int
     digest: str
     created: int
     by: str
     note: str
+    same_as: int | None
 
 
 class AdapterHistory(Response):

@@ -63,7 +63,12 @@ async def get_history(request: Request, name: str) -> AdapterHistory:
         visibility=record.visibility,
         data=[
             AdapterVersion(
-                number=one.number, digest=one.digest, created=int(one.created_at_seconds), by=one.by, note=one.note
+                number=one.number,
+                digest=one.digest,
+                created=int(one.created_at_seconds),
+                by=one.by,
+                note=one.note,
+                same_as=one.same_as,
             )
             for one in reversed(record.versions)
         ],

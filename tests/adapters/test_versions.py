@@ -7,14 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from adapters.errors import Conflict, InvalidName, NotFound, Stale
-from adapters.names import Change, NameRecord, Version, if_absent, if_match, keep, pruned
+from adapters.names import Change, NameRecord, Version, if_absent, if_match, keep, move, pruned
 from adapters.store import AdapterStore, StoreLimits
 from tests.support.adapter_files import (
+    config_bytes,
+    lora_tensors,
+    modules_ending,
     put_version,
+    safetensors_bytes,
     small_layout,
+    upload_bytes,
     upload_small,
 )
 
@@ -189,3 +195,28 @@ def test_a_version_whose_files_are_missing_hides_no_other(tmp_path: Path, caplog
     assert store.get("mine@1") == first
     assert store.rollback("mine")[0].digest == first.digest
     store.close()
+
+
+@pytest.mark.parametrize(("wide", "narrow"), [("<f4", "<f2"), ("<f4", "<u2")])
+def test_the_same_weights_in_another_float_type_are_told_only_if_all_values_are_the_same(
+    store: AdapterStore, wide: str, narrow: str
+) -> None:
+    """`<u2` is bfloat16."""
+    modules = modules_ending(LAYOUT, "q_proj")
+    rounded = lora_tensors(LAYOUT, modules, 4, seed=1, dtype=narrow)
+    exact = {name: widened(data) for name, data in rounded.items()}
+    last = list(exact)[-1]
+    other = {**exact, last: exact[last].copy()}
+    other[last].flat[-1] = np.nextafter(other[last].flat[-1], 9, dtype=wide)  # one value, by one bit
+    negative = {**exact, last: -exact[last]}
+    uploads = [(config_bytes(), tensors) for tensors in (rounded, exact, other, negative)]
+    uploads.append((config_bytes(lora_alpha=9), rounded))
+    for config, tensors in uploads:
+        upload_bytes(store, "mine", config, safetensors_bytes(tensors), condition=move)
+    assert [version.same_as for version in store.versions("mine").versions] == [None, 1, None, None, None]
+
+
+def widened(data: np.ndarray) -> np.ndarray:
+    if data.dtype == np.dtype("<u2"):
+        return (data.astype("<u4") << 16).view("<f4")
+    return data.astype("<f4")
