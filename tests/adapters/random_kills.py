@@ -14,38 +14,15 @@ import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 from adapters.errors import NotFound
 from adapters.names import move
 from adapters.store import AdapterStore
+from bench.adapters.changes import Change, State, after, changes
 from tests.adapters.kill_driver import MAX_VERSIONS, TENSORS, die_at, has_died, look, open_store, put, whole_adapters
 
 NAMES = ("one", "two", "three")
-State = dict[str, tuple[int, ...]]  # name to the seeds of its versions, oldest first
-Change = tuple[str, str, int]  # what, which name, which content
-
-
-def changes(seed: int) -> Iterator[Change]:
-    """An endless sequence, the same for the same seed."""
-    generator = random.Random(seed)
-    while True:
-        what = generator.choices(("put", "rollback", "delete"), (5, 2, 1))[0]
-        yield what, generator.choice(NAMES), generator.randrange(len(TENSORS))
-
-
-def after(state: State, change: Change) -> State:
-    """What a change makes of the names."""
-    what, name, seed = change
-    versions = state.get(name, ())
-    others = {other: seeds for other, seeds in state.items() if other != name}
-    if what == "delete":
-        return others
-    if what == "rollback":
-        earlier = [one for one in versions if one != versions[-1]]
-        return {**others, name: (*versions, earlier[-1])[-MAX_VERSIONS:]} if earlier else state
-    return state if versions[-1:] == (seed,) else {**others, name: (*versions, seed)[-MAX_VERSIONS:]}
 
 
 def make(store: AdapterStore, change: Change) -> None:
@@ -72,7 +49,7 @@ def run_and_die(root: Path, seed: int, die_at_operation: int | None, num_changes
         if die_at_operation is not None:
             die_at(die_at_operation)
         store = open_store(root)
-        for change in changes(seed):
+        for change in changes(seed, NAMES, len(TENSORS)):
             make(store, change)
             os.write(writing, b".")
     os.close(writing)
@@ -97,10 +74,10 @@ def main(root: Path, num_kills: int, seed: int) -> None:
         operation = generator.randrange(300) if kill % 2 else None
         run_seed = generator.randrange(2**32)
         num_done = run_and_die(place, run_seed, operation, generator.randrange(1, 12))
-        sequence = changes(run_seed)
+        sequence = changes(run_seed, NAMES, len(TENSORS))
         for _ in range(num_done):
-            state = after(state, next(sequence))
-        may_be = after(state, next(sequence))
+            state = after(state, next(sequence), MAX_VERSIONS)
+        may_be = after(state, next(sequence), MAX_VERSIONS)
         found = look(place, whole)
         assert found in (state, may_be), (kill, run_seed, num_done, found, state, may_be)
         found_as["as acknowledged" if found == state else "with the change under way"] += 1

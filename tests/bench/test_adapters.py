@@ -1,0 +1,26 @@
+"""The benchmark of many adapters says all it promises, and the kills of a server lose nothing that was acknowledged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench.adapters import __main__ as many
+from bench.adapters import kills
+
+SEED_OF_ONE_KILL_OF_EACH = 1
+
+
+def test_many_adapters_are_measured(tmp_path: Path) -> None:
+    figures = many.measure(12, 1, tmp_path)
+    assert set(figures["upload_ms"]) == {"p50_of_the_first", "p50_of_the_last"}
+    assert all(figures[f"{start}_start_seconds"] > 0 for start in ("empty", "restarted", "index_lost"))
+    assert figures["metrics_bytes"] > 1000
+    assert figures["between_tokens"]["ratio"] > 0
+    assert all(times["max"] >= times["p50"] > 0 for times in figures["page_ms"].values())
+
+
+def test_kills_of_either_process_lose_no_version_that_was_acknowledged(tmp_path: Path) -> None:
+    """`python -m bench.adapters.kills` has 200 kills."""
+    counts = kills.run(tmp_path, 2, seed=SEED_OF_ONE_KILL_OF_EACH)
+    assert (counts["kills of the api"], counts["kills of the engine"]) == (1, 1)
+    assert counts["changes acknowledged"] > 0
