@@ -24,10 +24,11 @@ from adapters.records import Summary
 log = logging.getLogger(__name__)
 
 # Raised when the table changes: an index of another form is built anew.
-_FORM = 1
+_FORM = 2
 _TABLE = """
 CREATE TABLE names (
-    name TEXT PRIMARY KEY, owner TEXT NOT NULL, visibility TEXT NOT NULL, number INTEGER NOT NULL,
+    name TEXT PRIMARY KEY, owner TEXT NOT NULL, visibility TEXT NOT NULL, shared_with TEXT NOT NULL,
+    number INTEGER NOT NULL,
     digest TEXT NOT NULL, created_at_seconds REAL NOT NULL, rank INTEGER NOT NULL, num_bytes INTEGER NOT NULL,
     rows TEXT NOT NULL, has_chat_template INTEGER NOT NULL
 ) WITHOUT ROWID
@@ -40,6 +41,7 @@ class Row(msgspec.Struct, frozen=True):
     name: str
     owner: str
     visibility: Visibility
+    shared_with: tuple[str, ...]
     number: int
     digest: str
     created_at_seconds: float
@@ -49,10 +51,25 @@ class Row(msgspec.Struct, frozen=True):
     has_chat_template: bool
 
 
+class Viewer(msgspec.Struct, frozen=True):
+    """A tenant that looks: what it may see, and how it calls that.
+
+    owner        of its own names, which it calls by what stands behind `<owner>/`
+    sees_all     whether names that are neither its own nor public nor shared with it are shown too
+    unowned      what stands before names without an owner, "" if those are its own
+    """
+
+    tenant: str
+    owner: str
+    sees_all: bool = False
+    unowned: str = ""
+
+
 class Query(msgspec.Struct, frozen=True):
     """A page of names in alphabetical order, of those that all given filters let through.
 
     after       the last name of the page before
+    viewer      only what it may see; order, `after` and `prefix` are of the names as it calls them
     in_digests  the current digest is one of these; `not_in_digests` none of these
     """
 
@@ -63,6 +80,7 @@ class Query(msgspec.Struct, frozen=True):
     owner: str | None = None
     in_digests: frozenset[str] | None = None
     not_in_digests: frozenset[str] = frozenset()
+    viewer: Viewer | None = None
 
 
 class Index:
@@ -112,11 +130,12 @@ class Index:
 
     def page(self, query: Query) -> list[Row]:
         """Raises sqlite3.Error; the index must be rebuilt then."""
+        table, told = _seen(query.viewer)
         wheres, values = _conditions(query)
-        statement = f"SELECT * FROM names WHERE {' AND '.join(wheres)} ORDER BY name LIMIT ?"
+        statement = f"SELECT * FROM {table} WHERE {' AND '.join(wheres)} ORDER BY shown LIMIT ?"
         with self._lock:
-            found = self._database.execute(statement, (*values, query.limit)).fetchall()
-        return [_row(one) for one in found]
+            found = self._database.execute(statement, (*told, *values, query.limit)).fetchall()
+        return [_row(one[:-1]) for one in found]
 
     def each(self) -> Iterator[Row]:
         """All rows, by name."""
@@ -127,7 +146,7 @@ class Index:
     def _compare(self, names: Mapping[str, NameRecord]) -> None:
         """Make it say what the names say, reading only the summaries of those that changed."""
         with self._lock, self._database:
-            columns = "name, owner, visibility, number, digest, created_at_seconds"
+            columns = "name, owner, visibility, shared_with, number, digest, created_at_seconds"
             kept = self._database.execute(f"SELECT {columns} FROM names")
             known = {one[0]: one[1:] for one in kept}
             for name in known.keys() - names.keys():
@@ -145,7 +164,7 @@ class Index:
             return
         facts = (summary.rank, summary.num_bytes, json.dumps(summary.rows), summary.has_chat_template)
         self._database.execute(
-            "INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (name, *_facts(record), *facts)
+            "INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (name, *_facts(record), *facts)
         )
 
 
@@ -170,20 +189,35 @@ def _open(path: Path | None) -> sqlite3.Connection:
     return database
 
 
-def _facts(record: NameRecord) -> tuple[str, str, int, str, float]:
+def _facts(record: NameRecord) -> tuple[str, str, str, int, str, float]:
     current = record.current
-    return record.owner, record.visibility, current.number, current.digest, current.created_at_seconds
+    shared_with = json.dumps(record.shared_with)
+    return record.owner, record.visibility, shared_with, current.number, current.digest, current.created_at_seconds
+
+
+def _seen(viewer: Viewer | None) -> tuple[str, list[object]]:
+    """The rows that a viewer may see, with the name that it calls each as their last column; SQL and its values."""
+    if viewer is None:
+        return "(SELECT *, name AS shown FROM names)", []
+    shown = "CASE WHEN owner = ? THEN substr(name, ?) WHEN owner = '' THEN ? || name ELSE name END AS shown"
+    begins_at = len(viewer.owner) + 2 if viewer.owner else 1
+    values: list[object] = [viewer.owner, begins_at, viewer.unowned]
+    if viewer.sees_all:
+        return f"(SELECT *, {shown} FROM names)", values
+    is_shared = "visibility = 'shared' AND ? IN (SELECT value FROM json_each(shared_with))"
+    may_see = f"owner = ? OR visibility = 'public' OR ({is_shared})"
+    return f"(SELECT *, {shown} FROM names WHERE {may_see})", [*values, viewer.owner, viewer.tenant]
 
 
 def _conditions(query: Query) -> tuple[list[str], list[object]]:
     """SQL and its values."""
-    wheres: list[str] = ["name > ?"]
+    wheres: list[str] = ["shown > ?"]
     values: list[object] = [query.after]
     if query.prefix:
-        wheres.append("substr(name, 1, ?) = ?")
+        wheres.append("substr(shown, 1, ?) = ?")
         values += [len(query.prefix), query.prefix]
         if query.prefix > query.after:  # begin where the prefix does
-            wheres[0], values[0] = "name >= ?", query.prefix
+            wheres[0], values[0] = "shown >= ?", query.prefix
     for column, value in (("rank", query.rank), ("owner", query.owner)):
         if value is not None:
             wheres.append(f"{column} = ?")
@@ -198,4 +232,6 @@ def _conditions(query: Query) -> tuple[list[str], list[object]]:
 
 
 def _row(values: tuple[Any, ...]) -> Row:
-    return Row(*(*values[:8], json.loads(values[8]), bool(values[9])))
+    *facts, rows, has_chat_template = values
+    facts[3] = tuple(json.loads(facts[3]))
+    return Row(*(*facts, json.loads(rows), bool(has_chat_template)))

@@ -42,12 +42,13 @@ class NameRecord(msgspec.Struct, frozen=True):
 
     versions    those that are kept, oldest first, at least one
     owner       the tenant whose name it is, "" without tenants
-    visibility  who beside the owner may use it
+    visibility  who beside the owner may use it: nobody, the tenants in `shared_with`, all tenants
     """
 
     versions: tuple[Version, ...]
     owner: str = ""
     visibility: Visibility = "public"
+    shared_with: tuple[str, ...] = ()
 
     @property
     def current(self) -> Version:

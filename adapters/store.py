@@ -193,10 +193,11 @@ class AdapterStore:
             self._tell_if_gone(one, True)
         return shown, is_new
 
-    def set_visibility(self, name: str, visibility: Visibility) -> None:
+    def set_visibility(self, name: str, visibility: Visibility, shared_with: tuple[str, ...] = ()) -> None:
         """Say who beside its owner may use a name. Raises NotFound."""
         with self._disk:
-            record = msgspec.structs.replace(self.versions(name), visibility=visibility)
+            record = self.versions(name)
+            record = msgspec.structs.replace(record, visibility=visibility, shared_with=shared_with)
             self._files.write_name(name, record)
             self._point(name, record)
 

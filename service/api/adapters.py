@@ -140,6 +140,7 @@ def describe(services: Services, record: AdapterRecord) -> AdapterResponse:
         record.name,
         record.owner,
         record.visibility,
+        (),
         version.number,
         version.digest,
         version.created_at_seconds,

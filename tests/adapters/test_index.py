@@ -6,9 +6,10 @@ import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from adapters.index import Query, Row
+from adapters.index import Query, Row, Viewer
 from adapters.store import AdapterStore, StoreLimits
 from tests.support.adapter_files import put_version, small_layout, upload_small
 
@@ -80,6 +81,36 @@ def test_pages_follow_one_another_and_filters_add_up(store: AdapterStore) -> Non
     assert names(store, in_digests=digests, prefix="c") == ["c"]
     assert names(store, in_digests=frozenset()) == []
     assert names(store, not_in_digests=digests, owner="") == ["a.b", "a_b", "b", "ba"]
+
+
+def test_a_viewer_sees_what_it_may_under_the_names_that_it_gives(store: AdapterStore) -> None:
+    """Of each tenant's names one is its own, one is for all, and one is shared."""
+    for at, owner in enumerate(("", "acme", "zeta")):
+        prefix = f"{owner}/" if owner else ""
+        for name, visibility in (("own", "private"), ("all", "public"), ("some", "shared")):
+            put_version(store, LAYOUT, f"{prefix}{name}", at, owner=owner)
+            store.set_visibility(f"{prefix}{name}", visibility, ("acme",) if visibility == "shared" else ())
+
+    def seen(viewer: Viewer, **query: object) -> list[str]:
+        return names(store, viewer=viewer, **query)
+
+    acme, zeta = (Viewer(owner, owner, unowned="default/") for owner in ("acme", "zeta"))
+    default = Viewer("default", "")
+    # As acme calls them: all, default/all, default/some, own, some, zeta/all, zeta/some.
+    every = ["acme/all", "all", "some", "acme/own", "acme/some", "zeta/all", "zeta/some"]
+    assert seen(acme) == every
+    assert [seen(acme, limit=3, after=after) for after in ("", "default/some", "zeta/all")] == [
+        every[:3],
+        every[3:6],
+        every[6:],
+    ]
+    assert seen(acme, prefix="a") == ["acme/all"]
+    assert seen(acme, prefix="default/") == ["all", "some"]
+    assert seen(acme, prefix="acme/") == []
+    assert seen(acme, owner="zeta") == ["zeta/all", "zeta/some"]
+    assert seen(zeta) == ["acme/all", "zeta/all", "all", "zeta/own", "zeta/some"]
+    assert seen(default) == ["acme/all", "all", "own", "some", "zeta/all"]
+    assert len(seen(msgspec.structs.replace(zeta, sees_all=True))) == 9
 
 
 def lose(path: Path) -> None:
