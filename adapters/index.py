@@ -169,14 +169,12 @@ class Index:
 
 
 def _open(path: Path | None) -> sqlite3.Connection:
-    """A database that is whole and has the table; None: in memory. Raises sqlite3.Error."""
+    """A database with the table; None: in memory. Raises sqlite3.Error."""
     database = sqlite3.connect(path or ":memory:", check_same_thread=False)
     try:
         # What a failure of power takes of it is found by the comparison at the next start: nothing waits for the disk.
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = OFF")
-        if database.execute("PRAGMA quick_check").fetchone() != ("ok",):
-            raise sqlite3.DatabaseError("it is damaged")
         (form,) = database.execute("PRAGMA user_version").fetchone()
         if form != _FORM:
             with database:
