@@ -35,6 +35,10 @@ CREATE TABLE names (
 """
 
 
+_TENANTS = msgspec.json.Decoder(tuple[str, ...])
+_ROWS = msgspec.json.Decoder(dict[str, int])
+
+
 class Row(msgspec.Struct, frozen=True):
     """A name's current version, as listings show it; see `NameRecord` and `Manifest`."""
 
@@ -231,5 +235,5 @@ def _conditions(query: Query) -> tuple[list[str], list[object]]:
 
 def _row(values: tuple[Any, ...]) -> Row:
     *facts, rows, has_chat_template = values
-    facts[3] = tuple(json.loads(facts[3]))
-    return Row(*(*facts, json.loads(rows), bool(has_chat_template)))
+    facts[3] = _TENANTS.decode(facts[3])
+    return Row(*(*facts, _ROWS.decode(rows), bool(has_chat_template)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import tempfile
 import threading
@@ -62,6 +63,7 @@ def _started(work_dir: Path, figures: dict[str, Any], name: str) -> Iterator[Ser
     ) as server:
         wait_for(lambda: server.get("/ready").status_code == 200, "the server to be ready")
         figures[f"{name}_start_seconds"] = round(time.perf_counter() - begin, 2)
+        figures[f"{name}_api_cpu_seconds"] = round(api_cpu_seconds(server), 2)
         figures[f"{name}_api_mb"] = api_mb(server)
         yield server
 
@@ -73,16 +75,23 @@ def api_mb(server: Server) -> float:
     return round(int(line.split()[1]) / 1024, 1)
 
 
+def api_cpu_seconds(server: Server) -> float:
+    """Processor time of the API process since its start: what other load on the machine does not change."""
+    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def upload_all(server: Server, num_adapters: int) -> dict[str, float]:
-    """p50 of the first and of the last uploads."""
-    times = []
+    """p50 of the first and of the last uploads, and the API process's processor time for one."""
+    times, cpu_seconds = [], api_cpu_seconds(server)
     for at in range(num_adapters):
         files = adapter_files(at)
         begin = time.perf_counter()
         server.http.put(f"{server.url}/v1/adapters/n{at:06}", files=files).raise_for_status()
         times.append(round((time.perf_counter() - begin) * 1e3, 2))
+    cpu_ms = (api_cpu_seconds(server) - cpu_seconds) * 1e3 / num_adapters
     first, last = times[:NUM_SAMPLES], times[-NUM_SAMPLES:]
-    return {"p50_of_the_first": statistics.median(first), "p50_of_the_last": statistics.median(last)}
+    return {"p50_of_the_first": statistics.median(first), "p50_of_the_last": statistics.median(last), "cpu": cpu_ms}
 
 
 def _pages(num_adapters: int) -> list[str]:
@@ -92,12 +101,14 @@ def _pages(num_adapters: int) -> list[str]:
 
 
 def _times(server: Server, path: str) -> dict[str, float]:
-    times = []
-    for _ in range(30):
+    """Of the whole request as a client sees it, and the API process's processor time for one."""
+    times, cpu_seconds = [], api_cpu_seconds(server)
+    for _ in range(NUM_SAMPLES):
         begin = time.perf_counter()
         server.get(path).raise_for_status()
         times.append(round((time.perf_counter() - begin) * 1e3, 2))
-    return {"p50": statistics.median(times), "max": max(times)}
+    cpu_ms = (api_cpu_seconds(server) - cpu_seconds) * 1e3 / NUM_SAMPLES
+    return {"p50": round(statistics.median(times), 2), "max": max(times), "cpu": round(cpu_ms, 2)}
 
 
 def between_tokens(server: Server, num_rounds: int) -> dict[str, float]:
