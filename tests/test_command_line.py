@@ -100,6 +100,6 @@ def test_zsh_completes(tmp_path: Path) -> None:
         shell.read_until("ready>")
         shell.type("multilora() { print as''ked: $*; }\n")
         shell.read_until("ready>")
-        for typed, completed in (("ser\t--dty\tbf\t", "serve --dtype=bfloat16"), ("help me\t", "help memory")):
+        for typed, completed in (("ser\t--dty\tbf\t", "serve --dtype=bfloat16"), ("help mem\t", "help memory")):
             shell.type(f"multilora {typed}\n")
             shell.read_until(f"asked: {completed}")
