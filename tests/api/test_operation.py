@@ -81,6 +81,7 @@ STATUSES: dict[str, tuple[str, str]] = {
     "post /v1/unload_lora_adapter": ("200 400 403 404 413 429 500", "401"),
     "get /health": ("200 503", ""),
     "get /ping": ("200 503", ""),
+    "post /ping": ("200 503", ""),
     "get /ready": ("200 503", ""),
     "get /version": ("200", ""),
     "get /metrics": ("200 400 429", "401"),
@@ -107,7 +108,7 @@ class TestOpenapi:
         for name, operation in told.items():
             assert operation["summary"]
             assert operation["description"]
-            if name.startswith("post"):
+            if name.startswith("post") and name != "post /ping":
                 assert operation["requestBody"]["required"]
 
     def test_answers_are_what_it_says(self, server: Server, openapi: dict[str, Any], checkpoints: Checkpoints) -> None:

@@ -33,6 +33,8 @@ def before_call(context: Any, case: Any, kwargs: dict[str, Any]) -> None:  # noq
     if (case.method.upper(), case.path) == ("POST", "/v1/adapters"):
         # Beside the case: bytes in its body are no strings, and would make it one that does not fit the schema.
         kwargs |= {"data": {"name": body["name"]}, "files": _FILES}
+    elif (case.method.upper(), case.path) == ("PUT", "/v1/adapters/{name}"):
+        kwargs |= {"data": {}, "files": _FILES}
     elif "lora_path" in body and "lora_name" in body:
         body["lora_path"] = _ADAPTER.name
     elif case.path.endswith("/batch"):
