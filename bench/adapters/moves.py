@@ -3,7 +3,7 @@
     make serve                                       # in another terminal
     .venv/bin/python -m bench.adapters.moves         # or --url=..., --requests=10000, --moves=200
 
-Uploads the adapters of examples/bundled under names of its own, replaces and rolls them back, and deletes them.
+Uploads the bundled adapters under names of its own, replaces and rolls them back, and deletes them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 import httpx
 
 from bench.limits import LIMIT_SECONDS
+from service.settings import BUNDLED_ADAPTERS_DIR
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -120,8 +121,7 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--moves", type=int, default=200)
-    bundled = Path(__file__).resolve().parents[2] / "examples" / "bundled" / "adapters"
-    parser.add_argument("--adapters", type=Path, default=bundled, help="directory of PEFT directories")
+    parser.add_argument("--adapters", type=Path, default=BUNDLED_ADAPTERS_DIR, help="directory of PEFT directories")
     arguments = parser.parse_args()
     contents = sorted(path for path in arguments.adapters.iterdir() if path.is_dir())
     outcome = run(arguments.url, contents, num_requests=arguments.requests, num_moves=arguments.moves)
