@@ -50,6 +50,8 @@ def test_others_are_shown_to_those_who_ask() -> None:
     assert samples(metrics, "0007")["requests_total", "0007"] == 1
     metrics.by_adapter.forget("0007")
     assert adapters(metrics, "0007") == ["base"]
+    metrics.by_adapter.forget("2999")
+    assert "2999" not in adapters(metrics)
 
 
 def test_an_exposition_stays_small_whatever_adapters_are_called_and_do() -> None:
