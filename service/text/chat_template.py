@@ -18,8 +18,8 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.utils
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from service.text.template_values import HidingEnvironment, unwrapped
 from service.text.tokenizer import TextError, read_json
 
 # What `render` gives to a template; a request's own variables may not take these names.
@@ -47,13 +47,14 @@ class _GenerationTag(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Environment(ImmutableSandboxedEnvironment):
+class _Environment(HidingEnvironment):
     """The sandbox, with repetition bounded: `"x" * 10**10`, `10 ** 10**10`, `"%9999999999s" % 1` and their like would
     take the process down."""
 
     intercepted_binops = frozenset(("*", "**", "%"))
 
     def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        obj = unwrapped(obj)
         name, text = getattr(obj, "__name__", ""), getattr(obj, "__self__", None)
         if isinstance(text, str):
             sizes = [value for value in (*args, *kwargs.values()) if isinstance(value, int)]
@@ -153,6 +154,7 @@ def _environment() -> _Environment:
     environment.globals.update(
         raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
     )
+    environment.hide_names()
     return environment
 
 

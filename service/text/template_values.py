@@ -1,0 +1,92 @@
+"""What a chat template may hold but not read: Python's own objects, whose texts tell where in memory they lie.
+
+A template gets plain data, and besides it methods, functions and iterators. Those are wrapped the moment it gets them,
+so that their text is the name of their type, however it is asked for: printed, joined, formatted or put into an error.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from types import NoneType
+from typing import Any
+
+from jinja2 import Undefined
+from jinja2.runtime import LoopContext, Macro, TemplateReference
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+# Their texts tell what they hold, or a name.
+_VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
+_PLAIN: tuple[type, ...] = (str, int, float, bool, NoneType, list, dict, tuple, bytes, complex, range, *_VIEWS)
+_PLAIN += (Undefined, Namespace, LoopContext, Macro, TemplateReference)
+
+
+class Opaque:
+    """Something that a template may call, and look into as far as the sandbox lets it."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __repr__(self) -> str:
+        return f"<{type(self._value).__name__}>"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return hidden(self._value(*args, **kwargs))
+
+
+class _OpaqueIterator(Opaque):
+    """Something that it may walk through."""
+
+    __slots__ = ()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        return hidden(next(self._value))
+
+
+_KNOWN = (*_PLAIN, Opaque)
+
+
+def hidden(value: Any) -> Any:
+    """The value, wrapped unless it is plain."""
+    if isinstance(value, _KNOWN):
+        return value
+    return _OpaqueIterator(value) if hasattr(value, "__next__") else Opaque(value)
+
+
+def unwrapped(value: Any) -> Any:
+    """What `hidden` was given."""
+    return value._value if isinstance(value, Opaque) else value
+
+
+class HidingEnvironment(ImmutableSandboxedEnvironment):
+    """jinja2's immutable sandbox, whose attributes, items and results are hidden. Call `hide_names` once all filters
+    and globals are there."""
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        return hidden(super().getattr(unwrapped(obj), attribute))
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        return hidden(super().getitem(unwrapped(obj), argument))
+
+    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        return hidden(super().call(context, unwrapped(obj), *args, **kwargs))
+
+    def hide_names(self) -> None:
+        """Of filters the results, of globals what they are."""
+        self.filters = {name: _hiding(call) for name, call in self.filters.items()}
+        self.globals = {name: hidden(value) for name, value in self.globals.items()}
+
+
+def _hiding(call: Callable[..., Any]) -> Callable[..., Any]:
+    # What jinja2 has written on the filter (what it passes to it) is copied as well.
+    @functools.wraps(call)
+    def filtered(*args: Any, **kwargs: Any) -> Any:
+        return hidden(call(*args, **kwargs))
+
+    return filtered
