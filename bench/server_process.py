@@ -87,9 +87,12 @@ class Server:
 
     def child_pid(self, module: str) -> int:
         """Process id of the one child that runs this module."""
-        children = [pid for pid in self.child_pids() if module.encode() in _command_line(pid)]
-        assert len(children) == 1, children
-        return children[0]
+        (child,) = self.child_pids_of(module)
+        return child
+
+    def child_pids_of(self, module: str) -> list[int]:
+        """Process ids of the children that run this module."""
+        return [pid for pid in self.child_pids() if module.encode() in _command_line(pid)]
 
     def child_pids(self) -> list[int]:
         """Process ids of all children."""

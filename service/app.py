@@ -173,7 +173,7 @@ def _open_store(services: Services) -> AdapterStore:
             base_dir=settings.model_dir,
             base_token_id=tokenizer.token_id,
             check_template=lambda template: AdapterTemplate(
-                services.template_worker, template, tokenizer.special_tokens
+                services.template_workers, template, tokenizer.special_tokens
             ).check(),
             on_gone=services.gone,
         )
@@ -211,7 +211,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await asyncio.gather(preparing, return_exceptions=True)
         if services.store is not None:
             services.store.close()
-        services.template_worker.close()
+        services.template_workers.close()
         services.grammar_trial.close()
 
 

@@ -2,13 +2,15 @@
 
 `BoundedChild` is the parent's side, `serve` the child's: one JSON line in, one JSON line out, until its input ends.
 Time is bounded by a timer of the kernel that counts the child's processor time and whose signal nobody handles; memory
-by the child's address space.
+by the child's address space. Files, network and other processes are out of its reach where `service.confinement` holds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import logging
 import resource
 import signal
 import subprocess
@@ -20,6 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from service.child_process import child_environment
+from service.confinement import confine
+
+log = logging.getLogger(__name__)
 
 OUT_OF_MEMORY = 3  # the child's exit code
 # Beginnings of the variables that the child gets: it runs strangers' programs.
@@ -87,7 +92,21 @@ class BoundedChild:
 def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
     """The child knows what an interpreter needs, and the time zone; nothing but answers may come out of it."""
     environment = {name: value for name, value in child_environment().items() if name.startswith(_ENVIRONMENT)}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    # Named, the C library reads the zone once; otherwise it looks at the file again at each date.
+    environment.setdefault("TZ", ":/etc/localtime")
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    assert child.stdout is not None
+    first = child.stdout.readline()
+    if first:  # else it has ended, and whoever asks it will see
+        _say_missing(tuple(json.loads(first)))
+    return child
+
+
+@functools.cache
+def _say_missing(missing: tuple[str, ...]) -> None:
+    """Once, however many children there are."""
+    if missing:
+        log.warning("What strangers' programs may do is limited, but: %s.", "; ".join(missing))
 
 
 def excess_of(code: int, max_seconds: float, max_new_bytes: int) -> str | None:
@@ -103,16 +122,22 @@ def excess_of(code: int, max_seconds: float, max_new_bytes: int) -> str | None:
 # ---- the child's side
 
 
-def serve(answer: Callable[[bytes], dict[str, Any]], *, max_seconds: float, max_new_bytes: int) -> int:
+def serve(
+    answer: Callable[[bytes], dict[str, Any]], *, max_seconds: float, max_new_bytes: int, is_confined: bool = False
+) -> int:
     """Answer jobs until the parent ends, or one has taken too much. Returns the exit code, for `os._exit`: a job may
     have left little memory for the interpreter's clean-up, and there is nothing to save.
 
     max_seconds    of processor time for one job
     max_new_bytes  that jobs may take, all together, beside what there is now
+    is_confined    whether jobs need neither files nor threads: then the child gives those up, and the rest of
+                   `service.confinement`
     """
     for ignored in (signal.SIGINT, signal.SIGTERM):  # they reach the whole process group; the parent judges them
         signal.signal(ignored, signal.SIG_IGN)
     _bound_memory(max_new_bytes)
+    sys.stdout.buffer.write(json.dumps(confine() if is_confined else []).encode() + b"\n")
+    sys.stdout.buffer.flush()
     for line in sys.stdin.buffer:
         signal.setitimer(signal.ITIMER_PROF, max_seconds)
         try:

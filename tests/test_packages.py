@@ -66,7 +66,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("service.models", "service.grammars", "adapters", "kernels"),
         *("service.logs", "service.child_process", "service.machine"),
     ),
-    "service/text": ("service.bounded_child",),
+    "service/text": ("service.bounded_child", "service.payer"),
     "service/grammars": (
         "service.text.tokenizer",
         "service.models.config_json",
@@ -75,7 +75,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "service/api": (
         *("service.engine", "service.models", "service.text", "service.grammars", "adapters", "kernels"),
-        *("service.settings", "service.logs", "service.version"),
+        *("service.settings", "service.logs", "service.version", "service.payer"),
     ),
     # A client of a server that runs elsewhere.
     "service/client.py": ("service.version",),
@@ -85,7 +85,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # What everybody may import knows nobody.
     "service/logs.py": (),
     "service/child_process.py": (),
-    "service/bounded_child.py": ("service.child_process",),
+    "service/bounded_child.py": ("service.child_process", "service.confinement"),
+    "service/confinement.py": (),
+    "service/payer.py": (),
     "service/machine.py": (),
     "service/version.py": (),
     "service/settings.py": ("service.engine.config",),

@@ -345,7 +345,7 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
     if target.has_template:
         assert target.digest is not None, "the base has no template of an adapter's"
         async with services.template_turn(target.digest):
-            text, reading = await asyncio.get_running_loop().run_in_executor(services.template_worker.thread, render)
+            text, reading = await asyncio.wrap_future(services.template_workers.submit(render))
         return await off_loop(lambda: encode(text, reading), size_chars=len(text))
     size_chars = sum(_MESSAGE_CHARS + message.num_chars for message in messages) + tools_chars(tools)
     return await off_loop(lambda: encode(*render()), size_chars=size_chars + _cost_chars(given))

@@ -24,6 +24,7 @@ from service.api.metrics import Metrics
 from service.api.requestlog import RequestNotes
 from service.api.sse import JsonResponse
 from service.logs import LOGGER, REQUEST_LOGGER
+from service.payer import PAYER, payer_of
 
 # The status in logs and metrics of a request whose client went before the answer; nothing is sent.
 CLIENT_GONE = 499
@@ -88,6 +89,8 @@ class Door:
 
     async def _pass(self, scope: Scope, visit: _Visit) -> None:
         scope["multilora.caller"] = self._keys.check(required_scope(scope["method"], scope["path"]), visit.headers)
+        client = scope.get("client")
+        PAYER.set(payer_of(visit.headers, client[0] if client else None, keys_are_set=self._keys.enabled))
         visit.limit_body(self._body_rule(scope["method"], scope["path"]))
         await self._app(scope, visit.receive, visit.send)
 

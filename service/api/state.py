@@ -22,9 +22,10 @@ from service.api.metrics import Metrics
 from service.api.sampling import SamplingDefaults
 from service.engine.messages import Finished, Ready, Stats, Submit, Tier, Tokens
 from service.grammars.trial import GrammarTrial
+from service.payer import PAYER
 from service.settings import Settings
 from service.text.chat_template import ChatTemplate
-from service.text.template_worker import AdapterTemplate, TemplateWorker
+from service.text.template_worker import AdapterTemplate, TemplateWorkers
 from service.text.tokenizer import TextTokenizer
 
 
@@ -153,13 +154,13 @@ class Services:
     start_error: str | None = None
     started_at_seconds: int = field(default_factory=lambda: int(time.time()))
     stop: Callable[[], None] | None = None
-    template_worker: TemplateWorker = field(default_factory=TemplateWorker)
+    template_workers: TemplateWorkers = field(default_factory=TemplateWorkers)
     last_used_seconds: dict[str, int] = field(default_factory=dict)
     grammar_trial: GrammarTrial = field(init=False)
     gate: Gate = field(init=False)
     base_digest: str = field(init=False)
     calls: Gate = field(init=False)
-    _template_turns: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    _template_turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _loop: asyncio.AbstractEventLoop | None = None
     _num_uploads: int = 0
     _no_uploads: asyncio.Event = field(default_factory=asyncio.Event)
@@ -183,14 +184,15 @@ class Services:
         """The chat template that an adapter ships, None if it ships none. Reads a file."""
         assert self.store is not None, "an adapter without a store"
         source = self.store.chat_template(digest)
-        return None if source is None else AdapterTemplate(self.template_worker, source, self.tokenizer.special_tokens)
+        return None if source is None else AdapterTemplate(self.template_workers, source, self.tokenizer.special_tokens)
 
     def template_turn(self, digest: str) -> asyncio.Lock:
-        """Held while a chat with the adapter's own template waits for it to be rendered: of each adapter one chat at a
-        time, so that those of one do not stand in the way of another's."""
-        turn = self._template_turns.get(digest)
+        """Held while a chat with the adapter's own template waits for it to be rendered: of each adapter one chat of a
+        payer at a time, so that those of one adapter do not stand in the way of another's."""
+        key = (PAYER.get(), digest)
+        turn = self._template_turns.get(key)
         if turn is None:
-            turn = self._template_turns[digest] = asyncio.Lock()
+            turn = self._template_turns[key] = asyncio.Lock()
         return turn
 
     @contextmanager

@@ -1,25 +1,34 @@
 """Chat templates that came with uploaded adapters: compiled and rendered in a process of its own, with limits.
 
 Such a template is a stranger's program: it may loop, grow, or keep Python's lock within one expression. Here it can
-only end its own process (`service.bounded_child`). `TemplateWorker` is the parent's side, `python -m
+only end its own process (`service.bounded_child`), which reaches no files and no network (`service.confinement`). `TemplateWorker` is the parent's side, `python -m
 service.text.template_worker` the child's. The sandbox of `service.text.chat_template` comes on top.
 """
 
 from __future__ import annotations
 
+import codecs
 import functools
+import importlib
 import json
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
 
 from jinja2.exceptions import SecurityError
 
 from service.bounded_child import BoundedChild, excess_of, serve
+from service.payer import PAYER
 from service.text.chat_template import ChatTemplate, TemplateError
+from service.text.fair_pool import FairPool
 from service.text.tokenizer import TextError
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +37,21 @@ MAX_NEW_BYTES = 512 << 20
 MAX_TEXT_CHARS = 8 << 20
 MAX_ERROR_CHARS = 1000
 _MAX_COMPILED = 16
+NUM_WORKERS = 2
 _PROBE = [{"role": "user", "content": "probe of the cost"}]
+# What jinja2 and Python import only when a template needs it; a confined process finds no modules.
+_LAZY_MODULES = ("html", "jinja2.debug", "linecache", "pprint", "random", "textwrap", "tracemalloc")
+_LAZY_CODECS = (
+    "ascii",
+    "latin-1",
+    "utf-8",
+    "utf-16",
+    "utf-32",
+    "unicode-escape",
+    "raw-unicode-escape",
+    "idna",
+    "punycode",
+)
 
 
 class LimitError(TemplateError):
@@ -67,10 +90,49 @@ class TemplateWorker(BoundedChild):
         raise TextError(answer["error"]) if answer["kind"] == "invalid" else TemplateError(answer["error"])
 
 
+class TemplateWorkers:
+    """A few such children, each with a thread of its own, where requests wait for their turn: those who wait hold up no
+    thread that uploads or other chats need. No payer has all of them."""
+
+    def __init__(self, num_workers: int = NUM_WORKERS, max_seconds: float = MAX_SECONDS) -> None:
+        self._max_seconds = max_seconds
+        self._workers: list[TemplateWorker] = []
+        self._of_thread = threading.local()
+        self._pool = FairPool(num_workers, "adapter-template", self._add_worker)
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work`, which may `render`, when it is the payer's turn."""
+        return self._pool.submit(PAYER.get(), work)
+
+    def render(self, job: Mapping[str, Any]) -> str:
+        """As `TemplateWorker.render`. Elsewhere than in `submit`'s work it waits for the payer's turn."""
+        worker: TemplateWorker | None = getattr(self._of_thread, "worker", None)
+        if worker is None:
+            return self.submit(lambda: self.render(job)).result()
+        return worker.render(job)
+
+    def close(self) -> None:
+        """End the children, after what they are rendering."""
+        self._pool.close()
+        for worker in self._workers:
+            worker.close()
+
+    def _add_worker(self) -> None:
+        worker = self._of_thread.worker = TemplateWorker(self._max_seconds)
+        self._workers.append(worker)
+
+
+class Renderer(Protocol):
+    """What an `AdapterTemplate` needs: a worker, or several."""
+
+    def render(self, job: Mapping[str, Any]) -> str:
+        """As `TemplateWorker.render`."""
+
+
 class AdapterTemplate:
     """An adapter's own chat template, with the `render` of `ChatTemplate`. Compiled in the child, when it is used."""
 
-    def __init__(self, worker: TemplateWorker, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, worker: Renderer, source: str, special_tokens: Mapping[str, str]) -> None:
         self._worker = worker
         self._about = {"source": source, "special_tokens": dict(special_tokens)}
 
@@ -143,5 +205,15 @@ def _answer(line: bytes) -> dict[str, str]:
     return {"text": text}
 
 
+def main() -> int:
+    """Returns the exit code."""
+    for name in _LAZY_MODULES:
+        importlib.import_module(name)
+    for name in _LAZY_CODECS:
+        codecs.lookup(name)
+    time.tzset()
+    return serve(_answer, max_seconds=float(sys.argv[1]), max_new_bytes=MAX_NEW_BYTES, is_confined=True)
+
+
 if __name__ == "__main__":
-    os._exit(serve(_answer, max_seconds=float(sys.argv[1]), max_new_bytes=MAX_NEW_BYTES))
+    os._exit(main())

@@ -22,7 +22,7 @@ from service.api.schemas import BatchRequest, ChatMessage, ChatRequest, Completi
 from service.api.state import Gate, Services
 from service.engine.messages import TokenLogprob
 from service.text.chat_template import ChatTemplate
-from service.text.template_worker import AdapterTemplate, TemplateWorker
+from service.text.template_worker import AdapterTemplate, TemplateWorkers
 from tests.support.limits import LIMIT_SECONDS
 
 LONG = "x" * 100_000
@@ -96,7 +96,7 @@ def test_a_long_name_is_cut_in_the_answer(store: EmptyStore | None, adapter_id: 
 def render(source: str | None) -> tuple[list[str], Words]:
     """A chat with an adapter that brings this template, or none: names of the rendering threads, and the tokenizer."""
     threads: list[str] = []
-    worker = TemplateWorker()
+    workers = TemplateWorkers()
 
     def noting(call: Callable[..., str]) -> Callable[..., str]:
         def noted(*args: Any, **options: Any) -> str:
@@ -106,7 +106,7 @@ def render(source: str | None) -> tuple[list[str], Words]:
         return noted
 
     template: ChatTemplate | AdapterTemplate
-    template = ChatTemplate("{{ messages[0].content }}", {}) if source is None else AdapterTemplate(worker, source, {})
+    template = ChatTemplate("{{ messages[0].content }}", {}) if source is None else AdapterTemplate(workers, source, {})
     template.render = noting(template.render)  # type: ignore[method-assign]
     manifest = SimpleNamespace(has_chat_template=source is not None)
     lease = SimpleNamespace(record=SimpleNamespace(digest="d", manifest=manifest))
@@ -116,12 +116,12 @@ def render(source: str | None) -> tuple[list[str], Words]:
         template=template if source is None else None,
         tokenizer=words,
         adapter_template=lambda _digest: template if source is not None else None,
-        template_worker=worker,
+        template_workers=workers,
         template_turn=lambda _digest: asyncio.Lock(),
         engine=SimpleNamespace(ready=None),
     )
     asyncio.run(chat_prompt(parts, Target("a", cast(Any, lease)), a_chat("a")))
-    worker.close()
+    workers.close()
     return threads, words
 
 
@@ -194,12 +194,12 @@ def template() -> Template:
 def full(template: Template) -> Iterator[Services]:
     """As much of `Services` as admission needs."""
     turns: dict[str, asyncio.Lock] = {}
-    worker = TemplateWorker()
+    workers = TemplateWorkers()
     yield services(
         store=OneAdapter(),
         tokenizer=Words(),
         adapter_template=template.of,
-        template_worker=worker,
+        template_workers=workers,
         template_turn=lambda digest: turns.setdefault(digest, asyncio.Lock()),
         engine=SimpleNamespace(ready=READY, state="ready"),
         settings=SimpleNamespace(base_name="tiny", max_choices=4),
@@ -207,7 +207,7 @@ def full(template: Template) -> Iterator[Services]:
         require_ready=lambda: READY,
         sampling_defaults=SamplingDefaults(),
     )
-    worker.close()
+    workers.close()
 
 
 def a_chat(model: str, **fields: Any) -> ChatRequest:

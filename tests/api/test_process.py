@@ -260,7 +260,9 @@ class TestDisconnect:
 
         gone = num_gone()
         chat = {"model": "speaker", "messages": [{"role": "user", "content": "x"}] * 2}
-        with standing_still(server.child_pid("service.text.template_worker")):  # who admits it waits for the text
+        with contextlib.ExitStack() as still:
+            for pid in server.child_pids_of("service.text.template_worker"):  # who admits it waits for the text
+                still.enter_context(standing_still(pid))
             with posted(server, path, chat if path.endswith("completions") else {"items": [chat]}):
                 wait_for(lambda: server.metric("num_requests_open") > 0, "the request to take its place")
             wait_for(lambda: num_gone() == gone + 1, "the request to end")

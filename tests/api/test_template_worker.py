@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import jinja2.filters
 import pytest
 
+from service.bounded_child import _say_missing, _start
 from service.child_process import child_environment
+from service.payer import PAYER
 from service.text.chat_template import ChatTemplate, TemplateError
-from service.text.template_worker import AdapterTemplate, LimitError, TemplateWorker
+from service.text.template_worker import AdapterTemplate, LimitError, TemplateWorker, TemplateWorkers
 from service.text.tokenizer import TextError
 from tests.api.test_chat_template import CHATS, TEMPLATES
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import is_alive, wait_for
 
 ORDINARY = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -205,3 +211,201 @@ def test_the_child_ends_when_its_parent_is_killed(source: str) -> None:
         child_pid = int(parent.stdout.readline())
         parent.send_signal(signal.SIGKILL)
     wait_for(lambda: not is_alive(child_pid), "the child to end")
+
+
+# Every filter of jinja2 with what it takes, so that whatever one of them imports late is found to be there.
+FILTERED = {
+    "abs": "-1",
+    "attr": "'x'|attr('upper')",
+    "batch": "[1, 2]|batch(2)|list",
+    "capitalize": "'a'",
+    "center": "'a'",
+    "count": "'a'",
+    "d": "x",
+    "default": "x",
+    "dictsort": "{'a': 1}",
+    "e": "'<'",
+    "escape": "'<'",
+    "filesizeformat": "10000",
+    "first": "[1]",
+    "float": "'1'",
+    "forceescape": "'<'",
+    "format": "'%s'|format(1)",
+    "groupby": "[{'a': 1}]|groupby('a')",
+    "indent": "'a\nb'",
+    "int": "'1'",
+    "items": "{'a': 1}|items|list",
+    "join": "[1]",
+    "last": "[1]",
+    "length": "[1]",
+    "list": "'ab'",
+    "lower": "'A'",
+    "map": "['a']|map('upper')|list",
+    "max": "[1]",
+    "min": "[1]",
+    "pprint": "{'a': [1]}",
+    "random": "[1]",
+    "reject": "[1]|reject|list",
+    "rejectattr": "[{'a': 1}]|rejectattr('a')|list",
+    "replace": "'a'|replace('a', 'b')",
+    "reverse": "'ab'",
+    "round": "1.5",
+    "safe": "'<'",
+    "select": "[1]|select|list",
+    "selectattr": "[{'a': 1}]|selectattr('a')|list",
+    "slice": "[1, 2]|slice(2)|list",
+    "sort": "[2, 1]",
+    "string": "1",
+    "striptags": "'<a>b'",
+    "sum": "[1]",
+    "title": "'a'",
+    "tojson": "{'a': 'é'}",
+    "trim": "' a '",
+    "truncate": "'a b' * 200",
+    "unique": "[1, 1]|unique|list",
+    "upper": "'a'",
+    "urlencode": "'a b&'",
+    "urlize": "'see http://a.example/ and a@b.example'",
+    "wordcount": "'a b'",
+    "wordwrap": "'a b ' * 60",
+    "xmlattr": "{'a': 1}",
+}
+# Texts that hold an object of Python's, got in as many ways.
+OBJECTS = (
+    "{}.keys",
+    "{}.keys ~ ''",
+    "[{}.keys]",
+    "[{}.keys]|pprint",
+    "'%s %r' % ({}.keys, {}.keys)",
+    "'{} {!r}'.format({}.keys, {}.keys)",
+    "{'a': {}.keys}|string",
+    "[{}]|map(attribute='keys')|list",
+    "[{}]|map(attribute='keys')|join",
+    "''|attr('upper')",
+    "messages|map('upper')",
+    "messages|reverse",
+    "messages|batch(2)",
+    "{}|items",
+    "cycler(1)",
+    "joiner()",
+    "lipsum",
+    "range",
+    "raise_exception",
+    "strftime_now",
+    "dict",
+    "namespace",
+    "(1).to_bytes",
+    "'x'.format",
+    "self",
+    "loop",
+    "raise_exception({}.keys)",
+    "{}[{}.keys]",
+    "messages[0].content.upper",
+    "namespace(a={}.keys)",
+    "dict(a={}.keys)",
+    "range(3).index",
+    "{}.keys|tojson",
+    "{}.keys + 1",
+    "cycler({}.keys).next()",
+    "{}.items()|map('first')",
+    "[[{}.keys]]|sum(start=[])",
+)
+
+
+def test_every_filter_works_in_confinement(worker: TemplateWorker) -> None:
+    known = set(jinja2.filters.FILTERS)
+    assert known <= FILTERED.keys(), f"say how to use {known - FILTERED.keys()}"
+    for name, source in FILTERED.items():
+        whole = source if f"|{name}" in source else f"({source})|{name}"
+        text = "{{ " + whole + " }}"
+        assert AdapterTemplate(worker, text, {}).render(HELLO) == ChatTemplate(text, {}).render(HELLO), whole
+
+
+@pytest.mark.parametrize("source", OBJECTS)
+def test_no_template_tells_an_address(worker: TemplateWorker, source: str) -> None:
+    for text in (f"{{{{ {source} }}}}", f"{{% block b %}}{{{{ self.b }}}}{{% endblock %}}{{{{ ({source})|string }}}}"):
+        try:
+            told = AdapterTemplate(worker, text, {}).render(HELLO)
+        except TemplateError as error:
+            told = str(error)
+        assert "0x" not in told
+
+
+CONFINED = """
+import os, socket, sys, threading
+from service.confinement import confine
+missing = confine()
+def tries(act):
+    try:
+        act()
+    except (OSError, RuntimeError) as error:
+        return type(error).__name__
+    return "done"
+acts = {
+    "read": lambda: open(sys.argv[1]),
+    "list": lambda: os.listdir("/"),
+    "write": lambda: open(sys.argv[1], "w"),
+    "socket": lambda: socket.socket().connect(("127.0.0.1", int(sys.argv[2]))),
+    "local socket": lambda: socket.socket(socket.AF_UNIX),
+    "process": os.fork,
+    "program": lambda: os.execv(sys.executable, [sys.executable, "-V"]),
+    "thread": lambda: threading.Thread(target=print).start(),
+    "signal": lambda: os.kill(os.getppid(), 0),
+}
+print(missing, {name: tries(act) for name, act in acts.items()})
+"""
+
+
+def test_a_confined_process_reaches_nothing(tmp_path: Path) -> None:
+    """On this kernel: where Landlock or seccomp is missing, the child says so, and this test with it."""
+    (tmp_path / "secret").write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = str(listener.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-c", CONFINED, str(tmp_path / "secret"), port],
+            env=child_environment(),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_SECONDS,
+            check=True,
+        )
+    assert done.stdout.startswith("[] {"), f"this kernel does not confine: {done.stdout}"
+    assert "done" not in done.stdout
+    assert (tmp_path / "secret").read_text() == "secret"
+
+
+def test_a_kernel_that_confines_nothing_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("service.bounded_child.json.loads", lambda _text: ["no seccomp"])
+    _say_missing.cache_clear()
+    with caplog.at_level("WARNING"):
+        for _ in range(2):
+            child = _start([sys.executable, "-m", "service.text.template_worker", "1.0"])
+            assert child.stdin is not None
+            child.stdin.close()
+            child.wait(LIMIT_SECONDS)
+    _say_missing.cache_clear()
+    assert [record.getMessage().count("no seccomp") for record in caplog.records] == [1]
+
+
+def test_a_payer_s_templates_leave_a_child_for_another_payer() -> None:
+    workers = TemplateWorkers(2, max_seconds=60.0)
+    begun, go = threading.Event(), threading.Event()
+
+    def work() -> str:
+        begun.set()
+        assert go.wait(LIMIT_SECONDS)
+        return AdapterTemplate(workers, ORDINARY, {}).render(HELLO)
+
+    try:
+        first = [workers.submit(work) for _ in range(3)]
+        assert begun.wait(LIMIT_SECONDS)
+        token = PAYER.set("another")
+        assert AdapterTemplate(workers, ORDINARY, {}).render(HELLO) == "user: hello\n"
+        PAYER.reset(token)
+        go.set()
+        assert [one.result(LIMIT_SECONDS) for one in first] == ["user: hello\n"] * 3
+    finally:
+        go.set()
+        workers.close()

@@ -1,0 +1,72 @@
+"""Threads for work that its owners can make long: no owner has all of them, and owners take turns."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class FairPool:
+    """One owner's work runs in all threads but one at most, or in the only one there is. Of the owners that wait, the
+    one that has waited longest since its last turn is next; work of one owner runs in the order it came.
+
+    initializer  called in each thread, as it starts
+    """
+
+    def __init__(self, num_threads: int, name: str, initializer: Callable[[], None]) -> None:
+        self._num_threads = num_threads
+        self._most_of_one = max(1, num_threads - 1)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=initializer)
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # whose turn is next comes first
+        self._num_running: Counter[str] = Counter()
+
+    def submit(self, owner: str, work: Callable[[], T]) -> Future[T]:
+        """The result to be; a future that is cancelled before its turn never runs."""
+        future: Future[T] = Future()
+        with self._lock:
+            self._waiting.setdefault(owner, deque()).append((future, work))
+            self._start()
+        return future
+
+    def close(self) -> None:
+        """Wait for what runs; what waits is cancelled."""
+        with self._lock:
+            for queue in self._waiting.values():
+                for future, _ in queue:
+                    future.cancel()
+            self._waiting.clear()
+        self._threads.shutdown()
+
+    def _start(self) -> None:
+        """As many as may run. Under the lock."""
+        while self._num_running.total() < self._num_threads:
+            may_run = (owner for owner in self._waiting if self._num_running[owner] < self._most_of_one)
+            owner = next(may_run, None)
+            if owner is None:
+                return
+            queue = self._waiting.pop(owner)
+            future, work = queue.popleft()
+            if queue:
+                self._waiting[owner] = queue  # behind all others
+            self._num_running[owner] += 1
+            self._threads.submit(self._run, owner, future, work)
+
+    def _run(self, owner: str, future: Future[Any], work: Callable[[], Any]) -> None:
+        try:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:
+                    future.set_exception(error)
+        finally:
+            with self._lock:
+                self._num_running[owner] -= 1
+                if not self._num_running[owner]:
+                    del self._num_running[owner]
+                self._start()
