@@ -86,6 +86,13 @@ class StorageFull(AdapterError):
     code = "storage_full"
 
 
+class StagingFull(AdapterError):
+    """Uploads that are not finished hold as many bytes as they may. 429: it passes."""
+
+    code = "staging_full"
+    headers = {"Retry-After": "5"}  # noqa: RUF012  of the answer
+
+
 class StoreBusy(AdapterError):
     """Another process holds the store's lock. The server cannot start."""
 

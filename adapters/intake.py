@@ -50,7 +50,7 @@ class Intake:
         binding = check_headers(config, tensors, self._layout, self.row_plan, self._base)
         modules = module_reports(binding)
         num_bytes = sum(report.num_bytes for report in modules)
-        staging.budget.check_disk(num_bytes)
+        staging.reserve(num_bytes)
         ready = staging.directory / "ready"
         ready.mkdir()
         digest = write_canonical(binding, tensors, ready / TENSOR_FILE, template_bytes)

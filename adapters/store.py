@@ -43,7 +43,8 @@ from adapters.paths import TEMPLATE_FILE, is_name
 from adapters.records import AdapterRecord, Manifest
 from adapters.row_plan import RowPlan
 from adapters.same_weights import have_same_weights
-from adapters.upload import Budget, Part, Staging, StoreLimits, disk_full_is_ours
+from adapters.staging_bytes import StagingBytes
+from adapters.upload import Account, Budget, Part, Staging, StoreLimits, disk_full_is_ours
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,8 @@ class AdapterStore:
         on_gone: Callable[[str], None] | None = None,
     ) -> None:
         self.limits = limits or StoreLimits()
+        most = self.limits.max_staging_bytes
+        self.staging_bytes = None if most is None else StagingBytes(most)
         self.base_name = base_name
         self.on_gone = on_gone
         self._intake = Intake(layout, base_dir, row_plan, check_template, base_token_id)
@@ -134,13 +137,15 @@ class AdapterStore:
         """Raises what `condition` does for the name as it is now; it is asked again when the name changes."""
         condition(self.find(name), None)
 
-    def begin(self, *, declared_bytes: int | None = None) -> Upload:
-        """Start an upload. `declared_bytes` (Content-Length) is checked first: TooLarge, StorageFull."""
+    def begin(self, *, declared_bytes: int | None = None, owner: str = "") -> Upload:
+        """Start an upload. `declared_bytes` (Content-Length) is checked first: TooLarge, StorageFull. `owner` is who
+        pays for its bytes on the disk until it is finished."""
         if declared_bytes is not None and declared_bytes > self.limits.max_upload_bytes:
             raise TooLarge(f"The upload is larger than the limit of {self.limits.max_upload_bytes} bytes.")
-        Budget(self._files.staging, self.limits).check_disk(declared_bytes or 0)
+        account = Account(self.staging_bytes, owner)
+        Budget(self._files.staging, self.limits, account).check_disk(declared_bytes or 0)
         with disk_full_is_ours():
-            return Upload(self, Staging(self._files.staging / uuid.uuid4().hex, self.limits))
+            return Upload(self, Staging(self._files.staging / uuid.uuid4().hex, self.limits, account))
 
     # ---- changes of names
 

@@ -17,6 +17,7 @@ from adapters.errors import Malformed, StorageFull, TooLarge, Unsupported
 from adapters.extras import KEPT_BYTES, Role, role_of, role_of_part
 from adapters.format import printable
 from adapters.paths import CONFIG_FILE, TENSOR_FILE
+from adapters.staging_bytes import StagingBytes
 from adapters.unpack import adapter_root, unpack
 
 COPY_BYTES = 1 << 20
@@ -31,6 +32,8 @@ class StoreLimits:
     max_upload_bytes      bytes received, all parts together; also the bound of what an archive unpacks to
     max_files             parts, archive members or directory entries
     free_disk_floor_bytes refuse to write when less than this would stay free on the store's file system
+    max_staging_bytes     of all uploads until they are adapters; None = no limit. An archive counts packed and
+                          unpacked, and the checked copy of the tensors counts too
 
     and how many versions of a name are kept:
 
@@ -41,25 +44,49 @@ class StoreLimits:
     max_upload_bytes: int = 4 << 30
     max_files: int = 256
     free_disk_floor_bytes: int = 256 << 20
+    max_staging_bytes: int | None = None
     max_versions: int = 8
     max_version_bytes: int = 1 << 30
 
 
-class Budget:
-    """The running counts of one upload."""
+class Account:
+    """What one upload holds of the bytes that all have."""
 
-    def __init__(self, directory: Path, limits: StoreLimits) -> None:
+    def __init__(self, shared: StagingBytes | None, owner: str) -> None:
+        self._shared = shared
+        self._owner = owner
+        self._num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Before so many are written. Raises StagingFull."""
+        if self._shared is not None:
+            self._shared.take(self._owner, num_bytes)
+            self._num_bytes += num_bytes
+
+    def close(self) -> None:
+        """All of them are gone; again is harmless."""
+        if self._shared is not None:
+            self._shared.give_back(self._owner, self._num_bytes)
+            self._num_bytes = 0
+
+
+class Budget:
+    """The running counts of one upload, or of what an archive in it holds."""
+
+    def __init__(self, directory: Path, limits: StoreLimits, account: Account) -> None:
         self._directory = directory
         self._limits = limits
+        self._account = account
         self._num_bytes = 0
         self._num_files = 0
         self._checked_at = 0
 
     def receive(self, num_bytes: int) -> None:
-        """Count bytes before they are written. Raises TooLarge, StorageFull."""
+        """Count bytes before they are written. Raises TooLarge, StorageFull, StagingFull."""
         self._num_bytes += num_bytes
         if self._num_bytes > self._limits.max_upload_bytes:
             raise TooLarge(f"The upload is larger than the limit of {self._limits.max_upload_bytes} bytes.")
+        self._account.take(num_bytes)
         if self._num_bytes - self._checked_at >= DISK_CHECK_BYTES:
             self.check_disk(num_bytes)
 
@@ -131,11 +158,12 @@ class Part:
 class Staging:
     """The files of one upload, by role, in a directory of their own."""
 
-    def __init__(self, directory: Path, limits: StoreLimits) -> None:
+    def __init__(self, directory: Path, limits: StoreLimits, account: Account | None = None) -> None:
         directory.mkdir()
         self.directory = directory
         self.limits = limits
-        self.budget = Budget(directory, limits)
+        self._account = account or Account(None, "")
+        self.budget = Budget(directory, limits, self._account)
         self.files: dict[Role, Path] = {}
         self.ignored: list[str] = []
 
@@ -185,7 +213,7 @@ class Staging:
             return
         if self.files:
             raise Malformed("The upload holds an archive and single files; send either.")
-        inner = Budget(self.directory, self.limits)
+        inner = Budget(self.directory, self.limits, self._account)
         members: list[tuple[PurePosixPath, Role, Path | None]] = []
 
         def sink(path: PurePosixPath, data: IO[bytes]) -> None:
@@ -229,8 +257,14 @@ class Staging:
             raise Malformed(f"The upload has no {missing}; send both {CONFIG_FILE} and {TENSOR_FILE}.")
         return config, tensors
 
+    def reserve(self, num_bytes: int) -> None:
+        """So many are about to be written beside the parts. Raises StorageFull, StagingFull."""
+        self._account.take(num_bytes)
+        self.budget.check_disk(num_bytes)
+
     def remove(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
+        self._account.close()
 
 
 def _copy(source: IO[bytes], write: Callable[[bytes], int]) -> None:

@@ -168,6 +168,7 @@ def _open_store(services: Services) -> AdapterStore:
                 free_disk_floor_bytes=int(settings.min_free_disk_bytes),
                 max_versions=settings.max_versions,
                 max_version_bytes=int(settings.max_version_bytes),
+                max_staging_bytes=settings.staging_bytes,
             ),
             base_name=settings.base_name,
             base_dir=settings.model_dir,

@@ -155,6 +155,14 @@ class Settings(BaseSettings):
     max_version_bytes: Size = Field(
         ByteSize(1024 * MIB), description="older versions that are kept of one adapter, together; the oldest go first"
     )
+    max_uploads: int = Field(
+        16, ge=1, le=64, description="uploads at a time, of one client half of them; beyond it they get 429"
+    )
+    max_staging_bytes: Size | None = Field(
+        None,
+        description="what uploads that are not finished may hold on the disk together, one client half of it; beyond "
+        "it they get 429; default: eight times max-upload-bytes",
+    )
     min_free_disk_bytes: Size = Field(
         ByteSize(256 * MIB), description="uploads that would leave less than this free on the disk get 507"
     )
@@ -240,6 +248,11 @@ class Settings(BaseSettings):
             raise ValueError(
                 "max_batch_items must not be larger than max_queued_requests, since a batch is admitted whole"
             )
+        if self.staging_bytes < 6 * self.max_upload_bytes:
+            raise ValueError(
+                "max_staging_bytes must be at least six times max_upload_bytes, since a client has half of it, and the "
+                "largest upload counts packed, unpacked and checked"
+            )
         if self.max_body_bytes > self.max_buffered_bytes:
             raise ValueError("max_body_bytes must not be larger than max_buffered_bytes, which holds all bodies")
         if ":" in self.base_name or "/" in self.base_name or not self.base_name:
@@ -262,6 +275,11 @@ class Settings(BaseSettings):
         if self.preload_adapters_dir is None and self.model_dir.resolve() == BUNDLED_MODEL_DIR:
             return BUNDLED_ADAPTERS_DIR
         return self.preload_adapters_dir
+
+    @property
+    def staging_bytes(self) -> int:
+        """What unfinished uploads may hold on the disk."""
+        return 8 * int(self.max_upload_bytes) if self.max_staging_bytes is None else int(self.max_staging_bytes)
 
     @property
     def lora_enabled(self) -> bool:

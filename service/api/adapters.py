@@ -22,6 +22,7 @@ from service.api.openapi import DELETE_ERRORS, UPLOAD_BODY, UPLOAD_ERRORS, error
 from service.api.requestlog import note
 from service.api.state import Services, services_of
 from service.api.upload import in_upload_thread, receive_upload
+from service.payer import PAYER
 
 router = APIRouter(tags=["adapters"])
 
@@ -55,7 +56,8 @@ async def take_upload(request: Request, name: str | None, condition: Condition) 
     # The announced bytes include the multipart framing, so the store's own limit is left to its running count.
     announced = int(request.headers.get("content-length", 0))
     with services.uploading():
-        upload = await in_upload_thread(store.begin, declared_bytes=min(announced, store.limits.max_upload_bytes))
+        declared = min(announced, store.limits.max_upload_bytes)
+        upload = await in_upload_thread(store.begin, declared_bytes=declared, owner=PAYER.get())
         try:
             sent = await receive_upload(request, store, upload)
             change = Change(caller_of(request), sent.note)

@@ -123,6 +123,7 @@ TABLE: dict[type[Exception], Answer] = {
     store_errors.Conflict: Answer(409, _INVALID, store_errors.Conflict.code),
     store_errors.Stale: Answer(412, _INVALID, store_errors.Stale.code),
     store_errors.Damaged: Answer(500, "server_error", store_errors.Damaged.code),
+    store_errors.StagingFull: Answer(429, "rate_limit_error", store_errors.StagingFull.code),
     store_errors.StorageFull: Answer(507, "server_error", store_errors.StorageFull.code),
     store_errors.StoreBusy: Answer(503, "service_unavailable_error", store_errors.StoreBusy.code),
 }

@@ -26,6 +26,7 @@ from service.api.schemas import LoadLoraRequest, UnloadLoraRequest
 from service.api.state import Services, services_of
 from service.api.upload import in_upload_thread
 from service.api.validation import bad_request
+from service.payer import PAYER
 
 
 class _Route(APIRoute):
@@ -134,7 +135,7 @@ def _load(store: AdapterStore, path: Path, name: str, replace: bool, change: Cha
             "'load_inplace' to True.",
             param="lora_name",
         )
-    with store.begin() as upload:
+    with store.begin(owner=PAYER.get()) as upload:
         try:
             with disk_full_is_ours():
                 upload.add_directory(path)

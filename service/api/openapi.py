@@ -16,7 +16,7 @@ _REASONS = {
     409: "The name is taken by other content, or is the base model's.",
     412: "The name stands for another version than the condition says; nothing was changed.",
     413: "The body has more bytes or items than the server allows.",
-    429: "The queue is full; `Retry-After` says when to try again.",
+    429: "As much is under way as may be; `Retry-After` says when to try again.",
     500: "The server or its engine failed on this request.",
     503: "The server is starting, shutting down, or without an engine.",
     507: "The server's disk would become too full.",
@@ -33,7 +33,7 @@ GENERATION_ERRORS = errors((400, 401, 404, 413, 429, 500, 503))
 # Unknown models and failures are told in the item's place, with 200.
 BATCH_ERRORS = errors((400, 401, 413, 429, 503))
 DELETE_ERRORS = errors((400, 401, 403, 404, 413, 500))
-UPLOAD_ERRORS = errors((400, 401, 403, 409, 413, 500, 503, 507))
+UPLOAD_ERRORS = errors((400, 401, 403, 409, 413, 429, 500, 503, 507))
 # Where a setting forbids things too; elsewhere 403 speaks of keys alone.
 _FORBIDDEN_BY_SETTING = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 

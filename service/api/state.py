@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -162,7 +163,7 @@ class Services:
     calls: Gate = field(init=False)
     _template_turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _loop: asyncio.AbstractEventLoop | None = None
-    _num_uploads: int = 0
+    _uploads: Counter[str] = field(default_factory=Counter)  # by payer
     _no_uploads: asyncio.Event = field(default_factory=asyncio.Event)
     # What `on_loop` was asked for before there was a loop.
     _before_loop: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
@@ -197,14 +198,25 @@ class Services:
 
     @contextmanager
     def uploading(self) -> Iterator[None]:
-        """An adapter is on its way into the store: a server that shuts down waits for it, see `uploads_end`."""
-        self._num_uploads += 1
+        """An adapter is on its way into the store: a server that shuts down waits for it, see `uploads_end`. QueueFull
+        if there are as many already as may be, of all payers or of this one."""
+        payer, most = PAYER.get(), self.settings.max_uploads
+        most_of_one = max(1, most // 2)
+        if self._uploads.total() >= most or self._uploads[payer] >= most_of_one:
+            raise QueueFull(
+                f"This server takes {most} uploads at a time, {most_of_one} of one client, and has as many; upload "
+                "again when they are done.",
+                headers={"Retry-After": "5"},
+            )
+        self._uploads[payer] += 1
         self._no_uploads.clear()
         try:
             yield
         finally:
-            self._num_uploads -= 1
-            if not self._num_uploads:
+            self._uploads[payer] -= 1
+            if not self._uploads[payer]:
+                del self._uploads[payer]
+            if not self._uploads:
                 self._no_uploads.set()
 
     async def uploads_end(self, limit_seconds: float) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,8 +25,12 @@ _TEXT_PARTS = {"name": 1024, "note": 4096}
 _FEED_BYTES = 1 << 20
 MAX_SILENCE_SECONDS = 60.0
 
+# One for each upload that may be open (`--max-uploads`): whatever one of them is checked for, no other waits for its
+# thread.
+MAX_THREADS = 64
+
 _Result = TypeVar("_Result")
-_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="upload")
+_threads = ThreadPoolExecutor(max_workers=MAX_THREADS, thread_name_prefix="upload")
 
 
 class Sent(NamedTuple):
@@ -156,8 +161,9 @@ class MultipartUpload:
 
 async def in_upload_thread(work: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result:
     """Run what checks or stores an adapter, which may take seconds, in threads of its own: listings, deletions and
-    prompts have the default ones, and do not wait for uploads."""
-    return await asyncio.get_running_loop().run_in_executor(_threads, partial(work, *arguments, **named))
+    prompts have the default ones, and do not wait for uploads. Who pays is known there as it is here."""
+    here = copy_context()
+    return await asyncio.get_running_loop().run_in_executor(_threads, partial(here.run, work, *arguments, **named))
 
 
 async def _chunks(request: Request) -> AsyncIterator[bytes]:

@@ -1,0 +1,135 @@
+"""How much uploads may take of the server before they are adapters, all together and one client's."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from adapters.errors import StagingFull
+from adapters.staging_bytes import StagingBytes
+from adapters.store import AdapterStore, StoreLimits
+from tests.api.conftest import BASE, Checkpoints
+from tests.support.adapter_files import config_bytes, small_layout, upload_small
+from tests.support.limits import LIMIT_SECONDS
+from tests.support.server import Server, running_server, wait_for
+from tests.support.uploads import CONFIG, MULTIPART, multipart, parts_of, tar_of
+
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def narrow(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Four uploads at a time, two of one key."""
+    settings = {"model_name": BASE, "max_uploads": 4, "api_keys": "reader", "admin_api_keys": "one,two,three"}
+    with running_server(checkpoints.base, tmp_path_factory.mktemp("narrow"), **settings) as running:
+        running.http.headers["Authorization"] = "Bearer one"
+        yield running
+
+
+def sent_to(server: Server, key: str, sent: bytes = b"") -> socket.socket:
+    """The head of an upload and the beginning of its body have gone."""
+    head = "".join(
+        f"{name}: {value}\r\n"
+        for name, value in {
+            "Host": "x",
+            "Authorization": f"Bearer {key}",
+            **MULTIPART,
+            "Content-Length": 1 << 30,
+        }.items()
+    )
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=LIMIT_SECONDS)
+    connection.sendall(f"POST /v1/adapters HTTP/1.1\r\n{head}\r\n".encode() + sent)
+    return connection
+
+
+@contextlib.contextmanager
+def begun(server: Server, key: str) -> Iterator[None]:
+    """An upload that is open."""
+    before = num_staged(server)
+    with sent_to(server, key):
+        wait_for(lambda: num_staged(server) > before, "the upload to have begun")
+        yield
+
+
+def num_staged(server: Server) -> int:
+    return len(list(server.store_dir.glob("*/staging/*")))
+
+
+def upload(server: Server, key: str, directory: Path, name: str = "late") -> tuple[int, str | None]:
+    headers = {"Authorization": f"Bearer {key}"}
+    answer = server.post("/v1/adapters", data={"name": name}, files=parts_of(directory), headers=headers)
+    return answer.status_code, answer.headers.get("retry-after")
+
+
+def test_a_client_that_uploads_leaves_room_for_others_and_all_have_a_bound(
+    narrow: Server, checkpoints: Checkpoints
+) -> None:
+    with contextlib.ExitStack() as opened:
+        for key in ("one", "one"):
+            opened.enter_context(begun(narrow, key))
+        assert upload(narrow, "one", checkpoints.spare) == (429, "5")
+        assert upload(narrow, "two", checkpoints.spare)[0] == 201
+        for key in ("two", "two"):
+            opened.enter_context(begun(narrow, key))
+        assert upload(narrow, "three", checkpoints.spare) == (429, "5")
+    wait_for(lambda: num_staged(narrow) == 0, "the uploads that were given up to be gone")
+    assert upload(narrow, "three", checkpoints.spare)[0] == 200
+
+
+def test_a_configuration_that_is_refused_ends_the_upload_at_once(narrow: Server) -> None:
+    """600 MiB would follow; the answer comes after the first, and little of the rest is read."""
+    dora = multipart([(f'name="adapter_config"; filename="{CONFIG}"', config_bytes(use_dora=True))])
+    started = dora.removesuffix(b"--\r\n") + b'\r\nContent-Disposition: form-data; name="adapter_model"\r\n\r\n'
+    with sent_to(narrow, "one", started + b"\0" * MIB) as connection:
+        answer = connection.recv(1 << 16)
+        assert answer.startswith(b"HTTP/1.1 400 "), answer
+        assert b"use_dora" in answer + connection.recv(1 << 16)
+        num_sent = 0
+        with contextlib.suppress(ConnectionError):  # it is closed on us
+            while num_sent < 600 * MIB:
+                num_sent += connection.send(b"\0" * MIB)
+    assert num_sent < 128 * MIB
+    wait_for(lambda: num_staged(narrow) == 0, "the upload to be gone")
+
+
+def test_no_owner_has_more_than_half_of_the_bytes() -> None:
+    staged = StagingBytes(100)
+    staged.take("one", 50)
+    with pytest.raises(StagingFull, match="Your uploads that are not finished hold 50 of the 50 bytes"):
+        staged.take("one", 1)
+    staged.take("two", 30)
+    with pytest.raises(StagingFull, match="hold the 100 bytes"):
+        staged.take("three", 21)
+    staged.give_back("two", 30)
+    staged.take("three", 21)
+    assert staged.num_bytes == 71
+
+
+def test_bytes_are_held_until_the_upload_is_an_adapter_or_gone(tmp_path: Path, checkpoints: Checkpoints) -> None:
+    layout = small_layout()
+    limits = StoreLimits(free_disk_floor_bytes=0, max_staging_bytes=4 * MIB)
+    store = AdapterStore(tmp_path, layout, limits, base_name="base")
+    assert store.staging_bytes is not None
+    upload_small(store, layout, "small")
+    assert store.staging_bytes.num_bytes == 0
+    with store.begin(owner="one") as first, first.open_part("adapter_model") as part:
+        part.write(b"\0" * (2 * MIB))
+        with store.begin(owner="one") as second, second.open_part("adapter_model") as more, pytest.raises(StagingFull):
+            more.write(b"\0")
+        upload_small(store, layout, "anothers")
+        assert store.staging_bytes.num_bytes == 2 * MIB
+    assert store.staging_bytes.num_bytes == 0
+    packed = tar_of(checkpoints.spare)
+    with store.begin(owner="one") as archive:
+        with archive.open_part("archive", "a.tar.gz") as part:
+            part.write(packed)
+        with pytest.raises(ValueError, match=r".") as refused:  # another base's
+            archive.finish("packed")
+        assert not isinstance(refused.value, StagingFull)
+    assert store.staging_bytes.num_bytes == 0
+    store.close()
