@@ -22,10 +22,11 @@ from service.api.chat import ChatAnswer
 from service.api.completions import CompletionAnswer
 from service.api.errors import HANDLED, BadRequest, BodyTooLarge, error_body
 from service.api.json_body import JsonRoute
+from service.api.long_answers import json_answer
 from service.api.openapi import BATCH_ERRORS
 from service.api.requestlog import note, note_job
 from service.api.schemas import MAX_PROMPT_LOGPROBS, BatchRequest, ChatRequest, CompletionRequest
-from service.api.sse import JsonResponse, until_disconnect
+from service.api.sse import until_disconnect
 from service.api.state import Services, services_of
 from service.api.validation import bad_request
 from service.logs import LOGGER
@@ -62,7 +63,7 @@ async def create_batch(request: Request, body: BatchRequest) -> Response:
     failed = [answer["error"] for answer in answers if "error" in answer]
     if failed:
         note(request, failed_items=len(failed), error=failed[0]["message"], param=failed[0]["param"])
-    return JsonResponse({"items": answers})
+    return json_answer({"items": answers})
 
 
 def _check_size(count: int, limit: int, what: str) -> None:

@@ -16,11 +16,12 @@ from service.api.answers import ChatResponse
 from service.api.generation import Job, Piece
 from service.api.json_body import JsonRoute
 from service.api.logprobs import chat_logprobs, cost_chars, prompt_logprobs, token_names
+from service.api.long_answers import json_answer
 from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.requestlog import note_job
 from service.api.said import Speaker
 from service.api.schemas import ChatRequest, StreamOptions
-from service.api.sse import EventStream, JsonResponse, until_disconnect
+from service.api.sse import EventStream, until_disconnect
 from service.api.state import Services, services_of
 from service.api.tools import NamedTool
 
@@ -41,7 +42,7 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
     if body.stream:
         return EventStream(answer.chunks(), answer.job.close)
     try:
-        return JsonResponse(await until_disconnect(request, answer.whole()))
+        return json_answer(await until_disconnect(request, answer.whole()))
     finally:
         answer.job.close()
 

@@ -24,10 +24,11 @@ from service.api.logprobs import (
     prompt_logprobs,
     token_names,
 )
+from service.api.long_answers import json_answer
 from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.requestlog import note_job
 from service.api.schemas import CompletionRequest, StreamOptions
-from service.api.sse import EventStream, JsonResponse, until_disconnect
+from service.api.sse import EventStream, until_disconnect
 from service.api.state import Services, services_of
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
@@ -47,7 +48,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     if body.stream:
         return EventStream(answer.chunks(), answer.job.close)
     try:
-        return JsonResponse(await until_disconnect(request, answer.whole()))
+        return json_answer(await until_disconnect(request, answer.whole()))
     finally:
         answer.job.close()
 

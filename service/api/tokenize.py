@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import ExitStack
+
 from fastapi import APIRouter, Request, Response
 
 from service.api.admission import MAX_TEXT_CHARS, Prompt, chat_prompt, encoded, off_loop, resolve
@@ -9,6 +12,7 @@ from service.api.answers import DetokenizeResponse, TokenizeResponse, TokenizerI
 from service.api.errors import BadRequest
 from service.api.json_body import JsonRoute
 from service.api.listing import listing
+from service.api.long_answers import json_answer
 from service.api.openapi import TEXT_ERRORS, errors
 from service.api.schemas import DetokenizeRequest, TokenizeRequest
 from service.api.sse import until_disconnect
@@ -32,18 +36,17 @@ _TOKENS_PER_PLACE = 1 << 14
 async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """The token ids that a completion or chat request with this prompt or these messages would run."""
     services = services_of(request)
-    with services.calls.places(_num_places(_num_chars(body), _CHARS_PER_PLACE)):
+    with ExitStack() as held:
+        held.enter_context(services.calls.places(_num_places(_num_chars(body), _CHARS_PER_PLACE)))
         prompt = await until_disconnect(request, _prompt(services, body))
         ready = services.engine.ready
-        names = await _token_names(services, prompt) if body.return_token_strs else None
-        return await listing(
-            lambda: TokenizeResponse(
-                tokens=list(prompt.token_ids),
-                count=len(prompt.token_ids),
-                max_model_len=None if ready is None else ready.max_model_len_tokens,
-                token_strs=names,
-            )
-        )
+        answer = {
+            "tokens": list(prompt.token_ids),
+            "count": len(prompt.token_ids),
+            "max_model_len": None if ready is None else ready.max_model_len_tokens,
+            "token_strs": await _token_names(services, prompt) if body.return_token_strs else None,
+        }
+        return json_answer(answer, held.pop_all().close)
 
 
 def _num_places(size: int, size_per_place: int) -> int:
@@ -105,7 +108,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     highest = max(body.tokens, default=-1)
     if highest >= vocab_size:
         raise BadRequest(f"`tokens` holds {highest}, but the vocabulary ends at {vocab_size - 1}.", param="tokens")
-    with services.calls.places(_num_places(len(body.tokens), _TOKENS_PER_PLACE)):
-        return await listing(
-            lambda: DetokenizeResponse(prompt=services.tokenizer.decode(body.tokens, skip_special_tokens=False))
-        )
+    with ExitStack() as held:
+        held.enter_context(services.calls.places(_num_places(len(body.tokens), _TOKENS_PER_PLACE)))
+        text = await asyncio.to_thread(services.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        return json_answer({"prompt": text}, held.pop_all().close)

@@ -146,8 +146,17 @@ def test_the_names_of_tokens_are_looked_up_when_asked_and_beside_the_loop(
     monkeypatch.setattr(tokenize_module, "services_of", lambda _request: parts)
     body = TokenizeRequest(prompt=LONG, add_special_tokens=False, return_token_strs=wanted)
     stays = cast(Any, SimpleNamespace(receive=lambda: asyncio.Event().wait()))
-    answer = asyncio.run(tokenize_module.tokenize(stays, body))
-    assert json.loads(answer.body)["token_strs"] == (list(LONG) if wanted else None)
+    sent: list[bytes] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def ask() -> None:
+        answer = await tokenize_module.tokenize(stays, body)
+        await answer({"type": "http", "asgi": {"spec_version": "2.4"}}, stays.receive, send)
+
+    asyncio.run(ask())
+    assert json.loads(b"".join(sent))["token_strs"] == (list(LONG) if wanted else None)
     assert words.num_names == (len(LONG) if wanted else 0)
     assert threading.main_thread() not in words.threads
 

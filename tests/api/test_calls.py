@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from fastapi import Response
 
 from service.api import adapters, health, models, tokenize
 from service.api.errors import QueueFull
@@ -83,6 +84,15 @@ def a_request(monkeypatch: pytest.MonkeyPatch, slow: Slow) -> tuple[Any, Service
     return SimpleNamespace(receive=lambda: asyncio.Event().wait()), cast(Services, parts)
 
 
+async def sent(answer: Response) -> None:
+    """The answer goes out: a long one has its places until then."""
+
+    async def send(_message: Any) -> None:
+        return
+
+    await answer({"type": "http", "asgi": {"spec_version": "2.4"}}, lambda: asyncio.Event().wait(), send)
+
+
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_they_have_places_and_no_more_run_than_there_are(
     monkeypatch: pytest.MonkeyPatch, call: Callable[[Any], Any]
@@ -98,7 +108,8 @@ def test_they_have_places_and_no_more_run_than_there_are(
             await call(request)
         assert caught.value.headers["Retry-After"]
         slow.go.set()
-        await asyncio.gather(*running)
+        for answer in await asyncio.gather(*running):
+            await sent(answer)
 
     asyncio.run(asyncio.wait_for(run(), 60))
     assert (parts.calls.num_open, parts.gate.num_open) == (0, 0)
@@ -124,7 +135,7 @@ def test_long_texts_have_several(monkeypatch: pytest.MonkeyPatch, call: Callable
         await asyncio.sleep(0)
         assert parts.calls.num_open == num_places
         slow.go.set()
-        await running
+        await sent(await running)
 
     asyncio.run(asyncio.wait_for(run(), 60))
     assert parts.calls.num_open == 0
