@@ -31,6 +31,9 @@ _FLUSH_SECONDS = 5
 _SEND_BUFFER_BYTES = 1 << 18
 # Files beside the connections: the store's, the engine's socket, what uploads write.
 _OTHER_FILES = 256
+# How long a thread that computes may keep Python's lock when the event loop wants it. A small request asks for it
+# several times, so that with Python's 5 ms one busy thread makes it wait for tens of milliseconds.
+_SWITCH_SECONDS = 0.0005
 # Of uvicorn's ticks, ten a second, those in which connections are looked at.
 _TICKS_PER_LOOK = 10
 
@@ -84,6 +87,7 @@ def _warn_of_unknown_variables() -> None:
 def _run(settings: Settings) -> int:
     listener = listen(settings.host, settings.port)
     _allow_files(settings.max_connections + _OTHER_FILES)
+    sys.setswitchinterval(_SWITCH_SECONDS)
     check_kernels_package()
     from service.app import create_app
 
