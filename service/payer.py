@@ -22,11 +22,11 @@ def payer_of(headers: Headers, address: str | None, *, keys_are_set: bool) -> st
         return hashlib.sha256(headers["authorization"].split(" ")[-1].encode("utf-8", "surrogateescape")).hexdigest()[
             :16
         ]
-    return _network(address or "")
+    return network_of(address or "")
 
 
-def _network(address: str) -> str:
-    """One client has all of an IPv6 /64."""
+def network_of(address: str) -> str:
+    """What one client has: an address, of IPv6 a /64."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:  # a socket of the file system

@@ -5,7 +5,8 @@ other error; no application has seen it."""
 from __future__ import annotations
 
 import asyncio
-from typing import Any, NamedTuple, cast
+from collections import Counter
+from typing import Any, ClassVar, NamedTuple, cast
 
 import h11
 import msgspec
@@ -13,6 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from service.api.errors import ApiError, BadRequest, QueueFull, RequestTimeout, error_body, status_of
 from service.logs import LOGGER
+from service.payer import network_of
 
 # A client that moves less than this of what waits for it, or of what it sends, counts as stalled after a time.
 MIN_BYTES_PER_SECOND = 1024
@@ -27,6 +29,8 @@ _READ_BYTES = 1 << 14
 _BODY_READ_BYTES = 1 << 18
 
 _LINGER_SECONDS = 2.0
+# One in so many connections is left to clients from elsewhere than the one that has most.
+_RESERVED_PART = 8
 
 _NO_HTTP = (
     "This is no HTTP/1.1 request, or its head is longer than the server takes; look at the client, or at the proxy "
@@ -97,11 +101,15 @@ class _Mark(NamedTuple):
 class Protocol(H11Protocol):
     """One connection. The server calls `look` now and then."""
 
+    # How many there are from each network, so that one leaves some to the others.
+    _num_from: ClassVar[Counter[str]] = Counter()
+
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self.conn: _Connection = _Connection()
         # uvicorn's own limit counts tasks too, and answers in a shape of its own.
         self._max_connections, self.limit_concurrency = self.limit_concurrency, None
+        self._network: str | None = None  # None for one that was one too many
         self._is_answered = False
         self._head_since: float | None = None
         self._unread: _Mark | None = None
@@ -113,14 +121,27 @@ class Protocol(H11Protocol):
         transport.set_write_buffer_limits(high=0)
         cast(Any, transport).max_size = _READ_BYTES
         self._head_since = self.loop.time()
-        if self._max_connections is not None and len(self.connections) > self._max_connections:
+        network, most = network_of(self.client[0] if self.client else ""), self._max_connections
+        if most is None or (self._num_from.total() < most and self._num_from[network] < most - most // _RESERVED_PART):
+            self._network = network
+            self._num_from[network] += 1
+        else:
             self._answer(
                 QueueFull(
-                    f"This server has all its {self._max_connections} connections; try again later.",
+                    f"This server has all its {most} connections, or you have all but those that are left to others; "
+                    "try again later.",
                     headers={"Retry-After": "1"},
                 ),
                 linger_seconds=0,
             )
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is closed."""
+        super().connection_lost(exc)
+        if self._network is not None:
+            self._num_from[self._network] -= 1
+            if not self._num_from[self._network]:
+                del self._num_from[self._network]
 
     def data_received(self, data: bytes) -> None:
         """A piece of a head or a body."""

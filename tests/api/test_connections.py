@@ -255,7 +255,11 @@ def test_connections_are_counted(hasty: Server) -> None:
     with closing(connect(hasty)) as last:  # the others may be of earlier tests, and are let go
         last.sendall(GET + b"Connection: close\r\n\r\n")
         assert statuses(read_all(last)) == [200]
-    held = [connect(hasty) for _ in range(MAX_CONNECTIONS + 1)]
+    held = [connect(hasty) for _ in range(MAX_CONNECTIONS)]  # from one address all but one are taken
+    host, port = hasty.url.removeprefix("http://").split(":")
+    with closing(socket.create_connection((host, int(port)), timeout=60, source_address=("127.0.0.2", 0))) as other:
+        other.sendall(GET + b"Connection: close\r\n\r\n")
+        assert statuses(read_all(other)) == [200]
     answers = [read_all(connection) for connection in held]
     for connection in held:
         connection.close()
