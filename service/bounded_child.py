@@ -51,7 +51,8 @@ class BoundedChild:
             was_fresh = self._child is None
             answer = self._ask(line)
             # The child may have been killed while it was idle, and what others had left there may have been too much.
-            if isinstance(answer, int) and answer != -signal.SIGPROF and not was_fresh:
+            # SIGKILL comes from outside, whatever the job does.
+            if isinstance(answer, int) and answer != -signal.SIGPROF and (not was_fresh or answer == -signal.SIGKILL):
                 answer = self._ask(line)
         return answer
 

@@ -17,7 +17,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 # Their texts tell what they hold, or a name.
-_VIEWS = tuple(type(view) for view in ({}.keys(), {}.values(), {}.items()))
+_EMPTY: dict[str, str] = {}
+_VIEWS = (type(_EMPTY.keys()), type(_EMPTY.values()), type(_EMPTY.items()))
 _PLAIN: tuple[type, ...] = (str, int, float, bool, NoneType, list, dict, tuple, bytes, complex, range, *_VIEWS)
 _PLAIN += (Undefined, Namespace, LoopContext, Macro, TemplateReference)
 

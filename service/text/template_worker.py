@@ -1,8 +1,9 @@
 """Chat templates that came with uploaded adapters: compiled and rendered in a process of its own, with limits.
 
 Such a template is a stranger's program: it may loop, grow, or keep Python's lock within one expression. Here it can
-only end its own process (`service.bounded_child`), which reaches no files and no network (`service.confinement`). `TemplateWorker` is the parent's side, `python -m
-service.text.template_worker` the child's. The sandbox of `service.text.chat_template` comes on top.
+only end its own process (`service.bounded_child`), which reaches no files and no network (`service.confinement`).
+`TemplateWorker` is the parent's side, `python -m service.text.template_worker` the child's. The sandbox of
+`service.text.chat_template` comes on top.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -409,3 +409,19 @@ def test_a_payer_s_templates_leave_a_child_for_another_payer() -> None:
     finally:
         go.set()
         workers.close()
+
+
+def test_a_child_that_is_killed_while_it_starts_is_no_fault_of_the_template(
+    worker: TemplateWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start_and_kill_the_first(command: Sequence[str]) -> subprocess.Popen[bytes]:
+        started.append(_start(command))
+        if len(started) == 1:
+            started[0].kill()
+        return started[-1]
+
+    monkeypatch.setattr("service.bounded_child._start", start_and_kill_the_first)
+    assert AdapterTemplate(worker, ORDINARY, {}).render(HELLO) == "user: hello\n"
+    assert len(started) == 2
