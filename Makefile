@@ -13,7 +13,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --no-build-isolation --constraint constraints.txt
 
-.PHONY: serve test test-service test-ops test-ascend clients test-clients image-test check format bench bundle clean
+.PHONY: serve test test-service test-ops test-ascend test-hostile test-kills clients test-clients image-test check format \
+	bench bundle clean
 
 serve: $(VENV)/.runtime
 	$(BIN)/multilora serve $(ARGS)
@@ -42,6 +43,14 @@ clients: $(VENV)/.dev
 
 test-clients: clients
 	$(BIN)/python -m pytest tests/clients $(ARGS)
+
+# Hostile input of all kinds (at most 15 minutes on two cores), processes killed at random (about as long), and mixed
+# traffic beside a hostile client. The tests of test-service have a short form of the first.
+test-hostile: $(VENV)/.dev
+	$(BIN)/python -m tests.hostile $(ARGS)
+
+test-kills: $(VENV)/.dev
+	$(BIN)/python -m tests.hostile.kills $(ARGS)
 
 # The images, built by buildah on a base of debootstrap's, started and used. Root on Debian; not part of `make test`.
 image-test:
