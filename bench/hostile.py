@@ -29,12 +29,14 @@ Attack = Callable[[], object]
 class Target:
     """The server, and who sends what to it."""
 
-    def __init__(self, url: str, model: str) -> None:
+    def __init__(self, url: str, model: str, source: str | None = None) -> None:
+        """`source` is the address of this machine that everything is sent from."""
         parts = urlsplit(url)
         assert parts.hostname in ("127.0.0.1", "localhost", "::1"), "for a server on this machine"
         self.url, self.model = url.rstrip("/"), model
         self.address = (parts.hostname or "", parts.port or 80)
-        self.http = httpx.Client(timeout=120)
+        self.source = None if source is None else (source, 0)
+        self.http = httpx.Client(timeout=120, transport=httpx.HTTPTransport(local_address=source))
 
     def post(self, path: str, body: bytes | dict[str, Any]) -> Attack:
         """An attack that is one request; tells the answer's status."""
@@ -45,7 +47,7 @@ class Target:
         """An attack that is raw bytes; tells how the answer begins."""
 
         def attack() -> object:
-            with socket.create_connection(self.address, timeout=10) as connection:
+            with socket.create_connection(self.address, timeout=10, source_address=self.source) as connection:
                 try:
                     for piece in pieces:
                         connection.sendall(piece)
@@ -60,7 +62,7 @@ class Target:
         held = []
         try:
             for _ in range(1500):
-                held.append(socket.create_connection(self.address, timeout=5))
+                held.append(socket.create_connection(self.address, timeout=5, source_address=self.source))
             return httpx.get(f"{self.url}/health").status_code
         except (OSError, httpx.TransportError) as error:
             return f"{type(error).__name__} after {len(held)}"
