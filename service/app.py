@@ -93,7 +93,8 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> FastAP
         app.include_router(page.router)
     _add_error_handlers(app)
     keys = KeyRing(settings.api_keys, settings.admin_api_keys)
-    budget = BodyBudget(int(settings.max_buffered_bytes))
+    buffered_bytes = int(settings.max_buffered_bytes)
+    budget = BodyBudget(buffered_bytes, max(buffered_bytes // 2, int(settings.max_body_bytes)))
     app.add_middleware(Door, keys=keys, metrics=services.metrics, body_rule=_body_rule(settings), budget=budget)
     if settings.cors_origins:
         _allow_pages(app, settings.cors_origins)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -34,26 +35,37 @@ _large_bodies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="large-body
 
 
 class BodyBudget:
-    """The bytes of all bodies that are in memory and not yet parsed."""
+    """The bytes of all bodies that are in memory and not yet parsed.
 
-    def __init__(self, limit_bytes: int) -> None:
+    most_of_one_bytes  of one payer; None for all
+    """
+
+    def __init__(self, limit_bytes: int, most_of_one_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
-        self.num_bytes = 0
+        self._most_of_one_bytes = limit_bytes if most_of_one_bytes is None else most_of_one_bytes
+        self._held: Counter[str] = Counter()
 
-    def take(self, num_bytes: int) -> None:
+    @property
+    def num_bytes(self) -> int:
+        """What is held now."""
+        return self._held.total()
+
+    def take(self, payer: str, num_bytes: int) -> None:
         """QueueFull if there is not room for so many more."""
-        if self.num_bytes + num_bytes > self.limit_bytes:
+        if self.num_bytes + num_bytes > self.limit_bytes or self._held[payer] + num_bytes > self._most_of_one_bytes:
             raise QueueFull(
-                f"The requests that are being read fill the {self.limit_bytes} bytes that this server has for them; "
-                "send this one again later.",
+                f"The requests that are being read fill the {self.limit_bytes} bytes that this server has for them, of "
+                f"which one client gets {self._most_of_one_bytes}; send this one again later.",
                 headers={"Retry-After": "1"},
             )
-        self.num_bytes += num_bytes
+        self._held[payer] += num_bytes
 
-    def give_back(self, num_bytes: int) -> None:
+    def give_back(self, payer: str, num_bytes: int) -> None:
         """They are parsed, or thrown away."""
-        self.num_bytes -= num_bytes
-        assert self.num_bytes >= 0, "more bytes were given back than taken"
+        self._held[payer] -= num_bytes
+        assert self._held[payer] >= 0, "more bytes were given back than taken"
+        if not self._held[payer]:
+            del self._held[payer]
 
 
 class JsonRoute(APIRoute):

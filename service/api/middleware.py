@@ -24,7 +24,7 @@ from service.api.metrics import Metrics
 from service.api.requestlog import RequestNotes
 from service.api.sse import JsonResponse
 from service.logs import LOGGER, REQUEST_LOGGER
-from service.payer import PAYER, payer_of
+from service.payer import NOBODY, PAYER, payer_of
 
 # The status in logs and metrics of a request whose client went before the answer; nothing is sent.
 CLIENT_GONE = 499
@@ -118,7 +118,7 @@ class _Visit:
         self._receive = receive
         self._send = send
         self._budget = budget
-        self._rule = BodyRule(0)
+        self._rule, self._payer = BodyRule(0), NOBODY
         self._num_bytes = self._num_buffered = 0
         self._body_complete = False
         self.headers = Headers(scope=scope)
@@ -134,7 +134,7 @@ class _Visit:
     def limit_body(self, rule: BodyRule) -> None:
         """BodyTooLarge if the announced size is above the rule's; `receive` raises it if more comes than was announced,
         and QueueFull if all bodies together are too large to be held."""
-        self._rule = rule
+        self._rule, self._payer = rule, PAYER.get()
         announced, limit = self.headers.get("content-length", ""), rule.limit_bytes
         if announced.isascii() and announced.isdigit() and int(announced) > limit:
             raise BodyTooLarge(f"The body has {announced} bytes; this server takes {limit} here.")
@@ -148,13 +148,13 @@ class _Visit:
             if self._num_bytes > limit:
                 raise BodyTooLarge(f"The body has more than the {limit} bytes that this server takes here.")
             if self._rule.is_buffered:
-                self._budget.take(num_bytes)
+                self._budget.take(self._payer, num_bytes)
                 self._num_buffered += num_bytes
         return message
 
     def forget_body(self) -> None:
         """What has been read of the body is not held any more."""
-        self._budget.give_back(self._num_buffered)
+        self._budget.give_back(self._payer, self._num_buffered)
         self._num_buffered = 0
 
     async def send(self, message: Message) -> None:
