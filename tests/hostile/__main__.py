@@ -21,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-SECONDS_PER_FUZZER = 90
+SECONDS_PER_FUZZER = 100
 MAX_GROWTH_BYTES = 24 << 20
 _CHUNKS = 8
 
@@ -116,8 +116,8 @@ def run_fuzzer(name: str, num_runs: int, seed: int) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Hostile input of all kinds.")
-    parser.add_argument("--cases", type=int, default=8000, help="of each target that takes values")
-    parser.add_argument("--runs", type=int, default=40_000, help="of each target that takes bytes")
+    parser.add_argument("--cases", type=int, default=4000, help="of each target that takes values")
+    parser.add_argument("--runs", type=int, default=32_000, help="of each target that takes bytes")
     parser.add_argument("--seed", type=int, default=None, help="of all choices; another one each time by default")
     given = parser.parse_args()
     seed = random.SystemRandom().randrange(1, 1 << 30) if given.seed is None else given.seed

@@ -184,9 +184,10 @@ def templates() -> st.SearchStrategy[Any]:
     """Sources put together from what templates are made of; few of them are right."""
     piece = st.sampled_from([piece.replace("_", " ").replace("~~", "_") for piece in TEMPLATE_PIECES.split()])
     source = st.lists(piece | st.text(max_size=4), max_size=12).map("".join)
-    messages = st.lists(
-        st.dictionaries(st.sampled_from(["role", "content"]), VALUES, max_size=2), min_size=1, max_size=2
-    )
+    part = st.text(max_size=9).map(lambda text: {"type": "text", "text": text})
+    content = st.text(max_size=9) | st.lists(part, max_size=3)
+    message = st.fixed_dictionaries({"role": st.text(max_size=9), "content": content})
+    messages = st.lists(message, min_size=1, max_size=2)
     return st.tuples(source, messages, st.dictionaries(st.text(max_size=5), VALUES, max_size=2))
 
 
