@@ -118,7 +118,7 @@ class Hostile:
                 seen.statuses[outcome] += 1
 
     def _flood(self) -> object:
-        body = {"model": "shout", "prompt": "the", "max_tokens": 100, "ignore_eos": True, "n": 8}
+        body = {"model": "base", "prompt": "the", "max_tokens": 100, "ignore_eos": True, "n": 8}
         statuses: list[int] = []
 
         def send() -> None:
