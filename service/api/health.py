@@ -47,7 +47,7 @@ async def ready(request: Request) -> ReadyResponse:
 
 
 @router.get("/ping", responses=errors((503,)), summary="The same as /health")
-@router.post("/ping", responses=errors((503,)), summary="The same as /health")
+@router.post("/ping", responses=errors((413, 503)), summary="The same as /health")
 async def ping(request: Request) -> HealthResponse:
     """What Amazon SageMaker and vLLM's clients call; they send GET or POST."""
     return await health(request)

@@ -81,7 +81,7 @@ STATUSES: dict[str, tuple[str, str]] = {
     "post /v1/unload_lora_adapter": ("200 400 403 404 413 429 500", "401"),
     "get /health": ("200 503", ""),
     "get /ping": ("200 503", ""),
-    "post /ping": ("200 503", ""),
+    "post /ping": ("200 413 503", ""),
     "get /ready": ("200 503", ""),
     "get /version": ("200", ""),
     "get /metrics": ("200 400 429", "401"),
@@ -135,6 +135,8 @@ class TestOpenapi:
             check_answer(openapi, "post", path, server.post(path, json=body))
         for path in ("/v1/models", "/v1/adapters", "/health", "/ping", "/ready", "/version", "/tokenizer_info"):
             check_answer(openapi, "get", path, server.get(path))
+        for content in (b"", b" " * ((16 << 20) + 1)):
+            check_answer(openapi, "post", "/ping", server.post("/ping", content=content))
         check_answer(openapi, "get", "/v1/models/{model}", server.get("/v1/models/alpha"))
         files = parts_of(checkpoints.adapters / "alpha")
         check_answer(openapi, "post", "/v1/adapters", server.post("/v1/adapters", data={"name": "alpha"}, files=files))
