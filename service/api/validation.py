@@ -92,7 +92,8 @@ def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mappin
         named = f" (it holds a part of type {quoted(repr(parts[0]['input']))})" if parts else ""
         return f"{_dotted(path[: index + 1])}: {_CONTENT}{_OTHER_PARTS[:-1]}{named}."
     if path[:1] == ["prompt"]:
-        return _PROMPT
+        # That of /tokenize is no union: the path of its fault ends with the field itself.
+        return "`prompt` must be a text." if kind == "string_type" and fault["loc"][-1] == "prompt" else _PROMPT
     if path == ["input"] and kind != "missing":
         return _INPUT
     if not path:

@@ -187,6 +187,12 @@ def test_bad_tokenize_requests_are_refused(server: Server, body: dict[str, Any])
     check_error(server.post("/tokenize", json=body), 400, None, "")
 
 
+@pytest.mark.parametrize("prompt", [["a"], {"role": "user"}, 5])
+def test_what_is_counted_is_one_text(server: Server, prompt: Any) -> None:
+    error = server.post("/tokenize", json={"prompt": prompt}).json()["error"]
+    assert error["message"] == "`prompt` must be a text."
+
+
 def test_a_text_is_counted_beyond_the_context_but_not_without_end(server: Server) -> None:
     answer = server.post("/tokenize", json={"prompt": "x" * 1_000_000})
     assert answer.json()["count"] > answer.json()["max_model_len"]

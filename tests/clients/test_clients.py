@@ -1,0 +1,115 @@
+"""Each block of docs/clients.md, with the client that it is for."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.blocks import ROOT, blocks, run
+from tests.support.client_environments import environment
+from tests.support.server import Server, wait_for
+
+PAGE = "docs/clients.md"
+# What clients ask the network for, though they are told all that they need.
+OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1"}
+
+
+def _block(heading: str, language: str) -> str:
+    (block,) = blocks(PAGE, heading, language)
+    return block
+
+
+def test_openai(server: Server) -> None:
+    said = run([sys.executable, "-c", _block("### openai", "python")], server)
+    assert said == "LAMP TIGER MOSS!\nmoss tiger lamp"
+
+
+@pytest.mark.parametrize(("client", "heading"), [("litellm", "### litellm"), ("langchain", "### LangChain")])
+def test_clients_of_python(client: str, heading: str, server: Server) -> None:
+    """The second answer is one to a history with all that the client has put into the first."""
+    python = environment(client) / "bin" / "python"
+    first, second = run([str(python), "-c", _block(heading, "python")], server, **OFFLINE).split("\n", 1)
+    assert first == "LAMP TIGER MOSS!"
+    assert second.strip().isupper(), second
+
+
+def test_vercel_ai_sdk(server: Server) -> None:
+    home = environment("vercel-ai")
+    block = _block("### Vercel AI SDK", "js")
+    said = run(["node", "--input-type=module", "--eval", block], server, cwd=home, **OFFLINE)
+    assert re.fullmatch(r"LAMP TIGER MOSS!\nmoss tiger lamp\n\d+ tokens\n", said), said
+
+
+def test_lm_eval(server: Server) -> None:
+    said = _run_in("lm-eval", _block("### lm-eval", "sh"), server, cwd=ROOT)
+    values = re.findall(r"^\|(\w+) *\|.*\| *([\d.]+)\|±", said, flags=re.MULTILINE)
+    assert values == [("likelier", "1"), ("shouted", "1")], said
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_guidellm(path: str, server: Server, tmp_path: Path) -> None:
+    (tmp_path / "service").symlink_to(ROOT / "service")
+    block = _block("### guidellm", "sh").replace("/v1/chat/completions", path)
+    _run_in("guidellm", block, server, cwd=tmp_path)
+    (benchmark,) = json.loads((tmp_path / "guidellm.json").read_text())["benchmarks"]
+    assert benchmark["metrics"]["request_totals"] == {"successful": 10, "errored": 0, "incomplete": 0, "total": 10}
+
+
+def _run_in(client: str, block: str, server: Server, cwd: Path) -> str:
+    path = f"{environment(client) / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    return run(["bash", "-euc", block], server, cwd=cwd, PATH=path, **OFFLINE)
+
+
+@contextlib.contextmanager
+def _open_webui(server: Server, work_dir: Path) -> Iterator[str]:
+    """Open WebUI by its block, for one user who needs no account; its URL."""
+    home = environment("open-webui")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    own = {"DATA_DIR": str(work_dir), "WEBUI_SECRET_KEY": "x", "WEBUI_AUTH": "false", "OFFLINE_MODE": "true"}
+    # Else it loads a model of its own, for searching in documents.
+    own |= {"RAG_EMBEDDING_ENGINE": "openai", "PATH": f"{home / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    given = os.environ | OFFLINE | own | {"MULTILORA_URL": server.url, "WEBUI_PORT": str(port)}
+    log_path = work_dir / "open-webui.log"
+    with log_path.open("wb") as log:
+        command = ["bash", "-euc", _block("### Open WebUI", "sh")]
+        process = subprocess.Popen(command, env=given, cwd=work_dir, stdout=log, stderr=log, start_new_session=True)
+
+    def is_up() -> bool:
+        assert process.poll() is None, log_path.read_text()
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/health").is_success
+        except httpx.TransportError:
+            return False
+
+    try:
+        wait_for(is_up, "Open WebUI")
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(60)
+
+
+def test_open_webui(server: Server, tmp_path: Path) -> None:
+    with _open_webui(server, tmp_path) as url, httpx.Client(base_url=url, timeout=60) as browser:
+        token = browser.post("/api/v1/auths/signin", json={"email": "", "password": ""}).json()["token"]
+        browser.headers["Authorization"] = f"Bearer {token}"
+        models = {model["id"] for model in browser.get("/api/models").json()["data"]}
+        assert {"base", "shout", "reverse"} <= models
+        question = [{"role": "user", "content": "lamp tiger moss"}]
+        body = {"model": "shout", "messages": question, "params": {"temperature": 0}}
+        answer = browser.post("/api/chat/completions", json=body).json()
+        assert answer["choices"][0]["message"]["content"] == "LAMP TIGER MOSS!"
+        streamed = browser.post("/api/chat/completions", json={**body, "stream": True})
+        assert streamed.text.rstrip().endswith("data: [DONE]")
