@@ -18,7 +18,7 @@ import httpx
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress
-from rich.table import Table
+from rich.table import Column, Table
 
 from service.client import TIMEOUT, ClientError, connect, error_sentence, event_of, headers_of, pages, sentences
 
@@ -30,7 +30,7 @@ PERCENTS = (50, 90, 99)
 # As --json, standard output in place of the tables.
 STDOUT = Path("-")
 # Field of the JSON, and what the table calls it.
-_KINDS = {"first_token_ms": "first token", "between_tokens_ms": "between", "answer_ms": "answer"}
+_KINDS = {"first_token_ms": "first token", "between_tokens_ms": "between tokens", "answer_ms": "answer"}
 
 
 @dataclass
@@ -194,22 +194,23 @@ def _show(report: dict[str, Any], console: Console) -> None:
     """A table of what was done and one of how long it took."""
     rows = [*report["models"].items(), ("all", report["all"])]
     done = Table("model", "requests", "errors", "tokens", "tok/s")
-    took = Table("model")
+    took = Table(Column("model", overflow="fold"))
     for kind in _KINDS.values():
-        for percent in PERCENTS:
-            took.add_column(f"{kind}\nms p{percent}", justify="right")
+        # One column for all percents of a kind: with nine of them figures are cut off on narrow terminals.
+        took.add_column(f"{kind}, ms\n{' / '.join(f'p{percent}' for percent in PERCENTS)}", justify="right")
     for name, summary in rows:
         if name == "all" and summary is report["all"]:
             done.add_section()
             took.add_section()
         speed = f"{summary['output_tokens_per_second']:.1f}"
         done.add_row(escape(name), *(str(summary[one]) for one in ("requests", "errors", "output_tokens")), speed)
-        took.add_row(escape(name), *(cell for kind in _KINDS for cell in _cells(summary[kind])))
+        took.add_row(escape(name), *(_cell(summary[kind]) for kind in _KINDS))
     console.print(done)
     console.print(took)
 
 
-def _cells(percentiles: dict[str, float] | None) -> list[str]:
+def _cell(percentiles: dict[str, float] | None) -> str:
+    """Three digits of each, or all those before the point."""
     if percentiles is None:
-        return ["-"] * len(PERCENTS)
-    return [f"{value:.1f}" for value in percentiles.values()]
+        return "-"
+    return " / ".join(f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}" for value in percentiles.values())
