@@ -30,9 +30,14 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if "url" in arguments:
             _refuse_other_than_utf8(arguments)
-        return _command(arguments.command)(arguments)
+        code = _command(arguments.command)(arguments)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # who reads, `head` say, has had enough; nothing may be written at the exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except ClientError as error:
         print(f"multilora: {error}", file=sys.stderr)
         return 1

@@ -55,7 +55,8 @@ def show_help(arguments: argparse.Namespace) -> int:
         _show([setting])
     else:
         print(
-            f"multilora: {wanted!r} is neither a topic nor a setting; the topics are {', '.join(titles)}.",
+            f"multilora: {wanted!r} is neither a topic nor a setting; the topics are {', '.join(titles)}. Of "
+            "commands, multilora COMMAND --help tells.",
             file=sys.stderr,
         )
         return 2

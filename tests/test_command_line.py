@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -51,6 +52,18 @@ def test_no_topic(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help", "cooking"]) == 2
     shown = capsys.readouterr()
     assert (shown.out, shown.err.startswith("multilora: 'cooking' is neither a topic")) == ("", True)
+
+
+def test_whoever_reads_may_stop_reading() -> None:
+    """As `multilora help limits | head -1` does: no traceback, and the exit code of a program that SIGPIPE ends."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        command = [sys.executable, "-m", "service.cli", "help", "limits"]
+        done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def _script(shell: str, directory: Path) -> Path:
