@@ -47,11 +47,16 @@ def streamed(chunk_schema: str, *, ends_with_done: bool = True) -> dict[int | st
             {"$ref": "#/components/schemas/ErrorResponse"},
         ]
     }
+    # As OpenAPI 3.2 has it, and FastAPI before that: the schema of each event, whose data is JSON in a text.
+    texts = [{"type": "string", "contentMediaType": "application/json", "contentSchema": data}]
+    if ends_with_done:
+        texts.append({"const": "[DONE]"})
+    event = {"type": "object", "required": ["data"], "properties": {"data": {"anyOf": texts}}}
     return {
         200: {
             "description": "The answer; with `stream` as server-sent events, each with one JSON object after `data: `"
             f"{end}.",
-            "content": {"text/event-stream": {"schema": data}},
+            "content": {"text/event-stream": {"itemSchema": event}},
         }
     }
 

@@ -51,9 +51,12 @@ def openapi(server: Server) -> dict[str, Any]:
 def check_answer(openapi: dict[str, Any], method: str, path: str, answer: Any, data: Any = None) -> None:
     """The answer, or one event of it, is what OpenAPI says of this status and media type."""
     response = openapi["paths"][path][method]["responses"][str(answer.status_code)]
-    media_type = answer.headers["content-type"].split(";")[0]
-    schema = {**response["content"][media_type]["schema"], "components": openapi["components"]}
-    jsonschema.validate(answer.json() if data is None else data, schema)
+    content = response["content"][answer.headers["content-type"].split(";")[0]]
+    if data is None:
+        schema = content["schema"]
+    else:
+        schema = content["itemSchema"]["properties"]["data"]["anyOf"][0]["contentSchema"]
+    jsonschema.validate(answer.json() if data is None else data, {**schema, "components": openapi["components"]})
 
 
 # Operation: what it can answer of its own, and what besides where API keys are set. What is wrong with one item of a
