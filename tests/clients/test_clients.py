@@ -25,6 +25,9 @@ PAGE = "docs/clients.md"
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1"}
 
 
+LAMP = re.compile(r"colour='?(red|green)'? on=(true|false)\n", re.IGNORECASE)
+
+
 def _block(heading: str, language: str) -> str:
     (block,) = blocks(PAGE, heading, language)
     return block
@@ -39,16 +42,22 @@ def test_openai(server: Server) -> None:
 def test_clients_of_python(client: str, heading: str, server: Server) -> None:
     """The second answer is one to a history with all that the client has put into the first."""
     python = environment(client) / "bin" / "python"
-    first, second = run([str(python), "-c", _block(heading, "python")], server, **OFFLINE).split("\n", 1)
+    chat, structured = blocks(PAGE, heading, "python")
+    first, second = run([str(python), "-c", chat], server, **OFFLINE).split("\n", 1)
     assert first == "LAMP TIGER MOSS!"
     assert second.strip().isupper(), second
+    said = run([str(python), "-c", structured], server, **OFFLINE)
+    assert LAMP.fullmatch(said), said
 
 
 def test_vercel_ai_sdk(server: Server) -> None:
     home = environment("vercel-ai")
-    block = _block("### Vercel AI SDK", "js")
-    said = run(["node", "--input-type=module", "--eval", block], server, cwd=home, **OFFLINE)
-    assert re.fullmatch(r"LAMP TIGER MOSS!\nmoss tiger lamp\n\d+ tokens\n", said), said
+    chat, structured = (
+        run(["node", "--input-type=module", "--eval", block], server, cwd=home)
+        for block in blocks(PAGE, "### Vercel AI SDK", "js")
+    )
+    assert re.fullmatch(r"LAMP TIGER MOSS!\nmoss tiger lamp\n\d+ tokens\n", chat), chat
+    assert LAMP.fullmatch(structured), structured
 
 
 def test_lm_eval(server: Server) -> None:
