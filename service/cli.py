@@ -63,6 +63,10 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         from service.load_test import bench
 
         return bench
+    if name == "keys":
+        from service.tenants.command import keys
+
+        return keys
     if name == "help":
         from service.help import show_help
 
@@ -129,6 +133,8 @@ def _parser() -> argparse.ArgumentParser:
     text = "look at this machine: is everything there that serving needs, and does it compute the right numbers?"
     _add_doctor(commands.add_parser("doctor", help=text, description=text))
     _add_bench(_client_parser(commands, "bench", "load a running server for a while and show its speed"))
+    text = "the keys of tenants, in the server's keys file on this machine"
+    _add_keys(commands.add_parser("keys", help=text, description=text))
     text = "tell of the server's settings"
     help_parser = commands.add_parser("help", help=text, description=text)
     help_parser.add_argument("topic", nargs="?", help="a topic or a setting; without one, the list of topics")
@@ -163,6 +169,24 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--block-size-tokens", help="tokens per KV block")
     parser.add_argument("--json", action="store_true", help="print JSON, for a bug report, and nothing else")
+
+
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    path = os.environ.get("MULTILORA_KEYS_FILE")
+    parser.add_argument(
+        "--keys-file", type=Path, default=Path(path) if path else None, help="the file; also MULTILORA_KEYS_FILE"
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="add|list|revoke")
+    text = "make a key and show it, once; the file gets its hash"
+    add = actions.add_parser("add", help=text, description=text)
+    add.add_argument("tenant", help="lower-case letters, digits and '-'; new ones get a table without limits")
+    text = "some of infer, upload, delete and admin, with commas between them (%(default)s)"
+    add.add_argument("--scopes", default="infer", help=text)
+    add.add_argument("--note", default="", help="a few words for those who read the list")
+    actions.add_parser("list", help="show the keys, without what they are", description="show the keys")
+    text = "remove a key; the server refuses it from the next request on"
+    revoke = actions.add_parser("revoke", help=text, description=text)
+    revoke.add_argument("id", help="of the list, or how it begins")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

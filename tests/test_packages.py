@@ -73,8 +73,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "service.models.families",
         "service.bounded_child",
     ),
+    # Of the engine, what it takes for a weight.
+    "service/tenants": ("service.engine.messages", "service.logs"),
     "service/api": (
-        *("service.engine", "service.models", "service.text", "service.grammars", "adapters", "kernels"),
+        *("service.engine", "service.models", "service.tenants", "service.text", "service.grammars"),
+        *("adapters", "kernels"),
         *("service.settings", "service.logs", "service.version", "service.payer"),
     ),
     # A client of a server that runs elsewhere.
