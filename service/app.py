@@ -38,7 +38,7 @@ from service.api import (
     versions,
 )
 from service.api.answers import ChatChunk, ResponseEvent
-from service.api.auth import OPEN_PATHS, KeyRing
+from service.api.auth import Access
 from service.api.errors import HANDLED, BadRequest, UnknownRoute, WrongMethod
 from service.api.json_body import LARGE_BODY_BYTES, BodyBudget
 from service.api.metrics import Metrics
@@ -52,6 +52,8 @@ from service.logs import LOGGER
 from service.models.layouts import layout_in
 from service.settings import Settings
 from service.start_check import StartError
+from service.tenants.keys_file import KeysFileError
+from service.tenants.tenants import Tenants
 from service.text.chat_template import ChatTemplate, template_source
 from service.text.template_worker import AdapterTemplate
 from service.text.tokenizer import TextTokenizer
@@ -92,13 +94,13 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> FastAP
     if settings.page:
         app.include_router(page.router)
     _add_error_handlers(app)
-    keys = KeyRing(settings.api_keys, settings.admin_api_keys)
+    access = Access(services.tenants, settings.open_paths)
     buffered_bytes = int(settings.max_buffered_bytes)
     budget = BodyBudget(buffered_bytes, max(buffered_bytes // 2, int(settings.max_body_bytes)))
-    app.add_middleware(Door, keys=keys, metrics=services.metrics, body_rule=_body_rule(settings), budget=budget)
+    app.add_middleware(Door, access=access, metrics=services.metrics, body_rule=_body_rule(settings), budget=budget)
     if settings.cors_origins:
         _allow_pages(app, settings.cors_origins)
-    app.openapi = _openapi(app, with_keys=keys.enabled)  # type: ignore[method-assign]
+    app.openapi = _openapi(app, access if services.tenants.need_keys else None)  # type: ignore[method-assign]
     return app
 
 
@@ -114,6 +116,7 @@ def _allow_pages(app: FastAPI, origins: tuple[str, ...]) -> None:
 
 
 def _build_services(settings: Settings, engine: EngineClient) -> Services:
+    tenants = _tenants(settings)
     layout = layout_in(settings.model_dir)
     tokenizer = TextTokenizer.load(settings.model_dir)
     source = _template_source(settings.model_dir)
@@ -124,6 +127,7 @@ def _build_services(settings: Settings, engine: EngineClient) -> Services:
         tokenizer=tokenizer,
         template=None if source is None else ChatTemplate(source, tokenizer.special_tokens),
         metrics=Metrics(settings.base_name, settings.metrics_adapters),
+        tenants=tenants,
         sampling_defaults=_sampling_defaults(settings),
     )
     if settings.lora_enabled:
@@ -135,6 +139,18 @@ def _build_services(settings: Settings, engine: EngineClient) -> Services:
         for name in names:
             services.metrics.by_adapter.know(name)
     return services
+
+
+def _tenants(settings: Settings) -> Tenants:
+    """Who may ask. StartError if the keys file cannot be used."""
+    try:
+        return Tenants(
+            [key.get_secret_value() for key in settings.api_keys],
+            [key.get_secret_value() for key in settings.admin_api_keys],
+            settings.keys_file,
+        )
+    except KeysFileError as error:
+        raise StartError(str(error)) from error
 
 
 def _sampling_defaults(settings: Settings) -> SamplingDefaults:
@@ -339,7 +355,9 @@ def _methods_of(request: Request) -> list[str]:
     ]
 
 
-def _openapi(app: FastAPI, *, with_keys: bool) -> Callable[[], dict[str, Any]]:
+def _openapi(app: FastAPI, access: Access | None) -> Callable[[], dict[str, Any]]:
+    """The schema; `access` None where no key is needed."""
+
     def build() -> dict[str, Any]:
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=server_version(), routes=app.routes)
@@ -347,7 +365,7 @@ def _openapi(app: FastAPI, *, with_keys: bool) -> Callable[[], dict[str, Any]]:
             for model in (ChatChunk, ResponseEvent):
                 chunk = model.model_json_schema(ref_template="#/components/schemas/{model}")
                 chunks |= {**chunk.pop("$defs", {}), model.__name__: chunk}
-            finish(schema, with_keys=with_keys, open_paths=OPEN_PATHS, chunks=chunks)
+            finish(schema, access=access, chunks=chunks)
             app.openapi_schema = schema
         return app.openapi_schema
 

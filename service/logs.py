@@ -10,6 +10,7 @@ from typing import Any
 
 LOGGER = logging.getLogger("multilora")
 REQUEST_LOGGER = logging.getLogger("multilora.request")
+_AUDIT_LOGGER = logging.getLogger("multilora.audit")
 
 
 class _TextFormatter(logging.Formatter):
@@ -40,11 +41,17 @@ def _quoted(value: Any) -> str:
     return text if text.isprintable() and not set(text) & set(' "=') and text else json.dumps(text)
 
 
+def audit(event: str, **fields: Any) -> None:
+    """One line about a change of adapters or keys, whatever level is logged. Never anything secret."""
+    _AUDIT_LOGGER.info("audit", extra={"fields": {"event": event, **fields}})
+
+
 def configure(log_format: str, log_level: str) -> None:
     """Send everything to stderr in one format; uvicorn's own lines too, its access log excepted."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if log_format == "json" else _TextFormatter())
     logging.basicConfig(handlers=[handler], level=log_level.upper(), force=True)
+    _AUDIT_LOGGER.setLevel(logging.INFO)
     logging.getLogger("uvicorn.access").disabled = True
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     # The multipart parser logs single bytes of uploads at debug level.

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     import uvicorn
 
+    from service.api.state import Services
+
 # Environment variables of our prefix that are no settings of the server.
 _OTHER_VARIABLES = {"MULTILORA_URL", "MULTILORA_API_KEY"}
 # Answers that are being written when the last sequence has ended get so long to be sent.
@@ -99,6 +101,7 @@ def _run(settings: Settings) -> int:
         ) from fault
     server = _make_server(app, settings)
     app.state.services.stop = server.stop
+    _reread_keys_on_hangup(app.state.services)
     host, port = listener.getsockname()[:2]
     LOGGER.info("listening", extra={"fields": {"url": f"http://{f'[{host}]' if ':' in host else host}:{port}"}})
     server.run(sockets=[listener])
@@ -107,6 +110,12 @@ def _run(settings: Settings) -> int:
         print(f"multilora: {error}", file=sys.stderr)
         return 1
     return 0 if server.started else 1
+
+
+def _reread_keys_on_hangup(services: Services) -> None:
+    """SIGHUP, which would end the process, where there is a file to read."""
+    if services.tenants.has_file:
+        signal.signal(signal.SIGHUP, lambda _signal, _frame: services.on_loop(services.tenants.reread))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -25,10 +25,13 @@ BUNDLED_ADAPTERS_DIR = _BUNDLED / "adapters"
 Size = Annotated[ByteSize, Field(ge=0)]
 Keys = Annotated[tuple[SecretStr, ...], NoDecode]
 Origins = Annotated[tuple[str, ...], NoDecode]
+Paths = Annotated[tuple[str, ...], NoDecode]
 
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/,\s]+")
 _KEY_FIELDS = ("api_keys", "admin_api_keys")
+# Those of which an operator says whether they need a key.
+_MAY_BE_OPEN = ("/docs", "/openapi.json", "/version", "/metrics")
 
 
 class SettingsError(ValueError):
@@ -174,6 +177,16 @@ class Settings(BaseSettings):
 
     api_keys: Keys = Field((), description="keys for inference, separated by commas; default: no key is needed")
     admin_api_keys: Keys = Field((), description="keys for inference, upload and delete, separated by commas")
+    keys_file: Path | None = Field(
+        None,
+        description="TOML file of tenants, their limits and the hashes of their keys, which multilora keys changes; "
+        "default: all that asks is one tenant",
+    )
+    open_paths: Paths = Field(
+        ("/docs", "/openapi.json", "/version"),
+        description="which of /docs, /openapi.json, /version and /metrics need no key where keys are set, separated by "
+        "commas; none for none of them",
+    )
 
     cors_origins: Origins = Field(
         (),
@@ -234,6 +247,19 @@ class Settings(BaseSettings):
                     f"{origin!r} is no origin; write scheme, host and port, such as https://ui.example:3000"
                 )
         return origins
+
+    @field_validator("open_paths", mode="before")
+    @classmethod
+    def _split_paths(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        paths = tuple(path.strip() for path in value.split(",") if path.strip())
+        if paths == ("none",):
+            return ()
+        for path in paths:
+            if path not in _MAY_BE_OPEN:
+                raise ValueError(f"{path!r} is none of {', '.join(_MAY_BE_OPEN)}; all others are as they are")
+        return paths
 
     @field_validator(*_KEY_FIELDS)
     @classmethod

@@ -60,7 +60,7 @@ async def take_upload(request: Request, name: str | None, condition: Condition) 
         upload = await in_upload_thread(store.begin, declared_bytes=declared, owner=PAYER.get())
         try:
             sent = await receive_upload(request, store, upload)
-            change = Change(caller_of(request), sent.note)
+            change = Change(caller_of(request).by, sent.note)
             record, created = await in_upload_thread(upload.finish, sent.name_for(name), change, condition=condition)
         finally:
             await in_upload_thread(upload.discard)

@@ -14,7 +14,7 @@ import msgspec
 
 from adapters import errors as store_errors
 from adapters.store import Lease
-from service.api.errors import BadRequest, UnknownModel, quoted
+from service.api.errors import BadRequest, QueueFull, UnknownModel, quoted
 from service.api.grammars import requested_grammar
 from service.api.json_body import check_inner_counts
 from service.api.reading import check_template_takes_tools, reading_of, shown_tools
@@ -24,6 +24,8 @@ from service.api.state import Services
 from service.api.token_rules import TokenRules, num_rule_chars, token_rules
 from service.api.tools import tools_chars
 from service.engine.messages import Ready, Sampling
+from service.tenants.limits import Charge, Tenant
+from service.tenants.tenants import Caller
 from service.text.answer_reader import PLAIN, Reading
 from service.text.chat_template import RESERVED_VARIABLES, ChatTemplate
 from service.text.stop_strings import StopAutomaton
@@ -97,18 +99,25 @@ class Plan:
     include_stop: bool
     pooling: Literal["last", "mean"] | None = None
 
+    @property
+    def most_tokens(self) -> int:
+        """Prompt and answer, if that is as long as it may be."""
+        return len(self.prompt.token_ids) + self.sampling.max_tokens
+
 
 class Held(Protocol):
     """What a `Job` runs and gives back."""
 
+    @property
+    def tenant(self) -> Tenant: ...
     @property
     def target(self) -> Target: ...
 
     @property
     def plans(self) -> list[Plan]: ...
 
-    def end_one(self) -> None:
-        """A sequence has ended."""
+    def end_one(self, plan: Plan, num_generated: int) -> None:
+        """The plan's sequence has ended, after so many tokens."""
 
     def release(self) -> None:
         """Give back what is still held, if anything is."""
@@ -119,52 +128,66 @@ class Admitted:
     """A request that can be served: hand it to a `Job`, or `release` it. It has a place in the queue for each plan that
     has not ended, and the adapter as long as there is one.
 
-    payer  who has the places in the queue: the model; of a batch that of its first item
+    payer   who has the places in the queue, see `payer_of`; of a batch that of its first item
+    charge  the tokens of all plans, taken from what the tenant may have in a minute
     """
 
     services: Services
+    tenant: Tenant
     target: Target
     plans: list[Plan]
     payer: str
+    charge: Charge
     num_open: int = field(init=False)
+    _num_unspent: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.num_open = len(self.plans)
+        self._num_unspent = sum(plan.most_tokens for plan in self.plans)
 
-    def end_one(self) -> None:
-        """A sequence has ended: give its place back, and the adapter with the last of them."""
-        self._give_back(1)
+    def end_one(self, plan: Plan, num_generated: int) -> None:
+        """A sequence has ended: give its place back and the tokens that it has not generated, and the adapter with the
+        last of them."""
+        self._num_unspent -= plan.most_tokens
+        self._give_back(1, plan.sampling.max_tokens - num_generated)
 
     def release(self) -> None:
         """Give back what is still held, if anything is."""
         if self.num_open:
-            self._give_back(self.num_open)
+            self._give_back(self.num_open, self._num_unspent)
 
-    def _give_back(self, num_places: int) -> None:
+    def _give_back(self, num_places: int, num_tokens: int) -> None:
         self.num_open -= num_places
         assert self.num_open >= 0, "a sequence has ended twice"
-        self.services.gate.leave(num_places, self.payer)
+        leave(self.services, self.tenant, num_places, self.payer)
+        self.tenant.give_back_tokens(self.charge, num_tokens)
         if not self.num_open:
             self.target.release()
 
 
 async def admit(
-    services: Services, request: CompletionRequest | ChatRequest, *, has_places: bool = False, payer: str = ""
+    services: Services,
+    caller: Caller,
+    request: CompletionRequest | ChatRequest,
+    *,
+    has_places: bool = False,
+    payer: str = "",
 ) -> Admitted:
-    """Everything about a request that can be checked before it runs. ApiError leaves nothing behind.
+    """Everything about a request that can be checked before it runs. ApiError and LimitReached leave nothing behind.
 
     The places in the queue are taken before any text is looked at, so that no more requests than fit in it cost
     anything. With `has_places` the caller has taken them (`num_sequences`) for `payer`; they are this request's from
     now on.
     """
-    places = num_sequences(services, request) if has_places else 0
+    tenant = caller.tenant
+    places = num_sequences(services, tenant, request) if has_places else 0
     target: Target | None = None
     try:
         ready = services.require_ready()
         target = resolve(services, request.model, request.adapter_id)
         if not has_places:
-            wanted, payer = num_sequences(services, request), target.name
-            services.gate.enter(wanted, payer)
+            wanted, payer = num_sequences(services, tenant, request), payer_of(services, tenant, target.name)
+            enter(services, tenant, wanted, payer)
             places = wanted
         prompts = await _prompts(services, ready, target, request)
         kept = [_truncated(services, ready, request, prompt) for prompt in prompts]
@@ -174,24 +197,65 @@ async def admit(
         )
         grammar = await requested_grammar(services, request, kept[0].reading)
         plans = plan_sequences(services, ready, request, kept, stop, rules, grammar)
-        return Admitted(services, target, plans, payer)
+        return Admitted(services, tenant, target, plans, payer, charged(tenant, plans))
     except BaseException:
-        services.gate.leave(places, payer)
+        leave(services, tenant, places, payer)
         if target is not None:
             target.release()
         raise
 
 
-def num_sequences(services: Services, request: CompletionRequest | ChatRequest) -> int:
-    """`n` for each prompt. BadRequest if the server could never run so many."""
+def charged(tenant: Tenant, plans: Sequence[Plan]) -> Charge:
+    """The tokens that the sequences may take, taken. BadRequest if the tenant may never have so many at once."""
+    num_tokens = sum(plan.most_tokens for plan in plans)
+    limit = tenant.limits.tokens_per_minute
+    if limit is not None and num_tokens > limit:
+        raise BadRequest(
+            f"This request may take {num_tokens} tokens (prompt and `max_tokens` of each sequence), more than your "
+            f"{limit} tokens per minute; lower `max_tokens`, or send less at a time.",
+            param="max_tokens",
+        )
+    return tenant.take_tokens(num_tokens)
+
+
+def payer_of(services: Services, tenant: Tenant, model: str) -> str:
+    """Among whom places in the queue are shared: tenants, and models where there are none."""
+    return tenant.name if services.tenants.has_file else model
+
+
+def enter(services: Services, tenant: Tenant, num_sequences: int, payer: str) -> None:
+    """Take places for a tenant's sequences. LimitReached, QueueFull if it may not have all, or not all are free."""
+    tenant.enter(num_sequences)
+    try:
+        services.gate.enter(num_sequences, payer)
+    except QueueFull:
+        tenant.leave(num_sequences)
+        raise
+
+
+def leave(services: Services, tenant: Tenant, num_sequences: int, payer: str) -> None:
+    """Give places of a tenant's sequences back."""
+    services.gate.leave(num_sequences, payer)
+    tenant.leave(num_sequences)
+
+
+def most_sequences(services: Services, tenant: Tenant) -> int:
+    """How many the tenant can ever have in flight."""
+    limit = tenant.limits.requests_in_flight
+    return services.gate.limit if limit is None else min(limit, services.gate.limit)
+
+
+def num_sequences(services: Services, tenant: Tenant, request: CompletionRequest | ChatRequest) -> int:
+    """`n` for each prompt. BadRequest if the tenant could never have so many."""
     num_choices = request.n or 1
     if num_choices > services.settings.max_choices:
         raise BadRequest(f"`n` is {num_choices}; this server allows {services.settings.max_choices}.", param="n")
     num_prompts = 1 if isinstance(request, ChatRequest) else len(_raw_prompts(request))
-    if num_prompts * num_choices > services.gate.limit:
+    most = most_sequences(services, tenant)
+    if num_prompts * num_choices > most:
         raise BadRequest(
-            f"{num_prompts} prompts with n = {num_choices} are more than the {services.gate.limit} sequences this "
-            "server runs or queues; send fewer.",
+            f"{num_prompts} prompts with n = {num_choices} are more than the {most} sequences this server runs or "
+            f"queues{'' if most == services.gate.limit else ' for you'}; send fewer.",
             param="prompt",
         )
     return num_prompts * num_choices

@@ -1,80 +1,140 @@
-"""API keys: two scopes, checked before a body is read, compared in constant time."""
+"""API keys: what each route asks for, in one table, checked before a body is read."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
 from fastapi import Request
-from pydantic import SecretStr
 from starlette.datastructures import Headers
 
 from service.api.errors import Forbidden, Unauthorized
 from service.api.page import PAGE_PATHS
+from service.tenants.keys_file import Scope
+from service.tenants.tenants import Caller, Tenants
 
-Scope = Literal["open", "inference", "admin"]
+# "any" is any key.
+Need = Scope | Literal["open", "any"]
 
-OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/version", "/openapi.json", "/docs"})
-_ADMIN_PATHS = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
-_READING = frozenset({"GET", "HEAD", "OPTIONS"})
-
-
-def required_scope(method: str, path: str) -> Scope:
-    """What a request needs. What is not listed as open needs a key, unknown paths too."""
-    if path in OPEN_PATHS or (path in PAGE_PATHS and method in _READING):
-        return "open"
-    changes_adapters = path.rstrip("/") == "/v1/adapters" or path.startswith("/v1/adapters/")
-    if path in _ADMIN_PATHS or (changes_adapters and method not in _READING):
-        return "admin"
-    return "inference"
+_READING = ("GET", "HEAD", "OPTIONS")
 
 
-class KeyRing:
-    """The configured keys, held as digests. Without any key everything is allowed.
+class Route(NamedTuple):
+    """What requests need. `path` with a / at the end is all below it; `methods` empty are all."""
 
-    An admin key is good for inference too; an inference key is not good for changing adapters.
+    path: str
+    need: Need
+    methods: tuple[str, ...] = ()
+
+
+# The first one that fits counts. What fits none is no route, and takes any key: who has none does not learn which
+# routes there are.
+ROUTES = (
+    Route("/health", "open"),
+    Route("/ping", "open"),
+    Route("/ready", "open"),
+    *(Route(path, "open", _READING) for path in sorted(PAGE_PATHS)),
+    # Any of these may be open by --open-paths.
+    Route("/docs", "any"),
+    Route("/openapi.json", "any"),
+    Route("/version", "any"),
+    Route("/metrics", "any"),
+    Route("/v1/chat/completions", "infer"),
+    Route("/v1/completions", "infer"),
+    Route("/v1/completions/batch", "infer"),
+    Route("/v1/responses", "infer"),
+    Route("/v1/embeddings", "infer"),
+    Route("/tokenize", "infer"),
+    Route("/detokenize", "infer"),
+    Route("/tokenizer_info", "infer"),
+    Route("/v1/models", "any"),
+    Route("/v1/models/", "any"),
+    Route("/v1/adapters", "any", _READING),
+    Route("/v1/adapters/", "any", _READING),
+    Route("/v1/adapters/", "delete", ("DELETE",)),
+    Route("/v1/adapters", "upload"),
+    Route("/v1/adapters/", "upload"),
+    Route("/v1/load_lora_adapter", "admin"),
+    Route("/v1/unload_lora_adapter", "admin"),
+)
+_WHAT: dict[Scope, str] = {
+    "infer": "run models",
+    "upload": "upload adapters",
+    "delete": "delete adapters",
+    "admin": "do this",
+}
+
+
+def route_of(method: str, path: str) -> Route | None:
+    """The entry of the table for a request, None if there is none."""
+    for route in ROUTES:
+        fits = path.startswith(route.path) if route.path[-1] == "/" != route.path else path == route.path
+        if fits and (not route.methods or method in route.methods):
+            return route
+    return None
+
+
+class Access:
+    """Who may ask for what.
+
+    open_paths  of the settings
     """
 
-    def __init__(self, inference: tuple[SecretStr, ...], admin: tuple[SecretStr, ...]) -> None:
-        self._inference = tuple(_digest(key.get_secret_value()) for key in inference)
-        self._admin = tuple(_digest(key.get_secret_value()) for key in admin)
+    def __init__(self, tenants: Tenants, open_paths: Iterable[str]) -> None:
+        self._tenants = tenants
+        self._open_paths = frozenset(open_paths)
 
     @property
-    def enabled(self) -> bool:
-        """Whether any key is configured."""
-        return bool(self._inference or self._admin)
+    def has_tenants(self) -> bool:
+        """Whether there may be several."""
+        return self._tenants.has_file
 
-    def check(self, scope: Scope, headers: Headers) -> str:
-        """Who calls: which key of the settings, "" where none is needed. Unauthorized without a known key, Forbidden if
-        the key's scope is too small."""
-        if scope == "open" or not self.enabled:
+    def need(self, method: str, path: str) -> Need:
+        """What a request needs where keys are set."""
+        route = route_of(method, path)
+        if route is None:
+            return "any"
+        if route.path in self._open_paths:
+            return "open"
+        if route.path == "/metrics" and self._tenants.has_file:
+            return "admin"  # they name the adapters of all tenants
+        return route.need
+
+    def payer_name(self, caller: Caller | None) -> str:
+        """Who pays for a request: the tenant where there may be several, else the key; "" where nobody needs one."""
+        if caller is None or not self._tenants.need_keys:
             return ""
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise Unauthorized(
-                "Send your API key in the header 'Authorization: Bearer <key>'.",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
-        digest = _digest(key.strip())
-        admin, inference = _place(digest, self._admin), _place(digest, self._inference)
-        if not (admin or inference):
+        return caller.tenant.name if self.has_tenants else caller.key_id
+
+    def check(self, method: str, path: str, headers: Headers) -> Caller | None:
+        """Who asks; None where nobody needs to know. Unauthorized without a known key, Forbidden if it has not the
+        scope."""
+        if not self._tenants.need_keys:
+            return self._tenants.anybody()
+        need = self.need(method, path)
+        if need == "open":
+            return None
+        caller = self._tenants.caller(_key_in(headers))
+        if caller is None:
             raise Unauthorized("This API key is not known here; check it.", headers={"WWW-Authenticate": "Bearer"})
-        if scope == "admin" and not admin:
-            raise Forbidden("This API key may not change adapters; use one with the admin scope.")
-        return f"admin key {admin}" if admin else f"key {inference}"
+        if need != "any" and not caller.may(need):
+            scopes = "`admin`" if need == "admin" else f"`{need}` or `admin`"
+            raise Forbidden(f"This API key may not {_WHAT[need]}; use one with the scope {scopes}.")
+        return caller
 
 
-def caller_of(request: Request) -> str:
-    """Who calls, as the history of adapters names them; "" where no key is needed."""
-    return str(request.scope.get("multilora.caller", ""))
+def _key_in(headers: Headers) -> str:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        raise Unauthorized(
+            "Send your API key in the header 'Authorization: Bearer <key>'.",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+    return key.strip()
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-
-
-def _place(digest: bytes, known: tuple[bytes, ...]) -> int:
-    """Which of the keys it is, from 1; 0 for none. Compares with every key, so that the time tells nothing about it."""
-    matches = [hmac.compare_digest(digest, other) for other in known]
-    return matches.index(True) + 1 if any(matches) else 0
+def caller_of(request: Request) -> Caller:
+    """Who sent the request. Not for routes that are open."""
+    caller = request.scope["multilora.caller"]
+    assert isinstance(caller, Caller), "an open route asks who calls"
+    return caller

@@ -12,12 +12,17 @@ from pydantic import ValidationError
 from service.api.admission import (
     Admitted,
     admit,
+    enter,
+    leave,
+    most_sequences,
     num_prompt_logprobs,
     num_sequences,
+    payer_of,
     resolve_name,
     too_many_prompt_logprobs,
 )
 from service.api.answers import BatchResponse
+from service.api.auth import caller_of
 from service.api.chat import ChatAnswer
 from service.api.completions import CompletionAnswer
 from service.api.errors import HANDLED, BadRequest, BodyTooLarge, error_body
@@ -30,6 +35,8 @@ from service.api.sse import until_disconnect
 from service.api.state import Services, services_of
 from service.api.validation import bad_request
 from service.logs import LOGGER
+from service.tenants.limits import Tenant
+from service.tenants.tenants import Caller
 
 router = APIRouter(tags=["multilora"], route_class=JsonRoute)
 
@@ -49,7 +56,7 @@ async def create_batch(request: Request, body: BatchRequest) -> Response:
     services = services_of(request)
     _check_size(len(body.items), services.settings.max_batch_items, "items")
     services.require_ready()
-    running = _start_all(services, await until_disconnect(request, _admit_all(services, body)))
+    running = _start_all(services, await until_disconnect(request, _admit_all(services, caller_of(request), body)))
     try:
         for answer in running:
             if not isinstance(answer, Exception):
@@ -71,23 +78,25 @@ def _check_size(count: int, limit: int, what: str) -> None:
         raise BodyTooLarge(f"The batch has {count} {what}; this server takes {limit}.", param="items")
 
 
-async def _admit_all(services: Services, body: BatchRequest) -> list[_Checked | Exception]:
-    """Each item admitted, or what is wrong with it. QueueFull, with nothing left behind, if the queue has not room for
-    all of them."""
+async def _admit_all(services: Services, caller: Caller, body: BatchRequest) -> list[_Checked | Exception]:
+    """Each item admitted, or what is wrong with it. QueueFull or LimitReached, with nothing left behind, if there is no
+    room for all of them."""
+    tenant = caller.tenant
     # A thread: all items together may be as large as a body.
-    parsed = await asyncio.to_thread(lambda: [_parse(services, item) for item in body.items])
-    shares = [0 if isinstance(one, Exception) else num_sequences(services, one) for one in parsed]
-    _check_size(sum(shares), services.gate.limit, "sequences")
-    payer = next((_model_of(services, one) for one in parsed if not isinstance(one, Exception)), "")
-    services.gate.enter(sum(shares), payer)
+    parsed = await asyncio.to_thread(lambda: [_parse(services, tenant, item) for item in body.items])
+    shares = [0 if isinstance(one, Exception) else num_sequences(services, tenant, one) for one in parsed]
+    _check_size(sum(shares), most_sequences(services, tenant), "sequences")
+    first = next((_model_of(services, one) for one in parsed if not isinstance(one, Exception)), "")
+    payer = payer_of(services, tenant, first)
+    enter(services, tenant, sum(shares), payer)
     checked: list[_Checked | Exception] = []
     try:
         for one in parsed:
-            checked.append(one if isinstance(one, Exception) else await _admit(services, one, payer))
+            checked.append(one if isinstance(one, Exception) else await _admit(services, caller, one, payer))
             await asyncio.sleep(0)  # each may tokenise in the loop as much as a request by itself
     except BaseException:
         # The item that was being admitted has given its own share back.
-        services.gate.leave(sum(shares[len(checked) + 1 :]), payer)
+        leave(services, tenant, sum(shares[len(checked) + 1 :]), payer)
         _release(checked)
         raise
     _bound_prompt_logprobs(checked)
@@ -117,15 +126,17 @@ def _model_of(services: Services, request: ChatRequest | CompletionRequest) -> s
         return ""  # the item will be refused for it
 
 
-async def _admit(services: Services, request: ChatRequest | CompletionRequest, payer: str) -> _Checked | Exception:
+async def _admit(
+    services: Services, caller: Caller, request: ChatRequest | CompletionRequest, payer: str
+) -> _Checked | Exception:
     try:
-        return request, await admit(services, request, has_places=True, payer=payer)
+        return request, await admit(services, caller, request, has_places=True, payer=payer)
     except Exception as error:
         return _surprise(error)
 
 
-def _parse(services: Services, item: Any) -> ChatRequest | CompletionRequest | Exception:
-    """The request that an item is, once it is known that the server could run as many sequences."""
+def _parse(services: Services, tenant: Tenant, item: Any) -> ChatRequest | CompletionRequest | Exception:
+    """The request that an item is, once it is known that the tenant could have as many sequences."""
     request: ChatRequest | CompletionRequest
     try:
         if not isinstance(item, dict):
@@ -138,7 +149,7 @@ def _parse(services: Services, item: Any) -> ChatRequest | CompletionRequest | E
             request = ChatRequest.model_validate(item)
         else:
             request = CompletionRequest.model_validate(item)
-        num_sequences(services, request)
+        num_sequences(services, tenant, request)
         return request
     except ValidationError as error:
         return bad_request(error.errors())

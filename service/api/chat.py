@@ -13,6 +13,7 @@ from fastapi.responses import Response
 
 from service.api.admission import Admitted, admit, off_loop
 from service.api.answers import ChatResponse
+from service.api.auth import caller_of
 from service.api.generation import Job, Piece
 from service.api.json_body import JsonRoute
 from service.api.logprobs import chat_logprobs, cost_chars, prompt_logprobs, token_names
@@ -37,7 +38,7 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation, with the base or an adapter."""
     services = services_of(request)
-    answer = ChatAnswer(services, body, await until_disconnect(request, admit(services, body)))
+    answer = ChatAnswer(services, body, await until_disconnect(request, admit(services, caller_of(request), body)))
     note_job(request, answer.job)
     if body.stream:
         return EventStream(answer.chunks(), answer.job.close)

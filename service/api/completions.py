@@ -13,6 +13,7 @@ from fastapi.responses import Response
 
 from service.api.admission import Admitted, Plan, admit, off_loop
 from service.api.answers import CompletionResponse
+from service.api.auth import caller_of
 from service.api.generation import Job, Piece
 from service.api.json_body import JsonRoute
 from service.api.logprobs import (
@@ -43,7 +44,9 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 async def create_completion(request: Request, body: CompletionRequest) -> Response:
     """Complete one prompt or several, with the base or an adapter."""
     services = services_of(request)
-    answer = CompletionAnswer(services, body, await until_disconnect(request, admit(services, body)))
+    answer = CompletionAnswer(
+        services, body, await until_disconnect(request, admit(services, caller_of(request), body))
+    )
     note_job(request, answer.job)
     if body.stream:
         return EventStream(answer.chunks(), answer.job.close)

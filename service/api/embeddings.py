@@ -13,8 +13,21 @@ from uuid import uuid4
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from service.api.admission import MAX_TEXT_CHARS, Plan, Prompt, Target, encoded, off_loop, resolve
+from service.api.admission import (
+    MAX_TEXT_CHARS,
+    Plan,
+    Prompt,
+    Target,
+    charged,
+    encoded,
+    enter,
+    leave,
+    off_loop,
+    payer_of,
+    resolve,
+)
 from service.api.answers import EmbeddingList
+from service.api.auth import caller_of
 from service.api.errors import BadRequest
 from service.api.generation import Job
 from service.api.json_body import JsonRoute
@@ -24,6 +37,7 @@ from service.api.schemas import EmbeddingRequest
 from service.api.sse import JsonResponse, until_disconnect
 from service.api.state import Services, services_of
 from service.engine.messages import Ready, Sampling
+from service.tenants.limits import Tenant
 from service.text.stop_strings import StopAutomaton
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
@@ -44,12 +58,19 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
     ready = services.require_ready()
     inputs = _inputs(body)
     _check(ready, body)
+    tenant = caller_of(request).tenant
     target = resolve(services, body.model, body.adapter_id)
     try:
+        places, payer = min(len(inputs), MAX_AT_A_TIME, services.gate.limit), payer_of(services, tenant, target.name)
+        enter(services, tenant, places, payer)
         # Held until the end: a request that has begun need not wait behind others.
-        with services.gate.places(min(len(inputs), MAX_AT_A_TIME), target.name):
+        try:
             prompts = await until_disconnect(request, _prompts(services, ready, body, inputs))
-            jobs = await _run(request, services, target, [_plan(body, prompt) for prompt in prompts])
+            plans = [_plan(body, prompt) for prompt in prompts]
+            charged(tenant, plans)
+            jobs = await _run(request, services, tenant, target, plans)
+        finally:
+            leave(services, tenant, places, payer)
         vectors = [vector for _, vectors in jobs for vector in vectors]
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         answered = partial(_answer, body, jobs[0][0], vectors, num_tokens)
@@ -62,10 +83,11 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
 class _Group:
     """Inputs that run together; places and adapter are the whole request's, which gives them back."""
 
+    tenant: Tenant
     target: Target
     plans: list[Plan]
 
-    def end_one(self) -> None:
+    def end_one(self, plan: Plan, num_generated: int) -> None:
         """A sequence has ended."""
 
     def release(self) -> None:
@@ -73,13 +95,13 @@ class _Group:
 
 
 async def _run(
-    request: Request, services: Services, target: Target, plans: Sequence[Plan]
+    request: Request, services: Services, tenant: Tenant, target: Target, plans: Sequence[Plan]
 ) -> list[tuple[Job, list[bytes]]]:
     """The vectors of all sequences, some at a time."""
     done: list[tuple[Job, list[bytes]]] = []
     for start in range(0, len(plans), MAX_AT_A_TIME):
         services.require_ready()
-        job = Job(services, _Group(target, list(plans[start : start + MAX_AT_A_TIME])))
+        job = Job(services, _Group(tenant, target, list(plans[start : start + MAX_AT_A_TIME])))
         if done:
             notes_of(request).jobs.append(job)
         else:

@@ -4,7 +4,7 @@ ApiError
 ├── BadRequest          the request itself is wrong
 ├── InvalidUserInput    the same, where vLLM has its own word for it
 ├── Unauthorized        no key, or a wrong one
-├── Forbidden           the key's scope, or a setting, does not allow it
+├── Forbidden           the key's scopes, or a setting, do not allow it
 ├── UnknownModel        no base model or adapter of that name
 ├── UnknownRoute        no such path
 ├── WrongMethod         the path is there, but not for this method
@@ -14,7 +14,8 @@ ApiError
 ├── NotReady            the engine is starting, restarting, draining or down
 └── EngineFailed        the engine died, or failed, while it worked on the request
 
-Errors of the adapter store (`adapters.errors`) and of the texts (`service.text`) are in the table too.
+Errors of the adapter store (`adapters.errors`), of tenants' limits (`service.tenants.limits`) and of the texts
+(`service.text`) are in the table too.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from adapters import errors as store_errors
+from service.tenants.limits import LimitReached
 from service.text.chat_template import TemplateError
 from service.text.template_worker import LimitError
 from service.text.tokenizer import TextError
@@ -50,7 +52,7 @@ class Unauthorized(ApiError):
 
 
 class Forbidden(ApiError):
-    """403: the key's scope, or a setting, does not allow it."""
+    """403: the key's scopes, or a setting, do not allow it."""
 
 
 class UnknownModel(ApiError):
@@ -108,6 +110,7 @@ TABLE: dict[type[Exception], Answer] = {
     RequestTimeout: Answer(408, _INVALID, "request_timeout"),
     BodyTooLarge: Answer(413, _INVALID, "too_large"),
     QueueFull: Answer(429, "rate_limit_error", "queue_full"),
+    LimitReached: Answer(429, "rate_limit_error", "rate_limit_exceeded"),
     NotReady: Answer(503, "service_unavailable_error", "not_ready"),
     EngineFailed: Answer(500, "server_error", "engine_failed"),
     TextError: Answer(400, _INVALID, "unusable_text_files"),

@@ -18,6 +18,7 @@ from service.api.metrics import SequenceTimer
 from service.api.state import Services
 from service.engine.client import EngineDied, NeverSent
 from service.engine.messages import Finished, Submit, TokenLogprob, Tokens
+from service.tenants.limits import Tenant
 from service.text.detokenizer import IncrementalDetokenizer
 from service.text.stop_strings import StopStrings
 
@@ -49,18 +50,20 @@ class SequenceRun:
 
     is_streamed  whether what is new will be taken as it comes: then only so much may wait (`MAX_WAITING_ENTRIES`)
     on_news      called when there is something to take
-    on_end       called once, when the engine is done with the sequence; before that `on_news`
+    on_end       called once with the number of tokens generated, when the engine is done with the sequence; before that
+                 `on_news`
     """
 
     def __init__(
         self,
         services: Services,
+        tenant: Tenant,
         target: Target,
         plan: Plan,
         *,
         is_streamed: bool,
         on_news: Callable[[], None],
-        on_end: Callable[[], None],
+        on_end: Callable[[int], None],
     ) -> None:
         self._services = services
         self._plan = plan
@@ -81,7 +84,15 @@ class SequenceRun:
         self.timer = SequenceTimer(services.metrics, target.name, len(plan.prompt.token_ids))
         prompt, adapter = plan.prompt.token_ids, (target.digest, target.adapter_rows)
         self._messages = services.engine.submit(
-            Submit(plan.request_id, prompt, plan.sampling, *adapter, pooling=plan.pooling)
+            Submit(
+                plan.request_id,
+                prompt,
+                plan.sampling,
+                *adapter,
+                tenant=tenant.name,
+                weight=tenant.limits.weight,
+                pooling=plan.pooling,
+            )
         )
         self._messages.listen(self._work)
 
@@ -113,7 +124,7 @@ class SequenceRun:
             self.is_over = True
             self._services.engine.abort(self._plan.request_id)
             self.timer.end(outcome)
-            self._on_end()
+            self._on_end(self.timer.num_tokens)
 
     def _work(self) -> None:
         """Take in what the engine has said."""
@@ -218,7 +229,13 @@ class Job:
             for index, plan in enumerate(self.plans):
                 on_news = partial(self._note, index)
                 run = SequenceRun(
-                    services, self._target, plan, is_streamed=is_streamed, on_news=on_news, on_end=self._end_one
+                    services,
+                    admitted.tenant,
+                    self._target,
+                    plan,
+                    is_streamed=is_streamed,
+                    on_news=on_news,
+                    on_end=partial(self._end_one, plan),
                 )
                 self.runs.append(run)
         except BaseException:
@@ -294,6 +311,6 @@ class Job:
         self._fresh[index] = None
         self._news.set()
 
-    def _end_one(self) -> None:
-        self._admitted.end_one()
+    def _end_one(self, plan: Plan, num_generated: int) -> None:
+        self._admitted.end_one(plan, num_generated)
         self._ended.set()

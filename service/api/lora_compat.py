@@ -73,7 +73,7 @@ async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTex
     with services.uploading():
         path = _below(root, body.lora_path)
         record = await in_upload_thread(
-            _load, store, path, body.lora_name, body.load_inplace, Change(caller_of(request))
+            _load, store, path, body.lora_name, body.load_inplace, Change(caller_of(request).by)
         )
     services.published(record)
     note(request, adapter=record.reference, digest=record.digest[:12])

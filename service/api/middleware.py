@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.api.auth import KeyRing, required_scope
+from service.api.auth import Access
 from service.api.errors import TABLE, BodyTooLarge, error_body, quoted, status_of
 from service.api.json_body import BodyBudget
 from service.api.metrics import Metrics
@@ -25,6 +25,7 @@ from service.api.requestlog import RequestNotes
 from service.api.sse import JsonResponse
 from service.logs import LOGGER, REQUEST_LOGGER
 from service.payer import NOBODY, PAYER, payer_of
+from service.tenants.tenants import Caller
 
 # The status in logs and metrics of a request whose client went before the answer; nothing is sent.
 CLIENT_GONE = 499
@@ -48,6 +49,7 @@ class BodyRule(NamedTuple):
 class Door:
     """The outermost layer of the application.
 
+    access     who may ask for what
     body_rule  by method and path
     budget     of all bodies that are held in memory
     """
@@ -56,13 +58,13 @@ class Door:
         self,
         app: ASGIApp,
         *,
-        keys: KeyRing,
+        access: Access,
         metrics: Metrics,
         body_rule: Callable[[str, str], BodyRule],
         budget: BodyBudget,
     ) -> None:
         self._app = app
-        self._keys = keys
+        self._access = access
         self._metrics = metrics
         self._body_rule = body_rule
         self._budget = budget
@@ -88,9 +90,10 @@ class Door:
             self._write_down(scope, visit)
 
     async def _pass(self, scope: Scope, visit: _Visit) -> None:
-        scope["multilora.caller"] = self._keys.check(required_scope(scope["method"], scope["path"]), visit.headers)
+        caller = self._access.check(scope["method"], scope["path"], visit.headers)
+        scope["multilora.caller"] = visit.caller = caller
         client = scope.get("client")
-        PAYER.set(payer_of(visit.headers, client[0] if client else None, keys_are_set=self._keys.enabled))
+        PAYER.set(payer_of(self._access.payer_name(caller), client[0] if client else ""))
         visit.limit_body(self._body_rule(scope["method"], scope["path"]))
         await self._app(scope, visit.receive, visit.send)
 
@@ -105,6 +108,7 @@ class Door:
             "status": status,
             "ms": round((time.perf_counter() - visit.started) * 1e3, 1),
             "request_id": visit.request_id,
+            **visit.caller_lines(),
             **visit.notes.lines(),
         }
         level = logging.DEBUG if route in _PROBES else logging.INFO
@@ -127,9 +131,16 @@ class _Visit:
         self.answered = False
         self.request_id = _named_by_client(self.headers) or uuid4().hex
         self.notes = RequestNotes()
+        self.caller: Caller | None = None
         scope["multilora.notes"] = self.notes
         scope["multilora.refuse"] = self.refuse
         scope["multilora.forget_body"] = self.forget_body
+
+    def caller_lines(self) -> dict[str, str]:
+        """Who asked, where keys say it."""
+        if self.caller is None or not self.caller.key_id:
+            return {}
+        return {"tenant": self.caller.tenant.name, "key": self.caller.key_id}
 
     def limit_body(self, rule: BodyRule) -> None:
         """BodyTooLarge if the announced size is above the rule's; `receive` raises it if more comes than was announced,
@@ -164,6 +175,8 @@ class _Visit:
             headers["X-Request-Id"] = self.request_id
             if (adapter := self.notes.adapter) is not None:
                 headers["X-Multilora-Adapter"] = adapter
+            if self.caller is not None:
+                headers.update(self.caller.tenant.headers())
             message = {**message, "headers": headers.raw}
         await self._send(message)
         if message["type"] == "http.response.body":

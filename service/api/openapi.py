@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 from service.api.answers import ErrorResponse
+from service.api.auth import Access, Need
 
 _REASONS = {
     400: "The request is wrong; the message says what to change.",
@@ -16,7 +17,7 @@ _REASONS = {
     409: "The name is taken by other content, or is the base model's.",
     412: "The name stands for another version than the condition says; nothing was changed.",
     413: "The body has more bytes or items than the server allows.",
-    429: "As much is under way as may be; `Retry-After` says when to try again.",
+    429: "As much is under way as may be, or a limit of yours is reached; `Retry-After` says when to try again.",
     500: "The server or its engine failed on this request.",
     503: "The server is starting, shutting down, or without an engine.",
     507: "The server's disk would become too full.",
@@ -103,9 +104,9 @@ REPLACE_BODY = deepcopy(UPLOAD_BODY)
 del REPLACE_BODY["content"]["multipart/form-data"]["schema"]["required"]
 
 
-def finish(schema: dict[str, Any], *, with_keys: bool, open_paths: frozenset[str], chunks: dict[str, Any]) -> None:
+def finish(schema: dict[str, Any], *, access: Access | None, chunks: dict[str, Any]) -> None:
     """Complete FastAPI's schema in place: our 400 instead of its 422, what batches hold, the chunks of streams, and the
-    security scheme where keys are set. Without keys no operation tells of errors that only keys cause."""
+    security scheme where keys are set (`access`). Without keys no operation tells of errors that only keys cause."""
     schemas = schema.setdefault("components", {}).setdefault("schemas", {})
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
@@ -115,23 +116,33 @@ def finish(schema: dict[str, Any], *, with_keys: bool, open_paths: frozenset[str
     item = {"anyOf": [{"$ref": f"#/components/schemas/{name}"} for name in ("CompletionRequest", "ChatRequest")]}
     schemas["BatchRequest"]["properties"]["items"]["items"] = item
     for path, operations in schema["paths"].items():
-        for operation in operations.values():
+        for method, operation in operations.items():
             operation["responses"].pop("422", None)
-            _errors_are_json(operation["responses"])
-            if with_keys:
-                operation["security"] = [] if path in open_paths else [{"apiKey": []}]
+            if access is not None:
+                _tell_of_keys(operation, access.need(method.upper(), path), has_tenants=access.has_tenants)
             else:
                 operation["responses"].pop("401", None)
                 if path not in _FORBIDDEN_BY_SETTING:
                     operation["responses"].pop("403", None)
-    if with_keys:
+            _errors_are_json(operation["responses"])
+    if access is not None:
         schema["components"]["securitySchemes"] = {
             "apiKey": {
                 "type": "http",
                 "scheme": "bearer",
-                "description": "An inference key; uploads and deletions need an admin key.",
+                "description": "A key with the scope of the route: infer, upload, delete or admin, which has all.",
             }
         }
+
+
+def _tell_of_keys(operation: dict[str, Any], need: Need, *, has_tenants: bool) -> None:
+    """Which key the operation wants, and the errors that follow from it."""
+    operation["security"] = [] if need == "open" else [{"apiKey": []}]
+    statuses = {401} if need != "open" else set()
+    statuses |= {403} if need not in ("open", "any") else set()
+    statuses |= {429} if need == "upload" and has_tenants else set()
+    for status in sorted(statuses):
+        operation["responses"].setdefault(str(status), {"description": _REASONS[status]})
 
 
 def _errors_are_json(responses: dict[str, Any]) -> None:

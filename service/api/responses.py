@@ -12,6 +12,7 @@ from fastapi.responses import Response
 
 from service.api.admission import Admitted, admit, off_loop
 from service.api.answers import ResponseObject
+from service.api.auth import caller_of
 from service.api.chat import ChatAnswer
 from service.api.errors import ApiError, error_body
 from service.api.json_body import JsonRoute
@@ -37,7 +38,7 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
     services = services_of(request)
     chat = await off_loop(lambda: chat_of(body), size_chars=body.num_chars)
     try:
-        admitted = await until_disconnect(request, admit(services, chat))
+        admitted = await until_disconnect(request, admit(services, caller_of(request), chat))
     except ApiError as error:
         raise renamed(error) from None
     answer = ResponseAnswer(services, body, chat, admitted)

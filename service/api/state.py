@@ -25,6 +25,7 @@ from service.engine.messages import Finished, Ready, Stats, Submit, Tier, Tokens
 from service.grammars.trial import GrammarTrial
 from service.payer import PAYER
 from service.settings import Settings
+from service.tenants.tenants import Tenants
 from service.text.chat_template import ChatTemplate
 from service.text.template_worker import AdapterTemplate, TemplateWorkers
 from service.text.tokenizer import TextTokenizer
@@ -130,6 +131,7 @@ class Gate:
 class Services:
     """The parts behind the routers. `store` is None when LoRA is off; `template` when the model has none.
 
+    tenants      who may ask
     sampling_defaults  what a request has that does not say
     draining     SIGTERM has come: nothing new is admitted
     prepared     the operator's adapters are in the store, so that the first request finds them
@@ -148,6 +150,7 @@ class Services:
     tokenizer: TextTokenizer
     template: ChatTemplate | None
     metrics: Metrics
+    tenants: Tenants = field(default_factory=Tenants)
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     store: AdapterStore | None = None
     draining: bool = False

@@ -87,7 +87,7 @@ async def roll_back(request: Request, name: str, body: RollbackRequest) -> JSONR
     """The earlier content becomes the name's newest version, in one step, as an upload of it would."""
     services = services_of(request)
     store = require_store(services)
-    change = Change(caller_of(request), body.note)
+    change = Change(caller_of(request).by, body.note)
     selector = "" if body.version is None else str(body.version)
     record, created = await asyncio.to_thread(store.rollback, name, selector, change, condition=condition_of(request))
     services.published(record)

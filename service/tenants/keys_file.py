@@ -38,11 +38,11 @@ class _Table(BaseModel):
 class Limits(_Table):
     """What a tenant may have; None is no limit."""
 
-    weight: float = Field(1.0, ge=MIN_WEIGHT, le=MAX_WEIGHT)
-    requests_in_flight: int | None = Field(None, ge=1)
-    tokens_per_minute: int | None = Field(None, ge=1)
-    uploads_per_minute: int | None = Field(None, ge=0)
-    adapters: int | None = Field(None, ge=0)
+    weight: float = Field(default=1.0, ge=MIN_WEIGHT, le=MAX_WEIGHT)
+    requests_in_flight: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1)
+    uploads_per_minute: int | None = Field(default=None, ge=0)
+    adapters: int | None = Field(default=None, ge=0)
     adapter_bytes: Annotated[ByteSize, Field(ge=0)] | None = None
 
 
@@ -65,7 +65,7 @@ class KeysFile(_Table):
     """All that the file says."""
 
     tenants: dict[str, Limits] = {}
-    keys: tuple[Key, ...] = Field((), strict=False)
+    keys: tuple[Key, ...] = Field(default=(), strict=False)
 
     @model_validator(mode="after")
     def _check_together(self) -> KeysFile:

@@ -23,12 +23,13 @@ from adapters.row_plan import plan_rows
 from adapters.store import AdapterStore, Upload
 from service.api import adapters as adapter_routes
 from service.api import lora_compat
-from service.api.auth import KeyRing
+from service.api.auth import Access
 from service.api.json_body import BodyBudget
 from service.api.metrics import Metrics
 from service.api.middleware import BodyRule, Door
 from service.api.state import Engine, Services
 from service.settings import Settings
+from service.tenants.tenants import Tenants
 from service.text.tokenizer import TextTokenizer
 from tests.api.conftest import ADAPTERS, BASE, Checkpoints
 from tests.support.adapter_files import (
@@ -366,7 +367,8 @@ class Routes:
         app.include_router(adapter_routes.router)
         app.include_router(lora_compat.router)
         rule, budget = BodyRule(1 << 20), BodyBudget(1 << 20)
-        app.add_middleware(Door, keys=KeyRing((), ()), metrics=self.metrics, body_rule=lambda *_: rule, budget=budget)
+        access = Access(Tenants(), ())
+        app.add_middleware(Door, access=access, metrics=self.metrics, body_rule=lambda *_: rule, budget=budget)
         app.state.services = Services(
             settings=Settings(model_name="base", lora_path_root=tmp_path / "root"),
             engine=cast(Engine, SimpleNamespace(state="starting", tiers={})),

@@ -14,17 +14,19 @@ import pytest
 from adapters import errors as store_errors
 from service.api import admission, batch, chat, completions
 from service.api import tokenize as tokenize_module
-from service.api.admission import Prompt, Target, admit, chat_prompt, resolve
+from service.api.admission import Prompt, Target, admit, chat_prompt, enter, resolve
 from service.api.errors import BadRequest, BodyTooLarge, QueueFull, UnknownModel, status_of
 from service.api.generation import Piece
 from service.api.sampling import SamplingDefaults
 from service.api.schemas import BatchRequest, ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
 from service.api.state import Gate, Services
 from service.engine.messages import TokenLogprob
+from service.tenants.tenants import Tenants
 from service.text.chat_template import ChatTemplate
 from service.text.template_worker import AdapterTemplate, TemplateWorkers
 from tests.support.limits import LIMIT_SECONDS
 
+CALLER = Tenants().anybody()
 LONG = "x" * 100_000
 SETTINGS = SimpleNamespace(base_name="tiny")
 
@@ -224,13 +226,13 @@ def a_chat(model: str, **fields: Any) -> ChatRequest:
 
 
 def nothing_is_held(parts: Services) -> bool:
-    return parts.gate.num_open == 0 and cast(Any, parts.store).num_out == 0
+    return parts.gate.num_open == CALLER.tenant.num_in_flight == 0 and cast(Any, parts.store).num_out == 0
 
 
 def test_places_are_taken_before_any_text_is_looked_at(full: Services) -> None:
     full.gate.enter(29, "tiny")
     with pytest.raises(QueueFull):
-        asyncio.run(admit(full, CompletionRequest(model="tiny", prompt=["a", "b"])))
+        asyncio.run(admit(full, CALLER, CompletionRequest(model="tiny", prompt=["a", "b"])))
     assert not cast(Any, full.tokenizer).threads
     full.gate.leave(29, "tiny")
     assert nothing_is_held(full)
@@ -258,16 +260,16 @@ def test_requests_of_one_model_that_fill_the_queue_keep_no_other_out(full: Servi
 )
 def test_what_is_refused_gives_its_places_back(full: Services, request_: CompletionRequest, has_places: bool) -> None:
     if has_places:
-        full.gate.enter(2)
+        enter(full, CALLER.tenant, 2)
     with pytest.raises(BadRequest):
-        asyncio.run(admit(full, request_, has_places=has_places))
+        asyncio.run(admit(full, CALLER, request_, has_places=has_places))
     assert nothing_is_held(full)
 
 
 @pytest.mark.parametrize("prompt", [["a"] * 31, [""] * 10_000, [[]] * 10_000])
 def test_more_prompts_than_there_are_places_are_not_even_tokenised(full: Services, prompt: Any) -> None:
     with pytest.raises(BadRequest, match="send fewer"):
-        asyncio.run(admit(full, CompletionRequest(model="tiny", prompt=prompt)))
+        asyncio.run(admit(full, CALLER, CompletionRequest(model="tiny", prompt=prompt)))
     assert not cast(Any, full.tokenizer).threads
     assert nothing_is_held(full)
 
@@ -275,7 +277,7 @@ def test_more_prompts_than_there_are_places_are_not_even_tokenised(full: Service
 def test_a_text_that_can_never_fit_is_not_tokenised(full: Services) -> None:
     cast(Any, full.tokenizer).max_chars_per_token = 5
     with pytest.raises(BadRequest, match="501 characters"):
-        asyncio.run(admit(full, CompletionRequest(model="tiny", prompt="a" * 501)))
+        asyncio.run(admit(full, CALLER, CompletionRequest(model="tiny", prompt="a" * 501)))
     assert not cast(Any, full.tokenizer).threads
     assert nothing_is_held(full)
 
@@ -285,7 +287,7 @@ def test_echo_tells_the_tokens_that_have_a_text(full: Services, is_there: bool) 
     """An embedding is often larger than the vocabulary, whose other ids stand for nothing."""
     cast(Any, full.engine).ready = READY if is_there else None
     request = CompletionRequest(model="tiny", prompt=[ord("a"), 950, ord("b")], echo=True, max_tokens=1)
-    admitted = asyncio.run(admit(full, request))
+    admitted = asyncio.run(admit(full, CALLER, request))
     assert admitted.plans[0].prompt.text == "ab"
     admitted.release()
 
@@ -293,7 +295,7 @@ def test_echo_tells_the_tokens_that_have_a_text(full: Services, is_there: bool) 
 @pytest.mark.parametrize("prompt", [[1] * 101, [1, 1000]], ids=["too long", "no such token"])
 def test_ids_that_are_refused_are_not_decoded(full: Services, prompt: list[int]) -> None:
     with pytest.raises(BadRequest):
-        asyncio.run(admit(full, CompletionRequest(model="tiny", prompt=prompt, echo=True)))
+        asyncio.run(admit(full, CALLER, CompletionRequest(model="tiny", prompt=prompt, echo=True)))
     assert not cast(Any, full.tokenizer).threads
     assert nothing_is_held(full)
 
@@ -304,11 +306,11 @@ def test_log_probabilities_of_many_prompts_are_bounded(
 ) -> None:
     monkeypatch.setattr(admission, "MAX_PROMPT_LOGPROBS", 60 * 4 * 3)
     wanted = {"model": "tiny", "echo": True, "max_tokens": 1, **fields}
-    asyncio.run(admit(full, CompletionRequest(**wanted, logprobs=2))).release()
+    asyncio.run(admit(full, CALLER, CompletionRequest(**wanted, logprobs=2))).release()
     with pytest.raises(BadRequest, match="960 log probabilities of prompt tokens; a request may have 720") as caught:
-        asyncio.run(admit(full, CompletionRequest(**wanted, logprobs=3)))
+        asyncio.run(admit(full, CALLER, CompletionRequest(**wanted, logprobs=3)))
     assert caught.value.param == "logprobs"
-    asyncio.run(admit(full, CompletionRequest(**{**wanted, "echo": False}, logprobs=20))).release()
+    asyncio.run(admit(full, CALLER, CompletionRequest(**{**wanted, "echo": False}, logprobs=20))).release()
     assert nothing_is_held(full)
 
 
@@ -316,7 +318,7 @@ def test_log_probabilities_of_a_batch_are_bounded_together(full: Services, monke
     monkeypatch.setattr(batch, "MAX_PROMPT_LOGPROBS", 100)
     item = {"model": "tiny", "prompt": [1] * 30, "echo": True, "max_tokens": 1}
     items = [{**item, "logprobs": 3}, {**item, "logprobs": 0}, item, {**item, "logprobs": 0, "prompt": [1]}]
-    first, *others = asyncio.run(batch._admit_all(full, BatchRequest(items=[items[0], *items[1:], {}])))
+    first, *others = asyncio.run(batch._admit_all(full, CALLER, BatchRequest(items=[items[0], *items[1:], {}])))
     assert not isinstance(first, Exception)  # alone it may have as many as its prompt makes
     assert [isinstance(one, BadRequest) for one in others] == [True, False, True, True]
     assert "150 log probabilities" in str(others[0])
@@ -360,9 +362,9 @@ def test_many_log_probabilities_are_written_beside_the_loop(
 
 def test_chats_of_one_adapter_do_not_stand_in_the_way_of_another_s(full: Services, template: Template) -> None:
     async def run() -> None:
-        many = [asyncio.create_task(admit(full, a_chat("busy"))) for _ in range(20)]
+        many = [asyncio.create_task(admit(full, CALLER, a_chat("busy"))) for _ in range(20)]
         await asyncio.sleep(0)
-        one = asyncio.create_task(admit(full, a_chat("other")))
+        one = asyncio.create_task(admit(full, CALLER, a_chat("other")))
         await asyncio.sleep(0)
         template.go.set()
         for admitted in await asyncio.gather(one, *many):
@@ -376,7 +378,7 @@ def test_chats_of_one_adapter_do_not_stand_in_the_way_of_another_s(full: Service
 
 def test_a_chat_that_is_given_up_is_not_rendered(full: Services, template: Template) -> None:
     async def run() -> None:
-        first, second = (asyncio.create_task(admit(full, a_chat("busy"))) for _ in range(2))
+        first, second = (asyncio.create_task(admit(full, CALLER, a_chat("busy"))) for _ in range(2))
         await asyncio.sleep(0)
         assert full.gate.num_open == 2
         second.cancel()
@@ -399,9 +401,9 @@ def test_json_in_texts_is_bounded_over_all_messages(full: Services, monkeypatch:
         function = {"name": "f", "arguments": json.dumps({"a": [[]] * num_lists})}
         return [{"role": "assistant", "tool_calls": [{"function": function}]}] * 2
 
-    asyncio.run(admit(full, ChatRequest.model_validate({"model": "tiny", "messages": messages(3)}))).release()
+    asyncio.run(admit(full, CALLER, ChatRequest.model_validate({"model": "tiny", "messages": messages(3)}))).release()
     with pytest.raises(BodyTooLarge, match="more than 10 lists"):
-        asyncio.run(admit(full, ChatRequest.model_validate({"model": "tiny", "messages": messages(4)})))
+        asyncio.run(admit(full, CALLER, ChatRequest.model_validate({"model": "tiny", "messages": messages(4)})))
     assert nothing_is_held(full)
 
 
@@ -410,5 +412,5 @@ def test_many_variables_of_a_template_are_handled_beside_the_loop(full: Services
     for variables, is_beside in (({"a": [1] * 10_000}, True), ({"a": {"b": "c" * 30_000}}, True), ({"a": [1]}, False)):
         cast(Any, full.tokenizer).threads.clear()
         request = ChatRequest(model="tiny", messages=a_chat("tiny").messages, chat_template_kwargs=variables)
-        asyncio.run(admit(full, request)).release()
+        asyncio.run(admit(full, CALLER, request)).release()
         assert (threading.main_thread() not in cast(Any, full.tokenizer).threads) == is_beside

@@ -10,6 +10,7 @@ from adapters import errors as store_errors
 from service.api.errors import TABLE, ApiError, UnknownModel, error_body, status_of
 from service.engine.client import EngineDied
 from service.models.errors import ModelError
+from service.tenants.limits import LimitReached
 from service.text.chat_template import TemplateError
 from service.text.tokenizer import TextError
 
@@ -21,6 +22,7 @@ def descendants(root: type[Exception]) -> set[type[Exception]]:
 def test_every_error_of_a_request_has_a_row() -> None:
     trees = descendants(ApiError) | descendants(store_errors.AdapterError)
     trees |= descendants(TextError) | descendants(TemplateError)
+    trees |= {LimitReached}
     # The roots are never raised; a dead engine and an unusable model are told by errors of the API.
     assert trees - {ApiError, store_errors.AdapterError} == set(TABLE)
     assert not set(TABLE) & {EngineDied, ModelError}

@@ -16,6 +16,7 @@ from service.api.metrics import Metrics
 from service.api.state import Services
 from service.engine.client import EngineClient, EngineDied, NeverSent, TokenStream
 from service.engine.messages import Finished, Sampling, Submit, TokenLogprob, Tokens
+from service.tenants.tenants import Tenants
 from service.text.stop_strings import StopAutomaton
 from service.text.tokenizer import TextTokenizer
 from tests.support.tiny_models import make_tokenizer
@@ -83,7 +84,10 @@ def a_job(parts: Services, places: Places, plans: list[Plan], *, is_streamed: bo
     parts.gate = cast(Any, places)
     record = SimpleNamespace(digest="d", manifest=SimpleNamespace(rows={}))
     lease: Any = SimpleNamespace(release=places.release, record=record)
-    return Job(parts, Admitted(parts, Target("tiny", lease), plans, "tiny"), is_streamed)
+    tenant = Tenants().default
+    tenant.enter(len(plans))
+    charge = tenant.take_tokens(sum(plan.most_tokens for plan in plans))
+    return Job(parts, Admitted(parts, tenant, Target("tiny", lease), plans, "tiny", charge), is_streamed)
 
 
 def plan(request_id: str, stop: str = "the", **sampling: Any) -> Plan:

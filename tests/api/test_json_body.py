@@ -16,12 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.api import json_body
-from service.api.auth import KeyRing
+from service.api.auth import Access
 from service.api.errors import BodyTooLarge, QueueFull
 from service.api.json_body import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, BodyBudget, JsonRoute, check_counts
 from service.api.metrics import Metrics
 from service.api.middleware import BodyRule, Door, Refusal
 from service.api.schemas import DetokenizeRequest
+from service.tenants.tenants import Tenants
 from tests.support.server import Server
 
 MIB = 1 << 20
@@ -115,7 +116,8 @@ def an_app(budget: BodyBudget, **limits: Any) -> FastAPI:
     for kind in (400, BodyTooLarge, QueueFull):
         app.add_exception_handler(kind, refuse)
     rule = BodyRule(**{"limit_bytes": 16 * MIB, **limits})
-    app.add_middleware(Door, keys=KeyRing((), ()), metrics=Metrics("x"), body_rule=lambda *_: rule, budget=budget)
+    access = Access(Tenants(), ())
+    app.add_middleware(Door, access=access, metrics=Metrics("x"), body_rule=lambda *_: rule, budget=budget)
     return app
 
 

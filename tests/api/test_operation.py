@@ -23,7 +23,7 @@ from rich.progress import Progress
 from safetensors.torch import load_file
 
 from adapters.paths import MANIFEST_FILE
-from service.api.auth import OPEN_PATHS, required_scope
+from service.api.auth import Need, route_of
 from service.api.metrics import Metrics
 from service.app import create_app
 from service.cli import main
@@ -62,14 +62,14 @@ def check_answer(openapi: dict[str, Any], method: str, path: str, answer: Any, d
 # Operation: what it can answer of its own, and what besides where API keys are set. What is wrong with one item of a
 # batch is told in the item's place, with 200. 500 stands where files may be damaged, or the disk or engine fail.
 STATUSES: dict[str, tuple[str, str]] = {
-    "post /v1/chat/completions": ("200 400 404 413 429 500 503", "401"),
-    "post /v1/completions": ("200 400 404 413 429 500 503", "401"),
-    "post /v1/completions/batch": ("200 400 413 429 503", "401"),
-    "post /v1/responses": ("200 400 404 413 429 500 503", "401"),
-    "post /v1/embeddings": ("200 400 404 413 429 500 503", "401"),
-    "post /tokenize": ("200 400 404 413 429 500", "401"),
-    "post /detokenize": ("200 400 404 413 429 500", "401"),
-    "get /tokenizer_info": ("200 429", "401"),
+    "post /v1/chat/completions": ("200 400 404 413 429 500 503", "401 403"),
+    "post /v1/completions": ("200 400 404 413 429 500 503", "401 403"),
+    "post /v1/completions/batch": ("200 400 413 429 503", "401 403"),
+    "post /v1/responses": ("200 400 404 413 429 500 503", "401 403"),
+    "post /v1/embeddings": ("200 400 404 413 429 500 503", "401 403"),
+    "post /tokenize": ("200 400 404 413 429 500", "401 403"),
+    "post /detokenize": ("200 400 404 413 429 500", "401 403"),
+    "get /tokenizer_info": ("200 429", "401 403"),
     "get /v1/models": ("200 400 429", "401"),
     "get /v1/models/{model}": ("200 400 404 500", "401"),
     "get /v1/adapters": ("200 400 429", "401"),
@@ -213,21 +213,21 @@ class TestOpenapi:
             jsonschema.validate({"model": "alpha"}, item)
 
     def test_every_path_has_a_scope(self, openapi: dict[str, Any]) -> None:
-        admin = {
-            (method, path)
-            for path, operations in openapi["paths"].items()
-            for method in operations
-            if required_scope(method.upper(), path.replace("{name}", "x")) == "admin"
+        needs: dict[Need, set[str]] = {}
+        for path, operations in openapi["paths"].items():
+            for method in operations:
+                route = route_of(method.upper(), path)
+                assert route is not None, f"{path} is in no line of the table"
+                needs.setdefault(route.need, set()).add(f"{method} {path}")
+        assert needs["open"] == {"get /health", "get /ping", "get /ready"}
+        assert needs["upload"] == {
+            "post /v1/adapters",
+            "put /v1/adapters/{name}",
+            "post /v1/adapters/{name}/rollback",
         }
-        assert admin == {
-            ("post", "/v1/adapters"),
-            ("put", "/v1/adapters/{name}"),
-            ("post", "/v1/adapters/{name}/rollback"),
-            ("delete", "/v1/adapters/{name}"),
-            ("post", "/v1/load_lora_adapter"),
-            ("post", "/v1/unload_lora_adapter"),
-        }
-        assert {"/health", "/ready", "/version"} <= OPEN_PATHS
+        assert needs["delete"] == {"delete /v1/adapters/{name}"}
+        assert needs["admin"] == {"post /v1/load_lora_adapter", "post /v1/unload_lora_adapter"}
+        assert all(name.startswith("get ") for name in needs["any"])
 
 
 class TestMetrics:

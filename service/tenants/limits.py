@@ -1,0 +1,160 @@
+"""What a tenant has taken of what it may have. One thread, the event loop's: what is asked and taken is one step."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from service.tenants.keys_file import Limits
+
+_MINUTE_SECONDS = 60
+
+
+class LimitReached(Exception):
+    """A tenant has as much as it may have. `headers` says when to ask again."""
+
+    def __init__(self, message: str, retry_seconds: int = 1) -> None:
+        super().__init__(message)
+        self.headers = {"Retry-After": str(retry_seconds)}
+
+
+@dataclass
+class Charge:
+    """What was taken in one second of the clock, by one or several; `amount` falls when some is given back."""
+
+    second: int
+    amount: int
+
+
+class Minute:
+    """What was taken in the last 60 seconds, wherever they begin.
+
+    Amounts count by whole seconds of the clock, and so for up to a second longer than 60.
+
+    clock  seconds that never go back
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._charges: deque[Charge] = deque()
+        self._used = 0
+
+    @property
+    def used(self) -> int:
+        """What counts now."""
+        self._forget()
+        return self._used
+
+    def seconds_until(self, amount: int) -> int:
+        """In how many seconds no more than `amount` counts, if nothing more is taken; 0 for now."""
+        left = self.used
+        for charge in self._charges:
+            if left <= amount:
+                break
+            left -= charge.amount
+            if left <= amount:
+                return max(1, math.ceil(charge.second + _MINUTE_SECONDS + 1 - self._clock()))
+        return 0
+
+    def take(self, amount: int) -> Charge:
+        """Count `amount` from now on."""
+        self._forget()
+        second = math.floor(self._clock())
+        if not self._charges or self._charges[-1].second != second:
+            self._charges.append(Charge(second, 0))
+        self._charges[-1].amount += amount
+        self._used += amount
+        return self._charges[-1]
+
+    def give_back(self, charge: Charge, amount: int) -> None:
+        """So much of it was not used after all; what no longer counts is left as it is."""
+        self._forget()
+        if self._charges and charge.second >= self._charges[0].second:
+            charge.amount -= amount
+            self._used -= amount
+            assert charge.amount >= 0, "more was given back than taken"
+
+    def _forget(self) -> None:
+        oldest = math.floor(self._clock()) - _MINUTE_SECONDS
+        while self._charges and self._charges[0].second < oldest:
+            self._used -= self._charges.popleft().amount
+
+
+class Tenant:
+    """Whoever keys and adapters belong to.
+
+    name    of the keys file, or DEFAULT
+    limits  replaced when the keys file is read again; what was taken stays
+    num_in_flight  sequences that run or wait
+    """
+
+    def __init__(self, name: str, limits: Limits, clock: Callable[[], float]) -> None:
+        self.name = name
+        self.limits = limits
+        self.num_in_flight = 0
+        self._tokens, self._uploads = Minute(clock), Minute(clock)
+
+    def enter(self, num_sequences: int) -> None:
+        """Take places. LimitReached if the tenant may not have all of them now."""
+        limit = self.limits.requests_in_flight
+        if limit is not None and self.num_in_flight + num_sequences > limit:
+            raise LimitReached(
+                f"{self.num_in_flight} of your {limit} requests in flight are taken and this one needs "
+                f"{num_sequences}; send it again when others have ended.",
+                1,
+            )
+        self.num_in_flight += num_sequences
+
+    def leave(self, num_sequences: int) -> None:
+        """Give places back."""
+        self.num_in_flight -= num_sequences
+        assert self.num_in_flight >= 0, "more places were given back than taken"
+
+    def take_tokens(self, num_tokens: int) -> Charge:
+        """Tokens that are about to be computed. LimitReached if they are too many for now; the caller has refused what
+        is above the limit by itself."""
+        limit = self.limits.tokens_per_minute
+        if limit is not None and self._tokens.used + num_tokens > limit:
+            left = max(0, limit - self._tokens.used)
+            raise LimitReached(
+                f"Of your {limit} tokens per minute {left} are left, and this request may take {num_tokens} "
+                "(prompt and `max_tokens` of each sequence); send it again later, or lower `max_tokens`.",
+                self._tokens.seconds_until(limit - num_tokens),
+            )
+        return self._tokens.take(num_tokens)
+
+    def give_back_tokens(self, charge: Charge, num_tokens: int) -> None:
+        """Tokens that were not computed after all."""
+        self._tokens.give_back(charge, num_tokens)
+
+    def take_upload(self) -> None:
+        """An upload begins. LimitReached if there were too many in the last minute."""
+        limit = self.limits.uploads_per_minute
+        if limit is not None and self._uploads.used + 1 > limit:
+            wait_seconds = self._uploads.seconds_until(limit - 1) if limit else _MINUTE_SECONDS
+            raise LimitReached(f"You have begun {limit} uploads within a minute, which is your limit.", wait_seconds)
+        self._uploads.take(1)
+
+    def headers(self) -> dict[str, str]:
+        """Where the tenant stands, as OpenAI says it; nothing of what has no limit."""
+        limits, told = self.limits, dict[str, str]()
+        if limits.requests_in_flight is not None:
+            # When another request ends nobody knows.
+            told |= _told("requests", limits.requests_in_flight, self.num_in_flight, 1 if self.num_in_flight else 0)
+        for name, limit, minute in (
+            ("tokens", limits.tokens_per_minute, self._tokens),
+            ("uploads", limits.uploads_per_minute, self._uploads),
+        ):
+            if limit is not None:
+                told |= _told(name, limit, minute.used, minute.seconds_until(0))
+        return told
+
+
+def _told(name: str, limit: int, used: int, reset_seconds: int) -> dict[str, str]:
+    return {
+        f"x-ratelimit-limit-{name}": str(limit),
+        f"x-ratelimit-remaining-{name}": str(max(0, limit - used)),
+        f"x-ratelimit-reset-{name}": f"{reset_seconds}s",
+    }

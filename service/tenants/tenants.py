@@ -1,0 +1,164 @@
+"""The tenants of a server: who a key belongs to, as the settings and the keys file say it now."""
+
+from __future__ import annotations
+
+import hmac
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from service.logs import LOGGER, audit
+from service.tenants.keys_file import SCOPES, Key, KeysFile, KeysFileError, Limits, Scope, hash_of, read_keys
+from service.tenants.limits import Tenant
+
+# Whose everything is without a keys file, and with one the keys of the settings.
+DEFAULT = "default"
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who sent a request, and what the key is for. `key_id` is how lists and logs call the key; "" where no key was
+    asked for."""
+
+    tenant: Tenant
+    scopes: frozenset[Scope]
+    key_id: str = ""
+
+    @property
+    def by(self) -> str:
+        """How the history of adapters calls them."""
+        return self.key_id if self.tenant.name == DEFAULT else f"{self.tenant.name} {self.key_id}"
+
+    def may(self, scope: Scope) -> bool:
+        """Whether the key has the scope; `admin` has all."""
+        return scope in self.scopes or "admin" in self.scopes
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A key that is let in."""
+
+    digest: bytes
+    tenant: str
+    scopes: frozenset[Scope]
+    key_id: str
+
+
+class Tenants:
+    """Keys to callers. Everything happens in the event loop.
+
+    inference_keys, admin_keys  of the settings: keys of the tenant DEFAULT
+    keys_file                   read now, and again when it is another one than it was. KeysFileError if it cannot be
+    clock                       seconds that never go back
+    """
+
+    def __init__(
+        self,
+        inference_keys: Iterable[str] = (),
+        admin_keys: Iterable[str] = (),
+        keys_file: Path | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._path = keys_file
+        self._clock = clock
+        self._own = (
+            # Named by their places: people choose these keys, and the hash of a word tells the word.
+            *_numbered("key", inference_keys, frozenset({"infer"})),
+            *_numbered("admin key", admin_keys, frozenset(SCOPES)),
+        )
+        self._tenants: dict[str, Tenant] = {}
+        self._signature: tuple[int, ...] | None = None
+        file = KeysFile()
+        if keys_file is not None:
+            self._signature = _signature(keys_file)
+            file = read_keys(keys_file)
+        self._file = file
+        self._known = self._own
+        self._apply(file)
+
+    @property
+    def has_file(self) -> bool:
+        """Whether there may be tenants beside DEFAULT."""
+        return self._path is not None
+
+    @property
+    def need_keys(self) -> bool:
+        """Whether a key is asked for at all."""
+        return self.has_file or bool(self._own)
+
+    @property
+    def default(self) -> Tenant:
+        """The tenant of the operator's own adapters."""
+        return self._tenants[DEFAULT]
+
+    def anybody(self) -> Caller:
+        """The caller where no key is asked for."""
+        assert not self.need_keys, "a key is asked for"
+        return Caller(self.default, frozenset(SCOPES))
+
+    def caller(self, key: str) -> Caller | None:
+        """Who has this key now, None if nobody. The key is compared with all that there are, so that the time tells
+        nothing about which one it was."""
+        self._look()
+        digest = hash_of(key)
+        found = [known for known in self._known if hmac.compare_digest(known.digest, digest)]
+        if not found:
+            return None
+        # The same key may stand in both settings, and in the file too: then it is the operator's.
+        tenant = found[0].tenant
+        same = [known for known in found if known.tenant == tenant]
+        return Caller(self._tenants[tenant], frozenset[Scope]().union(*(one.scopes for one in same)), same[-1].key_id)
+
+    def reread(self) -> None:
+        """Read the keys file now, whether it looks like another one or not."""
+        self._signature = None
+        self._look()
+
+    def _look(self) -> None:
+        """Read the keys file if it is another one than it was. What cannot be used is logged, once, and changes
+        nothing."""
+        if self._path is None:
+            return
+        signature = _signature(self._path)
+        if signature == self._signature:
+            return
+        self._signature = signature
+        try:
+            file = read_keys(self._path)
+        except KeysFileError as error:
+            LOGGER.error("%s The keys that were there stay.", error)
+            return
+        self._apply(file)
+        LOGGER.info("keys file read", extra={"fields": {"tenants": len(file.tenants), "keys": len(file.keys)}})
+
+    def _apply(self, file: KeysFile) -> None:
+        for change, keys in (("added", _missing(file, self._file)), ("revoked", _missing(self._file, file))):
+            for key in keys:
+                audit(f"key {change}", tenant=key.tenant, key=key.key_id, scopes=",".join(key.scopes))
+        # Tenants that are gone stay in memory: requests of theirs may run, and they may come back within the minute.
+        for name, limits in ({DEFAULT: Limits()} | file.tenants).items():
+            tenant = self._tenants.setdefault(name, Tenant(name, limits, self._clock))
+            tenant.limits = limits
+        known = (_Known(bytes.fromhex(key.sha256), key.tenant, frozenset(key.scopes), key.key_id) for key in file.keys)
+        self._file, self._known = file, (*self._own, *known)
+
+
+def _numbered(what: str, keys: Iterable[str], scopes: frozenset[Scope]) -> Iterator[_Known]:
+    return (_Known(hash_of(key), DEFAULT, scopes, f"{what} {number}") for number, key in enumerate(keys, start=1))
+
+
+def _missing(there: KeysFile, here: KeysFile) -> list[Key]:
+    """Keys that are there and not here, or here for another tenant or other scopes."""
+    known = {(key.sha256, key.tenant, frozenset(key.scopes)) for key in here.keys}
+    return [key for key in there.keys if (key.sha256, key.tenant, frozenset(key.scopes)) not in known]
+
+
+def _signature(path: Path) -> tuple[int, ...]:
+    """Changes when the file does; of links, what they lead to. () where there is none."""
+    try:
+        stat = os.stat(path)
+    except OSError:
+        return ()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns

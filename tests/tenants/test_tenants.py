@@ -1,0 +1,154 @@
+"""Who a key belongs to, and what a change of the keys file changes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from service.tenants.edit import add_key, revoke_key
+from service.tenants.keys_file import SCOPES, KeysFileError
+from service.tenants.tenants import DEFAULT, Caller, Tenants
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keys.toml"
+
+
+def known(tenants: Tenants, key: str) -> Caller:
+    caller = tenants.caller(key)
+    assert caller is not None
+    return caller
+
+
+def test_without_anything_everybody_may_do_everything() -> None:
+    tenants = Tenants()
+    assert not tenants.need_keys
+    caller = tenants.anybody()
+    assert (caller.tenant.name, caller.key_id, caller.scopes) == (DEFAULT, "", frozenset(SCOPES))
+    assert all(caller.may(scope) for scope in SCOPES)
+
+
+def test_keys_of_the_settings_are_the_default_tenant_s() -> None:
+    tenants = Tenants(["reader", "both"], ["writer", "both"])
+    for key, key_id, scopes in (
+        ("reader", "key 1", {"infer"}),
+        ("writer", "admin key 1", set(SCOPES)),
+        ("both", "admin key 2", set(SCOPES)),
+    ):
+        caller = known(tenants, key)
+        assert (caller.tenant.name, caller.key_id, set(caller.scopes)) == (DEFAULT, key_id, scopes)
+    assert tenants.caller("nobody") is None
+    assert tenants.caller("") is None
+    assert tenants.caller("\udcff") is None
+
+
+def test_admin_has_all_and_others_only_theirs(path: Path) -> None:
+    upload, _ = add_key(path, "acme", ["upload"])
+    admin, _ = add_key(path, "acme", ["admin"])
+    tenants = Tenants(keys_file=path)
+    for key, may in ((upload, {"upload"}), (admin, set(SCOPES))):
+        caller = known(tenants, key)
+        assert {scope for scope in SCOPES if caller.may(scope)} == may
+
+
+def test_a_key_counts_from_its_being_added_to_its_being_revoked(path: Path) -> None:
+    path.write_text("")
+    tenants = Tenants(keys_file=path)
+    assert tenants.need_keys
+    for _ in range(50):  # far more often than the clock of the file system ticks
+        key, entry = add_key(path, "acme", ["infer"])
+        caller = known(tenants, key)
+        assert (caller.tenant.name, caller.key_id) == ("acme", entry.key_id)
+        revoke_key(path, entry.key_id)
+        assert tenants.caller(key) is None
+
+
+def test_a_broken_file_changes_nothing_and_is_told_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    key, _ = add_key(path, "acme", ["infer"])
+    tenants = Tenants(keys_file=path)
+    whole = path.read_text()
+    for broken, words in (("[tenants.acme", "no TOML"), (whole + "what = 1", "not known here"), (None, "No such file")):
+        caplog.clear()
+        if broken is None:
+            path.unlink()
+        else:
+            path.write_text(broken)
+        for _ in range(3):
+            assert tenants.caller(key) is not None
+        (told,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+        assert words in told.getMessage()
+        assert "The keys that were there stay" in told.getMessage()
+    path.write_text("")
+    assert tenants.caller(key) is None
+
+
+def test_a_start_needs_a_file_that_can_be_used(path: Path) -> None:
+    with pytest.raises(KeysFileError, match="No such file"):
+        Tenants(keys_file=path)
+
+
+def test_what_does_not_show_is_read_when_asked_for(path: Path) -> None:
+    """Of the same size, at the same time, in the same file: what SIGHUP is for."""
+    key, _ = add_key(path, "acme", ["infer"])
+    tenants = Tenants(keys_file=path)
+    path.write_text(path.read_text().replace('"infer"', '"admin"'))
+    tenants._signature = os_signature(path)  # as if the clock had not ticked
+    caller = known(tenants, key)
+    assert not caller.may("admin")
+    tenants.reread()
+    caller = known(tenants, key)
+    assert caller.may("admin")
+
+
+def os_signature(path: Path) -> tuple[int, ...]:
+    stat = os.stat(path)
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def test_limits_change_and_counts_stay(path: Path) -> None:
+    path.write_text("[tenants.acme]\nrequests_in_flight = 4\n")
+    key, _ = add_key(path, "acme", ["infer"])
+    tenants = Tenants(keys_file=path)
+    before = known(tenants, key)
+    before.tenant.enter(3)
+    path.write_text(path.read_text().replace("= 4", "= 10"))
+    after = known(tenants, key)
+    assert after.tenant is before.tenant
+    assert after.tenant.headers()["x-ratelimit-remaining-requests"] == "7"
+
+
+def test_the_default_tenant_may_have_limits_too(path: Path) -> None:
+    path.write_text("[tenants.default]\nrequests_in_flight = 4\n")
+    caller = Tenants(["reader"], keys_file=path).caller("reader")
+    assert caller.tenant.limits.requests_in_flight == 4
+
+
+def test_each_change_of_a_key_is_a_line_without_the_key(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "multilora.audit")
+    key, entry = add_key(path, "acme", ["infer"])
+    tenants = Tenants(keys_file=path)
+    assert not caplog.records, "what was there is no change"
+    second, other = add_key(path, "zeta", ["infer", "upload"])
+    tenants.caller(second)
+    revoke_key(path, entry.key_id)
+    tenants.caller(second)
+    path.write_text(path.read_text() + "# a comment is none\n")
+    tenants.caller(second)
+    lines = [record.fields for record in caplog.records if record.name == "multilora.audit"]  # type: ignore[attr-defined]
+    assert lines == [
+        {"event": "key added", "tenant": "zeta", "key": other.key_id, "scopes": "infer,upload"},
+        {"event": "key revoked", "tenant": "acme", "key": entry.key_id, "scopes": "infer"},
+    ]
+    assert key not in caplog.text
+    assert second not in caplog.text
+
+
+def test_a_key_that_is_the_operator_s_is_nobody_else_s(path: Path) -> None:
+    """A tenant gets no rights by an entry for a key of the settings."""
+    key, _ = add_key(path, "acme", ["infer"])
+    caller = known(Tenants([], [key], path), key)
+    assert caller.tenant.name == DEFAULT
