@@ -68,6 +68,19 @@ class Stale(AdapterError):
     code = "precondition_failed"
 
 
+class QuotaExceeded(AdapterError):
+    """The owner has as much as it may have. 429.
+
+    what   "adapters" or "adapter-bytes", of which `used` of `limit` are there
+    """
+
+    code = "quota_exceeded"
+
+    def __init__(self, message: str, what: str = "adapters", limit: int = 0, used: int = 0) -> None:
+        super().__init__(message)
+        self.what, self.limit, self.used = what, limit, used
+
+
 class NotFound(AdapterError):
     """No adapter of this name or digest. 404."""
 

@@ -7,12 +7,13 @@ one makes a new version of its content, so that a number tells one content for e
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
 import msgspec
 
-from adapters.errors import Conflict, NotFound, Stale
+from adapters.errors import Conflict, NotFound, QuotaExceeded, Stale
 
 Visibility = Literal["private", "shared", "public"]
 
@@ -75,14 +76,28 @@ class NameRecord(msgspec.Struct, frozen=True):
         return next((one for one in reversed(self.versions) if _is_meant(one, selector)), None)
 
 
+class Quota(msgspec.Struct, frozen=True):
+    """What an owner may have, None for no limit: names, and bytes of all contents that they keep, each counted once."""
+
+    max_names: int | None = None
+    max_bytes: int | None = None
+
+
 class Change(msgspec.Struct, frozen=True):
-    """Who gives a name new content, and what they say of it. `owner` and `visibility` are those of a new name; one that
-    is there keeps its own."""
+    """Who gives a name new content, and what they say of it.
+
+    owner       of a new name; one that is there keeps its own
+    visibility  None: that of a name that is there, `usual` for a new one. With "shared", `shared_with` says with whom
+    quota       the owner's
+    """
 
     by: str = ""
     note: str = ""
     owner: str = ""
-    visibility: Visibility = "public"
+    visibility: Visibility | None = None
+    shared_with: tuple[str, ...] = ()
+    usual: Visibility = "public"
+    quota: Quota = Quota()
 
 
 # Raises where a name may not be given content: what the name is now (None: free), and the content's digest once known.
@@ -126,9 +141,61 @@ def changed(
 ) -> NameRecord:
     """The name with `digest` as its new current version; None: a new name."""
     if record is None:
-        return NameRecord((Version(1, digest, now_seconds, change.by, change.note),), change.owner, change.visibility)
+        first = Version(1, digest, now_seconds, change.by, change.note)
+        return seen(NameRecord((first,), change.owner, change.usual), change)
     version = Version(record.current.number + 1, digest, now_seconds, change.by, change.note, same_as)
-    return msgspec.structs.replace(record, versions=(*record.versions, version))
+    return seen(msgspec.structs.replace(record, versions=(*record.versions, version)), change)
+
+
+def seen(record: NameRecord, change: Change) -> NameRecord:
+    """The name with the change's visibility, if it says one."""
+    if change.visibility is None:
+        return record
+    return msgspec.structs.replace(record, visibility=change.visibility, shared_with=change.shared_with)
+
+
+def refuse_twin(names: Iterable[str], name: str) -> None:
+    """Conflict if one of the names, all of one owner, differs from `name` in case alone, or in its Unicode form."""
+    twin = next((one for one in names if one != name and _folded(one) == _folded(name)), None)
+    if twin is not None:
+        raise Conflict(f"The name {name!r} differs in case alone from {twin!r}, which is there; choose another.")
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+
+
+def refuse_excess(
+    before: NameRecord | None,
+    after: NameRecord,
+    others: Iterable[NameRecord],
+    quota: Quota,
+    size_of: Callable[[str], int],
+) -> None:
+    """QuotaExceeded if a name's becoming `after` makes its owner's names, or the bytes that they keep, more than they
+    were and more than they may be. `others` are the owner's other names."""
+    others = list(others)
+    if quota.max_names is not None and before is None and len(others) + 1 > quota.max_names:
+        raise QuotaExceeded(
+            f"You have {len(others)} of your {quota.max_names} adapters; delete one first.",
+            "adapters",
+            quota.max_names,
+            len(others),
+        )
+    if quota.max_bytes is None:
+        return
+    kept = set().union(*(record.digests for record in others))
+    before_bytes, after_bytes = (
+        sum(map(size_of, kept | (record.digests if record is not None else set()))) for record in (before, after)
+    )
+    if after_bytes > max(quota.max_bytes, before_bytes):
+        raise QuotaExceeded(
+            f"Your adapters have {before_bytes} bytes, with versions that are kept, and would have {after_bytes} of "
+            f"your {quota.max_bytes}; delete some first.",
+            "adapter-bytes",
+            quota.max_bytes,
+            before_bytes,
+        )
 
 
 def split(reference: str) -> tuple[str, str]:

@@ -29,17 +29,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-
 from adapters import names as rules
 from adapters.disk import StoreFiles
-from adapters.errors import Conflict, Damaged, InvalidName, Malformed, NotFound, TooLarge
+from adapters.errors import Conflict, Damaged, InvalidName, Malformed, NotFound, QuotaExceeded, TooLarge
 from adapters.handles import Lease, Upload
 from adapters.index import Index, Query, Row
 from adapters.intake import Intake
 from adapters.layout import BaseLayout
-from adapters.names import Change, Condition, NameRecord, Version, Visibility
-from adapters.paths import TEMPLATE_FILE, is_name
+from adapters.names import Change, Condition, NameRecord, Quota, Version, Visibility
+from adapters.paths import RESERVED, TEMPLATE_FILE, is_name
 from adapters.records import AdapterRecord, Manifest
 from adapters.row_plan import RowPlan
 from adapters.same_weights import have_same_weights
@@ -98,6 +96,8 @@ class AdapterStore:
         self._index = Index(self._files.index, self._names, self._files.read_summary)
         self._num_names = Counter(rules.uses(self._names.values()))
         self._manifests: OrderedDict[str, Manifest] = OrderedDict()
+        # Of all digests that quotas had to look at.
+        self._sizes: dict[str, int] = {}
         self._leases: Counter[str] = Counter()
         # Whoever releases the last lease need not wait for the disk.
         self._remover = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-files")
@@ -126,12 +126,14 @@ class AdapterStore:
 
     def check_name(self, name: str, owner: str = "") -> None:
         """Raises InvalidName, or Conflict for the base model's name. Call it before reading a body."""
+        if owner and name.rpartition("/")[2] in RESERVED:
+            raise InvalidName(f"The name {name!r} would be mistaken in addresses; choose another.")
         if not is_name(name, owner):
             raise InvalidName(
                 "An adapter's name has 1 to 128 letters, digits, '.', '_' and '-', and starts with a letter or a digit."
             )
-        if name == self.base_name:
-            raise Conflict(f"The name {name!r} is the base model's; choose another.")
+        if name.rpartition("/")[2] == self.base_name:  # which its owner would call so
+            raise Conflict(f"The name {self.base_name!r} is the base model's; choose another.")
 
     def check(self, name: str, condition: Condition) -> None:
         """Raises what `condition` does for the name as it is now; it is asked again when the name changes."""
@@ -164,13 +166,15 @@ class AdapterStore:
                 if not is_whole and self._put(ready, digest):
                     gone.append(digest)
                 is_new = record is None or record.digest != digest
-                if is_new:
-                    try:
+                try:
+                    if is_new:
                         gone += self._move(name, digest, change, self._same_as(record, manifest))
-                    except OSError:
-                        if self._remove_if_unused(digest):
-                            gone.append(digest)
-                        raise
+                    else:
+                        self._show(name, change)
+                except (OSError, Conflict, QuotaExceeded):
+                    if self._remove_if_unused(digest):
+                        gone.append(digest)
+                    raise
                 return self._shown(name, self._names[name].current, manifest), is_new or not is_whole
         finally:
             for one in gone:
@@ -201,8 +205,14 @@ class AdapterStore:
     def set_visibility(self, name: str, visibility: Visibility, shared_with: tuple[str, ...] = ()) -> None:
         """Say who beside its owner may use a name. Raises NotFound."""
         with self._disk:
-            record = self.versions(name)
-            record = msgspec.structs.replace(record, visibility=visibility, shared_with=shared_with)
+            self.versions(name)
+            self._show(name, Change(visibility=visibility, shared_with=shared_with))
+
+    def _show(self, name: str, change: Change) -> None:
+        """Under `_disk`: give a name that is there the change's visibility, and nothing else."""
+        before = self._names[name]
+        record = rules.seen(before, change)
+        if record != before:
             self._files.write_name(name, record)
             self._point(name, record)
 
@@ -217,22 +227,34 @@ class AdapterStore:
 
     def _move(self, name: str, digest: str, change: Change, same_as: int | None = None) -> list[str]:
         """Under `_disk`: make a digest whose files are there the name's current version. Returns the digests whose
-        files are gone by that. After an OSError the name is as before."""
+        files are gone by that. After an OSError, a Conflict or QuotaExceeded the name is as before."""
         before = self._names.get(name)
         record = rules.changed(before, digest, time.time(), change, same_as)
         limits = self.limits
         record = rules.pruned(record, self._num_bytes, most=limits.max_versions, most_bytes=limits.max_version_bytes)
+        self._refuse_for_owner(name, before, record, change.quota)
         self._files.write_name(name, record)
         self._point(name, record)
         unused = before.digests - record.digests if before is not None else set()
         return [one for one in unused if self._remove_if_unused(one)]
 
+    def _refuse_for_owner(self, name: str, before: NameRecord | None, after: NameRecord, quota: Quota) -> None:
+        """Raises Conflict, QuotaExceeded. Names without an owner may be older than the rule about twins."""
+        if not after.owner and quota == Quota():
+            return
+        others = {one: record for one, record in self._names.items() if record.owner == after.owner and one != name}
+        if before is None and after.owner:
+            rules.refuse_twin(others, name)
+        rules.refuse_excess(before, after, others.values(), quota, self._num_bytes)
+
     def _num_bytes(self, digest: str) -> int:
         """Of the tensors; 0 for a digest whose manifest is damaged."""
-        try:
-            return self.manifest(digest).num_bytes
-        except (NotFound, Damaged):
-            return 0
+        if digest not in self._sizes:
+            try:
+                self._sizes[digest] = self.manifest(digest).num_bytes
+            except (NotFound, Damaged):
+                return 0
+        return self._sizes[digest]
 
     def _put(self, ready: Path, digest: str) -> bool:
         """The adapter's files are in the store from now on, as uploaded. Returns whether they are in the place of
@@ -418,6 +440,7 @@ class AdapterStore:
             if self._is_used(digest):
                 return False
             del self._leases[digest]
+            self._sizes.pop(digest, None)
             self._manifests.pop(digest, None)
         is_gone = self._files.remove_adapter(digest)
         with self._lock:

@@ -48,7 +48,7 @@ from service.api.sampling import SamplingDefaults, model_defaults
 from service.api.state import Services
 from service.api.validation import bad_request
 from service.engine.client import EngineClient, EngineDied
-from service.logs import LOGGER
+from service.logs import LOGGER, audit
 from service.models.layouts import layout_in
 from service.settings import Settings
 from service.start_check import StartError
@@ -70,8 +70,8 @@ ROUTERS = (
     batch.router,
     models.router,
     tokenize.router,
+    versions.router,  # before the adapters: below an adapter's path there are names too
     adapters.router,
-    versions.router,
     lora_compat.router,
     health.router,
 )
@@ -109,7 +109,7 @@ def _allow_pages(app: FastAPI, origins: tuple[str, ...]) -> None:
     app.add_middleware(
         CORSMiddleware,
         allow_origins=origins,
-        allow_methods=["GET", "POST", "PUT", "DELETE"],
+        allow_methods=["GET", "POST", "PUT", "PATCH", "DELETE"],
         allow_headers=["*"],
         expose_headers=["X-Request-Id", "X-Multilora-Adapter", "ETag", "Retry-After"],
     )
@@ -274,6 +274,8 @@ def preload(services: Services) -> None:
             with store.begin() as upload:
                 upload.add_directory(path)
                 record, created = upload.finish(path.name, Change(by="preload"))
+                if created:
+                    audit("preload", adapter=record.name, version=record.version.number, digest=record.digest)
         except store_errors.Conflict as error:
             LOGGER.warning("Not preloaded: %s", error)
             continue

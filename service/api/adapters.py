@@ -10,18 +10,20 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from adapters.index import Row
-from adapters.names import Change, Condition, Version, keep
+from adapters.names import Condition, Version, keep
 from adapters.records import AdapterRecord
 from adapters.store import AdapterStore
 from service.api.answers import AdapterDeleted, AdapterList, AdapterResponse, ModuleReport
-from service.api.auth import caller_of
+from service.api.auth import caller_of, namespace_of
 from service.api.conditions import CONDITION_HEADERS, condition_of, refuse_conditions
 from service.api.errors import BadRequest, NotReady
 from service.api.listing import MOST_PER_PAGE, Filters, listing, no_query, page, rows
+from service.api.namespace import Namespace
 from service.api.openapi import DELETE_ERRORS, UPLOAD_BODY, UPLOAD_ERRORS, errors
 from service.api.requestlog import note
 from service.api.state import Services, services_of
 from service.api.upload import in_upload_thread, receive_upload
+from service.logs import audit
 from service.payer import PAYER
 
 router = APIRouter(tags=["adapters"])
@@ -44,29 +46,54 @@ async def upload_adapter(request: Request) -> JSONResponse:
     name that stands for other content is left as it is: PUT replaces that."""
     refuse_conditions(request, "send PUT /v1/adapters/{name}")
     record, created = await take_upload(request, None, keep)
-    answer = describe(services_of(request), record)
+    answer = describe(request, record)
     return JSONResponse(answer.model_dump(), status_code=201 if created else 200)
 
 
 async def take_upload(request: Request, name: str | None, condition: Condition) -> tuple[AdapterRecord, bool]:
     """Read the adapter in the request's body, check it, and make it the current version of its name, which is `name` or
-    in the body. Returns (record, created) as `Upload.finish` does."""
+    in the body. Returns (record, created) as `Upload.finish` does. LimitReached if the tenant may not have it."""
     services = services_of(request)
     store = require_open_store(services)
+    namespace = namespace_of(request, store)
+    caller_of(request).tenant.take_upload()
     # The announced bytes include the multipart framing, so the store's own limit is left to its running count.
     announced = int(request.headers.get("content-length", 0))
     with services.uploading():
         declared = min(announced, store.limits.max_upload_bytes)
         upload = await in_upload_thread(store.begin, declared_bytes=declared, owner=PAYER.get())
         try:
-            sent = await receive_upload(request, store, upload)
-            change = Change(caller_of(request).by, sent.note)
-            record, created = await in_upload_thread(upload.finish, sent.name_for(name), change, condition=condition)
+            sent = await receive_upload(request, namespace.place, upload)
+            record, created = await in_upload_thread(
+                namespace.finish,
+                upload,
+                namespace.place(sent.name_for(name)),
+                note=sent.note,
+                visibility=sent.visibility,
+                shared_with=sent.shared_with,
+                condition=condition,
+            )
         finally:
             await in_upload_thread(upload.discard)
     note(request, adapter=record.reference, digest=record.digest[:12], created=created)
+    audit_change(request, "upload" if record.version.number == 1 else "replacement", record, created=created)
     services.published(record)
     return record, created
+
+
+def audit_change(request: Request, event: str, record: AdapterRecord, **fields: Any) -> None:
+    """A line about what was made of a name, and by whom."""
+    caller = caller_of(request)
+    audit(
+        event,
+        tenant=caller.tenant.name,
+        key=caller.key_id or None,
+        adapter=record.name,
+        version=record.version.number,
+        digest=record.digest,
+        visibility=record.visibility,
+        **fields,
+    )
 
 
 class _Filters(Filters):
@@ -78,27 +105,29 @@ async def list_adapters(request: Request, filters: Annotated[_Filters, Query()])
     """Adapters by name, a page at a time: `has_more` says whether more follow after `last_id`. What each is bound to is
     told by its own address."""
     services = services_of(request)
-    require_store(services)
+    namespace = namespace_of(request, require_store(services))
 
     def build() -> dict[str, Any]:
-        found, has_more = rows(services, filters, filters.limit)
-        return page([_listed(services, one) for one in found], "name", has_more=has_more)
+        found, has_more = rows(services, namespace, filters, filters.limit)
+        return page([_listed(services, namespace, one) for one in found], "name", has_more=has_more)
 
     with services.calls.places():
         return await listing(build)
 
 
 @router.get(
-    "/v1/adapters/{name}", dependencies=[no_query], responses=errors((400, 401, 404, 500)), summary="Show an adapter"
+    "/v1/adapters/{name:adapter}",
+    dependencies=[no_query],
+    responses=errors((400, 401, 404, 500)),
+    summary="Show an adapter",
 )
 async def get_adapter(request: Request, name: str) -> AdapterResponse:
     """What the adapter is bound to, and where it is now."""
-    services = services_of(request)
-    return describe(services, require_store(services).get(name))
+    return describe(request, namespace_of(request, require_store(services_of(request))).get(name))
 
 
 @router.delete(
-    "/v1/adapters/{name}",
+    "/v1/adapters/{name:adapter}",
     dependencies=[no_query],
     responses={**DELETE_ERRORS, **errors((412,))},
     openapi_extra={"parameters": CONDITION_HEADERS},
@@ -110,10 +139,20 @@ async def delete_adapter(request: Request, name: str) -> AdapterDeleted:
     services = services_of(request)
     if name == services.settings.base_name:
         raise BadRequest(f"{name!r} is the base model, which cannot be deleted; name an adapter.")
-    digest = await asyncio.to_thread(require_store(services).delete, name, condition_of(request))
-    services.deleted(name)
-    note(request, adapter=name, digest=digest[:12])
+    digest = await remove_adapter(request, name, condition_of(request))
     return AdapterDeleted(name=name, object="adapter.deleted", digest=digest, deleted=True)
+
+
+async def remove_adapter(request: Request, name: str, condition: Condition) -> str:
+    """Delete a name of the caller's; its current digest. NotFound, and what `condition` raises."""
+    services, caller = services_of(request), caller_of(request)
+    store = require_store(services)
+    full_name = namespace_of(request, store).find_own(name)
+    digest = await asyncio.to_thread(store.delete, full_name, condition)
+    services.deleted(full_name)
+    note(request, adapter=full_name, digest=digest[:12])
+    audit("deletion", tenant=caller.tenant.name, key=caller.key_id or None, adapter=full_name, digest=digest)
+    return digest
 
 
 def require_store(services: Services) -> AdapterStore:
@@ -135,8 +174,9 @@ def require_open_store(services: Services) -> AdapterStore:
     return store
 
 
-def describe(services: Services, record: AdapterRecord) -> AdapterResponse:
+def describe(request: Request, record: AdapterRecord) -> AdapterResponse:
     """The load report of an adapter."""
+    services = services_of(request)
     manifest, version = record.manifest, record.version
     row = Row(
         record.name,
@@ -152,7 +192,7 @@ def describe(services: Services, record: AdapterRecord) -> AdapterResponse:
         manifest.has_chat_template,
     )
     return AdapterResponse(
-        **_listed(services, row),
+        **_listed(services, namespace_of(request, require_store(services)), row),
         modules=[
             ModuleReport(module=one.module, rank=one.rank, scaling=one.scaling, bytes=one.num_bytes)
             for one in manifest.modules
@@ -167,15 +207,15 @@ def _same(version: Version) -> list[str]:
     return [f"The weights are those of version {version.same_as}, value by value, in another float type."]
 
 
-def _listed(services: Services, row: Row) -> dict[str, Any]:
+def _listed(services: Services, namespace: Namespace, row: Row) -> dict[str, Any]:
     """The fields of AdapterSummary."""
     return {
-        "name": row.name,
+        "name": namespace.shown_name(row.name),
         "object": "adapter",
         "version": row.number,
         "digest": row.digest,
         "base": services.settings.base_name,
-        "owner": row.owner,
+        "owner": namespace.shown_owner(row.owner),
         "visibility": row.visibility,
         "created": int(row.created_at_seconds),
         "rank": row.rank,

@@ -17,6 +17,7 @@ from adapters.store import Lease
 from service.api.errors import BadRequest, QueueFull, UnknownModel, quoted
 from service.api.grammars import requested_grammar
 from service.api.json_body import check_inner_counts
+from service.api.namespace import Namespace
 from service.api.reading import check_template_takes_tools, reading_of, shown_tools
 from service.api.sampling import build_sampling, seed_of_choice, stop_strings
 from service.api.schemas import MAX_PROMPT_LOGPROBS, ChatRequest, CompletionRequest, TokenizeRequest
@@ -51,10 +52,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Target:
-    """What a request's names stand for: the base (no lease) or one adapter's digest, held until `release`."""
+    """What a request's names stand for: the base (no lease) or one adapter's digest, held until `release`.
+
+    name        the base's, or the store's name of the adapter
+    shown_name  what the caller calls it
+    turn        what takes turns for an adapter's own template, see `Services.template_turn`
+    """
 
     name: str
     lease: Lease | None
+    shown_name: str = ""
+    turn: str = ""
 
     @property
     def digest(self) -> str | None:
@@ -184,7 +192,7 @@ async def admit(
     target: Target | None = None
     try:
         ready = services.require_ready()
-        target = resolve(services, request.model, request.adapter_id)
+        target = resolve(services, caller, request.model, request.adapter_id)
         if not has_places:
             wanted, payer = num_sequences(services, tenant, request), payer_of(services, tenant, target.name)
             enter(services, tenant, wanted, payer)
@@ -318,11 +326,12 @@ def resolve_name(services: Services, model: str | None, adapter_id: str | None =
     return named
 
 
-def resolve(services: Services, model: str | None, adapter_id: str | None = None) -> Target:
-    """Names to a digest, with a lease on it. UnknownModel if there is no such adapter, or none at all: LoRA is off."""
+def resolve(services: Services, caller: Caller, model: str | None, adapter_id: str | None = None) -> Target:
+    """Names to a digest, with a lease on it. UnknownModel if there is no such adapter for the caller, or none at all:
+    LoRA is off."""
     name = resolve_name(services, model, adapter_id)
     if name is None:
-        return Target(services.settings.base_name, None)
+        return Target(services.settings.base_name, None, services.settings.base_name)
     param = "adapter_id" if adapter_id else "model"
     unknown = f"The model `{quoted(adapter_id or model or name)}` does not exist"
     if services.store is None:
@@ -332,8 +341,12 @@ def resolve(services: Services, model: str | None, adapter_id: str | None = None
             param=param,
         )
     try:
-        lease = services.store.lease(name)
-        return Target(lease.record.name, lease)
+        namespace = Namespace(services.store, services.tenants, caller)
+        lease = namespace.lease(name)
+        full_name = lease.record.name
+        # Where there are several tenants none of them can have all turns.
+        turn = f"{caller.tenant.name}/" if services.tenants.has_file else lease.record.digest
+        return Target(full_name, lease, namespace.shown_name(full_name), turn)
     except store_errors.NotFound:
         raise UnknownModel(f"{unknown}; GET /v1/models lists what does.", param=param) from None
 
@@ -407,8 +420,7 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
         return replace(encoded(services, text, special=bool(request.add_special_tokens)), reading=reading)
 
     if target.has_template:
-        assert target.digest is not None, "the base has no template of an adapter's"
-        async with services.template_turn(target.digest):
+        async with services.template_turn(target.turn):
             text, reading = await asyncio.wrap_future(services.template_workers.submit(render))
         return await off_loop(lambda: encode(text, reading), size_chars=len(text))
     size_chars = sum(_MESSAGE_CHARS + message.num_chars for message in messages) + tools_chars(tools)

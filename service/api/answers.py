@@ -440,12 +440,13 @@ class AdapterVersion(Response):
 
 
 class AdapterHistory(Response):
-    """The versions of a name, newest first."""
+    """The versions of a name, newest first. `shared_with` is told to its owner alone."""
 
     object: Literal["list"]
     name: str
     owner: str
     visibility: Literal["private", "shared", "public"]
+    shared_with: list[str]
     data: list[AdapterVersion]
 
 

@@ -8,8 +8,11 @@ from typing import Literal, NamedTuple
 from fastapi import Request
 from starlette.datastructures import Headers
 
+from adapters.store import AdapterStore
 from service.api.errors import Forbidden, Unauthorized
+from service.api.namespace import Namespace
 from service.api.page import PAGE_PATHS
+from service.api.state import services_of
 from service.tenants.keys_file import Scope
 from service.tenants.tenants import Caller, Tenants
 
@@ -138,3 +141,8 @@ def caller_of(request: Request) -> Caller:
     caller = request.scope["multilora.caller"]
     assert isinstance(caller, Caller), "an open route asks who calls"
     return caller
+
+
+def namespace_of(request: Request, store: AdapterStore) -> Namespace:
+    """The adapters as the request's sender sees them."""
+    return Namespace(store, services_of(request).tenants, caller_of(request))

@@ -75,7 +75,7 @@ async def create_batch(request: Request, body: BatchRequest) -> Response:
 
 def _check_size(count: int, limit: int, what: str) -> None:
     if count > limit:
-        raise BodyTooLarge(f"The batch has {count} {what}; this server takes {limit}.", param="items")
+        raise BodyTooLarge(f"The batch has {count} {what}; it may have {limit}.", param="items")
 
 
 async def _admit_all(services: Services, caller: Caller, body: BatchRequest) -> list[_Checked | Exception]:

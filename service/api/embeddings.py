@@ -58,8 +58,8 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
     ready = services.require_ready()
     inputs = _inputs(body)
     _check(ready, body)
-    tenant = caller_of(request).tenant
-    target = resolve(services, body.model, body.adapter_id)
+    caller = caller_of(request)
+    tenant, target = caller.tenant, resolve(services, caller, body.model, body.adapter_id)
     try:
         places, payer = min(len(inputs), MAX_AT_A_TIME, services.gate.limit), payer_of(services, tenant, target.name)
         enter(services, tenant, places, payer)

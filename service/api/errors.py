@@ -124,6 +124,7 @@ TABLE: dict[type[Exception], Answer] = {
     store_errors.TooLarge: Answer(413, _INVALID, store_errors.TooLarge.code),
     store_errors.NotFound: Answer(404, "NotFoundError", store_errors.NotFound.code),
     store_errors.Conflict: Answer(409, _INVALID, store_errors.Conflict.code),
+    store_errors.QuotaExceeded: Answer(429, "rate_limit_error", store_errors.QuotaExceeded.code),
     store_errors.Stale: Answer(412, _INVALID, store_errors.Stale.code),
     store_errors.Damaged: Answer(500, "server_error", store_errors.Damaged.code),
     store_errors.StagingFull: Answer(429, "rate_limit_error", store_errors.StagingFull.code),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
+from adapters.records import AdapterRecord
 from service.api.admission import Held, Plan, Target
 from service.api.errors import BadRequest, EngineFailed, NotReady
 from service.api.metrics import SequenceTimer
@@ -244,14 +245,24 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The adapter that answers, or the base."""
+        """What the caller calls the adapter that answers, or the base."""
+        return self._target.shown_name
+
+    @property
+    def full_name(self) -> str:
+        """What the store calls it."""
         return self._target.name
 
     @property
     def adapter(self) -> str | None:
-        """The version of the adapter that answers and its content, None for the base."""
-        record = None if self._target.lease is None else self._target.lease.record
-        return None if record is None else f"{record.reference} sha256:{record.digest}"
+        """The version of the adapter that answers, as the caller may ask for it, and its content; None for the base."""
+        record = self.record
+        return None if record is None else f"{self.name}@{record.version.number} sha256:{record.digest}"
+
+    @property
+    def record(self) -> AdapterRecord | None:
+        """The version of the adapter that answers, None for the base."""
+        return None if self._target.lease is None else self._target.lease.record
 
     @property
     def fingerprint(self) -> str:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from adapters.index import Query, Row
 from service.api.errors import BadRequest, quoted
+from service.api.namespace import Namespace
 from service.api.state import Services, Tier
 
 MOST_PER_PAGE = 1000
@@ -34,18 +35,17 @@ class Filters(BaseModel):
         return self.rank is not None or self.state is not None or self.owner is not None
 
 
-def rows(services: Services, filters: Filters, limit: int) -> tuple[list[Row], bool]:
+def rows(services: Services, namespace: Namespace, filters: Filters, limit: int) -> tuple[list[Row], bool]:
     """A page of adapters, and whether more follow. Takes milliseconds: not for an event loop."""
-    if services.store is None:
-        return [], False
     tiers = dict(services.engine.tiers)
-    query = Query(limit + 1, filters.after, filters.prefix, filters.rank, filters.owner)
+    owner = None if filters.owner is None else namespace.owner_of(filters.owner)
+    query = Query(limit + 1, filters.after, filters.prefix, filters.rank, owner, viewer=namespace.viewer)
     if filters.state == "disk":
         query = msgspec.structs.replace(query, not_in_digests=frozenset(tiers))
     elif filters.state is not None:
         held = frozenset(digest for digest, tier in tiers.items() if tier == filters.state)
         query = msgspec.structs.replace(query, in_digests=held)
-    found = services.store.page(query)
+    found = namespace.store.page(query)
     return found[:limit], len(found) > limit
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
 
 from adapters import errors as store_errors
-from adapters.names import Change, keep, move
+from adapters.names import keep, move
 from adapters.records import AdapterRecord
-from adapters.store import AdapterStore
 from adapters.upload import disk_full_is_ours
-from service.api.adapters import require_open_store, require_store
-from service.api.auth import caller_of
+from service.api.adapters import audit_change, remove_adapter, require_open_store
+from service.api.auth import caller_of, namespace_of
 from service.api.errors import BadRequest, Forbidden, InvalidUserInput, UnknownModel
+from service.api.namespace import Namespace
 from service.api.openapi import DELETE_ERRORS, errors
 from service.api.requestlog import note
 from service.api.schemas import LoadLoraRequest, UnloadLoraRequest
@@ -69,14 +68,15 @@ async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTex
     services = services_of(request)
     root = _require_root(services)
     store = require_open_store(services)
-    store.check_name(body.lora_name)
+    namespace = namespace_of(request, store)
+    full_name = namespace.place(body.lora_name)
+    caller_of(request).tenant.take_upload()
     with services.uploading():
         path = _below(root, body.lora_path)
-        record = await in_upload_thread(
-            _load, store, path, body.lora_name, body.load_inplace, Change(caller_of(request).by)
-        )
+        record = await in_upload_thread(_load, namespace, path, body.lora_name, full_name, body.load_inplace)
     services.published(record)
     note(request, adapter=record.reference, digest=record.digest[:12])
+    audit_change(request, "upload" if record.version.number == 1 else "replacement", record)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
@@ -88,13 +88,10 @@ async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTex
 )
 async def unload_lora_adapter(request: Request, body: UnloadLoraRequest) -> PlainTextResponse:
     """The same as DELETE /v1/adapters/{name}."""
-    services = services_of(request)
     try:
-        digest = await asyncio.to_thread(require_store(services).delete, body.lora_name)
+        await remove_adapter(request, body.lora_name, move)
     except store_errors.NotFound:
         raise UnknownModel(f"The lora adapter '{body.lora_name}' cannot be found.", param="lora_name") from None
-    services.deleted(body.lora_name)
-    note(request, adapter=body.lora_name, digest=digest[:12])
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
 
@@ -128,14 +125,14 @@ def _below(root: Path, path: str) -> Path:
     return resolved
 
 
-def _load(store: AdapterStore, path: Path, name: str, replace: bool, change: Change) -> AdapterRecord:
-    if store.has(name) and not replace:
+def _load(namespace: Namespace, path: Path, name: str, full_name: str, replace: bool) -> AdapterRecord:
+    if namespace.store.has(full_name) and not replace:
         raise InvalidUserInput(
             f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
             "'load_inplace' to True.",
             param="lora_name",
         )
-    with store.begin(owner=PAYER.get()) as upload:
+    with namespace.store.begin(owner=PAYER.get()) as upload:
         try:
             with disk_full_is_ours():
                 upload.add_directory(path)
@@ -143,7 +140,7 @@ def _load(store: AdapterStore, path: Path, name: str, replace: bool, change: Cha
             if not _is_about(error, path):  # the store's own directory fails: no fault of the client's
                 raise
             raise _unreadable(error) from error
-        return upload.finish(name, change, condition=move if replace else keep)[0]
+        return namespace.finish(upload, full_name, condition=move if replace else keep)[0]
 
 
 def _is_about(error: OSError, path: Path) -> bool:

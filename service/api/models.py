@@ -9,11 +9,15 @@ from pydantic import Field
 
 from service.api.admission import resolve
 from service.api.answers import ModelCard, ModelList
+from service.api.auth import caller_of, namespace_of
 from service.api.listing import MOST_PER_PAGE, Filters, listing, no_query, page, rows
 from service.api.openapi import errors
 from service.api.state import Services, services_of
 
 router = APIRouter(tags=["OpenAI"])
+
+# Of the base and of adapters that are no tenant's.
+_OPERATOR = "multilora"
 
 
 class _Filters(Filters):
@@ -28,6 +32,8 @@ async def list_models(request: Request, filters: Annotated[_Filters, Query()]) -
     `last_id`. Adapters have the base as `parent` and their digest as `root`."""
     services = services_of(request)
 
+    namespace = None if services.store is None else namespace_of(request, services.store)
+
     def build() -> dict[str, Any]:
         base = services.settings.base_name
         # The base comes before all adapters, whatever it is called.
@@ -36,25 +42,36 @@ async def list_models(request: Request, filters: Annotated[_Filters, Query()]) -
             has_base = False
         else:
             has_base = not filters.after and not filters.are_given and base.startswith(filters.prefix)
-        found, has_more = rows(services, filters, filters.limit - has_base)
-        cards = [_adapter_card(services, one.name, one.digest, one.created_at_seconds) for one in found]
-        return page([_base_card(services)] * has_base + cards, "id", has_more=has_more)
+        cards, has_more = [_base_card(services)] * has_base, False
+        if namespace is not None:
+            found, has_more = rows(services, namespace, filters, filters.limit - has_base)
+            cards += [
+                _adapter_card(services, namespace.shown_name(one.name), one.owner, one.digest, one.created_at_seconds)
+                for one in found
+            ]
+        return page(cards, "id", has_more=has_more)
 
     with services.calls.places():
         return await listing(build)
 
 
-@router.get("/v1/models/{model}", dependencies=[no_query], responses=errors((400, 401, 404, 500)), summary="One model")
+@router.get(
+    "/v1/models/{model:adapter}",
+    dependencies=[no_query],
+    responses=errors((400, 401, 404, 500)),
+    summary="One model",
+)
 async def get_model(request: Request, model: str) -> ModelCard:
     """The card of the base or of an adapter, by any name that requests may use."""
     services = services_of(request)
-    target = resolve(services, model)
+    target = resolve(services, caller_of(request), model)
     try:
         if target.lease is None:
             return ModelCard(**_base_card(services))
         record = target.lease.record
-        name = record.reference if "@" in model else record.name
-        return ModelCard(**_adapter_card(services, name, record.digest, record.version.created_at_seconds))
+        name = f"{target.shown_name}@{record.version.number}" if "@" in model else target.shown_name
+        card = _adapter_card(services, name, record.owner, record.digest, record.version.created_at_seconds)
+        return ModelCard(**card)
     finally:
         target.release()
 
@@ -64,13 +81,13 @@ def _base_card(services: Services) -> dict[str, Any]:
     return _card(services, id=name, created=services.started_at_seconds, root=name, parent=None)
 
 
-def _adapter_card(services: Services, name: str, digest: str, created_at_seconds: float) -> dict[str, Any]:
-    base = services.settings.base_name
-    return _card(services, id=name, created=int(created_at_seconds), root=digest, parent=base)
+def _adapter_card(services: Services, name: str, owner: str, digest: str, created_at_seconds: float) -> dict[str, Any]:
+    fields = {"id": name, "created": int(created_at_seconds), "root": digest, "parent": services.settings.base_name}
+    return _card(services, owned_by=owner or _OPERATOR, **fields)
 
 
-def _card(services: Services, **fields: Any) -> dict[str, Any]:
+def _card(services: Services, *, owned_by: str = _OPERATOR, **fields: Any) -> dict[str, Any]:
     """The fields of ModelCard."""
     ready = services.engine.ready
     limit = None if ready is None else ready.max_model_len_tokens
-    return {**fields, "object": "model", "owned_by": "multilora", "max_model_len": limit}
+    return {**fields, "object": "model", "owned_by": owned_by, "max_model_len": limit}

@@ -72,8 +72,21 @@ UPLOAD_BODY: dict[str, Any] = {
                 "description": "Send `name`, and either `adapter_config` and `adapter_model` or `archive`. These names "
                 "need no file name; parts of other names are recognised by theirs.",
                 "properties": {
-                    "name": {"type": "string", "pattern": "^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"},
+                    "name": {
+                        "type": "string",
+                        "pattern": "^([a-z0-9][a-z0-9-]{0,62}/)?[A-Za-z0-9][A-Za-z0-9._-]{0,127}$",
+                    },
                     "note": {"type": "string", "description": "kept in the history of the name"},
+                    "visibility": {
+                        "type": "string",
+                        "enum": ["private", "shared", "public"],
+                        "description": "who beside its tenant may use the name; without it a name that is there keeps "
+                        "its own, and a new one is private where there are tenants",
+                    },
+                    "shared_with": {
+                        "type": "string",
+                        "description": "with `shared`: the tenants who may use it, with commas between them",
+                    },
                     "adapter_config": {
                         "type": "string",
                         "contentMediaType": "application/json",

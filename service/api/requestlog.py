@@ -59,9 +59,8 @@ def note(request: Request, **fields: Any) -> None:
 def note_job(request: Request, job: Job) -> None:
     """Add a generating job to the log line: who answers, whichever field named it."""
     notes = notes_of(request)
-    notes.fields["model"] = f"{notes.fields['model']},{job.name}" if "model" in notes.fields else job.name
-    if job.adapter is not None:
-        reference, _, digest = job.adapter.partition(" sha256:")
-        version = f"{reference}:{digest[:12]}"
+    notes.fields["model"] = f"{notes.fields['model']},{job.full_name}" if "model" in notes.fields else job.full_name
+    if job.record is not None:
+        version = f"{job.record.reference}:{job.record.digest[:12]}"
         notes.fields["version"] = f"{notes.fields['version']},{version}" if "version" in notes.fields else version
     notes.jobs.append(job)

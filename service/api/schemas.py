@@ -335,6 +335,13 @@ class UnloadLoraRequest(Request):
     lora_int_id: int | None = Field(None, description="accepted and ignored")
 
 
+class VisibilityRequest(Request):
+    """Body of PATCH /v1/adapters/{name}."""
+
+    visibility: Literal["private", "shared", "public"]
+    shared_with: list[str] = Field([], max_length=256, description="with `shared`: the tenants who may use it")
+
+
 class RollbackRequest(Request):
     """Body of POST /v1/adapters/{name}/rollback."""
 

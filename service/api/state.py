@@ -190,10 +190,11 @@ class Services:
         source = self.store.chat_template(digest)
         return None if source is None else AdapterTemplate(self.template_workers, source, self.tokenizer.special_tokens)
 
-    def template_turn(self, digest: str) -> asyncio.Lock:
-        """Held while a chat with the adapter's own template waits for it to be rendered: of each adapter one chat of a
-        payer at a time, so that those of one adapter do not stand in the way of another's."""
-        key = (PAYER.get(), digest)
+    def template_turn(self, whose: str) -> asyncio.Lock:
+        """Held while a chat with an adapter's own template waits for it to be rendered: of each adapter of a payer, or
+        of each tenant where there are several, one chat at a time, so that those of one do not stand in the way of
+        another's."""
+        key = (PAYER.get(), whose)
         turn = self._template_turns.get(key)
         if turn is None:
             turn = self._template_turns[key] = asyncio.Lock()

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request, Response
 
 from service.api.admission import MAX_TEXT_CHARS, Prompt, chat_prompt, encoded, off_loop, resolve
 from service.api.answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo
+from service.api.auth import caller_of
 from service.api.errors import BadRequest
 from service.api.json_body import JsonRoute
 from service.api.listing import listing
@@ -17,6 +18,7 @@ from service.api.openapi import TEXT_ERRORS, errors
 from service.api.schemas import DetokenizeRequest, TokenizeRequest
 from service.api.sse import until_disconnect
 from service.api.state import Services, services_of
+from service.tenants.tenants import Caller
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)
 
@@ -38,7 +40,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     services = services_of(request)
     with ExitStack() as held:
         held.enter_context(services.calls.places(_num_places(_num_chars(body), _CHARS_PER_PLACE)))
-        prompt = await until_disconnect(request, _prompt(services, body))
+        prompt = await until_disconnect(request, _prompt(services, caller_of(request), body))
         ready = services.engine.ready
         answer = {
             "tokens": list(prompt.token_ids),
@@ -64,8 +66,8 @@ async def _token_names(services: Services, prompt: Prompt) -> list[str]:
     return await off_loop(work, size_chars=len(prompt.text))
 
 
-async def _prompt(services: Services, body: TokenizeRequest) -> Prompt:
-    target = resolve(services, body.model)
+async def _prompt(services: Services, caller: Caller, body: TokenizeRequest) -> Prompt:
+    target = resolve(services, caller, body.model)
     try:
         if body.messages is not None:
             return await chat_prompt(services, target, body)
@@ -103,7 +105,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     """The text of token ids, special tokens included."""
     services = services_of(request)
     if body.model is not None:
-        resolve(services, body.model).release()
+        resolve(services, caller_of(request), body.model).release()
     vocab_size = services.tokenizer.vocab_size
     highest = max(body.tokens, default=-1)
     if highest >= vocab_size:

@@ -10,17 +10,20 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast, get_args
 
 from fastapi import Request
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from adapters.store import AdapterStore, Part, Upload
+from adapters.names import Visibility
+from adapters.store import Part, Upload
 from service.api.errors import BadRequest
+from service.tenants.keys_file import TENANT
 
+VISIBILITIES: tuple[str, ...] = get_args(Visibility)
 # Parts that are text, and how long each may be.
-_TEXT_PARTS = {"name": 1024, "note": 4096}
+_TEXT_PARTS = {"name": 1024, "note": 4096, "visibility": 16, "shared_with": 4096}
 # The parser is fed at least so much at a time, so that small network reads do not cost a thread switch each.
 _FEED_BYTES = 1 << 20
 MAX_SILENCE_SECONDS = 60.0
@@ -34,10 +37,13 @@ _threads = ThreadPoolExecutor(max_workers=MAX_THREADS, thread_name_prefix="uploa
 
 
 class Sent(NamedTuple):
-    """The text parts of an upload: the adapter's name, None if it is not there, and a note on this version."""
+    """The text parts of an upload: the adapter's name, None if it is not there, a note on this version, and who may use
+    the name, None if that is not said."""
 
     name: str | None
     note: str
+    visibility: Visibility | None
+    shared_with: tuple[str, ...]
 
     def name_for(self, addressed: str | None) -> str:
         """The name, where the request's address names one (`addressed`) or its body has to. BadRequest if neither does,
@@ -50,15 +56,35 @@ class Sent(NamedTuple):
         return name
 
 
+def visible_to(visibility: str | None, shared_with: str | None) -> tuple[Visibility | None, tuple[str, ...]]:
+    """Who may use a name, from two texts: one of VISIBILITIES, and for "shared" the tenants, with commas between them.
+    BadRequest for what does not fit."""
+    if visibility is not None and visibility not in VISIBILITIES:
+        raise BadRequest(f"`visibility` must be one of {', '.join(VISIBILITIES)}.", param="visibility")
+    tenants = tuple(dict.fromkeys(one.strip() for one in (shared_with or "").split(",") if one.strip()))
+    if (visibility == "shared") != bool(tenants):
+        raise BadRequest(
+            "`visibility` shared goes with `shared_with`, the tenants who may use the adapter; send both or neither.",
+            param="shared_with",
+        )
+    if not all(TENANT.fullmatch(tenant) for tenant in tenants):
+        raise BadRequest(
+            "`shared_with` must hold names of tenants: lower-case letters, digits and '-'.", param="shared_with"
+        )
+    return cast("Visibility | None", visibility), tenants
+
+
 class MultipartUpload:
-    """Feeds one multipart body into an `Upload`; the parts `name` and `note` are kept apart.
+    """Feeds one multipart body into an `Upload`; the parts that are text are kept apart.
+
+    check_name  called with the part `name` as soon as it is there; what it raises refuses the upload
 
     feed    may write files: call it in a thread. Raises BadRequest and the errors of the store.
     finish  those parts. BadRequest if the body is incomplete.
     """
 
-    def __init__(self, store: AdapterStore, upload: Upload, boundary: bytes) -> None:
-        self._store = store
+    def __init__(self, check_name: Callable[[str], object], upload: Upload, boundary: bytes) -> None:
+        self._check_name = check_name
         self._upload = upload
         self._part: Part | None = None
         self._text_part = ""
@@ -99,7 +125,8 @@ class MultipartUpload:
                 texts[part] = data.decode()
             except UnicodeDecodeError:
                 raise BadRequest(f"The part `{part}` is not UTF-8.", param=part) from None
-        return Sent(texts.get("name"), texts.get("note", ""))
+        visibility, shared_with = visible_to(texts.get("visibility"), texts.get("shared_with"))
+        return Sent(texts.get("name"), texts.get("note", ""), visibility, shared_with)
 
     def close(self) -> None:
         """Close the file that is open, if any."""
@@ -147,7 +174,7 @@ class MultipartUpload:
         if part := self._text_part:
             self._text_part = ""
             if part == "name":  # better refused now than after gigabytes, if it comes before the files
-                self._store.check_name(self._texts[part].decode("utf-8", "replace"))
+                self._check_name(self._texts[part].decode("utf-8", "replace"))
             return
         assert self._part is not None, "opened when the part began"
         is_config = self._part.role == "config"
@@ -183,12 +210,13 @@ async def _chunks(request: Request) -> AsyncIterator[bytes]:
         yield chunk
 
 
-async def receive_upload(request: Request, store: AdapterStore, upload: Upload) -> Sent:
-    """Read the request's body into `upload`; its text parts. Raises BadRequest and the errors of the store."""
+async def receive_upload(request: Request, check_name: Callable[[str], object], upload: Upload) -> Sent:
+    """Read the request's body into `upload`; its text parts. Raises BadRequest, what `check_name` raises, and the
+    errors of the store."""
     kind, options = parse_options_header(request.headers.get("content-type"))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise BadRequest("Send the adapter as multipart/form-data, for example with curl -F.")
-    parts = MultipartUpload(store, upload, options[b"boundary"])
+    parts = MultipartUpload(check_name, upload, options[b"boundary"])
     try:
         waiting = bytearray()
         async for chunk in _chunks(request):

@@ -9,21 +9,22 @@ from fastapi.responses import JSONResponse
 
 from adapters.names import Change
 from adapters.records import AdapterRecord
-from service.api.adapters import describe, require_open_store, require_store, take_upload
+from service.api.adapters import audit_change, describe, require_open_store, require_store, take_upload
 from service.api.answers import AdapterHistory, AdapterResponse, AdapterVersion
-from service.api.auth import caller_of
+from service.api.auth import caller_of, namespace_of
 from service.api.conditions import CONDITION_HEADERS, condition_of
 from service.api.listing import no_query
 from service.api.openapi import DELETE_ERRORS, REPLACE_BODY, UPLOAD_ERRORS, errors
 from service.api.requestlog import note
-from service.api.schemas import RollbackRequest
-from service.api.state import Services, services_of
+from service.api.schemas import RollbackRequest, VisibilityRequest
+from service.api.state import services_of
+from service.api.upload import visible_to
 
 router = APIRouter(tags=["adapters"])
 
 
 @router.put(
-    "/v1/adapters/{name}",
+    "/v1/adapters/{name:adapter}",
     dependencies=[no_query],
     response_model=AdapterResponse,
     responses={
@@ -40,14 +41,13 @@ async def put_adapter(request: Request, name: str) -> JSONResponse:
     this one at once. The same content again makes no version."""
     store = require_open_store(services_of(request))
     condition = condition_of(request)
-    store.check_name(name)
-    store.check(name, condition)  # better lost now than after gigabytes
+    store.check(namespace_of(request, store).place(name), condition)  # better lost now than after gigabytes
     record, created = await take_upload(request, name, condition)
-    return _answer(services_of(request), record, status=201 if created else 200)
+    return _answer(request, record, status=201 if created else 200)
 
 
 @router.get(
-    "/v1/adapters/{name}/history",
+    "/v1/adapters/{name:adapter}/history",
     dependencies=[no_query],
     responses=errors((400, 401, 404)),
     summary="List the versions of an adapter",
@@ -55,12 +55,15 @@ async def put_adapter(request: Request, name: str) -> JSONResponse:
 async def get_history(request: Request, name: str) -> AdapterHistory:
     """The versions that are kept, newest first; the first one is what the name stands for. Requests may name each as
     `name@number` or `name@digest`."""
-    record = require_store(services_of(request)).versions(name)
+    store = require_store(services_of(request))
+    namespace = namespace_of(request, store)
+    record = store.versions(namespace.find(name))
     return AdapterHistory(
         object="list",
         name=name,
-        owner=record.owner,
+        owner=namespace.shown_owner(record.owner),
         visibility=record.visibility,
+        shared_with=list(record.shared_with) if namespace.may_change(record.owner) else [],
         data=[
             AdapterVersion(
                 number=one.number,
@@ -76,7 +79,7 @@ async def get_history(request: Request, name: str) -> AdapterHistory:
 
 
 @router.post(
-    "/v1/adapters/{name}/rollback",
+    "/v1/adapters/{name:adapter}/rollback",
     dependencies=[no_query],
     response_model=AdapterResponse,
     responses={**DELETE_ERRORS, **errors((412,))},
@@ -87,16 +90,39 @@ async def roll_back(request: Request, name: str, body: RollbackRequest) -> JSONR
     """The earlier content becomes the name's newest version, in one step, as an upload of it would."""
     services = services_of(request)
     store = require_store(services)
+    full_name = namespace_of(request, store).find_own(name)
     change = Change(caller_of(request).by, body.note)
     selector = "" if body.version is None else str(body.version)
-    record, created = await asyncio.to_thread(store.rollback, name, selector, change, condition=condition_of(request))
+    record, created = await asyncio.to_thread(
+        store.rollback, full_name, selector, change, condition=condition_of(request)
+    )
     services.published(record)
     note(request, adapter=record.reference, digest=record.digest[:12], created=created)
-    return _answer(services, record)
+    audit_change(request, "rollback", record, created=created)
+    return _answer(request, record)
 
 
-def _answer(services: Services, record: AdapterRecord, *, status: int = 200) -> JSONResponse:
+@router.patch(
+    "/v1/adapters/{name:adapter}",
+    dependencies=[no_query],
+    response_model=AdapterResponse,
+    responses=DELETE_ERRORS,
+    summary="Say who may use an adapter",
+)
+async def change_visibility(request: Request, name: str, body: VisibilityRequest) -> JSONResponse:
+    """Who beside its tenant may use a name, of all its versions. Requests that run go on."""
+    store = require_store(services_of(request))
+    full_name = namespace_of(request, store).find_own(name)
+    visibility, shared_with = visible_to(body.visibility, ",".join(body.shared_with))
+    assert visibility is not None, "a field that must be there"
+    await asyncio.to_thread(store.set_visibility, full_name, visibility, shared_with)
+    record = store.get(full_name)
+    audit_change(request, "visibility", record, shared_with=",".join(shared_with) or None)
+    return _answer(request, record)
+
+
+def _answer(request: Request, record: AdapterRecord, *, status: int = 200) -> JSONResponse:
     """The load report; `ETag` is what If-Match takes."""
     return JSONResponse(
-        describe(services, record).model_dump(), status_code=status, headers={"ETag": f'"{record.digest}"'}
+        describe(request, record).model_dump(), status_code=status, headers={"ETag": f'"{record.digest}"'}
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from service.tenants.keys_file import Limits
@@ -13,11 +13,11 @@ _MINUTE_SECONDS = 60
 
 
 class LimitReached(Exception):
-    """A tenant has as much as it may have. `headers` says when to ask again."""
+    """A tenant has as much as it may have. `headers` says when to ask again, and `told`."""
 
-    def __init__(self, message: str, retry_seconds: int = 1) -> None:
+    def __init__(self, message: str, retry_seconds: int = 1, told: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
-        self.headers = {"Retry-After": str(retry_seconds)}
+        self.headers = {"Retry-After": str(retry_seconds), **(told or {})}
 
 
 @dataclass

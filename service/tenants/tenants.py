@@ -93,6 +93,11 @@ class Tenants:
         """The tenant of the operator's own adapters."""
         return self._tenants[DEFAULT]
 
+    def limits_of(self, name: str) -> Limits | None:
+        """What the tenant of this name may have, None if there is none."""
+        tenant = self._tenants.get(name)
+        return None if tenant is None else tenant.limits
+
     def anybody(self) -> Caller:
         """The caller where no key is asked for."""
         assert not self.need_keys, "a key is asked for"

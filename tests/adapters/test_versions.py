@@ -165,10 +165,19 @@ def test_versions_outlast_a_restart_and_a_name_takes_them_along_when_it_is_delet
 
 
 def test_only_its_owner_s_names_may_have_an_owner_s_prefix(store: AdapterStore) -> None:
-    for name, owner in (("acme/mine", ""), ("acme/mine", "other"), ("a/b/c", "a"), ("acme/", "acme"), ("x", "a/b")):
+    for name, owner in (
+        ("acme/mine", ""),
+        ("acme/mine", "other"),
+        ("a/b/c", "a"),
+        ("acme/", "acme"),
+        ("x", "a/b"),
+        ("mine", "acme"),
+        ("acme/history", "acme"),
+    ):
         with pytest.raises(InvalidName):
             put_version(store, LAYOUT, name, 1, owner=owner)
-    put_version(store, LAYOUT, "mine", 1, owner="acme")
+    put_version(store, LAYOUT, "acme/mine", 1, owner="acme")
+    put_version(store, LAYOUT, "history", 1)
 
 
 def test_a_store_from_before_versions_is_read_as_it_is(tmp_path: Path) -> None:

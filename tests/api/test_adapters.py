@@ -159,7 +159,7 @@ class TestUpload:
         }
         schema = server.get("/openapi.json").json()["paths"]["/v1/adapters"]["post"]["requestBody"]["content"]
         listed = set(schema["multipart/form-data"]["schema"]["properties"])
-        assert listed == {"name", "note"}.union(*uploads.values())
+        assert listed == {"name", "note", "visibility", "shared_with"}.union(*uploads.values())
         for name, parts in uploads.items():
             named = {"name": name.encode(), **parts}
             body = multipart([(f'name="{part}"', content) for part, content in named.items()])

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from adapters import errors as store_errors
+from adapters.names import NameRecord, Version
 from service.api import admission, batch, chat, completions
 from service.api import tokenize as tokenize_module
 from service.api.admission import Prompt, Target, admit, chat_prompt, enter, resolve
@@ -34,8 +34,8 @@ SETTINGS = SimpleNamespace(base_name="tiny")
 class EmptyStore:
     """No adapter at all."""
 
-    def lease(self, name: str) -> Any:
-        raise store_errors.NotFound(name)
+    def find(self, name: str) -> None:
+        """It has none."""
 
 
 class Words:
@@ -69,7 +69,7 @@ class Words:
 
 def services(**parts: Any) -> Services:
     """As much of `Services` as a test needs."""
-    return cast(Services, SimpleNamespace(**{"settings": SETTINGS, "store": None, **parts}))
+    return cast(Services, SimpleNamespace(**{"settings": SETTINGS, "store": None, "tenants": Tenants(), **parts}))
 
 
 @pytest.mark.parametrize(("model", "adapter_id"), [("gpt-4", None), ("tiny:gpt-4", None), ("tiny", "gpt-4")])
@@ -77,21 +77,21 @@ def test_without_lora_any_other_model_is_unknown(model: str, adapter_id: str | N
     with pytest.raises(
         UnknownModel, match=r"gpt-4` does not exist: LoRA is off.*--adapter-row-bytes above 0"
     ) as caught:
-        resolve(services(), model, adapter_id)
+        resolve(services(), CALLER, model, adapter_id)
     assert status_of(caught.value) == 404
     assert caught.value.param == ("adapter_id" if adapter_id else "model")
-    assert resolve(services(), "tiny").digest is None
+    assert resolve(services(), CALLER, "tiny").digest is None
 
 
 @pytest.mark.parametrize("store", [None, EmptyStore()], ids=["LoRA off", "LoRA on"])
 @pytest.mark.parametrize("adapter_id", [None, LONG], ids=["model", "adapter_id"])
 def test_a_long_name_is_cut_in_the_answer(store: EmptyStore | None, adapter_id: str | None) -> None:
     with pytest.raises(UnknownModel) as caught:
-        resolve(services(store=store), "tiny" if adapter_id else LONG, adapter_id)
+        resolve(services(store=store), CALLER, "tiny" if adapter_id else LONG, adapter_id)
     assert len(caught.value.message) < 500
     assert "x" * 200 + "…" in caught.value.message
     with pytest.raises(BadRequest) as two_names:
-        resolve(services(store=store), LONG, LONG + "y")
+        resolve(services(store=store), CALLER, LONG, LONG + "y")
     assert len(two_names.value.message) < 600
 
 
@@ -147,7 +147,7 @@ def test_the_names_of_tokens_are_looked_up_when_asked_and_beside_the_loop(
     parts = services(tokenizer=words, engine=SimpleNamespace(ready=None), calls=Gate(1))
     monkeypatch.setattr(tokenize_module, "services_of", lambda _request: parts)
     body = TokenizeRequest(prompt=LONG, add_special_tokens=False, return_token_strs=wanted)
-    stays = cast(Any, SimpleNamespace(receive=lambda: asyncio.Event().wait()))
+    stays = cast(Any, SimpleNamespace(receive=lambda: asyncio.Event().wait(), scope={"multilora.caller": CALLER}))
     sent: list[bytes] = []
 
     async def send(message: Any) -> None:
@@ -172,9 +172,12 @@ class OneAdapter:
     def __init__(self) -> None:
         self.num_out = 0
 
+    def find(self, name: str) -> NameRecord:
+        return NameRecord((Version(1, name, 0.0),))
+
     def lease(self, name: str) -> Any:
         self.num_out += 1
-        record = SimpleNamespace(digest=name, manifest=SimpleNamespace(has_chat_template=True))
+        record = SimpleNamespace(name=name, digest=name, manifest=SimpleNamespace(has_chat_template=True))
         return SimpleNamespace(record=record, release=self._release)
 
     def _release(self) -> None:

@@ -11,11 +11,12 @@ from typing import Any, cast
 import pytest
 from fastapi import Response
 
-from service.api import adapters, health, models, tokenize
+from service.api import adapters, auth, health, models, tokenize
 from service.api.errors import QueueFull
 from service.api.metrics import Metrics
 from service.api.schemas import DetokenizeRequest, TokenizeRequest
 from service.api.state import Gate, Services
+from service.tenants.tenants import Tenants
 from tests.support.server import Server
 
 NUM_PLACES = 8
@@ -75,13 +76,15 @@ def a_request(monkeypatch: pytest.MonkeyPatch, slow: Slow) -> tuple[Any, Service
         template=None,
         metrics=metrics,
         store=slow,
+        tenants=Tenants(),
         started_at_seconds=0,
         gate=Gate(NUM_PLACES),
         calls=Gate(NUM_PLACES),
     )
-    for module in (adapters, health, models, tokenize):
+    for module in (adapters, auth, health, models, tokenize):
         monkeypatch.setattr(module, "services_of", lambda _request: parts)
-    return SimpleNamespace(receive=lambda: asyncio.Event().wait()), cast(Services, parts)
+    scope = {"multilora.caller": parts.tenants.anybody()}
+    return SimpleNamespace(receive=lambda: asyncio.Event().wait(), scope=scope), cast(Services, parts)
 
 
 async def sent(answer: Response) -> None:

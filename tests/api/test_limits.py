@@ -11,9 +11,10 @@ from unittest.mock import MagicMock
 import httpx
 import pytest
 
-from adapters.names import Change
 from service.api.errors import BadRequest
 from service.api.lora_compat import _load
+from service.api.namespace import Namespace
+from service.tenants.tenants import Tenants
 from tests.api.conftest import ADAPTERS, BASE, ENDLESS, Checkpoints
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, posted, running_server, wait_for
@@ -329,8 +330,9 @@ class TestLoadByPath:
             store = MagicMock(**{"has.return_value": False})
             store.begin.return_value.__enter__.return_value.add_directory.side_effect = error
             store.begin.return_value.__exit__.return_value = None
+            namespace = Namespace(store, Tenants(), Tenants().anybody())
             with pytest.raises(kind, match="Permission denied") as refused:
-                _load(store, tmp_path / "in", "x", False, Change())
+                _load(namespace, tmp_path / "in", "x", "x", False)
             assert kind is PermissionError or str(tmp_path) not in str(refused.value)
 
     def test_a_path_that_is_not_there_is_404_and_missing_fields_400(self, strict: Server) -> None:

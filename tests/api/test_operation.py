@@ -76,6 +76,7 @@ STATUSES: dict[str, tuple[str, str]] = {
     "get /v1/adapters/{name}": ("200 400 404 500", "401"),
     "post /v1/adapters": ("200 201 400 409 413 500 503 507", "401 403"),
     "put /v1/adapters/{name}": ("200 201 400 409 412 413 500 503 507", "401 403"),
+    "patch /v1/adapters/{name}": ("200 400 404 413 500", "401 403"),
     "delete /v1/adapters/{name}": ("200 400 404 412 413 500", "401 403"),
     "get /v1/adapters/{name}/history": ("200 400 404", "401"),
     "post /v1/adapters/{name}/rollback": ("200 400 404 412 413 500", "401 403"),
@@ -223,6 +224,7 @@ class TestOpenapi:
         assert needs["upload"] == {
             "post /v1/adapters",
             "put /v1/adapters/{name}",
+            "patch /v1/adapters/{name}",
             "post /v1/adapters/{name}/rollback",
         }
         assert needs["delete"] == {"delete /v1/adapters/{name}"}

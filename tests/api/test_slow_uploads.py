@@ -34,7 +34,7 @@ def test_an_upload_that_falls_silent_ends_and_leaves_nothing(tmp_path: Path, mon
     async def drive() -> None:
         request: Any = SilentRequest()
         with store.begin() as upload, pytest.raises(BadRequest, match="Nothing of the upload has come"):
-            await receive_upload(request, store, upload)
+            await receive_upload(request, store.check_name, upload)
 
     asyncio.run(asyncio.wait_for(drive(), LIMIT_SECONDS))
     assert list(tmp_path.glob("*/staging/*")) == []
