@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from adapters.errors import Conflict, InvalidName, NotFound, Stale
-from adapters.names import Change, NameRecord, Version, if_absent, if_match, keep, move, pruned
+from adapters.errors import Conflict, InvalidName, NotFound, QuotaExceeded, Stale
+from adapters.names import Change, NameRecord, Quota, Version, if_absent, if_match, keep, move, pruned
 from adapters.store import AdapterStore, StoreLimits
 from tests.support.adapter_files import (
     config_bytes,
@@ -229,3 +230,48 @@ def widened(data: np.ndarray) -> np.ndarray:
     if data.dtype == np.dtype("<u2"):
         return (data.astype("<u4") << 16).view("<f4")
     return data.astype("<f4")
+
+
+def test_an_owner_s_names_differ_in_more_than_case(store: AdapterStore) -> None:
+    put_version(store, LAYOUT, "acme/mine", 1, owner="acme")
+    with pytest.raises(Conflict, match=r"'acme/MINE' differs in case alone from 'acme/mine'"):
+        put_version(store, LAYOUT, "acme/MINE", 1, owner="acme")
+    put_version(store, LAYOUT, "other/MINE", 1, owner="other")
+    put_version(store, LAYOUT, "mine", 1)
+    put_version(store, LAYOUT, "MINE", 1)
+
+
+def test_a_quota_of_names_holds_however_many_come_at_once(store: AdapterStore) -> None:
+    quota = Quota(max_names=3)
+
+    def put(index: int) -> bool:
+        try:
+            return put_version(store, LAYOUT, f"acme/a{index}", index, owner="acme", quota=quota)[1]
+        except QuotaExceeded:
+            return False
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(put, range(24))) == 3
+    put_version(store, LAYOUT, "other/a", 1, owner="other", quota=quota)
+    (first, *_) = (name for name in store.names() if name.startswith("acme/"))
+    put_version(store, LAYOUT, first, 99, owner="acme", quota=quota, condition=move)  # a name that is there
+    store.delete(first)
+    assert put_version(store, LAYOUT, "acme/again", 1, owner="acme", quota=quota)[1]
+
+
+def test_a_quota_of_bytes_counts_each_content_once_and_what_is_kept(store: AdapterStore) -> None:
+    num_bytes = put_version(store, LAYOUT, "acme/a", 1, owner="acme")[0].manifest.num_bytes
+    quota = Quota(max_bytes=2 * num_bytes)
+    put_version(store, LAYOUT, "acme/b", 1, owner="acme", quota=quota)
+    put_version(store, LAYOUT, "acme/a", 2, owner="acme", quota=quota, condition=move)
+    num_on_disk = store.num_on_disk()
+    for name in ("acme/a", "acme/c"):
+        with pytest.raises(QuotaExceeded, match="delete some first") as caught:
+            put_version(store, LAYOUT, name, 3, owner="acme", quota=quota, condition=move)
+        assert (caught.value.limit, caught.value.used) == (2 * num_bytes, 2 * num_bytes)
+    assert store.num_on_disk() == num_on_disk
+    # One that was lowered refuses growth alone.
+    put_version(store, LAYOUT, "acme/c", 2, owner="acme", quota=Quota(max_bytes=0))
+    store.delete("acme/a")
+    store.delete("acme/c")
+    put_version(store, LAYOUT, "acme/c", 3, owner="acme", quota=quota)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,7 +22,9 @@ from service.api.sampling import SamplingDefaults
 from service.api.schemas import BatchRequest, ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
 from service.api.state import Gate, Services
 from service.engine.messages import TokenLogprob
-from service.tenants.tenants import Tenants
+from service.tenants.keys_file import Limits
+from service.tenants.limits import Tenant
+from service.tenants.tenants import Caller, Tenants
 from service.text.chat_template import ChatTemplate
 from service.text.template_worker import AdapterTemplate, TemplateWorkers
 from tests.support.limits import LIMIT_SECONDS
@@ -377,6 +380,29 @@ def test_chats_of_one_adapter_do_not_stand_in_the_way_of_another_s(full: Service
     assert template.rendered.index("other") <= 2
     assert len(template.rendered) == 21
     assert nothing_is_held(full)
+
+
+def test_chats_of_one_tenant_do_not_stand_in_the_way_of_another_s(
+    full: Services, template: Template, tmp_path: Path
+) -> None:
+    """However many adapters the one has."""
+    path = tmp_path / "keys.toml"
+    path.write_text("[tenants.acme]\n[tenants.zeta]\n")
+    full.tenants = Tenants(keys_file=path)
+    acme, zeta = (Caller(Tenant(name, Limits(), lambda: 0.0), frozenset({"admin"})) for name in ("acme", "zeta"))
+
+    async def run() -> None:
+        many = [asyncio.create_task(admit(full, acme, a_chat(f"acme/{index}"))) for index in range(20)]
+        await asyncio.sleep(0)
+        one = asyncio.create_task(admit(full, zeta, a_chat("zeta/other")))
+        await asyncio.sleep(0)
+        template.go.set()
+        for admitted in await asyncio.gather(one, *many):
+            admitted.release()
+
+    asyncio.run(run())
+    assert template.rendered.index("zeta/other") <= 2
+    assert len(template.rendered) == 21
 
 
 def test_a_chat_that_is_given_up_is_not_rendered(full: Services, template: Template) -> None:

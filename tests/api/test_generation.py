@@ -16,6 +16,8 @@ from service.api.metrics import Metrics
 from service.api.state import Services
 from service.engine.client import EngineClient, EngineDied, NeverSent, TokenStream
 from service.engine.messages import Finished, Sampling, Submit, TokenLogprob, Tokens
+from service.tenants.keys_file import Limits
+from service.tenants.limits import Tenant
 from service.tenants.tenants import Tenants
 from service.text.stop_strings import StopAutomaton
 from service.text.tokenizer import TextTokenizer
@@ -28,9 +30,11 @@ class Streams:
     def __init__(self) -> None:
         self.aborted: list[str] = []
         self.streams: dict[str, TokenStream] = {}
+        self.submitted: list[Submit] = []
         self.death: EngineDied | None = None
 
     def submit(self, request: Submit) -> TokenStream:
+        self.submitted.append(request)
         stream = self.streams[request.request_id] = TokenStream(request.request_id, self.abort)
         if self.death is not None:
             stream.die(self.death)
@@ -78,13 +82,15 @@ def places() -> Places:
     return Places()
 
 
-def a_job(parts: Services, places: Places, plans: list[Plan], *, is_streamed: bool = True) -> Job:
+def a_job(
+    parts: Services, places: Places, plans: list[Plan], *, is_streamed: bool = True, tenant: Tenant | None = None
+) -> Job:
     """A request that has its places and an adapter."""
     places.num_open = len(plans)
     parts.gate = cast(Any, places)
     record = SimpleNamespace(digest="d", manifest=SimpleNamespace(rows={}))
     lease: Any = SimpleNamespace(release=places.release, record=record)
-    tenant = Tenants().default
+    tenant = tenant or Tenants().default
     tenant.enter(len(plans))
     charge = tenant.take_tokens(sum(plan.most_tokens for plan in plans))
     return Job(parts, Admitted(parts, tenant, Target("tiny", lease), plans, "tiny", charge), is_streamed)
@@ -107,6 +113,26 @@ def test_a_stop_string_ends_the_engine_s_work_although_nobody_reads(parts: Servi
     assert asyncio.run(streamed(job)) == [(0, "", "stop")]
     job.close()
     assert engine.aborted == ["r"]
+
+
+def test_the_engine_is_told_whose_a_sequence_is_and_unused_tokens_come_back(parts: Services, places: Places) -> None:
+    tenant = Tenant("acme", Limits(weight=2.5, tokens_per_minute=1000, requests_in_flight=5), lambda: 0.0)
+    engine = cast(Any, parts.engine)
+    job = a_job(parts, places, [plan("a"), plan("b")], tenant=tenant)
+    assert [(one.tenant, one.weight) for one in engine.submitted] == [("acme", 2.5)] * 2
+
+    def left() -> tuple[str, str]:
+        headers = tenant.headers()
+        return headers["x-ratelimit-remaining-requests"], headers["x-ratelimit-remaining-tokens"]
+
+    assert left() == ("3", str(1000 - 2 * 101))
+    for token_id in parts.tokenizer.encode("in and"):
+        engine.streams["a"].push(Tokens("a", (token_id,)))
+    engine.streams["a"].push(Finished("a", "length"))
+    num_generated = len(parts.tokenizer.encode("in and"))
+    assert left() == ("4", str(1000 - (1 + num_generated) - 101))
+    job.close()
+    assert left() == ("5", str(1000 - (1 + num_generated) - 1)), "the prompt may have been computed"
 
 
 def test_what_nobody_reads_gives_its_places_back_as_it_ends(parts: Services, places: Places) -> None:
