@@ -113,6 +113,9 @@ def _parser() -> argparse.ArgumentParser:
     upload.add_argument("path", type=Path, help="directory that PEFT wrote, or a .tar.gz or .zip of one")
     upload.add_argument("--name", help="name of the adapter; default: the name of the directory or archive")
     upload.add_argument("--note", default="", help="kept in the adapter's history")
+    text = "who may use it; default: as it was, and a new one the server's way"
+    upload.add_argument("--visibility", choices=("private", "shared", "public"), help=text)
+    upload.add_argument("--shared-with", help="with shared: the tenants, with commas between them")
     condition = upload.add_mutually_exclusive_group()
     condition.add_argument("--new", action="store_true", help="refuse if there is an adapter of this name")
     condition.add_argument("--if-version", metavar="VERSION", help="refuse if the adapter is at another version")

@@ -49,7 +49,9 @@ def upload(arguments: argparse.Namespace) -> int:
                 for part, path in files.items()
             }
             path, headers = path_of("/v1/adapters", name), _conditions(arguments)
-            response = client.put(path, data={"note": arguments.note}, files=opened, headers=headers)
+            said = {part: getattr(arguments, part) for part in ("note", "visibility", "shared_with")}
+            data = {part: text for part, text in said.items() if text}
+            response = client.put(path, data=data, files=opened, headers=headers)
         print(answer_of(response, lambda report: _bound(report, is_new=response.status_code == httpx.codes.CREATED)))
     return 0
 
