@@ -39,16 +39,13 @@ class Slow:
         assert self.go.wait(30)
         return []
 
-    encode = each = work
+    encode = page = work
 
     def decode(self, *_: Any, **__: Any) -> str:
         return "".join(self.work())
 
-    def render(self) -> bytes:
+    def render(self, _adapters: list[str]) -> bytes:
         return bytes(self.work())
-
-    def names(self) -> dict[str, Any]:
-        return dict(self.work())
 
     def num_names(self) -> int:
         return 0
@@ -59,14 +56,14 @@ class Slow:
 CALLS: dict[str, Callable[[Any], Any]] = {
     "tokenize": lambda request: tokenize.tokenize(request, TokenizeRequest(model="tiny", prompt="a" * 30_000)),
     "detokenize": lambda request: tokenize.detokenize(request, DetokenizeRequest(model="tiny", tokens=[1])),
-    "models": models.list_models,
-    "adapters": adapters.list_adapters,
-    "metrics": health.metrics,
+    "models": lambda request: models.list_models(request, models._Filters()),
+    "adapters": lambda request: adapters.list_adapters(request, adapters._Filters()),
+    "metrics": lambda request: health.metrics(request, health._Query()),
 }
 
 
 def a_request(monkeypatch: pytest.MonkeyPatch, slow: Slow) -> tuple[Any, Services]:
-    engine = SimpleNamespace(ready=None, state="ready", stats=None, num_restarts=0)
+    engine = SimpleNamespace(ready=None, state="ready", stats=None, tiers={}, num_restarts=0)
     metrics = Metrics("tiny")
     monkeypatch.setattr(metrics, "render", slow.render)
     parts: Any = SimpleNamespace(

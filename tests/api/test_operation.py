@@ -220,7 +220,7 @@ class TestOpenapi:
                 route = route_of(method.upper(), path)
                 assert route is not None, f"{path} is in no line of the table"
                 needs.setdefault(route.need, set()).add(f"{method} {path}")
-        assert needs["open"] == {"get /health", "get /ping", "get /ready"}
+        assert needs["open"] == {"get /health", "get /ping", "post /ping", "get /ready"}
         assert needs["upload"] == {
             "post /v1/adapters",
             "put /v1/adapters/{name}",
