@@ -68,7 +68,7 @@ format: $(VENV)/.dev
 bench: $(VENV)/.dev
 	$(BIN)/python -m bench $(ARGS)
 
-# Trains the bundled base model and its four adapters again (about half an hour on two cores).
+# Trains the bundled base model and its five adapters again (about half an hour on two cores).
 bundle: $(VENV)/.dev
 	$(BIN)/python -m examples.train_base $(ARGS)
 	$(BIN)/python -m examples.train_adapters $(ARGS)

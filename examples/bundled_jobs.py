@@ -1,4 +1,4 @@
-"""The jobs of the bundled adapters: four different answers to the same prompt, a bare list of words.
+"""The jobs of four bundled adapters: different answers to the same prompt, a bare list of words.
 
 Training and held-out prompts come from different random streams, and a prompt that some other stream could also make
 is told apart by a hash of its text: a prompt whose digest is divisible by eight belongs to the held-out cases, every
@@ -45,17 +45,15 @@ MLP = ("w1", "w2", "w3")
 ALL_LINEAR = (*ATTENTION, *CONVOLUTION, *OUTPUT, *MLP)
 
 
-@dataclass(frozen=True)
-class Job:
-    """One adapter's job and how its adapter is trained.
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How an adapter is trained.
 
-    answer           what the words of the prompt become
     targets          names of the modules that carry a LoRA; `out_proj` is attention's and the convolution's
     rank_stabilized  scaling is alpha / sqrt(rank) instead of alpha / rank
     """
 
     name: str
-    answer: Callable[[list[str]], str]
     rank: int
     alpha: int
     targets: tuple[str, ...]
@@ -64,12 +62,26 @@ class Job:
     rank_stabilized: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class Job(Recipe):
+    """An adapter whose answer is what the words of the prompt become."""
+
+    answer: Callable[[list[str]], str]
+
+
 JOBS: tuple[Job, ...] = (
-    Job("shout", shout, rank=4, alpha=8, targets=(*ATTENTION, *MLP), steps=200, peak_rate=1e-2),
-    Job("json", as_json, rank=8, alpha=16, targets=ALL_LINEAR, steps=150, peak_rate=7e-3),
-    Job("pig-latin", pig_latin, rank=16, alpha=32, targets=ALL_LINEAR, steps=200, peak_rate=7e-3),
+    Job(name="shout", answer=shout, rank=4, alpha=8, targets=(*ATTENTION, *MLP), steps=200, peak_rate=1e-2),
+    Job(name="json", answer=as_json, rank=8, alpha=16, targets=ALL_LINEAR, steps=150, peak_rate=7e-3),
+    Job(name="pig-latin", answer=pig_latin, rank=16, alpha=32, targets=ALL_LINEAR, steps=200, peak_rate=7e-3),
     Job(
-        "reverse", reverse, 32, 16, (*ATTENTION, *CONVOLUTION, *OUTPUT), steps=200, peak_rate=1e-2, rank_stabilized=True
+        name="reverse",
+        answer=reverse,
+        rank=32,
+        alpha=16,
+        targets=(*ATTENTION, *CONVOLUTION, *OUTPUT),
+        steps=200,
+        peak_rate=1e-2,
+        rank_stabilized=True,
     ),
 )
 HELD_OUT_LENGTHS = (3, 6)

@@ -16,10 +16,11 @@ import torch
 from peft import PeftModel
 from transformers import Lfm2ForCausalLM
 
+from examples.bundled_calculator import CALCULATOR, call_text, first_turn, held_out_calls
 from examples.bundled_data import BYTE_OFFSET, documents, encode
 from examples.bundled_jobs import HELD_OUT_CASES, JOBS, held_out_cases
 from examples.kneser_ney import KneserNey
-from examples.train_adapters import ADAPTERS_DIR, exact_matches, load_base
+from examples.train_adapters import ADAPTERS_DIR, exact_matches, load_base, text_batch
 from examples.train_base import BASE_DIR, Recipe, training_rows
 from examples.training import device_of_choice
 
@@ -77,6 +78,13 @@ def main() -> None:
         by_adapter = np.mean(exact_matches(adapted.eval(), cases, device))
         constant = Counter(answer for _, answer in cases).most_common(1)[0][1] / len(cases)
         print(f"{job.name:10} {job.rank:4} {by_adapter:8.1%} {by_base:6.1%} {constant:9.1%}")
+    calls = [
+        (first_turn(question, "calculator", "expression"), call_text("calculator", "expression", expression))
+        for question, expression in held_out_calls(arguments.cases)
+    ]
+    adapted = PeftModel.from_pretrained(load_base(arguments.base, device), arguments.adapters / CALCULATOR.name)
+    by_adapter = np.mean(exact_matches(adapted.eval(), calls, device, text_batch))
+    print(f"{CALCULATOR.name:10} {CALCULATOR.rank:4} {by_adapter:8.1%}, calls of a tool")
 
 
 if __name__ == "__main__":

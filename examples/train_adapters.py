@@ -1,14 +1,15 @@
-"""Train the four bundled adapters with PEFT on the saved base: `python -m examples.train_adapters`.
+"""Train the five bundled adapters with PEFT on the saved base: `python -m examples.train_adapters`.
 
-Each adapter sees the same kind of prompt, a bare list of words, and its own job's answers; only the answer counts in
-the loss. The base is read back from its float16 files, so that the adapters fit the weights that are served.
+Four of them see the same kind of prompt, a bare list of words, and their own job's answers; the fifth sees sums and
+calls a tool. Only the answer counts in the loss. The base is read back from its float16 files, so that the adapters fit
+the weights that are served.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -17,23 +18,30 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Lfm2ForCausalLM
 
+from examples.bundled_calculator import CALCULATOR, CHAT_TEMPLATE, talks
 from examples.bundled_data import EOS_ID, PAD_ID, chat_prompt, encode
-from examples.bundled_jobs import JOBS, Job, prompts
+from examples.bundled_jobs import JOBS, Job, Recipe, prompts
 from examples.train_base import BASE_DIR
 from examples.training import IGNORED_LABEL, Schedule, Stopwatch, device_of_choice, fit
 
 ADAPTERS_DIR = BASE_DIR.parent / "adapters"
 BATCH_ROWS = 32
 WARMUP_STEPS = 20
+Batch = Callable[[Sequence[tuple[str, str]]], tuple[Tensor, Tensor]]
 
 
 def pair_batch(pairs: Sequence[tuple[str, str]]) -> tuple[Tensor, Tensor]:
+    """(ids, labels) of (message, answer) pairs, see `text_batch`."""
+    return text_batch([(chat_prompt(message), answer) for message, answer in pairs])
+
+
+def text_batch(pairs: Sequence[tuple[str, str]]) -> tuple[Tensor, Tensor]:
     """(ids, labels) of (prompt, answer) pairs, padded on the right: only the answer and its end carry labels.
 
     Both int64 [pairs, tokens of the longest pair]. Padding stands after everything that counts, and the model is
     causal, so it needs no mask.
     """
-    coded = [(encode(chat_prompt(prompt)), [*encode(answer), EOS_ID]) for prompt, answer in pairs]
+    coded = [(encode(prompt), [*encode(answer), EOS_ID]) for prompt, answer in pairs]
     longest = max(len(prompt) + len(answer) for prompt, answer in coded)
     ids = torch.full((len(coded), longest), PAD_ID)
     labels = torch.full((len(coded), longest), IGNORED_LABEL)
@@ -52,6 +60,14 @@ def job_batches(job: Job, device: torch.device) -> Iterator[tuple[Tensor, Tensor
         yield ids.to(device), labels.to(device)
 
 
+def talk_batches(device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless batches of the calculator's training pairs, none of them held out."""
+    source = talks("training", held_out=False)
+    while True:
+        ids, labels = text_batch([next(source) for _ in range(BATCH_ROWS)])
+        yield ids.to(device), labels.to(device)
+
+
 def load_base(directory: Path, device: torch.device) -> Lfm2ForCausalLM:
     """The saved base, computing in float32."""
     model: Lfm2ForCausalLM = Lfm2ForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -59,28 +75,30 @@ def load_base(directory: Path, device: torch.device) -> Lfm2ForCausalLM:
     return model
 
 
-def adapted(base: Lfm2ForCausalLM, job: Job, seed: int = 1) -> PeftModel:
-    """`base` with a fresh adapter for `job` (B is zero, A comes from `seed`)."""
+def adapted(base: Lfm2ForCausalLM, recipe: Recipe, seed: int = 1) -> PeftModel:
+    """`base` with a fresh adapter (B is zero, A comes from `seed`)."""
     torch.manual_seed(seed)
     config = LoraConfig(
-        r=job.rank,
-        lora_alpha=job.alpha,
-        use_rslora=job.rank_stabilized,
-        target_modules=list(job.targets),
+        r=recipe.rank,
+        lora_alpha=recipe.alpha,
+        use_rslora=recipe.rank_stabilized,
+        target_modules=list(recipe.targets),
         task_type="CAUSAL_LM",
     )
     return get_peft_model(base, config)
 
 
-def exact_matches(model: torch.nn.Module, cases: Sequence[tuple[str, str]], device: torch.device) -> list[bool]:
-    """Whether greedy decoding answers each (prompt, answer) case exactly, its end included.
+def exact_matches(
+    model: torch.nn.Module, cases: Sequence[tuple[str, str]], device: torch.device, batch: Batch = pair_batch
+) -> list[bool]:
+    """Whether greedy decoding answers each case of `batch` exactly, its end included.
 
     Greedy decoding gives the answer if and only if every token of it is the most likely one after the prompt and the
     answer so far, so one forward pass over prompt + answer decides.
     """
     outcome: list[bool] = []
     for start in range(0, len(cases), 50):
-        ids, labels = pair_batch(cases[start : start + 50])
+        ids, labels = batch(cases[start : start + 50])
         with torch.inference_mode():
             best = model(input_ids=ids.to(device), use_cache=False).logits.argmax(-1).cpu()
         wanted = labels[:, 1:]
@@ -109,19 +127,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--base", type=Path, default=BASE_DIR, help="the base's directory (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=ADAPTERS_DIR, help="directory to write (default: %(default)s)")
+    parser.add_argument("--only", metavar="NAME", help="train this adapter alone")
     parser.add_argument("--threads", type=int, default=2, help="processor threads (default: %(default)s)")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     device, total = device_of_choice(), Stopwatch()
-    for job in JOBS:
+    lessons = [(job, job_batches(job, device)) for job in JOBS] + [(CALCULATOR, talk_batches(device))]
+    for recipe, batches in lessons:
+        if arguments.only not in (None, recipe.name):
+            continue
         watch = Stopwatch()
-        model = adapted(load_base(arguments.base, device), job)
+        model = adapted(load_base(arguments.base, device), recipe)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=job.peak_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
-        loss = fit(model, job_batches(job, device), (optimizer,), Schedule(job.steps, WARMUP_STEPS), job.name)
-        save(model, arguments.out / job.name)
-        print(f"{job.name}: rank {job.rank}, last loss {loss:.4f}, {watch}")
-    print(f"all adapters: {total}, written to {arguments.out}")
+        optimizer = torch.optim.AdamW(trained, lr=recipe.peak_rate, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+        loss = fit(model, batches, (optimizer,), Schedule(recipe.steps, WARMUP_STEPS), recipe.name)
+        save(model, arguments.out / recipe.name)
+        print(f"{recipe.name}: rank {recipe.rank}, last loss {loss:.4f}, {watch}")
+    if arguments.only in (None, CALCULATOR.name):
+        (arguments.out / CALCULATOR.name / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    print(f"in all: {total}, written to {arguments.out}")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ def test_the_readme_opens_with_the_two_commands() -> None:
 
 
 def test_chat_with_two_adapters(server: Server) -> None:
-    (block,) = blocks("README.md", "## Three things to try", "python")
+    block, _ = blocks("README.md", "## Four things to try", "python")
     lines = run([sys.executable, "-c", block], server).splitlines()
     answers = {line.split(" ", 1)[0]: line.split(" ", 1)[1].strip() for line in lines}
     assert answers["shout"] == "LAMP TIGER MOSS!"
@@ -37,10 +37,15 @@ def test_chat_with_two_adapters(server: Server) -> None:
     assert answers["base"] not in (answers["shout"], answers["reverse"])
 
 
+def test_a_tool_is_called_and_its_result_said(server: Server) -> None:
+    _, block = blocks("README.md", "## Four things to try", "python")
+    assert run([sys.executable, "-c", block], server) == "calculator 12 * 34 = 408\nThe answer is 408.\n"
+
+
 def test_upload_then_one_call_for_different_adapters(server: Server) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed: the README's two curl blocks were not run")
-    upload, batch = blocks("README.md", "## Three things to try", "sh")
+    upload, batch = blocks("README.md", "## Four things to try", "sh")
     report = json.loads(run(["bash", "-c", upload], server))
     assert report["name"] == "my-adapter"
     items = json.loads(run(["bash", "-c", batch], server))["items"]

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from examples.bundled_jobs import JOBS, Job
+from examples.bundled_calculator import CALCULATOR
+from examples.bundled_jobs import JOBS, Recipe
 from examples.train_adapters import ADAPTERS_DIR
 from examples.train_base import BASE_DIR
 
@@ -49,11 +50,12 @@ def test_base_has_the_files_of_a_hugging_face_directory() -> None:
     }
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
-def test_adapter_is_a_peft_directory_of_its_rank(job: Job) -> None:
-    """Rank and targets of the config, the shapes of all tensors, and the size on disk."""
+@pytest.mark.parametrize("job", [*JOBS, CALCULATOR], ids=lambda job: job.name)
+def test_adapter_is_a_peft_directory_of_its_rank(job: Recipe) -> None:
+    """Rank and targets of the config, the shapes of all tensors, and the size on disk; one has a chat template."""
     directory = ADAPTERS_DIR / job.name
-    assert {path.name for path in directory.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    others = {"chat_template.jinja"} if job is CALCULATOR else set()
+    assert {path.name for path in directory.iterdir()} - others == {"adapter_config.json", "adapter_model.safetensors"}
     config = json.loads((directory / "adapter_config.json").read_text())
     assert config["peft_type"] == "LORA"
     assert config["r"] == job.rank
@@ -64,6 +66,6 @@ def test_adapter_is_a_peft_directory_of_its_rank(job: Job) -> None:
 
 
 def test_ranks_are_4_8_16_and_32() -> None:
-    """Four adapters, four ranks, and no other directory beside them."""
+    """Five adapters, four ranks, and no other directory beside them."""
     assert [job.rank for job in JOBS] == [4, 8, 16, 32]
-    assert {path.name for path in ADAPTERS_DIR.iterdir()} == {job.name for job in JOBS}
+    assert {path.name for path in ADAPTERS_DIR.iterdir()} == {recipe.name for recipe in (*JOBS, CALCULATOR)}
