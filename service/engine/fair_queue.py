@@ -95,6 +95,8 @@ class FairQueue:
         flow = self.flow_of(sequence)
         flow.waiting.remove(sequence)
         self.num_waiting -= 1
+        if not flow.waiting:
+            flow.steps_waiting_for_rows = 0
         if flow.waiting or flow.running:
             return
         del flow.tenant.flows[flow.adapter]

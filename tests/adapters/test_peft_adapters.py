@@ -103,7 +103,8 @@ def test_what_peft_wrote_is_what_the_device_holds(
     record = take(store, directory)
     truth = peft_modules(base[1], directory)
     assert {report.module for report in record.manifest.modules} == set(truth)
-    adapter = read_adapter(tmp_path / "store", store._layout, record.digest, torch.float32)
+    layout = layout_of(json.loads((base[1] / "config.json").read_text()))
+    adapter = read_adapter(tmp_path / "store", layout, record.digest, torch.float32)
     for module, layer in truth.items():
         held = adapter.slices[module]
         assert held.scaling == layer.scaling["default"]
