@@ -65,6 +65,8 @@ def look_at_ops(examination: Examination) -> Section:
     shapes = examination.shapes or ProbeShapes()
     if shapes.conv_width == 0:
         shapes = replace(shapes, conv_width=_CONV_WIDTH)
+    if shapes.delta is None:
+        shapes = replace(shapes, delta=ProbeShapes().delta)
 
     def tell(op: str, implementation: str) -> None:
         examination.tell(f"probing {op}: {implementation}")

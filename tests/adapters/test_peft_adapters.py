@@ -115,7 +115,7 @@ def test_what_peft_wrote_is_what_the_device_holds(
             a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
         assert torch.equal(held.a, a.detach())
         assert torch.equal(held.b, b.detach().t())
-    pool = RowPool(store._layout, 16 << 20)
+    pool = RowPool(layout_of(json.loads((base[1] / "config.json").read_text())), 16 << 20)
     assert pool.load(record.digest, adapter)
     pool.check_integrity()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -31,7 +31,7 @@ from tests.support.limits import LIMIT_SECONDS
 
 CALLER = Tenants().anybody()
 LONG = "x" * 100_000
-SETTINGS = SimpleNamespace(base_name="tiny")
+SETTINGS = SimpleNamespace(base_name="tiny", tool_parser="auto", reasoning_parser="auto")
 
 
 class EmptyStore:
@@ -47,6 +47,8 @@ class Words:
     max_chars_per_token = None
     vocab_size = 900
     eos_token_ids = ()
+    special_ids: frozenset[int] = frozenset()
+    special_id_of: Mapping[str, int] = MappingProxyType({})
 
     def __init__(self) -> None:
         self.threads: set[threading.Thread] = set()
@@ -199,7 +201,7 @@ class Template:
             self.rendered.append(digest)
             return "hi"
 
-        return SimpleNamespace(render=render)
+        return SimpleNamespace(render=render, source="")
 
 
 @pytest.fixture
@@ -219,7 +221,7 @@ def full(template: Template) -> Iterator[Services]:
         template_workers=workers,
         template_turn=lambda digest: turns.setdefault(digest, asyncio.Lock()),
         engine=SimpleNamespace(ready=READY, state="ready"),
-        settings=SimpleNamespace(base_name="tiny", max_choices=4),
+        settings=SimpleNamespace(**vars(SETTINGS), max_choices=4),
         gate=Gate(30),
         require_ready=lambda: READY,
         sampling_defaults=SamplingDefaults(),
@@ -246,9 +248,9 @@ def test_places_are_taken_before_any_text_is_looked_at(full: Services) -> None:
 
 def test_requests_of_one_model_that_fill_the_queue_keep_no_other_out(full: Services) -> None:
     full.gate.enter(30, "tiny")
-    admitted = asyncio.run(admit(full, CompletionRequest(model="own", prompt=["a"] * 15)))
+    admitted = asyncio.run(admit(full, CALLER, CompletionRequest(model="own", prompt=["a"] * 15)))
     with pytest.raises(QueueFull):
-        asyncio.run(admit(full, CompletionRequest(model="own", prompt="a")))
+        asyncio.run(admit(full, CALLER, CompletionRequest(model="own", prompt="a")))
     admitted.release()
     full.gate.leave(30, "tiny")
     assert nothing_is_held(full)
@@ -266,9 +268,9 @@ def test_requests_of_one_model_that_fill_the_queue_keep_no_other_out(full: Servi
 )
 def test_what_is_refused_gives_its_places_back(full: Services, request_: CompletionRequest, has_places: bool) -> None:
     if has_places:
-        enter(full, CALLER.tenant, 2)
+        enter(full, CALLER.tenant, 2, "tiny")
     with pytest.raises(BadRequest):
-        asyncio.run(admit(full, CALLER, request_, has_places=has_places))
+        asyncio.run(admit(full, CALLER, request_, has_places=has_places, payer="tiny"))
     assert nothing_is_held(full)
 
 

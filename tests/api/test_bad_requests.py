@@ -215,7 +215,7 @@ def test_unknown_paths_and_methods_have_the_same_shape(server: Server) -> None:
     ("method", "path", "allowed"),
     [
         ("PUT", "/v1/adapters", ["GET", "POST"]),
-        ("POST", "/v1/adapters/x", ["DELETE", "GET", "PUT"]),
+        ("POST", "/v1/adapters/x", ["DELETE", "GET", "PATCH", "PUT"]),
         ("POST", "/health", ["GET", "HEAD"]),
         ("PUT", "/ping", ["GET", "POST"]),
         ("BREW", "/v1/models", ["GET"]),

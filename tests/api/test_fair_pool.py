@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, wait
 
 import pytest
-from starlette.datastructures import Headers
 
 from service.payer import payer_of
 from service.text.fair_pool import FairPool
@@ -82,14 +81,9 @@ def test_what_is_cancelled_never_runs_and_what_fails_says_so(pool: FairPool) -> 
 
 
 def test_a_payer_is_a_key_or_else_a_network() -> None:
-    keys = [
-        payer_of(Headers({"authorization": f"Bearer {key}"}), "1.2.3.4", keys_are_set=True) for key in ("one", "two")
-    ]
-    assert len(set(keys)) == 2
-    assert not any("one" in key for key in keys)
-    claimed = Headers({"authorization": "Bearer anything"})
-    assert payer_of(claimed, "1.2.3.4", keys_are_set=False) == "1.2.3.4", "nobody has checked that key"
+    assert payer_of("acme", "1.2.3.4") == "acme"
+    assert payer_of("", "1.2.3.4") == "1.2.3.4"
     same, other = ("2001:db8::1", "2001:db8:0:0:ffff::2"), "2001:db8:0:1::1"
-    assert len({payer_of(Headers(), address, keys_are_set=False) for address in same}) == 1
-    assert payer_of(Headers(), other, keys_are_set=False) != payer_of(Headers(), same[0], keys_are_set=False)
-    assert payer_of(Headers(), None, keys_are_set=True) == ""
+    assert len({payer_of("", address) for address in same}) == 1
+    assert payer_of("", other) != payer_of("", same[0])
+    assert payer_of("", "") == ""

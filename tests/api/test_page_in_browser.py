@@ -252,7 +252,7 @@ def test_keys_are_asked_for_and_not_kept(driver: webdriver.Chrome, checkpoints: 
         assert not page.find("#key-dialog").is_displayed()
         page.find('[aria-label="Delete alpha"]').click()
         driver.switch_to.alert.accept()
-        page.until(lambda: "admin scope" in page.texts("#adapters-status")[0])
+        page.until(lambda: "the scope `delete` or `admin`" in page.texts("#adapters-status")[0])
         page.find("#change-key").click()
         page.find("#key").send_keys("admin", Keys.ENTER)
         page.find('[aria-label="Delete alpha"]').click()

@@ -12,7 +12,7 @@ from typing import Any
 
 from adapters.row_plan import plan_rows
 from service.app import create_app
-from service.engine.messages import Finished, Ready, Submit, TokenLogprob, Tokens
+from service.engine.messages import Finished, Ready, Submit, Tier, TokenLogprob, Tokens
 from service.settings import Settings
 
 LIMIT_SECONDS = 120.0
@@ -55,7 +55,8 @@ class ReadyEngine:
     state, state_error, stats, num_restarts = "ready", None, None, 0
 
     def __init__(self, vocab_size: int) -> None:
-        self.ready = Ready(512, 4096, vocab_size, "float32", "cpu", 0, 64 << 20, 4, 16)
+        self.tiers: dict[str, Tier] = {}
+        self.ready = Ready(512, 4096, vocab_size, 64, "float32", "cpu", 0, 64 << 20, 4, 16)
 
     def submit(self, request: Submit) -> _Messages:
         return _Messages(request, self.ready.vocab_size)

@@ -10,7 +10,7 @@ from kernels.platform import IMPLEMENTATIONS
 
 ROOT = Path(__file__).parents[2]
 OUR_FOLDERS = {"service", "kernels", "adapters", "tests", "bench"}
-MODELS = {"torch", "triton", "transformers", "peft", "safetensors", "tokenizers"}
+MODELS = {"torch", "triton", "transformers", "peft", "safetensors", "tokenizers", "llguidance"}
 NEEDED = MODELS | {"pytest", "hypothesis"} | {"numpy", "msgspec"}
 
 
