@@ -194,7 +194,9 @@ class StepMasks:
         self._shape = (max_sequences, -(-vocab_size // 32))
         self._device_of_steps = device
         self._runtime: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        # The buffers, and what is written through.
         self._hosts: list[torch.Tensor] = []
+        self._masks: list[np.ndarray] = []
         self._copied: list[Any] = []
         self._device = torch.empty(0, dtype=torch.int32)
         self._turn = 0
@@ -212,7 +214,7 @@ class StepMasks:
         if self._copied[self._turn] is not None:
             self._copied[self._turn].synchronize()
         self._num_rows = len(constraints)
-        masks = self._hosts[self._turn].numpy()[: len(constraints)]
+        masks = self._masks[self._turn][: len(constraints)]
         self._filling = self._thread.submit(_fill, masks, list(constraints))
 
     def wait(self) -> torch.Tensor:
@@ -236,7 +238,12 @@ class StepMasks:
 
     def _allocate(self) -> None:
         is_pinned = self._runtime is not None
-        self._hosts = [torch.zeros(self._shape, dtype=torch.int32, pin_memory=is_pinned) for _ in range(1 + is_pinned)]
+        if is_pinned:
+            self._hosts = [torch.zeros(self._shape, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+            self._masks = [host.numpy() for host in self._hosts]
+        else:
+            self._masks = [np.zeros(self._shape, np.int32)]
+            self._hosts = [torch.from_numpy(masks) for masks in self._masks]
         self._copied = [None] * len(self._hosts)
         if is_pinned:
             self._device = torch.zeros(self._shape, dtype=torch.int32, device=self._device_of_steps)

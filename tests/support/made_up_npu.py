@@ -137,6 +137,7 @@ SERVED = {
     "lora": "triton_ascend",
     "lora_window": "reference",
     "causal_conv1d": "triton_ascend",
+    "gated_delta": "any_device",
     "paged_attention": "npu",
     "linear": "reference",
     "sampling": "any_device",
