@@ -22,9 +22,10 @@ from service.tenants.tenants import DEFAULT, Caller, Tenants
 
 
 class _Name(Convertor[str]):
-    """In a path: a name, or another tenant's. Nothing is looked up for what has more parts than that."""
+    """In a path: a name, or another tenant's. Nothing is looked up for what has more parts than that, and no tenant has
+    an adapter of the names of what is below one."""
 
-    regex = "[^/]+(?:/[^/]+)?"
+    regex = "[^/]+(?:/(?!(?:history|rollback)$)[^/]+)?"
 
     def convert(self, value: str) -> str:
         return value

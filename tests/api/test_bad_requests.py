@@ -216,6 +216,8 @@ def test_unknown_paths_and_methods_have_the_same_shape(server: Server) -> None:
     [
         ("PUT", "/v1/adapters", ["GET", "POST"]),
         ("POST", "/v1/adapters/x", ["DELETE", "GET", "PATCH", "PUT"]),
+        ("PUT", "/v1/adapters/x/history", ["GET"]),
+        ("PUT", "/v1/adapters/x/rollback", ["POST"]),
         ("POST", "/health", ["GET", "HEAD"]),
         ("PUT", "/ping", ["GET", "POST"]),
         ("BREW", "/v1/models", ["GET"]),
