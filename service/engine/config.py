@@ -23,7 +23,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
                                 `ModelSpec.longest_context_tokens`
     block_size_tokens           tokens per KV block; None: `default_block_size_tokens` of the device
     kv_bytes                    KV cache, allocated once
-    state_bytes                 conv-state lines, allocated once; None: one line for each of max_sequences
+    state_bytes                 lines of state, allocated once; None: one line for each of max_sequences
     row_bytes                   LoRA rows on the device, allocated once; 0: LoRA is off
     host_tier_bytes             adapters held in host memory, ready for the device
     num_threads                 threads of one matrix product; None: see `service.engine.threads`
