@@ -8,6 +8,8 @@ a sort of them where a row has top_p without a small top_k.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.nn import functional
 
@@ -19,6 +21,7 @@ from kernels.sampling.state import DenseState, PenaltyState
 
 CONTRACT = Contract(replayable=True)
 _BLOCK = 128
+_MAX_PARTS = 32
 
 
 def new_state(num_slots: int, vocab: int, device: torch.device) -> PenaltyState:
@@ -39,7 +42,7 @@ def sample(logits: torch.Tensor, maps: SamplingMaps, state: PenaltyState | None)
     edit(logits, maps)
     if facts.num_masked:
         _mask(logits, maps)
-    best_values, tokens = logits.max(dim=-1)
+    best_values, tokens = _largest(logits)
     if facts.is_random:
         temperature = _column(maps, "temperature")
         is_drawn = temperature > 0.0
@@ -50,6 +53,15 @@ def sample(logits: torch.Tensor, maps: SamplingMaps, state: PenaltyState | None)
     if state is not None and facts.num_penalised:
         state.add(maps.slots, tokens)
     return pack(tokens, logprobs, maps)
+
+
+def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`logits.max(dim=-1)`, the first of equals, by parts: a row is too long for the few programs that it gets."""
+    num_parts = math.gcd(logits.shape[1], _MAX_PARTS)
+    part_values, columns = logits.view(len(logits), num_parts, -1).max(dim=-1)
+    values, part = part_values.max(dim=-1)
+    columns = columns.gather(1, part[:, None])[:, 0]
+    return values, columns + part * (logits.shape[1] // num_parts)
 
 
 def _penalise(logits: torch.Tensor, maps: SamplingMaps, state: DenseState) -> None:

@@ -15,12 +15,15 @@ def model_logprobs(logits: torch.Tensor, maps: SamplingMaps) -> torch.Tensor | N
     rows = [maps.given] if maps.facts.num_given else []
     if maps.facts.num_chosen:
         rows.append(maps.rows.index_select(0, maps.chosen))
-    return logits.index_select(0, torch.cat(rows)).log_softmax(dim=-1) if rows else None
+    return logits.index_select(0, torch.cat(rows)).float().log_softmax(dim=-1) if rows else None
 
 
 def rows_to_sample(logits: torch.Tensor, maps: SamplingMaps) -> torch.Tensor:
-    """float32 [num_rows, vocab]: the logits themselves where they are in order already."""
-    return logits[: maps.facts.num_rows] if maps.facts.is_in_order else logits.index_select(0, maps.rows)
+    """[num_rows, vocab]: the logits themselves where they are in order already; float32 but where all that is left to
+    do is to find the largest of each row."""
+    facts = maps.facts
+    rows = logits[: facts.num_rows] if facts.is_in_order else logits.index_select(0, maps.rows)
+    return rows if facts.is_largest_only else rows.float()
 
 
 def edit(logits: torch.Tensor, maps: SamplingMaps) -> None:

@@ -51,6 +51,11 @@ class SamplingFacts:
     num_top: int
 
     @property
+    def is_largest_only(self) -> bool:
+        """Each row's token is that of its largest logit, as the model made them."""
+        return not (self.is_random or self.num_penalised or self.num_biased or self.num_barred or self.num_masked)
+
+    @property
     def num_words(self) -> int:
         """int32 words of a row's mask."""
         return -(-self.vocab // MASK_WORD_BITS)

@@ -66,7 +66,7 @@ class Runner(Protocol):
         """The sizes in which a step of these sizes is to be run."""
 
     def run(self, batch: StepBatch, sizes: StepSizes) -> torch.Tensor:
-        """float32 [rows of logits, vocab]; writes the caches. The next call may write to the same memory."""
+        """[rows of logits, vocab] in the model's dtype; writes the caches. The next call may write to that memory."""
 
     def run_with_hidden(self, batch: StepBatch, sizes: StepSizes) -> tuple[torch.Tensor, torch.Tensor]:
         """As `run`, and the hidden states of all tokens behind the final norm: [tokens, hidden_size]. Runs eagerly."""
@@ -98,7 +98,7 @@ class ModelRunner:
         if graphs is not None or loaded.device.type == "cuda":
             self._padding = Padding(config.max_sequences, self.capacity.max_blocks, config.block_size_tokens)
             shape = (self._padding.max_rows, self.capacity.vocab_size)
-            self._logits = torch.empty(shape, dtype=torch.float32, device=loaded.device)
+            self._logits = torch.empty(shape, dtype=loaded.dtype, device=loaded.device)
         reason = _eager_reason(config, loaded.device, has_graphs=graphs is not None)
         if reason is None and graphs is None:
             graphs = CudaGraphs(loaded.device)

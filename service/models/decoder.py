@@ -120,13 +120,13 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: StepBatch, caches: Caches, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits float32 [num_rows, vocabulary] of `batch.logits_rows` (None: of all tokens); advances the caches by
-        the step's tokens.
+        """Logits [num_rows, vocabulary] of `batch.logits_rows` (None: of all tokens) in the model's dtype; advances the
+        caches by the step's tokens.
 
         out  where the logits are written; made when None
         """
         logits = self._logits(self._hidden(batch, caches, batch.logits_rows), batch)
-        return logits.float().contiguous() if out is None else out.copy_(logits)
+        return logits.contiguous() if out is None else out.copy_(logits)
 
     @torch.inference_mode()
     def forward_with_hidden(self, batch: StepBatch, caches: Caches) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +134,7 @@ class Decoder:
         model's dtype."""
         hidden, rows = self._hidden(batch, caches, None), batch.logits_rows
         logits = self._logits(hidden if rows is None else hidden.index_select(0, rows), batch)
-        return logits.float().contiguous(), hidden
+        return logits.contiguous(), hidden
 
     def _logits(self, hidden: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """[num_rows, vocabulary] of the hidden states of `batch.logits_rows`, in the model's dtype."""

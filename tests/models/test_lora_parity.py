@@ -200,7 +200,7 @@ def run(served: Served, chunk_starts: list[dict[str, int]]) -> dict[str, torch.T
         batch = replace(inputs.fill(ordered, table, blocks, sizes), window_rows=served.window_rows)
         out = loaded.model.forward(batch, caches)
         for i, part in zip(order, out.split([chunk.num_logits for chunk in ordered]), strict=True):
-            logits[running[i]].append(part.cpu())
+            logits[running[i]].append(part.float().cpu())
     return {name: torch.cat(parts) for name, parts in logits.items()}
 
 

@@ -223,6 +223,27 @@ def test_a_row_does_not_depend_on_its_neighbours(implementation: str, device: st
     assert [choice.logprob is None for choice in together] == [choice.logprob is None for choice in alone]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_short_floats_are_sampled_as_the_numbers_that_they_are(
+    dtype: torch.dtype, implementation: str, device: str
+) -> None:
+    for seed in range(8):
+        mix = random_mix(seed)
+        exact = mix.logits.to(device, dtype)
+        options = {"rows": mix.rows, "given": mix.given, "implementation": implementation}
+        short = sample(exact, state=mix.state(implementation, device), **options)
+        assert short == sample(exact.float(), state=mix.state(implementation, device), **options)
+
+
+@pytest.mark.parametrize("num_tokens", [600, 601, 608])
+def test_of_equal_largest_logits_the_first_is_chosen(num_tokens: int, implementation: str, device: str) -> None:
+    logits = torch.zeros(6, num_tokens, device=device)
+    for place, columns in enumerate([(0,), (599,), (17, 18), (18, 17, 400), (300, 599), (5, num_tokens - 1)]):
+        logits[place, list(columns)] = 1.0
+    choices, _ = sample(logits, [row(i) for i in range(6)], implementation=implementation)
+    assert tokens_of(choices) == [0, 599, 17, 17, 300, 5]
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @GREEDY_AND_RANDOM
 def test_a_row_without_finite_logits_has_no_token(

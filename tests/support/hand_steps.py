@@ -97,7 +97,7 @@ class HandDriver:
             logits_rows=torch.tensor(rows, device=device),
             logits_lora=logits_lora,
         )
-        return self.loaded.model.forward(batch, self.caches).cpu()
+        return self.loaded.model.forward(batch, self.caches).float().cpu()
 
 
 def _attention_maps(
