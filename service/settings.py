@@ -122,9 +122,9 @@ class Settings(BaseSettings):
         False, description="run each step from Python, where devices would replay it from a captured graph"
     )
     lora_window: bool = Field(
-        False,
+        True,
         description="hold the A rows of adapters behind the base weights, so that small steps on a GPU need no shrink "
-        "of their own; each kernel is measured, the whole is not yet",
+        "of their own; without effect on other devices",
     )
     kv_bytes: Size | None = Field(
         None,

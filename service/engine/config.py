@@ -34,7 +34,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_prompt_logits           logits of prompt tokens (prompt logprobs) in one step; bounds the memory of a step
     eager                       capture no steps
     lora_window                 hold LoRA's A behind the base weights, where the device has kernels for it, so that
-                                small steps need no shrink of their own. Not measured as a whole yet
+                                small steps need no shrink of their own
     overlap                     launch the next step before the last one is collected; None: on devices, not on a CPU
     stats_interval_seconds      shortest time between two Stats of a busy engine
     log_level, log_format       of the engine process, which logs to stderr
@@ -57,7 +57,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_loads_ahead: int = 4
     max_prompt_logits: int = 64
     eager: bool = False
-    lora_window: bool = False
+    lora_window: bool = True
     overlap: bool | None = None
     stats_interval_seconds: float = 0.5
     log_level: str = "INFO"

@@ -1,0 +1,69 @@
+"""Seconds from the start of a server to `/ready` on a device, with an empty kernel cache and with a filled one.
+
+python -m bench.kernel_cache [--device cuda] [--shape 8b] [--layers 2] [--starts 2] [--json FILE]
+
+All budgets are the server's own. With few layers hardly any time goes into reading weights, and the kernels are those
+of the whole model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from bench.server_process import start_server
+from bench.shapes import SHAPES, write_checkpoint
+
+# Where Triton keeps compiled kernels.
+_CACHE_VARIABLE = "TRITON_CACHE_DIR"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kernel_cache", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--shape", choices=[name for name, shape in SHAPES.items() if shape], default="8b")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--starts", type=int, default=2, help="with the filled cache")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go too")
+    arguments = parser.parse_args()
+    result = measure(arguments.device, arguments.shape, arguments.layers, arguments.starts)
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(result, indent=1))
+    print(f"ready after {result['empty_seconds']:.1f} s with an empty kernel cache")
+    print(f"ready after {', '.join(f'{one:.1f}' for one in result['filled_seconds'])} s with a filled one")
+
+
+def measure(device: str, shape_name: str, num_layers: int, num_starts: int) -> dict[str, object]:
+    """The first start compiles; the others find what it has compiled."""
+    shape = SHAPES[shape_name]
+    assert shape is not None, "a shape, so that the number of layers can be chosen"
+    with tempfile.TemporaryDirectory() as scratch:
+        model_dir = Path(scratch) / "model"
+        model_dir.mkdir()
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        write_checkpoint(model_dir, replace(shape, num_hidden_layers=num_layers), device, dtype)
+        os.environ[_CACHE_VARIABLE] = str(Path(scratch) / "kernels")
+        seconds = [_start(model_dir, Path(scratch) / f"start-{index}", device) for index in range(1 + num_starts)]
+    return {"empty_seconds": seconds[0], "filled_seconds": seconds[1:]}
+
+
+def _start(model_dir: Path, work_dir: Path, device: str) -> float:
+    decided = dict.fromkeys(("num_threads", "kv_bytes", "adapter_row_bytes", "host_tier_bytes"))
+    begin = time.perf_counter()
+    server = start_server(model_dir, work_dir, device=device, **decided)
+    seconds = time.perf_counter() - begin
+    server.stop()
+    return seconds
+
+
+if __name__ == "__main__":
+    main()
