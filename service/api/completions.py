@@ -94,7 +94,8 @@ class CompletionAnswer:
                 begun.discard(index)
                 continue
             work = partial(self._choice, index, self.job.plans[index], piece, first=first)
-            choice = await off_loop(work, size_chars=cost_chars([piece]))
+            size_chars = cost_chars([piece])
+            choice = await off_loop(work, size_chars=size_chars) if size_chars else work()
             if _is_worth_sending(choice):
                 so_far = {"usage": self._usage()} if options.continuous_usage_stats else {}
                 yield {**self._head, "choices": [choice]} | so_far

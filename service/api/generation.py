@@ -20,7 +20,7 @@ from service.api.state import Services
 from service.engine.client import EngineDied, NeverSent
 from service.engine.messages import Finished, Submit, TokenLogprob, Tokens
 from service.tenants.limits import Tenant
-from service.text.detokenizer import IncrementalDetokenizer
+from service.text.detokenizer import detokenizer_of
 from service.text.stop_strings import StopStrings
 
 # Of a streamed sequence, most tokens and alternatives in log probabilities that wait for their client.
@@ -70,7 +70,7 @@ class SequenceRun:
         self._plan = plan
         self._is_streamed, self._on_news, self._on_end = is_streamed, on_news, on_end
         self._stop_token_ids = frozenset(plan.sampling.stop_token_ids)
-        self._detokenizer = IncrementalDetokenizer(
+        self._detokenizer = detokenizer_of(
             services.tokenizer,
             plan.prompt.token_ids,
             skip_special_tokens=plan.skip_special_tokens,
@@ -319,8 +319,9 @@ class Job:
         self._admitted.release()
 
     def _note(self, index: int) -> None:
+        if not self._fresh:
+            self._news.set()
         self._fresh[index] = None
-        self._news.set()
 
     def _end_one(self, plan: Plan, num_generated: int) -> None:
         self._admitted.end_one(plan, num_generated)

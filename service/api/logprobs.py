@@ -11,7 +11,7 @@ from service.api.admission import Prompt
 from service.api.generation import Piece
 from service.api.schemas import Generation
 from service.engine.messages import TokenLogprob
-from service.text.detokenizer import IncrementalDetokenizer
+from service.text.detokenizer import detokenizer_of
 from service.text.tokenizer import TextTokenizer
 
 # JSON has no infinity; a token that sampling ruled out gets what OpenAI and vLLM send for it.
@@ -41,7 +41,7 @@ def echoed_logprobs(
 ) -> dict[str, Any]:
     """The completions shape for the prompt, of which the first token has no probability."""
     offsets = []
-    detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    detokenizer = detokenizer_of(tokenizer, skip_special_tokens=skip_special_tokens)
     num_chars = 0
     for token_id in prompt.token_ids:
         offsets.append(min(num_chars, len(prompt.text)))

@@ -52,8 +52,18 @@ class _Connection(h11.Connection):
         self.refusal: str | None = None
         self.has_plain_body = self.is_head = False
         self.num_received = 0
-        self._is_chunked = False
+        self._is_chunked = self._is_answer_chunked = False
         self._num_framing = 0
+
+    def send(self, event: Any) -> Any:
+        """As h11's. A piece of a chunked body is written at once: it changes no state, and streams have many."""
+        if isinstance(event, h11.Data) and event.data and self._is_answer_chunked and self.our_state is h11.SEND_BODY:
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data)
+        if isinstance(event, h11.Response):
+            output = super().send(event)
+            self._is_answer_chunked = not self.is_head and b"\r\ntransfer-encoding: chunked\r\n" in output.lower()
+            return output
+        return super().send(event)
 
     def receive_data(self, data: bytes) -> None:
         """More from the client."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
+from typing import Protocol
 
 from service.text.tokenizer import TextTokenizer
 
@@ -17,27 +18,79 @@ _MAX_WINDOW_TOKENS = 64
 _KEPT_TOKENS = 16
 
 
-class IncrementalDetokenizer:
-    """Text of a growing list of tokens, given out piece by piece.
+class Detokenizer(Protocol):
+    """Text of a growing list of tokens, given out piece by piece: in all, that of the tokens behind the prompt's."""
+
+    def push(self, token_id: int) -> str:
+        """Add a token; the text that became certain with it, possibly empty."""
+        ...
+
+    def finish(self) -> str:
+        """What was kept back; incomplete characters come out as U+FFFD."""
+        ...
+
+
+def detokenizer_of(
+    tokenizer: TextTokenizer,
+    prompt_token_ids: Sequence[int] = (),
+    *,
+    skip_special_tokens: bool = True,
+    seen_ids: frozenset[int] = frozenset(),
+) -> Detokenizer:
+    """For the tokens behind a prompt's.
+
+    skip_special_tokens  leave special tokens out of the text, all but `seen_ids`
+    """
+    hidden_ids = tokenizer.special_ids - seen_ids if skip_special_tokens else frozenset[int]()
+    kind = BytesDetokenizer if tokenizer.joins_bytes else WindowDetokenizer
+    return kind(tokenizer, prompt_token_ids, hidden_ids)
+
+
+class BytesDetokenizer:
+    """Where a text is nothing but its tokens' bytes, read as UTF-8: each token is looked at once.
+
+    A character that the prompt begins is the answer's if the answer makes one of it; if not, what the decoder shows for
+    its first bytes is left out.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, prompt_token_ids: Sequence[int], hidden_ids: frozenset[int]) -> None:
+        self._bytes_of, self._hidden_ids = tokenizer.joined_bytes, hidden_ids
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        for token_id in prompt_token_ids[-_CONTEXT_TOKENS - _MAX_CHARACTER_TAIL_TOKENS :]:
+            self.push(token_id)
+        self._is_begun = bool(self._decoder.getstate()[0])
+
+    _is_begun = False
+
+    def push(self, token_id: int) -> str:
+        """See `Detokenizer`."""
+        if token_id in self._hidden_ids:
+            return ""
+        return self._answers(self._decoder.decode(self._bytes_of(token_id)))
+
+    def finish(self) -> str:
+        """See `Detokenizer`."""
+        return self._answers(self._decoder.decode(b"", final=True))
+
+    def _answers(self, text: str) -> str:
+        """The text without what is shown for bytes of the prompt."""
+        if text and self._is_begun:
+            self._is_begun = False
+            return text.removeprefix("\ufffd")
+        return text
+
+
+class WindowDetokenizer:
+    """For all other decoders, which look at neighbours.
 
     The window is some tokens whose text is given out already (the context) and the new ones. It is decoded again for
     each token, and what is new against the text given out is the piece: decoders look at neighbours (spaces, runs of
     bytes), so a token is never decoded by itself. A U+FFFD at the end may be the start of a character whose other bytes
     are still to come: it is kept back until they come, or until `finish`.
-
-    skip_special_tokens  leave special tokens out of the text, all but `seen_ids`
     """
 
-    def __init__(
-        self,
-        tokenizer: TextTokenizer,
-        prompt_token_ids: Sequence[int] = (),
-        *,
-        skip_special_tokens: bool = True,
-        seen_ids: frozenset[int] = frozenset(),
-    ) -> None:
-        self._tokenizer = tokenizer
-        self._hidden_ids = tokenizer.special_ids - seen_ids if skip_special_tokens else frozenset[int]()
+    def __init__(self, tokenizer: TextTokenizer, prompt_token_ids: Sequence[int], hidden_ids: frozenset[int]) -> None:
+        self._tokenizer, self._hidden_ids = tokenizer, hidden_ids
         self._window = list(prompt_token_ids[self._context_start(prompt_token_ids) :])
         # The first bytes of a character whose other bytes are to come count as new: the character is the answer's.
         self._num_context, num_chars_behind = self._whole_characters()
@@ -46,7 +99,7 @@ class IncrementalDetokenizer:
         self._num_unfinished = len(self._decode()) - self._num_given
 
     def push(self, token_id: int) -> str:
-        """Add a token; the text that became certain with it, possibly empty."""
+        """See `Detokenizer`."""
         self._window.append(token_id)
         text = self._decode()
         stable = self._stable(text)
@@ -61,7 +114,7 @@ class IncrementalDetokenizer:
         return piece
 
     def finish(self) -> str:
-        """What was kept back; incomplete characters come out as U+FFFD."""
+        """See `Detokenizer`."""
         return self._give(self._decode())
 
     def _decode(self, num_tokens: int | None = None) -> str:

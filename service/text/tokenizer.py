@@ -63,6 +63,9 @@ class TextTokenizer:
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         parts = json.loads(tokenizer.to_str())
         self.is_byte_level = "ByteLevel" in json.dumps(parts.get("decoder"))
+        # Nothing is done to the text but to take the tokens' bytes together.
+        self.joins_bytes = (parts.get("decoder") or {}).get("type") == "ByteLevel"
+        self._joined_bytes: dict[int, bytes] = {}
         self.max_chars_per_token = _max_chars_per_token(parts)
         # Decoders of the sentencepiece kind take the space off what comes first, so a token is shown behind another.
         first = None if self.is_byte_level else tokenizer.token_to_id("a")
@@ -129,6 +132,16 @@ class TextTokenizer:
             if re.fullmatch(r"<0x[0-9A-F]{2}>", name):
                 return bytes([int(name[3:5], 16)])
         return self.token_text(token_id).encode()
+
+    def joined_bytes(self, token_id: int) -> bytes:
+        """What a token adds to the bytes of a text, special or not, where `joins_bytes`."""
+        found = self._joined_bytes.get(token_id)
+        if found is None:
+            name = self.token_name(token_id)
+            is_mapped = all(char in _BYTE_OF_CHAR for char in name)
+            found = bytes(_BYTE_OF_CHAR[char] for char in name) if is_mapped else name.encode()
+            self._joined_bytes[token_id] = found
+        return found
 
     def token_id(self, token: str) -> int | None:
         """Id of a token as the vocabulary spells it; None if there is none."""

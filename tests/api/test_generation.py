@@ -19,7 +19,7 @@ from service.engine.messages import Finished, Sampling, Submit, TokenLogprob, To
 from service.tenants.keys_file import Limits
 from service.tenants.limits import Tenant
 from service.tenants.tenants import Tenants
-from service.text.stop_strings import StopAutomaton
+from service.text.stop_strings import StopAutomaton, StopStrings
 from service.text.tokenizer import TextTokenizer
 from tests.support.tiny_models import make_tokenizer
 
@@ -234,7 +234,7 @@ def test_what_is_wrong_with_us_reaches_the_reader_and_not_the_engine_s_client(
     parts: Services, places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = a_job(parts, places, [plan("r")])
-    monkeypatch.setattr(parts.tokenizer, "decode", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(StopStrings, "push", lambda *_, **__: 1 / 0)
     cast(Any, parts.engine).streams["r"].push(Tokens("r", (5,)))
     assert places.num_open == 0
     with pytest.raises(ZeroDivisionError):

@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
-from service.text.detokenizer import IncrementalDetokenizer
+from service.text.detokenizer import BytesDetokenizer, WindowDetokenizer, detokenizer_of
 from service.text.stop_strings import StopAutomaton, StopStrings
 from service.text.tokenizer import TextError, TextTokenizer, _max_chars_per_token
 from tests.support.tiny_models import BOS_ID, EOS_ID, VOCAB_SIZE, make_tokenizer
@@ -27,11 +27,18 @@ MODEL_IDS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=80)
 TEXTS = ["", "the thing", " in and\n\ttab", "ünïcödé 日本 \U0001f600", "<|im_start|>user", "a</s>b"]
 
 
-@pytest.fixture(scope="module")
-def byte_level(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+@pytest.fixture(scope="module", params=["alone", "in a sequence"])
+def byte_level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    """Its decoder joins bytes; in a sequence it is taken for one that may do more."""
     directory = tmp_path_factory.mktemp("byte_level")
     make_tokenizer(directory)
-    return TextTokenizer.load(directory)
+    if request.param == "in a sequence":
+        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        tokenizer.decoder = decoders.Sequence([decoders.ByteLevel()])
+        tokenizer.save(str(directory / "tokenizer.json"))
+    found = TextTokenizer.load(directory)
+    assert found.joins_bytes is (request.param == "alone")
+    return found
 
 
 def make_byte_fallback(directory: Path) -> None:
@@ -59,7 +66,7 @@ def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
 
 
 def pieces_of(tokenizer: TextTokenizer, token_ids: list[int], **options: Any) -> list[str]:
-    detokenizer = IncrementalDetokenizer(tokenizer, **options)
+    detokenizer = detokenizer_of(tokenizer, **options)
     return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.finish()]
 
 
@@ -135,6 +142,17 @@ class TestDetokenizer:
     def test_pieces_add_up_to_the_whole_text(self, byte_level: TextTokenizer, token_ids: list[int]) -> None:
         assert "".join(pieces_of(byte_level, token_ids)) == byte_level.decode(token_ids)
 
+    @given(token_ids=MODEL_IDS, cut=st.integers(0, 10), sees_all=st.booleans())
+    def test_both_ways_to_decode_bytes_give_the_same_pieces(
+        self, byte_level: TextTokenizer, token_ids: list[int], cut: int, sees_all: bool
+    ) -> None:
+        hidden = frozenset[int]() if sees_all else byte_level.special_ids
+        found = []
+        for kind in (BytesDetokenizer, WindowDetokenizer):
+            detokenizer = kind(byte_level, token_ids[:cut], hidden)
+            found.append("".join(map(detokenizer.push, token_ids[cut:])) + detokenizer.finish())
+        assert found[0] == found[1]
+
     @given(text=st.text(max_size=40), cut=st.integers(0, 10))
     def test_after_a_prompt_the_pieces_are_what_comes_behind_it(
         self, byte_level: TextTokenizer, text: str, cut: int
@@ -184,10 +202,10 @@ class TestDetokenizer:
         self, byte_level: TextTokenizer
     ) -> None:
         lead = byte_level.encode("\U0001f600", add_special_tokens=False)[0]
-        detokenizer = IncrementalDetokenizer(byte_level)
+        detokenizer = detokenizer_of(byte_level)
         text = "".join(detokenizer.push(lead) for _ in range(300)) + detokenizer.finish()
         assert text == byte_level.decode([lead] * 300)
-        assert len(detokenizer._window) <= 65
+        assert len(getattr(detokenizer, "_window", ())) <= 65
 
     def test_leading_spaces_stay_after_a_prompt(self, byte_fallback: TextTokenizer) -> None:
         prompt = byte_fallback.encode("Hello")
