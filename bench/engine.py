@@ -21,10 +21,11 @@ from rich.table import Table
 
 from bench import long_prompt, step_profile
 from bench.arguments import facts_of, load_of, parser_of
-from bench.in_process import Load, Run, Subject, build_subject, run_to_the_end
+from bench.in_process import Load, Subject, build_subject
 from bench.rounds import cell, forth_and_back, percentile
 from service.engine.engine import Engine
 from service.engine.messages import Submit
+from service.first_host.driving import Run, run_to_the_end
 
 BASE, SINGLE = "base", "single-base"
 _WARM_UP_TOKENS = 8

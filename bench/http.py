@@ -28,11 +28,12 @@ from rich.table import Table
 
 from bench.arguments import facts_of, load_of, parser_of
 from bench.http_client import complete_all
-from bench.in_process import Load, Subject, build_subject, config_for, greedy, run_to_the_end
+from bench.in_process import Load, Subject, build_subject, config_for
 from bench.rounds import cell, forth_and_back, percentile
 from bench.server_process import Server, running_server
 from bench.shapes import BUNDLED, SEED, SHAPES, write_checkpoint
 from service.engine.messages import Submit
+from service.first_host.driving import greedy, run_to_the_end
 
 _WORDS = ("quick", "lazy", "seven", "wizards", "boat", "near", "over", "jumps", "oxygen", "brown")
 IN_PROCESS, WHOLE, STREAMED = "in-process", "whole", "streamed"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from bench.in_process import Driver, Run, Subject, greedy
+from bench.in_process import Subject
 from bench.rounds import percentile
 from bench.shapes import SEED
 from service.engine.messages import Submit
+from service.first_host.driving import Driver, Run, greedy
 
 _STEPS_BEFORE = 8
 _NAME = "long-prompt"

@@ -18,9 +18,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.arguments import facts_of, load_of, parser_of
-from bench.in_process import Subject, build_subject, run_to_the_end
+from bench.in_process import Subject, build_subject
 from bench.rounds import cell, forth_and_back
 from service.engine.messages import Submit
+from service.first_host.driving import run_to_the_end
 from service.grammars.constraints import grammar_of, schema_constraint
 
 FREE, CONSTRAINED = "free", "constrained"

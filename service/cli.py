@@ -59,6 +59,10 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         from service.doctor.command import doctor
 
         return doctor
+    if name == "first-host":
+        from service.first_host.command import first_host
+
+        return first_host
     if name == "bench":
         from service.load_test import bench
 
@@ -135,6 +139,8 @@ def _parser() -> argparse.ArgumentParser:
     remove.add_argument("name", nargs="+", help="name of an adapter")
     text = "look at this machine: is everything there that serving needs, and does it compute the right numbers?"
     _add_doctor(commands.add_parser("doctor", help=text, description=text))
+    text = "try all that serving needs on a new kind of host, and write one report of it (at most 30 minutes)"
+    _add_first_host(commands.add_parser("first-host", help=text, description=text))
     _add_bench(_client_parser(commands, "bench", "load a running server for a while and show its speed"))
     text = "the keys of tenants, in the server's keys file on this machine"
     _add_keys(commands.add_parser("keys", help=text, description=text))
@@ -172,6 +178,16 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--block-size-tokens", help="tokens per KV block")
     parser.add_argument("--json", action="store_true", help="print JSON, for a bug report, and nothing else")
+
+
+def _add_first_host(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model-dir", help="Hugging Face directory of the base model; default: MULTILORA_MODEL_DIR")
+    parser.add_argument("--device", help="npu, npu:1, cuda, cpu ...; default: MULTILORA_DEVICE, else the best there is")
+    parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
+    text = "where report.json and report.html are written (%(default)s)"
+    parser.add_argument("--report-dir", type=Path, default=Path("first-host"), help=text)
+    parser.add_argument("--resume", action="store_true", help="go on with the report that is there")
+    parser.add_argument("--minutes", type=_minutes, default=30.0, help="most that all steps take (%(default)s)")
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
@@ -212,6 +228,13 @@ def _positive(text: str) -> int:
         if (value := int(text)) >= 1:
             return value
     raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+
+
+def _minutes(text: str) -> float:
+    with suppress(ValueError):
+        if 0.0 < (value := float(text)) <= 24 * 60:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes above 0")
 
 
 def _finite(text: str) -> float:

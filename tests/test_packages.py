@@ -94,6 +94,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "service/machine.py": (),
     "service/version.py": (),
     "service/settings.py": ("service.engine.config",),
+    # Looks at a host as the doctor does, and runs engines; knows nothing of HTTP.
+    "service/first_host": (
+        *("service.engine", "service.models", "service.doctor", "adapters", "kernels"),
+        *("service.settings", "service.machine", "service.child_process", "service.version"),
+    ),
 }
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 import torch
 
 from kernels.lora import ops
@@ -21,13 +24,18 @@ _NUM_ROWS = 128
 # Rank of each adapter in each of the three slices; a slice with rank 0 is not targeted. Largest: 21 of a range of 32.
 _RANKS = ((16, 5, 1, 21), (3, 0, 16, 8), (16, 21, 0, 2))
 _SCALINGS = (2.0, 0.25, 1.0, 1.7)
+# For repeats: ranks that are no multiples of 16, whose tails nobody may read; with the base tokens 64 tokens, in equal
+# segments and in one large one.
+_RACE_RANKS = ((5, 8, 24, 16),) * 3
+_RACE_LENGTHS = ((16, 16, 16, 13), (1, 58, 1, 1))
 _VOCABULARY = 83
+_Ranks = tuple[tuple[int, ...], ...]
 
 
-def shrink(shapes: ProbeShapes, place: Place) -> Prepared:
+def shrink(shapes: ProbeShapes, place: Place, lengths: tuple[int, ...] = FEW, ranks: _Ranks = _RANKS) -> Prepared:
     """x @ A.T of three slices, of which only the columns below each rank are defined."""
-    stack, maps = make_stack(shapes, place, qkv_widths(shapes), shapes.hidden_size), make_maps(place, FEW)
-    x = _activations(place, shapes.hidden_size, FEW)
+    stack = make_stack(shapes, place, qkv_widths(shapes), shapes.hidden_size, ranks)
+    maps, x = make_maps(place, lengths), _activations(place, shapes.hidden_size, lengths)
 
     def call() -> tuple[torch.Tensor, ...]:
         h = ops.lora_shrink(x, stack, maps)
@@ -40,16 +48,16 @@ def shrink(shapes: ProbeShapes, place: Place) -> Prepared:
     return call
 
 
-def expand(shapes: ProbeShapes, place: Place) -> Prepared:
+def expand(shapes: ProbeShapes, place: Place, lengths: tuple[int, ...] = FEW, ranks: _Ranks = _RANKS) -> Prepared:
     """h @ B, added to an output whose base rows stay as they are."""
     widths = qkv_widths(shapes)
-    stack, maps = make_stack(shapes, place, widths, shapes.hidden_size), make_maps(place, FEW)
+    stack, maps = make_stack(shapes, place, widths, shapes.hidden_size, ranks), make_maps(place, lengths)
     h = place.random(len(widths), maps.num_tokens, 32)
     for s in range(len(widths)):
         for segment in maps.segments:
             h[s, segment.start : segment.end, stack.host_ranks[s][segment.place] :] = torch.nan
-    h[:, sum(FEW) :] = torch.nan
-    h, out = h.to(place.device), _output(place, sum(widths), FEW)
+    h[:, sum(lengths) :] = torch.nan
+    h, out = h.to(place.device), _output(place, sum(widths), lengths)
 
     def call() -> tuple[torch.Tensor, ...]:
         ops.lora_expand(h, out, stack, maps)
@@ -74,10 +82,17 @@ def linear_one(shapes: ProbeShapes, place: Place) -> Prepared:
 
 
 def _linear(
-    shapes: ProbeShapes, place: Place, lengths: tuple[int, ...], num_base_tokens: int = _NUM_BASE_TOKENS
+    shapes: ProbeShapes,
+    place: Place,
+    lengths: tuple[int, ...],
+    num_base_tokens: int = _NUM_BASE_TOKENS,
+    ranks: _Ranks = _RANKS,
 ) -> Prepared:
     widths = qkv_widths(shapes)
-    stack, maps = make_stack(shapes, place, widths, shapes.hidden_size), make_maps(place, lengths, num_base_tokens)
+    stack, maps = (
+        make_stack(shapes, place, widths, shapes.hidden_size, ranks),
+        make_maps(place, lengths, num_base_tokens),
+    )
     x = _activations(place, shapes.hidden_size, lengths, num_base_tokens)
     out = _output(place, sum(widths), lengths, num_base_tokens)
 
@@ -99,6 +114,18 @@ def embedding(shapes: ProbeShapes, place: Place) -> Prepared:
         return (out,)
 
     return call
+
+
+def race_cases() -> Mapping[str, Callable[[ProbeShapes, Place], Prepared]]:
+    """Cases whose repeats show whether programs disturb one another: 64 tokens with ranks 5, 8, 24 and 16, the two
+    halves of the op apart, NaN in h behind every rank."""
+    cases: dict[str, Callable[[ProbeShapes, Place], Prepared]] = {}
+    for lengths in _RACE_LENGTHS:
+        told = "-".join(map(str, lengths))
+        cases[f"ranks_5_8_24 shrink {told}"] = partial(shrink, lengths=lengths, ranks=_RACE_RANKS)
+        cases[f"ranks_5_8_24 expand {told}"] = partial(expand, lengths=lengths, ranks=_RACE_RANKS)
+        cases[f"ranks_5_8_24 linear {told}"] = partial(_linear, lengths=lengths, ranks=_RACE_RANKS)
+    return cases
 
 
 def qkv_widths(shapes: ProbeShapes) -> tuple[int, ...]:
@@ -141,15 +168,20 @@ def make_maps(place: Place, lengths: tuple[int, ...], num_base_tokens: int = _NU
     )
 
 
-def make_stack(shapes: ProbeShapes, place: Place, widths: tuple[int, ...], in_features: int) -> LoraStack:
-    """Rows of four adapters. As in the row pool, a range is zero past an adapter's rank; other rows are unwritten."""
+def make_stack(
+    shapes: ProbeShapes, place: Place, widths: tuple[int, ...], in_features: int, given: _Ranks = _RANKS
+) -> LoraStack:
+    """Rows of four adapters. As in the row pool, a range is zero past an adapter's rank; other rows are unwritten.
+
+    given  rank of each adapter in each of the slices, at most 32
+    """
     ranks = [[0] * len(_PLACES) for _ in widths]
     scalings = [[0.0] * len(_PLACES) for _ in widths]
     a, b = [], []
     for s, width in enumerate(widths):
         a_rows, b_rows = place.fresh(_NUM_ROWS, in_features), place.fresh(_NUM_ROWS, width)
         for adapter, (where, first_row) in enumerate(zip(_PLACES, _FIRST_ROWS, strict=True)):
-            rank, largest = _RANKS[s][adapter], max(_RANKS[i][adapter] for i in range(len(widths)))
+            rank, largest = given[s][adapter], max(given[i][adapter] for i in range(len(widths)))
             end = first_row + -(-largest // 16) * 16
             a_rows[first_row:end], b_rows[first_row:end] = 0.0, 0.0
             a_rows[first_row : first_row + rank] = place.random(rank, in_features) / in_features**0.5

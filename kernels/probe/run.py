@@ -78,6 +78,20 @@ def try_op(
             return
 
 
+def try_all(
+    op: str, implementation: str, platform: Platform, device: torch.device, shapes: ProbeShapes
+) -> Iterator[Trial]:
+    """Every case of `op` on one implementation, whatever becomes of the others; one trial if none can be called."""
+    fault = _fault_before_a_call(op, implementation, shapes)
+    if fault is not None:
+        yield fault
+        return
+    serving = replace(platform, implementations={**platform.implementations, op: implementation})
+    for name, case in cases_of(op, shapes).items():
+        with installed(serving, device.type):
+            yield _try_case(op, implementation, name, case, device, shapes, 0)
+
+
 def probe(
     platform: Platform, device: torch.device, shapes: ProbeShapes, *, ops: Collection[str] | None = None
 ) -> list[OpReport]:
@@ -129,7 +143,7 @@ def _try_case(
     shapes: ProbeShapes,
     num_repeats: int,
 ) -> Trial:
-    truth = _truth(case, shapes)
+    truth = truth_of(case, shapes)
     place = Place(device, shapes.torch_dtype, shapes.torch_row_dtype)
     said = functools.partial(Trial, op=op, case=name, implementation=implementation)
     try:
@@ -140,16 +154,20 @@ def _try_case(
     except Exception as error:
         # Whatever it is, the next implementation may do better.
         return said(status="raised", sentence=f"{implementation} failed in {name} ({_in_one_line(error)})")
-    tolerance = max(_TOLERANCES[shapes.torch_dtype], _TOLERANCES[shapes.torch_row_dtype])
-    distance = _distance(outputs, truth)
-    measured = functools.partial(said, error=distance, tolerance=tolerance, microseconds=microseconds)
-    if not distance <= tolerance:
-        sentence = f"{implementation} is {distance:.1e} away from plain torch in {name}, and may be {tolerance:.0e}"
+    tolerance, found = tolerance_of(shapes), distance(outputs, truth)
+    measured = functools.partial(said, error=found, tolerance=tolerance, microseconds=microseconds)
+    if not found <= tolerance:
+        sentence = f"{implementation} is {found:.1e} away from plain torch in {name}, and may be {tolerance:.0e}"
         return measured(status="differs", sentence=sentence)
     return measured(status="ok")
 
 
-def _truth(case: Case, shapes: ProbeShapes) -> list[torch.Tensor]:
+def tolerance_of(shapes: ProbeShapes) -> float:
+    """What `distance` may be."""
+    return max(_TOLERANCES[shapes.torch_dtype], _TOLERANCES[shapes.torch_row_dtype])
+
+
+def truth_of(case: Case, shapes: ProbeShapes) -> list[torch.Tensor]:
     """What plain torch makes of the same rounded values, in float32 or float64 on the host."""
     with installed(_plain_torch()), torch.inference_mode():
         place = Place(_HOST, shapes.torch_dtype, shapes.torch_row_dtype, wide=True)
@@ -163,7 +181,7 @@ def _plain_torch() -> Platform:
     return replace(platform, implementations=reference)
 
 
-def _distance(outputs: list[torch.Tensor], truths: list[torch.Tensor]) -> float:
+def distance(outputs: list[torch.Tensor], truths: list[torch.Tensor]) -> float:
     """Largest difference of any output, relative to its largest true value. Infinite if the outputs are not alike, or
     something is not a number on one side only; on both sides it is memory that the op had to leave alone."""
     if [output.shape for output in outputs] != [truth.shape for truth in truths]:

@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 
 from bench import engine
 from bench.rounds import forth_and_back, percentile
-from bench.step_profile import NUM_STEPS, figures
+from service.first_host.profiles import NUM_STEPS, figures_of_events
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--shape tiny --requests 3 --prompt-tokens 12 --output-tokens 6 --token-budget 32 --rounds 1 --threads 1"
@@ -97,7 +97,7 @@ def test_a_profile_counts_time_that_kernels_share_once() -> None:
     def event(name: str, device: DeviceType, start: float, end: float) -> SimpleNamespace:
         return SimpleNamespace(name=name, device_type=device, time_range=SimpleNamespace(start=start, end=end))
 
-    found = figures(
+    found = figures_of_events(
         [
             event("cudaLaunchKernel", DeviceType.CPU, 0.0, 1.0),
             event("cuLaunchKernelEx", DeviceType.CPU, 1.0, 2.0),
@@ -105,10 +105,11 @@ def test_a_profile_counts_time_that_kernels_share_once() -> None:
             event("shrink", DeviceType.CUDA, 10.0, 20.0),
             event("expand", DeviceType.CUDA, 18.0, 30.0),
             event("shrink", DeviceType.CUDA, 40.0, 50.0),
-        ]
+        ],
+        DeviceType.CUDA,
     )
-    assert found["gpu_busy_ms_per_step"] == pytest.approx(30.0 / NUM_STEPS / 1e3)
-    assert found["gpu_busy_share"] == pytest.approx(30.0 / 40.0)
+    assert found["device_busy_ms_per_step"] == pytest.approx(30.0 / NUM_STEPS / 1e3)
+    assert found["device_busy_share"] == pytest.approx(30.0 / 40.0)
     assert found["launch_calls_per_step"] == pytest.approx(2 / NUM_STEPS)
     assert found["kernels"][0] == {
         "name": "shrink", "calls_per_step": pytest.approx(2 / NUM_STEPS), "us_per_step": pytest.approx(20 / NUM_STEPS)

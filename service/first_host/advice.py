@@ -1,0 +1,92 @@
+"""What follows from a report: the settings to use, and the faults to report. Pure functions of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from service.first_host.outcome import Fault, Outcome, Report, Setting
+from service.first_host.plan import STEPS
+
+# A trial's steps must be shorter by more than they vary from run to run.
+MIN_GAIN = 0.03
+
+
+def conclude(report: Report) -> None:
+    """Fill in settings, faults and summary."""
+    report.settings = list(_settings(report))
+    report.faults = list(_faults(report))
+    num = {status: sum(step.status == status for step in report.steps) for status in ("ok", "not run")}
+    num_all = sum(step.status != "not applicable" for step in report.steps)
+    bad = [step.name for step in report.steps if step.status in ("failed", "crashed", "timed out", "running")]
+    said = [f"{num['ok']} of {num_all} steps have an answer"]
+    if bad:
+        said.append(f"{len(bad)} failed ({', '.join(bad)})")
+    if num["not run"]:
+        said.append(f"{num['not run']} were not run")
+    report.summary = f"{'; '.join(said)}."
+
+
+def _settings(report: Report) -> Iterator[Setting]:
+    if not any(step.status == "ok" for step in report.steps):
+        return
+    yield Setting(setting=f"--device {report.device}", why="the device that was looked at")
+    yield from _trials(report)
+    yield from _capture(report)
+    for sentence in _known(report, "serving").facts.get("budgets", []):
+        yield Setting(setting="sizes: leave them unset", why=sentence)
+
+
+def _trials(report: Report) -> Iterator[Setting]:
+    """Settings that were tried, against the same load without them."""
+    shown = {step.name: step.title.removeprefix("Setting: ") for step in STEPS}
+    for step in report.steps:
+        if not step.name.startswith("setting-") or step.status != "ok":
+            continue
+        gains = {
+            load: 1 - step.facts[f"{load}_ms"] / without
+            for load, without in _usual(report).items()
+            if step.facts.get(f"{load}_ms") and without
+        }
+        if not gains:
+            continue
+        name = shown.get(step.name, step.title)
+        sizes = {"many": "with most requests and adapters", "one": "with one of each"}
+        told = " and ".join(
+            f"{abs(gain):.0%} {'shorter' if gain > 0 else 'longer'} {sizes[load]}" for load, gain in gains.items()
+        )
+        is_better = max(gains.values()) > MIN_GAIN and min(gains.values()) > -MIN_GAIN
+        yield Setting(setting=name if is_better else f"not {name}", why=f"decode steps were {told}")
+
+
+def _usual(report: Report) -> dict[str, float | None]:
+    """Milliseconds of the decode steps that trials are compared with: most requests and adapters, and one of each."""
+    loads = _known(report, "serving").facts.get("loads", [])
+    by_size = {(load["requests"], load["adapters"]): load["ms_per_token"] for load in loads}
+    most = max((size for size in by_size if size[1] > 1), default=(0, 0))
+    return {"many": by_size.get(most), "one": by_size.get((1, 1))}
+
+
+def _capture(report: Report) -> Iterator[Setting]:
+    step = _known(report, "capture")
+    if report.device_type == "cuda" and step.status in ("failed", "crashed", "timed out"):
+        yield Setting(setting="--eager true", why=f"one captured layer {step.status}: {step.reason}")
+
+
+def _faults(report: Report) -> Iterator[Fault]:
+    """Errors and warnings of all steps, worst first, and steps without an answer."""
+    for step in report.steps:
+        if step.status in ("failed", "crashed", "timed out"):
+            how = {"failed": "failed", "crashed": "crashed", "timed out": "ran out of time"}[step.status]
+            yield Fault(
+                step=step.name,
+                level="error",
+                code=f"step-{step.status.replace(' ', '-')}",
+                message=f"The step {how}: {step.reason}",
+            )
+    for level in ("error", "warning"):
+        for step in report.steps:
+            yield from (fault for fault in step.faults if fault.level == level)
+
+
+def _known(report: Report, name: str) -> Outcome:
+    return next((step for step in report.steps if step.name == name), Outcome(name=name, title="", asks=""))

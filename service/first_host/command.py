@@ -1,0 +1,180 @@
+"""`multilora first-host`: runs the steps in order, each in a process of its own, and keeps one report of them.
+
+This process imports no torch and never touches the device. What it owns: the report's directory, and one process at a
+time. After `kill -9` of either the report on disk is whole, the other one is gone, and `--resume` goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+
+from service.first_host.advice import conclude
+from service.first_host.child import not_applicable_on
+from service.first_host.journal import Journal, JournalError, opened
+from service.first_host.outcome import ENDED, Outcome, Report
+from service.first_host.plan import STEPS, Step
+from service.first_host.supervise import run_step
+from service.settings import Settings, SettingsError, load_settings
+from service.version import server_version
+
+# A step that was at work each time the command was killed is passed over by the next: it may be what kills.
+MAX_BEGUN = 2
+MINUTES = 30.0
+BAD_INPUT, INTERRUPTED = 2, 130
+
+
+def first_host(arguments: argparse.Namespace, steps: Sequence[Step] = STEPS) -> int:
+    """0: every step has its answer, and no fault was found; 1: there are faults; 2: nothing could be begun, or the
+    report cannot be written; 130: interrupted."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a container's end is an interruption too
+    try:
+        settings = _settings(arguments)
+        with opened(arguments.report_dir) as journal:
+            report = _report(journal, settings, steps, is_resumed=arguments.resume)
+            return _Run(journal, report, settings, steps, arguments.minutes).to_the_end()
+    except (JournalError, SettingsError, _Refused) as error:
+        print(f"multilora: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+class _Refused(Exception):
+    """The command cannot be begun; one sentence."""
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    names = ("device", "model_dir", "dtype")
+    settings = load_settings(**{name: value for name in names if (value := getattr(arguments, name)) is not None})
+    config = settings.model_dir / "config.json"
+    try:
+        if not settings.model_dir.is_dir():
+            raise _Refused(f"{settings.model_dir} is no directory; --model-dir names a Hugging Face model's.")
+        json.loads(config.read_bytes())
+        weights = [path for path in settings.model_dir.iterdir() if path.suffix == ".safetensors"]
+        for path in weights:
+            with path.open("rb") as file:
+                file.read(1)
+    except FileNotFoundError as error:
+        raise _Refused(f"{settings.model_dir} holds no model: there is no config.json in it.") from error
+    except (OSError, ValueError) as error:
+        what = error.strerror if isinstance(error, OSError) else str(error)
+        path = getattr(error, "filename", None) or config
+        raise _Refused(f"The model in {settings.model_dir} cannot be read: {path}: {what}.") from error
+    if not weights:
+        raise _Refused(f"{settings.model_dir} holds no weights: there is no *.safetensors in it.")
+    return settings
+
+
+def _asked(settings: Settings) -> dict[str, Any]:
+    return msgspec.structs.asdict(settings.engine_options())
+
+
+def _report(journal: Journal, settings: Settings, steps: Sequence[Step], *, is_resumed: bool) -> Report:
+    """A new one, or the one to go on with."""
+    asked = hashlib.sha256(json.dumps(_asked(settings), sort_keys=True).encode()).hexdigest()
+    known = journal.read()
+    if known is None:
+        if is_resumed:
+            raise _Refused(f"There is no report in {journal.directory} to go on with; leave --resume out.")
+        outcomes = [Outcome(name=step.name, title=step.title, asks=step.asks) for step in steps]
+        begun = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
+        return Report(multilora=server_version(), device=settings.device, model=str(settings.model_dir),
+                      asked=asked, begun=begun, steps=outcomes)  # fmt: skip
+    if not is_resumed:
+        raise _Refused(
+            f"{journal.directory} holds a report already; --resume goes on with it, --report-dir names another place."
+        )
+    if (known.multilora, known.asked) != (server_version(), asked):
+        raise _Refused(
+            f"The report in {journal.directory} is of multilora {known.multilora} with other settings (model "
+            f"{known.model}); give the same ones, or name another --report-dir."
+        )
+    if [step.name for step in known.steps] != [step.name for step in steps]:
+        raise _Refused(f"The report in {journal.directory} has other steps; name another --report-dir.")
+    return known
+
+
+class _Run:
+    """One run of the command over a report."""
+
+    def __init__(
+        self, journal: Journal, report: Report, settings: Settings, steps: Sequence[Step], minutes: float
+    ) -> None:
+        self._journal = journal
+        self._report = report
+        self._request = {"options": _asked(settings)}
+        self._steps = steps
+        self._scale = minutes / MINUTES
+        self._deadline = time.monotonic()
+        self._end = self._deadline + minutes * 60
+
+    def to_the_end(self) -> int:
+        """The exit code."""
+        conclude(self._report)
+        self._journal.write(self._report)
+        try:
+            for number, (step, outcome) in enumerate(zip(self._steps, self._report.steps, strict=True), 1):
+                if outcome.status not in ENDED:
+                    self._one(step, outcome, f"[{number}/{len(self._steps)}] {step.name}")
+        except KeyboardInterrupt:
+            self._interrupted()
+            return INTERRUPTED
+        self._tell_of_all()
+        return 1 if self._report.faults else 0
+
+    def _one(self, step: Step, outcome: Outcome, shown: str) -> None:
+        if self._report.device_type not in ("auto", *step.devices):
+            outcome.status, outcome.reason = "not applicable", not_applicable_on(self._report.device_type)
+        elif outcome.num_begun >= MAX_BEGUN:
+            outcome.status = "crashed"
+            outcome.reason = f"the command was killed each of the {MAX_BEGUN} times that this step was at work"
+        else:
+            # What earlier steps have left of their time is this one's too.
+            self._deadline = min(self._deadline + step.limit_seconds * self._scale, self._end)
+            limit_seconds = max(self._deadline - time.monotonic(), 0.0)
+            print(f"{shown}: {step.asks} (at most {limit_seconds:.0f} s)", flush=True)
+            outcome.status, outcome.num_begun = "running", outcome.num_begun + 1
+            self._journal.write(self._report)
+            request = {**self._request, "device": self._report.device, "limit_seconds": limit_seconds}
+            run_step(step, request, outcome, limit_seconds, _teller())
+            self._report.device = outcome.facts.get("device", self._report.device)
+        conclude(self._report)
+        self._journal.write(self._report)
+        why = f": {outcome.reason}" if outcome.reason else ""
+        print(f"{shown}: {outcome.status} after {outcome.seconds:.0f} s{why}", flush=True)
+
+    def _interrupted(self) -> None:
+        for outcome in self._report.steps:
+            if outcome.status == "running":  # it is begun anew, and is not to blame
+                outcome.status, outcome.reason, outcome.num_begun = "not run", "interrupted", outcome.num_begun - 1
+        conclude(self._report)
+        self._journal.write(self._report)
+        print(f"multilora: interrupted; what was found is in {self._journal.page}, and --resume goes on.",
+              file=sys.stderr)  # fmt: skip
+
+    def _tell_of_all(self) -> None:
+        report = self._report
+        print("\nSettings to use:")
+        for setting in report.settings:
+            print(f"  {setting.setting}  ({setting.why})")
+        print("Faults to report:" if report.faults else "Faults to report: none")
+        for fault in report.faults:
+            print(f"  {fault.level} in {fault.step}: {fault.message} ({fault.code})")
+        print(f"{report.summary} To read: {self._journal.page}; to send: {self._journal.directory / 'report.json'}",
+              flush=True)  # fmt: skip
+
+
+def _teller() -> Callable[[str], None]:
+    """Shows on a terminal what a step is doing; a log needs no more than its beginning and its end."""
+    if not sys.stdout.isatty():
+        return lambda _text: None
+    return lambda text: print(f"      {text}", flush=True)

@@ -1,0 +1,94 @@
+"""The report's directory: one command at a time, and whatever has been found survives whoever is killed.
+
+`report.json` and `report.html` are each replaced by one rename, so that a reader, and a command that is resumed after
+`kill -9`, sees a whole file or the one before. The lock is the kernel's and ends with its process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from service.first_host.outcome import Report, read_report
+from service.first_host.page import page_of
+
+JSON_NAME, PAGE_NAME = "report.json", "report.html"
+_LOCK_NAME = ".in-use"
+
+
+class JournalError(Exception):
+    """The directory cannot be used; one sentence."""
+
+
+class Journal:
+    """See the module's docstring. Use it inside `opened`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @property
+    def page(self) -> Path:
+        return self.directory / PAGE_NAME
+
+    def read(self) -> Report | None:
+        """What an earlier command has written; None if there is nothing. JournalError if it cannot be read."""
+        path = self.directory / JSON_NAME
+        try:
+            return read_report(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise JournalError(f"{path} is no report of this command ({error}); name another --report-dir.") from error
+
+    def write(self, report: Report) -> None:
+        """Both files. JournalError, with the files as they were, if the disk is full or the directory has gone."""
+        try:
+            self._replace(JSON_NAME, report.as_json())
+            self._replace(PAGE_NAME, page_of(report).encode())
+        except OSError as error:
+            raise JournalError(
+                f"The report cannot be written to {self.directory}: {error.strerror}. Make room, and go on with "
+                "--resume; what was written before is whole."
+            ) from error
+
+    def _replace(self, name: str, content: bytes) -> None:
+        new = self.directory / f".{name}.new"
+        try:
+            with new.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(self.directory / name)
+        except OSError:
+            with suppress(OSError):
+                new.unlink()
+            raise
+
+
+@contextmanager
+def opened(directory: Path) -> Iterator[Journal]:
+    """A journal that no other command writes. JournalError if there is one, or the directory cannot be made."""
+    lock: IO[bytes] | None = None
+    try:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            lock = (directory / _LOCK_NAME).open("wb")
+        except OSError as error:
+            raise JournalError(
+                f"The report's directory {directory} cannot be written: {error.strerror}; name another --report-dir."
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise JournalError(
+                f"Another multilora first-host is at work on {directory}; wait for its end. Two at a time would spoil "
+                "each other's times."
+            ) from error
+        yield Journal(directory)
+    finally:
+        if lock is not None:
+            lock.close()

@@ -1,0 +1,118 @@
+"""The report as one HTML page that needs nothing else: no script, no font, no other file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from service.doctor.report import clean
+from service.first_host.outcome import Fault, Outcome, Report
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; color: #222; }
+h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin: 2em 0 .3em; border-top: 1px solid #ccc; padding-top: .8em; }
+table { border-collapse: collapse; margin: .5em 0 1em; font-size: .9em; }
+th, td { border: 1px solid #ddd; padding: .2em .6em; text-align: left; vertical-align: top; overflow-wrap: anywhere; }
+th { background: #f4f4f4; font-weight: 600; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
+.status { font-weight: 600; } .ok { color: #176b2c; } .bad { color: #a11; } .none { color: #666; }
+.asks { color: #555; margin: 0; } pre { background: #f4f4f4; padding: .7em; overflow-x: auto; white-space: pre-wrap; }
+@media (prefers-color-scheme: dark) { body { background: #181818; color: #ddd; } th, pre { background: #262626; }
+  th, td { border-color: #444; } .ok { color: #6c6; } .bad { color: #f77; } .asks, .none { color: #aaa; } }
+"""
+_CLASSES = {"ok": "ok", "not applicable": "none", "not run": "none"}
+
+
+def page_of(report: Report) -> str:
+    """The whole page."""
+    parts = [
+        "<!doctype html><html lang='en'><head><meta charset='utf-8'>",
+        "<meta name='viewport' content='width=device-width, initial-scale=1'>",
+        f"<title>First host: {_text(report.device)}</title><style>{_STYLE}</style></head><body>",
+        f"<h1>multilora first-host on {_text(report.device)}</h1>",
+        f"<p>multilora {_text(report.multilora)}, model {_text(report.model)}, begun {_text(report.begun)}. "
+        f"{_text(report.summary)}</p>",
+        "<h2>Settings to use</h2>",
+        _rows([{"setting": one.setting, "why": one.why} for one in report.settings]) or "<p>None known yet.</p>",
+        "<h2>Faults to report</h2>",
+        _faults(report.faults) or "<p>None.</p>",
+        "<h2>Steps</h2>",
+        _rows([{"step": one.title, "status": one.status, "seconds": one.seconds, "reason": one.reason or ""}
+               for one in report.steps]),
+        *(_step(step) for step in report.steps),
+        "</body></html>",
+    ]  # fmt: skip
+    return "\n".join(parts)
+
+
+def _step(step: Outcome) -> str:
+    kind = _CLASSES.get(step.status, "bad")
+    parts = [
+        f"<h2 id='{escape(step.name)}'>{_text(step.title)}: <span class='status {kind}'>{_text(step.status)}</span>"
+        "</h2>",
+        f"<p class='asks'>{_text(step.asks)}</p>",
+        f"<p>{_text(step.reason)}</p>" if step.reason else "",
+        _faults(step.faults),
+        _value(step.facts) if step.facts else "",
+    ]
+    return "\n".join(part for part in parts if part)
+
+
+def _faults(faults: Sequence[Fault]) -> str:
+    return _rows(
+        [
+            {"step": one.step, "level": one.level, "what": one.message, "what to do": one.cure or "", "code": one.code}
+            for one in faults
+        ]
+    )
+
+
+def _value(value: Any) -> str:
+    """Any fact: mappings as tables of two columns, lists of mappings as tables, long text as it is."""
+    match value:
+        case dict():
+            rows = (f"<tr><th>{_spoken(name)}</th>{_cell(one)}</tr>" for name, one in value.items())
+            return f"<table>{''.join(rows)}</table>" if value else "-"
+        case [dict(), *_]:
+            return _rows(value)
+        case list() | tuple():
+            return _text(", ".join(map(str, value)) or "-")
+        case str() if "\n" in value:
+            return f"<pre>{_text(value)}</pre>"
+    return _text(_shown(value))
+
+
+def _rows(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return ""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    head = "".join(f"<th>{_spoken(name)}</th>" for name in names)
+    body = "".join(f"<tr>{''.join(_cell(row.get(name)) for name in names)}</tr>" for row in rows)
+    return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _cell(value: Any) -> str:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return f"<td{' class=number' if is_number else ''}>{_value(value)}</td>"
+
+
+def _shown(value: Any) -> str:
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+        case int():
+            return f"{value:,}"
+    return str(value)
+
+
+def _spoken(name: Any) -> str:
+    return _text(str(name).replace("_", " "))
+
+
+def _text(value: Any) -> str:
+    """Whatever a host's programs have said is text here, never markup."""
+    return escape(str(clean(str(value))))

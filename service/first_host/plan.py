@@ -1,0 +1,130 @@
+"""The steps of the command: what each asks of the host, where its work is, and how long it may take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+ACCELERATORS = ("npu", "cuda")
+EVERYWHERE = ("npu", "cuda", "cpu")
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One step, run by a process of its own.
+
+    asks           the question that it answers
+    work           "module:function", called with `child.Host`
+    limit_seconds  after which its process group is killed; what earlier steps have left of theirs comes on top
+    devices        where it means something
+    environment    variables that its process has beside the command's own
+    options        fields of EngineOptions that it runs an engine with, beside the command's own
+    """
+
+    name: str
+    title: str
+    asks: str
+    work: str
+    limit_seconds: float
+    devices: tuple[str, ...] = EVERYWHERE
+    environment: Mapping[str, str] = field(default_factory=lambda: NOTHING)
+    options: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
+
+
+def _trial(name: str, shown: str, device: str, **changed: Mapping[str, Any]) -> Step:
+    """A setting tried: `shown` is how a user would write it."""
+    return Step(
+        name=f"setting-{name}",
+        title=f"Setting: {shown}",
+        asks="Are decode steps faster with it?",
+        work="service.first_host.serving:try_setting",
+        limit_seconds=120.0,
+        devices=(device,),
+        **changed,
+    )
+
+
+# Together half an hour on every kind of device.
+STEPS: Sequence[Step] = (
+    Step(
+        name="environment",
+        title="Environment",
+        asks="What is installed here, and what is known to go wrong with it?",
+        work="service.first_host.host:environment",
+        limit_seconds=40.0,
+    ),
+    Step(
+        name="permissions",
+        title="Permissions",
+        asks="Who may use the device: this user, and users 10001, 1000 and 0?",
+        work="service.first_host.host:permissions",
+        limit_seconds=110.0,
+        devices=ACCELERATORS,
+    ),
+    Step(
+        name="doctor",
+        title="Doctor, on the model",
+        asks="Which implementation serves each op at this model's sizes, and why not the one wished for?",
+        work="service.first_host.ops:doctor",
+        limit_seconds=240.0,
+    ),
+    Step(
+        name="triton",
+        title="Triton, with an empty cache",
+        asks="Does a first kernel build and run, and how long does that take with an empty cache and with a full one?",
+        work="service.first_host.ops:triton",
+        limit_seconds=120.0,
+        devices=ACCELERATORS,
+    ),
+    Step(
+        name="races",
+        title="Races",
+        asks="Are 20 repeats of each op the same bit for bit, LoRA with ranks 5, 8 and 24 over 64 tokens among them?",
+        work="service.first_host.ops:races",
+        limit_seconds=150.0,
+    ),
+    Step(
+        name="attention",
+        title="Attention",
+        asks="Which attention is right for heads of 64 and 128, NaN behind the sequences, mixed steps and windows?",
+        work="service.first_host.ops:attention",
+        limit_seconds=120.0,
+    ),
+    Step(
+        name="serving",
+        title="Time per token",
+        asks="How long does a token take at 1, 8, 32 and 64 requests, without LoRA and with 1 and 64 adapters?",
+        work="service.first_host.serving:time_per_token",
+        limit_seconds=420.0,
+    ),
+    Step(
+        name="profile",
+        title="Profile of 20 decode steps",
+        asks="Where does a decode step's time go: host or device, which operators on AI_CPU, which LoRA kernels?",
+        work="service.first_host.profiles:profile",
+        limit_seconds=140.0,
+    ),
+    _trial("cpu-affinity-2", "CPU_AFFINITY_CONF=2", "npu", environment={"CPU_AFFINITY_CONF": "2"}),
+    _trial("task-queue-2", "TASK_QUEUE_ENABLE=2", "npu", environment={"TASK_QUEUE_ENABLE": "2"}),
+    _trial("eager", "--eager true", "cuda", options={"eager": True}),
+    _trial("lora-window", "--lora-window true", "cuda", options={"lora_window": True}),
+    _trial("one-thread", "--num-threads 1", "cpu", options={"num_threads": 1}),
+    Step(
+        name="loads",
+        title="Adapter loads under traffic",
+        asks="How much longer are the steps of running requests while adapters are loaded?",
+        work="service.first_host.serving:loads_under_traffic",
+        limit_seconds=140.0,
+    ),
+    Step(
+        name="capture",
+        title="Capture of one layer",
+        asks="Does a captured decode step of one layer give what an eager one gives?",
+        work="service.first_host.capture:capture_one_layer",
+        limit_seconds=80.0,
+        devices=("cuda",),
+    ),
+)

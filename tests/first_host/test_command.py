@@ -1,0 +1,205 @@
+"""`multilora first-host` with planted steps: whatever a step does, and whoever is killed, the report stays whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.first_host_steps import MEETING
+from tests.support.limits import LIMIT_SECONDS
+
+ROOT = Path(__file__).resolve().parents[2]
+BUNDLED = ROOT / "service" / "bundled" / "base"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where commands run, and meet the test."""
+
+    directory: Path
+
+    @property
+    def report(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((self.directory / "first-host" / "report.json").read_text())
+        return found
+
+    @property
+    def page(self) -> str:
+        return (self.directory / "first-host" / "report.html").read_text()
+
+    def step(self, name: str) -> dict[str, Any]:
+        return next(step for step in self.report["steps"] if step["name"] == name)
+
+    def start(self, steps: str, *flags: str, limit: str = "60", **options: Any) -> subprocess.Popen[str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("MULTILORA_")}
+        variables = {MEETING: str(self.directory), "PYTHONPATH": str(ROOT), "FIRST_HOST_LIMIT": limit}
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.support.first_host_steps", steps, "--device", "cpu", *flags],
+            cwd=self.directory,
+            env={**kept, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,
+        )
+
+    def run(self, steps: str, *flags: str, limit: str = "60", **options: Any) -> tuple[int, str, str]:
+        """Exit code, output, errors."""
+        with self.start(steps, *flags, limit=limit, **options) as command:
+            out, err = command.communicate(timeout=LIMIT_SECONDS)
+        assert "Traceback" not in err, err
+        return command.returncode, out, err
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> Meeting:
+    os.mkfifo(tmp_path / "gate")
+    (tmp_path / "begun").touch()
+    return Meeting(tmp_path)
+
+
+def test_a_step_that_fails_costs_no_other(meeting: Meeting) -> None:
+    code, out, _ = meeting.run("works,fails,raises,aborts,exits,means_nothing,warns")
+    assert code == 1
+    found = {step["name"]: (step["status"], step["reason"]) for step in meeting.report["steps"]}
+    assert found["works"] == ("ok", None)
+    assert found["fails"] == ("failed", "The planted fault is here.")
+    assert found["raises"] == ("failed", "RuntimeError: two lines")
+    assert found["aborts"] == ("crashed", f"was killed by signal {signal.SIGABRT} (the last words)")
+    assert found["exits"] == ("crashed", "ended with exit code 7")
+    assert found["means_nothing"] == ("not applicable", "there is nothing of the kind here")
+    assert meeting.step("fails")["facts"] == meeting.step("aborts")["facts"] == {"before": "kept"}
+    faults = {(fault["step"], fault["code"]) for fault in meeting.report["faults"]}
+    assert faults == {("fails", "step-failed"), ("raises", "step-failed"), ("aborts", "step-crashed"),
+                      ("exits", "step-crashed"), ("warns", "planted")}  # fmt: skip
+    assert "warning in warns: Something is slow. (planted)" in out
+    assert meeting.report["summary"] == "2 of 6 steps have an answer; 4 failed (fails, raises, aborts, exits)."
+
+
+def test_a_step_that_hangs_is_killed_with_all_that_it_started(meeting: Meeting) -> None:
+    with meeting.start("hangs,works", limit="3") as command, (meeting.directory / "gate").open() as gate:
+        assert gate.read() == ""  # its writer, a process of the step's, is gone
+        command.communicate(timeout=LIMIT_SECONDS)
+    step = meeting.step("hangs")
+    assert (step["status"], step["facts"]) == ("timed out", {"before": "kept"})
+    assert step["reason"].startswith("did not end within 3 s")
+    assert meeting.step("works")["status"] == "ok"
+
+
+def test_the_page_is_whole_and_shows_text_as_text(meeting: Meeting) -> None:
+    assert meeting.run("works")[0] == 0
+    assert meeting.page.startswith("<!doctype html>")
+    assert "&lt;b&gt;bold&lt;/b&gt;" in meeting.page and "<b>bold" not in meeting.page
+    assert "src=" not in meeting.page and "<link" not in meeting.page and "<script" not in meeting.page
+
+
+def test_a_killed_command_is_resumed(meeting: Meeting) -> None:
+    """What had its answer is not asked again; the step at work, whose process went too, is begun anew."""
+    with meeting.start("works,waits") as command, (meeting.directory / "gate").open() as gate:
+        assert gate.readline() == "here\n"
+        command.kill()
+        assert gate.read() == ""  # the step's process is gone
+        command.communicate(timeout=LIMIT_SECONDS)
+    assert [step["status"] for step in meeting.report["steps"]] == ["ok", "running"]
+    code, _, err = meeting.run("works,waits")
+    assert (code, "--resume goes on with it" in err) == (2, True)
+    assert meeting.run("works,waits", "--resume")[0] == 0
+    assert [step["status"] for step in meeting.report["steps"]] == ["ok", "ok"]
+    assert (meeting.directory / "begun").read_text().split() == ["works", "waits", "waits"]
+    assert meeting.step("waits")["facts"] == {"answer": 43}
+
+
+def test_a_step_that_always_kills_the_command_is_passed_over(meeting: Meeting) -> None:
+    for flags in ((), ("--resume",)):
+        with meeting.start("always_waits,works", *flags) as command, (meeting.directory / "gate").open() as gate:
+            assert gate.readline() == "here\n"
+            command.kill()
+            assert gate.read() == ""  # the step's process is gone
+            command.communicate(timeout=LIMIT_SECONDS)
+    assert meeting.run("always_waits,works", "--resume")[0] == 1
+    assert meeting.step("always_waits")["reason"].startswith("the command was killed each of the 2 times")
+    assert meeting.step("works")["status"] == "ok"
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_an_interruption_keeps_what_was_found(meeting: Meeting, sent: signal.Signals) -> None:
+    with meeting.start("works,waits") as command, (meeting.directory / "gate").open() as gate:
+        assert gate.readline() == "here\n"
+        command.send_signal(sent)
+        assert gate.read() == ""
+        _, err = command.communicate(timeout=LIMIT_SECONDS)
+    assert command.returncode == 130
+    assert err == "multilora: interrupted; what was found is in first-host/report.html, and --resume goes on.\n"
+    assert [(step["status"], step["num_begun"]) for step in meeting.report["steps"]] == [("ok", 1), ("not run", 0)]
+
+
+def test_two_at_a_time_are_refused(meeting: Meeting) -> None:
+    with meeting.start("waits") as command, (meeting.directory / "gate").open() as gate:
+        assert gate.readline() == "here\n"
+        code, _, err = meeting.run("works", "--resume")
+        assert code == 2
+        assert err.startswith("multilora: Another multilora first-host is at work on first-host; wait for its end.")
+        command.kill()
+        command.communicate(timeout=LIMIT_SECONDS)
+
+
+def test_a_disk_that_is_full_leaves_the_report_as_it_was(meeting: Meeting) -> None:
+    """Files of this process may not grow beyond a size, which is between that of a first report and of a later one."""
+    assert meeting.run("works,waits", limit="0.5")[0] == 1
+    before = meeting.report
+    directory = meeting.directory / "first-host"
+    for step in before["steps"]:
+        step["status"] = "not run"
+    (directory / "report.json").write_text(json.dumps(before))
+    was = (directory / "report.json").read_bytes()
+
+    def bounded() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (256, 256))
+
+    code, _, err = meeting.run("works,waits", "--resume", limit="0.5", preexec_fn=bounded)
+    assert code == 2
+    assert err.startswith("multilora: The report cannot be written to first-host: File too large. Make room")
+    assert (directory / "report.json").read_bytes() == was
+    assert not list(directory.glob("*.new"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--model-dir", "nowhere"], "nowhere is no directory"),
+        (["--model-dir", "."], ". holds no model: there is no config.json in it."),
+        (["--model-dir", "bad"], "The model in bad cannot be read: bad/config.json: Expecting value"),
+        (["--model-dir", "unreadable"], "unreadable/model.safetensors: Is a directory."),
+        (["--model-dir", "empty"], "empty holds no weights"),
+        (["--report-dir", "begun/below"], "The report's directory begun/below cannot be written: Not a directory"),
+        (["--resume"], "There is no report in first-host to go on with"),
+        (["--dtype", "int3"], "Setting --dtype"),
+        (["--minutes", "0"], "is not a number of minutes above 0"),
+    ],
+)
+def test_bad_input_is_refused_in_a_sentence(meeting: Meeting, flags: list[str], sentence: str) -> None:
+    for name in ("bad", "unreadable", "empty"):
+        (meeting.directory / name).mkdir()
+        (meeting.directory / name / "config.json").write_text("" if name == "bad" else "{}")
+    (meeting.directory / "unreadable" / "model.safetensors").mkdir()
+    code, out, err = meeting.run("works", *flags)
+    assert (code, out) == (2, "")
+    assert sentence in err
+
+
+def test_a_report_of_another_model_or_garbage_is_not_gone_on_with(meeting: Meeting, tmp_path: Path) -> None:
+    assert meeting.run("works", "--model-dir", str(BUNDLED))[0] == 0
+    code, _, err = meeting.run("works", "--model-dir", str(BUNDLED), "--dtype", "float32", "--resume")
+    assert (code, "with other settings" in err) == (2, True)
+    (tmp_path / "first-host" / "report.json").write_text('{"steps": 3}')
+    code, _, err = meeting.run("works", "--resume")
+    assert (code, "is no report of this command" in err) == (2, True)

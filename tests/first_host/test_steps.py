@@ -1,0 +1,88 @@
+"""The real steps on a CPU, with a tiny model: each has an answer, and plants are noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.first_host.profiles import figures_of_table
+from tests.support.limits import LIMIT_SECONDS
+from tests.support.tiny_models import make_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+NOT_ON_A_CPU = {"permissions", "triton", "capture", "setting-cpu-affinity-2", "setting-task-queue-2",
+                "setting-eager", "setting-lora-window"}  # fmt: skip
+
+
+def run(work_dir: Path, model_dir: Path, **environment: str) -> dict[str, Any]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MULTILORA_")}
+    paths = os.pathsep.join([environment.pop("PYTHONPATH", ""), str(ROOT)])
+    flags = ["--device", "cpu", "--model-dir", str(model_dir)]
+    done = subprocess.run(
+        [sys.executable, "-m", "service.cli", "first-host", *flags],
+        cwd=work_dir,
+        env={**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_SECONDS,
+    )
+    assert done.returncode in (0, 1), done.stderr
+    report: dict[str, Any] = json.loads((work_dir / "first-host" / "report.json").read_text())
+    return report
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    make_tiny_model("llama", directory, num_hidden_layers=1)
+    return directory
+
+
+def test_every_step_has_an_answer_on_a_cpu(tmp_path: Path, model_dir: Path) -> None:
+    """LoRA's result is a tenth too large, so that it is also seen that faults reach the end of the report."""
+    broken = str(ROOT / "tests" / "support" / "broken_ops")
+    report = run(tmp_path, model_dir, PYTHONPATH=broken, BROKEN_OPS="lora=differs")
+    steps = {step["name"]: step for step in report["steps"]}
+    assert {name for name, step in steps.items() if step["status"] == "not applicable"} == NOT_ON_A_CPU
+    assert {steps[name]["reason"] for name in NOT_ON_A_CPU} == {"not applicable on cpu"}
+    assert {step["status"] for name, step in steps.items() if name not in NOT_ON_A_CPU} == {"ok"}, steps
+    assert report["device"] == steps["environment"]["facts"]["device"] == "cpu"
+    used = {op["op"]: op for op in steps["doctor"]["facts"]["ops"]}
+    assert used["lora"] == {"op": "lora", "wished": "broken_differs", "used": "cpu"}
+    assert [fault["code"] for fault in report["faults"]] == ["op-fallback"]
+    raced = {case["case"]: case for case in steps["races"]["facts"]["cases"]}
+    assert raced["ranks_5_8_24 linear 16-16-16-13"]["different"] == 0
+    assert {case["repeats"] for case in raced.values()} == {20}
+    heads = {(case["implementation"], case["head_dim"]) for case in steps["attention"]["facts"]["cases"]}
+    assert heads == {(name, dim) for name in ("sdpa", "reference") for dim in (16, 64, 128)}
+    loads = {(load["requests"], load["adapters"]): load["ms_per_token"] for load in steps["serving"]["facts"]["loads"]}
+    assert set(loads) == {(requests, adapters) for requests in (1, 8, 32, 64) for adapters in (0, 1, 64)}
+    assert all(loads.values())
+    assert steps["profile"]["facts"]["kernels"] and steps["profile"]["facts"]["ms_per_step"] > 0
+    assert steps["loads"]["facts"]["loads"] == 8
+    assert report["settings"][0]["setting"] == "--device cpu"
+    assert any("--num-threads 1" in setting["setting"] for setting in report["settings"])
+
+
+def test_the_npu_s_table_of_kernels_is_understood() -> None:
+    """As torch_npu's profiler writes it: which kernels ran on AI_CPU, and which are LoRA's."""
+    rows = [
+        {
+            "Name": "lora_shrink_few",
+            "Accelerator Core": "AI_VECTOR_CORE",
+            "Start Time(us)": "10.0\t",
+            "Duration(us)": "4",
+        },
+        {"Name": "MatMulV2", "Accelerator Core": "AI_CORE", "Start Time(us)": "14.0\t", "Duration(us)": "6"},
+        {"Name": "Cumsum", "Accelerator Core": "AI_CPU", "Start Time(us)": "30.0\t", "Duration(us)": "10"},
+    ]
+    figures = figures_of_table(rows, num_steps=2)
+    assert figures["ai_cpu"] == [{"name": "Cumsum", "calls_per_step": 0.5, "us_per_step": 5.0}]
+    assert [kernel["name"] for kernel in figures["lora_kernels"]] == ["lora_shrink_few"]
+    assert (figures["device_busy_ms_per_step"], figures["device_busy_share"]) == (0.01, 20 / 30)

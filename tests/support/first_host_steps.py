@@ -1,0 +1,110 @@
+"""`multilora first-host` with planted steps: `python -m tests.support.first_host_steps STEP[,STEP...] FLAG...`.
+
+Each step is a function of this module, with what may happen to a step on an unknown host.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from service.cli import _parser
+from service.first_host.child import Host, NotApplicable, StepFailed
+from service.first_host.command import first_host
+from service.first_host.plan import Step
+
+# Where steps meet the test: a directory with a named pipe `gate` and a list of what was begun, `begun`.
+MEETING = "FIRST_HOST_MEETING"
+
+
+def works(host: Host) -> None:
+    _note("works")
+    host.facts(device=host.device, answer=42, cases=[{"name": "<b>bold</b>", "value": 1.5}])
+
+
+def warns(host: Host) -> None:
+    host.find("warning", "planted", "Something is slow.", "Report it.")
+
+
+def fails(host: Host) -> None:
+    host.facts(before="kept")
+    raise StepFailed("The planted fault is here.")
+
+
+def raises(_host: Host) -> None:
+    raise RuntimeError("two\n  lines")
+
+
+def means_nothing(_host: Host) -> None:
+    raise NotApplicable("there is nothing of the kind here")
+
+
+def aborts(host: Host) -> None:
+    host.facts(before="kept")
+    print("the last words", file=sys.stderr)
+    os.abort()
+
+
+def exits(_host: Host) -> None:
+    os._exit(7)
+
+
+def hangs(host: Host) -> None:
+    """With a process of its own that hangs too, and holds the pipe open."""
+    host.facts(before="kept")
+    code = f"import os; gate = open({str(_meeting() / 'gate')!r}, 'w'); os.read(os.pipe()[0], 1)"
+    with subprocess.Popen([sys.executable, "-c", code]):
+        pass
+
+
+def waits(host: Host) -> None:
+    """For whoever reads from the gate, and, the first time, for ever."""
+    _note("waits")
+    if _begun().count("waits") == 1:
+        with (_meeting() / "gate").open("w") as gate:
+            gate.write("here\n")
+            gate.flush()
+            os.read(os.pipe()[0], 1)
+    host.facts(answer=43)
+
+
+def always_waits(host: Host) -> None:
+    with (_meeting() / "gate").open("w") as gate:
+        gate.write("here\n")
+        gate.flush()
+        os.read(os.pipe()[0], 1)
+    host.facts(answer=44)
+
+
+def _meeting() -> Path:
+    return Path(os.environ[MEETING])
+
+
+def _begun() -> list[str]:
+    return (_meeting() / "begun").read_text().split()
+
+
+def _note(name: str) -> None:
+    with (_meeting() / "begun").open("a") as file:
+        file.write(f"{name}\n")
+
+
+def main() -> int:
+    steps = [
+        Step(
+            name=name,
+            title=f"Planted: {name}",
+            asks="What then?",
+            work=f"tests.support.first_host_steps:{name}",
+            limit_seconds=float(os.environ.get("FIRST_HOST_LIMIT", "60")),
+            devices=("npu",) if name == "fails_on_npu" else ("cpu", "cuda", "npu"),
+        )
+        for name in sys.argv[1].split(",")
+    ]
+    return first_host(_parser().parse_args(["first-host", *sys.argv[2:]]), steps)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
