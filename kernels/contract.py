@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from kernels.paged_attention.maps import AttentionMaps
     from kernels.probe.shapes import ProbeShapes
 
 
@@ -35,15 +36,32 @@ class Contract:
     replayable      a call that was recorded in a graph, and is run again with other contents in the same tensors, does
                     what a new call would: nothing of the host's view of a step is looked at. The engine captures its
                     steps only where all its ops are so
+    updates         of attention that takes lengths from the host: what a replay must be told anew, by the names of the
+                    device operator's arguments. With it the op is replayable where graphs can be updated: on NPUs
     """
 
     refuses: Callable[[ProbeShapes], str | None] = _serves_all
     warm_up: Callable[..., None] = _has_nothing_to_do
     compiled_count: Callable[[], int] = _compiles_nothing
     replayable: bool = False
+    updates: Callable[[AttentionMaps], Mapping[str, object]] | None = None
 
     def warm_up_and_count(self, *arguments: object, **options: object) -> int:
         """`warm_up`; the number of variants that it compiled."""
         before = self.compiled_count()
         self.warm_up(*arguments, **options)
         return self.compiled_count() - before
+
+
+def combined(contracts: Sequence[Contract]) -> Contract:
+    """That of several implementations that serve one op between them, each in regimes of its own.
+
+    They are not warmed up: what one of them does not serve, it may be unable to compile. They compile at first use.
+    """
+    if len(contracts) == 1:
+        return contracts[0]
+    return Contract(
+        compiled_count=lambda: sum(one.compiled_count() for one in contracts),
+        replayable=all(one.replayable for one in contracts),
+        updates=contracts[0].updates if all(one.replayable or one.updates for one in contracts) else None,
+    )

@@ -10,7 +10,7 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from types import MappingProxyType, ModuleType
 import torch
 
 from kernels.ascend_chips import chip_of
-from kernels.contract import Contract
+from kernels.contract import Contract, combined
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "lora_window": ("reference",),
         "causal_conv1d": ("triton_ascend", "any_device", "reference"),
         "gated_delta": ("any_device", "reference"),
-        "paged_attention": ("npu", "sdpa", "reference"),
+        "paged_attention": ("npu", "gathered", "reference"),
         "linear": ("reference",),
         "sampling": ("any_device", "reference"),
         "rms_norm": ("npu", "reference"),
@@ -64,6 +64,31 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "swiglu": ("npu", "reference"),
     },
 }
+
+
+# Regimes of an op that may be served by another implementation than decode steps, which are every op's own regime (""):
+# one that does not work for prompts, or for windows, keeps what it is good at. By the probe's cases.
+REGIME_OF_CASE: Mapping[str, str] = {
+    "lora_linear_many": "many",
+    "causal_conv1d_prefill": "prefill",
+    "gated_delta_prefill": "prefill",
+    "paged_attention": "mixed",
+    "paged_attention_window_decode": "window",
+    "paged_attention_window": "mixed_window",
+}
+# For people.
+REGIMES: Mapping[str, str] = {
+    "": "decode steps",
+    "many": "steps of many tokens",
+    "prefill": "prompts",
+    "mixed": "steps with prompts",
+    "window": "decode steps with windows",
+    "mixed_window": "steps with prompts and windows",
+}
+# What captured steps of an NPU are made of.
+DECODE_REGIMES = ("", "window")
+# LoRA's kernels for few tokens serve so many, those for many tokens the rest.
+FEW_TOKENS: Mapping[str, int] = {"npu": 64, "cuda": 128, "cpu": 128}
 
 
 class BackendError(ValueError):
@@ -83,6 +108,7 @@ class Platform:
     fallbacks       one sentence for each reason why ops are not served by the wished-for implementation
     passed_over     op -> why the table's first choice was passed over before anything was probed, a sentence
     native_bfloat16 whether bfloat16 matrix products run at full speed
+    regimes         "op/regime" -> implementation, where it is not that of `implementations`
     """
 
     device: str
@@ -94,11 +120,31 @@ class Platform:
     fallbacks: tuple[str, ...] = field(default=())
     passed_over: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), kw_only=True)
     native_bfloat16: bool = True
+    regimes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), kw_only=True)
 
-    def with_fallback(self, op: str, implementation: str, reason: str) -> Platform:
-        """This platform with `op` served by another implementation; `reason` is one sentence that names the op."""
+    def with_fallback(
+        self, op: str, implementation: str, reason: str, regimes: Mapping[str, str] = MappingProxyType({})
+    ) -> Platform:
+        """This platform with `op` served by another implementation; `reason` is one sentence that names the op.
+
+        regimes  of the op -> implementation, where it is another one still
+        """
         implementations = MappingProxyType({**self.implementations, op: implementation})
-        return replace(self, implementations=implementations, fallbacks=(*self.fallbacks, reason))
+        own = {f"{op}/{regime}": name for regime, name in regimes.items()}
+        return replace(
+            self,
+            implementations=implementations,
+            fallbacks=(*self.fallbacks, reason),
+            regimes=MappingProxyType({**self.regimes, **own}),
+        )
+
+    def serving(self, op: str, regime: str = "") -> str:
+        """Name of the implementation."""
+        return self.regimes.get(f"{op}/{regime}", self.implementations[op])
+
+    def regimes_of(self, op: str) -> tuple[str, ...]:
+        """The op's own, and those that are served by another implementation."""
+        return ("", *(name.partition("/")[2] for name in self.regimes if name.partition("/")[0] == op))
 
     @property
     def window_rows(self) -> bool:
@@ -117,19 +163,25 @@ class Platform:
         return torch.float32 if self.device == "cpu" else model_dtype
 
 
-def implementation(op: str, device: torch.device) -> ModuleType:
+def implementation(op: str, device: torch.device, regime: str = "") -> ModuleType:
     """The module that serves `op` on `device` in this process."""
-    module = _modules.get((op, device.type))
+    key = (op, device.type) if not regime else (f"{op}/{regime}", device.type)
+    module = _modules.get(key)
     if module is None:
-        module = importlib.import_module(f"kernels.{op}.{in_use(device).implementations[op]}")
-        _modules[op, device.type] = module
+        module = importlib.import_module(f"kernels.{op}.{in_use(device).serving(op, regime)}")
+        _modules[key] = module
     return module
 
 
-def contract(op: str, device: torch.device) -> Contract:
-    """What the module that serves `op` on `device` states about itself."""
-    found: Contract = implementation(op, device).CONTRACT
-    return found
+def contract(op: str, device: torch.device, regimes: Sequence[str] | None = None) -> Contract:
+    """What the module that serves `op` on `device` states about itself; the modules, where there are several.
+
+    regimes  those of the op that matter; None: all
+    """
+    named = in_use(device).regimes_of(op)
+    wanted = [regime for regime in named if regimes is None or regime in regimes]
+    modules = dict.fromkeys(implementation(op, device, regime) for regime in wanted)
+    return combined([module.CONTRACT for module in modules])
 
 
 def in_use(device: torch.device) -> Platform:

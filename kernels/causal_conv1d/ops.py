@@ -219,9 +219,10 @@ def _run(call: PrefillCall | UpdateCall) -> torch.Tensor:
         return call.out
     if call.num_sequences == 0:
         return call.out if call.is_in_place else call.out.zero_()
-    module = implementation("causal_conv1d", call.x.device)
-    run = module.prefill if isinstance(call, PrefillCall) else module.update
-    run(call)
+    if isinstance(call, PrefillCall):
+        implementation("causal_conv1d", call.x.device, "prefill").prefill(call)
+    else:
+        implementation("causal_conv1d", call.x.device).update(call)
     return call.out
 
 

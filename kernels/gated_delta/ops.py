@@ -56,7 +56,7 @@ def gated_delta_prefill(
     num_sequences = state_indices.shape[0]
     assert query_start_loc.shape == (num_sequences + 1,), "query_start_loc is int32 [sequences + 1]"
     assert has_initial_state.shape == (num_sequences,), "has_initial_state is bool [sequences]"
-    out: torch.Tensor = implementation("gated_delta", qkv.device).prefill(
+    out: torch.Tensor = implementation("gated_delta", qkv.device, "prefill").prefill(
         qkv, b, a, a_log, dt_bias, states, query_start_loc, state_indices, has_initial_state, query_starts
     )
     return out

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.lora.maps import LoraMaps, LoraStack
-from kernels.platform import contract, implementation
+from kernels.platform import FEW_TOKENS, contract, implementation, in_use
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -97,7 +97,8 @@ def lora_linear(
     _check(x, out, stack, maps, row_index)
     assert all(a.shape[1] == x.shape[1] for a in stack.a), "x and A disagree about the input width"
     if _has_room(maps):
-        implementation("lora", x.device).lora_linear(x, out, stack, maps, overwrite=overwrite, row_index=row_index)
+        module = implementation("lora", x.device, _regime(maps, x.device))
+        module.lora_linear(x, out, stack, maps, overwrite=overwrite, row_index=row_index)
 
 
 def lora_embedding(
@@ -152,9 +153,18 @@ def warm_up(
     """
     num_compiled = 0
     for stack, embeds in [*((stack, False) for stack in stacks), *((stack, True) for stack in embeddings)]:
-        serving = contract("lora", stack.a[0].device)
-        num_compiled += serving.warm_up_and_count(stack, max_tokens, dtype, max_segments, is_embedding=embeds)
+        device = stack.a[0].device
+        serving, most = contract("lora", device), max_tokens
+        if "many" in in_use(device).regimes_of("lora"):
+            # The kernels for few tokens alone: those for many may be what does not compile here.
+            serving, most = contract("lora", device, ("",)), min(max_tokens, FEW_TOKENS[in_use(device).device])
+        num_compiled += serving.warm_up_and_count(stack, most, dtype, max_segments, is_embedding=embeds)
     return num_compiled
+
+
+def _regime(maps: LoraMaps, device: torch.device) -> str:
+    """By the padded number of tokens, which a captured step keeps."""
+    return "many" if maps.num_tokens > FEW_TOKENS[in_use(device).device] else ""
 
 
 def shrink_width(stack: LoraStack) -> int:

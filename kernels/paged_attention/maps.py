@@ -17,6 +17,7 @@ class AttentionMaps:
     query_start_loc int32 [num_sequences + 1], kv_lens_device int32 [num_sequences],
     block_table   int32 [num_sequences, max_blocks] (padding 0)
     slot_mapping  int64 [num_tokens] = block * block_size + offset
+    is_decode     host: every sequence has one token; False says nothing
 
     Tokens behind the last sequence pad a step: their slot is -1, and what attention gives for them harms no other. Ops
     for devices look at no values on the host, since nothing there runs when a captured step is replayed.
@@ -29,6 +30,7 @@ class AttentionMaps:
     kv_lens_device: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
+    is_decode: bool = False
 
     def __post_init__(self) -> None:
         assert self.query_starts[-1] <= self.slot_mapping.shape[0], "a sequence ends behind the step's tokens"

@@ -46,9 +46,16 @@ def paged_attention(
     if out is None:
         out = q.new_empty(num_tokens, num_heads, head_dim)
     assert out.shape == q.shape and out.is_contiguous() and out.dtype == q.dtype, "out is like q, and contiguous"
-    module = implementation("paged_attention", q.device)
+    module = implementation("paged_attention", q.device, regime_of(maps, sliding_window))
     module.paged_attention(q, k_cache, v_cache, maps, scale=scale, sliding_window=sliding_window, out=out)
     return out
+
+
+def regime_of(maps: AttentionMaps, sliding_window: int | None) -> str:
+    """By what a captured step keeps."""
+    if maps.is_decode:
+        return "" if sliding_window is None else "window"
+    return "mixed" if sliding_window is None else "mixed_window"
 
 
 def warm_up(k_cache: torch.Tensor, num_heads: int, *, sliding_window: int | None = None) -> int:

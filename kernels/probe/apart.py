@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from kernels.platform import IMPLEMENTATIONS, BackendError, Platform
+from kernels.platform import IMPLEMENTATIONS, REGIME_OF_CASE, BackendError, Platform
 from kernels.probe.child import DEVICE_IS_LOST
 from kernels.probe.results import OpReport, Status, Trial
 from kernels.probe.run import report_of
@@ -79,7 +79,7 @@ class _Work:
                 self._at_work = line
                 self._on_begin(op, implementation)
             case {"trial": fields}:
-                self._trials[fields["op"]].append(Trial(**fields))
+                self._note(Trial(**fields))
             case {"done": op}:
                 self.left.remove(op)
                 self._at_work = None
@@ -93,17 +93,32 @@ class _Work:
         if not found or found[-1].implementation != implementation or found[-1].status == "ok":
             status: Status = "hung" if child.hung else "crashed"
             sentence = f"{implementation} {child.ending} in {case or 'its import'}"
-            found.append(Trial(op=op, case=case, implementation=implementation, status=status, sentence=sentence))
+            self._note(Trial(op=op, case=case, implementation=implementation, status=status, sentence=sentence))
         self._at_work = None
 
     def excluded(self) -> dict[str, list[str]]:
         """Implementations that have failed, by op."""
-        return {op: [trial.implementation for trial in found if trial.status != "ok"] for op, found in
-                self._trials.items()}  # fmt: skip
+        return {op: [_spelt(trial) for trial in found if trial.status != "ok"] for op, found in self._trials.items()}
+
+    def _note(self, trial: Trial) -> None:
+        """The last word on a case: a process that goes on for another tries some of them again."""
+        found = self._trials[trial.op]
+        same = [one for one in found if (one.implementation, one.case) == (trial.implementation, trial.case)]
+        if same:
+            found[found.index(same[0])] = trial
+        else:
+            found.append(trial)
 
     def reports(self) -> list[OpReport]:
         table = IMPLEMENTATIONS[self._platform.device]
         return [report_of(op, table[op][0], self._platform, tuple(found)) for op, found in self._trials.items()]
+
+
+def _spelt(trial: Trial) -> str:
+    """What has failed, for `excluded` of `run.try_op`: an implementation, or one in a regime."""
+    if not trial.case:
+        return trial.implementation
+    return f"{trial.implementation}/{REGIME_OF_CASE.get(trial.case, '')}"
 
 
 class _Child:

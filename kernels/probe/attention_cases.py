@@ -86,4 +86,5 @@ def _maps(block_size: int, place: Place, is_decode: bool) -> AttentionMaps:
         kv_lens_device=place.ints(kv_lens),
         block_table=place.ints([[*blocks, 0][:2] for blocks in block_tables]),
         slot_mapping=place.ints(slots, torch.int64),
+        is_decode=is_decode,
     )

@@ -41,11 +41,12 @@ def choose_implementations(device: str, shapes: ProbeShapes) -> tuple[Platform, 
 def with_reports(platform: Platform, reports: tuple[OpReport, ...]) -> Platform:
     """The platform with the fallbacks that the reports ask for. Raises BackendError if an op is served by nothing."""
     for report in reports:
-        if report.used is None:
+        if report.used is None or not report.is_served:
             raise BackendError(report.sentence)
-        if report.used != platform.implementations[report.op]:
+        if report.used != platform.implementations[report.op] or report.regimes:
             assert report.sentence is not None
-            platform = platform.with_fallback(report.op, report.used, report.sentence)
+            regimes = {regime: name for regime, name in report.regimes.items() if name is not None}
+            platform = platform.with_fallback(report.op, report.used, report.sentence, regimes)
     return platform
 
 

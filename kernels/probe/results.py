@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
+
+from kernels.platform import REGIMES
 
 Status = Literal["ok", "missing", "refused", "raised", "differs", "crashed", "hung"]
 
@@ -36,8 +39,9 @@ class OpReport:
     """Which implementation serves an op, and why not the one wished for.
 
     wished  first choice of the table for this kind of device
-    used    the first of the table that passed all its cases; None if none did
+    used    the first of the table that passed all cases of decode steps; None if none did
     trials  of all implementations tried, in order; empty where the op was not probed
+    regimes  of the op, those that are served by another implementation than `used`, by which; None: by none
     reason  why the platform had passed over the first choice before, if it had; a sentence
     """
 
@@ -46,18 +50,30 @@ class OpReport:
     used: str | None
     trials: tuple[Trial, ...] = ()
     reason: str | None = None
+    regimes: Mapping[str, str | None] = field(default_factory=dict)
+
+    @property
+    def is_served(self) -> bool:
+        return self.used is not None and None not in self.regimes.values()
 
     @property
     def is_fallback(self) -> bool:
-        return self.used != self.wished
+        return self.used != self.wished or any(name != self.wished for name in self.regimes.values())
 
     @property
     def sentence(self) -> str | None:
-        """Why the wished-for implementation does not serve the op; None if it does."""
+        """Why the wished-for implementation does not serve the op, or a regime of it; None if it does."""
         if not self.is_fallback:
             return None
         faults = [self.reason.rstrip(".")] if self.reason else []
         faults += [trial.sentence or trial.status for trial in self.trials if trial.status != "ok"]
         faults = faults or [f"{self.wished} was passed over before this probe"]
-        served = f"served by {self.used} instead of {self.wished}" if self.used else "not served by any implementation"
+        if self.used is None:
+            served = "not served by any implementation"
+        elif self.used == self.wished:
+            served = f"served by {self.used}"
+        else:
+            served = f"served by {self.used} instead of {self.wished}"
+        for regime, name in self.regimes.items():
+            served += f", but in {REGIMES[regime]} {f'by {name}' if name else 'by none'}"
         return f"The op {self.op} is {served}: {'; '.join(faults)}."

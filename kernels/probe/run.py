@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from kernels.platform import IMPLEMENTATIONS, Platform, detect, installed
+from kernels.platform import IMPLEMENTATIONS, REGIME_OF_CASE, Platform, detect, installed
 from kernels.probe.cases import Case, cases_of
 from kernels.probe.place import Place
 from kernels.probe.results import OpReport, Status, Trial
@@ -47,15 +47,20 @@ def try_op(
     num_repeats: int = 0,
     begin: Callable[[str, str], None] | None = None,
 ) -> Iterator[Trial]:
-    """Trials of `op`, up to the first implementation that passes all cases.
+    """Trials of `op`: of each implementation the cases of those regimes that none before it serves. A regime is served
+    by the first implementation that passes all its cases.
 
     device       where the tensors are; the platform serves them there
-    excluded     implementations that are passed over
+    excluded     implementations that are passed over, "name", or are in one regime, "name/regime"
     num_repeats  calls that the time is the median of; 0: no time is taken
     begin        told of the implementation and the case that is about to run
     """
+    cases = cases_of(op, shapes)
+    served: set[str] = set()
     for implementation in candidates(platform, op):
-        if implementation in excluded:
+        left = {name: case for name, case in cases.items()
+                if _regime(name) not in served and _spelt(implementation, _regime(name)) not in excluded}  # fmt: skip
+        if implementation in excluded or (cases and not left):
             continue
         if begin is not None:
             begin(implementation, "")
@@ -63,19 +68,30 @@ def try_op(
         if fault is not None:
             yield fault
             continue
-        serving = replace(platform, implementations={**platform.implementations, op: implementation})
-        passed = True
-        for name, case in cases_of(op, shapes).items():
+        serving = replace(platform, implementations={**platform.implementations, op: implementation}, regimes={})
+        failed: set[str] = set()
+        for name, case in left.items():
+            if _regime(name) in failed:
+                continue
             if begin is not None:
                 begin(implementation, name)
             with installed(serving, device.type):
                 trial = _try_case(op, implementation, name, case, device, shapes, num_repeats)
             yield trial
-            passed = trial.status == "ok"
-            if not passed:
-                break
-        if passed:
+            if trial.status != "ok":
+                failed.add(_regime(name))
+        served |= {_regime(name) for name in left} - failed
+        if {_regime(name) for name in cases} <= served:
             return
+
+
+def _regime(case: str) -> str:
+    return REGIME_OF_CASE.get(case, "")
+
+
+def _spelt(implementation: str, regime: str) -> str:
+    """An implementation in one of its regimes, for `excluded`."""
+    return f"{implementation}/{regime}"
 
 
 def try_all(
@@ -86,7 +102,7 @@ def try_all(
     if fault is not None:
         yield fault
         return
-    serving = replace(platform, implementations={**platform.implementations, op: implementation})
+    serving = replace(platform, implementations={**platform.implementations, op: implementation}, regimes={})
     for name, case in cases_of(op, shapes).items():
         with installed(serving, device.type):
             yield _try_case(op, implementation, name, case, device, shapes, 0)
@@ -109,15 +125,27 @@ def probe(
 
 
 def report_of(op: str, wished: str, platform: Platform, trials: tuple[Trial, ...]) -> OpReport:
-    """What follows from all trials of an op: the last implementation serves it if it passed.
+    """What follows from all trials of an op: each regime is served by the first that passed its cases.
 
     Without trials, since no case applies or the op is not probed, it is served by what the platform has.
     """
+    used: str | None = platform.implementations[op]
+    regimes: dict[str, str | None] = {}
     if trials:
-        used = trials[-1].implementation if trials[-1].status == "ok" else None
-    else:
-        used = platform.implementations[op]
-    return OpReport(op=op, wished=wished, used=used, trials=trials, reason=platform.passed_over.get(op))
+        by_regime: dict[str, dict[str, bool]] = {}
+        for trial in trials:
+            if trial.case or trial.status == "ok":
+                passed = by_regime.setdefault(_regime(trial.case), {})
+                passed[trial.implementation] = passed.get(trial.implementation, True) and trial.status == "ok"
+        serving = {
+            regime: next((name for name, is_ok in passed.items() if is_ok), None)
+            for regime, passed in by_regime.items()
+        }
+        used = serving.get("", next(iter(serving.values()), None))
+        regimes = {regime: name for regime, name in serving.items() if name != used}
+    return OpReport(
+        op=op, wished=wished, used=used, trials=trials, reason=platform.passed_over.get(op), regimes=regimes
+    )
 
 
 def _fault_before_a_call(op: str, implementation: str, shapes: ProbeShapes) -> Trial | None:

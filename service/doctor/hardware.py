@@ -78,7 +78,7 @@ def look_at_ops(examination: Examination) -> Section:
         return section
     section.facts = {"shapes": asdict(shapes), "ops": [_op_facts(report) for report in reports]}
     for report in reports:
-        if report.used is None:
+        if not report.is_served:
             section.find("error", "op-unserved", str(report.sentence),
                          "Try another --dtype; else report it with --json.")  # fmt: skip
         elif report.is_fallback:
@@ -115,7 +115,13 @@ def measure_bandwidth(examination: Examination) -> Section:
 def _op_facts(report: Any) -> dict[str, Any]:
     """One op as JSON; the trials without what the op itself says."""
     trials = [{name: value for name, value in asdict(trial).items() if name != "op"} for trial in report.trials]
-    return {"op": report.op, "wished": report.wished, "used": report.used, "trials": trials}
+    return {
+        "op": report.op,
+        "wished": report.wished,
+        "used": report.used,
+        "regimes": dict(report.regimes),
+        "trials": trials,
+    }
 
 
 def _rate(copy: Callable[[], object], num_bytes: int, wait: Callable[[], object]) -> float:

@@ -92,7 +92,7 @@ class Report:
     def _fallbacks(self) -> str:
         """The ops that something else than what is wished for serves."""
         ops = [op for section in self.sections for op in section.facts.get("ops", ())]
-        by_fallback = [str(op["op"]) for op in ops if op["used"] != op["wished"]]
+        by_fallback = [str(op["op"]) for op in ops if op["used"] != op["wished"] or op.get("regimes")]
         return f", with fallbacks for the ops {', '.join(by_fallback)}" if by_fallback else ""
 
     def as_json(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from adapters.row_pool import RowPool
 from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.platform import Platform, detect, find_device, in_use, prepare
 from kernels.probe.choose import choose_implementations
+from kernels.probe.results import OpReport
 from kernels.probe.shapes import ProbeShapes
 from service.engine.adapter_desk import HostSource, Loader
 from service.engine.brief_thread import BriefThread
@@ -82,11 +83,17 @@ def build_engine(
         )
         host = adapters or HostTier(Path(config.store_root), loaded.layout, config.host_tier_bytes, dtype=row_dtype)
         loaded.model.bind_rows(rows)
-    ops = tuple(OpInUse(report.op, report.used or "", report.wished) for report in reports)
+    ops = tuple(one for report in reports for one in _in_use(report))
     runner = ModelRunner(loaded, config, platform, graphs)
     tokens = _token_table(Path(options.model_dir))
     adapter_loader = loader or BriefThread("adapter-loader")
     return Engine(runner, rows, host, config, ops, loader=adapter_loader, tokens=tokens, compiler=loader)
+
+
+def _in_use(report: OpReport) -> list[OpInUse]:
+    """The op, and those of its regimes that something else serves, as "op/regime"."""
+    others = [OpInUse(f"{report.op}/{regime}", name or "", report.wished) for regime, name in report.regimes.items()]
+    return [OpInUse(report.op, report.used or "", report.wished), *others]
 
 
 def _token_table(model_dir: Path) -> TokenTable | None:

@@ -147,6 +147,7 @@ class StepInputs:
             kv_lens_device=tensors["kv_lens"],
             block_table=tensors["block_table"],
             slot_mapping=tensors["slot_mapping"],
+            is_decode=sizes.all_decode,
         )
         conv = None
         if self._limits.has_conv:

@@ -7,7 +7,7 @@ import importlib
 import subprocess
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +18,21 @@ from kernels.lora import cpu as lora
 from kernels.lora.triton_ascend_tiles import choose
 from kernels.lora.triton_cuda_configs import config_for
 from kernels.paged_attention import sdpa
-from kernels.platform import IMPLEMENTATIONS, BackendError, detect, in_use
-from kernels.probe.apart import probe_apart
+from kernels.platform import (
+    FEW_TOKENS,
+    IMPLEMENTATIONS,
+    BackendError,
+    contract,
+    detect,
+    implementation,
+    in_use,
+    installed,
+)
+from kernels.probe.apart import _Work, probe_apart
 from kernels.probe.cases import cases_of
 from kernels.probe.child import DEVICE_IS_LOST
 from kernels.probe.choose import with_reports
+from kernels.probe.place import Place
 from kernels.probe.results import OpReport, Trial
 from kernels.probe.run import candidates, probe, report_of, try_op
 from kernels.probe.shapes import ProbeShapes
@@ -40,8 +50,8 @@ SHAPES = ProbeShapes(sliding_window=4096)
 def test_every_op_has_cases_that_all_its_cpu_implementations_pass(op: str, dtype: str) -> None:
     shapes = dataclasses.replace(SHAPES, dtype=dtype)
     assert cases_of(op, shapes)
-    for implementation in IMPLEMENTATIONS["cpu"][op]:
-        others = set(IMPLEMENTATIONS["cpu"][op]) - {implementation}
+    for own in IMPLEMENTATIONS["cpu"][op]:
+        others = set(IMPLEMENTATIONS["cpu"][op]) - {own}
         trials = list(try_op(detect("cpu"), CPU, op, shapes, excluded=others))
         assert [(trial.case, trial.status) for trial in trials] == [(case, "ok") for case in cases_of(op, shapes)]
 
@@ -238,10 +248,81 @@ def test_a_wrong_one_is_found(
     # Of a true model: faults of single keys show least where blocks and heads are large.
     shapes = dataclasses.replace(SHAPES, dtype=dtype, block_size=128, num_heads=16, num_kv_heads=8, head_dim=128)
     trials = list(try_op(platform, CPU, op, shapes))
-    assert [(trial.case, trial.status) for trial in trials if trial.implementation == "wrong"][-1] == (case, "differs")
+    assert (case, "differs") in [(trial.case, trial.status) for trial in trials if trial.implementation == "wrong"]
     assert (trials[-1].implementation, trials[-1].status) == (own, "ok")
     # Nothing of the probe stays behind.
     assert in_use(CPU).implementations[op] == own
+
+
+# ---- regimes
+
+
+def fails_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first choice for LoRA that is right for few tokens and raises for many."""
+    module = ModuleType("kernels.lora.few_alone")
+    vars(module).update({name: value for name, value in vars(lora).items() if not name.startswith("__")})
+
+    def lora_linear(x: torch.Tensor, *arguments: Any, **options: Any) -> None:
+        if len(x) > FEW_TOKENS["cpu"]:
+            raise RuntimeError("unified buffer overflow")
+        lora.lora_linear(x, *arguments, **options)
+
+    module.lora_linear = lora_linear  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(IMPLEMENTATIONS["cpu"], "lora", ("few_alone", "cpu", "reference"))  # type: ignore[arg-type]
+
+
+def test_what_fails_for_many_tokens_keeps_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails_for_many(monkeypatch)
+    platform = detect("cpu").with_fallback("lora", "few_alone", "for the test")
+    (report,) = (one for one in probe(platform, CPU, SHAPES, ops={"lora"}) if one.op == "lora")
+    assert (report.used, dict(report.regimes), report.is_fallback) == ("few_alone", {"many": "cpu"}, True)
+    assert report.sentence == (
+        "The op lora is served by few_alone, but in steps of many tokens by cpu: few_alone failed in lora_linear_many "
+        "(RuntimeError: unified buffer overflow)."
+    )
+    serving = with_reports(platform, (report,))
+    assert serving.fallbacks[-1] == report.sentence
+    assert [serving.serving("lora", regime) for regime in ("", "many")] == ["few_alone", "cpu"]
+    shapes = dataclasses.replace(SHAPES, conv_width=0, delta=None)
+    with installed(serving):
+        modules = [implementation("lora", CPU, regime).__name__ for regime in ("", "many", "other")]
+        assert modules == ["kernels.lora.few_alone", "kernels.lora.cpu", "kernels.lora.few_alone"]
+        for case in cases_of("lora", shapes).values():  # none reaches the kernel that fails
+            case(shapes, Place(CPU, torch.float32, torch.float32))()
+        assert not contract("lora", CPU).replayable
+
+
+def test_a_regime_that_nothing_serves_stops_the_start() -> None:
+    trials = tuple(
+        Trial(op="lora", case=case, implementation="cpu", status=status, sentence="why")  # type: ignore[arg-type]
+        for case, status in (("lora_linear", "ok"), ("lora_linear_many", "raised"))
+    )
+    report = report_of("lora", "cpu", detect("cpu"), trials)
+    assert (report.used, dict(report.regimes), report.is_served) == ("cpu", {"many": None}, False)
+    with pytest.raises(
+        BackendError, match=r"^The op lora is served by cpu, but in steps of many tokens by none: why\.$"
+    ):
+        with_reports(detect("cpu"), (report,))
+
+
+def test_one_that_dies_in_a_regime_is_passed_over_in_that_one_alone() -> None:
+    work = _Work(detect("cpu"), lambda _op, _name: None)
+    ok = {"op": "lora", "implementation": "cpu", "status": "ok"}
+    for _ in range(2):  # the next process tries again what had passed
+        work.take({"begin": "lora", "case": "lora_linear", "implementation": "cpu"})
+        work.take({"trial": {**ok, "case": "lora_linear"}})
+    work.take({"begin": "lora", "case": "lora_linear_many", "implementation": "cpu"})
+    work.blame(SimpleNamespace(hung=False, ending="killed its process with signal 6"))  # type: ignore[arg-type]
+    assert work.excluded()["lora"] == ["cpu/many"]
+    lora_report = next(report for report in work.reports() if report.op == "lora")
+    assert [(trial.case, trial.status) for trial in lora_report.trials] == [
+        ("lora_linear", "ok"),
+        ("lora_linear_many", "crashed"),
+    ]
+    left = list(try_op(detect("cpu"), CPU, "lora", SHAPES, excluded=work.excluded()["lora"]))
+    assert {trial.implementation for trial in left if trial.case == "lora_linear_many"} == {"reference"}
+    assert {trial.implementation for trial in left if trial.case != "lora_linear_many"} == {"cpu"}
 
 
 # ---- apart, and what follows

@@ -5,10 +5,12 @@ Runs the implementation of the device that `--device` names.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from kernels.paged_attention import sdpa
+from kernels.paged_attention import gathered, sdpa
 from kernels.paged_attention.ops import paged_attention, warm_up
 from tests.support.attention_cases import SCALE, Case, Step, check, make_step
 
@@ -46,6 +48,36 @@ def test_equals_float64(
 ) -> None:
     case = Case(STEPS[step], num_heads, kv_heads, head_dim, block_size, dtype, sliding_window, scatter)
     check(case, device, attend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sliding_window", [None, 1, 6, 150])
+@pytest.mark.parametrize("max_bytes", [gathered._MAX_BYTES, 1], ids=["together", "one-by-one"])
+@pytest.mark.parametrize("step", STEPS)
+def test_gathered_equals_float64(
+    dtype: torch.dtype,
+    sliding_window: int | None,
+    max_bytes: int,
+    step: str,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fallback of an NPU, which looks up no block by a list of the host's."""
+    monkeypatch.setattr(gathered, "_MAX_BYTES", max_bytes)
+
+    def attend_gathered(step: Step, out: torch.Tensor) -> None:
+        window, maps = step.sliding_window, replace(step.maps, block_tables=())
+        gathered.paged_attention(step.q, step.k_cache, step.v_cache, maps, scale=SCALE, sliding_window=window, out=out)
+
+    check(Case(STEPS[step], 6, 2, 20, 4, dtype, sliding_window, True), device, attend_gathered)
+
+
+def test_gathered_serves_decode_tokens_together() -> None:
+    """Neighbours of one query each, as far as memory goes; padding and chunks by themselves."""
+    step = make_step(Case(((1, 5), (1, 16), (7, 9), (1, 17), (1, 40)), block_size=16))
+    maps = replace(step.maps, query_starts=(*step.maps.query_starts, 11), kv_lens=(*step.maps.kv_lens, 0))
+    assert gathered._runs(maps, 1, 16) == [(0, 2), (2, 3), (3, 5)]
+    assert gathered._runs(maps, gathered._MAX_BYTES // 2, 16) == [(0, 2), (2, 3), (3, 4), (4, 5)]
 
 
 def test_makes_out_where_none_is_given(device: str) -> None:

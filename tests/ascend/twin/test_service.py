@@ -162,7 +162,7 @@ def test_an_operator_that_refuses_is_replaced_and_said_so(tmp_path: Path) -> Non
     with npu_path():
         twin = run(world, requests, config(world, num_blocks=5, token_budget=96))
     assert len(twin.fallbacks) == 1
-    assert "paged_attention" in twin.fallbacks[0] and "sdpa" in twin.fallbacks[0]
+    assert "paged_attention" in twin.fallbacks[0] and "gathered" in twin.fallbacks[0]
     assert len(twin.tokens["r"]) == 3
 
 
