@@ -126,6 +126,11 @@ class Settings(BaseSettings):
         description="hold the A rows of adapters behind the base weights, so that small steps on a GPU need no shrink "
         "of their own; without effect on other devices",
     )
+    npu_graphs: bool = Field(
+        False,
+        description="on an NPU capture decode steps of up to 64 sequences as graphs and replay them, so that they cost "
+        "no Python; what cannot be captured runs as without, for a reason that /metrics names; not verified on an NPU",
+    )
     kv_bytes: Size | None = Field(
         None,
         description="KV cache, allocated once; default: what the weights, the steps and the adapter rows leave of the "
@@ -331,6 +336,7 @@ class Settings(BaseSettings):
                 num_threads=self.num_threads,
                 eager=self.eager,
                 lora_window=self.lora_window,
+                npu_graphs=self.npu_graphs,
                 log_level=self.log_level.upper(),
                 log_format=self.log_format,
             )

@@ -6,6 +6,7 @@ device would stall every layer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -49,7 +50,24 @@ def refuses(shapes: ProbeShapes) -> str | None:
     return None
 
 
-CONTRACT = Contract(refuses=refuses)
+def host_lengths(maps: AttentionMaps) -> Mapping[str, list[int]]:
+    """What the operator is told of the sequences on the host: where the queries of each end, and its length.
+
+    The last end must be the number of tokens, and no length 0. Padding, of which only decode steps have any, is
+    therefore told as sequences of one token, whose block is the null block.
+    """
+    num_tokens, num_known = maps.slot_mapping.shape[0], maps.query_starts[-1]
+    num_padding = num_tokens - num_known
+    num = len(maps.kv_lens) - num_padding
+    ends, lengths = [*maps.query_starts[1 : num + 1]], [*maps.kv_lens[:num]]
+    assert not num_padding or ends[-1:] in ([], [num_known]), "padding lies behind the sequences"
+    return {
+        "actual_seq_lengths": ends + list(range(num_known + 1, num_tokens + 1)),
+        "actual_seq_lengths_kv": lengths + [1] * num_padding,
+    }
+
+
+CONTRACT = Contract(refuses=refuses, updates=host_lengths)
 
 
 def paged_attention(
@@ -66,14 +84,15 @@ def paged_attention(
     num_blocks, block_size, kv_heads, head_dim = k_cache.shape
     flat_shape = (num_blocks, block_size, kv_heads * head_dim)
     # A band reaches `pre_tokens` back from the query's own token, which the window counts too.
+    lengths = host_lengths(maps)
     pre_tokens = _ALL_TOKENS if sliding_window is None else sliding_window - 1
     mixed, _ = torch_npu.npu_fused_infer_attention_score(
         query=q.contiguous(),
         key=k_cache.view(flat_shape),
         value=v_cache.view(flat_shape),
         atten_mask=_mask(q.device),
-        actual_seq_lengths=maps.query_starts[1:],
-        actual_seq_lengths_kv=maps.kv_lens,
+        actual_seq_lengths=lengths["actual_seq_lengths"],
+        actual_seq_lengths_kv=lengths["actual_seq_lengths_kv"],
         block_table=maps.block_table,
         num_heads=q.shape[1],
         scale=scale,

@@ -28,7 +28,7 @@ def refuses(shapes: ProbeShapes) -> str | None:
     return None
 
 
-CONTRACT = Contract(refuses=refuses)
+CONTRACT = Contract(refuses=refuses, replayable=True)
 
 
 def rotary_kv(

@@ -9,7 +9,7 @@ from kernels.contract import Contract
 from kernels.swiglu import reference
 from kernels.swiglu.activation import Activation
 
-CONTRACT = Contract()
+CONTRACT = Contract(replayable=True)
 
 
 def swiglu(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:

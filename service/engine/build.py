@@ -114,7 +114,8 @@ def decide(options: EngineOptions, device: str, weight_bytes: int = 0) -> tuple[
     detect(device)  # torch's own error is no sentence
     sizes, free_bytes = sizes_of(options, device), max(free_memory_bytes(device) - weight_bytes, 0)
     kind = device.partition(":")[0]
-    graph_bytes = GRAPH_BYTES if kind == "cuda" and not options.eager else 0
+    is_capturing = kind == "cuda" or (kind == "npu" and options.npu_graphs)
+    graph_bytes = GRAPH_BYTES if is_capturing and not options.eager else 0
     budgets = decide_budgets(options, sizes, kind, free_bytes, graph_bytes=graph_bytes)
     decided = {"device": device, **asdict(budgets)}
     del decided["step_bytes"]

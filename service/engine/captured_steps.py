@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import torch
 
-from kernels.platform import IMPLEMENTATIONS, contract, in_use
+from kernels.platform import DECODE_REGIMES, IMPLEMENTATIONS, contract, in_use
 from service.engine.step_sizes import StepSizes
 from service.models.batch import StepBatch
 
@@ -31,6 +31,7 @@ LARGE = "more tokens than are captured"
 MANY_LOGITS = "logits of many tokens"
 TOO_MANY = "too many sizes"
 FAILED = "a capture failed"
+UPDATE_FAILED = "an update of a captured step failed"
 HIDDEN = "hidden states are asked for"
 
 
@@ -75,6 +76,10 @@ class CapturedSteps:
     def num_graphs(self) -> int:
         return len(self._captured)
 
+    def serves(self, sizes: StepSizes) -> bool:
+        """Whether steps of these sizes, of those that are captured, are replayed, or will be from the next on."""
+        return sizes in self._captured or self._reason_for(sizes, True) is None
+
     def note_eager(self, sizes: StepSizes, reason: str | None = None) -> None:
         """A step of these sizes ran otherwise: for this reason, or since they are not among those that are captured."""
         self.eager[reason or self._reason_for(sizes, False) or LARGE] += 1
@@ -88,7 +93,15 @@ class CapturedSteps:
         if graph is None:
             work()
             return
-        graph.update(batch)
+        try:
+            graph.update(batch)
+        except Exception:  # nothing of the step has run yet, and no graph can be trusted any more
+            log.warning("steps are no longer replayed: the update of %s failed", sizes, exc_info=True)
+            self._reason = UPDATE_FAILED
+            self._captured.clear()
+            self.eager[UPDATE_FAILED] += 1
+            work()
+            return
         graph.replay()
         self.num_replayed += 1
 
@@ -127,10 +140,12 @@ class CapturedSteps:
         self.eager.clear()
 
 
-def unreplayable_ops(device: torch.device) -> Sequence[str]:
-    """Ops whose implementation here looks at the host's view of a step. Sampling is not captured, and without windows
-    nobody calls their op."""
+def unreplayable_ops(device: torch.device, unused: Collection[str] = ()) -> Sequence[str]:
+    """Ops whose implementation here looks at the host's view of a step, beside those that the model does not use.
+    Sampling is not captured, and without windows nobody calls their op."""
     platform = in_use(device)
     idle = {"sampling"} if platform.window_rows else {"sampling", "lora_window"}
-    ops = (op for op in IMPLEMENTATIONS[platform.device] if op not in idle)
-    return [op for op in ops if not contract(op, device).replayable]
+    ops = (op for op in IMPLEMENTATIONS[platform.device] if op not in idle and op not in unused)
+    can_update = platform.device == "npu"  # where nothing but decode steps is captured
+    contracts = {op: contract(op, device, DECODE_REGIMES if can_update else None) for op in ops}
+    return [op for op, one in contracts.items() if not one.replayable and not (can_update and one.updates)]

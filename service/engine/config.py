@@ -35,6 +35,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     eager                       capture no steps
     lora_window                 hold LoRA's A behind the base weights, where the device has kernels for it, so that
                                 small steps need no shrink of their own
+    npu_graphs                  on an NPU capture decode steps of a few sizes, and replay them. Never tried on one yet
     overlap                     launch the next step before the last one is collected; None: on devices, not on a CPU
     stats_interval_seconds      shortest time between two Stats of a busy engine
     log_level, log_format       of the engine process, which logs to stderr
@@ -58,6 +59,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_prompt_logits: int = 64
     eager: bool = False
     lora_window: bool = True
+    npu_graphs: bool = False
     overlap: bool | None = None
     stats_interval_seconds: float = 0.5
     log_level: str = "INFO"

@@ -94,14 +94,15 @@ class ModelRunner:
         self._has_lora = config.row_bytes > 0
         self._padding: Padding | None = None
         self._logits = torch.empty(0, device=loaded.device)
-        # Elsewhere nothing is captured, and padding costs: an NPU's fused attention takes no empty sequences.
-        if graphs is not None or loaded.device.type == "cuda":
-            self._padding = Padding(config.max_sequences, self.capacity.max_blocks, config.block_size_tokens)
+        reason = _eager_reason(config, platform.device, loaded, has_graphs=graphs is not None)
+        # Elsewhere nothing is captured, and padding costs.
+        is_npu = platform.device == "npu"
+        if loaded.device.type == "cuda" or (reason is None if is_npu else graphs is not None):
+            self._padding = Padding(config.max_sequences, self.capacity.max_blocks, config.block_size_tokens, is_npu)
             shape = (self._padding.max_rows, self.capacity.vocab_size)
             self._logits = torch.empty(shape, dtype=loaded.dtype, device=loaded.device)
-        reason = _eager_reason(config, loaded.device, has_graphs=graphs is not None)
         if reason is None and graphs is None:
-            graphs = CudaGraphs(loaded.device)
+            graphs = _graphs_of(loaded.device)
         self.captured = CapturedSteps(None if reason else graphs, reason)
 
     def warm_up(self, config: EngineConfig) -> None:
@@ -117,10 +118,13 @@ class ModelRunner:
         )
 
     def padded(self, exact: StepSizes) -> StepSizes:
-        """On a CPU a step is as large as it is."""
+        """On a CPU a step is as large as it is; on an NPU it is so unless it is replayed."""
         if self._padding is None:
             return exact
-        return self._padding.captured(exact) or self._padding.wide(exact)
+        captured = self._padding.captured(exact)
+        if self._padding.is_npu and (captured is None or not self.captured.serves(captured)):
+            return exact
+        return captured or self._padding.wide(exact)
 
     def run(self, batch: StepBatch, sizes: StepSizes) -> torch.Tensor:
         """See `Runner.run`."""
@@ -142,13 +146,25 @@ class ModelRunner:
         self._model.forward(batch, self._caches, logits)
 
 
-def _eager_reason(config: EngineConfig, device: torch.device, *, has_graphs: bool) -> str | None:
-    """Why no step is captured; None if steps are."""
+def _graphs_of(device: torch.device) -> Graphs:
+    if device.type == "npu":
+        from service.engine.npu_graphs import NpuGraphs
+
+        return NpuGraphs(device)
+    return CudaGraphs(device)
+
+
+def _eager_reason(config: EngineConfig, kind: str, loaded: LoadedModel, *, has_graphs: bool) -> str | None:
+    """Why no step is captured; None if steps are. `kind`: of the platform that serves the device."""
+    device, spec = loaded.device, loaded.spec
     if config.eager:
         return "asked for"
-    if not has_graphs and device.type != "cuda":
+    if kind == "npu" and not config.npu_graphs:
+        return "npu_graphs is off"
+    if not has_graphs and device.type not in ("cuda", "npu"):
         return f"no graphs on {device.type}"
-    ops = unreplayable_ops(device)
+    unused = {op for op, users in (("causal_conv1d", spec.convs), ("gated_delta", spec.deltas)) if not users}
+    ops = unreplayable_ops(device, unused)
     return f"{', '.join(ops)} not replayable" if ops else None
 
 

@@ -13,6 +13,8 @@ from kernels.lora_window.lengths import window_for, window_lengths
 
 # Decode steps are small and must fit closely; from 128 tokens on, chunks of prompts are among them.
 TOKEN_SIZES = (1, 2, 4, *range(8, 65, 8), 96, 128, 192, 256, 384, 512, 768, 1024)
+# Decode steps on an NPU, whose graphs take streams of which there are few.
+NPU_TOKEN_SIZES = (1, 2, 4, 8, 16, 32, 64)
 # Tokens that a row of the block table has room for; the widest is the engine's own.
 CONTEXT_SIZES = (1024, 16384)
 
@@ -51,24 +53,37 @@ class Padding:
 
     max_sequences, max_blocks  of a step, and of a sequence
     block_size                 tokens
+    is_npu                     decode steps alone are padded, to `NPU_TOKEN_SIZES` and to one width of the block table:
+                               fused attention takes no empty sequences but as tokens of their own
     """
 
     max_sequences: int
     max_blocks: int
     block_size: int
+    is_npu: bool = False
+
+    @property
+    def npu_token_sizes(self) -> tuple[int, ...]:
+        """Those of `NPU_TOKEN_SIZES` that steps can have; the largest is no larger than they can be."""
+        most = min(NPU_TOKEN_SIZES[-1], self.max_sequences)
+        return (*(size for size in NPU_TOKEN_SIZES if size < most), most)
 
     @property
     def max_rows(self) -> int:
         """Rows of logits that a captured step can have."""
-        return padded_tokens(self.max_sequences)
+        return NPU_TOKEN_SIZES[-1] if self.is_npu else padded_tokens(self.max_sequences)
 
     def table_blocks(self, num_blocks: int) -> int:
         """The least width that is used for sequences of up to num_blocks blocks."""
+        if self.is_npu:
+            return self.max_blocks
         widths = [-(-tokens // self.block_size) for tokens in CONTEXT_SIZES]
         return next((width for width in widths if num_blocks <= width < self.max_blocks), self.max_blocks)
 
     def wide(self, exact: StepSizes) -> StepSizes:
         """The same with a width of the block table that is captured, and so compiled, and a length of the window."""
+        if self.is_npu:
+            return exact
         num_tokens = padded_tokens(exact.num_tokens)
         return replace(
             exact,
@@ -79,6 +94,8 @@ class Padding:
     def captured(self, exact: StepSizes) -> StepSizes | None:
         """The sizes of the captured step that `exact` is run in; None for steps that are too large to be captured, or
         want other logits than one row of each sequence."""
+        if self.is_npu:
+            return self._captured_on_npu(exact)
         num_tokens = padded_tokens(exact.num_tokens)
         if num_tokens > TOKEN_SIZES[-1]:
             return None
@@ -96,12 +113,26 @@ class Padding:
             num_rows=None if exact.num_rows is None else num_sequences,
         )
 
+    def _captured_on_npu(self, exact: StepSizes) -> StepSizes | None:
+        sizes = self.npu_token_sizes
+        if not exact.all_decode or exact.num_rows is not None or exact.num_tokens > sizes[-1]:
+            return None
+        num_tokens = sizes[bisect_left(sizes, exact.num_tokens)]
+        return replace(exact, num_tokens=num_tokens, num_sequences=num_tokens, table_blocks=self.max_blocks)
+
     def most_used(self, *, token_budget: int, has_lora: bool, num_window_rows: int = 0) -> list[StepSizes]:
         """What is captured before the first request: decode steps of every width, and steps with short chunks among
         them of the least. The largest come first: later ones fit into the memory that they leave.
 
         num_window_rows  rows behind the base weights; 0 without windows
         """
+        if self.is_npu:
+            loras_npu = (False, True) if has_lora else (False,)
+            return [
+                StepSizes(size, size, None, self.max_blocks, True, lora)
+                for size in reversed(self.npu_token_sizes)
+                for lora in reversed(loras_npu)
+            ]
         widths = sorted({self.table_blocks(-(-tokens // self.block_size)) for tokens in (1, *CONTEXT_SIZES[1:])})
         widths = sorted({*widths, self.max_blocks})
         sizes: list[StepSizes] = []

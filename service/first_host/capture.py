@@ -28,7 +28,7 @@ def capture_one_layer(host: Host) -> None:
         tokens: dict[str, dict[str, list[int]]] = {}
         for name, eager in (("eager", True), ("captured", False)):
             host.tell(f"{name} steps")
-            subject = build_subject(host, **sizes, eager=eager)
+            subject = build_subject(host, **sizes, eager=eager, npu_graphs=not eager)
             tokens[name] = _tokens(subject)
             if not eager:
                 captured = subject.engine._runner.captured

@@ -41,7 +41,7 @@ def _trial(name: str, shown: str, device: str, **changed: Mapping[str, Any]) -> 
         title=f"Setting: {shown}",
         asks="Are decode steps faster with it?",
         work="service.first_host.serving:try_setting",
-        limit_seconds=120.0,
+        limit_seconds=100.0,
         devices=(device,),
         **changed,
     )
@@ -69,7 +69,7 @@ STEPS: Sequence[Step] = (
         title="Doctor, on the model",
         asks="Which implementation serves each op at this model's sizes, and why not the one wished for?",
         work="service.first_host.ops:doctor",
-        limit_seconds=240.0,
+        limit_seconds=220.0,
     ),
     Step(
         name="triton",
@@ -84,7 +84,7 @@ STEPS: Sequence[Step] = (
         title="Races",
         asks="Are 20 repeats of each op the same bit for bit, LoRA with ranks 5, 8 and 24 over 64 tokens among them?",
         work="service.first_host.ops:races",
-        limit_seconds=150.0,
+        limit_seconds=130.0,
     ),
     Step(
         name="attention",
@@ -98,14 +98,14 @@ STEPS: Sequence[Step] = (
         title="Time per token",
         asks="How long does a token take at 1, 8, 32 and 64 requests, without LoRA and with 1 and 64 adapters?",
         work="service.first_host.serving:time_per_token",
-        limit_seconds=420.0,
+        limit_seconds=400.0,
     ),
     Step(
         name="profile",
         title="Profile of 20 decode steps",
         asks="Where does a decode step's time go: host or device, which operators on AI_CPU, which LoRA kernels?",
         work="service.first_host.profiles:profile",
-        limit_seconds=140.0,
+        limit_seconds=120.0,
     ),
     _trial("cpu-affinity-2", "CPU_AFFINITY_CONF=2", "npu", environment={"CPU_AFFINITY_CONF": "2"}),
     _trial("task-queue-2", "TASK_QUEUE_ENABLE=2", "npu", environment={"TASK_QUEUE_ENABLE": "2"}),
@@ -117,7 +117,7 @@ STEPS: Sequence[Step] = (
         title="Adapter loads under traffic",
         asks="How much longer are the steps of running requests while adapters are loaded?",
         work="service.first_host.serving:loads_under_traffic",
-        limit_seconds=140.0,
+        limit_seconds=120.0,
     ),
     Step(
         name="capture",
@@ -125,6 +125,8 @@ STEPS: Sequence[Step] = (
         asks="Does a captured decode step of one layer give what an eager one gives?",
         work="service.first_host.capture:capture_one_layer",
         limit_seconds=80.0,
-        devices=("cuda",),
+        devices=ACCELERATORS,
     ),
+    # Behind the capture of one layer, which a device survives more easily.
+    _trial("npu-graphs", "--npu-graphs true", "npu", options={"npu_graphs": True}),
 )

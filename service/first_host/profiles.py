@@ -78,6 +78,11 @@ def _steps(driver: Driver) -> None:
         driver.step()
 
 
+def _steps_and_wait(driver: Driver, host: Host) -> None:
+    _steps(driver)
+    torch.get_device_module(torch.device(host.device)).synchronize()
+
+
 def _profile_cpu(driver: Driver, _host: Host) -> dict[str, Any]:
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
         _steps(driver)
@@ -98,20 +103,24 @@ def _profile_cuda(driver: Driver, _host: Host) -> dict[str, Any]:
 
 def _profile_npu(driver: Driver, host: Host) -> dict[str, Any]:
     """torch_npu's profiler writes tables; the one of kernels names the core that each ran on."""
-    from kernels.ascend_runtime import torch_npu
-
-    profiler = torch_npu().profiler
     with tempfile.TemporaryDirectory(prefix="multilora-first-host-") as directory:
-        activities = [profiler.ProfilerActivity.CPU, profiler.ProfilerActivity.NPU]
-        ready = profiler.tensorboard_trace_handler(directory)
-        with profiler.profile(activities=activities, on_trace_ready=ready):
-            _steps(driver)
-            torch.get_device_module(torch.device(host.device)).synchronize()
+        record_npu(directory, lambda: _steps_and_wait(driver, host))
         tables = sorted(Path(directory).rglob("kernel_details.csv"))
         if not tables:
             raise StepFailed("torch_npu's profiler has written no kernel_details.csv.")
         with tables[0].open(newline="") as file:
             return figures_of_table(csv.DictReader(file), num_steps=NUM_STEPS - 4)
+
+
+def record_npu(directory: str, work: Callable[[], None]) -> None:
+    """Have torch_npu's profiler write its tables of `work` below the directory."""
+    from kernels.ascend_runtime import torch_npu
+
+    npu = torch_npu()
+    activities = [npu.profiler.ProfilerActivity.CPU, npu.profiler.ProfilerActivity.NPU]
+    ready = npu.profiler.tensorboard_trace_handler(directory)
+    with npu.profiler.profile(activities=activities, on_trace_ready=ready):
+        work()
 
 
 def figures_of_table(rows: Iterable[Mapping[str, str]], *, num_steps: int) -> dict[str, Any]:

@@ -8,8 +8,16 @@ from typing import Any
 
 import pytest
 
-from service.engine.captured_steps import FAILED, LARGE, MANY_LOGITS, MAX_GRAPHS, TOO_MANY, CapturedSteps
-from service.engine.step_sizes import TOKEN_SIZES, Padding, StepSizes
+from service.engine.captured_steps import (
+    FAILED,
+    LARGE,
+    MANY_LOGITS,
+    MAX_GRAPHS,
+    TOO_MANY,
+    UPDATE_FAILED,
+    CapturedSteps,
+)
+from service.engine.step_sizes import NPU_TOKEN_SIZES, TOKEN_SIZES, Padding, StepSizes
 
 PADDING = Padding(max_sequences=100, max_blocks=2000, block_size=16)
 DECODE = StepSizes(5, 5, None, table_blocks=3, all_decode=True, has_lora=True)
@@ -22,7 +30,7 @@ class CountedGraphs:
 
     def __init__(self) -> None:
         self.num_captures = self.num_replays = self.num_updates = 0
-        self.fails = False
+        self.fails = self.updates_fail = False
 
     def capture(self, work: Callable[[], None]) -> CountedGraphs:
         self.num_captures += 1
@@ -32,6 +40,8 @@ class CountedGraphs:
         return self
 
     def update(self, _batch: Any) -> None:
+        if self.updates_fail:
+            raise RuntimeError("there are 2 operators, and 1 element")
         self.num_updates += 1
 
     def replay(self) -> None:
@@ -116,3 +126,37 @@ def test_a_capture_that_fails_leaves_steps_that_run(caplog: pytest.LogCaptureFix
     assert graphs.num_captures == 2, "it is not tried again"
     assert (steps.num_replayed, dict(steps.eager)) == (2, {FAILED: 2})
     assert caplog.text.count("no longer captured") == 1
+
+
+def test_an_update_that_fails_ends_the_replays(caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing of the step has run by then, so it runs eagerly, as all do from then on."""
+    graphs, work = CountedGraphs(), []
+    steps = CapturedSteps(graphs, None)
+    steps.run(BATCH, DECODE, True, lambda: work.append(1))
+    graphs.updates_fail = True
+    for index in (2, 3):
+        steps.run(BATCH, DECODE, True, lambda index=index: work.append(index))  # type: ignore[misc]
+    assert work == [1, 2, 3]
+    assert (steps.num_replayed, steps.num_graphs, dict(steps.eager)) == (1, 0, {UPDATE_FAILED: 2})
+    assert not steps.serves(DECODE)
+    assert caplog.text.count("no longer replayed") == 1
+
+
+NPU_PADDING = replace(PADDING, is_npu=True)
+
+
+def test_on_an_npu_decode_steps_of_few_sizes_alone_are_padded() -> None:
+    """Fused attention takes no empty sequences, and graphs take streams, of which there are few."""
+    assert len(NPU_TOKEN_SIZES) == 7
+    assert NPU_PADDING.captured(DECODE) == replace(DECODE, num_tokens=8, num_sequences=8, table_blocks=2000)
+    for other in (MIXED, replace(DECODE, num_tokens=65, num_sequences=65), replace(DECODE, num_rows=5)):
+        assert NPU_PADDING.captured(other) is None
+        assert NPU_PADDING.wide(other) == other
+    for max_sequences in (1, 3, 20, 64, 500):
+        padding = replace(NPU_PADDING, max_sequences=max_sequences)
+        sizes = padding.most_used(token_budget=2048, has_lora=True)
+        assert all(padding.captured(one) == one for one in sizes)
+        assert len(set(sizes)) == len(sizes) <= 14
+        most = min(max_sequences, 64)
+        assert max(one.num_tokens for one in sizes) == most == padding.npu_token_sizes[-1]
+        assert sizes[0].has_lora and not any(one.has_lora for one in padding.most_used(token_budget=9, has_lora=False))

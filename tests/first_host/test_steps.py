@@ -17,7 +17,7 @@ from tests.support.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_ON_A_CPU = {"permissions", "triton", "capture", "setting-cpu-affinity-2", "setting-task-queue-2",
-                "setting-eager", "setting-lora-window"}  # fmt: skip
+                "setting-eager", "setting-lora-window", "setting-npu-graphs"}  # fmt: skip
 
 
 def run(work_dir: Path, model_dir: Path, **environment: str) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import pytest
 
 from kernels import ascend_runtime, platform
 from kernels.platform import Platform
+from tests.support import npu_streams
 
 KIB = 2**10
 TritonKind = Literal["ascend", "upstream", "none"]
@@ -251,6 +252,81 @@ def check_cann_version() -> None:
         assert all(one == Said("npu.utils.get_cann_version", ("CANN",)) for one in said)
 
 
+ORDERS: dict[str, Callable[[list[npu_streams.Stream]], npu_streams.Stream]] = {
+    "updates first": npu_streams.updates_first,
+    "steps first": npu_streams.steps_first,
+    **{f"at random {seed}": npu_streams.at_random(seed) for seed in range(5)},
+}
+
+
+def run_steps(order: Any) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Steps of two graphs of two attention calls each, asked for faster than the device runs them, with an eager one
+    among them: the lengths that attention is to see, and those that it saw."""
+    from service.engine import npu_graphs
+
+    device = npu_streams.Device(order)
+    steps = [(1, 2), (3, 4, 5), (2, 3), (4, 5, 6), (5, 6, 7), (7, 7), (8, 8), (9, 9)]
+    updating = SimpleNamespace(updates=lambda maps: {"lengths": list(maps)})
+    with (
+        made_up_npu(others=npu_streams.answers(device)),
+        mock.patch.object(npu_graphs, "contract", lambda op, *_: {"paged_attention": updating}[op]),
+    ):
+        graphs = npu_graphs.NpuGraphs(_Place("npu:3"))  # type: ignore[arg-type]
+
+        def work() -> None:
+            for _ in range(2):
+                device.attend([0])
+
+        captured = {length: graphs.capture(work) for length in (2, 3)}
+        for step in steps:
+            batch: Any = SimpleNamespace(attention=step, token_ids=SimpleNamespace(device=None))
+            captured[len(step)].update(batch)
+            captured[len(step)].replay()
+        device.run()
+    return [step for step in steps for _ in range(2)], device.results
+
+
+class _Place:
+    """What torch would call a device of a kind that it knows with torch_npu only."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __str__(self) -> str:
+        return self._name
+
+
+def check_graphs() -> None:
+    for order in ORDERS.values():
+        steps, results = run_steps(order)
+        assert results == steps
+
+
+def check_profile() -> None:
+    """The tables lie where they were asked for, and are of what ran."""
+    from service.first_host.profiles import record_npu
+
+    done: list[str] = []
+
+    @contextmanager
+    def profile(*, activities: Any, on_trace_ready: Any) -> Iterator[None]:
+        assert activities == ["the host", "the NPU"]
+        assert on_trace_ready == "a handler of here"
+        done.append("begun")
+        yield
+        done.append("written")
+
+    others = {
+        "profiler.ProfilerActivity.CPU": "the host",
+        "profiler.ProfilerActivity.NPU": "the NPU",
+        "profiler.tensorboard_trace_handler": lambda directory: f"a handler of {directory}",
+        "profiler.profile": profile,
+    }
+    with made_up_npu(others=others):
+        record_npu("here", lambda: done.append("worked"))
+    assert done == ["begun", "worked", "written"]
+
+
 _B4, _P3 = {"name": "Ascend910B4", "vector_core_num": 42}, {"name": "Ascend310P3", "vector_core_num": 8}
 # Properties, Triton; then what is to be found: cores, KiB of a core, what is wrong with Triton, bfloat16.
 PLATFORMS: dict[str, tuple[Any, ...]] = {
@@ -278,4 +354,6 @@ CHECKS: dict[str, Callable[[], None]] = {
     "prepare keeps the driver's stream": check_prepare_keeps_the_drivers_stream,
     "other devices": check_other_devices,
     "CANN's version": check_cann_version,
+    "graphs": check_graphs,
+    "profile": check_profile,
 }

@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from kernels.platform import DECODE_REGIMES, contract
 
 
 class Recording(TorchDispatchMode):
@@ -41,6 +43,15 @@ class Recording(TorchDispatchMode):
             launch(*args, **kwargs)
         self._calls.append((launch, args, kwargs, None))
 
+    def rewrite(self, values: Mapping[str, Any]) -> int:
+        """Give recorded calls other values of these keywords, as an NPU graph's update does; how many have them all."""
+        num_rewritten = 0
+        for index, (func, args, kwargs, out) in enumerate(self._calls):
+            if values.keys() <= kwargs.keys():
+                self._calls[index] = (func, args, {**kwargs, **values}, out)
+                num_rewritten += 1
+        return num_rewritten
+
     @torch.inference_mode()
     def replay(self) -> None:
         for func, args, kwargs, out in self._calls:
@@ -60,7 +71,9 @@ class TwinGraph:
         self._has_run = True  # a recording runs what it records; a capture does not
 
     def update(self, batch: Any) -> None:
-        pass
+        updates = contract("paged_attention", batch.token_ids.device, DECODE_REGIMES).updates
+        if updates is not None:
+            assert self._recording.rewrite(updates(batch.attention)), "no call takes what is to be updated"
 
     def replay(self) -> None:
         if not self._has_run:
@@ -78,17 +91,17 @@ class TwinGraphs:
 @contextlib.contextmanager
 def _noted_launches(note: Callable[..., None]) -> Iterator[None]:
     """Have every launch of a Triton kernel in the interpreter go through `note(launch, args, kwargs)`."""
-    kernels = pytest.importorskip("triton.runtime.interpreter").InterpretedFunction
-    run = kernels.run
+    executor = pytest.importorskip("triton.runtime.interpreter").GridExecutor
+    call = executor.__call__
 
     def noted(self: Any, *args: Any, **kwargs: Any) -> None:
-        note(functools.partial(run, self), args, kwargs)
+        note(functools.partial(call, self), args, kwargs)
 
-    kernels.run = noted
+    executor.__call__ = noted
     try:
         yield
     finally:
-        kernels.run = run
+        executor.__call__ = call
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -21,6 +21,8 @@ CALLS = [call for source in calls.sources() for call in calls.runtime_calls(sour
 HELPERS = {
     "kernels.ascend_runtime": ("torch_npu", "_launches_queue"),
     "kernels.platform": ("prepare", "_without_triton"),
+    "service.engine.npu_graphs": (),
+    "service.first_host.profiles": (),
 }
 # Slips that mean the same as the original, with the reason.
 EQUIVALENT = {
