@@ -101,7 +101,7 @@ CMD ["multilora", "serve"]
 FROM ${NPU_BASE} AS npu
 ARG DRIVER_GID=1000
 COPY deploy/image/prepare.sh /opt/multilora/image/
-RUN /opt/multilora/image/prepare.sh --compiler --driver-gid "$DRIVER_GID"
+RUN /opt/multilora/image/prepare.sh --compiler --jemalloc --driver-gid "$DRIVER_GID"
 ENV PATH=/opt/multilora/venv/bin:$PATH \
     HOME=/home/multilora \
     PYTHONUNBUFFERED=1 \

@@ -44,6 +44,21 @@ if [ -n "${PYTORCH_ALLOC_CONF:-}" ] && [ -n "${PYTORCH_NPU_ALLOC_CONF:-}" ]; the
     exit 1
 fi
 
+# What suits a process that drives an NPU; whatever the container was given goes first. docs/ascend.md has the reasons.
+set_defaults() {
+    local allocator
+    export TASK_QUEUE_ENABLE="${TASK_QUEUE_ENABLE-1}" OMP_NUM_THREADS="${OMP_NUM_THREADS-1}"
+    export CPU_AFFINITY_CONF="${CPU_AFFINITY_CONF-1}"
+    [ -n "${PYTORCH_ALLOC_CONF:-}" ] || export PYTORCH_NPU_ALLOC_CONF="${PYTORCH_NPU_ALLOC_CONF-expandable_segments:True}"
+    [ -z "${LD_PRELOAD+set}" ] || return 0
+    for allocator in "/usr/lib/$(uname -m)-linux-gnu/libjemalloc.so.2" /usr/lib64/libjemalloc.so.2; do
+        if [ -e "$allocator" ]; then
+            export LD_PRELOAD="$allocator"
+            break
+        fi
+    done
+}
+
 toolkit=$ascend/ascend-toolkit/set_env.sh
 if [ -e "$toolkit" ]; then
     driver=$ascend/driver/lib64
@@ -58,6 +73,7 @@ if [ -e "$toolkit" ]; then
     # Without the argument the script would ask the installed torch which C++ ABI it has; torch 2.13 has the new one.
     source_if_present "$ascend/nnal/atb/set_env.sh" --cxx_abi=1
     [ -z "${TRITON_CACHE_DIR:-}" ] || wipe_stale_kernels
+    set_defaults
 fi
 
 exec "$@"

@@ -1,19 +1,22 @@
 #!/usr/bin/env bash
 # The part of the image that changes least: compiler, user, directories and an empty virtual environment.
 #
-#   prepare.sh [--compiler] [--driver-gid GID]
+#   prepare.sh [--compiler] [--jemalloc] [--driver-gid GID]
 #
 # --compiler    a C++ compiler and Python's headers, which Triton needs at run time; what the base has is not installed
+# --jemalloc    an allocator for the host's memory, which the entry point preloads beside an NPU
 # --driver-gid  group that owns the device nodes on the host; the user becomes a member. The number alone counts: a base
 #               may have the host's name for it, HwHiAiUser, under another number
 set -euo pipefail
 
 uid=10001
 compiler=false
+jemalloc=false
 driver_gid=
 while [ $# -gt 0 ]; do
     case $1 in
     --compiler) compiler=true ;;
+    --jemalloc) jemalloc=true ;;
     --driver-gid) driver_gid=$2 && shift ;;
     *) echo "prepare.sh: unknown argument $1" >&2 && exit 2 ;;
     esac
@@ -45,6 +48,7 @@ install_missing() {
         command -v g++ >/dev/null || need g++ gcc-c++
         [ -e "$(python_header)" ] || need python3.11-dev python3-devel
     fi
+    if $jemalloc; then need libjemalloc2 jemalloc; fi
     [ ${#missing[@]} -eq 0 ] || install_packages "${missing[@]}"
     if $compiler && ! [ -e "$(python_header)" ]; then
         echo "prepare.sh: $(python_header) is missing, and no package brought it" >&2

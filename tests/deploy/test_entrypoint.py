@@ -113,3 +113,25 @@ def test_a_missing_directory_is_told_by_the_variable_that_names_it(ascend: Path,
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
     assert "ASCEND_HOME_PATH is /nowhere/cann" in line
+
+
+def test_an_npu_s_process_gets_what_suits_it(ascend: Path) -> None:
+    environment = _environment(_run(ascend, "env"))
+    wanted = {
+        "TASK_QUEUE_ENABLE": "1",
+        "OMP_NUM_THREADS": "1",
+        "CPU_AFFINITY_CONF": "1",
+        "PYTORCH_NPU_ALLOC_CONF": "expandable_segments:True",
+    }
+    assert {name: environment.get(name) for name in wanted} == wanted
+    preloaded = environment.get("LD_PRELOAD")
+    assert preloaded is None or Path(preloaded).exists()
+
+
+def test_what_the_container_was_given_goes_first(ascend: Path, tmp_path: Path) -> None:
+    given = {"TASK_QUEUE_ENABLE": "2", "OMP_NUM_THREADS": "8", "CPU_AFFINITY_CONF": "", "LD_PRELOAD": ""}
+    environment = _environment(_run(ascend, "env", **given, PYTORCH_ALLOC_CONF="max_split_size_mb:64"))
+    assert {name: environment[name] for name in given} == given
+    assert "PYTORCH_NPU_ALLOC_CONF" not in environment, "torch_npu refuses both"
+    nothing = _environment(_run(tmp_path / "nothing", "env"))
+    assert not {"TASK_QUEUE_ENABLE", "OMP_NUM_THREADS", "CPU_AFFINITY_CONF"} & nothing.keys(), "no CANN, no NPU"
