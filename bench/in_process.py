@@ -103,6 +103,8 @@ def build_subject(load: Load, *, has_lora: bool) -> Subject:
     engine.capture_steps()
     warm_up(engine)
     warm = time.perf_counter()
+    while engine.capture_while_idle():
+        pass
     gc.collect()
     gc.freeze()
     return Subject(engine, load, adapter_rows, built - started, warm - built)

@@ -80,6 +80,10 @@ class CapturedSteps:
         """Whether steps of these sizes, of those that are captured, are replayed, or will be from the next on."""
         return sizes in self._captured or self._reason_for(sizes, True) is None
 
+    def is_missing(self, sizes: StepSizes) -> bool:
+        """Whether the next step of these sizes, of those that are captured, would be."""
+        return sizes not in self._captured and self._reason_for(sizes, True) is None
+
     def note_eager(self, sizes: StepSizes, reason: str | None = None) -> None:
         """A step of these sizes ran otherwise: for this reason, or since they are not among those that are captured."""
         self.eager[reason or self._reason_for(sizes, False) or LARGE] += 1

@@ -174,6 +174,7 @@ class Engine:
         self._compiling: set[Sequence] = set()  # not scheduled before their grammars are compiled
         self._overlaps = config.overlap if config.overlap is not None else capacity.device.type != "cpu"
         self._in_flight: _StepInFlight | None = None
+        self._to_capture: deque[StepSizes] = deque()
         self._collected_at = 0.0
         self._sequences: dict[str, Sequence] = {}
         self._num_arrived = 0
@@ -329,12 +330,27 @@ class Engine:
         self._runner.warm_up(self.config)
 
     def capture_steps(self) -> None:
-        """Run empty steps of the sizes that are used most, so that they are captured before the first request."""
-        all_sizes = self._runner.sizes_to_capture()
-        for sizes in all_sizes[:1]:  # what ops make at their first call must not be made in a capture
+        """Capture steps of the sizes that are used most, before the first request."""
+        first, later = self._runner.sizes_to_capture()
+        for sizes in first[:1]:  # what ops make at their first call must not be made in a capture
             self._runner.run_with_hidden(self._inputs.fill([], self._table.block_table, [], sizes), sizes)
-        for sizes in all_sizes:
-            self._runner.run(self._inputs.fill([], self._table.block_table, [], sizes), sizes)
+        for sizes in first:
+            self._capture(sizes)
+        self._to_capture.extend(later)
+
+    def capture_while_idle(self) -> bool:
+        """Capture steps of one more size, which takes as long as a few steps; False if there is none, or work.
+
+        What has not come to its turn is captured by the first step of its size.
+        """
+        if self._sequences or self._in_flight is not None or not self._to_capture:
+            return False
+        self._capture(self._to_capture.popleft())
+        return True
+
+    def _capture(self, sizes: StepSizes) -> None:
+        if self._runner.captured.is_missing(sizes):
+            self._runner.capture(self._inputs.fill([], self._table.block_table, [], sizes), sizes)
 
     def forget_history(self) -> None:
         """Reset records and counters, after a warm-up."""

@@ -88,7 +88,10 @@ class EngineProcess:
         )
 
     def _rest(self) -> None:
-        """Wait for news. What past steps have freed goes back to the system, now and then."""
+        """Wait for news. What past steps have freed goes back to the system, now and then; what was not captured before
+        the first request is captured."""
+        if self._engine.capture_while_idle():
+            return
         timeout_seconds = self._seconds_to_deadline()
         if self._trim_is_due:
             left_seconds = self._trimmed_at + TRIM_INTERVAL_SECONDS - time.monotonic()

@@ -59,8 +59,11 @@ class Runner(Protocol):
     def warm_up(self, config: EngineConfig) -> None:
         """Compile all that steps within the configuration's sizes can need."""
 
-    def sizes_to_capture(self) -> Sequence[StepSizes]:
-        """Sizes that the engine is to run an empty step of, before the first request."""
+    def sizes_to_capture(self) -> tuple[Sequence[StepSizes], Sequence[StepSizes]]:
+        """Sizes that the engine is to `capture`: before the first request, and while it has nothing to do."""
+
+    def capture(self, batch: StepBatch, sizes: StepSizes) -> None:
+        """Have steps of these sizes captured, by running an empty one, which is not counted."""
 
     def padded(self, exact: StepSizes) -> StepSizes:
         """The sizes in which a step of these sizes is to be run."""
@@ -109,13 +112,19 @@ class ModelRunner:
         """See `Runner.warm_up`; the model's LoRA rows are bound by now."""
         self._model.warm_up(self._caches, padded_tokens(config.token_budget), config.max_sequences)
 
-    def sizes_to_capture(self) -> Sequence[StepSizes]:
+    def sizes_to_capture(self) -> tuple[Sequence[StepSizes], Sequence[StepSizes]]:
         """See `Runner.sizes_to_capture`."""
         if self._padding is None or self.captured.is_off:
-            return ()
-        return self._padding.most_used(
+            return (), ()
+        return self._padding.to_capture(
             token_budget=self._token_budget, has_lora=self._has_lora, num_window_rows=self.capacity.num_window_rows
         )
+
+    def capture(self, batch: StepBatch, sizes: StepSizes) -> None:
+        """See `Runner.capture`."""
+        num_replayed = self.captured.num_replayed
+        self.run(batch, sizes)
+        self.captured.num_replayed = num_replayed
 
     def padded(self, exact: StepSizes) -> StepSizes:
         """On a CPU a step is as large as it is; on an NPU it is so unless it is replayed."""

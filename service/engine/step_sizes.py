@@ -120,22 +120,30 @@ class Padding:
         num_tokens = sizes[bisect_left(sizes, exact.num_tokens)]
         return replace(exact, num_tokens=num_tokens, num_sequences=num_tokens, table_blocks=self.max_blocks)
 
-    def most_used(self, *, token_budget: int, has_lora: bool, num_window_rows: int = 0) -> list[StepSizes]:
-        """What is captured before the first request: decode steps of every width, and steps with short chunks among
-        them of the least. The largest come first: later ones fit into the memory that they leave.
+    def to_capture(
+        self, *, token_budget: int, has_lora: bool, num_window_rows: int = 0
+    ) -> tuple[list[StepSizes], list[StepSizes]]:
+        """(what is captured before the first request, what while nobody waits), the largest first: later ones fit into
+        the memory that they leave.
+
+        Of each number of tokens before the first request: decode steps of sequences that are not long, with every
+        length of the window, and steps without a window that have short chunks among them. Then the other widths, and
+        chunks with windows.
 
         num_window_rows  rows behind the base weights; 0 without windows
         """
         if self.is_npu:
             loras_npu = (False, True) if has_lora else (False,)
-            return [
+            sizes = [
                 StepSizes(size, size, None, self.max_blocks, True, lora)
                 for size in reversed(self.npu_token_sizes)
                 for lora in reversed(loras_npu)
             ]
+            return sizes, []
         widths = sorted({self.table_blocks(-(-tokens // self.block_size)) for tokens in (1, *CONTEXT_SIZES[1:])})
         widths = sorted({*widths, self.max_blocks})
-        sizes: list[StepSizes] = []
+        first: list[StepSizes] = []
+        later: list[StepSizes] = []
         for num_tokens in TOKEN_SIZES:
             if num_tokens > padded_tokens(token_budget):
                 break
@@ -147,6 +155,9 @@ class Padding:
                 loras += [(True, window) for window in sorted(windows)]
             for lora, window in loras:
                 if num_tokens <= self.max_rows:
-                    sizes += [StepSizes(num_tokens, num_tokens, None, width, True, lora, window) for width in widths]
-                sizes.append(StepSizes(num_tokens, num_sequences, num_sequences, widths[0], False, lora, window))
-        return sizes[::-1]
+                    decode = [StepSizes(num_tokens, num_tokens, None, width, True, lora, window) for width in widths]
+                    first.append(decode[0])
+                    later += decode[1:]
+                mixed = StepSizes(num_tokens, num_sequences, num_sequences, widths[0], False, lora, window)
+                (later if window else first).append(mixed)
+        return first[::-1], later[::-1]

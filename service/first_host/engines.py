@@ -86,6 +86,8 @@ def build_subject(host: Host, **changed: object) -> Subject:
     compile_kernels(engine)
     engine.capture_steps()
     warm_up(engine)
+    while engine.capture_while_idle():
+        pass
     longest = min(engine.capacity.max_model_len_tokens, engine.kv_capacity_tokens)
     most = _MAX_PROMPT_TOKENS.get(host.device_type, _PROMPT_TOKENS)
     num_adapters = engine.stats().rows_total // (RANK * len(adapters.rows))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -74,12 +75,17 @@ def test_large_steps_and_those_of_many_logits_are_not_captured() -> None:
 
 
 def test_what_is_captured_before_the_first_request_is_padded_as_steps_are() -> None:
-    sizes = PADDING.most_used(token_budget=8192, has_lora=True)
-    assert len(set(sizes)) == len(sizes)
-    assert all(PADDING.captured(one) == one for one in sizes)
-    assert {one.has_lora for one in sizes} == {False, True}
-    assert not any(one.has_lora for one in PADDING.most_used(token_budget=8192, has_lora=False))
-    assert max(one.num_tokens for one in PADDING.most_used(token_budget=100, has_lora=True)) == 128
+    for num_window_rows in (0, 1000):
+        first, later = PADDING.to_capture(token_budget=8192, has_lora=True, num_window_rows=num_window_rows)
+        assert len({*first, *later}) == len(first) + len(later)
+        assert all(PADDING.captured(one) == one for one in (*first, *later))
+        assert {(one.has_lora, one.all_decode) for one in first} == set(product((False, True), repeat=2))
+        assert len({one.table_blocks for one in first}) == 1 < len({one.table_blocks for one in later})
+        assert any(one.window_rows and not one.all_decode for one in later) is bool(num_window_rows)
+    first, later = PADDING.to_capture(token_budget=8192, has_lora=False)
+    assert not any(one.has_lora for one in (*first, *later))
+    first, _ = PADDING.to_capture(token_budget=100, has_lora=True)
+    assert max(one.num_tokens for one in first) == 128
 
 
 def test_a_step_is_captured_when_its_sizes_are_met_first_and_replayed_from_then_on() -> None:
@@ -154,9 +160,12 @@ def test_on_an_npu_decode_steps_of_few_sizes_alone_are_padded() -> None:
         assert NPU_PADDING.wide(other) == other
     for max_sequences in (1, 3, 20, 64, 500):
         padding = replace(NPU_PADDING, max_sequences=max_sequences)
-        sizes = padding.most_used(token_budget=2048, has_lora=True)
+        sizes, later = padding.to_capture(token_budget=2048, has_lora=True)
+        assert not later
         assert all(padding.captured(one) == one for one in sizes)
         assert len(set(sizes)) == len(sizes) <= 14
         most = min(max_sequences, 64)
         assert max(one.num_tokens for one in sizes) == most == padding.npu_token_sizes[-1]
-        assert sizes[0].has_lora and not any(one.has_lora for one in padding.most_used(token_budget=9, has_lora=False))
+        assert sizes[0].has_lora and not any(
+            one.has_lora for one in padding.to_capture(token_budget=9, has_lora=False)[0]
+        )

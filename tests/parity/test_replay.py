@@ -147,6 +147,34 @@ def test_replayed_steps_with_windows_equal_eager_ones(
     assert all(sizes.window_rows for sizes in captured if sizes.has_lora)
 
 
+def test_what_was_captured_while_nobody_waited_is_replayed(
+    tmp_path_factory: pytest.TempPathFactory, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world("qwen3", tmp_path_factory.mktemp("idle"), device, num_hidden_layers=1)
+    graphs = TwinGraphs() if device == "cpu" else None
+    with kernels_of_a_gpu(device, monkeypatch):
+        engine = build_engine(
+            config_of(world, token_budget=2, max_sequences=1, overlap=True, lora_window=True), graphs=graphs
+        )
+        engine.compile_kernels()
+        engine.capture_steps()
+        steps = engine._runner.captured
+        num_at_first = steps.num_graphs
+        engine.submit(Request("r0", "one", (7, 9), 2).submit(world))
+        assert not engine.capture_while_idle(), "somebody waits"
+        engine.abort("r0")
+        while engine.capture_while_idle():
+            pass
+        num_in_all = steps.num_graphs
+        assert num_in_all > num_at_first and steps.num_replayed == 0
+        engine.forget_history()
+        engine.submit(Request("r1", "one", (7, 9), 2).submit(world))
+        engine.run_until_idle()
+    assert steps.num_graphs == num_in_all
+    assert (steps.num_replayed, dict(steps.eager)) == (engine.num_steps, {})
+    engine.close()
+
+
 def test_grammars_are_followed_in_replayed_steps_with_overlap(
     tmp_path_factory: pytest.TempPathFactory, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
