@@ -101,6 +101,7 @@ class _Known:
         self.by_tail = {_tail(module): module for module in self.slices}
         assert len(self.by_tail) == len(self.slices), "module paths are unique without the model's name"
 
+        self.unadapted = tuple(_tail(module) for module in layout.unadapted)
         self.fused = {_tail(name): modules for p in layout.projections for name, modules in _fused(p)}
 
     def in_order(self, modules: Mapping[str, object]) -> list[str]:
@@ -108,6 +109,14 @@ class _Known:
 
     def resolve(self, path: str) -> str | None:
         return self.by_tail.get(_tail(path))
+
+    def why_unknown(self, path: str) -> str:
+        """Why nothing binds to the module at `path`."""
+        tail = f"{_tail(path)}."
+        module = next((module for module in self.unadapted if tail.startswith(f"{module}.")), None)
+        if module is None:
+            return f"this base model has no projection {path[:200]!r}"
+        return f"adapters of experts and of their routers ({module}) are not served: train without these modules"
 
     def resolve_fused(self, path: str) -> tuple[str, ...] | None:
         """The modules that the one at `path` stands for, in the order of its rows."""
@@ -152,7 +161,7 @@ def _sort_in(tensor: Tensor, known: _Known, found: dict[str, _Found], copies: li
     if module is None:
         fused = known.resolve_fused(path)
         if fused is None:
-            return f"this base model has no projection {path[:200]!r}"
+            return known.why_unknown(path)
         return _sort_in_fused(tensor, path, side, fused, known, found)
     is_embedding = known.slices[module][0].kind == "embedding"
     if is_embedding != match["side"].startswith("lora_embedding"):

@@ -47,6 +47,7 @@ class BaseLayout:
     layer_prefix what stands before the layer index in module paths, e.g. `model.layers.`
     weights      fingerprint of the base's weights: an adapter fits the weights it was trained on, so adapters of two
                  bases of one shape are kept apart by it
+    unadapted    modules whose adapters are not served, what is below them included: experts and their routers
     """
 
     model_type: str
@@ -54,6 +55,7 @@ class BaseLayout:
     layer_prefix: str
     projections: tuple[Projection, ...]
     weights: str = ""
+    unadapted: tuple[str, ...] = ()
 
     @property
     def groups(self) -> tuple[Group, ...]:

@@ -9,6 +9,7 @@ from kernels.probe import (
     conv_cases,
     delta_cases,
     dense_cases,
+    expert_cases,
     lora_cases,
     sampling_cases,
     window_cases,
@@ -40,6 +41,7 @@ _CASES: Mapping[str, Mapping[str, Case]] = {
         "causal_conv1d_update": conv_cases.update,
     },
     "gated_delta": {"gated_delta_prefill": delta_cases.prefill, "gated_delta_update": delta_cases.update},
+    "experts": {"experts": expert_cases.experts},
     "paged_attention": {
         "paged_attention": attention_cases.attend,
         "paged_attention_decode": attention_cases.attend_decode,
@@ -62,6 +64,8 @@ def cases_of(op: str, shapes: ProbeShapes) -> Mapping[str, Case]:
     if op == "causal_conv1d" and shapes.conv_width == 0:
         return {}
     if op == "gated_delta" and shapes.delta is None:
+        return {}
+    if op == "experts" and shapes.experts is None:
         return {}
     cases = _CASES[op]
     if shapes.sliding_window is None:

@@ -20,6 +20,7 @@ class ProbeShapes:
     conv_width         taps of the short convolution; 0: the model has none, so its op is not probed
     conv_size          its channels, where it is followed by silu and not gated; None: hidden_size, and gated
     delta              num_key_heads, num_value_heads, key_dim and value_dim of the gated delta rule; None: not probed
+    experts            number of experts, how many a token has, and their width; None: not probed
     rotary_dim         elements of a head that are turned; None: all
     activation         of the feed-forward layers' gates
     exact_norms        weights of norms are float32 whatever the dtype
@@ -43,6 +44,7 @@ class ProbeShapes:
     conv_width: int = 3
     conv_size: int | None = None
     delta: tuple[int, int, int, int] | None = (2, 4, 16, 32)
+    experts: tuple[int, int, int] | None = (6, 2, 48)
     block_size: int = 16
     num_blocks: int = 64
     max_sequences: int = 64

@@ -67,6 +67,9 @@ def look_at_ops(examination: Examination) -> Section:
         shapes = replace(shapes, conv_width=_CONV_WIDTH)
     if shapes.delta is None:
         shapes = replace(shapes, delta=ProbeShapes().delta)
+    has_experts = shapes.experts is not None
+    if not has_experts:
+        shapes = replace(shapes, experts=ProbeShapes().experts)
 
     def tell(op: str, implementation: str) -> None:
         examination.tell(f"probing {op}: {implementation}")
@@ -81,7 +84,7 @@ def look_at_ops(examination: Examination) -> Section:
         if not report.is_served:
             section.find("error", "op-unserved", str(report.sentence),
                          "Try another --dtype; else report it with --json.")  # fmt: skip
-        elif report.is_fallback:
+        elif report.is_fallback and (has_experts or report.op != "experts"):  # refused for a dtype, say
             section.find("warning", "op-fallback", str(report.sentence))
     return section
 

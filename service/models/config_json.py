@@ -52,6 +52,14 @@ def attention_sizes(config: Config) -> dict[str, Any]:
     return {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim, "scale": head_dim**-0.5}
 
 
+def expert_sizes(config: Config) -> dict[str, Any]:
+    """num_experts, num_chosen and size of a `MoeSpec`. Raises ModelError."""
+    num_experts, num_chosen = count(config, "num_experts"), count(config, "num_experts_per_tok")
+    if num_chosen > num_experts:
+        raise ModelError(f"config.json has {num_experts} experts in a layer, and gives a token {num_chosen} of them")
+    return {"num_experts": num_experts, "num_chosen": num_chosen, "size": count(config, "moe_intermediate_size")}
+
+
 def model_sizes(config: Config) -> dict[str, Any]:
     """The fields of a `ModelSpec` that all families spell alike."""
     return {

@@ -12,7 +12,8 @@ from kernels.lora_window import ops as window_ops
 from kernels.platform import in_use
 from service.models.batch import StepBatch
 from service.models.caches import Caches, LayerCache
-from service.models.layers import Attention, GatedDeltaNet, GatedMlp, RmsNorm, ShortConv
+from service.models.feed_forward import FeedForwardLayer, build_feed_forward
+from service.models.layers import Attention, GatedDeltaNet, RmsNorm, ShortConv
 from service.models.projection import RowSource, TokenEmbedding
 from service.models.rope import RotaryEmbedding, Rotation
 from service.models.spec import GatedDeltaSpec, Mixer, ModelSpec, ShortConvSpec
@@ -29,7 +30,7 @@ class DecoderLayer:
     mixer: LayerMixer
     mixer_end_norm: RmsNorm | None
     mlp_norm: RmsNorm
-    mlp: GatedMlp
+    mlp: FeedForwardLayer
     mlp_end_norm: RmsNorm | None
     residual_scale: float
 
@@ -108,7 +109,8 @@ class Decoder:
             for rope in self._ropes:
                 mixer.warm_up(cache, rope.rotary_dim)  # type: ignore[arg-type]
         self._norm.warm_up(self._embedding.table.dtype)
-        self._layers[0].mlp.warm_up()
+        for feed_forward in {layer.mlp.form: layer.mlp for layer in self._layers}.values():
+            feed_forward.warm_up()
         stacks = [projection.stack for projection in self._projections if projection.stack is not None]
         embeddings = [self._embedding.stack] if self._embedding.stack is not None else []
         dtype = self._embedding.table.dtype
@@ -184,7 +186,7 @@ def _build_layer(weights: Weights, spec: ModelSpec, index: int) -> DecoderLayer:
         mixer=_build_mixer(weights, prefix + layer.mixer.name, layer.mixer, spec),
         mixer_end_norm=norm(layer.mixer_end_norm),
         mlp_norm=RmsNorm(weights, prefix + layer.mlp_norm, spec),
-        mlp=GatedMlp(weights, prefix + layer.mlp.name, layer.mlp),
+        mlp=build_feed_forward(weights, prefix, layer.mlp, spec),
         mlp_end_norm=norm(layer.mlp_end_norm),
         residual_scale=spec.residual_scale,
     )

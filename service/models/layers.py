@@ -1,4 +1,4 @@
-"""What the layers of a `ModelSpec` are made of.
+"""What mixes the tokens in the layers of a `ModelSpec`, and norms them.
 
 Shapes: hidden [tokens, hidden_size], the tokens of all sequences of the step one after the other.
 """
@@ -12,18 +12,16 @@ from kernels.causal_conv1d import ops as causal_conv1d_ops
 from kernels.causal_conv1d.ops import causal_conv1d_prefill, causal_conv1d_update
 from kernels.gated_delta import ops as gated_delta_ops
 from kernels.gated_delta.ops import gated_delta_prefill, gated_delta_update
-from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.paged_attention import ops as paged_attention_ops
 from kernels.paged_attention.ops import paged_attention
 from kernels.rms_norm import ops as rms_norm_ops
 from kernels.rms_norm.ops import add_rms_norm, rms_norm
 from kernels.rotary_kv import ops as rotary_kv_ops
 from kernels.rotary_kv.ops import rotary_kv
-from kernels.swiglu import ops as swiglu_ops
 from service.models.batch import StepBatch
 from service.models.caches import ConvStates, DeltaStates, KvCache
 from service.models.rope import Rotation
-from service.models.spec import AttentionSpec, GatedDeltaSpec, MlpSpec, ModelSpec, ShortConvSpec
+from service.models.spec import AttentionSpec, GatedDeltaSpec, ModelSpec, ShortConvSpec
 from service.models.weights import Weights
 
 
@@ -193,28 +191,3 @@ class GatedDeltaNet:
         """norm(mixed) * silu(z), normed before it is gated, in float32; rounded where transformers rounds."""
         normed = functional.rms_norm(mixed.float(), mixed.shape[-1:], None, self._eps).to(mixed.dtype)
         return (normed * self._norm_weight * functional.silu(z.float())).to(mixed.dtype)
-
-
-class GatedMlp:
-    """down(activation(gate(x)) * up(x)), gate and up packed."""
-
-    def __init__(self, weights: Weights, prefix: str, mlp: MlpSpec) -> None:
-        """prefix  of its modules' names, "model.layers.3.mlp" say"""
-        self._gate_up = weights.projection(f"{prefix}.{mlp.packed}", bias=mlp.bias)
-        self._down = weights.projection(f"{prefix}.{mlp.output}", bias=mlp.bias)
-        self._activation = mlp.activation
-
-    def warm_up(self) -> None:
-        """Compile what steps of any size need here; the same for all layers of a model."""
-        weight = self._down.weight
-        swiglu_ops.warm_up(weight.in_features, weight.dtype, weight.data.device, self._activation)
-
-    @property
-    def fused_stack(self) -> LoraStack | None:
-        """LoRA rows that may be expanded in the kernel that computes the gate: see `Projection.swiglu`."""
-        stack = self._gate_up.stack
-        return stack if stack is not None and self._activation == "silu" and len(stack.b) == 2 else None
-
-    def __call__(self, x: torch.Tensor, lora: LoraMaps | None, window_rows: int) -> torch.Tensor:
-        gated = self._gate_up.swiglu(x, lora, window_rows, self._activation)
-        return self._down(gated, lora, window_rows)

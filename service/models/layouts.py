@@ -16,7 +16,7 @@ from adapters.layout import BaseLayout, Group, Projection, Slice
 from service.models.config_json import read_config
 from service.models.errors import ModelError
 from service.models.families import model_spec
-from service.models.spec import GatedDeltaSpec, Mixer, MlpSpec, ModelSpec, ShortConvSpec
+from service.models.spec import FeedForward, GatedDeltaSpec, Mixer, MlpSpec, ModelSpec, MoeSpec, ShortConvSpec
 
 __all__ = ["ModelError", "ModelSpec", "layout_in", "layout_of", "layout_of_spec", "model_spec"]
 
@@ -61,7 +61,13 @@ def layout_of_spec(spec: ModelSpec) -> BaseLayout:
             projections.append(Projection(prefix + name, index, group, "linear", in_features, pieces))
     head = (Slice("lm_head", spec.vocab_size),)
     projections.append(Projection("lm_head", -1, "embeddings", "linear", spec.hidden_size, head))
-    return BaseLayout(spec.model_type, spec.num_layers, spec.layer_prefix, tuple(projections))
+    unadapted = tuple(
+        f"{spec.layer_prefix}{index}.{module}"
+        for index, layer in enumerate(spec.layers)
+        if isinstance(layer.mlp, MoeSpec)
+        for module in layer.mlp.unadapted
+    )
+    return BaseLayout(spec.model_type, spec.num_layers, spec.layer_prefix, tuple(projections), unadapted=unadapted)
 
 
 # Name, group, width of the input, and widths of the outputs by module, all relative to the layer.
@@ -90,7 +96,16 @@ def _mixer(mixer: Mixer, spec: ModelSpec) -> list[_Linear]:
     ]
 
 
-def _feed_forward(mlp: MlpSpec, spec: ModelSpec) -> list[_Linear]:
+def _feed_forward(mlp: FeedForward, spec: ModelSpec) -> list[_Linear]:
+    if isinstance(mlp, MoeSpec):
+        if mlp.shared is None:
+            return []
+        gate = f"{mlp.name}.{mlp.shared_gate}"
+        return [*_gated(mlp.shared, spec), (gate, "mlp", spec.hidden_size, {gate: 1})]
+    return _gated(mlp, spec)
+
+
+def _gated(mlp: MlpSpec, spec: ModelSpec) -> list[_Linear]:
     down = f"{mlp.name}.{mlp.output}"
     gate_up = _packed(mlp.name, mlp.inputs, (mlp.size, mlp.size))
     return [

@@ -109,6 +109,35 @@ class MlpSpec:
     activation: Activation = "silu"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec:
+    """A mixture of experts: each token has the weighted sum of those few of them that its router chose, and perhaps
+    what an expert of all tokens says, times the sigmoid of a gate.
+
+    num_chosen   experts of a token
+    size         width of each expert
+    normalises   the weights of a token's experts add up to 1
+    shared       the expert of all tokens; None: there is none
+    shared_gate  its gate's module
+    """
+
+    num_experts: int
+    num_chosen: int
+    size: int
+    normalises: bool
+    shared: MlpSpec | None = None
+    name: str = "mlp"
+    router: str = "gate"
+    experts: str = "experts"
+    shared_gate: str = "shared_expert_gate"
+
+    @property
+    def unadapted(self) -> tuple[str, ...]:
+        """Modules that adapters cannot bind to yet."""
+        return f"{self.name}.{self.router}", f"{self.name}.{self.experts}"
+
+
+FeedForward = MlpSpec | MoeSpec
 Mixer = AttentionSpec | ShortConvSpec | GatedDeltaSpec
 
 
@@ -118,7 +147,7 @@ class LayerSpec:
     normed once more before that where a module is named for it (`..._end_norm`)."""
 
     mixer: Mixer
-    mlp: MlpSpec
+    mlp: FeedForward
     mixer_norm: str = "input_layernorm"
     mlp_norm: str = "post_attention_layernorm"
     mixer_end_norm: str | None = None
@@ -186,14 +215,25 @@ class ModelSpec:
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaSpec))
 
     @property
+    def mlps(self) -> tuple[MlpSpec, ...]:
+        """Gated layers of all tokens, the experts of all tokens among them."""
+        found = (layer.mlp.shared if isinstance(layer.mlp, MoeSpec) else layer.mlp for layer in self.layers)
+        return tuple(mlp for mlp in found if mlp is not None)
+
+    @property
+    def moes(self) -> tuple[MoeSpec, ...]:
+        return tuple(layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec))
+
+    @property
     def has_states(self) -> bool:
         """Whether sequences have states of a fixed size, beside cached keys and values."""
         return len(self.attentions) < len(self.layers)
 
     @property
     def widest_projection(self) -> int:
-        """Columns of the widest product in a layer."""
-        sizes = [2 * layer.mlp.size for layer in self.layers]
+        """Columns of the widest product in a layer; of experts, what all of a token hold between them."""
+        sizes = [2 * mlp.size for mlp in self.mlps]
+        sizes += [moe.num_chosen * (moe.size + self.hidden_size) for moe in self.moes]
         sizes += [attention.query_size + 2 * attention.kv_size for attention in self.attentions]
         sizes += [sum(delta.input_sizes) for delta in self.deltas]
         sizes += [3 * conv.size for conv in self.convs if isinstance(conv, ShortConvSpec)]

@@ -7,7 +7,8 @@ import logging
 import torch
 
 from adapters.layout import BaseLayout
-from kernels.linear.ops import pack_weight
+from kernels.experts.ops import PackedExperts, pack_experts
+from kernels.linear.ops import PackedWeight, pack_weight
 from service.models.checkpoint import TensorSource
 from service.models.projection import Projection
 
@@ -60,6 +61,34 @@ class Weights:
         weights = [self._checkpoint.tensor(f"{m}.weight", (size, layout.in_features)) for m, size in sizes.items()]
         biases = [self._checkpoint.tensor(f"{m}.bias", (size,)) for m, size in sizes.items()] if bias else []
         return self._pack(name, self._join(weights), self._join(biases) if bias else None)
+
+    def unadapted(self, name: str, out_features: int, in_features: int) -> PackedWeight:
+        """The weight of a module that no adapter binds to. Raises ModelError."""
+        tensor = self._checkpoint.tensor(f"{name}.weight", (out_features, in_features))
+        packed = pack_weight(self._join([tensor]))
+        self.num_bytes += packed.nbytes
+        return packed
+
+    def experts(self, name: str, num_experts: int, size: int, hidden_size: int) -> PackedExperts:
+        """The experts of a layer, which checkpoints hold one by one, or all in one tensor for gate and up and one for
+        down. Raises ModelError."""
+        shapes = {"gate_up_proj": (num_experts, 2 * size, hidden_size), "down_proj": (num_experts, hidden_size, size)}
+        if any(f"{name}.{part}" in self._checkpoint for part in shapes):
+            gate_up, down = (
+                self._join([self._checkpoint.tensor(f"{name}.{part}", shape)]).contiguous()
+                for part, shape in shapes.items()
+            )
+        else:
+            gate_up, down = (torch.empty(s, dtype=self.dtype, device=self.device) for s in shapes.values())
+            for expert in range(num_experts):
+                gate, up = gate_up[expert].chunk(2)
+                parts = {"gate_proj": gate, "up_proj": up, "down_proj": down[expert]}
+                for part, place in parts.items():
+                    tensor = f"{name}.{expert}.{part}.weight"
+                    place.copy_(self._checkpoint.tensor(tensor, tuple(place.shape)))
+        packed = pack_experts(gate_up, down)
+        self.num_bytes += packed.nbytes
+        return packed
 
     def tied_head(self, name: str, embedding: torch.Tensor) -> Projection:
         """A head that multiplies with the token embedding [vocabulary, hidden]; packed, so a copy of it.

@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "unknown-family": (
         "llama",
         {"model_type": "lfm2_moe"},
-        "'lfm2_moe'; served are llama, mistral, qwen2, qwen3, lfm2",
+        "'lfm2_moe'; served are llama, mistral, qwen2, qwen3, qwen3_moe, lfm2",
     ),
     "no-family": ("llama", {"model_type": None}, "model_type None"),
     "quantised": ("qwen3", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),

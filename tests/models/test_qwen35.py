@@ -34,12 +34,13 @@ def whole_config(**changes: Any) -> dict[str, Any]:
     return {"model_type": "qwen3_5", "text_config": text_config(), **changes}
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_5_moe"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_the_text_of_a_whole_checkpoint_is_served(
-    tied: bool, tmp_path: Path, device: str, caplog: pytest.LogCaptureFixture
+    tied: bool, family: str, tmp_path: Path, device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The same tensors below model.language_model., beside a vision tower and layers for multi-token prediction."""
-    text = make_tiny_model("qwen3_5_text", tmp_path / "text", tie_word_embeddings=tied)
+    text = make_tiny_model(f"{family}_text", tmp_path / "text", tie_word_embeddings=tied)
     tensors = load_file(text / "model.safetensors")
     renamed = {
         name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name: tensor
@@ -52,7 +53,7 @@ def test_the_text_of_a_whole_checkpoint_is_served(
     whole.mkdir()
     save_file(renamed, whole / "model.safetensors")
     inner = json.loads((text / "config.json").read_text())
-    config = {"model_type": "qwen3_5", "text_config": inner, "tie_word_embeddings": tied, "dtype": "float32"}
+    config = {"model_type": family, "text_config": inner, "tie_word_embeddings": tied, "dtype": "float32"}
     (whole / "config.json").write_text(json.dumps(config))
     with caplog.at_level(logging.INFO):
         loaded = load_model(whole, device=device)

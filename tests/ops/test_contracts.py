@@ -18,6 +18,7 @@ FUNCTIONS = {
     "lora_window": ("lora_expand_window", "swiglu_window"),
     "causal_conv1d": ("prefill", "update"),
     "gated_delta": ("prefill", "update"),
+    "experts": ("pack_experts", "experts"),
     "paged_attention": ("paged_attention",),
     "linear": ("pack_weight", "linear"),
     "sampling": ("new_state", "sample"),

@@ -108,7 +108,7 @@ def adapter_specs(family: str) -> dict[str, dict[str, Any]]:
     return {
         "all": {"rank": 8, "target_modules": linear},
         "attention": {"rank": 4, "target_modules": [inputs[0], inputs[-1]]},
-        "mlp": {"rank": 16, "target_modules": mlp},
+        "mlp": {"rank": 16, "target_modules": mlp or inputs[1:]},
         "one": {"rank": 1, "target_modules": [output]},
         "head": {"rank": 6, "target_modules": ["lm_head", inputs[0]]},
         "embedding": {"rank": 5, "target_modules": ["embed_tokens", inputs[-1]]},

@@ -139,6 +139,7 @@ SERVED = {
     "lora_window": "reference",
     "causal_conv1d": "triton_ascend",
     "gated_delta": "any_device",
+    "experts": "any_device",
     "paged_attention": "npu",
     "linear": "reference",
     "sampling": "any_device",

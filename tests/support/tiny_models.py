@@ -15,7 +15,10 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "lfm2", "phi3", "gemma3_text", "smollm3", "granite", "qwen3_5_text")
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "lfm2", "phi3", "gemma3_text", "smollm3", "granite", "qwen3_5_text"),
+    *("qwen3_moe", "qwen3_5_moe_text"),
+)
 VOCAB_SIZE = 304
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -93,6 +96,30 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 8,
         "tie_word_embeddings": True,
     },
+    "qwen3_moe": {
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "tie_word_embeddings": False,
+    },
+    "qwen3_5_moe_text": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 8,
+        "num_experts": 7,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 40,
+        "tie_word_embeddings": False,
+    },
     "granite": {
         "num_attention_heads": 4,
         "embedding_multiplier": 3.0,
@@ -107,11 +134,15 @@ ATTENTION_INPUTS = {family: ["q_proj", "k_proj", "v_proj"] for family in FAMILIE
 ATTENTION_OUTPUT = dict.fromkeys(FAMILIES, "o_proj") | {"lfm2": "out_proj"}
 OTHER_MIXERS = dict.fromkeys(FAMILIES, ()) | {
     "lfm2": ("in_proj",),
-    "qwen3_5_text": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text"), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+    ),
 }
 MLP_MODULES = {family: ["gate_proj", "up_proj", "down_proj"] for family in FAMILIES} | {
     "phi3": ["gate_up_proj", "down_proj"],
     "lfm2": ["w1", "w2", "w3"],
+    "qwen3_moe": [],  # PEFT takes the names of dense layers for those of experts too
+    "qwen3_5_moe_text": ["gate_proj", "up_proj", "down_proj", "shared_expert_gate"],
 }
 LINEAR_MODULES = {
     family: [*ATTENTION_INPUTS[family], ATTENTION_OUTPUT[family], *OTHER_MIXERS[family], *MLP_MODULES[family]]
@@ -141,6 +172,8 @@ def make_tiny_model(
             for name, parameter in model.named_parameters():
                 if parameter.dim() == 1:  # norm weights start as ones and biases as zeros, which would hide them
                     parameter.add_(torch.randn_like(parameter), alpha=0.1 if "norm" in name else 0.3)
+                if name.endswith("mlp.gate.weight"):  # the last expert of a token counts little: rounding may change it
+                    parameter.mul_(4)
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
     make_tokenizer(directory)
     return directory

@@ -19,6 +19,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = MappingProxyT
         "mistral": mistral.read,
         "qwen2": qwen2.read,
         "qwen3": qwen3.read,
+        "qwen3_moe": qwen3.read_moe,
         "lfm2": lfm2.read,
         "phi3": phi3.read,
         "gemma3_text": gemma3.read,
@@ -26,6 +27,8 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = MappingProxyT
         "granite": granite.read,
         "qwen3_5": qwen3_5.read_whole,
         "qwen3_5_text": qwen3_5.read_text,
+        "qwen3_5_moe": qwen3_5.read_whole_moe,
+        "qwen3_5_moe_text": qwen3_5.read_text_moe,
     }
 )
 FAMILIES = tuple(_READERS)

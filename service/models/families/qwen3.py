@@ -1,6 +1,9 @@
-"""Qwen3: Llama with query and key heads normed before rotation, and a sliding window in some layers if asked for."""
+"""Qwen3: Llama with query and key heads normed before rotation, and a sliding window in some layers if asked for.
+Qwen3 MoE: the same with mixtures of experts."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from service.models.config_json import (
     Config,
@@ -8,19 +11,45 @@ from service.models.config_json import (
     check_activation,
     completed,
     count,
+    expert_sizes,
     late_windows,
     model_sizes,
 )
 from service.models.families import qwen2
 from service.models.rope_facts import rope_facts
-from service.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from service.models.spec import AttentionSpec, FeedForward, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 _DEFAULTS: Config = {**qwen2.DEFAULTS, "head_dim": 128}
+_MOE_DEFAULTS: Config = {
+    **qwen2.DEFAULTS,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+}
 
 
 def read(config: Config) -> ModelSpec:
     """See `families`."""
     config = completed(config, _DEFAULTS, nullable=("sliding_window",))
+    mlp = MlpSpec(size=count(config, "intermediate_size"))
+    return _read(config, late_windows(config), [mlp] * count(config, "num_hidden_layers"))
+
+
+def read_moe(config: Config) -> ModelSpec:
+    """The same with mixtures of experts in all or some layers; a window, if any, is every layer's."""
+    if "num_experts" not in config and "num_local_experts" in config:
+        config = {**config, "num_experts": config["num_local_experts"]}
+    config = completed(config, _MOE_DEFAULTS, nullable=("sliding_window",))
+    num_layers = count(config, "num_hidden_layers")
+    window = config["sliding_window"] if config.get("use_sliding_window", False) else None
+    return _read(config, [window] * num_layers, [_feed_forward(config, index) for index in range(num_layers)])
+
+
+def _read(config: Config, windows: Sequence[int | None], feed_forwards: Sequence[FeedForward]) -> ModelSpec:
     check_activation(config)
     bias = bool(config.get("attention_bias", False))
     attention = {
@@ -29,8 +58,16 @@ def read(config: Config) -> ModelSpec:
         "output_bias": bias,
         "head_norms": ("q_norm", "k_norm"),
     }
-    mlp = MlpSpec(size=count(config, "intermediate_size"))
     layers = (
-        LayerSpec(mixer=AttentionSpec(**attention, sliding_window=window), mlp=mlp) for window in late_windows(config)
+        LayerSpec(mixer=AttentionSpec(**attention, sliding_window=window), mlp=feed_forward)
+        for window, feed_forward in zip(windows, feed_forwards, strict=True)
     )
     return ModelSpec(**model_sizes(config), layers=tuple(layers), rotations=(rope_facts(config),))
+
+
+def _feed_forward(config: Config, index: int) -> FeedForward:
+    is_sparse = (index + 1) % count(config, "decoder_sparse_step") == 0
+    if index in config.get("mlp_only_layers", ()) or not is_sparse:
+        return MlpSpec(size=count(config, "intermediate_size"))
+    sizes = expert_sizes(config)
+    return MoeSpec(**sizes, normalises=bool(config["norm_topk_prob"]))

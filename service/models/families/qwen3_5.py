@@ -1,4 +1,4 @@
-"""Qwen3.5, text: three layers of gated delta nets for each one of gated attention.
+"""Qwen3.5, text: three layers of gated delta nets for each one of gated attention; dense, or of experts.
 
 Checkpoints hold a vision tower and layers for multi-token prediction beside it; neither is served. The three sections
 of the rotation's positions are equal for text, so that it is a plain one.
@@ -14,12 +14,13 @@ from service.models.config_json import (
     check_activation,
     completed,
     count,
+    expert_sizes,
     layer_types,
     model_sizes,
 )
 from service.models.errors import ModelError
 from service.models.rope_facts import rope_facts
-from service.models.spec import AttentionSpec, GatedDeltaSpec, LayerSpec, MlpSpec, ModelSpec
+from service.models.spec import AttentionSpec, FeedForward, GatedDeltaSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
 _DEFAULTS: Config = {
     "max_position_embeddings": 32_768,
@@ -35,6 +36,15 @@ _DEFAULTS: Config = {
     "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
 }
+_MOE_DEFAULTS: Config = {
+    **_DEFAULTS,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+}
+_WHOLE_PREFIX = "model.language_model."
 _UNUSED = ("model.visual.", "visual.", "mtp.")
 # Fields of the part that is served which the whole may give too.
 _OF_THE_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
@@ -42,20 +52,45 @@ _OF_THE_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype",
 
 def read_whole(config: Config) -> ModelSpec:
     """A config.json whose text_config describes what is served; see `families`."""
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        raise ModelError("config.json of the model_type 'qwen3_5' must have a text_config, and has none")
-    whole = {name: config[name] for name in _OF_THE_WHOLE if config.get(name) is not None}
-    return _read({**text, **whole, "model_type": config["model_type"]}, prefix="model.language_model.")
+    return _read_dense(_text(config), _WHOLE_PREFIX)
 
 
 def read_text(config: Config) -> ModelSpec:
     """See `families`."""
-    return _read(config, prefix="model.")
+    return _read_dense(config, "model.")
 
 
-def _read(config: Config, prefix: str) -> ModelSpec:
+def read_whole_moe(config: Config) -> ModelSpec:
+    """As `read_whole`."""
+    return _read_moe(_text(config), _WHOLE_PREFIX)
+
+
+def read_text_moe(config: Config) -> ModelSpec:
+    """See `families`."""
+    return _read_moe(config, "model.")
+
+
+def _text(config: Config) -> Config:
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        family = config["model_type"]
+        raise ModelError(f"config.json of the model_type {family!r} must have a text_config, and has none")
+    whole = {name: config[name] for name in _OF_THE_WHOLE if config.get(name) is not None}
+    return {**text, **whole, "model_type": config["model_type"]}
+
+
+def _read_dense(config: Config, prefix: str) -> ModelSpec:
     config = completed(config, _DEFAULTS)
+    return _read(config, prefix, MlpSpec(size=count(config, "intermediate_size")))
+
+
+def _read_moe(config: Config, prefix: str) -> ModelSpec:
+    config = completed(config, _MOE_DEFAULTS)
+    shared = MlpSpec(size=count(config, "shared_expert_intermediate_size"), name="mlp.shared_expert")
+    return _read(config, prefix, MoeSpec(**expert_sizes(config), normalises=True, shared=shared))
+
+
+def _read(config: Config, prefix: str, feed_forward: FeedForward) -> ModelSpec:
     check_activation(config)
     check_activation(config, key="output_gate_type")
     if not config.get("attn_output_gate", True):
@@ -68,9 +103,9 @@ def _read(config: Config, prefix: str) -> ModelSpec:
         head_norms=("q_norm", "k_norm"),
         has_output_gate=True,
     )
-    delta, mlp = _delta(config), MlpSpec(size=count(config, "intermediate_size"))
+    delta = _delta(config)
     layers = tuple(
-        LayerSpec(mixer=delta if kind == "linear_attention" else attention, mlp=mlp) for kind in _kinds(config)
+        LayerSpec(mixer=delta if kind == "linear_attention" else attention, mlp=feed_forward) for kind in _kinds(config)
     )
     return ModelSpec(
         **model_sizes(config),

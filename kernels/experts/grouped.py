@@ -1,0 +1,53 @@
+"""`kernels.experts.ops` with torch's grouped matrix products: two launches for all experts, whatever tokens choose.
+
+How many tokens each expert has is computed and read on the device, so a captured call does what a new one would.
+Not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from kernels.contract import Contract
+from kernels.experts.ops import PackedExperts
+from kernels.experts.pairs import by_expert, summed
+from kernels.probe.shapes import ProbeShapes
+from kernels.swiglu.ops import swiglu
+
+# Rows of what the products read start at multiples of this.
+_ALIGNED_BYTES = 16
+_HOPPER = (9, 0)
+
+
+def pack_experts(gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
+    """Keep the weights as they are."""
+    num_experts, hidden_size, size = down.shape
+    nbytes = gate_up.nbytes + down.nbytes
+    return PackedExperts(gate_up, down, down.dtype, num_experts, hidden_size, size, "grouped", nbytes)
+
+
+def experts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, packed: PackedExperts) -> torch.Tensor:
+    """See `ops.experts`."""
+    in_order, order, rows = by_expert(x, chosen)
+    each = torch.arange(packed.num_experts, device=x.device)
+    ends = torch.searchsorted(in_order, each, right=True).to(torch.int32)
+    gate_up = functional.grouped_mm(rows, packed.gate_up.transpose(1, 2), offs=ends)
+    out = functional.grouped_mm(swiglu(gate_up), packed.down.transpose(1, 2), offs=ends)
+    return summed(out, order, weights)
+
+
+def _refuses(shapes: ProbeShapes) -> str | None:
+    """Where torch has no kernel of its own for it, it would wait for the device to learn the numbers of tokens."""
+    if shapes.experts is None:
+        return None
+    if shapes.torch_dtype != torch.bfloat16:
+        return f"torch multiplies groups in bfloat16 only, not in {shapes.dtype}"
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < _HOPPER:
+        return "torch multiplies groups on GPUs of compute capability 9.0 and above"
+    if any(size * shapes.torch_dtype.itemsize % _ALIGNED_BYTES for size in (shapes.hidden_size, shapes.experts[2])):
+        return f"rows of {shapes.hidden_size} and {shapes.experts[2]} numbers are not aligned to {_ALIGNED_BYTES} bytes"
+    return None
+
+
+CONTRACT = Contract(refuses=_refuses, replayable=True)

@@ -1,0 +1,84 @@
+"""The experts of a sparse feed-forward layer: the public, checked ops.
+
+route    probabilities = softmax(logits), the largest of them and their experts, for each token
+experts  out[t] = sum over j of weights[t, j] * mlp(x[t], chosen[t, j])
+         mlp(x, e) = down[e] @ (silu(gate[e] @ x) * (up[e] @ x))
+
+Tokens do not see each other: what a row of padding holds, NaN say, harms no other.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from kernels.platform import in_use
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedExperts:
+    """The weights of a layer's experts as their implementation holds them; opaque to everybody else.
+
+    gate_up, down   in the implementation's own form
+    dtype           of inputs and outputs
+    size            width between the two products
+    nbytes          memory held
+    """
+
+    gate_up: Any
+    down: Any
+    dtype: torch.dtype
+    num_experts: int
+    hidden_size: int
+    size: int
+    implementation: str
+    nbytes: int
+
+
+def pack_experts(gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
+    """Pack gate_up [num_experts, 2 * size, hidden_size], gate before up, and down [num_experts, hidden_size,
+    size], both contiguous, of one dtype. Takes them over: what the device multiplies as it is, is not copied."""
+    num_experts, double_size, hidden_size = gate_up.shape
+    assert down.shape == (num_experts, hidden_size, double_size // 2) and double_size % 2 == 0, "the weights do not fit"
+    assert gate_up.dtype == down.dtype, "the weights are of one dtype"
+    assert gate_up.is_contiguous() and down.is_contiguous(), "the weights are contiguous"
+    packed: PackedExperts = _module(in_use(gate_up.device).implementations["experts"]).pack_experts(gate_up, down)
+    return packed
+
+
+def route(logits: torch.Tensor, num_chosen: int, *, normalises: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(chosen int64 [tokens, num_chosen], weights of the logits' dtype, same shape) of logits [tokens, num_experts].
+
+    normalises  divide the weights by their sum
+
+    In float32 inside, like transformers' routers; the same plain torch on every device.
+    """
+    weights, chosen = torch.softmax(logits, dim=1, dtype=torch.float32).topk(num_chosen, dim=1)
+    if normalises:
+        weights = weights / weights.sum(dim=1, keepdim=True)
+    return chosen, weights.to(logits.dtype)
+
+
+def experts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, packed: PackedExperts) -> torch.Tensor:
+    """The weighted sum of each token's experts, fresh and contiguous [tokens, hidden_size].
+
+    x        [tokens, hidden_size] of the packed weights' dtype, contiguous; read only, like all others
+    chosen   int64 [tokens, num_chosen], experts from 0; no token has one twice
+    weights  [tokens, num_chosen], dtype of x
+    """
+    assert x.dim() == 2 and x.shape[1] == packed.hidden_size, "x is [tokens, hidden_size]"
+    assert x.dtype == weights.dtype == packed.dtype, f"x is {x.dtype}, its weights {weights.dtype}, not {packed.dtype}"
+    assert chosen.shape == weights.shape and chosen.shape[0] == x.shape[0], (
+        "chosen and weights are [tokens, num_chosen]"
+    )
+    assert chosen.dtype == torch.int64, "chosen is int64"
+    out: torch.Tensor = _module(packed.implementation).experts(x, chosen, weights, packed)
+    return out
+
+
+def _module(implementation: str) -> ModuleType:
+    return importlib.import_module(f"kernels.experts.{implementation}")

@@ -1,0 +1,19 @@
+"""Pairs of a token and one of its experts: in the order of the experts for the products, and back."""
+
+from __future__ import annotations
+
+import torch
+
+
+def by_expert(x: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(experts [pairs], ascending; order [pairs], the pair at each place, of those of chosen row by row; the row of x
+    of each pair in that order)."""
+    in_order, order = chosen.flatten().sort(stable=True)
+    return in_order, order, x.index_select(0, order // chosen.shape[1])
+
+
+def summed(out: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weighted sum over each token's experts, always in one order; out [pairs, hidden_size] in the order of the
+    experts, weights [tokens, num_chosen]."""
+    by_token = torch.empty_like(out).index_copy_(0, order, out).unflatten(0, weights.shape)
+    return (weights.unsqueeze(1) @ by_token).squeeze(1)
