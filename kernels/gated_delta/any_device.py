@@ -13,8 +13,9 @@ from itertools import pairwise
 import torch
 from torch.nn import functional
 
+from kernels.causal_conv1d.ops import causal_conv1d_update
 from kernels.contract import Contract
-from kernels.gated_delta.parts import gates_of, heads_of
+from kernels.gated_delta.parts import gated_norm, gates_of, heads_of
 
 CONTRACT = Contract()
 
@@ -54,19 +55,26 @@ def prefill(
     return out.to(qkv.dtype)
 
 
-def update(
+def decode(
     qkv: torch.Tensor,
+    z: torch.Tensor,
     b: torch.Tensor,
     a: torch.Tensor,
+    taps: torch.Tensor,
+    conv_states: torch.Tensor,
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
     states: torch.Tensor,
     state_indices: torch.Tensor,
+    eps: float,
 ) -> torch.Tensor:
-    """See `ops.gated_delta_update`."""
-    q, k, v = heads_of(qkv, states, torch.float32)
+    """See `ops.gated_delta_decode`; the convolution is the device's own."""
+    convolved = causal_conv1d_update(qkv, taps, None, conv_states, state_indices, activation="silu")
+    q, k, v = heads_of(convolved, states, torch.float32)
     beta, decay_log = gates_of(b, a, a_log, dt_bias, torch.float32)
-    return _advance(q, k, v, beta, decay_log, states, state_indices, None).to(qkv.dtype)
+    out = _advance(q, k, v, beta, decay_log, states, state_indices, None).to(qkv.dtype)
+    return gated_norm(out, z, norm_weight, eps)
 
 
 def _advance(

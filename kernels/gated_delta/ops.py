@@ -53,6 +53,7 @@ def gated_delta_prefill(
     anything.
     """
     _check(qkv, b, a, a_log, dt_bias, states)
+    assert qkv.is_contiguous(), "qkv is contiguous"
     num_sequences = state_indices.shape[0]
     assert query_start_loc.shape == (num_sequences + 1,), "query_start_loc is int32 [sequences + 1]"
     assert has_initial_state.shape == (num_sequences,), "has_initial_state is bool [sequences]"
@@ -62,34 +63,62 @@ def gated_delta_prefill(
     return out
 
 
-def gated_delta_update(
+def gated_delta_decode(
     qkv: torch.Tensor,
+    z: torch.Tensor,
     b: torch.Tensor,
     a: torch.Tensor,
+    taps: torch.Tensor,
+    conv_states: torch.Tensor,
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
     states: torch.Tensor,
     state_indices: torch.Tensor,
+    *,
+    eps: float,
 ) -> torch.Tensor:
-    """Advance each sequence by one token (decode): token n is sequence n's, and continues what its line holds.
+    """Advance each sequence by one token: token n is sequence n's, and continues what its line holds. From what the
+    layer's input products yield to what its output product reads, the convolution before the rule and the gated norm
+    behind it included; with out[n] of the rule above for a value head, in the dtype of qkv:
 
-    Arguments and result are as in `gated_delta_prefill`.
+        qkv    = silu(causal_conv1d(qkv)), as `kernels.causal_conv1d.ops.causal_conv1d_update`
+        normed = out / sqrt(mean(out ** 2) + eps)
+        result = normed * norm_weight * silu(z), float32 inside, out and normed rounded to the dtype of qkv
+
+    Args:
+        qkv: [tokens, channels], as the convolution reads it; b, a, a_log, dt_bias and states as in
+            `gated_delta_prefill`. Unit stride along the columns and any stride between tokens.
+        z: [tokens, num_value_heads * value_dim], strided like qkv.
+        taps: [width, channels], dtype of qkv, contiguous; 2 to 8 of them.
+        conv_states: [lines, width - 1, channels], dtype of qkv, contiguous; changed in place.
+        norm_weight: float32 [value_dim].
+        state_indices: int32 [tokens], lines of both states, each at most once beside padding.
+
+    Returns: [tokens, num_value_heads * value_dim], dtype of qkv, fresh and contiguous.
     """
     _check(qkv, b, a, a_log, dt_bias, states)
-    assert state_indices.shape == (qkv.shape[0],), "state_indices is int32 [tokens]"
-    out: torch.Tensor = implementation("gated_delta", qkv.device).update(
-        qkv, b, a, a_log, dt_bias, states, state_indices
+    num_tokens, num_channels = qkv.shape
+    value_size = states.shape[1] * states.shape[3]
+    assert state_indices.shape == (num_tokens,), "state_indices is int32 [tokens]"
+    assert z.shape == (num_tokens, value_size) and z.stride(1) == 1, "z is [tokens, num_value_heads * value_dim]"
+    assert taps.shape[1:] == (num_channels,) and taps.is_contiguous(), "taps are [width, channels]"
+    shape = (states.shape[0], taps.shape[0] - 1, num_channels)
+    assert conv_states.shape == shape and conv_states.is_contiguous(), "conv_states are [lines, width - 1, channels]"
+    assert qkv.dtype == z.dtype == taps.dtype == conv_states.dtype, "qkv, z, taps and conv_states are of one dtype"
+    assert norm_weight.shape == states.shape[3:] and norm_weight.dtype == torch.float32, "norm_weight is [value_dim]"
+    out: torch.Tensor = implementation("gated_delta", qkv.device).decode(
+        qkv, z, b, a, taps, conv_states, a_log, dt_bias, norm_weight, states, state_indices, eps
     )
     return out
 
 
-def warm_up(states: torch.Tensor, num_key_heads: int, dtype: torch.dtype) -> int:
+def warm_up(states: torch.Tensor, conv_states: torch.Tensor) -> int:
     """Compile all that calls with these states can need, whatever their tokens; the number of variants compiled.
 
-    states  of a layer; neither read nor changed
-    dtype   of qkv
+    states, conv_states  of a layer, as in `gated_delta_decode`; neither read nor changed
     """
-    return contract("gated_delta", states.device).warm_up_and_count(states, num_key_heads, dtype)
+    return contract("gated_delta", states.device).warm_up_and_count(states, conv_states)
 
 
 def num_key_heads_of(qkv: torch.Tensor, states: torch.Tensor) -> int:
@@ -111,7 +140,7 @@ def _check(
     )
     num_value_heads, key_dim, value_dim = states.shape[1:]
     num_key_heads = num_key_heads_of(qkv, states)
-    assert qkv.dim() == 2 and qkv.is_contiguous(), "qkv is [tokens, columns], contiguous"
+    assert qkv.dim() == 2 and qkv.stride(1) == 1, "qkv is [tokens, columns], unit stride along the columns"
     assert num_key_heads > 0 and qkv.shape[1] == 2 * num_key_heads * key_dim + num_value_heads * value_dim, (
         "qkv holds whole heads of queries, keys and values"
     )

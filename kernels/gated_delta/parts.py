@@ -34,5 +34,16 @@ def gates_of(
     return b.to(dtype).sigmoid(), decay_log
 
 
+def gated_norm(
+    out: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """[tokens, num_value_heads * value_dim] of out [tokens, num_value_heads, value_dim] and z of the same size: normed
+    head by head before it is gated, computed in `dtype`, rounded where transformers rounds."""
+    wide = out.to(dtype)
+    normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(out.dtype)
+    gated = normed.to(dtype) * weight.to(dtype) * functional.silu(z.unflatten(1, out.shape[1:]).to(dtype))
+    return gated.to(out.dtype).flatten(1)
+
+
 def _normed(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _EPS)

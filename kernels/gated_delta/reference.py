@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn import functional
 
 from kernels.contract import Contract
-from kernels.gated_delta.parts import gates_of, heads_of
+from kernels.gated_delta.parts import gated_norm, gates_of, heads_of
 
 CONTRACT = Contract()
 
@@ -42,17 +43,29 @@ def prefill(
     return out
 
 
-def update(
+def decode(
     qkv: torch.Tensor,
+    z: torch.Tensor,
     b: torch.Tensor,
     a: torch.Tensor,
+    taps: torch.Tensor,
+    conv_states: torch.Tensor,
     a_log: torch.Tensor,
     dt_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
     states: torch.Tensor,
     state_indices: torch.Tensor,
+    eps: float,
 ) -> torch.Tensor:
-    """See `ops.gated_delta_update`."""
+    """See `ops.gated_delta_decode`."""
     num = len(state_indices)
+    convolved = torch.zeros_like(qkv)
+    for n, line in enumerate(state_indices.tolist()):
+        if line > 0:
+            rows = torch.cat((conv_states[line], qkv[n : n + 1]))
+            convolved[n] = functional.silu((rows.double() * taps.double()).sum(0)).to(qkv.dtype)
+            conv_states[line] = rows[1:]
     starts = torch.arange(num + 1, dtype=torch.int32, device=qkv.device)
     continued = torch.ones(num, dtype=torch.bool, device=qkv.device)
-    return prefill(qkv, b, a, a_log, dt_bias, states, starts, state_indices, continued, None)
+    out = prefill(convolved, b, a, a_log, dt_bias, states, starts, state_indices, continued, None)
+    return gated_norm(out, z, norm_weight, eps, torch.float64)

@@ -1,8 +1,8 @@
-"""`kernels.gated_delta.ops` on NVIDIA GPUs: one launch, a program for each sequence, value head and tile of its values.
+"""`kernels.gated_delta.ops` on NVIDIA GPUs. Decode is a launch of its own (`triton_cuda_decode`); of a prefill, long
+sequences are computed in chunks (`triton_cuda_chunks`), and short ones here, by a program for each sequence, value head
+and tile of its values that keeps the state in registers and walks the tokens.
 
-The state stays in registers from a sequence's first token of the step to its last, so decode reads and writes it once.
-A prompt is walked token by token. float32 inside, sums in a fixed order, nothing read on the host: a captured call does
-what a new one would.
+float32 inside, sums in a fixed order, nothing read on the host: a captured call does what a new one would.
 """
 
 # Triton's functions are untyped.
@@ -19,11 +19,19 @@ import triton.language as tl
 from kernels import triton_launch
 from kernels.contract import Contract
 from kernels.gated_delta.ops import num_key_heads_of
+from kernels.gated_delta.triton_cuda_chunks import (
+    MAX_SHORT_TOKENS,
+    plan_kernel,
+    prefill_long,
+    prepare_kernel,
+    scan_kernel,
+)
+from kernels.gated_delta.triton_cuda_decode import gated_delta_decode_kernel, launch_decode
 
 _MAX_BLOCK_V = 32
 
 
-@triton.jit(do_not_specialize=["gate_stride"])
+@triton.jit(do_not_specialize=["gate_stride"], do_not_specialize_on_alignment=["b_ptr", "a_ptr"])
 def gated_delta_kernel(
     qkv_ptr,  # [tokens, 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM]
     b_ptr,  # [tokens, VALUE_HEADS], rows of gate_stride, a likewise
@@ -31,9 +39,9 @@ def gated_delta_kernel(
     a_log_ptr,  # float32 [VALUE_HEADS], dt_bias likewise
     dt_bias_ptr,
     states_ptr,  # float32 [lines, VALUE_HEADS, KEY_DIM, VALUE_DIM]
-    starts_ptr,  # int32 [sequences + 1], or None: sequence n has token n
+    starts_ptr,  # int32 [sequences + 1]
     lines_ptr,  # int32 [sequences]
-    continued_ptr,  # bool [sequences], or None: all are
+    continued_ptr,  # bool [sequences]
     out_ptr,  # [tokens, VALUE_HEADS, VALUE_DIM]
     gate_stride,
     KEY_HEADS: tl.constexpr,
@@ -42,30 +50,25 @@ def gated_delta_kernel(
     VALUE_DIM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    MAX_TOKENS: tl.constexpr,
 ):
-    """Grid (sequences, VALUE_HEADS, tiles of values)."""
+    """Grid (sequences, VALUE_HEADS, tiles of values). Longer sequences than MAX_TOKENS are left to others."""
     sequence = tl.program_id(0)
     head = tl.program_id(1)
     line = tl.load(lines_ptr + sequence).to(tl.int64)
     if line < 1:
         return
-    start = sequence.to(tl.int64)
-    end = start + 1
-    if starts_ptr is not None:
-        start = tl.load(starts_ptr + sequence).to(tl.int64)
-        end = tl.load(starts_ptr + sequence + 1).to(tl.int64)
-    if start >= end:
+    start = tl.load(starts_ptr + sequence).to(tl.int64)
+    end = tl.load(starts_ptr + sequence + 1).to(tl.int64)
+    if (start >= end) | (end - start > MAX_TOKENS):
         return
     key = tl.arange(0, BLOCK_K)
     value = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_key, is_value = key < KEY_DIM, value < VALUE_DIM
     mask = is_key[:, None] & is_value[None, :]
     states_ptr += (line * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + value[None, :]
-    is_continued = True
-    if continued_ptr is not None:
-        is_continued = tl.load(continued_ptr + sequence)
     # A mask, not a product: a line that nobody has written may hold NaN.
-    state = tl.load(states_ptr, mask=mask & is_continued, other=0.0)
+    state = tl.load(states_ptr, mask=mask & tl.load(continued_ptr + sequence), other=0.0)
     rate = -tl.exp(tl.load(a_log_ptr + head))
     bias = tl.load(dt_bias_ptr + head)
     first_value: tl.constexpr = 2 * KEY_HEADS * KEY_DIM
@@ -102,68 +105,21 @@ def prefill(
     has_initial_state: torch.Tensor,
     query_starts: Sequence[int] | None,  # noqa: ARG001 -- for implementations on the host
 ) -> torch.Tensor:
-    """See `ops.gated_delta_prefill`."""
-    return _launch(qkv, b, a, a_log, dt_bias, states, query_start_loc, state_indices, has_initial_state)
-
-
-def update(
-    qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    states: torch.Tensor,
-    state_indices: torch.Tensor,
-) -> torch.Tensor:
-    """See `ops.gated_delta_update`."""
-    return _launch(qkv, b, a, a_log, dt_bias, states, None, state_indices, None)
-
-
-def warm_up(states: torch.Tensor, num_key_heads: int, dtype: torch.dtype) -> None:
-    """See `ops.warm_up`: both forms, on padding."""
-    _, num_heads, key_dim, value_dim = states.shape
-    columns = 2 * num_key_heads * key_dim + num_heads * value_dim
-    qkv, gate = (torch.zeros(1, size, dtype=dtype, device=states.device) for size in (columns, num_heads))
-    weight = torch.zeros(num_heads, device=states.device)
-    line = torch.zeros(1, dtype=torch.int32, device=states.device)
-    starts = torch.tensor([0, 1], dtype=torch.int32, device=states.device)
-    update(qkv, gate, gate, weight, weight, states, line)
-    prefill(qkv, gate, gate, weight, weight, states, starts, line, line.bool(), None)
-
-
-def compiled_count() -> int:
-    """Number of compiled variants in this process."""
-    return triton_launch.count_compiled(gated_delta_kernel)
-
-
-CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=True)
-
-
-def _launch(
-    qkv: torch.Tensor,
-    b: torch.Tensor,
-    a: torch.Tensor,
-    a_log: torch.Tensor,
-    dt_bias: torch.Tensor,
-    states: torch.Tensor,
-    starts: torch.Tensor | None,
-    lines: torch.Tensor,
-    continued: torch.Tensor | None,
-) -> torch.Tensor:
+    """See `ops.gated_delta_prefill`. Which way a sequence goes is decided on the device, by its length."""
     _, num_heads, key_dim, value_dim = states.shape
     assert b.stride(0) == a.stride(0), "b and a are columns of one product"
     out = torch.empty(len(qkv), num_heads, value_dim, dtype=qkv.dtype, device=qkv.device)
     block_v = min(_MAX_BLOCK_V, triton.next_power_of_2(value_dim))
-    gated_delta_kernel[len(lines), num_heads, triton.cdiv(value_dim, block_v)](
+    gated_delta_kernel[len(state_indices), num_heads, triton.cdiv(value_dim, block_v)](
         qkv,
         b,
         a,
         a_log,
         dt_bias,
         states,
-        starts,
-        lines,
-        continued,
+        query_start_loc,
+        state_indices,
+        has_initial_state,
         out,
         b.stride(0),
         KEY_HEADS=num_key_heads_of(qkv, states),
@@ -172,6 +128,58 @@ def _launch(
         VALUE_DIM=value_dim,
         BLOCK_K=triton.next_power_of_2(key_dim),
         BLOCK_V=block_v,
+        MAX_TOKENS=MAX_SHORT_TOKENS,
         num_warps=4,
     )
+    where = (query_start_loc, state_indices, has_initial_state)
+    prefill_long(qkv, b, a, a_log, dt_bias, states, *where, out)
     return out
+
+
+def decode(
+    qkv: torch.Tensor,
+    z: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    taps: torch.Tensor,
+    conv_states: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
+    states: torch.Tensor,
+    state_indices: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """See `ops.gated_delta_decode`."""
+    return launch_decode(qkv, z, b, a, taps, conv_states, a_log, dt_bias, norm_weight, states, state_indices, eps)
+
+
+def warm_up(states: torch.Tensor, conv_states: torch.Tensor) -> None:
+    """See `ops.warm_up`: all kernels, on padding, which a prefill of this length sends through the chunks too."""
+    _, num_heads, _, value_dim = states.shape
+    _, num_rows, num_channels = conv_states.shape
+    num_tokens, device, dtype = MAX_SHORT_TOKENS + 1, states.device, conv_states.dtype
+    qkv, z, gate, taps = (
+        torch.zeros(num, size, dtype=dtype, device=device)
+        for num, size in (
+            (num_tokens, num_channels),
+            (num_tokens, num_heads * value_dim),
+            (num_tokens, num_heads),
+            (num_rows + 1, num_channels),
+        )
+    )
+    weight, norm_weight = torch.zeros(num_heads, device=device), torch.zeros(value_dim, device=device)
+    line = torch.zeros(num_tokens, dtype=torch.int32, device=device)
+    starts = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
+    decode(qkv, z, gate, gate, taps, conv_states, weight, weight, norm_weight, states, line, 1e-6)
+    prefill(qkv, gate, gate, weight, weight, states, starts, line[:1], line[:1].bool(), None)
+
+
+def compiled_count() -> int:
+    """Number of compiled variants in this process."""
+    return triton_launch.count_compiled(
+        gated_delta_kernel, gated_delta_decode_kernel, plan_kernel, prepare_kernel, scan_kernel
+    )
+
+
+CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=True)

@@ -40,7 +40,7 @@ _CASES: Mapping[str, Mapping[str, Case]] = {
         "causal_conv1d_prefill": conv_cases.prefill,
         "causal_conv1d_update": conv_cases.update,
     },
-    "gated_delta": {"gated_delta_prefill": delta_cases.prefill, "gated_delta_update": delta_cases.update},
+    "gated_delta": {"gated_delta_prefill": delta_cases.prefill, "gated_delta_decode": delta_cases.decode},
     "experts": {"experts": expert_cases.experts},
     "paged_attention": {
         "paged_attention": attention_cases.attend,

@@ -30,14 +30,26 @@ def prefill(shapes: ProbeShapes, place: Place) -> Prepared:
     return call
 
 
-def update(shapes: ProbeShapes, place: Place) -> Prepared:
-    """One token for each of four sequences and one that is padding."""
-    states, inputs = _inputs(shapes, place, len(_LINES))
+def decode(shapes: ProbeShapes, place: Place) -> Prepared:
+    """One token for each of four sequences and one that is padding, with convolution and norm."""
+    states, (qkv, *gates) = _inputs(shapes, place, len(_LINES))
+    num_heads, value_dim = states.shape[1], states.shape[3]
+    width = max(shapes.conv_width, 2)
+    conv_states = place.fresh(_NUM_LINES, width - 1, qkv.shape[1])
+    for line in _LINES:
+        if line > 0:
+            conv_states[line] = place.random(*conv_states.shape[1:])
+    conv_states = place.put(conv_states)
+    z = place.put(place.random(len(_LINES), num_heads * value_dim))
+    taps = place.put(place.random(width, qkv.shape[1]) / width)
+    norm_weight = place.random(value_dim).to(place.device)
+    b, a, a_log, dt_bias = gates
     lines = place.ints(_LINES)
     real = torch.tensor([n for n, line in enumerate(_LINES) if line > 0])
 
     def call() -> tuple[torch.Tensor, ...]:
-        return ops.gated_delta_update(*inputs, states, lines)[real.to(states.device)], states
+        args = (qkv, z, b, a, taps, conv_states, a_log, dt_bias, norm_weight, states, lines)
+        return ops.gated_delta_decode(*args, eps=shapes.norm_eps)[real.to(states.device)], conv_states, states
 
     return call
 

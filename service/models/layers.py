@@ -6,12 +6,12 @@ Shapes: hidden [tokens, hidden_size], the tokens of all sequences of the step on
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from kernels.causal_conv1d import ops as causal_conv1d_ops
 from kernels.causal_conv1d.ops import causal_conv1d_prefill, causal_conv1d_update
 from kernels.gated_delta import ops as gated_delta_ops
-from kernels.gated_delta.ops import gated_delta_prefill, gated_delta_update
+from kernels.gated_delta.ops import gated_delta_decode, gated_delta_prefill
+from kernels.gated_delta.parts import gated_norm
 from kernels.paged_attention import ops as paged_attention_ops
 from kernels.paged_attention.ops import paged_attention
 from kernels.rms_norm import ops as rms_norm_ops
@@ -166,7 +166,7 @@ class GatedDeltaNet:
     def warm_up(self, cache: DeltaStates, _rotary_dim: int) -> None:
         """Compile what steps of any size need here."""
         causal_conv1d_ops.warm_up(self._taps, None, cache.lines, activation="silu")
-        gated_delta_ops.warm_up(cache.matrices, self._spec.num_key_heads, cache.lines.dtype)
+        gated_delta_ops.warm_up(cache.matrices, cache.lines)
 
     def __call__(
         self, hidden: torch.Tensor, batch: StepBatch, _rotations: tuple[Rotation, ...], cache: DeltaStates
@@ -174,20 +174,18 @@ class GatedDeltaNet:
         maps = batch.conv
         assert maps is not None, "a model with states needs ConvMaps"
         qkv, z, b, a = self._in(hidden, batch.lora, batch.window_rows).split(self._spec.input_sizes, dim=1)
-        gates = (b, a, self._a_log, self._dt_bias, cache.matrices)
+        weights = (self._a_log, self._dt_bias)
         if maps.all_decode:
-            qkv = causal_conv1d_update(qkv, self._taps, None, cache.lines, maps.state_indices, activation="silu")
-            mixed = gated_delta_update(qkv, *gates, maps.state_indices)
+            gated = gated_delta_decode(
+                *(qkv, z, b, a, self._taps, cache.lines, *weights, self._norm_weight, cache.matrices),
+                maps.state_indices,
+                eps=self._eps,
+            )
         else:
             where = (maps.query_start_loc, maps.state_indices, maps.has_initial_state)
             qkv = causal_conv1d_prefill(
                 qkv, self._taps, None, cache.lines, *where, activation="silu", query_starts=maps.query_starts
             )
-            mixed = gated_delta_prefill(qkv, *gates, *where, query_starts=maps.query_starts)
-        gated = self._gated(mixed, z.unflatten(1, mixed.shape[1:]))
-        return self._out(gated.flatten(1), batch.lora, batch.window_rows)
-
-    def _gated(self, mixed: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """norm(mixed) * silu(z), normed before it is gated, in float32; rounded where transformers rounds."""
-        normed = functional.rms_norm(mixed.float(), mixed.shape[-1:], None, self._eps).to(mixed.dtype)
-        return (normed * self._norm_weight * functional.silu(z.float())).to(mixed.dtype)
+            mixed = gated_delta_prefill(qkv, b, a, *weights, cache.matrices, *where, query_starts=maps.query_starts)
+            gated = gated_norm(mixed, z, self._norm_weight, self._eps)
+        return self._out(gated, batch.lora, batch.window_rows)

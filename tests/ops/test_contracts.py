@@ -17,7 +17,7 @@ FUNCTIONS = {
     "lora": ("lora_shrink", "lora_expand", "lora_linear", "lora_embedding"),
     "lora_window": ("lora_expand_window", "swiglu_window"),
     "causal_conv1d": ("prefill", "update"),
-    "gated_delta": ("prefill", "update"),
+    "gated_delta": ("prefill", "decode"),
     "experts": ("pack_experts", "experts"),
     "paged_attention": ("paged_attention",),
     "linear": ("pack_weight", "linear"),

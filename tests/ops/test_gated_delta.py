@@ -5,16 +5,21 @@ On a CPU the kernel for NVIDIA GPUs runs in Triton's interpreter.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
+from kernels.causal_conv1d.ops import causal_conv1d_prefill
 from kernels.gated_delta import reference
-from kernels.gated_delta.ops import gated_delta_prefill, gated_delta_update, warm_up
+from kernels.gated_delta.ops import gated_delta_decode, gated_delta_prefill, warm_up
+from kernels.gated_delta.parts import gated_norm
 from kernels.platform import contract, in_use, installed
+from tests.ops.test_lora_triton import run_compiling
 from tests.support.triton_interpreter import round_bfloat16
 from tests.tolerances import OP
 
@@ -22,6 +27,7 @@ from tests.tolerances import OP
 SIZES = [(2, 2, 16, 16), (2, 4, 8, 24), (1, 3, 20, 12)]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 NUM_LINES = 7
+EPS = 1e-6
 
 
 @pytest.fixture(params=["any_device", "triton_cuda"])
@@ -70,6 +76,47 @@ def make_inputs(sizes: tuple[int, int, int, int], num_tokens: int, dtype: torch.
     )
 
 
+@dataclass
+class Decoding:
+    """What a decode step reads beside `Inputs`: inputs are columns of one wider product, as a model's are."""
+
+    qkv: torch.Tensor
+    z: torch.Tensor
+    taps: torch.Tensor
+    conv_states: torch.Tensor
+    norm_weight: torch.Tensor
+
+    def step(
+        self, inputs: Inputs, conv_states: torch.Tensor, states: torch.Tensor, lines: list[int], function: Any
+    ) -> torch.Tensor:
+        """The tokens of as many sequences as there are lines; function is an implementation's, or the op."""
+        here = slice(len(lines))
+        args = (
+            *(self.qkv[here], self.z[here], inputs.b[here], inputs.a[here], self.taps, conv_states),
+            *(inputs.a_log, inputs.dt_bias, self.norm_weight, states, ints(lines, self.qkv.device.type)),
+        )
+        out: torch.Tensor = function(*args, eps=EPS)
+        return out
+
+
+def make_decoding(inputs: Inputs, width: int = 4) -> Decoding:
+    """Lines that hold a state of the rule hold one of the convolution too; the others are NaN."""
+    num_tokens, channels = inputs.qkv.shape
+    num_lines, num_heads, _, value_dim = inputs.states.shape
+    generator, device, dtype = torch.Generator().manual_seed(11), inputs.qkv.device, inputs.qkv.dtype
+    value_size = num_heads * value_dim
+    wide = torch.randn(num_tokens, channels + value_size + 5, generator=generator).to(device, dtype)
+    conv_states = torch.full((num_lines, width - 1, channels), torch.nan)
+    conv_states[1:4] = torch.randn(3, width - 1, channels, generator=generator)
+    return Decoding(
+        wide[:, :channels],
+        wide[:, channels : channels + value_size],
+        (torch.randn(width, channels, generator=generator) * 0.5).to(device, dtype),
+        conv_states.to(device, dtype),
+        (1 + 0.1 * torch.randn(value_dim, generator=generator)).to(device),
+    )
+
+
 def starts_of(lengths: list[int], device: str) -> tuple[torch.Tensor, list[int]]:
     starts = [0, *itertools.accumulate(lengths)]
     return torch.tensor(starts, dtype=torch.int32, device=device), starts
@@ -111,23 +158,63 @@ def test_prefill_equals_the_recurrence(sizes: tuple[int, int, int, int], dtype: 
 
 @pytest.mark.usefixtures("serving")
 @DTYPES
+@pytest.mark.parametrize("width", [2, 4])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_update_equals_the_recurrence(sizes: tuple[int, int, int, int], dtype: torch.dtype, device: str) -> None:
+def test_decode_equals_the_recurrence(
+    sizes: tuple[int, int, int, int], width: int, dtype: torch.dtype, device: str
+) -> None:
+    """Two tokens of each sequence, beside padding of both kinds."""
     inputs, lines = make_inputs(sizes, 5, dtype, device), [2, 0, 3, -1, 1]
-    expected_states, found_states = inputs.states.clone(), inputs.states.clone()
-    args = inputs.part(slice(None))
-    expected = reference.update(*args, expected_states, ints(lines, device))
-    found = gated_delta_update(*args, found_states, ints(lines, device))
+    decoding = make_decoding(inputs, width)
+    both = [(decoding.conv_states.clone(), inputs.states.clone()) for _ in range(2)]
     real = [0, 2, 4]
-    assert_close(found[real], expected[real])
-    torch.testing.assert_close(found_states[1:4], expected_states[1:4], atol=2e-5, rtol=2e-5)
-    assert bool(found_states[[0, 4, 5, 6]].isnan().all()), "a line of nobody was written"
+    for _ in range(2):
+        expected = decoding.step(inputs, *both[0], lines, reference.decode)
+        found = decoding.step(inputs, *both[1], lines, gated_delta_decode)
+        assert found.is_contiguous() and found.dtype == dtype
+        assert_close(found[real], expected[real])
+    (expected_rows, expected_states), (rows, states) = both
+    torch.testing.assert_close(states[1:4], expected_states[1:4], atol=4 * OP[dtype][0], rtol=4 * OP[dtype][1])
+    assert torch.equal(rows[1:4], expected_rows[1:4]), "rows are shifted, and nothing is computed"
+    for state in (rows, states):
+        assert bool(state[[0, 4, 5, 6]].isnan().all()), "a line of nobody was written"
 
 
 @pytest.mark.usefixtures("serving")
-@pytest.mark.parametrize("cuts", [[64], [1, 2, 3], [64, 65, 128], [5, 130]], ids=str)
+def test_decode_continues_what_a_prefill_left(device: str) -> None:
+    """Convolution, rule and norm, token by token, against all tokens at once."""
+    inputs = make_inputs(SIZES[1], 23, torch.float32, device)
+    decoding = make_decoding(inputs)
+    starts, host_starts = starts_of([23], device)
+    line, new = ints([5], device), torch.tensor([False], device=device)
+    rows, states = decoding.conv_states.clone(), inputs.states.clone()
+    convolved = causal_conv1d_prefill(
+        decoding.qkv, decoding.taps, None, rows, starts, line, new, activation="silu", query_starts=host_starts
+    )
+    whole = gated_norm(
+        gated_delta_prefill(
+            *(convolved, inputs.b, inputs.a, inputs.a_log, inputs.dt_bias, states, starts, line, new),
+            query_starts=host_starts,
+        ),
+        *(decoding.z, decoding.norm_weight, EPS),
+    )
+    step_rows, step_states = decoding.conv_states.clone(), inputs.states.clone()
+    step_rows[5], step_states[5] = 0.0, 0.0
+    tokens = []
+    for t in range(23):
+        here = slice(t, t + 1)
+        one = dataclasses.replace(decoding, qkv=decoding.qkv[here], z=decoding.z[here])
+        of_token = dataclasses.replace(inputs, b=inputs.b[here], a=inputs.a[here])
+        tokens.append(one.step(of_token, step_rows, step_states, [5], gated_delta_decode))
+    torch.testing.assert_close(torch.cat(tokens), whole, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(step_states[5], states[5], atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(step_rows[5], rows[5], atol=0, rtol=0)
+
+
+@pytest.mark.usefixtures("serving")
+@pytest.mark.parametrize("cuts", [[64], [1, 2, 3], [64, 65], [5, 90]], ids=str)
 def test_a_prompt_in_chunks_equals_the_whole(cuts: list[int], device: str) -> None:
-    inputs = make_inputs(SIZES[1], 150, torch.float32, device)
+    inputs = make_inputs(SIZES[1], 100, torch.float32, device)
 
     def run(pieces: list[slice]) -> tuple[torch.Tensor, torch.Tensor]:
         states, outs = inputs.states.clone(), []
@@ -145,8 +232,8 @@ def test_a_prompt_in_chunks_equals_the_whole(cuts: list[int], device: str) -> No
             )
         return torch.cat(outs), states[5]
 
-    edges = [0, *cuts, 150]
-    whole, state = run([slice(0, 150)])
+    edges = [0, *cuts, 100]
+    whole, state = run([slice(0, 100)])
     pieces, state_of_pieces = run([slice(a, b) for a, b in itertools.pairwise(edges)])
     torch.testing.assert_close(pieces, whole, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(state_of_pieces, state, atol=2e-5, rtol=2e-5)
@@ -172,19 +259,52 @@ def test_nan_of_one_sequence_stays_its_own(device: str) -> None:
     assert torch.equal(states_beside[[2, 5]], states[[2, 5]])
 
 
+@pytest.mark.usefixtures("serving")
+def test_nan_of_one_sequence_stays_its_own_in_decode(device: str) -> None:
+    inputs, lines = make_inputs(SIZES[1], 3, torch.float32, device), [2, 3, 1]
+    decoding = make_decoding(inputs)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        rows, states = decoding.conv_states.clone(), inputs.states.clone()
+        return decoding.step(inputs, rows, states, lines, gated_delta_decode), rows, states
+
+    alone = run()
+    decoding.qkv[1], decoding.z[1], inputs.b[1] = torch.nan, torch.nan, torch.nan
+    beside = run()
+    assert torch.equal(beside[0][[0, 2]], alone[0][[0, 2]])
+    assert all(torch.equal(now[[1, 2]], before[[1, 2]]) for now, before in zip(beside[1:], alone[1:], strict=True))
+
+
+@pytest.mark.usefixtures("serving")
+def test_correlated_keys_are_solved(device: str) -> None:
+    """Keys alike and strong writes, where an inverse by powers would lose all digits."""
+    inputs = make_inputs(SIZES[0], 128, torch.float32, device)
+    inputs.qkv[:, 32:64] = inputs.qkv[:1, 32:64] + 0.01 * inputs.qkv[:, 32:64]
+    inputs.b.fill_(6.0)
+    inputs.a_log.fill_(-8.0)
+    starts, host_starts = starts_of([128], device)
+    args, line, new = inputs.part(slice(None)), ints([4], device), torch.tensor([False], device=device)
+    expected_states, states = inputs.states.clone(), inputs.states.clone()
+    expected = reference.prefill(*args, expected_states, starts, line, new, None)
+    found = gated_delta_prefill(*args, states, starts, line, new, query_starts=host_starts)
+    torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(states[4], expected_states[4], atol=2e-4, rtol=2e-4)
+
+
 def test_nothing_is_compiled_after_warm_up(serving: str, device: str) -> None:
-    sizes = SIZES[1]
-    inputs = make_inputs(sizes, 9, torch.bfloat16, device)
-    states = inputs.states.clone()
-    num_compiled = warm_up(states, sizes[0], torch.bfloat16)
-    assert torch.equal(states.nan_to_num(7.0), inputs.states.nan_to_num(7.0))
+    inputs = make_inputs(SIZES[1], 40, torch.bfloat16, device)
+    decoding = make_decoding(inputs)
+    rows, states = decoding.conv_states.clone(), inputs.states.clone()
+    num_compiled = warm_up(states, rows)
+    for state, was in ((rows, decoding.conv_states), (states, inputs.states)):
+        assert torch.equal(state.nan_to_num(7.0), was.nan_to_num(7.0))
     if serving == "any_device":
         assert num_compiled == 0
     before = contract("gated_delta", torch.device(device)).compiled_count()
-    starts, host_starts = starts_of([4, 5], device)
+    starts, host_starts = starts_of([4, 36], device)
     continued = torch.tensor([True, False], device=device)
-    for rows in (slice(0, 9), slice(0, 2)):
-        gated_delta_update(*inputs.part(rows), states, ints([1, 2, 3, 4, 5, 6, 0, 0, 0], device)[rows])
+    for lines in ([1, 2, 3, 4, 5, 6, 0, 0, 0], [1, 2]):
+        decoding.step(inputs, rows, states, lines, gated_delta_decode)
     gated_delta_prefill(
         *inputs.part(slice(None)), states, starts, ints([1, 2], device), continued, query_starts=host_starts
     )
@@ -193,12 +313,29 @@ def test_nothing_is_compiled_after_warm_up(serving: str, device: str) -> None:
 
 def test_wrong_arguments_are_named(device: str) -> None:
     inputs = make_inputs(SIZES[0], 4, torch.float32, device)
-    good, states, lines = inputs.part(slice(None)), inputs.states, ints([1, 2, 3, 4], device)
+    good, states, lines = inputs.part(slice(None)), inputs.states, ints([4], device)
+    starts, new = ints([0, 4], device), torch.tensor([False], device=device)
     with pytest.raises(AssertionError, match="whole heads"):
-        gated_delta_update(good[0][:, :-1].contiguous(), *good[1:], states, lines)
+        gated_delta_prefill(good[0][:, :-1].contiguous(), *good[1:], states, starts, lines, new)
     with pytest.raises(AssertionError, match="float32"):
-        gated_delta_update(*good, states.bfloat16(), lines)
+        gated_delta_prefill(*good, states.bfloat16(), starts, lines, new)
     with pytest.raises(AssertionError, match="num_value_heads"):
-        gated_delta_update(good[0], good[1][:, :1], *good[2:], states, lines)
-    with pytest.raises(AssertionError, match="state_indices"):
-        gated_delta_update(*good, states, lines[:2])
+        gated_delta_prefill(good[0], good[1][:, :1], *good[2:], states, starts, lines, new)
+    decoding = make_decoding(inputs)
+    with pytest.raises(AssertionError, match="conv_states"):
+        decoding.step(inputs, decoding.conv_states[:, 1:], states, [1, 2, 3, 4], gated_delta_decode)
+    with pytest.raises(AssertionError, match="one dtype"):
+        decoding.step(inputs, decoding.conv_states.bfloat16(), states, [1, 2, 3, 4], gated_delta_decode)
+
+
+def test_compiles_for_hopper_without_a_gpu(device: str) -> None:
+    """Down to machine code within a core's shared memory; no thread keeps registers in memory, and a core holds four
+    programs of the decode kernel at a time, whose loads overlap."""
+    if device != "cpu":
+        pytest.skip("NOT RUN: on a GPU the other tests compile for that GPU")
+    told = [line.split() for line in run_compiling("compile_delta.py").splitlines()]
+    found = {name: [int(number) for number in numbers] for name, *numbers in told}
+    assert len(found) == 5
+    for name, (shared_bytes, registers, spilled_bytes) in found.items():
+        assert shared_bytes <= 227 * 1024 and not spilled_bytes, name
+        assert name != "gated_delta_decode_kernel" or registers <= 128

@@ -1,0 +1,245 @@
+"""Prompts by the delta rule on NVIDIA GPUs: in chunks of matrix products, all of which but a short scan are parallel.
+
+Three launches. `plan` counts the chunks of each sequence. `prepare` solves each chunk's recurrence as far as it can be
+without the state before it (see `any_device` for the source and for the exponentials that are taken). `scan` walks the
+chunks of a sequence with the state in registers. Grids follow from shapes alone, and nothing is read on the host.
+float32 throughout, but for the factors of products where inputs are of half precision: these are rounded to TF32, which
+has more digits than the inputs.
+"""
+
+# Triton's functions are untyped.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.gated_delta.ops import num_key_heads_of
+
+CHUNK = 64
+# Sequences up to this length are walked token by token.
+MAX_SHORT_TOKENS = 16
+_PLAN_BLOCK = 128
+_MAX_BLOCK_V = 32
+
+
+@triton.jit
+def normed_rows(x_ptr, rows, columns, is_row, is_column, stride):
+    """x / sqrt(sum(x ** 2) + 1e-6) of each row, float32; rows that are none are 0."""
+    mask = is_row[:, None] & is_column[None, :]
+    x = tl.load(x_ptr + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def plan_kernel(starts_ptr, lines_ptr, ends_ptr, num_sequences, MAX_SHORT: tl.constexpr, CHUNK: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
+    """ends[n]: chunks of sequences 0 to n; short sequences and padding have none. One program."""
+    before = 0
+    for first in range(0, num_sequences, BLOCK):
+        sequence = first + tl.arange(0, BLOCK)
+        is_one = sequence < num_sequences
+        length = tl.load(starts_ptr + sequence + 1, mask=is_one, other=0)
+        length -= tl.load(starts_ptr + sequence, mask=is_one, other=0)
+        line = tl.load(lines_ptr + sequence, mask=is_one, other=0)
+        count = tl.where((length > MAX_SHORT) & (line > 0), (length + CHUNK - 1) // CHUNK, 0)
+        tl.store(ends_ptr + sequence, before + tl.cumsum(count, 0), mask=is_one)
+        before += tl.sum(count, 0)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "gate_stride"], do_not_specialize_on_alignment=["b_ptr", "a_ptr"])
+def prepare_kernel(
+    qkv_ptr,  # [tokens, COLUMNS]
+    b_ptr,  # [tokens, VALUE_HEADS], rows of gate_stride, a likewise
+    a_ptr,
+    a_log_ptr,  # float32 [VALUE_HEADS], dt_bias likewise
+    dt_bias_ptr,
+    starts_ptr,  # int32 [sequences + 1]
+    ends_ptr,  # int32 [sequences], of `plan_kernel`
+    total_ptr,  # float32 [chunks, VALUE_HEADS, CHUNK]: summed logarithms of the decay
+    written_ptr,  # float32 [chunks, VALUE_HEADS, CHUNK, VALUE_DIM]: what is written if the state before is 0
+    erased_ptr,  # float32 [chunks, VALUE_HEADS, CHUNK, KEY_DIM]: times the state before, what is written less
+    scores_ptr,  # float32 [chunks, VALUE_HEADS, CHUNK, CHUNK]: what each token reads of the writes of the chunk
+    num_sequences,
+    gate_stride,
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (chunks, VALUE_HEADS)."""
+    FIRST_VALUE: tl.constexpr = 2 * KEY_HEADS * KEY_DIM
+    COLUMNS: tl.constexpr = FIRST_VALUE + VALUE_HEADS * VALUE_DIM
+    chunk, head = tl.program_id(0), tl.program_id(1)
+    if chunk >= tl.load(ends_ptr + num_sequences - 1):
+        return
+    # The first sequence whose chunks end behind this one.
+    low = 0
+    high = num_sequences - 1
+    while low < high:
+        middle = (low + high) // 2
+        is_behind = tl.load(ends_ptr + middle) > chunk
+        low = tl.where(is_behind, low, middle + 1)
+        high = tl.where(is_behind, middle, high)
+    first = tl.load(ends_ptr + low - 1, mask=low > 0, other=0)
+    start = tl.load(starts_ptr + low) + (chunk - first) * CHUNK
+    end = tl.load(starts_ptr + low + 1)
+    row = tl.arange(0, CHUNK)
+    token = (start + row).to(tl.int64)
+    is_token = token < end
+    key, value = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    is_key, is_value = key < KEY_DIM, value < VALUE_DIM
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    k = normed_rows(qkv_ptr + (KEY_HEADS + key_head) * KEY_DIM, token, key, is_token, is_key, COLUMNS)
+    b = tl.load(b_ptr + token * gate_stride + head, mask=is_token, other=0.0).to(tl.float32)
+    beta = tl.where(is_token, 1.0 / (1.0 + tl.exp(-b)), 0.0)
+    x = tl.load(a_ptr + token * gate_stride + head, mask=is_token, other=0.0).to(tl.float32)
+    x += tl.load(dt_bias_ptr + head)
+    softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+    total = tl.cumsum(tl.where(is_token, -tl.exp(tl.load(a_log_ptr + head)) * softplus, 0.0), 0)
+    is_before = row[:, None] >= row[None, :]
+    decay = tl.exp(tl.where(is_before, total[:, None] - total[None, :], 0.0))
+    decay = tl.where(is_before, decay, 0.0)
+    products = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay
+    changes = tl.where(row[:, None] > row[None, :], products * beta[:, None], 0.0)
+    # The inverse of 1 + changes, row by row: each hangs on those above it.
+    inverse = tl.where(row[:, None] == row[None, :], 1.0, 0.0)
+    for i in range(1, CHUNK):
+        weights = tl.sum(tl.where(row[:, None] == i, changes, 0.0), 0)
+        change = tl.sum(weights[:, None] * inverse, 0)
+        inverse = tl.where(row[:, None] == i, inverse - change[None, :], inverse)
+    place = chunk.to(tl.int64) * VALUE_HEADS + head
+    tl.store(total_ptr + place * CHUNK + row, total)
+    erased = tl.dot(inverse, k * (beta * tl.exp(total))[:, None], input_precision=PRECISION)
+    to = (place * CHUNK + row)[:, None]
+    tl.store(erased_ptr + to * KEY_DIM + key[None, :], erased, mask=is_key[None, :])
+    v_ptr = qkv_ptr + FIRST_VALUE + head * VALUE_DIM + token[:, None] * COLUMNS + value[None, :]
+    v = tl.load(v_ptr, mask=is_token[:, None] & is_value[None, :], other=0.0).to(tl.float32)
+    written = tl.dot(inverse, v * beta[:, None], input_precision=PRECISION)
+    tl.store(written_ptr + to * VALUE_DIM + value[None, :], written, mask=is_value[None, :])
+    q = normed_rows(qkv_ptr + key_head * KEY_DIM, token, key, is_token, is_key, COLUMNS)
+    scores = tl.dot(q * tl.rsqrt(KEY_DIM * 1.0), tl.trans(k), input_precision=PRECISION) * decay
+    tl.store(scores_ptr + to * CHUNK + row[None, :], scores)
+
+
+@triton.jit
+def scan_kernel(
+    qkv_ptr,
+    states_ptr,  # float32 [lines, VALUE_HEADS, KEY_DIM, VALUE_DIM]
+    starts_ptr,
+    lines_ptr,  # int32 [sequences]
+    continued_ptr,  # bool [sequences]
+    ends_ptr,
+    total_ptr,
+    written_ptr,
+    erased_ptr,
+    scores_ptr,
+    out_ptr,  # [tokens, VALUE_HEADS, VALUE_DIM]
+    KEY_HEADS: tl.constexpr,
+    VALUE_HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Grid (sequences, VALUE_HEADS, tiles of values)."""
+    COLUMNS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
+    sequence, head = tl.program_id(0), tl.program_id(1)
+    chunk = tl.load(ends_ptr + sequence - 1, mask=sequence > 0, other=0)
+    last_chunk = tl.load(ends_ptr + sequence)
+    if chunk >= last_chunk:
+        return
+    start = tl.load(starts_ptr + sequence)
+    end = tl.load(starts_ptr + sequence + 1)
+    line = tl.load(lines_ptr + sequence).to(tl.int64)
+    row, key = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    value = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_key, is_value = key < KEY_DIM, value < VALUE_DIM
+    key_head = head // (VALUE_HEADS // KEY_HEADS)
+    mask = is_key[:, None] & is_value[None, :]
+    states_ptr += (line * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + value[None, :]
+    # A mask, not a product: a line that nobody has written may hold NaN.
+    state = tl.load(states_ptr, mask=mask & tl.load(continued_ptr + sequence), other=0.0)
+    while chunk < last_chunk:
+        token = (start + row).to(tl.int64)
+        is_token = token < end
+        k = normed_rows(qkv_ptr + (KEY_HEADS + key_head) * KEY_DIM, token, key, is_token, is_key, COLUMNS)
+        q = normed_rows(qkv_ptr + key_head * KEY_DIM, token, key, is_token, is_key, COLUMNS)
+        place = chunk.to(tl.int64) * VALUE_HEADS + head
+        total = tl.load(total_ptr + place * CHUNK + row)
+        all_of_it = tl.load(total_ptr + place * CHUNK + CHUNK - 1)
+        at = (place * CHUNK + row)[:, None]
+        erased = tl.load(erased_ptr + at * KEY_DIM + key[None, :], mask=is_key[None, :], other=0.0)
+        written = tl.load(written_ptr + at * VALUE_DIM + value[None, :], mask=is_value[None, :], other=0.0)
+        scores = tl.load(scores_ptr + at * CHUNK + row[None, :])
+        new = written - tl.dot(erased, state, input_precision=PRECISION)
+        out = tl.dot(q * (tl.rsqrt(KEY_DIM * 1.0) * tl.exp(total))[:, None], state, input_precision=PRECISION)
+        out += tl.dot(scores, new, input_precision=PRECISION)
+        out_rows = out_ptr + (token[:, None] * VALUE_HEADS + head) * VALUE_DIM + value[None, :]
+        tl.store(out_rows, out.to(out_ptr.dtype.element_ty), mask=is_token[:, None] & is_value[None, :])
+        left = tl.trans(k * tl.exp(all_of_it - total)[:, None])
+        state = tl.exp(all_of_it) * state + tl.dot(left, new, input_precision=PRECISION)
+        start += CHUNK
+        chunk += 1
+    tl.store(states_ptr, state, mask=mask)
+
+
+def max_chunks(num_tokens: int, num_sequences: int) -> int:
+    """The most chunks that so many tokens can be of."""
+    return num_tokens // CHUNK + min(num_sequences, num_tokens // (MAX_SHORT_TOKENS + 1))
+
+
+def prefill_long(
+    qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    states: torch.Tensor,
+    starts: torch.Tensor,
+    lines: torch.Tensor,
+    continued: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Advance the sequences of more than `MAX_SHORT_TOKENS` tokens; see `ops.gated_delta_prefill`. Writes their tokens
+    of out [tokens, num_value_heads, value_dim]."""
+    _, num_heads, key_dim, value_dim = states.shape
+    num_sequences = len(lines)
+    num_chunks = max_chunks(len(qkv), num_sequences)
+    if num_chunks == 0:
+        return
+    ends = torch.empty(num_sequences, dtype=torch.int32, device=qkv.device)
+    plan_kernel[1,](
+        starts, lines, ends, num_sequences, MAX_SHORT=MAX_SHORT_TOKENS, CHUNK=CHUNK, BLOCK=_PLAN_BLOCK, num_warps=4
+    )
+    sizes = {
+        "KEY_HEADS": num_key_heads_of(qkv, states),
+        "VALUE_HEADS": num_heads,
+        "KEY_DIM": key_dim,
+        "VALUE_DIM": value_dim,
+        "CHUNK": CHUNK,
+        "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
+        "PRECISION": "tf32x3" if qkv.dtype == torch.float32 else "tf32",
+    }
+    block_v = max(16, triton.next_power_of_2(value_dim))
+    total, written, erased, scores = (
+        torch.empty(num_chunks, num_heads, CHUNK, size, dtype=torch.float32, device=qkv.device)
+        for size in (1, value_dim, key_dim, CHUNK)
+    )
+    prepare_kernel[num_chunks, num_heads](
+        qkv, b, a, a_log, dt_bias, starts, ends, total, written, erased, scores, num_sequences, b.stride(0),
+        BLOCK_V=block_v, num_warps=8, **sizes,
+    )  # fmt: skip
+    block_v = min(block_v, _MAX_BLOCK_V)
+    scan_kernel[num_sequences, num_heads, triton.cdiv(value_dim, block_v)](
+        qkv, states, starts, lines, continued, ends, total, written, erased, scores, out, BLOCK_V=block_v,
+        num_warps=4, **sizes,
+    )  # fmt: skip
