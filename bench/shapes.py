@@ -25,7 +25,7 @@ _NORMS = ("input_layernorm", "post_attention_layernorm")
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a llama, named as in config.json."""
+    """Sizes of a llama, or of another family with `others` of its config.json; named as there."""
 
     hidden_size: int
     intermediate_size: int
@@ -36,7 +36,21 @@ class Shape:
     vocab_size: int
     max_position_embeddings: int
     tie_word_embeddings: bool = False
+    model_type: str = "llama"
+    others: tuple[tuple[str, Any], ...] = ()
 
+
+_QWEN3_5: tuple[tuple[str, Any], ...] = (
+    ("linear_num_key_heads", 16),
+    ("linear_num_value_heads", 32),
+    ("rope_parameters", {"rope_type": "default", "rope_theta": 10_000_000, "partial_rotary_factor": 0.25}),
+)
+_TINY_DELTA_NETS = (
+    ("linear_num_key_heads", 2),
+    ("linear_num_value_heads", 4),
+    ("linear_key_head_dim", 16),
+    ("linear_value_head_dim", 16),
+)
 
 # "bundled" is the repository's own model, with its own weights.
 SHAPES: dict[str, Shape | None] = {
@@ -44,6 +58,10 @@ SHAPES: dict[str, Shape | None] = {
     "1b": Shape(2048, 8192, 16, 32, 8, 64, 128_256, 131_072, tie_word_embeddings=True),
     "200m": Shape(1024, 3072, 12, 16, 8, 128, 32_000, 4096, tie_word_embeddings=True),  # as of `bench.workload`
     "tiny": Shape(64, 128, 2, 4, 2, 16, 512, 1024),
+    "qwen3_5-9b": Shape(4096, 12_288, 32, 16, 4, 256, 248_320, 262_144, model_type="qwen3_5_text", others=_QWEN3_5),
+    "qwen3_5-tiny": Shape(
+        *(64, 128, 4, 4, 2, 16, 512, 1024), model_type="qwen3_5_text", others=(*_QWEN3_5, *_TINY_DELTA_NETS)
+    ),
     "bundled": None,
 }
 
@@ -92,15 +110,20 @@ def write_outside(directory: Path, shape: Shape, dtype: torch.dtype) -> None:
 
 
 def _write_config(directory: Path, shape: Shape, dtype: torch.dtype) -> None:
-    config: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": "silu"}
-    config |= asdict(shape) | {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "bos_token_id": None, "eos_token_id": 0}
+    config: dict[str, Any] = {"hidden_act": "silu"}
+    if shape.model_type == "llama":
+        config["architectures"] = ["LlamaForCausalLM"]
+    sizes = asdict(shape)
+    del sizes["others"]
+    config |= sizes | {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "bos_token_id": None, "eos_token_id": 0}
     config["dtype"] = str(dtype).removeprefix("torch.")
-    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    (directory / "config.json").write_text(json.dumps(config | dict(shape.others), indent=1))
 
 
 def write_checkpoint(directory: Path, shape: Shape, device: str, dtype: torch.dtype) -> None:
     """What `opener` gives, as a checkpoint of one file for each layer, for servers that run as processes; with a
     tokenizer whose tokens are bytes and, from 256 on, made-up words."""
+    assert shape.model_type == "llama", "other families have tensors beside projections and norms"
     _write_config(directory, shape, dtype)
     layout = layout_of(read_config(directory))
     source = RandomTensors(torch.device(device), dtype, is_tied=shape.tie_word_embeddings)

@@ -104,8 +104,13 @@ def prefill(
     state_indices: torch.Tensor,
     has_initial_state: torch.Tensor,
     query_starts: Sequence[int] | None,  # noqa: ARG001 -- for implementations on the host
+    *,
+    max_short_tokens: int = MAX_SHORT_TOKENS,
 ) -> torch.Tensor:
-    """See `ops.gated_delta_prefill`. Which way a sequence goes is decided on the device, by its length."""
+    """See `ops.gated_delta_prefill`. Which way a sequence goes is decided on the device, by its length.
+
+    max_short_tokens  of the longest sequence that is walked; another one for measurements
+    """
     _, num_heads, key_dim, value_dim = states.shape
     assert b.stride(0) == a.stride(0), "b and a are columns of one product"
     out = torch.empty(len(qkv), num_heads, value_dim, dtype=qkv.dtype, device=qkv.device)
@@ -128,11 +133,11 @@ def prefill(
         VALUE_DIM=value_dim,
         BLOCK_K=triton.next_power_of_2(key_dim),
         BLOCK_V=block_v,
-        MAX_TOKENS=MAX_SHORT_TOKENS,
+        MAX_TOKENS=max_short_tokens,
         num_warps=4,
     )
     where = (query_start_loc, state_indices, has_initial_state)
-    prefill_long(qkv, b, a, a_log, dt_bias, states, *where, out)
+    prefill_long(qkv, b, a, a_log, dt_bias, states, *where, out, max_short_tokens)
     return out
 
 

@@ -192,9 +192,10 @@ def scan_kernel(
     tl.store(states_ptr, state, mask=mask)
 
 
-def max_chunks(num_tokens: int, num_sequences: int) -> int:
+def max_chunks(num_tokens: int, num_sequences: int, max_short_tokens: int) -> int:
     """The most chunks that so many tokens can be of."""
-    return num_tokens // CHUNK + min(num_sequences, num_tokens // (MAX_SHORT_TOKENS + 1))
+    num_long = min(num_sequences, num_tokens // (max_short_tokens + 1))
+    return num_tokens // CHUNK + num_long if num_long else 0
 
 
 def prefill_long(
@@ -208,17 +209,18 @@ def prefill_long(
     lines: torch.Tensor,
     continued: torch.Tensor,
     out: torch.Tensor,
+    max_short_tokens: int,
 ) -> None:
-    """Advance the sequences of more than `MAX_SHORT_TOKENS` tokens; see `ops.gated_delta_prefill`. Writes their tokens
+    """Advance the sequences of more than max_short_tokens tokens; see `ops.gated_delta_prefill`. Writes their tokens
     of out [tokens, num_value_heads, value_dim]."""
     _, num_heads, key_dim, value_dim = states.shape
     num_sequences = len(lines)
-    num_chunks = max_chunks(len(qkv), num_sequences)
+    num_chunks = max_chunks(len(qkv), num_sequences, max_short_tokens)
     if num_chunks == 0:
         return
     ends = torch.empty(num_sequences, dtype=torch.int32, device=qkv.device)
     plan_kernel[1,](
-        starts, lines, ends, num_sequences, MAX_SHORT=MAX_SHORT_TOKENS, CHUNK=CHUNK, BLOCK=_PLAN_BLOCK, num_warps=4
+        starts, lines, ends, num_sequences, MAX_SHORT=max_short_tokens, CHUNK=CHUNK, BLOCK=_PLAN_BLOCK, num_warps=4
     )
     sizes = {
         "KEY_HEADS": num_key_heads_of(qkv, states),
