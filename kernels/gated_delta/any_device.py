@@ -34,25 +34,29 @@ def prefill(
     has_initial_state: torch.Tensor,
     query_starts: Sequence[int] | None,
 ) -> torch.Tensor:
-    """See `ops.gated_delta_prefill`. Without query_starts it waits for the device."""
+    """See `ops.gated_delta_prefill`. Without query_starts it waits for the device; with them nothing is waited for, and
+    nothing is brought to the device."""
     q, k, v = heads_of(qkv, states, torch.float32)
     beta, decay_log = gates_of(b, a, a_log, dt_bias, torch.float32)
     starts = query_start_loc.tolist() if query_starts is None else query_starts
     lengths = [end - start for start, end in pairwise(starts)]
-    out = torch.zeros(v.shape, dtype=torch.float32, device=v.device)
-    single = [n for n, length in enumerate(lengths) if length == 1]
-    if single:
-        rows = torch.tensor([starts[n] for n in single], device=v.device)
-        chosen = torch.tensor(single, device=v.device)
-        lines, continued = state_indices[chosen], has_initial_state[chosen]
-        out[rows] = _advance(q[rows], k[rows], v[rows], beta[rows], decay_log[rows], states, lines, continued)
+    num_tokens = len(v)
+    out = torch.zeros(num_tokens + 1, *v.shape[1:], dtype=torch.float32, device=v.device)
+    if 1 in lengths:
+        # All sequences by one token; those of other lengths as padding, and their outputs to a row behind all others.
+        is_single = query_start_loc.diff() == 1
+        rows = query_start_loc[:-1].long().clamp(max=num_tokens - 1)
+        lines = torch.where(is_single, state_indices, 0)
+        of_rows = (q[rows], k[rows], v[rows], beta[rows], decay_log[rows])
+        advanced = _advance(*of_rows, states, lines, has_initial_state)
+        out.index_copy_(0, torch.where(is_single, rows, num_tokens), advanced)
     for n, length in enumerate(lengths):
         if length > 1:
             here = slice(starts[n], starts[n + 1])
             state = _state_at(states, state_indices[n : n + 1], has_initial_state[n : n + 1])[0]
             out[here], state = _in_chunks(q[here], k[here], v[here], beta[here], decay_log[here], state)
             _write(states, state_indices[n : n + 1], state[None])
-    return out.to(qkv.dtype)
+    return out[:num_tokens].to(qkv.dtype)
 
 
 def decode(
@@ -105,7 +109,7 @@ def _in_chunks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [tokens, heads, value_dim], the state after them) of one sequence; state [heads, key_dim, value_dim]."""
     num_tokens = len(q)
-    chunk = min(_CHUNK, num_tokens)
+    chunk = min(_CHUNK, 1 << (num_tokens - 1).bit_length())
     padding = -num_tokens % chunk
     # [heads, chunks, chunk, ...]; padding neither decays nor writes.
     q, k, v = (_chunked(x, chunk, padding) for x in (q, k, v))
@@ -117,9 +121,7 @@ def _in_chunks(
     # What each token's write is changed by those before it in the chunk: unit lower triangular, its ones implied.
     changes = ((weighted @ k.transpose(2, 3)) * decay).tril_(-1)
     both = torch.cat((weighted * total.exp().unsqueeze(3), v * beta.unsqueeze(3)), dim=3)
-    from_state, written = torch.linalg.solve_triangular(changes, both, upper=False, unitriangular=True).split(
-        (k.shape[3], v.shape[3]), dim=3
-    )
+    from_state, written = (_inverse(changes) @ both).split((k.shape[3], v.shape[3]), dim=3)
     scores = (q @ k.transpose(2, 3)) * decay
     q = q * total.exp().unsqueeze(3)
     left = k * (total[:, :, -1:] - total).exp().unsqueeze(3)
@@ -130,6 +132,24 @@ def _in_chunks(
         outs.append(q[:, i] @ state + scores[:, i] @ new)
         state = remaining[:, i] * state + left[:, i].transpose(1, 2) @ new
     return torch.cat(outs, dim=1).transpose(0, 1)[:num_tokens], state
+
+
+def _inverse(changes: torch.Tensor) -> torch.Tensor:
+    """Of 1 + changes [..., n, n], strictly lower triangular, n a power of two: by products alone, which every device
+    has, twice as many rows at a time. Of [[A, 0], [C, B]] it is [[A', 0], [-B' C A', B']], with A' the inverse of A."""
+    size = changes.shape[-1]
+    # The inverses of the blocks on the diagonal, [..., blocks, width, width].
+    inverse = torch.ones_like(changes[..., 0])[..., None, None]
+    width = 1
+    while width < size:
+        blocks = changes.unflatten(-1, (-1, width)).unflatten(-3, (-1, width))
+        below = blocks[..., 1::2, :, 0::2, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+        left, right = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = -(right @ below @ left)
+        upper = torch.cat((left, torch.zeros_like(left)), dim=-1)
+        inverse = torch.cat((upper, torch.cat((corner, right), dim=-1)), dim=-2)
+        width *= 2
+    return inverse.squeeze(-3)
 
 
 def _chunked(x: torch.Tensor, chunk: int, padding: int) -> torch.Tensor:

@@ -231,3 +231,25 @@ def test_a_step_without_adapters_calls_no_lora_op(served: Served) -> None:
     torch.testing.assert_close(logits["base"], served.expected["base"], atol=bounds_of(served)[0], rtol=0)
     run(served, [{"base": 0, "first": 0}])
     assert call_count() > before
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
+def test_nan_weights_of_one_adapter_harm_no_neighbour(family: str, tmp_path: Path, device: str) -> None:
+    """Chunks and decode steps, bit by bit: what a later token reads of the states is what it would be otherwise."""
+    served = make_served(family, torch.float32, make_tiny_model, False, tmp_path, device)
+    names = list(served.prompts)
+    steps = [{name: min(i * (5 + k), 15) for k, name in enumerate(names)} for i in range(4)]
+    steps += [dict.fromkeys(names, position) for position in range(16, PROMPT_TOKENS)]
+    before = run(served, steps)
+    adapter = read_peft(tmp_path / "all", served.loaded.layout)
+    spoilt = {
+        module: replace(one, a=torch.full_like(one.a, torch.nan), b=torch.full_like(one.b, torch.nan))
+        for module, one in adapter.slices.items()
+    }
+    served.pool.unpin("all")
+    served.pool.drop("all")
+    assert served.pool.load("all", replace(adapter, slices=spoilt))
+    after = run(served, steps)
+    assert bool(after["all"].isnan().all())
+    for name in names:
+        assert name == "all" or torch.equal(after[name], before[name]), name

@@ -18,8 +18,9 @@ from kernels.causal_conv1d.ops import causal_conv1d_prefill
 from kernels.gated_delta import reference
 from kernels.gated_delta.ops import gated_delta_decode, gated_delta_prefill, warm_up
 from kernels.gated_delta.parts import gated_norm
-from kernels.platform import contract, in_use, installed
+from kernels.platform import IMPLEMENTATIONS, contract, detect, in_use, installed
 from tests.ops.test_lora_triton import run_compiling
+from tests.support.made_up_npu import made_up_npu
 from tests.support.triton_interpreter import round_bfloat16
 from tests.tolerances import OP
 
@@ -339,3 +340,29 @@ def test_compiles_for_hopper_without_a_gpu(device: str) -> None:
     for name, (shared_bytes, registers, spilled_bytes) in found.items():
         assert shared_bytes <= 227 * 1024 and not spilled_bytes, name
         assert name != "gated_delta_decode_kernel" or registers <= 128
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [70, 1, 0, 5]], ids=str)
+def test_an_npu_is_served_by_torch_that_waits_for_nothing(lengths: list[int]) -> None:
+    """Tensors without contents stand for the NPU's: whoever asks for a value of theirs fails."""
+    with made_up_npu({"name": "Ascend910B3"}, "none"):
+        platform = detect("npu:0")
+    assert platform.implementations["gated_delta"] == IMPLEMENTATIONS["npu"]["gated_delta"][0] == "any_device"
+    inputs = make_inputs(SIZES[1], sum(lengths), torch.bfloat16, "cpu")
+    decoding = make_decoding(inputs)
+    starts, host_starts = starts_of(lengths, "cpu")
+    lines, continued = ints(list(range(1, len(lengths) + 1)), "cpu"), torch.ones(len(lengths), dtype=torch.bool)
+
+    def away(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor.to("meta") for tensor in tensors]
+
+    with installed(platform, "meta"):
+        args = away(*inputs.part(slice(None)), inputs.states, starts, lines, continued)
+        out = gated_delta_prefill(*args, query_starts=host_starts)
+        assert out.shape == (sum(lengths), 4, 24)
+        with pytest.raises(NotImplementedError):
+            gated_delta_prefill(*args)  # nobody on the host tells the lengths
+        if len(lengths) == sum(lengths):
+            tokens = (decoding.qkv, decoding.z, inputs.b, inputs.a, decoding.taps, decoding.conv_states)
+            weights = (inputs.a_log, inputs.dt_bias, decoding.norm_weight, inputs.states, lines)
+            assert gated_delta_decode(*away(*tokens, *weights), eps=EPS).shape == (len(lengths), 96)
