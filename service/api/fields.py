@@ -149,6 +149,20 @@ RESPONSE_FIELDS = GENERATION_FIELDS | _table(
     _refused("context_management", neutral=([],)),
     _refused("max_tool_calls", advice="end the loop that calls the tools"),
     _refused("image"),
+    _refused("enable_response_messages", neutral=(False,)),
+    _refused("previous_input_messages", neutral=([],), advice="send the whole conversation as `input`"),
+    # What chats call otherwise, or can do and responses cannot.
+    _refused("messages", advice="send `input`"),
+    _refused("max_tokens", "max_completion_tokens", advice="send `max_output_tokens`"),
+    _refused("response_format", advice="send `text.format`"),
+    _refused("reasoning_effort", advice="send `reasoning.effort`"),
+    _refused("logprobs", neutral=(False,), advice='send `include`: ["message.output_text.logprobs"]'),
+    _refused("n", neutral=(1,), advice="send the request several times"),
+    _refused("add_generation_prompt", neutral=(True,), advice=_CHAT),
+    _refused("continue_final_message", "echo", neutral=(False,), advice=_CHAT),
+    _refused("return_token_ids", "return_tokens_as_token_ids", neutral=(False,), advice=_CHAT),
+    _refused("prompt_logprobs", "truncate_prompt_tokens", advice=_CHAT),
+    _refused("truncation_side", neutral=("left",), advice=_CHAT),
 )
 # Of embeddings.
 EMBEDDING_FIELDS = _table(

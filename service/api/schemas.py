@@ -50,7 +50,8 @@ class StreamOptions(Request):
 
 
 class Decoding(Request):
-    """Who answers, and how tokens are chosen and become text; null is the same as leaving a field out."""
+    """Who answers, what the answer must be, and how tokens are chosen and become text; null is the same as leaving a
+    field out."""
 
     model: str | None = Field(None, description="the base's name (the default), an adapter's name, or `base:adapter`")
     adapter_id: Annotated[str, Field(min_length=1)] | None = Field(
@@ -100,6 +101,19 @@ class Decoding(Request):
     add_special_tokens: bool | None = Field(
         None, description="add what the tokenizer adds (a BOS, say); true for prompts, false for chats by default"
     )
+    structured_outputs: StructuredOutputs | None = Field(
+        None,
+        description="vLLM's: one of `json`, `json_object`, `regex`, `choice`, `grammar` and `structural_tag`, with "
+        "`whitespace_pattern` and `disable_any_whitespace`",
+    )
+    guided_json: JsonSchema | None = Field(None, description="as `structured_outputs.json`")
+    guided_regex: str | None = Field(None, description="as `structured_outputs.regex`")
+    guided_choice: Annotated[list[str], FIRST] | None = Field(None, description="as `structured_outputs.choice`")
+    guided_grammar: str | None = Field(None, description="as `structured_outputs.grammar`")
+    guided_whitespace_pattern: str | None = Field(None, description="as `structured_outputs.whitespace_pattern`")
+    json_schema: JsonSchema | None = Field(None, description="SGLang's, as `structured_outputs.json`")
+    regex: str | None = Field(None, description="SGLang's, as `structured_outputs.regex`")
+    ebnf: str | None = Field(None, description="SGLang's, as `structured_outputs.grammar`")
 
     @model_validator(mode="after")
     def _check_stop(self) -> Decoding:
@@ -136,19 +150,6 @@ class Generation(Decoding):
     response_format: ResponseFormat | None = Field(
         None, description="what the answer must be: `text`, `json_object`, `json_schema` or `structural_tag`"
     )
-    structured_outputs: StructuredOutputs | None = Field(
-        None,
-        description="vLLM's: one of `json`, `json_object`, `regex`, `choice`, `grammar` and `structural_tag`, with "
-        "`whitespace_pattern` and `disable_any_whitespace`",
-    )
-    guided_json: JsonSchema | None = Field(None, description="as `structured_outputs.json`")
-    guided_regex: str | None = Field(None, description="as `structured_outputs.regex`")
-    guided_choice: Annotated[list[str], FIRST] | None = Field(None, description="as `structured_outputs.choice`")
-    guided_grammar: str | None = Field(None, description="as `structured_outputs.grammar`")
-    guided_whitespace_pattern: str | None = Field(None, description="as `structured_outputs.whitespace_pattern`")
-    json_schema: JsonSchema | None = Field(None, description="SGLang's, as `structured_outputs.json`")
-    regex: str | None = Field(None, description="SGLang's, as `structured_outputs.regex`")
-    ebnf: str | None = Field(None, description="SGLang's, as `structured_outputs.grammar`")
 
     @model_validator(mode="after")
     def _check_stream(self) -> Generation:

@@ -215,6 +215,13 @@ class TestRefusals:
             ({"max_output_tokens": 0}, "max_output_tokens"),
             ({"max_output_tokens": 600}, "max_output_tokens"),
             ({"max_tokens": 5}, "max_tokens"),
+            ({"n": 2}, "n"),
+            ({"logprobs": True}, "logprobs"),
+            ({"response_format": {"type": "json_object"}}, "response_format"),
+            ({"guided_regex": "("}, "guided_regex"),
+            ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+            ({"structured_outputs": {"jsn": {}}}, "structured_outputs.jsn"),
+            ({"guided_regex": "a", "text": {"format": {"type": "json_object"}}}, "guided_regex"),
             ({"input": []}, "input"),
             ({"input": 5}, "input"),
             ({"input": "word " * 600}, "input"),
@@ -247,7 +254,10 @@ class TestRefusals:
             "include": ["reasoning.encrypted_content"], "reasoning": {"effort": None, "summary": None}, "tools": [],
             "tool_choice": "auto", "parallel_tool_calls": True, "text": {"format": {"type": "text"}},
             "service_tier": "auto", "user": "ann", "prompt_cache_key": "k", "safety_identifier": "s", "priority": 0,
-            "max_tool_calls": None, "top_logprobs": 0, "stop": None, "ignore_eos": False,
+            "max_tool_calls": None, "top_logprobs": 0, "stop": None, "ignore_eos": False, "prompt_logprobs": None,
+            "enable_response_messages": False, "previous_input_messages": None, "structured_outputs": None, "n": 1,
+            "logprobs": False, "echo": False,
+            "max_tokens": None, "response_format": None, "return_token_ids": False, "truncation_side": "left",
         }  # fmt: skip
         answer = client.responses.create(model=BASE, input="the", extra_body=nothing, **GREEDY)
         assert answer.output_text == client.responses.create(model=BASE, input="the", **GREEDY).output_text

@@ -105,6 +105,18 @@ def test_every_way_to_ask_is_followed(server: Server, asked: dict[str, Any], is_
         assert is_right(answer), answer
 
 
+@pytest.mark.parametrize(("asked", "is_right"), ASKED.values(), ids=ASKED.keys())
+def test_responses_are_asked_in_every_way_too(server: Server, asked: dict[str, Any], is_right: Any) -> None:
+    given = dict(asked)
+    if "response_format" in given:  # flat there
+        said = dict(given.pop("response_format"))
+        given["text"] = {"format": {**said.pop("json_schema"), **said} if "json_schema" in said else said}
+    body = {"input": CHAT, "model": "alpha", "max_output_tokens": 300, "temperature": 0.7, "seed": 5, **given}
+    answer = server.post("/v1/responses", json=body).json()
+    assert answer["status"] == "completed", answer
+    assert is_right(answer["output"][0]["content"][0]["text"])
+
+
 def test_the_clients_parse_gives_objects(client: openai.OpenAI) -> None:
     for name in (BASE, *ADAPTERS):
         parsed = client.chat.completions.parse(model=name, messages=CHAT, response_format=Animal, max_tokens=300)
