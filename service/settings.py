@@ -68,7 +68,7 @@ class Settings(BaseSettings):
         description="where uploaded adapters live; adapters of several base models may share it",
     )
 
-    tool_parser: Literal["auto", "none", "hermes", "llama3_json", "mistral", "lfm2"] = Field(
+    tool_parser: Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "lfm2"] = Field(
         "auto",
         description="how the model writes tool calls; auto: as its chat template shows, or an adapter's own; none: "
         "`tools` are refused",

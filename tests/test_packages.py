@@ -69,6 +69,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "service/text": ("service.bounded_child", "service.payer"),
     "service/grammars": (
         "service.text.tokenizer",
+        # How a tool's values are written, which the parser of a format reads by.
+        "service.text.calls.value_kinds",
         "service.models.config_json",
         "service.models.families",
         "service.bounded_child",

@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from service.api.request_body import FIRST, Request, field_error
 
 # What others say is there: without it there is no message. An assistant may have called tools, and a tool be silent.
 _MUST_HAVE_CONTENT = ("system", "developer", "user")
+
+
+# What is no text is the client's own: some keep objects and lists there.
+Thought = Annotated[str | None, BeforeValidator(lambda kept: kept if isinstance(kept, str) else None)]
 
 
 class _Kept(Request):
@@ -65,8 +69,8 @@ class ChatMessage(_Kept):
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], FIRST] | None = None
     tool_call_id: str | None = Field(None, description="of a tool's answer: the call that it answers")
-    reasoning_content: str | None = Field(None, description="for templates that show earlier reasoning")
-    reasoning: str | None = Field(None, description="the same, as vLLM calls it")
+    reasoning_content: Thought = Field(None, description="for templates that show earlier reasoning")
+    reasoning: Thought = Field(None, description="the same, as vLLM calls it")
     refusal: str | None = Field(None, description="what the assistant said where it has no content")
     function_call: CalledFunction | None = Field(None, description="a tool call, as it was before there were several")
 

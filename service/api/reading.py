@@ -38,7 +38,7 @@ def reading_of(services: Services, request: ChatRequest, source: str, prompt: st
     one = request.parallel_tool_calls is False or isinstance(request.tool_choice, NamedTool)
     return Reading(
         calls=form,
-        tool_names=tuple(tool.function.name for tool in tools),
+        tools={tool.function.name: tool.schema_of_arguments for tool in tools},
         max_calls=1 if one else None,
         thinks=thinks,
         is_thinking=thinks and _is_thinking(request, prompt),

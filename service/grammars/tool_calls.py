@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from service.grammars.constraints import json_rule
+from service.text.calls.value_kinds import kinds_of, resolved
 
 _ANY = r"/(.|\n)*/"
 _NOTHING = '""'
@@ -31,6 +32,13 @@ _PLAIN = frozenset(
         "definitions",
     }
 )
+
+# What a schema of texts may hold where a text is written as it is, without quotes.
+_OF_TEXTS = frozenset(
+    {"type", "enum", "const", "minLength", "maxLength", "title", "description", "default", "examples"}
+)
+_END_OF_PARAMETER = "</parameter>"
+_END_OF_VALUE = rf'"\n{_END_OF_PARAMETER}"'
 
 Beside = Literal["text", "answer"] | None
 # A tool: its name, and the JSON schema of its arguments.
@@ -79,7 +87,7 @@ def lark_of_thoughts(special_ids: Mapping[str, int], *, is_thinking: bool) -> st
     return "\n".join([f"start: {lark.thought(is_thinking=is_thinking)} answer", *lark.rules])
 
 
-HAS_MARK = frozenset({"hermes", "mistral", "lfm2"})
+HAS_MARK = frozenset({"hermes", "qwen3_coder", "mistral", "lfm2"})
 
 
 class _Lark:
@@ -120,7 +128,7 @@ class _Lark:
     def free(self, mark: str, calls: str, *, is_several: bool) -> str:
         """Texts, and calls behind marks."""
         call = self.rule(f"{self.up_to(mark)} {calls}")
-        rest = self.rule(_ANY) if mark in self.special_ids else self._without(mark)
+        rest = self.rule(_ANY) if mark in self.special_ids else self.without(mark)
         return f"({call}){'*' if is_several else '?'} {rest}"
 
     def thought(self, *, is_thinking: bool) -> str:
@@ -129,10 +137,12 @@ class _Lark:
         begun = rest if is_thinking else f"{self.text(_THINK)} {rest}"
         return self.rule(begun) if is_thinking else f"({self.rule(begun)})?"
 
-    def _without(self, mark: str) -> str:
+    def without(self, mark: str, least: int = 0, most: int | None = None) -> str:
+        """Any text without a mark, of so many characters."""
         name = f"TEXT_{len(self.rules)}"
         inside = re.escape(mark).replace("/", r"\/")
-        self.rules.append(rf"{name}: {_ANY} & ~/(.|\n)*{inside}(.|\n)*/")
+        length = "*" if not least and most is None else f"{{{least},{'' if most is None else most}}}"
+        self.rules.append(rf"{name}: /(.|\n){length}/ & ~/(.|\n)*{inside}(.|\n)*/")
         return name
 
 
@@ -143,6 +153,20 @@ _Form = Callable[[_Lark, Sequence[Schema], bool], tuple[str, str]]
 def _hermes(lark: _Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, str]:
     start, end = "<tool_call>", lark.text("</tool_call>")
     call = rf'"\n" {lark.object_with_name(tools, "arguments")} "\n" {end}'
+    return start, lark.rule(rf'{call} ("\n" {lark.text(start)} {call})*' if is_several else call)
+
+
+def _qwen3_coder(lark: _Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, str]:
+    start, end = "<tool_call>", lark.text("</tool_call>")
+    in_json = [tool for tool in tools if not _is_xml(tool[1])]
+    bodies = [
+        rf'{json.dumps(f"<function={name}>")} "\n" {_parameters(lark, schema)} "</function>"'
+        for name, schema in tools
+        if _is_xml(schema)
+    ]
+    if in_json:  # calls in JSON are tolerated
+        bodies.append(lark.object_with_name(in_json, "arguments"))
+    call = rf'"\n" {lark.rule(" | ".join(bodies))} "\n" {end}'
     return start, lark.rule(rf'{call} ("\n" {lark.text(start)} {call})*' if is_several else call)
 
 
@@ -205,4 +229,58 @@ def _arguments(lark: _Lark, schema: Mapping[str, Any]) -> str:
     return first
 
 
-_FORMS: dict[str, _Form] = {"hermes": _hermes, "llama3_json": _llama3, "mistral": _mistral, "lfm2": _lfm2}
+def _is_xml(schema: Mapping[str, Any]) -> bool:
+    """Whether a call can be written with one parameter for each property, whose text says what its value is."""
+    properties = schema.get("properties", {})
+    has_all = set(schema.get("required", ())) <= set(properties)
+    return _is_plain(schema) and has_all and all(_is_parameter(schema, name) for name in properties)
+
+
+def _is_parameter(schema: Mapping[str, Any], name: str) -> bool:
+    if not name.strip() or name != name.strip() or set(name) & {">", "\n"}:
+        return False
+    if kinds_of(schema, name) != {"string"}:
+        return True
+    value = resolved(schema["properties"][name], schema)
+    return set(value) <= _OF_TEXTS and not any(_END_OF_PARAMETER in text for text in _choices(value))
+
+
+def _choices(value: Mapping[str, Any]) -> list[str]:
+    """The texts that a schema of texts names."""
+    choices: list[str] = [value["const"]] if "const" in value else value.get("enum", [])
+    return choices
+
+
+def _parameters(lark: _Lark, schema: Mapping[str, Any]) -> str:
+    """Each in its own lines, in the schema's order, without some of those that are not required."""
+    required = set(schema.get("required", ()))
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    parts = []
+    for name, value in schema.get("properties", {}).items():
+        if kinds_of(schema, name) == {"string"}:
+            text = _text(lark, resolved(value, schema))
+        else:
+            text = f"{lark.json({**value, **shared} if isinstance(value, dict) else value)} {_END_OF_VALUE}"
+        one = lark.rule(rf'{json.dumps(f"<parameter={name}>", ensure_ascii=False)} "\n" {text} "\n"')
+        parts.append(one if name in required else f"{one}?")
+    return " ".join(parts) or _NOTHING
+
+
+def _text(lark: _Lark, value: Mapping[str, Any]) -> str:
+    """A text as it is, and the mark behind it."""
+    choices = _choices(value)
+    if choices:
+        return f"({' | '.join(json.dumps(one, ensure_ascii=False) for one in choices)}) {_END_OF_VALUE}"
+    least, most = value.get("minLength", 0), value.get("maxLength")
+    if not least and most is None:
+        return lark.up_to("\n" + _END_OF_PARAMETER)
+    return f"{lark.without(_END_OF_PARAMETER, least, most)} {_END_OF_VALUE}"
+
+
+_FORMS: dict[str, _Form] = {
+    "hermes": _hermes,
+    "qwen3_coder": _qwen3_coder,
+    "llama3_json": _llama3,
+    "mistral": _mistral,
+    "lfm2": _lfm2,
+}

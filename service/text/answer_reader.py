@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Literal
 
-from service.text.calls.call import Call, CallParser, find_mark
+from service.text.calls.call import Call, CallParser, Tools, find_mark
 from service.text.calls.formats import CallFormat
 
 THINK, END_OF_THOUGHT = "<think>", "</think>"
@@ -29,7 +29,7 @@ class Reading:
     """How the text of an answer is to be read. The default: as it is.
 
     calls             the format of tool calls to look for; None: none
-    tool_names        the tools that there are
+    tools             JSON schemas of the arguments of the tools that there are, by name
     max_calls         calls beyond so many are left out; None: no bound
     thinks            whether thoughts stand between `<think>` and `</think>`
     is_thinking       whether the prompt ends within them
@@ -37,7 +37,7 @@ class Reading:
     """
 
     calls: CallFormat | None = None
-    tool_names: tuple[str, ...] = ()
+    tools: Tools = field(default_factory=dict)
     max_calls: int | None = None
     thinks: bool = False
     is_thinking: bool = False
@@ -53,7 +53,7 @@ class AnswerReader:
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
         self._thoughts = _Thoughts(is_thinking=reading.is_thinking) if reading.thinks else None
-        self._calls = _Calls(reading.calls, reading.tool_names) if reading.calls else None
+        self._calls = _Calls(reading.calls, reading.tools) if reading.calls else None
         self._num_calls = 0
 
     def push(self, text: str) -> list[Said]:
@@ -139,8 +139,8 @@ class _Thoughts:
 class _Calls:
     """A parser, without the blanks and separators around its calls."""
 
-    def __init__(self, form: CallFormat, tool_names: Collection[str]) -> None:
-        self._parser: CallParser = form.parser(tool_names)
+    def __init__(self, form: CallFormat, tools: Tools) -> None:
+        self._parser: CallParser = form.parser(tools)
         self._separators = form.separators
         self._is_after_call = False
         self._held = ""

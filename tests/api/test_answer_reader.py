@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,8 +15,29 @@ from service.text.answer_reader import AnswerReader, Reading, Said, Thought
 from service.text.calls.call import Call
 from service.text.calls.formats import FORMATS, format_of_template
 
-TOOLS = ("add", "now", "get_weather")
+_INTEGER = {"type": "integer"}
+TOOLS: dict[str, Any] = {
+    "add": {"type": "object", "properties": {"a": _INTEGER, "b": _INTEGER}},
+    "now": {},
+    "get_weather": {"type": "object", "properties": {"city": {"type": "string"}}},
+    "typed": {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"}, "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "any": {},
+            "number": {"type": ["number", "null"]}, "list": {"type": "array"}, "on": {"type": "boolean"},
+            "unit": {"$ref": "#/$defs/Unit"}, "digit": {"enum": ["1", "2"]},
+        },
+        "$defs": {"Unit": {"enum": ["C", "1"]}},
+    },
+}  # fmt: skip
 ADD, NOW = Call("add", '{"a": 1, "b": 2}'), Call("now", "{}")
+
+
+def xml(name: str, **values: str) -> str:
+    """A call as Qwen3-Coder's template writes it."""
+    parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values.items())
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
 
 # Format, what a model of it may write, and what that says.
 HERMES_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -31,6 +53,20 @@ WRITTEN: list[tuple[str, str, list[Said]]] = [
      [Call("f", '{"x": "</tool_call>\\""}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"n": 1.0, "m": 1e999, "k": 12345678901234567890}}</tool_call>',
      [Call("f", '{"n": 1.0, "m": 1e999, "k": 12345678901234567890}')]),
+    ("qwen3_coder", xml("add", a="1", b="2"), [ADD]),
+    ("qwen3_coder", f"Wait.\n{xml('add', a='1', b='2')}\n{xml('now')} So.", ["Wait.", ADD, NOW, "So."]),
+    ("qwen3_coder", xml("add", a="1", b="2").removesuffix("\n</tool_call>"), [ADD]),
+    ("qwen3_coder", "<tool_call><function=now></function></tool_call>", [NOW]),
+    ("qwen3_coder", xml("add", a="1", b="2").removeprefix("<tool_call>\n") + " So.", [ADD, "So."]),
+    ("qwen3_coder", '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>', [ADD]),
+    ("qwen3_coder", xml("typed", text="1", maybe="null", any="[1]", number="1.50", list='["x"]', on="True"),
+     [Call("typed", '{"text": "1", "maybe": null, "any": [1], "number": 1.50, "list": ["x"], "on": true}')]),
+    ("qwen3_coder", xml("typed", maybe="5", any="x y", number="None", list="x", unit="1", digit="2", m="1"),
+     [Call("typed", '{"maybe": "5", "any": "x y", "number": null, "list": "x", "unit": "1", "digit": "2", "m": 1}')]),
+    ("qwen3_coder", xml("typed", text="\n<parameter=x>\n</function></tool_call>\n", any="a <b>"),
+     [Call("typed", '{"text": "\\n<parameter=x>\\n</function></tool_call>\\n", "any": "a <b>"}')]),
+    ("qwen3_coder", xml("other.tool", x='"é"', y='{"a": [NaN]}'),
+     [Call("other.tool", '{"x": "é", "y": "{\\"a\\": [NaN]}"}')]),
     ("llama3_json", '{"name": "add", "parameters": {"a": 1, "b": 2}}', [ADD]),
     ("llama3_json", '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}; {"name": "now", "parameters": {}}',
      [ADD, NOW]),
@@ -70,6 +106,17 @@ TEXTS = [
     ("hermes", "<tool_call>" + "[" * 5000),
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}} and so on</tool_call>'),
+    ("qwen3_coder", "Use <tool_call> and <function=f>, a < b, <tool_"),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</function>\n</tool_call>"),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=a>1</parameter><parameter=a>2</parameter></function></tool_call>",
+    ),
+    ("qwen3_coder", "<tool_call><function=f>so</function></tool_call> and more"),
+    ("qwen3_coder", "<tool_call>\n</tool_call>"),
+    ("qwen3_coder", "<function=unknown>\n</function>"),
+    ("qwen3_coder", "</tool_call> by itself"),
+    ("qwen3_coder", '<tool_call>{"name": "f", "argum'),
     ("llama3_json", '{"name": "Bob", "parameters": {}} is no tool, {"a": 1} and {} neither'),
     ("llama3_json", '<|python_tag|>brave_search.call(query="x")'),
     ("llama3_json", '{"name": "add", "parameters": {"a": 1'),
@@ -103,7 +150,7 @@ def read(pieces: Iterable[str], reading: Reading) -> list[Said]:
 
 
 def reading_of(name: str, **more: bool) -> Reading:
-    return Reading(calls=FORMATS[name], tool_names=TOOLS, **more)
+    return Reading(calls=FORMATS[name], tools=TOOLS, **more)
 
 
 @pytest.mark.parametrize(("name", "text", "said"), WRITTEN)
@@ -156,7 +203,7 @@ def test_a_text_without_marks_stays_as_it_is(name: str, text: str) -> None:
 
 
 def test_one_call_is_kept_where_one_is_asked_for() -> None:
-    reading = Reading(calls=FORMATS["hermes"], tool_names=TOOLS, max_calls=1)
+    reading = Reading(calls=FORMATS["hermes"], tools=TOOLS, max_calls=1)
     assert read([HERMES_CALL + HERMES_CALL + " so"], reading) == [ADD, "so"]
 
 
@@ -202,7 +249,8 @@ class TestThoughts:
     ("source", "name"),
     [
         ("{{ '<tool_call>\\n' + call | tojson }}", "hermes"),
-        ("'<tool_call>\\n<function=' + call.name", None),
+        ("'<tool_call>\\n<function=' + call.name + '>\\n<parameter=' + key + '>'", "qwen3_coder"),
+        ("'<tool_call>\\n<function=' + call.name + '>' + call.arguments | tojson", None),
         ("{{ '[AVAILABLE_TOOLS]' }}{{ '[TOOL_CALLS]' }}", "mistral"),
         ("<|tool_list_start|>{{ tools }}<|tool_list_end|>", "lfm2"),
         ("{{ '<|start_header_id|>ipython<|end_header_id|>' }}", "llama3_json"),

@@ -94,7 +94,7 @@ def walks(tokenizer: TextTokenizer, lark: str, number: int) -> Iterator[str]:
 
 
 def read(text: str, name: str, tools: dict[str, Any], **more: bool) -> list[Said]:
-    reader = AnswerReader(Reading(calls=FORMATS[name], tool_names=tuple(tools), **more))
+    reader = AnswerReader(Reading(calls=FORMATS[name], tools=tools, **more))
     return [*reader.push(text), *reader.finish()]
 
 
@@ -161,6 +161,72 @@ def test_a_free_answer_holds_no_wrong_call(
         num_texts += any(isinstance(one, str) for one in said)
     assert num_texts
     assert num_calls or not (is_special and SPECIAL_TOKENS[name])
+
+
+def follows(tokenizer: TextTokenizer, lark: str, text: str) -> bool:
+    """Whether a text is an answer of the grammar, whole."""
+    table = TokenTable(tokenizer, VOCAB_SIZE)
+    matcher = compile_grammar(table, grammar_of(text_constraint("lark", lark), tokenizer.special_id_of)).deep_copy()
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    return bool(
+        matcher.validate_tokens(token_ids) == len(token_ids)
+        and matcher.consume_tokens(token_ids)
+        and matcher.is_accepting()
+    )
+
+
+_TEXT = {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "read_as"),
+    [
+        (_TEXT, "two\n lines, <b> </function> and 5", ...),
+        (_TEXT, "", ...),
+        (_TEXT, "\n\n", ...),
+        ({**_TEXT, "maxLength": 3}, "é\n1", ...),
+        ({**_TEXT, "maxLength": 3}, "four", None),
+        ({**_TEXT, "minLength": 2}, "1", None),
+        ({**_TEXT, "enum": ["5", "a\nb"], "default": "5"}, "a\nb", ...),
+        ({**_TEXT, "enum": ["5", "a\nb"]}, "6", None),
+        ({"type": "integer"}, "5", 5),
+        ({"type": "integer"}, '"5"', None),
+        ({"type": "array", "items": _TEXT}, '["x", "1"]', ["x", "1"]),
+        ({"anyOf": [_TEXT, {"type": "null"}]}, '"5"', "5"),
+        ({"anyOf": [_TEXT, {"type": "null"}]}, "null", None),
+        ({"anyOf": [_TEXT, {"type": "null"}]}, "5", None),
+    ],
+    ids=str,
+)
+def test_a_text_is_written_without_quotes_in_xml(
+    tokenizers: dict[tuple[str, bool], TextTokenizer], schema: dict[str, Any], value: str, read_as: Any
+) -> None:
+    tools = {"f": {"type": "object", "properties": {"x": schema}, "required": ["x"]}}
+    text = f"<tool_call>\n<function=f>\n<parameter=x>\n{value}\n</parameter>\n</function>\n</tool_call>"
+    tokenizer = tokenizers["qwen3_coder", False]
+    does = follows(tokenizer, lark_of_calls("qwen3_coder", list(tools.items()), {}), text)
+    assert does == (read_as is not None or value == "null")
+    if does:
+        assert read(text, "qwen3_coder", tools) == [
+            Call("f", json.dumps({"x": value if read_as is ... else read_as}, ensure_ascii=False))
+        ]
+
+
+def test_a_tool_that_xml_cannot_write_is_called_in_json(tokenizers: dict[tuple[str, bool], TextTokenizer]) -> None:
+    tokenizer = tokenizers["qwen3_coder", False]
+    for schema in ({**_TEXT, "pattern": "^a+$"}, {**_TEXT, "const": "</parameter>"}, {**_TEXT, "format": "date"}):
+        tool = {"type": "object", "properties": {"x": schema}, "required": ["x"]}
+        lark = lark_of_calls("qwen3_coder", [("f", tool), ("now", SCHEMAS["now"])], {})
+        assert not follows(
+            tokenizer, lark, "<tool_call>\n<function=f>\n<parameter=x>\naa\n</parameter>\n</function>\n</tool_call>"
+        )
+        assert follows(tokenizer, lark, "<tool_call>\n<function=now>\n</function>\n</tool_call>")
+    lark = lark_of_calls(
+        "qwen3_coder", [("f", {"type": "object", "properties": {"x": {**_TEXT, "pattern": "^a+$"}}})], {}
+    )
+    text = '<tool_call>\n{"name": "f", "arguments": {"x": "aa"}}\n</tool_call>'
+    assert follows(tokenizer, lark, text)
+    assert read(text, "qwen3_coder", {"f": {}}) == [Call("f", '{"x": "aa"}')]
 
 
 # ---- over HTTP, with the engine

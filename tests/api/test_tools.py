@@ -36,6 +36,8 @@ ASK: list[Any] = [{"role": "user", "content": "What is 1 + 2?"}]
 CALLS = {
     "hermes": 'Wait.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>\n'
     '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    "qwen3_coder": "Wait.\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n"
+    "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>",
     "llama3_json": 'Wait. <|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}; '
     '{"name": "now", "parameters": {}}',
     "mistral": 'Wait.[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "now", "arguments": {}}]',

@@ -16,6 +16,18 @@ HERMES = (
     '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
     "{% endfor %}{% endif %}<|im_end|>\n" + _TAIL
 )
+QWEN3_CODER = (
+    _HEAD + "<tools>{% for tool in tools %}\n{{ tool | tojson }}{% endfor %}\n</tools>\nCall as\n<tool_call>\n"
+    "<function=name>\n<parameter=key>\nvalue\n</parameter>\n</function>\n</tool_call>"
+    + _MESSAGES
+    + "{% if message.role == 'tool' %}<|im_start|>user\n<tool_response>\n{{ message.content }}\n</tool_response>"
+    "{% else %}"
+    + _OTHERS
+    + "{% for call in message.tool_calls %}\n<tool_call>\n{{ '<function=' ~ call.function.name ~ '>\n' }}"
+    "{% for key, value in call.function.arguments | items %}{{ '<parameter=' ~ key ~ '>\n' }}"
+    "{{ value if value is string else value | tojson }}{{ '\n</parameter>\n' }}{% endfor %}"
+    "{{ '</function>\n</tool_call>' }}{% endfor %}{% endif %}<|im_end|>\n" + _TAIL
+)
 LLAMA3 = (
     _HEAD
     + 'Environment: ipython\nAnswer {"name": name, "parameters": object}.\n'
@@ -51,10 +63,11 @@ LFM2 = (
     "{% if message.role == 'tool' %}<|tool_response_start|>{{ message.content }}<|tool_response_end|>"
     "{% else %}{{ message.content }}{% endif %}<|im_end|>\n" + _TAIL
 )
-TEMPLATES = {"hermes": HERMES, "llama3_json": LLAMA3, "mistral": MISTRAL, "lfm2": LFM2}
+TEMPLATES = {"hermes": HERMES, "qwen3_coder": QWEN3_CODER, "llama3_json": LLAMA3, "mistral": MISTRAL, "lfm2": LFM2}
 # What is a special token in models of the format.
 SPECIAL_TOKENS: dict[str, tuple[str, ...]] = {
     "hermes": (),
+    "qwen3_coder": (),
     "llama3_json": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[INST]", "[/INST]"),
     "lfm2": ("<|tool_call_start|>", "<|tool_call_end|>", "<|tool_list_start|>", "<|tool_list_end|>"),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,8 @@ class Call:
     arguments: str
 
 
+# JSON schemas of the arguments of the tools that there are, by name.
+Tools = Mapping[str, Mapping[str, Any]]
 # What a parser finds: text that is none of a call, or a call.
 Found = str | Call
 
@@ -26,11 +29,11 @@ class CallParser(ABC):
     A call is given out when it is complete, since half of one may turn out to be none: what begins like a call and is
     none is text, with all its marks. A subclass says where a call may begin, where it ends and what it says.
 
-    tool_names  the tools that there are
+    tools  JSON schemas of the arguments of the tools that there are, by name
     """
 
-    def __init__(self, tool_names: Collection[str]) -> None:
-        self._tool_names = frozenset(tool_names)
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
         self._held = ""
         self._inside = False
 

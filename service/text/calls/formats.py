@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import secrets
 import string
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from service.text.calls import hermes, lfm2, llama3, mistral
-from service.text.calls.call import CallParser
+from service.text.calls import hermes, lfm2, llama3, mistral, qwen3_coder
+from service.text.calls.call import CallParser, Tools
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class CallFormat:
     name        as the setting `tool_parser` calls it
     hints       what a chat template holds that speaks it, as a regular expression
     marks       what marks calls; where one is a special token, it must be seen in the text
-    parser      from the names of the tools to a parser of one answer
+    parser      from the tools to a parser of one answer
     separators  characters that mean nothing between two calls, besides blanks
     new_id      an id for a call, as templates of this format want it
     """
@@ -27,7 +27,7 @@ class CallFormat:
     name: str
     hints: re.Pattern[str]
     marks: tuple[str, ...]
-    parser: Callable[[Collection[str]], CallParser]
+    parser: Callable[[Tools], CallParser]
     separators: str = ""
     new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
 
@@ -46,7 +46,13 @@ _FORMATS = (
         mistral.MistralParser,
         new_id=_nine_alphanumerics,
     ),
-    # Not what Qwen3-Coder and Qwen 3.5 write between the same marks: XML.
+    CallFormat(
+        "qwen3_coder",
+        re.compile(r"<function=.*<parameter=", re.DOTALL),
+        (qwen3_coder.START, qwen3_coder.END),
+        qwen3_coder.Qwen3CoderParser,
+    ),
+    # Not what others write between the same marks.
     CallFormat(
         "hermes",
         re.compile(r"\A(?!.*<function=).*<tool_call>", re.DOTALL),

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from service.text.calls.call import Call
+from service.text.calls.value_kinds import kind_of_value
 
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _ARGUMENT_KEYS = ("arguments", "parameters")
@@ -35,6 +36,14 @@ def is_object(text: str) -> bool:
         return isinstance(_DECODER.decode(text), dict)
     except (ValueError, RecursionError):
         return False
+
+
+def kind_of(text: str) -> str | None:
+    """JSON schema's name of the type of the value that a text is; None if it is none."""
+    try:
+        return kind_of_value(_DECODER.decode(text))
+    except (ValueError, RecursionError):
+        return None
 
 
 def _call(text: str, name_keys: tuple[str, ...]) -> Call:

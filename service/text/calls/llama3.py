@@ -44,7 +44,7 @@ class Llama3Parser(CallParser):
 
     def _calls(self, text: str) -> list[Call] | None:
         calls = calls_in(text.removeprefix(TAG), _NAME_KEYS)
-        if calls and not text.startswith(TAG) and calls[0].name not in self._tool_names:
+        if calls and not text.startswith(TAG) and calls[0].name not in self._tools:
             return None
         return calls
 

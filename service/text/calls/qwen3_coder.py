@@ -1,0 +1,126 @@
+"""Qwen3-Coder's and Qwen 3.5's XML: `<tool_call><function=f><parameter=x>value</parameter></function></tool_call>`.
+
+Values are not JSON's: a text stands there as it is. So the tool's schema tells what a value is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from service.text.calls.call import Call, CallParser, MarkScanner, find_mark
+from service.text.calls.json_text import calls_in, kind_of
+from service.text.calls.value_kinds import Schema, kinds_of
+
+START, END = "<tool_call>", "</tool_call>"
+FUNCTION, END_OF_FUNCTION = "<function=", "</function>"
+PARAMETER, END_OF_PARAMETER = "<parameter=", "</parameter>"
+_FUNCTION = re.compile(r"\s*<function=\s*([^>\s]+)\s*>\s*")
+_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
+_END_OF_FUNCTION = re.compile(r"\s*</function>\s*")
+_BLANKS = re.compile(r"\s*")
+_PYTHON_WORDS = {"None": "null", "True": "true", "False": "false"}
+
+
+class Qwen3CoderParser(CallParser):
+    """One call between two marks; the end of the answer will do for the second one, and models forget the first."""
+
+    _is_bare = False
+
+    def _find_start(self, held: str) -> tuple[int, bool]:
+        if self._is_bare:  # the second mark behind a call that has no first one is nobody's
+            rest = held.lstrip()
+            if END.startswith(rest[: len(END)]):
+                return len(held) - len(rest), rest.startswith(END)
+            self._is_bare = False
+        return min((find_mark(held, mark) for mark in (START, FUNCTION)), key=lambda found: (found[0], not found[1]))
+
+    def _enter(self) -> None:
+        self._is_bare = self._held.startswith(FUNCTION)
+        self._scanner: _XmlScanner | MarkScanner | None = None
+
+    def _find_end(self, held: str) -> int | None:
+        if held.startswith(END):
+            return len(END)
+        if self._scanner is None:
+            body = held.removeprefix(START).lstrip()
+            if not body:
+                return None
+            xml = _XmlScanner(END_OF_FUNCTION if held.startswith(FUNCTION) else END)
+            self._scanner = MarkScanner(END) if body.startswith("{") else xml
+        return self._scanner.end(held)
+
+    def _calls(self, text: str) -> list[Call] | None:
+        if text == END:
+            return []
+        body = text.removeprefix(START).removesuffix(END)
+        if body.lstrip().startswith("{"):
+            return calls_in(body)
+        calls, at = list[Call](), 0
+        while at < len(body):
+            read = self._call(body, at)
+            if read is None:
+                return None
+            call, at = read
+            calls.append(call)
+        if not text.startswith(START) and not all(call.name in self._tools for call in calls):
+            return None
+        return calls or None
+
+    def _call(self, body: str, at: int) -> tuple[Call, int] | None:
+        """The call that begins at `at`, and where it ends; None if there is none."""
+        opening = _FUNCTION.match(body, at)
+        if opening is None:
+            return None
+        name, members = opening[1], dict[str, str]()
+        schema, at = self._tools.get(name, {}), opening.end()
+        while (parameter := _PARAMETER.match(body, at)) is not None:
+            end, key = body.find(END_OF_PARAMETER, parameter.end()), parameter[1].strip()
+            if end < 0 or key in members:
+                return None
+            members[key] = json_of_value(body[parameter.end() : end].removesuffix("\n"), schema, key)
+            blanks = _BLANKS.match(body, end + len(END_OF_PARAMETER))
+            assert blanks is not None, "it matches nothing, too"
+            at = blanks.end()
+        closing = _END_OF_FUNCTION.match(body, at)
+        if closing is None:
+            return None
+        written = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in members.items())
+        return Call(name, "{" + ", ".join(written) + "}"), closing.end()
+
+
+def json_of_value(text: str, schema: Schema, key: str) -> str:
+    """What a parameter's text means, as JSON: the text itself where its schema wants one, or where it is no other value
+    that the schema takes."""
+    kinds = kinds_of(schema, key)
+    if kinds != {"string"}:
+        value = _PYTHON_WORDS.get(text.strip(), text.strip())
+        kind = kind_of(value)
+        if kind is not None and (not kinds or kind in kinds or "string" not in kinds):
+            return value
+    return json.dumps(text, ensure_ascii=False)
+
+
+class _XmlScanner:
+    """Finds the mark that ends a call, outside of its parameters, in a text that grows."""
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self._outside = re.compile(f"{re.escape(PARAMETER)}|{re.escape(mark)}")
+        self._at, self._is_inside = 0, False
+
+    def end(self, held: str) -> int | None:
+        """Where the mark ends, None if it is not there yet. `held` is what it was, with more behind it."""
+        while True:
+            if self._is_inside:
+                start = held.find(END_OF_PARAMETER, self._at)
+                end = start + len(END_OF_PARAMETER)
+            else:
+                match = self._outside.search(held, self._at)
+                start, end = match.span() if match is not None else (-1, 0)
+                if match is not None and match.group() == self._mark:
+                    return end
+            if start < 0:
+                self._at = max(self._at, len(held) - len(END_OF_PARAMETER) + 1)
+                return None
+            self._at, self._is_inside = end, not self._is_inside
