@@ -63,6 +63,7 @@ class ChatAnswer:
         self._speakers = [
             Speaker(
                 plan.prompt.reading,
+                in_pieces=bool(request.stream),
                 includes_thoughts=request.include_reasoning is not False,
                 is_told=isinstance(request.tool_choice, NamedTool),
             )

@@ -5,19 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from service.text.answer_reader import AnswerReader, Reading, Thought
-from service.text.calls.call import Call
+from service.text.calls.call import Arguments, Begun, Call
 
 
 class Speaker:
     """One choice of a chat.
 
+    in_pieces          whether calls are told as they are written: for `deltas`
     includes_thoughts  whether they are sent
     is_told            whether the request names the tool to be called
     """
 
-    def __init__(self, reading: Reading, *, includes_thoughts: bool = True, is_told: bool = False) -> None:
+    def __init__(
+        self, reading: Reading, *, in_pieces: bool = False, includes_thoughts: bool = True, is_told: bool = False
+    ) -> None:
         self._format = reading.calls
-        self._reader = AnswerReader(reading)
+        self._reader = AnswerReader(reading, in_pieces=in_pieces)
         self._includes_thoughts, self._is_told = includes_thoughts, is_told
         self._num_calls = 0
 
@@ -30,6 +33,7 @@ class Speaker:
             elif isinstance(one, Thought):
                 thoughts.append(one.text)
             else:
+                assert isinstance(one, str), "parts of calls where whole ones were asked for"
                 words.append(one)
         content = "".join(words)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls or thoughts else "")}
@@ -44,13 +48,15 @@ class Speaker:
         clients join the texts of deltas, so nothing may come twice."""
         deltas: list[dict[str, Any]] = []
         for one in [*self._reader.push(text), *(self._reader.finish() if is_last else ())]:
-            if isinstance(one, Call):
-                index = self._num_calls
-                deltas.append({"tool_calls": [{"index": index, **self._call(Call(one.name, ""))}]})
-                deltas.append({"tool_calls": [{"index": index, "function": {"arguments": one.arguments}}]})
-            elif not isinstance(one, Thought):
+            if isinstance(one, Call | Begun):
+                call = {"index": self._num_calls, **self._call(Call(one.name, ""))}
+                deltas.append({"tool_calls": [call]})
+            if isinstance(one, Call | Arguments):
+                arguments = one.arguments if isinstance(one, Call) else one.text
+                deltas.append({"tool_calls": [{"index": self._num_calls - 1, "function": {"arguments": arguments}}]})
+            elif isinstance(one, str):
                 deltas.append({"content": one})
-            elif self._includes_thoughts:
+            elif isinstance(one, Thought) and self._includes_thoughts:
                 deltas.append({"reasoning_content": one.text})
         return deltas
 

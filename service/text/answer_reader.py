@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from service.text.calls.call import Call, CallParser, Tools, find_mark
+from service.text.calls.call import Arguments, Begun, Call, CallParser, Found, Tools, find_mark
 from service.text.calls.formats import CallFormat
 
 THINK, END_OF_THOUGHT = "<think>", "</think>"
@@ -20,8 +20,8 @@ class Thought:
     text: str
 
 
-# Part of an answer: words, thoughts, or a whole call.
-Said = str | Thought | Call
+# Part of an answer: words, thoughts, or a call, whole or in pieces.
+Said = str | Thought | Call | Begun | Arguments
 
 
 @dataclass(frozen=True)
@@ -48,13 +48,16 @@ PLAIN = Reading()
 
 
 class AnswerReader:
-    """Reads one answer, whose text arrives in pieces: what is said does not depend on where they are cut."""
+    """Reads one answer, whose text arrives in pieces: what is said does not depend on where they are cut.
 
-    def __init__(self, reading: Reading) -> None:
+    in_pieces  whether calls are given out as they are written, and not when they are whole
+    """
+
+    def __init__(self, reading: Reading, *, in_pieces: bool = False) -> None:
         self._reading = reading
         self._thoughts = _Thoughts(is_thinking=reading.is_thinking) if reading.thinks else None
-        self._calls = _Calls(reading.calls, reading.tools) if reading.calls else None
-        self._num_calls = 0
+        self._calls = _Calls(reading.calls, reading.tools, in_pieces) if reading.calls else None
+        self._num_calls, self._is_left_out = 0, False
 
     def push(self, text: str) -> list[Said]:
         """Add a piece; what became certain with it."""
@@ -74,14 +77,14 @@ class AnswerReader:
             return []
         return [text] if self._calls is None else self._counted(self._calls.push(text))
 
-    def _counted(self, found: list[str | Call]) -> list[Said]:
+    def _counted(self, found: list[Found]) -> list[Said]:
         said: list[Said] = []
         for one in found:
-            if isinstance(one, Call):
-                if self._num_calls == self._reading.max_calls:
-                    continue
-                self._num_calls += 1
-            said.append(one)
+            if isinstance(one, Call | Begun):
+                self._is_left_out = self._num_calls == self._reading.max_calls
+                self._num_calls += not self._is_left_out
+            if isinstance(one, str) or not self._is_left_out:
+                said.append(one)
         return said
 
 
@@ -139,17 +142,17 @@ class _Thoughts:
 class _Calls:
     """A parser, without the blanks and separators around its calls."""
 
-    def __init__(self, form: CallFormat, tools: Tools) -> None:
-        self._parser: CallParser = form.parser(tools)
+    def __init__(self, form: CallFormat, tools: Tools, in_pieces: bool) -> None:
+        self._parser: CallParser = form.parser(tools, in_pieces)
         self._separators = form.separators
         self._is_after_call = False
         self._held = ""
 
-    def push(self, text: str) -> list[str | Call]:
+    def push(self, text: str) -> list[Found]:
         """What became certain."""
         return self._trimmed(self._parser.push(text))
 
-    def finish(self) -> list[str | Call]:
+    def finish(self) -> list[Found]:
         """What was kept back. Blanks at the end of words are part of them."""
         found = self._trimmed(self._parser.finish())
         if self._held and not self._is_after_call:
@@ -157,10 +160,10 @@ class _Calls:
         self._held = ""
         return found
 
-    def _trimmed(self, found: Iterable[str | Call]) -> list[str | Call]:
-        trimmed: list[str | Call] = []
+    def _trimmed(self, found: Iterable[Found]) -> list[Found]:
+        trimmed: list[Found] = []
         for one in found:
-            if isinstance(one, Call):
+            if not isinstance(one, str):
                 self._held, self._is_after_call = "", True
                 trimmed.append(one)
                 continue

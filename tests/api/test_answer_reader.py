@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.text.answer_reader import AnswerReader, Reading, Said, Thought
-from service.text.calls.call import Call
+from service.text.calls.call import Arguments, Begun, Call
 from service.text.calls.formats import FORMATS, format_of_template
 
 _INTEGER = {"type": "integer"}
@@ -195,6 +195,96 @@ def test_where_the_text_is_cut_changes_nothing(
     whole = read([text], reading)
     assert read(pieces, reading) == whole
     assert read(text, reading) == whole
+
+
+def read_in_pieces(pieces: Iterable[str], reading: Reading) -> list[Said]:
+    """The same where calls are told as they are written, with the parts of each joined."""
+    reader, joined = AnswerReader(reading, in_pieces=True), list[Said]()
+    for one in [said for piece in pieces for said in reader.push(piece)] + reader.finish():
+        last = joined[-1] if joined else None
+        if isinstance(one, Begun):
+            joined.append(Call(one.name, ""))
+        elif isinstance(one, Arguments):
+            assert isinstance(last, Call), "arguments of nothing"
+            joined[-1] = Call(last.name, last.arguments + one.text)
+        elif isinstance(one, str) and isinstance(last, str):
+            joined[-1] = last + one
+        elif isinstance(one, Thought) and isinstance(last, Thought):
+            joined[-1] = Thought(last.text + one.text)
+        else:
+            joined.append(one)
+    return joined
+
+
+class TestPieces:
+    @pytest.mark.parametrize(("name", "text", "said"), WRITTEN)
+    def test_they_join_to_the_calls(self, name: str, text: str, said: list[Said]) -> None:
+        assert read_in_pieces([text], reading_of(name)) == said
+        assert read_in_pieces(text, reading_of(name)) == said
+
+    @given(
+        name=st.sampled_from(sorted(FORMATS)),
+        fragments=st.lists(st.sampled_from(_FRAGMENTS), max_size=6),
+        data=st.data(),
+    )
+    def test_where_the_text_is_cut_changes_nothing(self, name: str, fragments: list[str], data: st.DataObject) -> None:
+        """And the calls that are told whole are among them."""
+        text = "".join(fragments)
+        cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=12)))
+        pieces = [text[start:end] for start, end in pairwise([0, *cuts, len(text)])]
+        told = read_in_pieces([text], reading_of(name))
+        assert read_in_pieces(pieces, reading_of(name)) == told
+        assert read_in_pieces(text, reading_of(name)) == told
+        rest = iter(told)
+        assert all(one in rest for one in read([text], reading_of(name)) if isinstance(one, Call))
+
+    @pytest.mark.parametrize(("name", "text"), [one for one in TEXTS if len(one[1]) < 1000])
+    def test_nothing_of_what_is_no_call_is_lost(self, name: str, text: str) -> None:
+        told = read_in_pieces(text, reading_of(name))
+        assert read_in_pieces([text], reading_of(name)) == told
+        rest = "".join(one if isinstance(one, str) else one.arguments for one in told)  # type: ignore[union-attr]
+        assert "".join(text.split()).endswith("".join(rest.split())[-12:])
+        assert not any(isinstance(one, Call) and not one.arguments for one in told)
+        assert any(isinstance(one, Call) for one in told) or told == [text]
+
+    @pytest.mark.parametrize(("name", "text", "said"), [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "two words', [Call("f", '{"x": "two words')]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call> so',
+         [Call("f", '{"x": NaN}'), "}</tool_call> so"]),
+        ("mistral", "[TOOL_CALLS]add[ARGS]{", [Call("add", "{")]),
+        ("llama3_json", '{"name": "add", "parameters": {"a": 1', [Call("add", '{"a": 1')]),
+        ("lfm2", "<|tool_call_start|>[f(a=1, b='tw", [Call("f", '{"a": 1 b=\'tw')]),
+        ("qwen3_coder", xml("get_weather", city="New Yo").split("\n</param")[0],
+         [Call("get_weather", '{"city": "New Yo')]),
+        ("qwen3_coder", xml("add", a="12").split("\n</param")[0], [Call("add", "12")]),
+    ])  # fmt: skip
+    def test_a_call_that_is_cut_off_keeps_what_was_written(self, name: str, text: str, said: list[Said]) -> None:
+        assert read_in_pieces(text, reading_of(name)) == said
+
+    @pytest.mark.parametrize(("name", "text"), [
+        ("hermes", '<tool_call>{"name": "get_weather", "arguments": {"city": "New York", "x": [1, 2]}}'),
+        ("llama3_json", '{"name": "get_weather", "parameters": {"city": "New York", "x": [1, 2]}}'),
+        ("mistral", '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "New York", "x": [1, 2]}}]'),
+        ("mistral", '[TOOL_CALLS]get_weather[ARGS]{"city": "New York", "x": [1, 2]}'),
+        ("lfm2", '<|tool_call_start|>[{"name": "get_weather", "arguments": {"city": "New York", "x": [1, 2]}}]'),
+        ("qwen3_coder", xml("get_weather", city="New York", x="[1, 2]")),
+        ("lfm2", "<|tool_call_start|>[get_weather(city='New York', x=[1, 2])]<|tool_call_end|>"),
+    ])  # fmt: skip
+    def test_they_come_as_they_are_written(self, name: str, text: str) -> None:
+        """Long before the end: who is called first of all, and characters as they come where texts are JSON's."""
+        reader = AnswerReader(reading_of(name), in_pieces=True)
+        at = dict[Any, int]()
+        for num_read, char in enumerate(text, 1):
+            for one in reader.push(char):
+                at.setdefault(one if isinstance(one, Begun) else getattr(one, "text", one), num_read)
+        assert at[Begun("get_weather")] <= text.index("New York")
+        wanted = {"lfm2": '{"city": "New York"', "qwen3_coder": '{"city": "N'}.get(name, "N")
+        wanted = "N" if '"name"' in text else wanted
+        assert at[wanted] <= text.index("[1, 2]")
+
+    def test_calls_that_were_not_asked_for_are_left_out(self) -> None:
+        reading = Reading(calls=FORMATS["hermes"], tools=TOOLS, max_calls=1)
+        assert read_in_pieces(HERMES_CALL + HERMES_CALL + " so", reading) == [ADD, "so"]
 
 
 @given(name=st.sampled_from(sorted(FORMATS)), text=st.text())

@@ -32,6 +32,9 @@ HISTORIES: dict[str, list[dict[str, Any]]] = {
         FOLLOW,
     ],
     "vLLM's answer": [USER, {**SAID, "refusal": None, "reasoning": None, "tool_calls": []}, FOLLOW],
+    "other things where thoughts are kept": [
+        USER, {**SAID, "reasoning": {"effort": None}, "reasoning_content": [{"type": "thinking"}]}, FOLLOW,
+    ],
     "keys of a store": [{**USER, "id": "m1", "timestamp": 3}, {**SAID, "phase": "final"}, {**FOLLOW, "\ud800": 1}],
     "text parts": [
         {"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]},

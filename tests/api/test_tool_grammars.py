@@ -311,6 +311,21 @@ def test_a_named_tool_is_called_once(talk: openai.OpenAI, speaker: str) -> None:
 
 
 @each_format
+def test_arguments_are_streamed_as_they_are_written(talk: openai.OpenAI, speaker: str) -> None:
+    asked: Any = {
+        "model": speaker, "messages": ASK, "tools": tools_of(SCHEMAS), "max_tokens": 300, "seed": 1,
+        "tool_choice": {"type": "function", "function": {"name": "calculate"}},
+    }  # fmt: skip
+    with talk.chat.completions.stream(**asked) as events:
+        pieces = [event.arguments_delta for event in events if event.type == "tool_calls.function.arguments.delta"]
+        (call,) = called(events.get_final_completion().choices[0].message)
+    assert "".join(pieces) == call.arguments
+    # A piece for each token, or where a format's values are not JSON's for each value.
+    assert len([piece for piece in pieces if piece]) >= 3
+    check([call], SCHEMAS)
+
+
+@each_format
 def test_a_batch_enforces_each_item_s_own(roomy: Server, speaker: str) -> None:
     items = [
         {"model": speaker, "messages": ASK, "tools": tools_of({name: SCHEMAS[name]}), "tool_choice": "required",

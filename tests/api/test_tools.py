@@ -117,26 +117,58 @@ def test_deltas_are_what_clients_join(spoken: tuple[str, ScriptedServer]) -> Non
         server.client.chat.completions.create(model=BASE, messages=ASK, tools=TOOLS, stream=True)  # type: ignore[call-overload]
     )
     deltas = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
-    assert [call.index for call in deltas] == [0, 0, 1, 1]
-    assert [call.function.name for call in deltas] == ["add", None, "now", None]
-    assert [bool(call.id) for call in deltas] == [call.type == "function" for call in deltas] == [True, False] * 2
-    assert deltas[0].function.arguments == ""
+    indices = [call.index for call in deltas]
+    assert indices == sorted(indices) and set(indices) == {0, 1}
+    for index, called in enumerate(["add", "now"]):
+        first, *rest = (call for call in deltas if call.index == index)
+        assert (first.function.name, first.function.arguments, first.type, bool(first.id)) == (
+            called,
+            "",
+            "function",
+            True,
+        )
+        assert rest and all(call.function.arguments for call in rest)
+        assert {(call.function.name, call.type, call.id) for call in rest} == {(None, None, None)}
     reasons = [chunk.choices[0].finish_reason for chunk in chunks]
     assert reasons == [*[None] * (len(chunks) - 1), "tool_calls"]
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Wait."
 
 
-def test_a_call_that_is_cut_off_is_text(spoken: tuple[str, ScriptedServer]) -> None:
+def test_a_call_that_is_cut_off_is_text_and_in_a_stream_what_was_written_of_it(
+    spoken: tuple[str, ScriptedServer],
+) -> None:
     name, server = spoken
+    begun = CALLS[name][: CALLS[name].index("1") + 1]
+    server.says(begun)
+    asked: Any = {"model": BASE, "messages": ASK, "tools": TOOLS}
+    answer = server.client.chat.completions.create(**asked)
+    assert answer.choices[0].message.content == begun
     server.says(CALLS[name])
-    asked: Any = {"model": BASE, "messages": ASK, "tools": TOOLS, "max_tokens": 25}
+    asked["max_tokens"] = answer.usage.completion_tokens - 1
     choice = server.client.chat.completions.create(**asked).choices[0]
     assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
-    assert CALLS[name].startswith(choice.message.content)
-    assert len(choice.message.content) > len("Wait.") + 5
+    assert choice.message.content == begun
     chunks = [chunk.choices[0] for chunk in server.client.chat.completions.create(**asked, stream=True)]
-    assert "".join(chunk.delta.content or "" for chunk in chunks) == choice.message.content
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == "Wait."
+    functions = [call.function for chunk in chunks for call in chunk.delta.tool_calls or ()]
+    written = {"lfm2": "a=1", "qwen3_coder": "1"}.get(name, '{"a": 1')
+    assert (functions[0].name, "".join(one.arguments for one in functions)) == ("add", written)
     assert chunks[-1].finish_reason == "length"
+
+
+def test_a_stream_of_several_choices_keeps_their_calls_apart(spoken: tuple[str, ScriptedServer]) -> None:
+    name, server = spoken
+    server.says(CALLS[name])
+    asked: Any = {"model": BASE, "messages": ASK, "tools": TOOLS, "n": 2}
+    with server.client.chat.completions.stream(**asked) as stream:
+        choices = stream.get_final_completion().choices
+    assert [calls_of(choice.message) for choice in choices] == [[("add", {"a": 1, "b": 2}), ("now", {})]] * 2
+    named = {"type": "function", "function": {"name": "add"}}
+    with server.client.chat.completions.stream(**asked, tool_choice=named) as stream:
+        choices = stream.get_final_completion().choices
+    assert [(calls_of(choice.message), choice.finish_reason) for choice in choices] == [
+        ([("add", {"a": 1, "b": 2})], "stop")
+    ] * 2
 
 
 def test_without_tools_or_with_none_nothing_is_looked_for(spoken: tuple[str, ScriptedServer]) -> None:

@@ -6,7 +6,10 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from service.text.calls.pieces import Feed
 
 
 @dataclass(frozen=True)
@@ -17,23 +20,40 @@ class Call:
     arguments: str
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A call of which more follows: its `Arguments`, up to the next of anything else."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A piece of the arguments of the call that was begun last."""
+
+    text: str
+
+
 # JSON schemas of the arguments of the tools that there are, by name.
 Tools = Mapping[str, Mapping[str, Any]]
-# What a parser finds: text that is none of a call, or a call.
-Found = str | Call
+# What a parser finds: text that is none of a call, a call, or a part of one.
+Found = str | Call | Begun | Arguments
 
 
 class CallParser(ABC):
     """Calls in a text that arrives in pieces; what is found does not depend on where the pieces are cut.
 
     A call is given out when it is complete, since half of one may turn out to be none: what begins like a call and is
-    none is text, with all its marks. A subclass says where a call may begin, where it ends and what it says.
+    none is text, with all its marks. In pieces it is given out as it is written (`service.text.calls.pieces`).
+    A subclass says where a call may begin, where it ends and what it says.
 
-    tools  JSON schemas of the arguments of the tools that there are, by name
+    tools      JSON schemas of the arguments of the tools that there are, by name
+    in_pieces  whether calls are given out in pieces
     """
 
-    def __init__(self, tools: Tools) -> None:
-        self._tools = tools
+    def __init__(self, tools: Tools, in_pieces: bool = False) -> None:
+        self._tools, self._in_pieces = tools, in_pieces
+        self._feed: Feed | None = None
         self._held = ""
         self._inside = False
 
@@ -49,8 +69,12 @@ class CallParser(ABC):
                 if not self._inside:
                     break
                 self._enter()
+                self._feed = None
             end = self._find_end(self._held)
+            if self._feed is None and self._in_pieces:
+                self._feed = self._make_feed()
             if end is None:
+                found += self._feed.push(self._held) if self._feed is not None else ()
                 break
             self._inside = False
             found += self._read(self._take(end))
@@ -69,6 +93,8 @@ class CallParser(ABC):
 
     def _read(self, text: str) -> list[Found]:
         calls = self._calls(text)
+        if self._feed is not None:
+            return self._feed.finish(text, calls)
         return [text] if calls is None else [*calls]
 
     @abstractmethod
@@ -83,6 +109,10 @@ class CallParser(ABC):
     def _find_end(self, held: str) -> int | None:
         """The length of the call that begins `held`, or of what has turned out to be none; None while more must come.
         It is called again with the same text and more behind it."""
+
+    @abstractmethod
+    def _make_feed(self) -> Feed | None:
+        """What gives out in pieces the call that begins what is held; None if that is not certain yet, or none does."""
 
     @abstractmethod
     def _calls(self, text: str) -> list[Call] | None:

@@ -8,7 +8,7 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from service.text.calls import hermes, lfm2, llama3, mistral, qwen3_coder
+from service.text.calls import hermes, lfm2, llama3, mistral, qwen3_coder, xml_spelling
 from service.text.calls.call import CallParser, Tools
 
 
@@ -19,7 +19,7 @@ class CallFormat:
     name        as the setting `tool_parser` calls it
     hints       what a chat template holds that speaks it, as a regular expression
     marks       what marks calls; where one is a special token, it must be seen in the text
-    parser      from the tools to a parser of one answer
+    parser      from the tools, and whether calls are given out in pieces, to a parser of one answer
     separators  characters that mean nothing between two calls, besides blanks
     new_id      an id for a call, as templates of this format want it
     """
@@ -27,7 +27,7 @@ class CallFormat:
     name: str
     hints: re.Pattern[str]
     marks: tuple[str, ...]
-    parser: Callable[[Tools], CallParser]
+    parser: Callable[[Tools, bool], CallParser]
     separators: str = ""
     new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
 
@@ -49,7 +49,7 @@ _FORMATS = (
     CallFormat(
         "qwen3_coder",
         re.compile(r"<function=.*<parameter=", re.DOTALL),
-        (qwen3_coder.START, qwen3_coder.END),
+        (xml_spelling.START, xml_spelling.END),
         qwen3_coder.Qwen3CoderParser,
     ),
     # Not what others write between the same marks.

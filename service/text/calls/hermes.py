@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 from service.text.calls.call import Call, CallParser, MarkScanner, find_mark
-from service.text.calls.json_text import calls_in
+from service.text.calls.json_text import calls_in, head
+from service.text.calls.pieces import Feed, JsonFeed
 
 START, END = "<tool_call>", "</tool_call>"
+
+
+HEAD = re.compile(rf"{START}\s*" + head())
 
 
 class HermesParser(CallParser):
@@ -19,6 +25,9 @@ class HermesParser(CallParser):
 
     def _find_end(self, held: str) -> int | None:
         return self._scanner.end(held)
+
+    def _make_feed(self) -> Feed:
+        return JsonFeed(HEAD)
 
     def _calls(self, text: str) -> list[Call] | None:
         return calls_in(text.removeprefix(START).removesuffix(END))

@@ -20,6 +20,16 @@ def _no_constant(name: str) -> Any:
 _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
+# Between the arguments of a call and the next one in a list.
+BETWEEN = r"""(?:\s*,\s*"\w+"\s*:\s*"[^"\\]*")*\s*\}\s*,\s*"""
+
+
+def head(key: str = '"name"') -> str:
+    """A regular expression of what stands before the arguments of a call, whose name is `quoted`; `key`: one of what
+    stands before the name."""
+    return rf"""\{{\s*{key}\s*:\s*(?P<quoted>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)"""
+
+
 def calls_in(text: str, name_keys: tuple[str, ...] = ("name",)) -> list[Call] | None:
     """The calls of a JSON object, or of a list of them, and nothing else; None if it is something else."""
     try:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 from service.text.calls.call import Call, CallParser, find_mark
-from service.text.calls.json_text import calls_in
+from service.text.calls.json_text import BETWEEN, calls_in, head
+from service.text.calls.pieces import Feed, JsonFeed
 from service.text.calls.pythonic import pythonic_calls
+from service.text.calls.pythonic_pieces import PythonicFeed
 
 START, END = "<|tool_call_start|>", "<|tool_call_end|>"
+_HEAD = re.compile(rf"{re.escape(START)}\s*\[?\s*" + head())
+_FOLLOWING = re.compile(BETWEEN + head())
 
 
 class Lfm2Parser(CallParser):
@@ -25,6 +31,13 @@ class Lfm2Parser(CallParser):
         end = held.find(END, self._at)
         self._at = max(self._at, len(held) - len(END) + 1)
         return None if end < 0 else end + len(END)
+
+    def _make_feed(self) -> Feed | None:
+        body = self._held.removeprefix(START).lstrip()
+        inside = body.removeprefix("[").lstrip()
+        if not inside:
+            return None
+        return JsonFeed(_HEAD, _FOLLOWING) if inside.startswith("{") else PythonicFeed(START)
 
     def _calls(self, text: str) -> list[Call] | None:
         body = text.removeprefix(START).removesuffix(END)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import re
 
 from service.text.calls.call import BracketScanner, Call, CallParser, find_mark
-from service.text.calls.json_text import calls_in
+from service.text.calls.json_text import calls_in, head
+from service.text.calls.pieces import Feed, JsonFeed
 
 TAG = "<|python_tag|>"
 _KEYS = ("name", "type", "function", "parameters", "arguments")
 _NAME_KEYS = ("name", "function")
 _BLANKS = r"[ \t\r\n]{0,64}"
 _OPENING = re.compile(rf'\{{{_BLANKS}(?:"(?P<key>[a-z]*)(?:"{_BLANKS}(?P<colon>:)?)?)?')
+
+_HEAD = re.compile(rf"(?:{re.escape(TAG)})?\s*" + head(r'(?:"type"\s*:\s*"function"\s*,\s*)?"(?:name|function)"'))
 
 
 class Llama3Parser(CallParser):
@@ -41,6 +44,10 @@ class Llama3Parser(CallParser):
                 return len(TAG)
             self._scanner = BracketScanner(len(held) - len(body))
         return self._scanner.end(held)
+
+    def _make_feed(self) -> Feed:
+        is_tagged = self._held.startswith(TAG)
+        return JsonFeed(_HEAD, accepts=lambda name: is_tagged or name in self._tools)
 
     def _calls(self, text: str) -> list[Call] | None:
         calls = calls_in(text.removeprefix(TAG), _NAME_KEYS)

@@ -6,11 +6,15 @@ from __future__ import annotations
 import re
 
 from service.text.calls.call import BracketScanner, Call, CallParser, find_mark
-from service.text.calls.json_text import calls_in, is_object
+from service.text.calls.json_text import BETWEEN, calls_in, head, is_object
+from service.text.calls.pieces import Feed, JsonFeed
 
 START, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
 _MAX_NAME_CHARS = 256
+_START = re.escape(START)
+_HEAD = re.compile(rf"{_START}\s*(?:\[?\s*{head()}|(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{{))")
+_FOLLOWING = re.compile(BETWEEN + head())
 
 
 class MistralParser(CallParser):
@@ -36,6 +40,9 @@ class MistralParser(CallParser):
             else:
                 return len(START)
         return self._scanner.end(held)
+
+    def _make_feed(self) -> Feed:
+        return JsonFeed(_HEAD, _FOLLOWING)
 
     def _calls(self, text: str) -> list[Call] | None:
         body = text.removeprefix(START).lstrip()

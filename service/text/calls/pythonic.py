@@ -18,7 +18,8 @@ _NAME = re.compile(r"[^\W\d][\w.-]*")
 _KEY = re.compile(r"[^\W\d][\w-]*")
 _NUMBER = re.compile(r"([+-]?)(\d+)(\.\d*)?([eE][+-]?\d+)?(?![\w.])")
 _WORDS = {"None": "null", "True": "true", "False": "false", "null": "null", "true": "true", "false": "false"}
-# A quote ends the text where something may follow; others are part of it, for models forget to escape them.
+# A quote ends the text where one of these follows, or nothing; others are part of it, for models forget to escape them.
+BEHIND_QUOTE = ",:)]}"
 _QUOTED = re.compile(
     r"""(?P<quote>["'])(?P<text>(?:(?!(?P=quote))[^\\]|\\.|(?P=quote)(?!\s*(?:[,:)\]}]|\Z)))*+)(?P=quote)""", re.DOTALL
 )
@@ -31,6 +32,14 @@ def pythonic_calls(text: str) -> list[Call] | None:
     """The calls of a list, or a call by itself, and nothing else; None if it is something else."""
     try:
         return _Reader(text).calls()
+    except _Malformed:
+        return None
+
+
+def pythonic_argument(text: str) -> tuple[str, str] | None:
+    """Name and value of an argument, `key=value`, as JSON; None if it is something else."""
+    try:
+        return _Reader(text).argument()
     except _Malformed:
         return None
 
@@ -57,21 +66,33 @@ class _Reader:
             raise _Malformed
         return calls
 
+    def argument(self) -> tuple[str, str]:
+        """An argument, and nothing else."""
+        argument = self._argument()
+        self._skip()
+        if self._at != len(self._text):
+            raise _Malformed
+        return argument
+
     def _call(self) -> Call:
         name, arguments = self._match(_NAME).group(), dict[str, str]()
         self._skip()
         self._expect("(")
 
         def argument() -> None:
-            key = self._match(_KEY).group()
+            key, value = self._argument()
             if key in arguments:
                 raise _Malformed
-            self._skip()
-            self._expect("=")
-            arguments[key] = self._value(_MAX_DEPTH)
+            arguments[key] = value
 
         self._items(")", argument)
-        return Call(name, _object((_json_text(key), value) for key, value in arguments.items()))
+        return Call(name, _object(arguments.items()))
+
+    def _argument(self) -> tuple[str, str]:
+        key = self._match(_KEY).group()
+        self._skip()
+        self._expect("=")
+        return _json_text(key), self._value(_MAX_DEPTH)
 
     def _value(self, depth: int) -> str:
         if not depth:

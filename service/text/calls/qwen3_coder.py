@@ -9,17 +9,22 @@ import json
 import re
 
 from service.text.calls.call import Call, CallParser, MarkScanner, find_mark
-from service.text.calls.json_text import calls_in, kind_of
-from service.text.calls.value_kinds import Schema, kinds_of
-
-START, END = "<tool_call>", "</tool_call>"
-FUNCTION, END_OF_FUNCTION = "<function=", "</function>"
-PARAMETER, END_OF_PARAMETER = "<parameter=", "</parameter>"
-_FUNCTION = re.compile(r"\s*<function=\s*([^>\s]+)\s*>\s*")
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?")
-_END_OF_FUNCTION = re.compile(r"\s*</function>\s*")
-_BLANKS = re.compile(r"\s*")
-_PYTHON_WORDS = {"None": "null", "True": "true", "False": "false"}
+from service.text.calls.hermes import HEAD
+from service.text.calls.json_text import calls_in
+from service.text.calls.pieces import Feed, JsonFeed
+from service.text.calls.qwen3_coder_pieces import XmlFeed
+from service.text.calls.xml_spelling import (
+    CLOSING,
+    END,
+    END_OF_FUNCTION,
+    END_OF_PARAMETER,
+    FUNCTION,
+    OPENING,
+    PARAMETER,
+    PARAMETER_HEAD,
+    START,
+    json_of_value,
+)
 
 
 class Qwen3CoderParser(CallParser):
@@ -50,6 +55,12 @@ class Qwen3CoderParser(CallParser):
             self._scanner = MarkScanner(END) if body.startswith("{") else xml
         return self._scanner.end(held)
 
+    def _make_feed(self) -> Feed | None:
+        body = self._held.removeprefix(START).lstrip()
+        if not body or self._held.startswith(END):
+            return None
+        return JsonFeed(HEAD) if body.startswith("{") else XmlFeed(self._tools, is_bare=self._held.startswith(FUNCTION))
+
     def _calls(self, text: str) -> list[Call] | None:
         if text == END:
             return []
@@ -69,36 +80,23 @@ class Qwen3CoderParser(CallParser):
 
     def _call(self, body: str, at: int) -> tuple[Call, int] | None:
         """The call that begins at `at`, and where it ends; None if there is none."""
-        opening = _FUNCTION.match(body, at)
+        opening = OPENING.match(body, at)
         if opening is None:
             return None
         name, members = opening[1], dict[str, str]()
         schema, at = self._tools.get(name, {}), opening.end()
-        while (parameter := _PARAMETER.match(body, at)) is not None:
-            end, key = body.find(END_OF_PARAMETER, parameter.end()), parameter[1].strip()
+        while (parameter := PARAMETER_HEAD.match(body, at)) is not None:
+            end, key = body.find(END_OF_PARAMETER, parameter.end()), parameter["key"].strip()
             if end < 0 or key in members:
                 return None
-            members[key] = json_of_value(body[parameter.end() : end].removesuffix("\n"), schema, key)
-            blanks = _BLANKS.match(body, end + len(END_OF_PARAMETER))
-            assert blanks is not None, "it matches nothing, too"
-            at = blanks.end()
-        closing = _END_OF_FUNCTION.match(body, at)
+            value = body[parameter.end() : end].removeprefix("\n").removesuffix("\n")
+            members[key] = json_of_value(value, schema, key)
+            at = end + len(END_OF_PARAMETER)
+        closing = CLOSING.match(body, at)
         if closing is None:
             return None
         written = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in members.items())
         return Call(name, "{" + ", ".join(written) + "}"), closing.end()
-
-
-def json_of_value(text: str, schema: Schema, key: str) -> str:
-    """What a parameter's text means, as JSON: the text itself where its schema wants one, or where it is no other value
-    that the schema takes."""
-    kinds = kinds_of(schema, key)
-    if kinds != {"string"}:
-        value = _PYTHON_WORDS.get(text.strip(), text.strip())
-        kind = kind_of(value)
-        if kind is not None and (not kinds or kind in kinds or "string" not in kinds):
-            return value
-    return json.dumps(text, ensure_ascii=False)
 
 
 class _XmlScanner:
