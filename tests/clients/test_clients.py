@@ -26,6 +26,8 @@ OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1"}
 
 
 LAMP = re.compile(r"colour='?(red|green)'? on=(true|false)\n", re.IGNORECASE)
+# A call, and what comes of its result.
+CALLED = "calculator 27 + 15\nThe answer is 42.\n"
 
 
 def _block(heading: str, language: str) -> str:
@@ -42,22 +44,24 @@ def test_openai(server: Server) -> None:
 def test_clients_of_python(client: str, heading: str, server: Server) -> None:
     """The second answer is one to a history with all that the client has put into the first."""
     python = environment(client) / "bin" / "python"
-    chat, structured = blocks(PAGE, heading, "python")
+    chat, structured, calling = blocks(PAGE, heading, "python")
     first, second = run([str(python), "-c", chat], server, **OFFLINE).split("\n", 1)
     assert first == "LAMP TIGER MOSS!"
     assert second.strip().isupper(), second
     said = run([str(python), "-c", structured], server, **OFFLINE)
     assert LAMP.fullmatch(said), said
+    assert run([str(python), "-c", calling], server, **OFFLINE) == CALLED
 
 
 def test_vercel_ai_sdk(server: Server) -> None:
     home = environment("vercel-ai")
-    chat, structured = (
+    chat, structured, calling = (
         run(["node", "--input-type=module", "--eval", block], server, cwd=home)
         for block in blocks(PAGE, "### Vercel AI SDK", "js")
     )
     assert re.fullmatch(r"LAMP TIGER MOSS!\nmoss tiger lamp\n\d+ tokens\n", chat), chat
     assert LAMP.fullmatch(structured), structured
+    assert calling == CALLED
 
 
 def test_lm_eval(server: Server) -> None:
@@ -66,7 +70,7 @@ def test_lm_eval(server: Server) -> None:
     assert values == [("likelier", "1"), ("shouted", "1")], said
 
 
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 def test_guidellm(path: str, server: Server, tmp_path: Path) -> None:
     (tmp_path / "service").symlink_to(ROOT / "service")
     block = _block("### guidellm", "sh").replace("/v1/chat/completions", path)
