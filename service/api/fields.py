@@ -173,9 +173,19 @@ EMBEDDING_FIELDS = _table(
     _refused("endianness", neutral=("native", "little")),
     _refused("mm_processor_kwargs", neutral=({},)),
 )
-RESPONSE_REASONING_FIELDS = _table(_refused("summary", "generate_summary"))
+RESPONSE_REASONING_FIELDS = _table(
+    _refused("summary", "generate_summary"),
+    _refused("context", neutral=("auto",)),
+    _refused("mode", neutral=("standard",)),
+)
 RESPONSE_TEXT_FIELDS = _table(_refused("verbosity", neutral=("medium",), advice="ask for the length in the input"))
 # Of `stream_options`. Obfuscation pads chunks against those who watch their sizes; the field turns it off or on.
 STREAM_FIELDS = _table(_inert("include_obfuscation"))
-# Of a tool's definition: where a prompt may be cut for a cache of the client's own.
-TOOL_FIELDS = _table(_inert("cache_control"))
+# Of a tool's definition.
+TOOL_FIELDS = _table(
+    # Where a prompt may be cut for a cache of the client's own.
+    _inert("cache_control"),
+    _refused("async", "defer_loading", neutral=(False,)),
+    _refused("allowed_callers", neutral=(["direct"],)),
+    _refused("output_schema", advice="say in the `description` what it gives back"),
+)

@@ -8,11 +8,13 @@ from typing import Any, ClassVar, Literal
 
 import openai
 import pytest
-from openai.types.responses import response_create_params
+from openai.types.responses import function_tool_param, response_create_params
+from openai.types.shared_params import Reasoning
 from pydantic import BaseModel, ConfigDict
 
 from service.api.response_output import ResponseOutput
-from service.api.response_request import ResponsesRequest
+from service.api.response_request import ReasoningOptions, ResponsesRequest
+from service.api.tools import FunctionDefinition
 from tests.api.conftest import BASE, Checkpoints
 from tests.support.scripted_server import ScriptedServer, make_text_model, scripted_server
 from tests.support.server import Server
@@ -211,6 +213,7 @@ class TestRefusals:
             ({"include": ["web_search_call.results"]}, "include[0]"),
             ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
             ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+            ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
             ({"text": {"verbosity": "low"}}, "text.verbosity"),
             ({"max_output_tokens": 0}, "max_output_tokens"),
             ({"max_output_tokens": 600}, "max_output_tokens"),
@@ -265,6 +268,7 @@ class TestRefusals:
     def test_every_field_of_the_client_is_known(self) -> None:
         params = response_create_params.ResponseCreateParamsBase.__annotations__
         assert set(params) <= set(ResponsesRequest.model_json_schema()["properties"])
+        assert set(Reasoning.__annotations__) <= set(ReasoningOptions.model_json_schema()["properties"])
 
 
 class TestTools:
@@ -347,6 +351,18 @@ class TestTools:
             speaker.client.responses.create(model=BASE, input="the", **fields)
         assert caught.value.param == param
         assert ".function" not in caught.value.message
+
+    def test_what_the_client_can_say_of_a_tool_is_known(self, speaker: ScriptedServer) -> None:
+        known = FunctionDefinition.model_fields | FunctionDefinition.unserved
+        assert set(function_tool_param.FunctionToolParam.__annotations__) - {"type"} <= set(known)
+        nothing = {"async": False, "defer_loading": False, "allowed_callers": ["direct"], "output_schema": None}
+        speaker.says("So.")
+        asked: Any = {"model": BASE, "input": "the", "reasoning": {"context": "auto", "mode": "standard"}}
+        assert speaker.client.responses.create(tools=[{**self.ADD, **nothing}], **asked).output_text == "So."  # type: ignore[list-item]
+        for name, value in {"async": True, "defer_loading": True, "allowed_callers": [], "output_schema": {}}.items():
+            with pytest.raises(openai.BadRequestError) as caught:
+                speaker.client.responses.create(tools=[{**self.ADD, name: value}], **asked)  # type: ignore[list-item]
+            assert caught.value.param == f"tools[0].{name}"
 
 
 class TestOutput:
