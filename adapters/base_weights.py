@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from adapters.binding import BaseCopy
 from adapters.errors import AdapterError
 from adapters.format import ELEMENT_BYTES, Tensor, parse_json_object, read_chunks, read_header
 
@@ -25,19 +24,18 @@ class BaseWeights:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
-    def repeats(self, copy: BaseCopy, path: Path) -> bool:
-        """Whether `copy`, in the file at `path`, equals the base's weight once that is rounded to the copy's dtype."""
-        found = self._find(f"{copy.slice.module}.weight")
-        if found is None and copy.slice.module == "lm_head":  # tied to the embedding, hence not in the checkpoint
+    def repeats(self, name: str, copy: Tensor, path: Path) -> bool:
+        """Whether `copy`, in the file at `path`, equals the base's tensor `name` once that is rounded to its dtype."""
+        found = self._find(name)
+        if found is None and name == "lm_head.weight":  # tied to the embedding, hence not in the checkpoint
             found = self._find("model.embed_tokens.weight")
-        if found is None or found[1].shape != copy.tensor.shape:
+        if found is None or found[1].shape != copy.shape:
             return False
         base_path, base = found
         base_chunks = read_chunks(base_path, base, CHUNK_ELEMENTS * ELEMENT_BYTES[base.dtype])
-        copy_chunks = read_chunks(path, copy.tensor, CHUNK_ELEMENTS * ELEMENT_BYTES[copy.tensor.dtype])
+        copy_chunks = read_chunks(path, copy, CHUNK_ELEMENTS * ELEMENT_BYTES[copy.dtype])
         return all(
-            _same(ours, base.dtype, theirs, copy.tensor.dtype)
-            for ours, theirs in zip(base_chunks, copy_chunks, strict=True)
+            _same(ours, base.dtype, theirs, copy.dtype) for ours, theirs in zip(base_chunks, copy_chunks, strict=True)
         )
 
     def _find(self, name: str) -> tuple[Path, Tensor] | None:

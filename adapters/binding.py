@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from adapters.config import AdapterConfig
 from adapters.errors import BindingError
 from adapters.format import Tensor
-from adapters.layout import BaseLayout, Projection, Slice
+from adapters.layout import BaseLayout, Group, Projection, Slice
 from adapters.patterns import endings, pattern_values, targeted
 
 # Path components that wrap a model without being part of it; training frameworks stack them in any order.
@@ -20,8 +20,13 @@ _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpo
 _PEFT_PREFIX = re.compile(r"(?:module\.)*(?:base_model\.model\.)?(?:module\.)*")
 # Models inside models: the text part of a multimodal model is the same tree under another name.
 _MODEL_PREFIX = re.compile(r"(?:(?:base_model|model|language_model|text_model|module)\.)*")
-_SIDE = re.compile(r"(?P<path>.+)\.(?P<side>lora_A|lora_B|lora_embedding_A|lora_embedding_B)(?P<rest>(?:\.[^.]+){0,2})")
-_BASE_WEIGHT = re.compile(r"(?P<path>.+?)(?:\.base_layer|\.original_module)?\.weight")
+_SIDE = re.compile(
+    r"(?P<path>.+)\.(?P<side>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(?P<rest>(?:\.[^.]+){0,2})"
+)
+_BASE_TENSOR = re.compile(
+    r"(?P<path>.+?)(?:\.(?P<wrapper>base_layer|original_module|modules_to_save(?:\.[^.]+)?))?\.(?P<what>weight|bias)"
+)
 MAX_SHOWN = 8
 
 
@@ -39,26 +44,55 @@ class BoundSlice:
 
 @dataclass(frozen=True, slots=True)
 class BaseCopy:
-    """A weight of the base model itself that the file repeats; it must equal the base's, or it would be a change."""
+    """A tensor of the base model itself that the file repeats; it must equal the base's, or it would be a change.
+
+    name  that the base has for it
+    """
 
     tensor: Tensor
-    slice: Slice
-    shape: tuple[int, int]
+    name: str
+
+
+# Parts of an adapter that are no rows, by what stands behind the module in PEFT's names.
+MAGNITUDE, LORA_BIAS, BIAS, WEIGHT = "lora_magnitude_vector", "lora_B.bias", "bias", "weight"
+
+
+@dataclass(frozen=True, slots=True)
+class BoundExtra:
+    """What an adapter has for a module beside rows: a magnitude or a bias of a projection [out_features], the weight of
+    a norm [width], of the embedding or of the head [vocabulary, width]."""
+
+    module: str
+    part: str
+    tensor: Tensor
+    group: Group
+
+    @property
+    def replaces(self) -> str | None:
+        """The base's tensor that it stands for; None for what the base has not."""
+        return f"{self.module}.{self.part}" if self.part in (BIAS, WEIGHT) else None
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """slices in the layout's order; rows: the largest rank per projection group."""
+    """slices in the layout's order; rows: the largest rank per projection group, and 1 per side group of the extras."""
 
     slices: tuple[BoundSlice, ...]
     base_copies: tuple[BaseCopy, ...]
     rows: dict[str, int]
     notes: tuple[str, ...] = ()
+    extras: tuple[BoundExtra, ...] = ()
+
+    def without(self, unchanged: Collection[BoundExtra]) -> Binding:
+        """Leave out extras that equal the base's own tensors."""
+        extras = tuple(extra for extra in self.extras if extra not in unchanged)
+        notes = tuple(f"{extra.tensor.name} repeats the base's own tensor and is not stored." for extra in unchanged)
+        return replace(self, extras=extras, rows=_rows(self.slices, extras), notes=(*self.notes, *notes))
 
 
 @dataclass(slots=True)
 class _Found:
-    """Tensors of one module; `path` is the module's path as the trainer saw it."""
+    """Tensors of one module: "A", "B", MAGNITUDE, LORA_BIAS; `path` is the module's path as the trainer saw it."""
 
     path: str
     sides: dict[str, Tensor] = field(default_factory=dict)
@@ -70,9 +104,9 @@ def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor
     known = _Known(layout)
     problems: list[tuple[str, str]] = []
     found: dict[str, _Found] = {}
-    copies: list[BaseCopy] = []
+    others = _Others(config)
     for tensor in tensors.values():
-        reason = _sort_in(tensor, known, found, copies)
+        reason = _sort_in(tensor, known, found, others)
         if reason is not None:
             problems.append((tensor.name, reason))
     problems += _check_targets(known, config, found)
@@ -89,8 +123,41 @@ def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor
             slices.append(bound)
         else:
             problems += bound
-    _refuse(problems, slices)
-    return Binding(tuple(slices), tuple(copies), _rows(slices), _notes(config, known, copies))
+        vectors = _vectors(known.slices[module][1], entry, config)
+        if isinstance(vectors, str):
+            problems.append((module, vectors))
+        else:
+            others.extras += vectors
+    problems += [
+        (extra.tensor.name, f"{extra.module} has LoRA weights too; an adapter trains it whole or with LoRA")
+        for extra in others.extras
+        if extra.part == WEIGHT and extra.module in found
+    ]
+    _refuse(problems, slices, others.extras)
+    extras = tuple(sorted(others.extras, key=lambda extra: (extra.module, extra.part)))
+    return Binding(
+        tuple(slices),
+        tuple(others.copies),
+        _rows(slices, extras),
+        _notes(config, known, others.copies),
+        extras,
+    )
+
+
+@dataclass(slots=True)
+class _Others:
+    """Tensors that are no LoRA weights: what is held beside rows, and what must repeat the base."""
+
+    config: AdapterConfig
+    extras: list[BoundExtra] = field(default_factory=list)
+    copies: list[BaseCopy] = field(default_factory=list)
+
+    def add(self, extra: BoundExtra) -> str | None:
+        twin = next((one for one in self.extras if (one.module, one.part) == (extra.module, extra.part)), None)
+        if twin is not None:
+            return f"{extra.module} already has its {extra.part} from tensor {twin.tensor.name[:200]!r}"
+        self.extras.append(extra)
+        return None
 
 
 class _Known:
@@ -102,6 +169,7 @@ class _Known:
         assert len(self.by_tail) == len(self.slices), "module paths are unique without the model's name"
 
         self.unadapted = tuple(_tail(module) for module in layout.unadapted)
+        self.norms = {_tail(norm.module): norm for norm in layout.norms}
         self.fused = {_tail(name): modules for p in layout.projections for name, modules in _fused(p)}
 
     def in_order(self, modules: Mapping[str, object]) -> list[str]:
@@ -148,31 +216,43 @@ def _trained_path(name: str) -> str:
     return name[_end(_PEFT_PREFIX, name) :]
 
 
-def _sort_in(tensor: Tensor, known: _Known, found: dict[str, _Found], copies: list[BaseCopy]) -> str | None:
+def _sort_in(tensor: Tensor, known: _Known, found: dict[str, _Found], others: _Others) -> str | None:
     """Put the tensor where it belongs; the reason if it belongs nowhere."""
     match = _SIDE.fullmatch(tensor.name)
     if match is None:
-        return _sort_in_other(tensor, known, copies)
-    rest = match["rest"].removesuffix(".weight")
-    if rest.count(".") > 1 or rest == ".bias" or match["rest"].endswith(".bias"):
+        return _sort_in_other(tensor, known, others)
+    side, rest = match["side"], match["rest"].removesuffix(".weight")
+    if side == "lora_B" and rest.endswith(".bias"):
+        side, rest = LORA_BIAS, rest.removesuffix(".bias")
+    if rest.count(".") > 1 or rest.endswith(".bias"):
         return "a bias or parameter beside lora_A and lora_B is not supported"
-    path, side = _trained_path(match["path"]), match["side"][-1]
+    if side == MAGNITUDE and not others.config.use_dora:
+        return "it belongs to DoRA, and adapter_config.json does not say use_dora"
+    if side == LORA_BIAS and not others.config.lora_bias:
+        return "it is a bias of lora_B, and adapter_config.json does not say lora_bias"
+    path = _trained_path(match["path"])
     module = known.resolve(path)
     if module is None:
         fused = known.resolve_fused(path)
         if fused is None:
             return known.why_unknown(path)
-        return _sort_in_fused(tensor, path, side, fused, known, found)
+        return _sort_in_fused(tensor, path, _short(side), fused, known, found)
     is_embedding = known.slices[module][0].kind == "embedding"
-    if is_embedding != match["side"].startswith("lora_embedding"):
+    if side != MAGNITUDE and is_embedding != side.startswith("lora_embedding"):
         return f"{module} takes {'lora_embedding_A/B' if is_embedding else 'lora_A/B'}, not {match['side']}"
-    return _put(tensor, path, side, module, found)
+    return _put(tensor, path, _short(side), module, found)
+
+
+def _short(side: str) -> str:
+    """ "A" or "B" of those, whatever the projection; the other parts as they are."""
+    return side if side in (MAGNITUDE, LORA_BIAS) else side[-1]
 
 
 def _put(tensor: Tensor, path: str, side: str, module: str, found: dict[str, _Found]) -> str | None:
     entry = found.setdefault(module, _Found(path))
     if side in entry.sides:
-        return f"{module} already has lora_{side} from tensor {entry.sides[side].name[:200]!r}"
+        named = f"lora_{side}" if len(side) == 1 else side
+        return f"{module} already has {named} from tensor {entry.sides[side].name[:200]!r}"
     entry.sides[side] = tensor
     return None
 
@@ -180,46 +260,85 @@ def _put(tensor: Tensor, path: str, side: str, module: str, found: dict[str, _Fo
 def _sort_in_fused(
     tensor: Tensor, path: str, side: str, modules: tuple[str, ...], known: _Known, found: dict[str, _Found]
 ) -> str | None:
-    """Of a module that stands for several: each of them has its A, and its own rows of B."""
+    """Of a module that stands for several: each of them has its A, and its own rows of B and of what goes with it."""
     sizes = [known.slices[module][1].out_features for module in modules]
-    if side == "B" and (len(tensor.shape) != 2 or tensor.shape[0] != sum(sizes)):
+    if side != "A" and (len(tensor.shape) != 1 + (side == "B") or tensor.shape[0] != sum(sizes)):
         return f"its shape is {tensor.shape}; {path} stands for {', '.join(modules)}, which have {sum(sizes)} rows"
     start = tensor.start
     for module, size in zip(modules, sizes, strict=True):
         part = tensor
-        if side == "B":
+        if side != "A":
             end = start + tensor.num_bytes * size // sum(sizes)
-            part, start = replace(tensor, shape=(size, tensor.shape[1]), start=start, end=end), end
+            part, start = replace(tensor, shape=(size, *tensor.shape[1:]), start=start, end=end), end
         reason = _put(part, path, side, module, found)
         if reason is not None:
             return reason
     return None
 
 
-def _sort_in_other(tensor: Tensor, known: _Known, copies: list[BaseCopy]) -> str | None:
-    """Tensors that are no LoRA weights: copies of base embeddings are kept for a comparison, others are refused."""
+def _sort_in_other(tensor: Tensor, known: _Known, others: _Others) -> str | None:
+    """Tensors that are no LoRA weights: trained whole, or copies of the base's that are kept for a comparison."""
     name = tensor.name
-    if "lora_magnitude_vector" in name:
-        return "it belongs to DoRA, which is not supported"
-    if ".modules_to_save." in name:
-        return "it belongs to a fully trained module (modules_to_save), which is not supported"
     if "token_adapter" in name or "trainable_tokens" in name:
         return "it belongs to trained tokens (trainable_token_indices), which are not supported"
-    match = _BASE_WEIGHT.fullmatch(name)
-    module = known.resolve(_trained_path(match["path"])) if match else None
-    if module is None:
+    match = _BASE_TENSOR.fullmatch(name)
+    if match is None:
         return "it is neither lora_A nor lora_B of a projection of this base model"
-    projection, piece = known.slices[module]
-    if projection.group != "embeddings":
-        return f"it is a full weight of {module}; only lora_A and lora_B are applied"
-    # An embedding's weight is [vocabulary, width], a head's too.
-    shape = (projection.in_features, piece.out_features)
-    if projection.kind == "linear":
-        shape = (piece.out_features, projection.in_features)
+    path, wrapper, what = _trained_path(match["path"]), match["wrapper"] or "", match["what"]
+    module, config = known.resolve(path), others.config
+    norm = known.norms.get(_tail(path))
+    if what == BIAS:
+        if module is None or not config.has_biases:
+            return "it is a bias, and adapter_config.json says bias 'none' or this base has no such projection"
+        return _add_bias(tensor, *known.slices[module], others)
+    if module is None and norm is None:
+        if config.modules_to_save:
+            return "of whole modules (modules_to_save), norms of hidden states, the embedding and the head are applied"
+        return "it is neither lora_A nor lora_B of a projection of this base model"
+    is_saved = bool(config.modules_to_save) and wrapper not in ("base_layer", "original_module")
+    if wrapper.startswith("modules_to_save") and not is_saved:
+        return "it belongs to a fully trained module, and adapter_config.json names none (modules_to_save)"
+    if norm is not None:
+        shape: tuple[int, ...] = (norm.out_features,)
+        home, group = norm.module, "norms"
+    else:
+        assert module is not None
+        projection, piece = known.slices[module]
+        if projection.group != "embeddings":
+            return f"it is a full weight of {module}; of whole modules, norms, the embedding and the head are applied"
+        # An embedding's weight is [vocabulary, width], a head's too.
+        shape = (projection.in_features, piece.out_features)
+        if projection.kind == "linear":
+            shape = (piece.out_features, projection.in_features)
+        home, group = module, "saved_head" if projection.kind == "linear" else "saved_embedding"
     if tensor.shape != shape:
-        return f"it is a full weight of shape {tensor.shape}, not {shape}: the vocabulary was changed in training"
-    copies.append(BaseCopy(tensor, piece, shape))
+        why = "" if norm is not None else ": the vocabulary was changed in training"
+        return f"it is a full weight of shape {tensor.shape}, not {shape}{why}"
+    if is_saved:
+        return others.add(BoundExtra(home, WEIGHT, tensor, group))  # type: ignore[arg-type]
+    others.copies.append(BaseCopy(tensor, f"{home}.{WEIGHT}"))
     return None
+
+
+def _add_bias(tensor: Tensor, projection: Projection, piece: Slice, others: _Others) -> str | None:
+    if projection.kind == "embedding" or tensor.shape != (piece.out_features,):
+        return f"it is a bias of shape {tensor.shape}; that of {piece.module} would be {(piece.out_features,)}"
+    return others.add(BoundExtra(piece.module, BIAS, tensor, "vectors"))
+
+
+def _vectors(piece: Slice, entry: _Found, config: AdapterConfig) -> list[BoundExtra] | str:
+    """Magnitude and bias of an adapted module, or which is missing or misshapen."""
+    extras = []
+    for part, is_wanted in ((MAGNITUDE, config.use_dora), (LORA_BIAS, config.lora_bias)):
+        tensor = entry.sides.get(part)
+        if tensor is None:
+            if is_wanted:
+                return f"its {part} is missing, and adapter_config.json says that there is one"
+            continue
+        if tensor.shape != (piece.out_features,):
+            return f"its {part} has shape {tensor.shape}, not {(piece.out_features,)}"
+        extras.append(BoundExtra(piece.module, part, tensor, "vectors"))
+    return extras
 
 
 def _check_targets(known: _Known, config: AdapterConfig, found: Mapping[str, _Found]) -> list[tuple[str, str]]:
@@ -256,7 +375,7 @@ def _bind_module(
     projection: Projection, piece: Slice, entry: _Found, rank: int, alpha: float, use_rslora: bool
 ) -> BoundSlice | list[tuple[str, str]]:
     """The module's slice, or what is wrong with its tensors."""
-    if len(entry.sides) < 2:
+    if not {"A", "B"} <= entry.sides.keys():
         present = next(iter(entry.sides.values()))
         other = "B" if "A" in entry.sides else "A"
         return [(present.name, f"its counterpart lora_{other} is missing")]
@@ -270,12 +389,12 @@ def _bind_module(
     return problems or BoundSlice(projection, piece, rank, scaling, a, b)
 
 
-def _rows(slices: list[BoundSlice]) -> dict[str, int]:
+def _rows(slices: Sequence[BoundSlice], extras: Sequence[BoundExtra]) -> dict[str, int]:
     rows: dict[str, int] = {}
     for bound in slices:
         group = bound.projection.group
         rows[group] = max(rows.get(group, 0), bound.rank)
-    return rows
+    return rows | {extra.group: 1 for extra in extras}
 
 
 def _notes(config: AdapterConfig, known: _Known, copies: list[BaseCopy]) -> tuple[str, ...]:
@@ -288,12 +407,12 @@ def _notes(config: AdapterConfig, known: _Known, copies: list[BaseCopy]) -> tupl
     return tuple(notes)
 
 
-def _refuse(problems: list[tuple[str, str]], slices: list[BoundSlice]) -> None:
+def _refuse(problems: list[tuple[str, str]], slices: list[BoundSlice], extras: list[BoundExtra]) -> None:
     if problems:
         shown = "; ".join(f"{name[:200]}: {reason}" for name, reason in problems[:MAX_SHOWN])
         more = f"; and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
         raise BindingError(f"The adapter does not fit this base model. {shown}{more}.", tuple(problems))
     if not slices:
         raise BindingError("The adapter has no LoRA tensors for any projection of this base model.", ())
-    if all(bound.scaling == 0 for bound in slices):
+    if not extras and all(bound.scaling == 0 for bound in slices):
         raise BindingError("The adapter would change nothing: lora_alpha is 0 for all of its modules.", ())

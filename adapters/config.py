@@ -45,14 +45,11 @@ NOT_SUPPORTED = {
     "ensure_weight_tying": "tied adapters of the embedding and the head",
     "kasa_config": "KaSA",
     "layer_replication": "layer replication",
-    "lora_bias": "a bias in lora_B",
     "megatron_config": "Megatron layers",
-    "modules_to_save": "fully trained modules",
     "monteclora_config": "Monte Carlo LoRA",
     "target_parameters": "LoRA on bare parameters",
     "trainable_token_indices": "trained tokens",
     "use_bdlora": "block-diagonal LoRA",
-    "use_dora": "DoRA",
     "use_qalora": "QA-LoRA",
     "velora_config": "VeLoRA",
 }
@@ -67,11 +64,14 @@ KNOWN = frozenset(
         "layers_pattern",
         "layers_to_transform",
         "lora_alpha",
+        "lora_bias",
+        "modules_to_save",
         "peft_type",
         "r",
         "rank_pattern",
         "target_modules",
         "task_type",
+        "use_dora",
         "use_rslora",
     }
 )
@@ -83,6 +83,9 @@ class AdapterConfig:
 
     target_modules, exclude_modules  names (or path endings), or one regular expression / "all-linear"
     layers_to_transform              None = all; only with a list of target_modules
+    has_biases                       biases of the base's own projections were trained (`bias` "all" or "lora_only")
+    use_dora, lora_bias              each adapted projection has a magnitude, or a bias beside lora_B
+    modules_to_save                  modules that were trained whole
     """
 
     rank: int
@@ -94,6 +97,10 @@ class AdapterConfig:
     exclude_modules: tuple[str, ...] | str
     layers_to_transform: tuple[int, ...] | None
     layers_pattern: tuple[str, ...]
+    use_dora: bool = False
+    has_biases: bool = False
+    lora_bias: bool = False
+    modules_to_save: tuple[str, ...] = ()
 
 
 def parse_config(text: bytes) -> AdapterConfig:
@@ -114,7 +121,13 @@ def parse_config(text: bytes) -> AdapterConfig:
         exclude_modules=_names(fields.get("exclude_modules"), "exclude_modules"),
         layers_to_transform=_layers(fields.get("layers_to_transform")),
         layers_pattern=_layers_pattern(fields.get("layers_pattern")),
+        use_dora=_bool(fields.get("use_dora"), "use_dora"),
+        has_biases=_has_biases(fields.get("bias", "none")),
+        lora_bias=_bool(fields.get("lora_bias"), "lora_bias"),
+        modules_to_save=tuple(_names(fields.get("modules_to_save") or [], "modules_to_save")),
     )
+    if config.use_dora and config.lora_bias:
+        raise Unsupported("adapter_config.json: use_dora together with lora_bias is not supported; train with either.")
     if not config.target_modules:
         raise Malformed("adapter_config.json: target_modules must name the adapted modules; add them.")
     if isinstance(config.target_modules, str) and (config.layers_to_transform is not None or config.layers_pattern):
@@ -131,10 +144,6 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
     for key, meaning in NOT_SUPPORTED.items():
         if not _is_off(fields.get(key)) or (key == "alora_invocation_tokens" and fields.get(key) is not None):
             raise Unsupported(f"adapter_config.json: {key} ({meaning}) is not supported; train without it.")
-    if fields.get("bias", "none") != "none":
-        raise Unsupported(
-            f"adapter_config.json: bias {_show(fields['bias'])} is not supported; train with bias 'none'."
-        )
     task = fields.get("task_type")
     if not isinstance(task, str | None) or task not in TASK_TYPES:
         raise Unsupported(f"adapter_config.json: task_type {_show(task)} is not for text generation (CAUSAL_LM).")
@@ -150,6 +159,12 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
                 f"adapter_config.json: the setting {key[:100]!r} is not known here, so it is not known whether it "
                 "changes the computation; remove it if it does not."
             )
+
+
+def _has_biases(value: Any) -> bool:
+    if value not in ("none", "all", "lora_only"):
+        raise Unsupported(f"adapter_config.json: bias {_show(value)} is not known; it is 'none', 'all' or 'lora_only'.")
+    return bool(value != "none")
 
 
 def _is_off(value: Any) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import msgspec
 import numpy as np
 import torch
 
+from adapters.binding import WEIGHT
 from adapters.errors import Malformed, NotFound, Unsupported
 from adapters.format import Tensor, read_header
-from adapters.layout import BaseLayout
+from adapters.layout import TABLE_GROUPS, BaseLayout, Group, Projection, Slice
 from adapters.paths import EMBEDDING_SIDES, LINEAR_SIDES, MANIFEST_FILE, TENSOR_FILE, adapter_dir, stored_name
 from adapters.records import UNREADABLE, Manifest
 
@@ -33,12 +35,21 @@ class HostSlice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostAdapter:
-    """slices by module path; rows: the largest rank per projection group; num_bytes of host memory."""
+    """slices by module path; rows: the largest rank per projection group; num_bytes of host memory.
+
+    extras  what it has beside rows, by module path and part (see `adapters.binding.BoundExtra`): float32 vectors, and
+            the embedding and the head in the rows' dtype
+    """
 
     digest: str
     slices: dict[str, HostSlice]
     rows: dict[str, int]
     num_bytes: int
+    extras: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it holds."""
+        return [*(tensor for s in self.slices.values() for tensor in (s.a, s.b)), *self.extras.values()]
 
 
 class HostTier:
@@ -97,7 +108,7 @@ class HostTier:
             assert self._used() <= self.budget_bytes
             for digest, adapter in self._kept.items():
                 assert adapter.digest == digest
-                storages = [tensor.untyped_storage() for s in adapter.slices.values() for tensor in (s.a, s.b)]
+                storages = [tensor.untyped_storage() for tensor in adapter.tensors()]
                 assert sum(storage.nbytes() for storage in storages) == adapter.num_bytes, digest
 
     def _used(self) -> int:
@@ -123,8 +134,16 @@ def read_adapter(store_root: Path, layout: BaseLayout, digest: str, dtype: torch
         raise NotFound(f"The store has no adapter {digest}.") from None
     known = {piece.module: (projection, piece) for projection in layout.projections for piece in projection.slices}
     slices: dict[str, HostSlice] = {}
+    extras: dict[tuple[str, str], torch.Tensor] = {}
     rows: dict[str, int] = {}
     for report in manifest.modules:
+        for part in report.parts:
+            group = _group_of(report.module, part, known)
+            tensor = _tensor(mapped, header, stored_name(report.module, part))
+            extras[report.module, part] = _own(tensor, dtype if group in TABLE_GROUPS else torch.float32)
+            rows[group] = 1
+        if not report.rank:
+            continue
         projection, piece = known[report.module]
         sides = EMBEDDING_SIDES if projection.kind == "embedding" else LINEAR_SIDES
         a, b = (_tensor(mapped, header, stored_name(report.module, side)) for side in sides)
@@ -134,8 +153,17 @@ def read_adapter(store_root: Path, layout: BaseLayout, digest: str, dtype: torch
         slices[report.module] = HostSlice(_own(a, dtype), _own(b.t(), dtype), report.rank, report.scaling)
     if rows != manifest.rows:
         raise Malformed(f"Adapter {digest} is damaged on disk; delete it and upload it again.")
-    num_bytes = sum(s.a.nbytes + s.b.nbytes for s in slices.values())
-    return HostAdapter(digest, slices, rows, num_bytes)
+    adapter = HostAdapter(digest, slices, rows, 0, extras)
+    return replace(adapter, num_bytes=sum(tensor.nbytes for tensor in adapter.tensors()))
+
+
+def _group_of(module: str, part: str, known: Mapping[str, tuple[Projection, Slice]]) -> Group:
+    """The side group that holds a part of this module."""
+    if part != WEIGHT:
+        return "vectors"
+    if module not in known:
+        return "norms"
+    return "saved_embedding" if known[module][0].kind == "embedding" else "saved_head"
 
 
 def _read_manifest(directory: Path, digest: str) -> Manifest:

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 # A group shares one row range per adapter across all of its layers and projections.
-Group = Literal["attention", "mlp", "operator", "embeddings"]
+# The side groups hold what is no row: a line (or table) of it for each adapter that has such; see `adapters.side_pool`.
+Group = Literal["attention", "mlp", "operator", "embeddings", "vectors", "norms", "saved_embedding", "saved_head"]
 GROUPS: tuple[Group, ...] = ("attention", "mlp", "operator", "embeddings")
+TABLE_GROUPS: tuple[Group, ...] = ("saved_embedding", "saved_head")
+SIDE_GROUPS: tuple[Group, ...] = ("vectors", "norms", *TABLE_GROUPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +51,7 @@ class BaseLayout:
     weights      fingerprint of the base's weights: an adapter fits the weights it was trained on, so adapters of two
                  bases of one shape are kept apart by it
     unadapted    modules whose adapters are not served, what is below them included: experts and their routers
+    norms        of the hidden states: the modules whose weights an adapter may replace, and their widths
     """
 
     model_type: str
@@ -56,6 +60,7 @@ class BaseLayout:
     projections: tuple[Projection, ...]
     weights: str = ""
     unadapted: tuple[str, ...] = ()
+    norms: tuple[Slice, ...] = ()
 
     @property
     def groups(self) -> tuple[Group, ...]:

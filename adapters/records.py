@@ -11,12 +11,17 @@ UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
 
 
 class ModuleReport(msgspec.Struct, frozen=True):
-    """One adapted module of the base, e.g. `model.layers.3.self_attn.q_proj`; `num_bytes` counts A and B as stored."""
+    """One adapted module of the base, e.g. `model.layers.3.self_attn.q_proj`; `num_bytes` counts what is stored for it.
+
+    rank   0 for a module without LoRA
+    parts  what it has beside LoRA weights, as `adapters.binding.BoundExtra` has it
+    """
 
     module: str
     rank: int
     scaling: float
     num_bytes: int
+    parts: tuple[str, ...] = ()
 
 
 class Manifest(msgspec.Struct, frozen=True):

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from adapters.layout import BaseLayout, Group
+from adapters.layout import SIDE_GROUPS, BaseLayout, Group
+from adapters.side_plan import plan_side, side_unit_bytes
 
 # Vocabulary-wide rows serve few adapters: they get as many rows as the layers do, but at most this share of the budget.
 EMBEDDINGS_SHARE = 0.125
@@ -17,10 +18,11 @@ TABLE_BYTES = 8
 @dataclass(frozen=True, slots=True)
 class RowPlan:
     """rows, row_bytes: per group of the layout; row_bytes counts one row in all layers and projections of the group.
+    With a side budget the side groups stand behind them: so many lines, or tables, and the bytes of one.
 
     num_places  most adapters that can be resident at once; follows from the rows, since each takes one range at least
     alignment   ranges are multiples of it
-    table_bytes of ranks and scalings of all places
+    table_bytes of ranks and scalings of all places, and of the lines of the base itself
     max_rank    largest rank that the device's kernels take; None = any
     """
 
@@ -36,13 +38,51 @@ class RowPlan:
         """What the pool can come to occupy; never more than the budget it was planned for."""
         return sum(self.rows[group] * self.row_bytes[group] for group in self.rows) + self.table_bytes
 
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """In the order that `LoraMaps.first_rows` uses."""
+        return tuple(self.rows)
+
+    @property
+    def num_rows(self) -> int:
+        """Of all groups, without what is no row."""
+        return sum(num for group, num in self.rows.items() if group not in SIDE_GROUPS)
+
+    def length(self, group: str, num_rows: int) -> int:
+        """Of the range that so many rows, or lines, of the group take."""
+        return num_rows if group in SIDE_GROUPS else self.aligned(num_rows)
+
     def aligned(self, rank: int) -> int:
         """Rows that a range for `rank` takes."""
         return -(-rank // self.alignment) * self.alignment
 
     def group_too_small(self, rows: Mapping[str, int]) -> Group | None:
         """The first group in which `rows` could never fit, None if it fits an empty pool."""
-        return next((group for group in self.rows if self.aligned(rows.get(group, 0)) > self.rows[group]), None)
+        for group in (*self.rows, *SIDE_GROUPS):
+            if self.length(group, rows.get(group, 0)) > self.rows.get(group, 0):
+                return group
+        return None
+
+    def refusal(self, group: Group, rows: Mapping[str, int]) -> str:
+        """Why `rows`, which are too many for this group, are refused; one sentence, and a hint to be added to."""
+        needed, held, size = self.length(group, rows[group]), self.rows.get(group, 0), self.row_bytes.get(group, 0)
+        if group in SIDE_GROUPS:
+            return (
+                f"The adapter needs room on the device for {_MEANINGS[group]}, and the side budget holds none"
+                f"{f' ({size} bytes each)' if size else ''}. Ask the operator for a larger --adapter-side-bytes."
+            )
+        return (
+            f"The adapter needs {needed} {group} rows on the device ({needed * size} bytes); the row budget holds "
+            f"{held} ({held * size} bytes). Use a smaller rank, or ask the operator for a larger --adapter-row-bytes."
+        )
+
+
+_MEANINGS = {
+    "vectors": "its magnitudes or biases",
+    "norms": "its norms",
+    "saved_embedding": "an embedding of its own",
+    "saved_head": "a head of its own",
+}
 
 
 def row_bytes(layout: BaseLayout, element_bytes: int) -> dict[Group, int]:
@@ -59,9 +99,16 @@ def row_bytes(layout: BaseLayout, element_bytes: int) -> dict[Group, int]:
 
 
 def plan_rows(
-    layout: BaseLayout, budget_bytes: int, *, element_bytes: int, alignment: int = 16, max_rank: int | None = None
+    layout: BaseLayout,
+    budget_bytes: int,
+    *,
+    element_bytes: int,
+    alignment: int = 16,
+    max_rank: int | None = None,
+    side_bytes: int = 0,
 ) -> RowPlan:
-    """Split `budget_bytes` so that an adapter over all layer groups uses them evenly; total_bytes <= budget_bytes."""
+    """Split `budget_bytes` so that an adapter over all layer groups uses them evenly, and `side_bytes` among the side
+    groups; total_bytes <= budget_bytes + side_bytes."""
     assert budget_bytes >= 0
     assert element_bytes > 0
     assert alignment > 0
@@ -72,7 +119,13 @@ def plan_rows(
     blocks = _split(per_block, budget_bytes)
     rows: dict[Group, int] = {group: blocks[group] * alignment for group in per_row}
     num_places = sum(blocks.values())
-    return RowPlan(rows, per_row, num_places, alignment, num_places * num_slices * TABLE_BYTES, max_rank)
+    table_bytes = num_places * num_slices * TABLE_BYTES
+    if side_bytes:
+        units = side_unit_bytes(layout, element_bytes)
+        lines = plan_side(units, side_bytes)
+        table_bytes += sum(units[group] for group in ("vectors", "norms") if lines[group])  # line 0 is the base's
+        rows, per_row = rows | lines, per_row | units
+    return RowPlan(rows, per_row, num_places, alignment, table_bytes, max_rank)
 
 
 def _split(block_bytes: dict[Group, int], budget_bytes: int) -> dict[Group, int]:

@@ -10,9 +10,10 @@ import torch
 
 from adapters.errors import RowsExceeded
 from adapters.host_tier import HostAdapter
-from adapters.layout import BaseLayout, Group, Projection
+from adapters.layout import SIDE_GROUPS, BaseLayout, Group, Projection
 from adapters.row_plan import plan_rows
 from adapters.row_ranges import Move, Range, RangeAllocator
+from adapters.side_pool import BaseFacts, SidePool
 from kernels.lora.maps import LoraStack
 
 
@@ -58,17 +59,29 @@ class RowPool:
         alignment: int = 16,
         max_rank: int | None = None,
         rows_behind: Callable[[str, int, int], torch.Tensor | None] | None = None,
+        side_bytes: int = 0,
+        base: BaseFacts | None = None,
     ) -> None:
         """rows_behind  (name of a projection, number of rows, number of slices) -> memory behind its base weight for
         the rows of A, [rows * slices, in_features], row j of slice s at j * slices + s; None: they stand by themselves.
         The bytes count as the pool's either way.
+        side_bytes, base  for what adapters have beside rows; 0: those that have such find no room
         """
         self._rows_behind = rows_behind
         self.plan = plan_rows(
-            layout, budget_bytes, element_bytes=dtype.itemsize, alignment=alignment, max_rank=max_rank
+            layout,
+            budget_bytes,
+            element_bytes=dtype.itemsize,
+            alignment=alignment,
+            max_rank=max_rank,
+            side_bytes=side_bytes,
         )
         self._layout = layout
-        self._groups = layout.groups
+        self._groups = self.plan.groups
+        self.side: SidePool | None = None
+        if side_bytes:
+            assert base is not None, "what adapters have beside rows depends on the base"
+            self.side = SidePool(layout, self.plan.rows, base, dtype, device)
         self._ranges = {group: RangeAllocator(self.plan.rows[group]) for group in self._groups}
         num_slices = sum(len(projection.slices) for projection in layout.projections)
         # One column per place, one row per slice: a load writes one column of each.
@@ -97,13 +110,18 @@ class RowPool:
         return None if resident is None else resident.place
 
     def first_rows(self, place: int) -> tuple[int, ...]:
-        """First row per group of the layout, -1 where the adapter has none. Read it when the maps of a step are built,
+        """First row per group of the plan, -1 where the adapter has none. Read it when the maps of a step are built,
         after all loads of that step."""
         return self._first_rows[place]
 
     def rows_end(self, digests: Collection[str]) -> int:
         """The row behind the last one, in any group, of these residents: a window must be as long to hold them all."""
-        taken = (self._ranges[group].get(digest) for digest in digests for group in self._residents[digest].rows)
+        taken = (
+            self._ranges[group].get(digest)
+            for digest in digests
+            for group in self._residents[digest].rows
+            if group not in SIDE_GROUPS
+        )
         return max((owned.end for owned in taken if owned is not None), default=0)
 
     # ---- residents
@@ -146,14 +164,8 @@ class RowPool:
                 "a smaller rank."
             )
         group = self.plan.group_too_small(rows)
-        if group is None:
-            return
-        needed, held, size = self.plan.aligned(rows[group]), self.plan.rows[group], self.plan.row_bytes[group]
-        raise RowsExceeded(
-            f"The adapter needs {needed} {group} rows on the device ({needed * size} bytes); the row budget holds "
-            f"{held} ({held * size} bytes). Upload it with a smaller rank, or ask the operator for a larger "
-            "--adapter-row-bytes."
-        )
+        if group is not None:
+            raise RowsExceeded(self.plan.refusal(group, rows))
 
     def has_room(self, rows: Mapping[str, int]) -> bool:
         """Whether the residents in use leave an adapter of so many rows its room."""
@@ -201,8 +213,8 @@ class RowPool:
     def usage(self) -> PoolUsage:
         used = {group: self._ranges[group].num_used for group in self._groups}
         return PoolUsage(
-            rows_used=sum(used.values()),
-            rows_total=sum(self.plan.rows.values()),
+            rows_used=sum(num for group, num in used.items() if group not in SIDE_GROUPS),
+            rows_total=self.plan.num_rows,
             bytes_used=sum(used[group] * self.plan.row_bytes[group] for group in self._groups),
             bytes_total=self.plan.total_bytes,
             num_resident=len(self._residents),
@@ -215,7 +227,7 @@ class RowPool:
 
     def _lengths(self, rows: Mapping[str, int]) -> dict[Group, int]:
         """Of the ranges that an adapter of so many rows takes."""
-        return {group: self.plan.aligned(rows[group]) for group in self._groups if rows.get(group)}
+        return {group: self.plan.length(group, rows[group]) for group in self._groups if rows.get(group)}
 
     def _has_room_beside_all(self, group: Group, length: int) -> bool:
         """Whether `_make_room` would evict nobody and move no rows in use."""
@@ -277,6 +289,9 @@ class RowPool:
             for rows in (*stack.a, *stack.b):
                 # Source and target may overlap, which copy_ does not allow.
                 rows[move.to : move.to + before.length] = rows[before.start : before.end].clone()
+        if group in SIDE_GROUPS:
+            assert self.side is not None and before.length == 1
+            self.side.move(group, before.start, move.to)
         self._num_moves += 1
         if move.owner in self._residents:
             self._note_first_rows(move.owner)
@@ -288,6 +303,10 @@ class RowPool:
         for group in resident.rows:
             taken = self._ranges[group].get(digest)
             assert taken is not None
+            if group in SIDE_GROUPS:
+                assert self.side is not None
+                self.side.write(group, taken.start, adapter)
+                continue
             for projection in self._projections(group):
                 stack = self._stacks[projection.name]
                 for index, piece in enumerate(projection.slices):

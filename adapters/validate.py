@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from adapters.base_weights import BaseWeights
-from adapters.binding import Binding, BoundSlice, bind
+from adapters.binding import Binding, BoundExtra, BoundSlice, bind
 from adapters.config import parse_config
 from adapters.errors import BindingError, Malformed, RowsExceeded
 from adapters.format import ELEMENT_BYTES, Tensor, read_chunks, read_header, write_header
@@ -31,15 +31,23 @@ def check_headers(
     Raises Malformed, Unsupported, BindingError, RowsExceeded.
     """
     binding = bind(layout, parse_config(config), read_header(tensor_path))
+    if base is not None:
+        unchanged = [
+            extra
+            for extra in binding.extras
+            if extra.replaces is not None and base.repeats(extra.replaces, extra.tensor, tensor_path)
+        ]
+        binding = binding.without(unchanged) if unchanged else binding
     if row_plan is not None:
         _check_rows(binding, row_plan)
     changed = [
         (
             copy.tensor.name,
-            f"it is a full weight of {copy.slice.module} that differs from the base's; only LoRA is applied",
+            f"it is a full weight of {copy.name.removesuffix('.weight')} that differs from the base's, and "
+            "modules_to_save does not name it",
         )
         for copy in binding.base_copies
-        if base is None or not base.repeats(copy, tensor_path)
+        if base is None or not base.repeats(copy.name, copy.tensor, tensor_path)
     ]
     if changed:
         shown = "; ".join(f"{name[:200]}: {reason}" for name, reason in changed)
@@ -68,11 +76,20 @@ def write_canonical(binding: Binding, source: Path, target: Path, chat_template:
 
 
 def module_reports(binding: Binding) -> tuple[ModuleReport, ...]:
-    """The load report, in the order of the forward pass."""
-    return tuple(
-        ModuleReport(bound.slice.module, bound.rank, bound.scaling, bound.a.num_bytes + bound.b.num_bytes)
-        for bound in binding.slices
-    )
+    """The load report, in the order of the forward pass; modules without LoRA behind the others."""
+    extras: dict[str, list[BoundExtra]] = {}
+    for extra in binding.extras:
+        extras.setdefault(extra.module, []).append(extra)
+    reports = []
+    for bound in binding.slices:
+        also = extras.pop(bound.slice.module, [])
+        num_bytes = bound.a.num_bytes + bound.b.num_bytes + sum(extra.tensor.num_bytes for extra in also)
+        parts = tuple(extra.part for extra in also)
+        reports.append(ModuleReport(bound.slice.module, bound.rank, bound.scaling, num_bytes, parts))
+    for module, alone in extras.items():
+        num_bytes = sum(extra.tensor.num_bytes for extra in alone)
+        reports.append(ModuleReport(module, 0, 0.0, num_bytes, tuple(extra.part for extra in alone)))
+    return tuple(reports)
 
 
 def _check_rows(binding: Binding, plan: RowPlan) -> None:
@@ -83,14 +100,8 @@ def _check_rows(binding: Binding, plan: RowPlan) -> None:
             f"to {plan.max_rank}. Use a smaller rank."
         )
     group = plan.group_too_small(binding.rows)
-    if group is None:
-        return
-    needed, held = plan.aligned(binding.rows[group]), plan.rows[group]
-    size = plan.row_bytes[group]
-    raise RowsExceeded(
-        f"The adapter needs {needed} {group} rows on the device ({needed * size} bytes); the row budget holds {held} "
-        f"({held * size} bytes). Use a smaller rank, or ask the operator for a larger row budget."
-    )
+    if group is not None:
+        raise RowsExceeded(plan.refusal(group, binding.rows))
 
 
 def _sides(bound: BoundSlice) -> Iterator[tuple[str, Tensor]]:
@@ -102,6 +113,7 @@ def _sides(bound: BoundSlice) -> Iterator[tuple[str, Tensor]]:
 def _canonical_order(binding: Binding) -> list[tuple[str, Tensor]]:
     """Wide elements first, so that every tensor is aligned in the file; then by name."""
     entries = [entry for bound in binding.slices for entry in _sides(bound)]
+    entries += [(stored_name(extra.module, extra.part), extra.tensor) for extra in binding.extras]
     return sorted(entries, key=lambda entry: (-ELEMENT_BYTES[entry[1].dtype], entry[0]))
 
 
@@ -112,7 +124,9 @@ def _canonical_header(binding: Binding, chat_template: bytes | None) -> bytes:
         for bound in binding.slices
     )
     template = None if chat_template is None else hashlib.sha256(chat_template).hexdigest()
-    return json.dumps(["multilora adapter 1", modules, template], separators=(",", ":")).encode() + b"\n"
+    extras = sorted([extra.module, extra.part, extra.tensor.dtype, extra.tensor.shape] for extra in binding.extras)
+    described = ["multilora adapter 1", modules, template, *([extras] if extras else [])]
+    return json.dumps(described, separators=(",", ":")).encode() + b"\n"
 
 
 def _refuse_non_finite(tensor: Tensor, chunk: bytes) -> None:

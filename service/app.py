@@ -248,6 +248,7 @@ async def _prepare(services: Services, engine: EngineClient) -> None:
                 ready.row_bytes,
                 element_bytes=ready.row_element_bytes,
                 alignment=ready.row_alignment,
+                side_bytes=ready.side_bytes,
                 # On a CPU any rank will do.
                 max_rank=None if ready.device.startswith("cpu") else MAX_KERNEL_RANK,
             )

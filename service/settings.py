@@ -144,6 +144,12 @@ class Settings(BaseSettings):
         description="adapter rows on the device, allocated once; 0 turns LoRA off; default: a quarter of what the "
         "weights and the steps leave of the device's memory, as far as it is of use, on a CPU at most 256 MiB",
     )
+    adapter_side_bytes: Size | None = Field(
+        None,
+        description="what adapters have on the device beside rows, allocated once: magnitudes of DoRA, biases, norms, "
+        "and embeddings and heads of their own; 0: such adapters are refused; default: on a CPU at most 64 MiB, "
+        "elsewhere room for magnitudes, biases and norms of 16 adapters",
+    )
     host_tier_bytes: Size = Field(ByteSize(512 * MIB), description="adapters held in host memory")
 
     max_queued_requests: int = Field(
@@ -332,6 +338,7 @@ class Settings(BaseSettings):
                 kv_bytes=_plain(self.kv_bytes),
                 state_bytes=_plain(self.state_bytes),
                 row_bytes=_plain(self.adapter_row_bytes),
+                side_bytes=_plain(self.adapter_side_bytes),
                 host_tier_bytes=int(self.host_tier_bytes),
                 num_threads=self.num_threads,
                 eager=self.eager,

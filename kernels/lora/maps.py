@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from kernels.lora.side import SideLines
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:
@@ -36,6 +38,7 @@ class LoraMaps:
     first_rows       int32 [num_groups, max_segments]; -1 where the adapter has no rows in the group
     token_segment    int32 [num_tokens]; -1 for tokens of the base model
     num_segments     int32 [1]; the active ones, read by persistent kernels on the device
+    side             lines of what adapters have beside rows; None where no adapter of the step has such
     kept             what an implementation derived from `segments`, for the other layers of the step
     """
 
@@ -46,6 +49,7 @@ class LoraMaps:
     first_rows: torch.Tensor
     token_segment: torch.Tensor
     num_segments: torch.Tensor
+    side: SideLines | None = None
     kept: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 

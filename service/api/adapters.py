@@ -194,7 +194,9 @@ def describe(request: Request, record: AdapterRecord) -> AdapterResponse:
     return AdapterResponse(
         **_listed(services, namespace_of(request, require_store(services)), row),
         modules=[
-            ModuleReport(module=one.module, rank=one.rank, scaling=one.scaling, bytes=one.num_bytes)
+            ModuleReport(
+                module=one.module, rank=one.rank, scaling=one.scaling, bytes=one.num_bytes, parts=list(one.parts)
+            )
             for one in manifest.modules
         ],
         notes=[*manifest.notes, *_same(version)],

@@ -392,12 +392,14 @@ class DetokenizeResponse(Response):
 
 
 class ModuleReport(Response):
-    """One adapted module: rank, scaling and size of its tensors."""
+    """One adapted module: rank, scaling and size of its tensors. `rank` is 0 where it has no LoRA weights, and `parts`
+    are what it has beside them: `lora_magnitude_vector`, `lora_B.bias`, `bias`, `weight`."""
 
     module: str
     rank: int
     scaling: float
     bytes: int
+    parts: list[str]
 
 
 class AdapterSummary(Response):

@@ -157,7 +157,7 @@ def _compare_memory(section: Section, examination: Examination, weight_bytes: in
     config, free = examination.config, examination.memory_free_bytes
     if config is None:
         return
-    needed = weight_bytes + config.kv_bytes + config.row_bytes + (config.state_bytes or 0)
+    needed = weight_bytes + config.kv_bytes + config.row_bytes + config.side_bytes + (config.state_bytes or 0)
     section.facts["planned_bytes"] = needed
     if free is not None and needed > free:
         section.find(

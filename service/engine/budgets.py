@@ -23,6 +23,8 @@ CPU_SHARE, DEVICE_SHARE = 0.5, 0.96
 # Rows' part of what is left beside steps; and the most that are of use: 1,024 adapters of rank 16.
 ROWS_SHARE = 0.25
 MAX_ROWS = 16_384
+# What adapters have beside rows: part of what is left, lines for so many adapters, and on a CPU at most.
+SIDE_SHARE, SIDE_LINES, CPU_SIDE_BYTES = 1 / 16, 16, 64 * MIB
 # Fewer than these, one adapter of rank 16, are no budget.
 MIN_ROWS = 16
 # Steps may need this part of the free memory before a token budget that nobody has set is halved.
@@ -40,6 +42,7 @@ class ModelSizes:
     state_bytes_per_line  of convolution, in all layers
     row_bytes             one LoRA row in all layers and projections
     bytes_per_step_token  most that a step holds for a token at the same time, beside logits
+    side_line_bytes       magnitudes, biases and norms of one adapter, in all projections
     logits_bytes          of one row, float32
     context_tokens        of the longest request
     """
@@ -50,6 +53,7 @@ class ModelSizes:
     bytes_per_step_token: int
     logits_bytes: int
     context_tokens: int
+    side_line_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +65,7 @@ class Budgets:
     block_size_tokens: int
     kv_bytes: int
     row_bytes: int
+    side_bytes: int
     step_bytes: int
 
 
@@ -77,10 +82,15 @@ def decide_budgets(
     token_budget, max_sequences = _steps(options, sizes, device_type, free_bytes)
     block_size = options.block_size_tokens or default_block_size_tokens(device_type)
     step_bytes = graph_bytes + _step_bytes(options, sizes, token_budget, max_sequences)
-    given_bytes = (options.row_bytes or 0) + (options.kv_bytes or 0)
+    given_bytes = (options.row_bytes or 0) + (options.kv_bytes or 0) + (options.side_bytes or 0)
     left = int((free_bytes - given_bytes) * (CPU_SHARE if device_type == "cpu" else DEVICE_SHARE)) - step_bytes
     most = CPU_CACHE_BYTES if device_type == "cpu" else max(left, 0)
-    row_bytes, kv_bytes = options.row_bytes, options.kv_bytes
+    row_bytes, kv_bytes, side_bytes = options.row_bytes, options.kv_bytes, options.side_bytes
+    if row_bytes == 0:
+        side_bytes = 0
+    elif side_bytes is None:
+        side_bytes = max(min(int(left * SIDE_SHARE), _side_bytes(sizes, device_type)), 0)
+        left -= side_bytes
     if row_bytes is None:
         row_bytes = min(int(left * ROWS_SHARE), most, MAX_ROWS * sizes.row_bytes)
         left -= row_bytes
@@ -102,8 +112,16 @@ def decide_budgets(
         block_size_tokens=block_size,
         kv_bytes=kv_bytes,
         row_bytes=row_bytes,
+        side_bytes=side_bytes,
         step_bytes=step_bytes,
     )
+
+
+def _side_bytes(sizes: ModelSizes, device_type: str) -> int:
+    """Where nobody says: a CPU's memory is taken when it is used, so that there is room for tables too."""
+    if device_type == "cpu":
+        return min(CPU_SIDE_BYTES, 1000 * sizes.side_line_bytes)
+    return (1 + SIDE_LINES) * sizes.side_line_bytes
 
 
 def _steps(options: EngineOptions, sizes: ModelSizes, device_type: str, free_bytes: int) -> tuple[int, int]:
@@ -142,6 +160,8 @@ def sentences(options: EngineOptions, budgets: Budgets, sizes: ModelSizes, devic
             f"{shown(budgets.row_bytes)} ({num_rows:,} rows: {num_rows // 16:,} adapters of rank 16 everywhere)",
         ),
     }
+    if budgets.side_bytes:
+        values["--adapter-side-bytes"] = (options.side_bytes, shown(budgets.side_bytes))
     told = [f"{shown(free_bytes)} free on {device} beside the weights, of which steps need {shown(budgets.step_bytes)}"]
     for word, is_given in (("given", True), ("decided from the machine", False)):
         named = [f"{flag} {text}" for flag, (value, text) in values.items() if (value is not None) is is_given]

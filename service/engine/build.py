@@ -12,6 +12,7 @@ import torch
 from adapters.host_tier import HostTier
 from adapters.row_plan import row_bytes
 from adapters.row_pool import RowPool
+from adapters.side_plan import side_unit_bytes
 from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.platform import Platform, detect, find_device, in_use, prepare
 from kernels.probe.choose import choose_implementations
@@ -80,6 +81,8 @@ def build_engine(
             alignment=platform.row_alignment,
             max_rank=max_rank_of(platform),
             rows_behind=loaded.model.rows_behind if config.lora_window else None,
+            side_bytes=config.side_bytes,
+            base=loaded.model,
         )
         host = adapters or HostTier(Path(config.store_root), loaded.layout, config.host_tier_bytes, dtype=row_dtype)
         loaded.model.bind_rows(rows)
@@ -136,11 +139,13 @@ def sizes_of(options: EngineOptions, device: str) -> ModelSizes:
     """Bytes of the model's caches and steps, in the dtypes that it is served in. Raises ModelError."""
     spec, dtype = _spec_and_dtype(options, device)
     platform = in_use(torch.device(device))
-    rows = row_bytes(layout_of_spec(spec), platform.row_dtype(dtype).itemsize)
+    layout, row_element_bytes = layout_of_spec(spec), platform.row_dtype(dtype).itemsize
+    rows, units = row_bytes(layout, row_element_bytes), side_unit_bytes(layout, row_element_bytes)
     return ModelSizes(
         kv_bytes_per_token=kv_bytes_per_token(spec, dtype),
         state_bytes_per_line=state_bytes_per_line(spec, dtype),
         row_bytes=sum(size for group, size in rows.items() if group != "embeddings"),
+        side_line_bytes=units["vectors"] + units["norms"],
         # The residual stream, its norm, a projection's output and what is computed from that; LoRA's h and maps.
         bytes_per_step_token=4 * (spec.hidden_size + spec.widest_projection) * dtype.itemsize,
         logits_bytes=4 * spec.vocab_size,

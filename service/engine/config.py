@@ -25,6 +25,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes                    KV cache, allocated once
     state_bytes                 lines of state, allocated once; None: one line for each of max_sequences
     row_bytes                   LoRA rows on the device, allocated once; 0: LoRA is off
+    side_bytes                  what adapters have on the device beside rows, allocated once: magnitudes, biases, norms,
+                                embeddings and heads of their own; 0: those that have such are refused
     host_tier_bytes             adapters held in host memory, ready for the device
     num_threads                 threads of one matrix product; None: see `service.engine.threads`
     max_steps_waiting_for_rows  after so many steps in which it was passed over, the oldest request that waits for rows
@@ -52,6 +54,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int | None = None
     state_bytes: int | None = None
     row_bytes: int | None = None
+    side_bytes: int | None = None
     host_tier_bytes: int = 1024 * MIB
     num_threads: int | None = None
     max_steps_waiting_for_rows: int = 32
@@ -78,8 +81,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}.")
-        if (self.row_bytes or 0) < 0 or self.host_tier_bytes < 0:
-            raise ValueError("row_bytes and host_tier_bytes must not be negative.")
+        if min(self.row_bytes or 0, self.side_bytes or 0, self.host_tier_bytes) < 0:
+            raise ValueError("row_bytes, side_bytes and host_tier_bytes must not be negative.")
         # Each running sequence can then always get its decode token, and one of them a prefill token.
         if self.token_budget and self.max_sequences and self.token_budget < self.max_sequences:
             raise ValueError(
@@ -97,6 +100,7 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True):
     block_size_tokens: int = 16
     kv_bytes: int = 512 * MIB
     row_bytes: int = 512 * MIB
+    side_bytes: int = 0
 
 
 def default_block_size_tokens(device: str) -> int:

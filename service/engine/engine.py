@@ -56,7 +56,7 @@ from service.engine.block_pool import BlockPool
 from service.engine.brief_thread import BriefThread
 from service.engine.config import EngineConfig
 from service.engine.grammars import Constraint, Grammars, StepMasks, Worker, has_constraint
-from service.engine.maps import BASE, IN_FLIGHT, ChunkInput, adapter_order, is_all_decode
+from service.engine.maps import BASE, IN_FLIGHT, ChunkInput, adapter_order, is_all_decode, side_lines
 from service.engine.messages import (
     Abort,
     Evict,
@@ -159,6 +159,7 @@ class Engine:
                 max_logits_rows=padded_tokens(config.max_sequences) + config.max_prompt_logits,
                 block_size=config.block_size_tokens,
                 num_groups=capacity.num_groups,
+                side_groups=capacity.side_groups,
                 has_conv=capacity.has_conv,
                 has_length_limits=capacity.has_length_limits,
                 device=capacity.device,
@@ -210,6 +211,7 @@ class Engine:
             row_bytes=self.config.row_bytes,
             row_element_bytes=self.capacity.row_element_bytes,
             row_alignment=self.capacity.row_alignment,
+            side_bytes=self.config.side_bytes,
             ops=self._ops,
         )
 
@@ -455,6 +457,7 @@ class Engine:
             all_decode=all_decode,
             has_lora=any(chunk.place != BASE for chunk in inputs),
             window_rows=self._window_rows(chunks),
+            side=side_lines(inputs, self.capacity.side_groups),
         )
 
     def _window_rows(self, chunks: list[ScheduledChunk]) -> int:

@@ -141,6 +141,25 @@ def fill_lora(arrays: Arrays, prefix: str, segments: Sequence[Segment]) -> None:
     arrays[f"{prefix}/num_segments"][0] = num
 
 
+def fill_side(arrays: Arrays, prefix: str, segments: Sequence[Segment], groups: Mapping[str, int]) -> None:
+    """Lines of the tokens, int64 [tokens], 0 where they have none; `groups` says where each stands in `first_rows`."""
+    lengths = [segment.end - segment.start for segment in segments]
+    for group, index in groups.items():
+        lines = np.array([segment.first_rows[index] + 1 for segment in segments], np.int64)
+        _put(arrays[f"{prefix}/{group}"], np.repeat(lines, lengths), 0)
+
+
+def side_lines(chunks: Sequence[ChunkInput], groups: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """The side groups that adapters of the chunks are in, each with what a captured step must know of it: of heads how
+    many tables it multiplies with."""
+    found = []
+    for group, index in groups.items():
+        highest = max((chunk.first_rows[index] + 1 for chunk in chunks if chunk.place != BASE), default=0)
+        if highest:
+            found.append((group, highest if group == "saved_head" else 1))
+    return tuple(found)
+
+
 def _put(array: np.ndarray, values: np.ndarray | list[int], padding: int | bool) -> None:
     """array = values, and `padding` behind them."""
     num = len(values)

@@ -122,7 +122,7 @@ class OpInUse(msgspec.Struct, frozen=True, array_like=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The model is loaded and warm. Sizes that admission needs.
 
-    row_bytes, row_element_bytes,
+    row_bytes, side_bytes, row_element_bytes,
     row_alignment      what `adapters.row_plan.plan_rows` needs; 0 where LoRA is off
     ops                one entry for each op
     """
@@ -135,6 +135,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     device: str
     pid: int
     row_bytes: int = 0
+    side_bytes: int = 0
     row_element_bytes: int = 0
     row_alignment: int = 0
     ops: tuple[OpInUse, ...] = ()

@@ -5,12 +5,13 @@ Owns the caches (KV blocks and conv-state lines), allocated once; blocks and lin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from adapters.layout import SIDE_GROUPS
 from kernels.platform import Platform
 from service.engine.captured_steps import HIDDEN, CapturedSteps, Graphs, unreplayable_ops
 from service.engine.config import EngineConfig
@@ -28,7 +29,7 @@ class Capacity:
     """The model and its caches in numbers. num_blocks and num_slots include the null block and the null slot.
 
     max_blocks                        of one sequence
-    num_groups                        see `BaseLayout.groups`
+    num_groups, side_groups           see `RowPlan.groups`, and where among them what is no row stands
     row_element_bytes, row_alignment  of the LoRA rows, 0 where LoRA is off
     num_window_rows                   LoRA rows behind the base weights; 0 where they stand by themselves
     """
@@ -48,6 +49,7 @@ class Capacity:
     row_element_bytes: int = 0
     row_alignment: int = 0
     num_window_rows: int = 0
+    side_groups: Mapping[str, int] = field(default_factory=dict)
 
 
 class Runner(Protocol):
@@ -198,6 +200,9 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
     context = spec.context_tokens
     if config.max_model_len_tokens is not None:
         context = min(config.max_model_len_tokens, spec.longest_context_tokens)
+    has_side = config.row_bytes > 0 and config.side_bytes > 0
+    side: tuple[str, ...] = SIDE_GROUPS if has_side else ()
+    side_groups = {group: len(loaded.layout.groups) + index for index, group in enumerate(side)}
     longest = min(context, num_blocks * config.block_size_tokens)
     return Capacity(
         vocab_size=spec.vocab_size,
@@ -208,7 +213,8 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
         max_blocks=-(-longest // config.block_size_tokens),
         num_slots=1 + num_slots,
         has_conv=spec.has_states,
-        num_groups=len(loaded.layout.groups),
+        num_groups=len(loaded.layout.groups) + len(side_groups),
+        side_groups=side_groups,
         num_window_rows=loaded.model.num_window_rows,
         has_length_limits=spec.needs_rope_limits,
         dtype=str(loaded.dtype).removeprefix("torch."),

@@ -12,13 +12,14 @@ captured step reads, those of the sampler.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from kernels.lora.maps import LoraMaps, Segment
+from kernels.lora.side import SideLines
 from service.engine import maps
 from service.engine.maps import ChunkInput
 from service.engine.step_sizes import StepSizes
@@ -45,7 +46,8 @@ class InputLimits:
 
     token_budget, max_sequences, max_blocks  the largest step, and the longest sequence in blocks
     max_logits_rows    the most rows of logits that a step yields
-    num_groups         of LoRA rows; see `BaseLayout.groups`
+    num_groups         of LoRA rows and of what adapters have beside them; see `RowPlan.groups`
+    side_groups        of these, where each stands among them
     """
 
     token_budget: int
@@ -57,6 +59,7 @@ class InputLimits:
     has_conv: bool
     has_length_limits: bool
     device: torch.device
+    side_groups: Mapping[str, int] = field(default_factory=dict)
 
 
 _Shapes = dict[str, tuple[type[Any], tuple[int, ...]]]
@@ -75,7 +78,10 @@ class StepInputs:
         if runtime is None and limits.device.type != "cpu":
             self._runtime = torch.get_device_module(limits.device)
         num_sequences = max(limits.max_sequences, min(limits.token_budget, limits.max_logits_rows))
-        largest = StepSizes(limits.token_budget, num_sequences, limits.max_logits_rows, limits.max_blocks, False, True)
+        side = tuple((group, 1) for group in limits.side_groups)
+        largest = StepSizes(
+            limits.token_budget, num_sequences, limits.max_logits_rows, limits.max_blocks, False, True, side=side
+        )
         num_bytes = _end_of(self._shapes(largest)) + _RIDER_BYTES
         is_pinned = limits.device.type != "cpu"
         num_host_buffers = 1 if self._runtime is None else 2
@@ -115,11 +121,14 @@ class StepInputs:
         row_segments = segments
         if sizes.has_lora:
             maps.fill_lora(arrays, "tokens", segments)
+            side_groups = {group: self._limits.side_groups[group] for group, _ in sizes.side}
+            maps.fill_side(arrays, "tokens", segments, side_groups)
         if sizes.num_rows is not None:
             maps.fill_logits_rows(arrays, chunks, starts)
             row_segments = maps.segments_of(chunks, [chunk.num_logits for chunk in chunks])
             if sizes.has_lora:
                 maps.fill_lora(arrays, "rows", row_segments)
+                maps.fill_side(arrays, "rows", row_segments, side_groups)
         on_device = self._send(host, places.end, riders or {})
         return self._batch(places.device, chunks, starts, block_tuples, segments, row_segments, sizes, on_device)
 
@@ -134,10 +143,10 @@ class StepInputs:
         sizes: StepSizes,
         riders: dict[str, torch.Tensor],
     ) -> StepBatch:
-        lora = _lora_maps("tokens", segments, sizes.num_tokens, tensors) if sizes.has_lora else None
+        lora = _lora_maps("tokens", segments, sizes.num_tokens, tensors, sizes.side) if sizes.has_lora else None
         rows_lora = lora
         if sizes.num_rows is not None and sizes.has_lora:
-            rows_lora = _lora_maps("rows", row_segments, sizes.num_rows, tensors)
+            rows_lora = _lora_maps("rows", row_segments, sizes.num_rows, tensors, sizes.side)
         num_missing = sizes.num_sequences - len(chunks)
         attention = AttentionMaps(
             query_starts=(*starts, *starts[-1:] * num_missing),
@@ -192,9 +201,10 @@ class StepInputs:
         if sizes.num_rows is not None:
             shapes["logits_rows"] = (np.int64, (sizes.num_rows,))
         if sizes.has_lora:
-            shapes |= _lora_shapes("tokens", num_tokens, limits)
-            if sizes.num_rows is not None:
-                shapes |= _lora_shapes("rows", sizes.num_rows, limits)
+            lengths = {"tokens": num_tokens} | ({} if sizes.num_rows is None else {"rows": sizes.num_rows})
+            for prefix, length in lengths.items():
+                shapes |= _lora_shapes(prefix, length, limits)
+                shapes |= {f"{prefix}/{group}": (np.int64, (length,)) for group, _ in sizes.side}
         return shapes
 
     def _places(self, sizes: StepSizes) -> _Places:
@@ -293,8 +303,16 @@ def _lora_shapes(prefix: str, num_tokens: int, limits: InputLimits) -> _Shapes:
 
 
 def _lora_maps(
-    prefix: str, segments: tuple[Segment, ...], num_tokens: int, tensors: dict[str, torch.Tensor]
+    prefix: str,
+    segments: tuple[Segment, ...],
+    num_tokens: int,
+    tensors: dict[str, torch.Tensor],
+    side: tuple[tuple[str, int], ...],
 ) -> LoraMaps:
+    lines = None
+    if side:
+        each = {group: tensors[f"{prefix}/{group}"] for group, _ in side}
+        lines = SideLines(num_heads=dict(side).get("saved_head", 0), **each)
     return LoraMaps(
         segments=segments,
         num_tokens=num_tokens,
@@ -303,4 +321,5 @@ def _lora_maps(
         first_rows=tensors[f"{prefix}/first_rows"],
         token_segment=tensors[f"{prefix}/token_segment"],
         num_segments=tensors[f"{prefix}/num_segments"],
+        side=lines,
     )

@@ -39,15 +39,21 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """normed [tokens, hidden_size] -> fresh, same shape, to be added to the residual stream."""
         mixed = self.mixer(normed, batch, rotations, cache)  # type: ignore[arg-type]
-        return self._end(mixed, self.mixer_end_norm)
+        return self._end(mixed, self.mixer_end_norm, batch.lora)
 
     def feed(self, normed: torch.Tensor, lora: LoraMaps | None, window_rows: int) -> torch.Tensor:
         """The same for the feed-forward layer."""
-        return self._end(self.mlp(normed, lora, window_rows), self.mlp_end_norm)
+        return self._end(self.mlp(normed, lora, window_rows), self.mlp_end_norm, lora)
 
-    def _end(self, x: torch.Tensor, norm: RmsNorm | None) -> torch.Tensor:
+    @property
+    def norms(self) -> list[RmsNorm]:
+        """Of the hidden states, in their order."""
+        each = (self.mixer_norm, self.mixer_end_norm, self.mlp_norm, self.mlp_end_norm)
+        return [norm for norm in each if norm is not None]
+
+    def _end(self, x: torch.Tensor, norm: RmsNorm | None, lora: LoraMaps | None) -> torch.Tensor:
         if norm is not None:
-            x = norm(x)
+            x = norm(x, lora)
         return x if self.residual_scale == 1.0 else x * self.residual_scale
 
 
@@ -68,12 +74,44 @@ class Decoder:
         # As transformers has it: rounded to the model's dtype before it multiplies.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=table.dtype))
         self._projections = weights.projections
+        self._by_name = {projection.name: projection for projection in self._projections}
+        norms = [norm for layer in self._layers for norm in layer.norms]
+        self._norms = {norm.name: norm for norm in (*norms, self._norm)}
 
     def bind_rows(self, rows: RowSource) -> None:
-        """Give every projection, the token embedding and the head their LoRA rows."""
+        """Give every projection, the token embedding and the head their LoRA rows, and all that may have more of an
+        adapter's its place."""
         self._embedding.bind_rows(rows)
         for projection in self._projections:
             projection.bind_rows(rows)
+        for norm in self._norms.values():
+            norm.bind_rows(rows)
+        if rows.side is not None:
+            self._head.bind_heads(rows.side.tables.get("saved_head"))
+
+    # ---- what adapters' own parts depend on: see `adapters.side_pool.BaseFacts`
+
+    def bias(self, name: str) -> torch.Tensor | None:
+        """float32 [outputs] of a projection, None without one."""
+        projection = self._by_name.get(name)
+        bias = None if projection is None else projection.weight.bias
+        return None if bias is None else bias.float()
+
+    def norm_weight(self, name: str) -> torch.Tensor:
+        """[hidden_size], as it multiplies."""
+        return self._norms[name].weight
+
+    @property
+    def norm_offset(self) -> float:
+        """See `adapters.side_pool.BaseFacts`."""
+        return 1.0 if self._spec.zero_centred_norms else 0.0
+
+    def delta_norms(self, name: str, first: int, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+        """See `adapters.side_pool.BaseFacts`."""
+        projection = self._by_name.get(name)
+        if projection is None:
+            return self._embedding.delta_norms(a, b, scaling)
+        return projection.delta_norms(first, a, b, scaling)
 
     def rows_behind(self, name: str, num_rows: int, num_slices: int) -> torch.Tensor | None:
         """Memory behind the base weight of projection `name` for its rows of A, [num_rows * num_slices, in], row j of
@@ -152,11 +190,12 @@ class Decoder:
             stream *= self._embedding_scale
         rotations = tuple(rope.rotation(batch.positions, batch.rope_limits, stream.dtype) for rope in self._ropes)
         *inner, last = self._layers
-        normed = self._layers[0].mixer_norm(stream)
+        normed = self._layers[0].mixer_norm(stream, batch.lora)
         # Each sum on the residual stream is taken together with the norm that reads it next.
         for layer, following, cache in zip(inner, self._layers[1:], caches.layers[:-1], strict=True):
-            normed, stream = layer.mlp_norm.add(layer.mix(normed, batch, rotations, cache), stream)
-            normed, stream = following.mixer_norm.add(layer.feed(normed, batch.lora, batch.window_rows), stream)
+            normed, stream = layer.mlp_norm.add(layer.mix(normed, batch, rotations, cache), stream, batch.lora)
+            fed = layer.feed(normed, batch.lora, batch.window_rows)
+            normed, stream = following.mixer_norm.add(fed, stream, batch.lora)
         mixed = last.mix(normed, batch, rotations, caches.layers[-1])
         lora = batch.lora
         if rows is not None:
@@ -164,8 +203,8 @@ class Decoder:
             if rows.shape[0] == 0:
                 return mixed.new_empty(0, mixed.shape[1])
             mixed, stream, lora = mixed.index_select(0, rows), stream.index_select(0, rows), batch.logits_lora
-        normed, stream = last.mlp_norm.add(mixed, stream)
-        normed, _ = self._norm.add(last.feed(normed, lora, batch.window_rows), stream)
+        normed, stream = last.mlp_norm.add(mixed, stream, lora)
+        normed, _ = self._norm.add(last.feed(normed, lora, batch.window_rows), stream, lora)
         return normed
 
     def _scaled(self, logits: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,8 @@ from kernels.causal_conv1d.ops import causal_conv1d_prefill, causal_conv1d_updat
 from kernels.gated_delta import ops as gated_delta_ops
 from kernels.gated_delta.ops import gated_delta_decode, gated_delta_prefill
 from kernels.gated_delta.parts import gated_norm
+from kernels.lora.maps import LoraMaps
+from kernels.lora.side import own_norm
 from kernels.paged_attention import ops as paged_attention_ops
 from kernels.paged_attention.ops import paged_attention
 from kernels.rms_norm import ops as rms_norm_ops
@@ -20,6 +22,7 @@ from kernels.rotary_kv import ops as rotary_kv_ops
 from kernels.rotary_kv.ops import rotary_kv
 from service.models.batch import StepBatch
 from service.models.caches import ConvStates, DeltaStates, KvCache
+from service.models.projection import RowSource, side_of
 from service.models.rope import Rotation
 from service.models.spec import AttentionSpec, GatedDeltaSpec, ModelSpec, ShortConvSpec
 from service.models.weights import Weights
@@ -29,19 +32,39 @@ class RmsNorm:
     """x / sqrt(mean(x ** 2) + eps) * weight, over the last dimension."""
 
     def __init__(self, weights: Weights, name: str, spec: ModelSpec) -> None:
-        self._weight = weights.norm(name, spec.hidden_size, zero_centred=spec.zero_centred_norms)
+        self.name = name
+        self.weight = weights.norm(name, spec.hidden_size, zero_centred=spec.zero_centred_norms)
         self._eps = spec.norm_eps
+        # Of adapters, by line, and the weight that a norm has before theirs; see `kernels.lora.side`.
+        self._own: torch.Tensor | None = None
+        self._ones: torch.Tensor | None = None
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self._weight, self._eps)
+    def bind_rows(self, rows: RowSource) -> None:
+        """Weights that adapters have in the place of its own."""
+        if rows.side is not None and self.name in rows.side.norms:
+            self._own, self._ones = rows.side.norms[self.name], torch.ones_like(self.weight)
+
+    def __call__(self, x: torch.Tensor, lora: LoraMaps | None = None) -> torch.Tensor:
+        side = side_of(lora)
+        if side is None or side.norms is None:
+            return rms_norm(x, self.weight, self._eps)
+        assert self._own is not None and self._ones is not None, f"{self.name} has no room for adapters' weights"
+        return own_norm(rms_norm(x, self._ones, self._eps), self._own, side.norms)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile what steps of any size need here; the same for all norms of a model."""
-        rms_norm_ops.warm_up(self._weight, dtype)
+        rms_norm_ops.warm_up(self.weight, dtype)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, lora: LoraMaps | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of the sum, the sum) of x and the residual stream, which is spent: its memory may hold the sum."""
-        return add_rms_norm(x, residual, self._weight, self._eps)
+        side = side_of(lora)
+        if side is None or side.norms is None:
+            return add_rms_norm(x, residual, self.weight, self._eps)
+        assert self._own is not None and self._ones is not None, f"{self.name} has no room for adapters' weights"
+        unit, stream = add_rms_norm(x, residual, self._ones, self._eps)
+        return own_norm(unit, self._own, side.norms), stream
 
 
 class Attention:

@@ -67,7 +67,19 @@ def layout_of_spec(spec: ModelSpec) -> BaseLayout:
         if isinstance(layer.mlp, MoeSpec)
         for module in layer.mlp.unadapted
     )
-    return BaseLayout(spec.model_type, spec.num_layers, spec.layer_prefix, tuple(projections), unadapted=unadapted)
+    norms = tuple(Slice(name, spec.hidden_size) for name in _norms(spec))
+    return BaseLayout(
+        spec.model_type, spec.num_layers, spec.layer_prefix, tuple(projections), unadapted=unadapted, norms=norms
+    )
+
+
+def _norms(spec: ModelSpec) -> list[str]:
+    """Of the hidden states, in the order of the forward pass."""
+    names = []
+    for index, layer in enumerate(spec.layers):
+        each = (layer.mixer_norm, layer.mixer_end_norm, layer.mlp_norm, layer.mlp_end_norm)
+        names += [f"{spec.layer_prefix}{index}.{name}" for name in each if name is not None]
+    return [*names, f"{spec.prefix}{spec.final_norm}"]
 
 
 # Name, group, width of the input, and widths of the outputs by module, all relative to the layer.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Protocol
 
 import torch
 from torch.nn import functional
@@ -10,9 +12,23 @@ from torch.nn import functional
 from kernels.linear.ops import PackedWeight, append_rows, linear
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.lora.ops import lora_embedding, lora_linear
+from kernels.lora.side import SideLines, SideVectors, own_embedding, own_head, scale_and_shift
 from kernels.lora_window.ops import lora_expand_window, swiglu_window
 from kernels.swiglu.activation import Activation
 from kernels.swiglu.ops import swiglu
+
+
+class Sides(Protocol):
+    """What adapters have beside rows; see `adapters.side_pool`. By the layout's names; empty where there is no room."""
+
+    @property
+    def vectors(self) -> Mapping[str, SideVectors]: ...
+
+    @property
+    def norms(self) -> Mapping[str, torch.Tensor]: ...
+
+    @property
+    def tables(self) -> Mapping[Any, torch.Tensor]: ...
 
 
 class RowSource(Protocol):
@@ -22,6 +38,16 @@ class RowSource(Protocol):
         """The rows of the projection that the layout calls `name`."""
         ...
 
+    @property
+    def side(self) -> Sides | None:
+        """None where adapters have nothing but rows."""
+        ...
+
+
+def side_of(lora: LoraMaps | None) -> SideLines | None:
+    """Lines of the step, None if no adapter in it has anything beside rows."""
+    return None if lora is None else lora.side
+
 
 class Projection:
     """x @ weight.T + bias, plus the deltas of the step's adapters. May be several slices packed into one product."""
@@ -30,6 +56,9 @@ class Projection:
         self.name = name
         self.weight = weight
         self._stack: LoraStack | None = None
+        self._vectors: SideVectors | None = None
+        self._tables: torch.Tensor | None = None
+        self._squares: torch.Tensor | None = None
 
     @property
     def stack(self) -> LoraStack | None:
@@ -38,6 +67,12 @@ class Projection:
 
     def bind_rows(self, rows: RowSource) -> None:
         self._stack = rows.stack(self.name)
+        if rows.side is not None:
+            self._vectors = rows.side.vectors.get(self.name)
+
+    def bind_heads(self, tables: torch.Tensor | None) -> None:
+        """Of the head: weights that adapters have in its place, [tables, outputs, inputs]."""
+        self._tables = tables
 
     def rows_behind(self, num_rows: int, num_slices: int) -> torch.Tensor:
         """Memory for rows of A behind the weight, which moves there: see `kernels.linear.ops.append_rows`."""
@@ -56,17 +91,39 @@ class Projection:
         if window_rows:
             product = linear(x, self.weight, window_rows=window_rows)
             lora_expand_window(product, self._rows, lora)
-            return product[:, : self.weight.out_features]
-        out = linear(x, self.weight)
-        lora_linear(x, out, self._rows, lora)
+            out = product[:, : self.weight.out_features]
+        else:
+            out = linear(x, self.weight)
+            lora_linear(x, out, self._rows, lora)
+        return out if lora.side is None else self._own(x, out, lora.side)
+
+    def _own(self, x: torch.Tensor, out: torch.Tensor, side: SideLines) -> torch.Tensor:
+        """The outputs with what adapters have beside rows."""
+        if side.vectors is not None:
+            assert self._vectors is not None, f"{self.name} has no vectors, but adapters of the step have"
+            scale_and_shift(out, self._vectors, side.vectors)
+        if side.saved_head is not None and self._tables is not None:
+            out = own_head(out, x, self._tables, side.saved_head, side.num_heads)
         return out
+
+    @torch.no_grad()
+    def delta_norms(self, first: int, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+        """See `adapters.side_pool.BaseFacts`: |w + c B A|^2 = |w|^2 + 2 c B (A w) + c^2 B (A A^T) B^T, row by row."""
+        bare = replace(self.weight, bias=None)
+        if self._squares is None:
+            self._squares = _squares_of(bare)
+        columns = slice(first, first + b.shape[1])
+        product = linear(a.to(bare.dtype), bare).float()[:, columns]
+        return _norms(self._squares[columns], product, a, b, scaling)
 
     def swiglu(
         self, x: torch.Tensor, lora: LoraMaps | None, window_rows: int = 0, activation: Activation = "silu"
     ) -> torch.Tensor:
         """activation(gate) * up of a projection whose halves are these: x [tokens, in] -> fresh [tokens, out / 2]."""
         rows = 0 if lora is None else self._window(window_rows)
-        if lora is None or not rows or activation != "silu" or len(self._rows.b) == 1:
+        side = side_of(lora)
+        has_vectors = side is not None and side.vectors is not None
+        if lora is None or not rows or has_vectors or activation != "silu" or len(self._rows.b) == 1:
             return swiglu(self(x, lora, window_rows), activation)
         return swiglu_window(linear(x, self.weight, window_rows=rows), self._rows, lora)
 
@@ -88,6 +145,8 @@ class TokenEmbedding:
         self.name = name
         self.table = table
         self._stack: LoraStack | None = None
+        self._vectors: SideVectors | None = None
+        self._tables: torch.Tensor | None = None
 
     @property
     def stack(self) -> LoraStack | None:
@@ -96,11 +155,52 @@ class TokenEmbedding:
 
     def bind_rows(self, rows: RowSource) -> None:
         self._stack = rows.stack(self.name)
+        if rows.side is not None:
+            self._vectors = rows.side.vectors.get(self.name)
+            self._tables = rows.side.tables.get("saved_embedding")
 
     def __call__(self, token_ids: torch.Tensor, lora: LoraMaps | None) -> torch.Tensor:
         """token_ids int64 [tokens] -> fresh [tokens, hidden]"""
         out = functional.embedding(token_ids, self.table)
         if lora is not None:
             assert self._stack is not None, f"{self.name} has no rows, but the step has adapters"
+            side = lora.side
+            if side is not None and side.saved_embedding is not None:
+                assert self._tables is not None, "adapters of the step have embeddings of their own"
+                out = own_embedding(out, token_ids, self._tables, side.saved_embedding)
             lora_embedding(token_ids, out, self._stack, lora)
+            if side is not None and side.vectors is not None:
+                assert self._vectors is not None, f"{self.name} has no vectors, but adapters of the step have"
+                scale_and_shift(out, self._vectors, side.vectors)
         return out
+
+    @torch.no_grad()
+    def delta_norms(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+        """As `Projection.delta_norms`, of the columns of the table."""
+        table = self.table
+        squares = sum(part.float().square().sum(0) for part in table.split(_ROWS_AT_ONCE))
+        assert isinstance(squares, torch.Tensor)
+        return _norms(squares, (a.to(table.dtype) @ table).float(), a, b, scaling)
+
+
+_ROWS_AT_ONCE = 256
+
+
+def _squares_of(weight: PackedWeight) -> torch.Tensor:
+    """float32 [outputs]: the square of each row's length, of a weight in any layout: the identity is multiplied."""
+    squares = torch.zeros(weight.out_features, dtype=torch.float32, device=weight.data.device)
+    for start in range(0, weight.in_features, _ROWS_AT_ONCE):
+        num = min(_ROWS_AT_ONCE, weight.in_features - start)
+        rows = torch.zeros(num, weight.in_features, dtype=weight.dtype, device=weight.data.device)
+        rows[:, start : start + num].fill_diagonal_(1)
+        squares += linear(rows, weight).float().square().sum(0)
+    return squares
+
+
+def _norms(
+    squares: torch.Tensor, product: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    """squares [outputs] of the base; product [rank, outputs] of A and the base; a [rank, in], b [rank, outputs]"""
+    a, b = a.float(), b.float()
+    delta = (b * ((a @ a.t()) @ b)).sum(0)
+    return (squares + 2 * scaling * (product * b).sum(0) + scaling**2 * delta).clamp(min=0).sqrt()

@@ -320,8 +320,8 @@ def test_adapters_of_zeros_are_no_bomb(store: AdapterStore) -> None:
 
 def test_a_refused_configuration_is_told_before_the_tensors_are_unpacked(store: AdapterStore) -> None:
     """They are damaged, but nobody looks."""
-    content = tar_gz({**GOOD, "adapter_config.json": config_bytes(use_dora=True)})
-    with pytest.raises(Unsupported, match="use_dora"):
+    content = tar_gz({**GOOD, "adapter_config.json": config_bytes(use_qalora=True)})
+    with pytest.raises(Unsupported, match="use_qalora"):
         send(store, content[:-200])
 
 

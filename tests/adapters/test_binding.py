@@ -126,7 +126,7 @@ def test_every_tensor_that_does_not_bind_is_listed_with_its_reason(tmp_path: Pat
         "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector": "DoRA",
         "base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias": "bias",
         "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.bias": "bias",
-        "base_model.model.model.layers.0.self_attn.q_proj.bias": "neither",
+        "base_model.model.model.layers.0.self_attn.q_proj.bias": "bias 'none'",
         "base_model.model.model.layers.0.self_attn.q_proj.weight": "full weight",
         "base_model.model.lm_head.modules_to_save.weight": "modules_to_save",
         "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": "trained tokens",
@@ -232,7 +232,7 @@ def test_copies_of_base_embeddings_are_kept_apart_for_a_comparison(tmp_path: Pat
     tensors["base_model.model.model.embed_tokens.base_layer.weight"] = np.zeros((VOCAB, HIDDEN), "<f4")
     tensors["base_model.model.lm_head.base_layer.weight"] = np.zeros((VOCAB, HIDDEN), "<f4")
     binding = bind_tensors(tmp_path, tensors, r=3, target_modules=["embed_tokens", "lm_head"])
-    assert {copy.slice.module for copy in binding.base_copies} == set(modules)
+    assert {copy.name for copy in binding.base_copies} == {f"{module}.weight" for module in modules}
 
 
 def test_the_message_is_short_however_many_problems_there_are(tmp_path: Path) -> None:

@@ -612,7 +612,7 @@ def test_a_name_whose_file_has_gone_can_be_deleted(store: AdapterStore, tmp_path
 
 def test_refused_uploads_leave_nothing(store: AdapterStore, tmp_path: Path) -> None:
     bad = [
-        (config_bytes(use_dora=True), safetensors_bytes(good_tensors()), Unsupported),
+        (config_bytes(use_qalora=True), safetensors_bytes(good_tensors()), Unsupported),
         (config_bytes(), b"nonsense", Malformed),
         (config_bytes(r=9), safetensors_bytes(good_tensors()), BindingError),
     ]

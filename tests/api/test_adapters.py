@@ -180,7 +180,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         "change",
-        [{"use_dora": True}, {"bias": "all"}, {"peft_type": "IA3"}, {"modules_to_save": ["lm_head"]}, {"r": 0}],
+        [{"layer_replication": [[0, 2]]}, {"bias": "some"}, {"peft_type": "IA3"}, {"use_qalora": True}, {"r": 0}],
     )
     def test_configurations(self, server: Server, checkpoints: Checkpoints, change: dict[str, Any]) -> None:
         files = broken_config(checkpoints.spare, **change)
@@ -191,7 +191,7 @@ class TestRefusals:
     def test_a_configuration_that_is_refused_ends_the_upload_before_its_tensors_have_come(
         self, server: Server, checkpoints: Checkpoints
     ) -> None:
-        config = broken_config(checkpoints.spare, use_dora=True)["adapter_config"][1]
+        config = broken_config(checkpoints.spare, use_qalora=True)["adapter_config"][1]
         files = [('name="adapter_config"', config), ('name="adapter_model"', bytes(2 << 20))]
         body = multipart([('name="name"', b"bad"), *files]).removesuffix(b"\r\n--frontier--\r\n")
         head = f"POST /v1/adapters HTTP/1.1\r\nHost: x\r\nContent-Type: {MULTIPART['Content-Type']}\r\n"
@@ -200,7 +200,7 @@ class TestRefusals:
             connection.sendall(f"{head}Content-Length: {64 << 20}\r\n\r\n".encode() + body)
             answer = HTTPResponse(connection)
             answer.begin()
-            assert (answer.status, b"use_dora" in answer.read()) == (400, True)
+            assert (answer.status, b"use_qalora" in answer.read()) == (400, True)
 
     def test_tensors_that_bind_to_nothing_are_all_named(self, server: Server, checkpoints: Checkpoints) -> None:
         files = broken_config(checkpoints.spare, target_modules=["q_proj"])

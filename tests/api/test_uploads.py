@@ -83,12 +83,12 @@ def test_a_client_that_uploads_leaves_room_for_others_and_all_have_a_bound(
 
 def test_a_configuration_that_is_refused_ends_the_upload_at_once(narrow: Server) -> None:
     """600 MiB would follow; the answer comes after the first, and little of the rest is read."""
-    dora = multipart([(f'name="adapter_config"; filename="{CONFIG}"', config_bytes(use_dora=True))])
-    started = dora.removesuffix(b"--\r\n") + b'\r\nContent-Disposition: form-data; name="adapter_model"\r\n\r\n'
+    refused = multipart([(f'name="adapter_config"; filename="{CONFIG}"', config_bytes(use_qalora=True))])
+    started = refused.removesuffix(b"--\r\n") + b'\r\nContent-Disposition: form-data; name="adapter_model"\r\n\r\n'
     with sent_to(narrow, "one", started + b"\0" * MIB) as connection:
         answer = connection.recv(1 << 16)
         assert answer.startswith(b"HTTP/1.1 400 "), answer
-        assert b"use_dora" in answer + connection.recv(1 << 16)
+        assert b"use_qalora" in answer + connection.recv(1 << 16)
         num_sent = 0
         with contextlib.suppress(ConnectionError):  # it is closed on us
             while num_sent < 600 * MIB:

@@ -28,7 +28,7 @@ from service.models.projection import Projection, TokenEmbedding
 from service.text.tokenizer import TextTokenizer
 from tests.support.engine_parity import BASE, Request, World, build_engine, config_of, make_world, run_engine
 from tests.support.replay import TwinGraphs
-from tests.support.tiny_models import VOCAB_SIZE
+from tests.support.tiny_models import LINEAR_MODULES, VOCAB_SIZE
 
 # Adapters of several ranks, of all projections and of some, and the base.
 MIX = ("all", "attention", BASE, "rs", "pattern", BASE, "one")
@@ -219,3 +219,20 @@ def test_grammars_are_followed_in_replayed_steps_with_overlap(
     for request in bound:
         assert re.fullmatch("[a-z]{3}[0-9]", text.decode(tokens[0][request.name]))
     assert len(tokens[0]["free"]) == 5
+
+
+def test_replayed_steps_of_adapters_with_more_than_rows_equal_eager_ones(
+    tmp_path_factory: pytest.TempPathFactory, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Magnitudes, norms, embeddings and heads of their own: all that a step reads of them lies in tensors."""
+    specs: dict[str, dict[str, Any]] = {
+        "dora": {"rank": 2, "target_modules": LINEAR_MODULES["llama"], "use_dora": True},
+        "whole": {"rank": 2, "target_modules": ["q_proj"], "modules_to_save": ["norm", "embed_tokens", "lm_head"]},
+    }
+    world = make_world("llama", tmp_path_factory.mktemp("more"), device, specs=specs, num_hidden_layers=1)
+    # Their lines change places: the second of either replays what the first captured.
+    requests = [Request(f"r{i}", name, (7 + i,), 2) for i, name in enumerate(("dora", "whole", "dora", "whole"))]
+    with kernels_of_a_gpu(device, monkeypatch):
+        captured = assert_replays_as_eager(world, requests, lora_window=True, side_bytes=4 << 20)
+    groups = {group for sizes in captured for group, _ in sizes.side}
+    assert groups == {"vectors", "norms", "saved_embedding", "saved_head"}

@@ -124,14 +124,20 @@ def adapter_specs(family: str) -> dict[str, dict[str, Any]]:
 
 
 def make_world(
-    family: str, directory: Path, device: str, *, dtype: torch.dtype = torch.float32, **overrides: Any
+    family: str,
+    directory: Path,
+    device: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    specs: dict[str, dict[str, Any]] | None = None,
+    **overrides: Any,
 ) -> World:
-    """Write the model and its adapters, and publish them as an upload would."""
+    """Write the model and its adapters, and publish them as an upload would. specs: None are `adapter_specs`."""
     model_dir = make_tiny_model(family, directory / "model", dtype=dtype, **overrides)
     layout = layout_in(model_dir)
     adapters, digests, rows = {}, {}, {}
     store = AdapterStore(directory / "store", layout, base_name=BASE, base_dir=model_dir)
-    for seed, (name, spec) in enumerate(adapter_specs(family).items(), start=1):
+    for seed, (name, spec) in enumerate((specs or adapter_specs(family)).items(), start=1):
         adapters[name] = make_adapter(model_dir, directory / name, seed=seed, **spec)
         upload = store.begin()
         upload.add_directory(adapters[name])

@@ -213,7 +213,7 @@ def make_adapter(
     save_embedding_layers: bool = False,
     **lora_config: Any,
 ) -> Path:
-    """Write a PEFT LoRA adapter whose A and B are both random, so that it changes the output; returns `out_dir`.
+    """Write a PEFT LoRA adapter all of whose weights are random, so that it changes the output; returns `out_dir`.
 
     `target_modules` as PEFT takes it (list, regular expression, "all-linear"); further LoraConfig fields by name.
     """
@@ -224,9 +224,13 @@ def make_adapter(
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in peft_model.named_parameters():
-            if "lora_" in name:
+            if "lora_magnitude_vector" in name:
+                parameter.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=generator))
+            elif "lora_" in name:
                 is_b = "lora_B" in name or "lora_embedding_B" in name
                 scale = scale_of_b * rank**-0.5 if is_b else parameter.shape[-1] ** -0.5
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+            elif parameter.requires_grad:  # trained as a whole, or a bias of the base
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
     peft_model.save_pretrained(str(out_dir), save_embedding_layers=save_embedding_layers)
     return out_dir

@@ -1,0 +1,48 @@
+"""How the side budget becomes lines and tables: what adapters have that is no row of rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from adapters.layout import BaseLayout, Group
+
+# Most of each: a step of captured heads costs one product per table, and more lines than sequences are of little use.
+MAX_LINES = 64
+MAX_TABLES = 8
+_FLOAT_BYTES = 4
+
+
+def side_unit_bytes(layout: BaseLayout, element_bytes: int) -> dict[Group, int]:
+    """Bytes of one line, or table, of each side group.
+
+    vectors          float32 scale and shift of each output of every projection
+    norms            float32 weights of every norm
+    saved_embedding  [vocabulary, hidden] in the rows' dtype; saved_head likewise
+    """
+    outputs = sum(piece.out_features for projection in layout.projections for piece in projection.slices)
+    norms = sum(norm.out_features for norm in layout.norms)
+    embeddings = [p for p in layout.projections if p.kind == "embedding"]
+    table = sum(p.in_features * p.slices[0].out_features * element_bytes for p in embeddings[:1])
+    return {
+        "vectors": 2 * outputs * _FLOAT_BYTES,
+        "norms": norms * _FLOAT_BYTES,
+        "saved_embedding": table,
+        "saved_head": table,
+    }
+
+
+def plan_side(units: Mapping[Group, int], budget_bytes: int) -> dict[Group, int]:
+    """Half of the budget for lines, up to MAX_LINES; what they leave for tables, as many of heads as of embeddings.
+    Where no table fits, all of it for lines. One line more, the base's, is paid for."""
+    line_bytes = units["vectors"] + units["norms"]
+    table_bytes = units["saved_embedding"] + units["saved_head"]
+    lines = _lines(budget_bytes // 2, line_bytes)
+    left = budget_bytes - (lines + 1) * line_bytes
+    tables = max(min(left // table_bytes, MAX_TABLES), 0) if table_bytes else 0
+    if not tables:
+        lines = _lines(budget_bytes, line_bytes)
+    return {"vectors": lines, "norms": lines, "saved_embedding": tables, "saved_head": tables}
+
+
+def _lines(budget_bytes: int, line_bytes: int) -> int:
+    return max(min(budget_bytes // line_bytes - 1, MAX_LINES), 0) if line_bytes else 0

@@ -1,0 +1,147 @@
+"""What resident adapters have on the device beside rows: lines of vectors and norms, and tables.
+
+The row pool owns it and says which lines are whose: each side group is one more group of ranges to it, of length 1 per
+adapter, so that room, eviction, pins and moves are those of rows. A killed engine leaves nothing: all is made anew from
+the store at the next load.
+
+Magnitudes become scales when a line is written, for they need the norms of the base's weight with the adapter's delta:
+see `BaseFacts.delta_norms` for what that costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from adapters.binding import BIAS, LORA_BIAS, MAGNITUDE, WEIGHT
+from adapters.host_tier import HostAdapter, HostSlice
+from adapters.layout import TABLE_GROUPS, BaseLayout, Group, Projection
+from kernels.lora.side import SideVectors
+
+
+class BaseFacts(Protocol):
+    """The base model, as far as adapters' own parts depend on it."""
+
+    def bias(self, name: str) -> torch.Tensor | None:
+        """float32 [outputs] of the projection `name`, None without one."""
+
+    def norm_weight(self, name: str) -> torch.Tensor:
+        """[width] of the norm `name`, as it multiplies."""
+
+    @property
+    def norm_offset(self) -> float:
+        """What is added to the weight of a norm, as files hold it, before it multiplies."""
+
+    def delta_norms(self, name: str, first: int, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+        """float32 [outputs of the slice]: |W + scaling * (b.T @ a)| of each row of the weight; of an embedding, of each
+        column. a [rank, in], b [rank, outputs] of the slice whose outputs begin at `first`.
+
+        Costs a product of `rank` tokens with the projection; its first call for a projection one of `in` tokens.
+        """
+
+
+class SidePool:
+    """See the module's docstring. `lines`: how many of each side group."""
+
+    def __init__(
+        self,
+        layout: BaseLayout,
+        lines: Mapping[Group, int],
+        base: BaseFacts,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        self._layout = layout
+        self._base = base
+        self.vectors: dict[str, SideVectors] = {}
+        self.norms: dict[str, torch.Tensor] = {}
+        self.tables: dict[Group, torch.Tensor] = {}
+        new = partial(torch.empty, dtype=torch.float32, device=device)
+        if lines["vectors"]:
+            for projection in layout.projections:
+                shape = (1 + lines["vectors"], _num_outputs(projection))
+                vectors = SideVectors(new(shape), new(shape))
+                _clear(vectors, 0)
+                self.vectors[projection.name] = vectors
+        if lines["norms"]:
+            for norm in layout.norms:
+                weights = new((1 + lines["norms"], norm.out_features))
+                weights[0].copy_(base.norm_weight(norm.module))
+                self.norms[norm.module] = weights
+        for embedding in [projection for projection in layout.projections if projection.kind == "embedding"][:1]:
+            for group in TABLE_GROUPS:
+                if lines[group]:
+                    sizes = (lines[group], embedding.in_features, _num_outputs(embedding))
+                    self.tables[group] = torch.empty(sizes, dtype=dtype, device=device)
+
+    @torch.no_grad()
+    def write(self, group: Group, index: int, adapter: HostAdapter) -> None:
+        """Fill the adapter's line, or table, of this group: `index` counts without the base's."""
+        if group == "vectors":
+            self._write_vectors(1 + index, adapter)
+        elif group == "norms":
+            for name, weights in self.norms.items():
+                own = adapter.extras.get((name, WEIGHT))
+                if own is None:
+                    weights[1 + index].copy_(weights[0])
+                else:
+                    weights[1 + index].copy_(own).add_(self._base.norm_offset)
+        else:
+            kind = "embedding" if group == "saved_embedding" else "linear"
+            modules = {
+                p.slices[0].module for p in self._layout.projections if p.group == "embeddings" and p.kind == kind
+            }
+            own = next(tensor for (name, part), tensor in adapter.extras.items() if part == WEIGHT and name in modules)
+            self.tables[group][index].copy_(own)
+
+    def move(self, group: Group, start: int, to: int) -> None:
+        """Copy what stands at `start` to `to`; both count without the base's."""
+        if group == "vectors":
+            for vectors in self.vectors.values():
+                for tensor in (vectors.scale, vectors.shift):
+                    tensor[1 + to].copy_(tensor[1 + start])
+        elif group == "norms":
+            for weights in self.norms.values():
+                weights[1 + to].copy_(weights[1 + start])
+        else:
+            self.tables[group][to].copy_(self.tables[group][start])
+
+    def _write_vectors(self, line: int, adapter: HostAdapter) -> None:
+        for projection in self._layout.projections:
+            vectors = self.vectors[projection.name]
+            _clear(vectors, line)
+            first = 0
+            for piece in projection.slices:
+                columns = slice(first, first + piece.out_features)
+                magnitude, lora_bias, bias = (
+                    adapter.extras.get((piece.module, part)) for part in (MAGNITUDE, LORA_BIAS, BIAS)
+                )
+                scale, shift = vectors.scale[line, columns], vectors.shift[line, columns]
+                if magnitude is not None:
+                    scale.copy_(magnitude)
+                    scale.div_(self._norms(projection.name, first, adapter.slices[piece.module], scale.device))
+                base_bias = self._base.bias(projection.name) if magnitude is not None or bias is not None else None
+                if base_bias is not None:
+                    shift.copy_((1 - scale) * base_bias[columns])
+                if bias is not None:
+                    shift.add_(bias.to(shift.device))
+                    if base_bias is not None:
+                        shift.sub_(base_bias[columns])
+                if lora_bias is not None:
+                    shift.add_(lora_bias.to(shift.device), alpha=adapter.slices[piece.module].scaling)
+                first += piece.out_features
+
+    def _norms(self, name: str, first: int, weights: HostSlice, device: torch.device) -> torch.Tensor:
+        return self._base.delta_norms(name, first, weights.a.to(device), weights.b.to(device), weights.scaling)
+
+
+def _num_outputs(projection: Projection) -> int:
+    return sum(piece.out_features for piece in projection.slices)
+
+
+def _clear(vectors: SideVectors, line: int) -> None:
+    vectors.scale[line].fill_(1)
+    vectors.shift[line].zero_()

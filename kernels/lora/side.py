@@ -1,0 +1,75 @@
+"""What an adapter changes beside its rows: outputs of projections scaled and shifted, weights of norms, whole tables.
+
+Plain torch operations on the device of their tensors, with no decision on the host, so that a step that has them can be
+captured. A *line* of a tensor belongs to one adapter; line 0 is the base's own and changes nothing.
+
+    scale_and_shift   out[t] = scale[line[t]] * out[t] + shift[line[t]]
+    own_norm          out[t] = unit[t] * weights[line[t]]
+    own_embedding     out[t] = tables[line[t] - 1][token_ids[t]]               where line[t] > 0
+    own_head          out[t] = x[t] @ tables[line[t] - 1].T                    where line[t] > 0
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SideVectors:
+    """Of one (packed) projection: float32 [lines, outputs]. With s and t of a line, an output is s * (base + LoRA) + t.
+
+    DoRA (Liu et al., 2024) has s = m / |W + c B A| by rows of the weight, and leaves the base's bias b as it is, hence
+    t = (1 - s) * b; a bias in the place of b gives t = b' - s * b, and one beside lora_B adds c times itself.
+    """
+
+    scale: torch.Tensor
+    shift: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SideLines:
+    """Lines of the tokens of a step, int64 [num_tokens] each; None where no token has one, so that nothing is launched.
+
+    num_heads  tables of heads to multiply with: the highest line among `saved_head`
+    """
+
+    vectors: torch.Tensor | None = None
+    norms: torch.Tensor | None = None
+    saved_embedding: torch.Tensor | None = None
+    saved_head: torch.Tensor | None = None
+    num_heads: int = 0
+
+
+def scale_and_shift(out: torch.Tensor, vectors: SideVectors, lines: torch.Tensor) -> None:
+    """Change out [tokens, outputs] in place; in float32, rounded once."""
+    scale, shift = vectors.scale.index_select(0, lines), vectors.shift.index_select(0, lines)
+    out.copy_(torch.addcmul(shift, out.float(), scale))
+
+
+def own_norm(unit: torch.Tensor, weights: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:
+    """unit [tokens, width], normed without a weight, times weights [lines, width] float32; fresh, in unit's dtype."""
+    return (unit.float() * weights.index_select(0, lines)).to(unit.dtype)
+
+
+def own_embedding(
+    out: torch.Tensor, token_ids: torch.Tensor, tables: torch.Tensor, lines: torch.Tensor
+) -> torch.Tensor:
+    """out [tokens, hidden], with the rows of tokens that have a table of their own from `tables` [tables, vocabulary,
+    hidden]; fresh."""
+    index = (lines - 1).clamp(min=0) * tables.shape[1] + token_ids
+    own = functional.embedding(index, tables.view(-1, tables.shape[2])).to(out.dtype)
+    return torch.where((lines > 0).unsqueeze(1), own, out)
+
+
+def own_head(
+    out: torch.Tensor, x: torch.Tensor, tables: torch.Tensor, lines: torch.Tensor, num_tables: int
+) -> torch.Tensor:
+    """out [tokens, vocabulary], with the rows of tokens that have a head of their own from the first num_tables of
+    `tables` [tables, vocabulary, hidden]; fresh. One product of all tokens per table."""
+    for index in range(num_tables):
+        product = functional.linear(x.to(tables.dtype), tables[index]).to(out.dtype)
+        out = torch.where((lines == index + 1).unsqueeze(1), product, out)
+    return out

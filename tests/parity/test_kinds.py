@@ -1,0 +1,87 @@
+"""Adapters that are more than LoRA rows, against transformers + PEFT: mixed with others and the base, in chunks and in
+decode steps, and in steps that are replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from adapters import side_plan
+from service.models.layouts import layout_in
+from tests.support.engine_parity import (
+    Oracle,
+    World,
+    assert_greedy,
+    build_engine,
+    config_of,
+    make_requests,
+    make_world,
+    run_engine,
+)
+from tests.support.tiny_models import ATTENTION_INPUTS, LINEAR_MODULES
+from tests.tolerances import LOGITS
+
+
+def kinds_of(family: str) -> dict[str, dict[str, Any]]:
+    linear, inputs = LINEAR_MODULES[family], ATTENTION_INPUTS[family]
+    return {
+        "plain": {"rank": 4, "target_modules": inputs},
+        "dora": {"rank": 4, "target_modules": linear, "use_dora": True},
+        "dora-embedding": {"rank": 3, "target_modules": ["embed_tokens", inputs[0]], "use_dora": True},
+        "dora-rs": {
+            "rank": 5,
+            "target_modules": linear,
+            "use_dora": True,
+            "use_rslora": True,
+            "rank_pattern": {inputs[0]: 2},
+        },
+        "all-biases": {"rank": 2, "target_modules": [inputs[-1]], "bias": "all"},
+        "own-biases": {"rank": 2, "target_modules": [inputs[0]], "bias": "lora_only", "use_dora": True},
+        "bias-of-b": {"rank": 4, "target_modules": linear, "lora_bias": True},
+        "embedding": {"rank": 2, "target_modules": inputs, "modules_to_save": ["embed_tokens"]},
+        "head": {"rank": 2, "target_modules": inputs, "modules_to_save": ["lm_head"]},
+        "both": {"rank": 2, "target_modules": inputs, "modules_to_save": ["embed_tokens", "lm_head", "model.norm"]},
+        "norms": {"rank": 2, "target_modules": inputs, "modules_to_save": ["input_layernorm", "model.norm"]},
+    }
+
+
+@pytest.fixture(scope="module", params=["qwen2", "gemma3_text"])
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str) -> World:
+    family = request.param
+    specs = kinds_of(family)
+    return make_world(family, tmp_path_factory.mktemp(family), device, specs=specs)
+
+
+def few_lines(world: World, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A side budget for fewer adapters than there are with vectors, and for one table of each kind: they take turns."""
+    monkeypatch.setattr(side_plan, "MAX_LINES", 3)
+    units = side_plan.side_unit_bytes(layout_in(world.model_dir), 4)
+    num_bytes = 8 * (units["vectors"] + units["norms"]) + units["saved_embedding"] + units["saved_head"]
+    lines = side_plan.plan_side(units, num_bytes)
+    assert (lines["vectors"], lines["saved_head"]) == (3, 1)
+    assert sum("vectors" in rows for rows in world.rows.values()) > 3
+    return num_bytes
+
+
+def names_of(digests: Iterable[str], world: World) -> set[str]:
+    return {name for name, digest in world.digests.items() if digest in digests}
+
+
+def test_every_kind_equals_peft_in_mixed_steps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts in chunks beside decode tokens of others; then the logits themselves."""
+    requests = make_requests(world, 2 * (len(world.adapters) + 1))
+    engine = build_engine(config_of(world, token_budget=40, max_sequences=12, side_bytes=few_lines(world, monkeypatch)))
+    answers = run_engine(engine, [request.submit(world, logprobs=1) for request in requests], joins_per_step=3)
+    engine.close()
+    assert any({"dora", "plain"} <= names_of(record.adapters, world) for record in engine.step_records)
+    oracle = Oracle(world)
+    for request in requests:
+        answer = answers[request.name]
+        assert answer.ended is not None and answer.ended.error is None
+        assert_greedy(oracle, request, answer.tokens)
+        logits = oracle.logits(request.adapter, [*request.prompt, *answer.tokens])[len(request.prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).max(-1).values.tolist()
+        found = [entry.logprob for entry in answer.logprobs]
+        assert found == pytest.approx(expected, abs=LOGITS[world.dtype]), request.name
