@@ -82,6 +82,7 @@ class Binding:
     rows: dict[str, int]
     notes: tuple[str, ...] = ()
     extras: tuple[BoundExtra, ...] = ()
+    invocation: tuple[int, ...] = ()
 
     def without(self, unchanged: Collection[BoundExtra]) -> Binding:
         """Leave out extras that equal the base's own tensors."""
@@ -133,6 +134,7 @@ def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor
         for extra in others.extras
         if extra.part == WEIGHT and extra.module in found
     ]
+    problems += _check_invocation(config, slices, layout)
     _refuse(problems, slices, others.extras)
     extras = tuple(sorted(others.extras, key=lambda extra: (extra.module, extra.part)))
     return Binding(
@@ -141,7 +143,20 @@ def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor
         _rows(slices, extras),
         _notes(config, known, others.copies),
         extras,
+        config.invocation,
     )
+
+
+def _check_invocation(config: AdapterConfig, slices: Sequence[BoundSlice], layout: BaseLayout) -> list[tuple[str, str]]:
+    """PEFT activates linear projections alone, so an embedding would be adapted everywhere."""
+    if not config.invocation:
+        return []
+    embeddings = [bound.slice.module for bound in slices if bound.projection.kind == "embedding"]
+    problems = [(module, "an adapter with alora_invocation_tokens cannot adapt it") for module in embeddings]
+    vocab_size = max((p.in_features for p in layout.projections if p.kind == "embedding"), default=0)
+    if max(config.invocation) >= vocab_size:
+        problems.append(("alora_invocation_tokens", f"token {max(config.invocation)} is not of this base's vocabulary"))
+    return problems
 
 
 @dataclass(slots=True)
@@ -402,6 +417,11 @@ def _notes(config: AdapterConfig, known: _Known, copies: list[BaseCopy]) -> tupl
     names = config.target_modules if isinstance(config.target_modules, tuple) else ()
     known_endings = {ending for tail in known.by_tail for ending in endings(tail)}
     unused = [name for name in names if _tail(name) not in known_endings]
+    if config.invocation:
+        shown = str(list(config.invocation))[:200]
+        notes.append(
+            f"It begins at the last place of the tokens {shown} in a prompt; where they are not, the base answers."
+        )
     if unused:
         notes.append(f"target_modules names nothing in this base model with: {', '.join(unused)[:500]}.")
     return tuple(notes)

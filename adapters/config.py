@@ -8,6 +8,7 @@ from typing import Any
 
 from adapters.errors import Malformed, Unsupported
 from adapters.format import parse_json_object
+from adapters.invocation import MAX_INVOCATION_TOKENS
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_RANK = 1 << 16
@@ -39,7 +40,6 @@ INERT = frozenset(
 )
 # Settings that change the computation. Off (null, false, empty) they are accepted.
 NOT_SUPPORTED = {
-    "alora_invocation_tokens": "activated LoRA (aLoRA)",
     "arrow_config": "Arrow routing",
     "enable_lora": "partial LoRA of fused projections",
     "ensure_weight_tying": "tied adapters of the embedding and the head",
@@ -57,6 +57,7 @@ TASK_TYPES = frozenset({None, "CAUSAL_LM", "FEATURE_EXTRACTION"})
 HARMLESS_INITS = frozenset({"eva", "gaussian", "orthogonal"})
 KNOWN = frozenset(
     {
+        "alora_invocation_tokens",
         "alpha_pattern",
         "bias",
         "exclude_modules",
@@ -86,6 +87,7 @@ class AdapterConfig:
     has_biases                       biases of the base's own projections were trained (`bias` "all" or "lora_only")
     use_dora, lora_bias              each adapted projection has a magnitude, or a bias beside lora_B
     modules_to_save                  modules that were trained whole
+    invocation                       tokens at whose last place in a prompt the adapter begins (aLoRA); () = everywhere
     """
 
     rank: int
@@ -101,6 +103,7 @@ class AdapterConfig:
     has_biases: bool = False
     lora_bias: bool = False
     modules_to_save: tuple[str, ...] = ()
+    invocation: tuple[int, ...] = ()
 
 
 def parse_config(text: bytes) -> AdapterConfig:
@@ -124,10 +127,16 @@ def parse_config(text: bytes) -> AdapterConfig:
         use_dora=_bool(fields.get("use_dora"), "use_dora"),
         has_biases=_has_biases(fields.get("bias", "none")),
         lora_bias=_bool(fields.get("lora_bias"), "lora_bias"),
+        invocation=_invocation(fields.get("alora_invocation_tokens")),
         modules_to_save=tuple(_names(fields.get("modules_to_save") or [], "modules_to_save")),
     )
     if config.use_dora and config.lora_bias:
         raise Unsupported("adapter_config.json: use_dora together with lora_bias is not supported; train with either.")
+    if config.invocation and (config.use_dora or config.has_biases or config.modules_to_save):
+        raise Unsupported(
+            "adapter_config.json: alora_invocation_tokens is not supported together with use_dora, bias or "
+            "modules_to_save, which would change the base before the invocation; train without these."
+        )
     if not config.target_modules:
         raise Malformed("adapter_config.json: target_modules must name the adapted modules; add them.")
     if isinstance(config.target_modules, str) and (config.layers_to_transform is not None or config.layers_pattern):
@@ -142,7 +151,7 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
     if peft_type != "LORA":
         raise Unsupported(f"adapter_config.json: peft_type {_show(peft_type)} is not supported; only LORA is.")
     for key, meaning in NOT_SUPPORTED.items():
-        if not _is_off(fields.get(key)) or (key == "alora_invocation_tokens" and fields.get(key) is not None):
+        if not _is_off(fields.get(key)):
             raise Unsupported(f"adapter_config.json: {key} ({meaning}) is not supported; train without it.")
     task = fields.get("task_type")
     if not isinstance(task, str | None) or task not in TASK_TYPES:
@@ -165,6 +174,18 @@ def _has_biases(value: Any) -> bool:
     if value not in ("none", "all", "lora_only"):
         raise Unsupported(f"adapter_config.json: bias {_show(value)} is not known; it is 'none', 'all' or 'lora_only'.")
     return bool(value != "none")
+
+
+def _invocation(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    is_tokens = isinstance(value, list) and all(type(token) is int and 0 <= token < 1 << 31 for token in value)
+    if not is_tokens or not 1 <= len(value) <= MAX_INVOCATION_TOKENS:
+        raise Malformed(
+            f"adapter_config.json: alora_invocation_tokens is {_show(value)}; it must be a list of 1 to "
+            f"{MAX_INVOCATION_TOKENS} token ids."
+        )
+    return tuple(value)
 
 
 def _is_off(value: Any) -> bool:

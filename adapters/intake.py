@@ -64,6 +64,7 @@ class Intake:
             modules=modules,
             notes=(*binding.notes, *ignored),
             has_chat_template=template is not None,
+            invocation=binding.invocation,
         )
         StoreFiles.complete(ready, config, template_bytes, manifest)
         return manifest, ready
@@ -74,7 +75,7 @@ class Intake:
             binding = check_headers(config, ready / TENSOR_FILE, self._layout, None, self._base)
         except AdapterError:
             return False
-        return module_reports(binding) == manifest.modules
+        return module_reports(binding) == manifest.modules and binding.invocation == manifest.invocation
 
     def _refuse_template(self, template: str | None) -> None:
         if template is None or self._check_template is None:

@@ -30,6 +30,7 @@ class Manifest(msgspec.Struct, frozen=True):
     rows          rows it needs on the device per projection group (its largest rank there), before alignment
     notes         sentences about what was understood and left out (ignored files, training-only settings)
     has_chat_template  whether the adapter ships its own chat template
+    invocation    tokens at whose last place in a prompt the adapter begins; () = it works on all tokens
     """
 
     digest: str
@@ -40,6 +41,7 @@ class Manifest(msgspec.Struct, frozen=True):
     modules: tuple[ModuleReport, ...]
     notes: tuple[str, ...] = ()
     has_chat_template: bool = False
+    invocation: tuple[int, ...] = ()
 
 
 class Summary(msgspec.Struct, frozen=True):

@@ -34,7 +34,7 @@ def have_same_weights(one: Path, one_manifest: Manifest, other: Path, other_mani
 
 def _structure(manifest: Manifest) -> object:
     modules = [(one.module, one.rank, one.scaling) for one in manifest.modules]
-    return sorted(modules), manifest.has_chat_template
+    return sorted(modules), manifest.has_chat_template, manifest.invocation
 
 
 def _are_equal(path: Path, tensor: Tensor, other_path: Path, other: Tensor) -> bool:

@@ -125,7 +125,9 @@ def _canonical_header(binding: Binding, chat_template: bytes | None) -> bytes:
     )
     template = None if chat_template is None else hashlib.sha256(chat_template).hexdigest()
     extras = sorted([extra.module, extra.part, extra.tensor.dtype, extra.tensor.shape] for extra in binding.extras)
-    described = ["multilora adapter 1", modules, template, *([extras] if extras else [])]
+    described: list[object] = ["multilora adapter 1", modules, template, *([extras] if extras else [])]
+    if binding.invocation:
+        described.append({"invocation": binding.invocation})
     return json.dumps(described, separators=(",", ":")).encode() + b"\n"
 
 

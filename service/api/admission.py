@@ -13,6 +13,7 @@ from uuid import uuid4
 import msgspec
 
 from adapters import errors as store_errors
+from adapters.invocation import invocation_start
 from adapters.store import Lease
 from service.api.errors import BadRequest, QueueFull, UnknownModel, quoted
 from service.api.grammars import requested_grammar
@@ -73,6 +74,11 @@ class Target:
     def adapter_rows(self) -> dict[str, int]:
         """Rows that the adapter takes on the device, by projection group."""
         return {} if self.lease is None else self.lease.record.manifest.rows
+
+    def start_in(self, token_ids: Sequence[int]) -> int | None:
+        """The token of a prompt at which the adapter begins to work; None where it is not invoked."""
+        invocation = () if self.lease is None else self.lease.record.manifest.invocation
+        return invocation_start(token_ids, invocation) if invocation else 0
 
     @property
     def has_template(self) -> bool:

@@ -83,7 +83,8 @@ class SequenceRun:
         self.is_over = False
         self.failure: Exception | None = None
         self.timer = SequenceTimer(services.metrics, target.name, len(plan.prompt.token_ids))
-        prompt, adapter = plan.prompt.token_ids, (target.digest, target.adapter_rows)
+        prompt, start = plan.prompt.token_ids, target.start_in(plan.prompt.token_ids)
+        adapter = (None, {}) if start is None else (target.digest, target.adapter_rows)
         self._messages = services.engine.submit(
             Submit(
                 plan.request_id,
@@ -93,6 +94,7 @@ class SequenceRun:
                 tenant=tenant.name,
                 weight=tenant.limits.weight,
                 pooling=plan.pooling,
+                adapter_start=start or 0,
             )
         )
         self._messages.listen(self._work)

@@ -434,7 +434,7 @@ class Engine:
     def _input_of(self, chunk: ScheduledChunk) -> ChunkInput:
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
         self._table.set_blocks(sequence.slot, self.blocks.blocks(sequence.key))
-        place, first_rows = self._rows_of(sequence.adapter)
+        place, first_rows = self._rows_of(chunk.adapter)
         token_ids = sequence.token_ids[chunk.start : end]
         return ChunkInput(
             token_ids=token_ids if len(token_ids) == chunk.num_tokens else [*token_ids, IN_FLIGHT],
@@ -464,7 +464,7 @@ class Engine:
         """Rows that a window must hold for the step's adapters; 0 without adapters or windows."""
         if self._rows is None or not self.capacity.num_window_rows:
             return 0
-        return self._rows.rows_end({chunk.sequence.adapter for chunk in chunks if chunk.sequence.adapter is not None})
+        return self._rows.rows_end({chunk.adapter for chunk in chunks if chunk.adapter is not None})
 
     def _rows_of(self, adapter: str | None) -> tuple[int, tuple[int, ...]]:
         """Place and first rows; asked for in every step, since loads may move ranges."""

@@ -61,6 +61,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     `pooling`.
 
     tenant   who pays for it; "" where the server has no keys file, and all are one tenant
+    adapter_start  tokens before this one are the base's alone, in the prompt and hence in no step the adapter's
     weight   of the tenant, MIN_WEIGHT to MAX_WEIGHT: beside another tenant it gets as many times the other's part as
              its weight is the other's. The last request of a tenant says it for all its requests
     pooling  what is asked for is the hidden state of the last token, or the mean of all, behind the final norm
@@ -74,6 +75,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     tenant: str = ""
     weight: float = 1.0
     pooling: Literal["last", "mean"] | None = None
+    adapter_start: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -32,9 +32,9 @@ def record_of(chunks: Sequence[ScheduledChunk]) -> StepRecord:
     return StepRecord(
         num_tokens=sum(chunk.num_tokens for chunk in chunks),
         num_decode_tokens=sum(chunk.is_decode for chunk in chunks),
-        num_base_tokens=sum(chunk.num_tokens for chunk in chunks if chunk.sequence.adapter is None),
+        num_base_tokens=sum(chunk.num_tokens for chunk in chunks if chunk.adapter is None),
         num_sequences=len(chunks),
-        adapters=tuple(dict.fromkeys(c.sequence.adapter for c in chunks if c.sequence.adapter is not None)),
+        adapters=tuple(dict.fromkeys(c.adapter for c in chunks if c.adapter is not None)),
     )
 
 

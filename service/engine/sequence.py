@@ -108,6 +108,11 @@ class ScheduledChunk:
     num_prompt_logits: int = 0
 
     @property
+    def adapter(self) -> str | None:
+        """Whose tokens these are: the sequence's adapter may begin behind them."""
+        return self.sequence.adapter if self.start >= self.sequence.request.adapter_start else None
+
+    @property
     def is_decode(self) -> bool:
         """One token, sampled by an earlier step."""
         return self.num_tokens == 1 and self.start >= self.sequence.num_prompt

@@ -15,6 +15,9 @@ class StepTokens:
     def take(self, sequence: Sequence) -> ScheduledChunk | None:
         """As many of the sequence's tokens as are left, with the logits that they must yield; None if none are."""
         start, num_tokens = sequence.num_computed, min(self.num_left, sequence.num_to_compute)
+        adapter_start = sequence.request.adapter_start
+        if start < adapter_start:  # a chunk is the base's or the adapter's, since all its tokens are of one segment
+            num_tokens = min(num_tokens, adapter_start - start)
         if num_tokens <= 0:
             return None
         end = start + num_tokens

@@ -50,8 +50,7 @@ def test_what_peft_writes_by_default_is_accepted() -> None:
         {"trainable_token_indices": [1]},
         {"megatron_config": {"a": 1}},
         {"layer_replication": [[0, 2]]},
-        {"alora_invocation_tokens": [1, 2]},
-        {"alora_invocation_tokens": []},
+        {"alora_invocation_tokens": [1, 2], "use_dora": True},
         {"target_parameters": ["x"]},
         {"use_qalora": True},
         {"arrow_config": {"top_k": 1}},
@@ -114,6 +113,8 @@ def test_training_only_settings_mean_the_same_adapter(fields: dict[str, Any]) ->
 @pytest.mark.parametrize(
     "fields",
     [
+        {"alora_invocation_tokens": []},
+        {"alora_invocation_tokens": [-1]},
         {"r": 0},
         {"r": -1},
         {"r": True},

@@ -11,7 +11,9 @@ import pytest
 from adapters import side_plan
 from service.models.layouts import layout_in
 from tests.support.engine_parity import (
+    BASE,
     Oracle,
+    Request,
     World,
     assert_greedy,
     build_engine,
@@ -85,3 +87,55 @@ def test_every_kind_equals_peft_in_mixed_steps(world: World, monkeypatch: pytest
         expected = logits.log_softmax(-1).max(-1).values.tolist()
         found = [entry.logprob for entry in answer.logprobs]
         assert found == pytest.approx(expected, abs=LOGITS[world.dtype]), request.name
+
+
+INVOCATION = (9, 8, 9)
+
+
+@pytest.fixture(scope="module", params=["llama", "lfm2"])
+def activated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str) -> World:
+    linear = LINEAR_MODULES[request.param]
+    specs: dict[str, dict[str, Any]] = {
+        "plain": {"rank": 4, "target_modules": linear},
+        "activated": {"rank": 4, "target_modules": linear, "alora_invocation_tokens": list(INVOCATION)},
+        "with-bias": {
+            "rank": 2,
+            "target_modules": [*linear, "lm_head"],
+            "alora_invocation_tokens": [7],
+            "lora_bias": True,
+        },
+    }
+    return make_world(request.param, tmp_path_factory.mktemp("activated"), device, specs=specs)
+
+
+def test_an_activated_adapter_begins_at_its_invocation(activated: World) -> None:
+    """At the start, in the middle, at the end, twice, in part, not at all; prompts longer than a step."""
+    words = tuple(range(20, 50))
+    prompts = {
+        "start": (*INVOCATION, *words),
+        "middle": (*words[:17], *INVOCATION, *words[17:]),
+        "end": (*words, *INVOCATION),
+        "twice": (*INVOCATION, *words[:9], *INVOCATION, *words[9:]),
+        "overlapping": (*words[:5], 9, 8, 9, 8, 9, *words[5:9]),
+        "in part": (*words, 9, 8),
+        "nowhere": words,
+    }
+    requests = [
+        Request(f"{where} {who}", who, prompt, 9) for where, prompt in prompts.items() for who in activated.adapters
+    ]
+    requests += [Request(f"one {at}", "with-bias", (*words[:at], 7, *words[at:]), 5) for at in (0, 11, 30)]
+    requests += [Request("base", BASE, words, 9)]
+    engine = build_engine(config_of(activated, token_budget=24, max_sequences=8, side_bytes=4 << 20))
+    answers = run_engine(engine, [request.submit(activated, logprobs=1) for request in requests], joins_per_step=2)
+    engine.close()
+    oracle = Oracle(activated)
+    for request in requests:
+        assert_greedy(oracle, request, answers[request.name].tokens)
+        logits = oracle.logits(request.adapter, [*request.prompt, *answers[request.name].tokens])
+        expected = logits[len(request.prompt) - 1 : -1].log_softmax(-1).max(-1).values.tolist()
+        found = [entry.logprob for entry in answers[request.name].logprobs]
+        assert found == pytest.approx(expected, abs=LOGITS[activated.dtype]), request.name
+    # It is the invocation that makes the difference.
+    alike = {name: answers[f"{name} activated"].tokens == answers[f"{name} plain"].tokens for name in prompts}
+    assert not any(alike[name] for name in ("middle", "nowhere"))
+    assert answers["nowhere activated"].tokens == answers["base"].tokens

@@ -17,6 +17,7 @@ import torch
 import transformers
 from peft import PeftModel
 
+from adapters.invocation import invocation_start
 from adapters.row_plan import plan_rows
 from adapters.store import AdapterStore
 from service.engine import build
@@ -64,8 +65,11 @@ class Request:
 
     def submit(self, world: World, **sampling: Any) -> Submit:
         fields: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_tokens": self.max_tokens} | sampling
-        digest = world.digests.get(self.adapter)
-        return Submit(self.name, self.prompt, Sampling(**fields), digest, world.rows.get(self.adapter, {}))
+        digest, rows, start = world.digests.get(self.adapter), world.rows.get(self.adapter, {}), 0
+        if invocation := world.invocations.get(self.adapter):
+            found = invocation_start(self.prompt, invocation)
+            digest, rows, start = (None, {}, 0) if found is None else (digest, rows, found)
+        return Submit(self.name, self.prompt, Sampling(**fields), digest, rows, adapter_start=start)
 
 
 @dataclass
@@ -93,6 +97,7 @@ class World:
     adapters: dict[str, Path]
     digests: dict[str, str]
     rows: dict[str, dict[str, int]]
+    invocations: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def tied_targets(self) -> set[str]:
@@ -135,7 +140,7 @@ def make_world(
     """Write the model and its adapters, and publish them as an upload would. specs: None are `adapter_specs`."""
     model_dir = make_tiny_model(family, directory / "model", dtype=dtype, **overrides)
     layout = layout_in(model_dir)
-    adapters, digests, rows = {}, {}, {}
+    adapters, digests, rows, invocations = {}, {}, {}, {}
     store = AdapterStore(directory / "store", layout, base_name=BASE, base_dir=model_dir)
     for seed, (name, spec) in enumerate((specs or adapter_specs(family)).items(), start=1):
         adapters[name] = make_adapter(model_dir, directory / name, seed=seed, **spec)
@@ -143,8 +148,9 @@ def make_world(
         upload.add_directory(adapters[name])
         record, _ = upload.finish(name)
         digests[name], rows[name] = record.digest, record.manifest.rows
+        invocations[name] = record.manifest.invocation
     store.close()
-    return World(family, dtype, device, model_dir, directory / "store", adapters, digests, rows)
+    return World(family, dtype, device, model_dir, directory / "store", adapters, digests, rows, invocations)
 
 
 def make_requests(world: World, num: int = 24, *, seed: int = 0, max_prompt: int = 60) -> list[Request]:
