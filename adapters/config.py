@@ -28,6 +28,7 @@ INERT = frozenset(
         "lora_dropout",
         "lora_dtype",
         "lora_ga_config",
+        "lorap_emb_lr",
         "lorap_lr_ratio",
         "megatron_core",
         "merge_weights",

@@ -6,6 +6,7 @@ Also what the tokenizer files say: a chat template is kept, a changed vocabulary
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import PurePosixPath
 from typing import Any, Literal
@@ -13,13 +14,26 @@ from typing import Any, Literal
 from adapters.errors import Malformed, Unsupported
 from adapters.format import parse_json_object, refuse_surrogates
 from adapters.paths import CONFIG_FILE, TEMPLATE_FILE, TENSOR_FILE
+from adapters.shards import INDEX_NAME, SHARD_NAME
 
-Role = Literal["config", "tensors", "archive", "template", "tokenizer_config", "added_tokens", "tokenizer", "ignored"]
+Role = Literal[
+    "config",
+    "tensors",
+    "shard",
+    "index",
+    "archive",
+    "template",
+    "tokenizer_config",
+    "added_tokens",
+    "tokenizer",
+    "ignored",
+]
 
 # Most bytes of a file that are kept; for config files more is an error, of a tokenizer only its beginning matters.
 KEPT_BYTES: dict[Role, int] = {
     "config": 1 << 20,
     "template": 1 << 20,
+    "index": 8 << 20,
     "tokenizer_config": 8 << 20,
     "added_tokens": 8 << 20,
     "tokenizer": 8 << 20,
@@ -28,6 +42,7 @@ KEPT_BYTES: dict[Role, int] = {
 _BY_NAME: dict[str, Role] = {
     CONFIG_FILE: "config",
     TENSOR_FILE: "tensors",
+    INDEX_NAME: "index",
     TEMPLATE_FILE: "template",
     "tokenizer_config.json": "tokenizer_config",
     "added_tokens.json": "added_tokens",
@@ -40,6 +55,8 @@ _BY_PART: dict[str, Role] = {
     "chat_template": "template",
 }
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz", ".joblib")
+# What trainers leave beside an adapter to go on with: never opened.
+_TRAINING_STATE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state(_\d+)?)\.(bin|pt|pth)")
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".gguf", ".onnx", ".h5", ".msgpack", ".ggml")
 _ARCHIVES = (".tar.gz", ".tgz", ".zip")
 
@@ -47,7 +64,11 @@ _ARCHIVES = (".tar.gz", ".tgz", ".zip")
 def role_of(file_name: str) -> Role:
     """What a file of an adapter's directory is for. Raises Unsupported for pickles and for other weight files."""
     name = PurePosixPath(file_name).name
+    if _TRAINING_STATE.fullmatch(name):
+        return "ignored"
     _refuse_pickle(name)
+    if SHARD_NAME.fullmatch(name):
+        return "shard"
     role = _BY_NAME.get(name)
     if role is not None:
         return role
@@ -66,6 +87,8 @@ def role_of_part(part_name: str, file_name: str | None) -> Role:
         return role
     if name.lower().endswith(_ARCHIVES):
         return "archive"
+    if SHARD_NAME.fullmatch(name):
+        return "shard"
     if name.lower().endswith(".safetensors"):
         return "tensors"
     role = role_of(name)
@@ -78,10 +101,22 @@ def role_of_part(part_name: str, file_name: str | None) -> Role:
 
 
 def _refuse_pickle(name: str) -> None:
+    if name == "adapter_model.bin":
+        raise Unsupported(
+            f"The file {name!r} is a pickle, which can run code. Convert it where you trust it: {_CONVERT}"
+        )
     if name.lower().endswith(_PICKLES):
         raise Unsupported(
             f"The file {name[:200]!r} is a pickle or in another format that can run code; upload {TENSOR_FILE} instead."
         )
+
+
+# Run in the adapter's directory.
+_CONVERT = (
+    'python -c "import torch; from safetensors.torch import save_file; '
+    "save_file({k: v.contiguous() for k, v in torch.load('adapter_model.bin', map_location='cpu', weights_only=True)"
+    ".items()}, 'adapter_model.safetensors')\""
+)
 
 
 def chat_template(template: bytes | None, tokenizer_config: bytes | None) -> str | None:

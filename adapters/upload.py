@@ -17,6 +17,7 @@ from adapters.errors import Malformed, StorageFull, TooLarge, Unsupported
 from adapters.extras import KEPT_BYTES, Role, role_of, role_of_part
 from adapters.format import printable
 from adapters.paths import CONFIG_FILE, TENSOR_FILE
+from adapters.shards import join_shards
 from adapters.staging_bytes import StagingBytes
 from adapters.unpack import adapter_root, unpack
 
@@ -165,6 +166,7 @@ class Staging:
         self._account = account or Account(None, "")
         self.budget = Budget(directory, limits, self._account)
         self.files: dict[Role, Path] = {}
+        self._shards: dict[str, Path] = {}
         self.ignored: list[str] = []
 
     def open(self, role: Role, shown_name: str) -> Part:
@@ -173,7 +175,7 @@ class Staging:
         if role == "ignored":
             self._ignore(shown_name)
             return Part(None, role, self.budget)
-        path = self.directory / f"part-{role}"
+        path = self.directory / (f"part-{role}" if role != "shard" else f"part-shard-{len(self._shards)}")
         self._assign(role, path, shown_name)
         return Part(path, role, self.budget)
 
@@ -181,7 +183,10 @@ class Staging:
         self.ignored.append(printable(shown_name[:200]))
 
     def _assign(self, role: Role, path: Path, shown_name: str) -> None:
-        if role in self.files:
+        if role == "shard" and (name := PurePosixPath(shown_name).name) not in self._shards:
+            self._shards[name] = path
+            return
+        if role in self.files or role == "shard":
             raise Malformed(
                 f"The upload holds two files for the same purpose ({role}), the second {shown_name[:200]!r}."
             )
@@ -211,7 +216,7 @@ class Staging:
         archive = self.files.pop("archive", None)
         if archive is None:
             return
-        if self.files:
+        if self.files or self._shards:
             raise Malformed("The upload holds an archive and single files; send either.")
         inner = Budget(self.directory, self.limits, self._account)
         members: list[tuple[PurePosixPath, Role, Path | None]] = []
@@ -235,7 +240,7 @@ class Staging:
                 self._assign(role, target, str(path))
 
     def _leave_out(self, path: PurePosixPath, role: Role) -> None:
-        if role == "tensors":
+        if role in ("tensors", "shard"):
             raise Malformed(f"The archive holds tensors apart from their {CONFIG_FILE}: {str(path)[:200]!r}.")
         self._ignore(str(path))
 
@@ -250,12 +255,26 @@ class Staging:
         return None if path is None else path.read_bytes()
 
     def require(self) -> tuple[bytes, Path]:
-        """The config's text and the tensor file's path. Raises Malformed naming what is missing."""
+        """The config's text and the tensor file's path, shards put together. Raises Malformed naming what is missing,
+        and what `join_shards` raises."""
+        self._join_shards()
         config, tensors = self.read("config"), self.files.get("tensors")
         if config is None or tensors is None:
             missing = CONFIG_FILE if config is None else TENSOR_FILE
             raise Malformed(f"The upload has no {missing}; send both {CONFIG_FILE} and {TENSOR_FILE}.")
         return config, tensors
+
+    def _join_shards(self) -> None:
+        if not self._shards:
+            return
+        if "tensors" in self.files:
+            raise Malformed(f"The upload holds {TENSOR_FILE} and shards of it; send either.")
+        target = self.directory / "part-tensors"
+        self.reserve(sum(path.stat().st_size for path in self._shards.values()))
+        with disk_full_is_ours():
+            join_shards(self._shards, self.read("index"), target)
+        self.files["tensors"] = target
+        self._shards = {}
 
     def reserve(self, num_bytes: int) -> None:
         """So many are about to be written beside the parts. Raises StorageFull, StagingFull."""

@@ -20,6 +20,7 @@ from rich.table import Column, Table
 from service.client import ClientError, Missing, answer_of, connect, pages, path_of, sentences
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_SHARDS, _INDEX = "adapter_model-*-of-*.safetensors", "adapter_model.safetensors.index.json"
 # What older versions of PEFT wrote: a pickle, whose reading can run code; `weights_only` keeps to tensors.
 _PICKLE = "adapter_model.bin"
 _CONVERT = """\
@@ -97,12 +98,14 @@ def _files_of(path: Path) -> dict[str, Path]:
             f"{path} has its weights in {_PICKLE}, a pickle, which no server takes; make {_TENSORS} of it, where torch "
             f"and safetensors are installed, and upload again:\n{command}"
         )
-    missing = [name for name in (_CONFIG, _TENSORS) if not (path / name).is_file()]
+    shards = sorted(file.name for file in path.glob(_SHARDS)) if not (path / _TENSORS).is_file() else []
+    weights = [*shards, _INDEX] if shards else [_TENSORS]
+    missing = [name for name in (_CONFIG, *weights) if name != _INDEX and not (path / name).is_file()]
     if missing:
         raise ClientError(
             f"{path} has no {' and no '.join(missing)}; give a directory that PEFT's save_pretrained wrote."
         )
-    return {name: path / name for name in (_CONFIG, _TENSORS, *_BESIDE) if (path / name).is_file()}
+    return {name: path / name for name in (_CONFIG, *weights, *_BESIDE) if (path / name).is_file()}
 
 
 def ls(arguments: argparse.Namespace) -> int:

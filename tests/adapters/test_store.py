@@ -339,7 +339,7 @@ def test_pickles_are_refused_by_name(store: AdapterStore, name: str) -> None:
         upload.open_part("adapter_model", name)
 
 
-@pytest.mark.parametrize("name", ["new_embeddings.safetensors", "model.gguf", "adapter_model.safetensors.index.json"])
+@pytest.mark.parametrize("name", ["new_embeddings.safetensors", "model.gguf", "model.safetensors.index.json"])
 def test_other_weights_in_a_directory_are_refused_by_name(store: AdapterStore, tmp_path: Path, name: str) -> None:
     directory = write_peft_directory(tmp_path / "in", config_bytes(), safetensors_bytes(good_tensors()))
     (directory / name).write_bytes(b"x")
