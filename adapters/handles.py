@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from adapters.names import Change, Condition, keep
-from adapters.records import AdapterRecord
+from adapters.records import AdapterRecord, Manifest
 from adapters.upload import Part, Staging, disk_full_is_ours
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class Upload:
     def __init__(self, store: AdapterStore, staging: Staging) -> None:
         self._store = store
         self._staging: Staging | None = staging
+        self._held: Manifest | None = None
         # A thread whose request was cancelled works on, while the upload is discarded in another. To empty the staging
         # directory beside it would empty what it publishes: a rename does not hinder who has a directory open.
         self._at_work = threading.RLock()  # `finish` discards
@@ -70,6 +71,17 @@ class Upload:
         with self._at_work:
             self._open_staging().add_directory(path)
 
+    def hold(self) -> Lease:
+        """Check everything and put the content into the store without a name, so that the engine can read it: the lease
+        keeps its files, which go with it unless `finish` gives them a name before. Raises as `finish` does."""
+        with self._at_work:
+            staging = self._open_staging()
+            with disk_full_is_ours():
+                manifest, ready = self._store._intake.prepare(staging)
+                lease = self._store._hold(manifest, ready)
+            self._held = manifest
+            return lease
+
     def finish(
         self, name: str, change: Change | None = None, *, condition: Condition = keep
     ) -> tuple[AdapterRecord, bool]:
@@ -88,6 +100,8 @@ class Upload:
             try:
                 self._store.check_name(name, change.owner)
                 with disk_full_is_ours():
+                    if self._held is not None:
+                        return self._store._publish(name, self._held, None, change, condition)
                     manifest, ready = self._store._intake.prepare(staging)
                     return self._store._publish(name, manifest, ready, change, condition)
             finally:

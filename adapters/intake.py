@@ -53,7 +53,7 @@ class Intake:
         staging.reserve(num_bytes)
         ready = staging.directory / "ready"
         ready.mkdir()
-        digest = write_canonical(binding, tensors, ready / TENSOR_FILE, template_bytes)
+        digest, warnings = write_canonical(binding, tensors, ready / TENSOR_FILE, template_bytes)
         ignored = [f"The file {name} is not needed and was left out." for name in staging.ignored]
         manifest = Manifest(
             digest=digest,
@@ -62,7 +62,7 @@ class Intake:
             num_bytes=num_bytes,
             rows=binding.rows,
             modules=modules,
-            notes=(*binding.notes, *ignored),
+            notes=(*warnings, *binding.notes, *ignored),
             has_chat_template=template is not None,
             invocation=binding.invocation,
         )

@@ -152,18 +152,17 @@ class AdapterStore:
     # ---- changes of names
 
     def _publish(
-        self, name: str, manifest: Manifest, ready: Path, change: Change, condition: Condition
+        self, name: str, manifest: Manifest, ready: Path | None, change: Change, condition: Condition
     ) -> tuple[AdapterRecord, bool]:
+        """ready: None if a lease of `_hold` keeps the files"""
         digest = manifest.digest
         gone: list[str] = []
         try:
             with self._disk:
                 record = self._names.get(name)
                 condition(record, digest)
-                is_whole = self._files.is_whole(
-                    manifest, ready, lambda config: self._intake.fits(config, manifest, ready)
-                )
-                if not is_whole and self._put(ready, digest):
+                is_whole = ready is None or self._is_whole(manifest, ready)
+                if ready is not None and not is_whole and self._put(ready, digest):
                     gone.append(digest)
                 is_new = record is None or record.digest != digest
                 try:
@@ -179,6 +178,19 @@ class AdapterStore:
         finally:
             for one in gone:
                 self._tell_if_gone(one, True)
+
+    def _is_whole(self, manifest: Manifest, ready: Path) -> bool:
+        return self._files.is_whole(manifest, ready, lambda config: self._intake.fits(config, manifest, ready))
+
+    def _hold(self, manifest: Manifest, ready: Path) -> Lease:
+        """Put a checked directory into the store, if it is not there, for as long as the lease lives."""
+        digest = manifest.digest
+        with self._disk:
+            was_replaced = not self._is_whole(manifest, ready) and self._put(ready, digest)
+            with self._lock:
+                self._leases[digest] += 1
+        self._tell_if_gone(digest, was_replaced)
+        return Lease(self, AdapterRecord("", Version(0, digest, time.time()), manifest))
 
     def rollback(
         self, name: str, selector: str = "", change: Change | None = None, *, condition: Condition = rules.move

@@ -19,6 +19,7 @@ from adapters.paths import EMBEDDING_SIDES, LINEAR_SIDES, stored_name
 from adapters.records import ModuleReport
 from adapters.row_plan import RowPlan
 
+IDLE = "The adapter changes nothing: lora_A or lora_B is zero in all of its modules."
 # Exponent bits all ones: NaN or infinity.
 _EXPONENT = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
 
@@ -55,24 +56,29 @@ def check_headers(
     return binding
 
 
-def write_canonical(binding: Binding, source: Path, target: Path, chat_template: bytes | None) -> str:
-    """Write the LoRA tensors of `source` to `target` (synced to disk) and return the adapter's digest.
+def write_canonical(
+    binding: Binding, source: Path, target: Path, chat_template: bytes | None
+) -> tuple[str, tuple[str, ...]]:
+    """Write the LoRA tensors of `source` to `target` (synced to disk) and return the adapter's digest, and warnings.
 
     The digest covers each module's rank, scaling, dtypes and data and the chat template: whatever changes an answer.
     Key order, metadata, tensor order and training-only settings do not. Raises Malformed for NaN and infinity.
     """
     entries = _canonical_order(binding)
     digest = hashlib.sha256(_canonical_header(binding, chat_template))
+    changing = {extra.tensor.name for extra in binding.extras}
     with target.open("wb") as file:
         write_header(file, ((name, tensor.dtype, tensor.shape) for name, tensor in entries))
         for _, tensor in entries:
             for chunk in read_chunks(source, tensor):
-                _refuse_non_finite(tensor, chunk)
+                if _refuse_non_finite(tensor, chunk):
+                    changing.add(tensor.name)
                 digest.update(chunk)
                 file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
-    return digest.hexdigest()
+    has_delta = any({bound.a.name, bound.b.name} <= changing and bound.scaling for bound in binding.slices)
+    return digest.hexdigest(), () if has_delta or binding.extras else (IDLE,)
 
 
 def module_reports(binding: Binding) -> tuple[ModuleReport, ...]:
@@ -131,10 +137,12 @@ def _canonical_header(binding: Binding, chat_template: bytes | None) -> bytes:
     return json.dumps(described, separators=(",", ":")).encode() + b"\n"
 
 
-def _refuse_non_finite(tensor: Tensor, chunk: bytes) -> None:
+def _refuse_non_finite(tensor: Tensor, chunk: bytes) -> bool:
+    """Whether any value is not zero."""
     import numpy as np
 
     unsigned, exponent = _EXPONENT[tensor.dtype]
     bits = np.frombuffer(chunk, unsigned)
     if ((bits & exponent) == exponent).any():
         raise Malformed(f"Tensor {tensor.name[:200]!r} holds NaN or infinity; the training has diverged.")
+    return bool((bits << 1).any())  # without the sign

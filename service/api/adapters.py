@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -20,9 +21,10 @@ from service.api.errors import BadRequest, NotReady
 from service.api.listing import MOST_PER_PAGE, Filters, listing, no_query, page, rows
 from service.api.namespace import Namespace
 from service.api.openapi import DELETE_ERRORS, UPLOAD_BODY, UPLOAD_ERRORS, errors
+from service.api.probe import probe
 from service.api.requestlog import note
 from service.api.state import Services, services_of
-from service.api.upload import in_upload_thread, receive_upload
+from service.api.upload import UploadQuery, in_upload_thread, receive_upload
 from service.logs import audit
 from service.payer import PAYER
 
@@ -31,7 +33,6 @@ router = APIRouter(tags=["adapters"])
 
 @router.post(
     "/v1/adapters",
-    dependencies=[no_query],
     status_code=201,
     response_model=AdapterResponse,
     responses={
@@ -41,16 +42,18 @@ router = APIRouter(tags=["adapters"])
     openapi_extra={"requestBody": UPLOAD_BODY},
     summary="Upload an adapter",
 )
-async def upload_adapter(request: Request) -> JSONResponse:
+async def upload_adapter(request: Request, query: Annotated[UploadQuery, Query()]) -> JSONResponse:
     """Check, store and name a PEFT LoRA adapter. It can be used in the next step; the answer says what was bound. A
     name that stands for other content is left as it is: PUT replaces that."""
     refuse_conditions(request, "send PUT /v1/adapters/{name}")
-    record, created = await take_upload(request, None, keep)
+    record, created = await take_upload(request, None, keep, query)
     answer = describe(request, record)
     return JSONResponse(answer.model_dump(), status_code=201 if created else 200)
 
 
-async def take_upload(request: Request, name: str | None, condition: Condition) -> tuple[AdapterRecord, bool]:
+async def take_upload(
+    request: Request, name: str | None, condition: Condition, query: UploadQuery
+) -> tuple[AdapterRecord, bool]:
     """Read the adapter in the request's body, check it, and make it the current version of its name, which is `name` or
     in the body. Returns (record, created) as `Upload.finish` does. LimitReached if the tenant may not have it."""
     services = services_of(request)
@@ -59,11 +62,16 @@ async def take_upload(request: Request, name: str | None, condition: Condition) 
     caller_of(request).tenant.take_upload()
     # The announced bytes include the multipart framing, so the store's own limit is left to its running count.
     announced = int(request.headers.get("content-length", 0))
-    with services.uploading():
+    with services.uploading(), ExitStack() as held:
         declared = min(announced, store.limits.max_upload_bytes)
         upload = await in_upload_thread(store.begin, declared_bytes=declared, owner=PAYER.get())
         try:
             sent = await receive_upload(request, namespace.place, upload)
+            if query.probe:
+                services.require_ready()
+                lease = await in_upload_thread(upload.hold)
+                held.callback(lease.release)
+                await probe(services, caller_of(request).tenant, lease.record.manifest)
             record, created = await in_upload_thread(
                 namespace.finish,
                 upload,

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast, get_args
 
 from fastapi import Request
+from pydantic import BaseModel, Field
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
@@ -208,6 +209,16 @@ async def _chunks(request: Request) -> AsyncIterator[bytes]:
                 f"Nothing of the upload has come for {MAX_SILENCE_SECONDS:g} seconds; send it again."
             ) from None
         yield chunk
+
+
+class UploadQuery(BaseModel, extra="forbid"):
+    """What an upload may ask for in its address."""
+
+    probe: bool = Field(
+        False,
+        description="run a fixed prompt with the adapter before it gets its name, and refuse one that changes nothing "
+        "or gives logits that are no numbers",
+    )
 
 
 async def receive_upload(request: Request, check_name: Callable[[str], object], upload: Upload) -> Sent:

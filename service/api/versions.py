@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
 from adapters.names import Change
@@ -18,14 +19,13 @@ from service.api.openapi import DELETE_ERRORS, REPLACE_BODY, UPLOAD_ERRORS, erro
 from service.api.requestlog import note
 from service.api.schemas import RollbackRequest, VisibilityRequest
 from service.api.state import services_of
-from service.api.upload import visible_to
+from service.api.upload import UploadQuery, visible_to
 
 router = APIRouter(tags=["adapters"])
 
 
 @router.put(
     "/v1/adapters/{name:adapter}",
-    dependencies=[no_query],
     response_model=AdapterResponse,
     responses={
         **UPLOAD_ERRORS,
@@ -36,13 +36,13 @@ router = APIRouter(tags=["adapters"])
     openapi_extra={"requestBody": REPLACE_BODY, "parameters": CONDITION_HEADERS},
     summary="Upload an adapter, in the place of the name's current one if it has one",
 )
-async def put_adapter(request: Request, name: str) -> JSONResponse:
+async def put_adapter(request: Request, name: str, query: Annotated[UploadQuery, Query()]) -> JSONResponse:
     """The name stands for the new version in one step: running requests end on the one they began with, new ones use
     this one at once. The same content again makes no version."""
     store = require_open_store(services_of(request))
     condition = condition_of(request)
     store.check(namespace_of(request, store).place(name), condition)  # better lost now than after gigabytes
-    record, created = await take_upload(request, name, condition)
+    record, created = await take_upload(request, name, condition, query)
     return _answer(request, record, status=201 if created else 200)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import socket
 import threading
 import time
@@ -16,7 +17,9 @@ from typing import Any, cast
 import httpx
 import openai
 import pytest
+import torch
 from fastapi import FastAPI
+from safetensors.torch import load_file, save_file
 
 from adapters.disk import StoreFiles
 from adapters.row_plan import plan_rows
@@ -434,3 +437,73 @@ class TestCrossing:
         asyncio.run(cross())
         assert store.names() == {}
         assert routes.metrics.by_adapter.label_of("mine") == "deleted:"
+
+
+def changed(directory: Path, target: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:
+    """The adapter with other tensors."""
+    shutil.copytree(directory, target)
+    tensors = load_file(target / "adapter_model.safetensors")
+    save_file({name: change(name, one) for name, one in tensors.items()}, target / "adapter_model.safetensors")
+    return target
+
+
+class TestProbe:
+    """Uploads that ask for a run before the name stands for them."""
+
+    def test_a_sound_adapter_gets_its_name(self, server: Server, checkpoints: Checkpoints, gone: list[str]) -> None:
+        gone.append("probed")
+        answer = upload(server, "probed", checkpoints.spare, params={"probe": "true"})
+        assert (answer.status_code, answer.json()["notes"]) == (201, [])
+        again = server.http.put(
+            f"{server.url}/v1/adapters/probed", files=parts_of(checkpoints.spare), params={"probe": "1"}
+        )
+        assert (again.status_code, again.json()["version"]) == (200, 1)
+
+    def test_one_that_changes_nothing_is_refused_or_taken_with_a_warning(
+        self, server: Server, checkpoints: Checkpoints, gone: list[str], tmp_path: Path
+    ) -> None:
+        idle = changed(checkpoints.spare, tmp_path / "idle", lambda name, one: one * ("lora_A" in name))
+        refused = upload(server, "idle", idle, params={"probe": "true"})
+        assert (refused.status_code, "changes nothing" in refused.text) == (400, True)
+        assert server.get("/v1/adapters/idle").status_code == 404
+        gone.append("idle")
+        taken = upload(server, "idle", idle)
+        assert (taken.status_code, "changes nothing" in taken.json()["notes"][0]) == (201, True)
+
+    def test_one_whose_logits_are_no_numbers_is_refused_and_the_name_stays(
+        self, server: Server, checkpoints: Checkpoints, gone: list[str], tmp_path: Path
+    ) -> None:
+        gone.append("kept")
+        before = upload(server, "kept", checkpoints.spare).json()["digest"]
+        wild = changed(checkpoints.spare, tmp_path / "wild", lambda _, one: torch.full_like(one, 1e30))
+        answer = server.http.put(f"{server.url}/v1/adapters/kept", files=parts_of(wild), params={"probe": "true"})
+        assert (answer.status_code, "no finite logits" in answer.text) == (400, True)
+        assert server.get("/v1/adapters/kept").json()["digest"] == before
+
+    def test_other_parameters_are_refused(self, server: Server, checkpoints: Checkpoints) -> None:
+        for params in ({"prob": "true"}, {"probe": "perhaps"}):
+            assert upload(server, "never", checkpoints.spare, params=params).status_code == 400
+
+    def test_activated_and_magnitudes_are_served_and_probed(
+        self, server: Server, client: openai.OpenAI, checkpoints: Checkpoints, gone: list[str], tmp_path: Path
+    ) -> None:
+        kinds: dict[str, dict[str, Any]] = {
+            "activated": {"alora_invocation_tokens": [40, 41]},
+            "dora": {"use_dora": True},
+        }
+        for name, kind in kinds.items():
+            gone.append(name)
+            made = make_adapter(
+                checkpoints.base, tmp_path / name, rank=4, target_modules=["q_proj", "w1"], seed=5, **kind
+            )
+            answer = upload(server, name, made, params={"probe": "true"})
+            assert answer.status_code == 201, answer.text
+        assert {tuple(one["parts"]) for one in answer.json()["modules"]} == {("lora_magnitude_vector",)}
+
+        def completed(model: str, prompt: list[int]) -> str:
+            return str(client.completions.create(model=model, prompt=prompt, **GREEDY).choices[0].text)
+
+        plain, invoked = [30, 31, 32], [30, 31, 40, 41, 32]
+        assert completed("activated", plain) == completed(BASE, plain)
+        assert completed("activated", invoked) != completed(BASE, invoked)
+        assert completed("dora", plain) != completed(BASE, plain)
