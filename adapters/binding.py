@@ -24,6 +24,7 @@ _SIDE = re.compile(
     r"(?P<path>.+)\.(?P<side>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(?P<rest>(?:\.[^.]+){0,2})"
 )
+_TOKENS = re.compile(r"(?P<path>.+)\.token_adapter\.trainable_tokens_delta(?:\.[^.]+)?")
 _BASE_TENSOR = re.compile(
     r"(?P<path>.+?)(?:\.(?P<wrapper>base_layer|original_module|modules_to_save(?:\.[^.]+)?))?\.(?P<what>weight|bias)"
 )
@@ -53,8 +54,19 @@ class BaseCopy:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class BoundTokens:
+    """Rows of the embedding [vocabulary, hidden], or of the head, that an adapter has in the place of the base's:
+    tensor [num_ids, hidden]. On the device each is a row of rank that only its token meets."""
+
+    module: str
+    token_ids: tuple[int, ...]
+    tensor: Tensor
+
+
 # Parts of an adapter that are no rows, by what stands behind the module in PEFT's names.
 MAGNITUDE, LORA_BIAS, BIAS, WEIGHT = "lora_magnitude_vector", "lora_B.bias", "bias", "weight"
+TOKENS = "token_adapter.trainable_tokens_delta"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +95,13 @@ class Binding:
     notes: tuple[str, ...] = ()
     extras: tuple[BoundExtra, ...] = ()
     invocation: tuple[int, ...] = ()
+    tokens: tuple[BoundTokens, ...] = ()
 
     def without(self, unchanged: Collection[BoundExtra]) -> Binding:
         """Leave out extras that equal the base's own tensors."""
         extras = tuple(extra for extra in self.extras if extra not in unchanged)
         notes = tuple(f"{extra.tensor.name} repeats the base's own tensor and is not stored." for extra in unchanged)
-        return replace(self, extras=extras, rows=_rows(self.slices, extras), notes=(*self.notes, *notes))
+        return replace(self, extras=extras, rows=_rows(self.slices, extras, self.tokens), notes=(*self.notes, *notes))
 
 
 @dataclass(slots=True)
@@ -134,16 +147,18 @@ def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor
         for extra in others.extras
         if extra.part == WEIGHT and extra.module in found
     ]
+    problems += _check_tokens(known, others, found)
     problems += _check_invocation(config, slices, layout)
-    _refuse(problems, slices, others.extras)
+    _refuse(problems, slices, bool(others.extras or others.tokens))
     extras = tuple(sorted(others.extras, key=lambda extra: (extra.module, extra.part)))
     return Binding(
         tuple(slices),
         tuple(others.copies),
-        _rows(slices, extras),
+        _rows(slices, extras, others.tokens),
         _notes(config, known, others.copies),
         extras,
         config.invocation,
+        tuple(others.tokens),
     )
 
 
@@ -166,6 +181,7 @@ class _Others:
     config: AdapterConfig
     extras: list[BoundExtra] = field(default_factory=list)
     copies: list[BaseCopy] = field(default_factory=list)
+    tokens: list[BoundTokens] = field(default_factory=list)
 
     def add(self, extra: BoundExtra) -> str | None:
         twin = next((one for one in self.extras if (one.module, one.part) == (extra.module, extra.part)), None)
@@ -184,6 +200,7 @@ class _Known:
         assert len(self.by_tail) == len(self.slices), "module paths are unique without the model's name"
 
         self.unadapted = tuple(_tail(module) for module in layout.unadapted)
+        self.ties_head = layout.ties_head
         self.norms = {_tail(norm.module): norm for norm in layout.norms}
         self.fused = {_tail(name): modules for p in layout.projections for name, modules in _fused(p)}
 
@@ -294,8 +311,8 @@ def _sort_in_fused(
 def _sort_in_other(tensor: Tensor, known: _Known, others: _Others) -> str | None:
     """Tensors that are no LoRA weights: trained whole, or copies of the base's that are kept for a comparison."""
     name = tensor.name
-    if "token_adapter" in name or "trainable_tokens" in name:
-        return "it belongs to trained tokens (trainable_token_indices), which are not supported"
+    if (trained := _TOKENS.fullmatch(name)) is not None:
+        return _add_tokens(tensor, _trained_path(trained["path"]), known, others)
     match = _BASE_TENSOR.fullmatch(name)
     if match is None:
         return "it is neither lora_A nor lora_B of a projection of this base model"
@@ -333,6 +350,41 @@ def _sort_in_other(tensor: Tensor, known: _Known, others: _Others) -> str | None
         return others.add(BoundExtra(home, WEIGHT, tensor, group))  # type: ignore[arg-type]
     others.copies.append(BaseCopy(tensor, f"{home}.{WEIGHT}"))
     return None
+
+
+def _add_tokens(tensor: Tensor, path: str, known: _Known, others: _Others) -> str | None:
+    module = known.resolve(path)
+    if module is None or known.slices[module][0].group != "embeddings":
+        return "it belongs to trained tokens of a module that is neither the embedding nor the head"
+    projection, piece = known.slices[module]
+    sizes = (projection.in_features, piece.out_features)
+    hidden, vocab_size = sizes[::-1] if projection.kind == "embedding" else sizes
+    named = {ending or ("" if projection.kind == "embedding" else None) for ending in (*endings(path), "")}
+    ids = next((ids for key, ids in others.config.trained_tokens.items() if key in named), None)
+    if ids is None:
+        return f"it belongs to trained tokens, and trainable_token_indices names none of {module}"
+    if tensor.shape != (len(ids), hidden) or max(ids) >= vocab_size:
+        return (
+            f"its shape is {tensor.shape}, for {len(ids)} tokens up to {max(ids)} of {vocab_size}, {hidden} wide each"
+        )
+    others.tokens.append(BoundTokens(module, ids, tensor))
+    return None
+
+
+def _check_tokens(known: _Known, others: _Others, found: Mapping[str, _Found]) -> list[tuple[str, str]]:
+    """Of a base that ties its head, the embedding's trained tokens are the head's too, unless it has its own."""
+    bound = {one.module for one in others.tokens}
+    if others.config.trained_tokens and not bound:
+        return [("trainable_token_indices", "the file has no tensors for it")]
+    tied = [one for one in others.tokens if known.slices[one.module][0].kind == "embedding" and known.ties_head]
+    heads = [name for name, (p, _) in known.slices.items() if p.group == "embeddings" and p.kind == "linear"]
+    others.tokens += [replace(one, module=head) for one in tied for head in heads if head not in bound]
+    whole = {extra.module for extra in others.extras if extra.part == WEIGHT}
+    return [
+        (one.tensor.name, f"{one.module} is trained in another way too; an adapter does either")
+        for one in others.tokens
+        if one.module in found or one.module in whole
+    ]
 
 
 def _add_bias(tensor: Tensor, projection: Projection, piece: Slice, others: _Others) -> str | None:
@@ -404,11 +456,13 @@ def _bind_module(
     return problems or BoundSlice(projection, piece, rank, scaling, a, b)
 
 
-def _rows(slices: Sequence[BoundSlice], extras: Sequence[BoundExtra]) -> dict[str, int]:
+def _rows(slices: Sequence[BoundSlice], extras: Sequence[BoundExtra], tokens: Sequence[BoundTokens]) -> dict[str, int]:
     rows: dict[str, int] = {}
     for bound in slices:
         group = bound.projection.group
         rows[group] = max(rows.get(group, 0), bound.rank)
+    for one in tokens:
+        rows["embeddings"] = max(rows.get("embeddings", 0), len(one.token_ids))
     return rows | {extra.group: 1 for extra in extras}
 
 
@@ -427,12 +481,12 @@ def _notes(config: AdapterConfig, known: _Known, copies: list[BaseCopy]) -> tupl
     return tuple(notes)
 
 
-def _refuse(problems: list[tuple[str, str]], slices: list[BoundSlice], extras: list[BoundExtra]) -> None:
+def _refuse(problems: list[tuple[str, str]], slices: list[BoundSlice], has_more: bool) -> None:
     if problems:
         shown = "; ".join(f"{name[:200]}: {reason}" for name, reason in problems[:MAX_SHOWN])
         more = f"; and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
         raise BindingError(f"The adapter does not fit this base model. {shown}{more}.", tuple(problems))
     if not slices:
         raise BindingError("The adapter has no LoRA tensors for any projection of this base model.", ())
-    if not extras and all(bound.scaling == 0 for bound in slices):
+    if not has_more and all(bound.scaling == 0 for bound in slices):
         raise BindingError("The adapter would change nothing: lora_alpha is 0 for all of its modules.", ())

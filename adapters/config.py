@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from adapters.errors import Malformed, Unsupported
@@ -49,7 +49,6 @@ NOT_SUPPORTED = {
     "megatron_config": "Megatron layers",
     "monteclora_config": "Monte Carlo LoRA",
     "target_parameters": "LoRA on bare parameters",
-    "trainable_token_indices": "trained tokens",
     "use_bdlora": "block-diagonal LoRA",
     "use_qalora": "QA-LoRA",
     "velora_config": "VeLoRA",
@@ -73,6 +72,7 @@ KNOWN = frozenset(
         "rank_pattern",
         "target_modules",
         "task_type",
+        "trainable_token_indices",
         "use_dora",
         "use_rslora",
     }
@@ -88,6 +88,8 @@ class AdapterConfig:
     has_biases                       biases of the base's own projections were trained (`bias` "all" or "lora_only")
     use_dora, lora_bias              each adapted projection has a magnitude, or a bias beside lora_B
     modules_to_save                  modules that were trained whole
+    trained_tokens                   module (or the end of its path; "" is the embedding) to the ids of its tokens that
+                                     were trained
     invocation                       tokens at whose last place in a prompt the adapter begins (aLoRA); () = everywhere
     """
 
@@ -105,6 +107,7 @@ class AdapterConfig:
     lora_bias: bool = False
     modules_to_save: tuple[str, ...] = ()
     invocation: tuple[int, ...] = ()
+    trained_tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def parse_config(text: bytes) -> AdapterConfig:
@@ -128,15 +131,17 @@ def parse_config(text: bytes) -> AdapterConfig:
         use_dora=_bool(fields.get("use_dora"), "use_dora"),
         has_biases=_has_biases(fields.get("bias", "none")),
         lora_bias=_bool(fields.get("lora_bias"), "lora_bias"),
+        trained_tokens=_trained_tokens(fields.get("trainable_token_indices")),
         invocation=_invocation(fields.get("alora_invocation_tokens")),
         modules_to_save=tuple(_names(fields.get("modules_to_save") or [], "modules_to_save")),
     )
     if config.use_dora and config.lora_bias:
         raise Unsupported("adapter_config.json: use_dora together with lora_bias is not supported; train with either.")
-    if config.invocation and (config.use_dora or config.has_biases or config.modules_to_save):
+    if config.invocation and (config.use_dora or config.has_biases or config.modules_to_save or config.trained_tokens):
         raise Unsupported(
-            "adapter_config.json: alora_invocation_tokens is not supported together with use_dora, bias or "
-            "modules_to_save, which would change the base before the invocation; train without these."
+            "adapter_config.json: alora_invocation_tokens is not supported together with use_dora, bias, "
+            "modules_to_save or trainable_token_indices, which would change the base before the invocation; train "
+            "without these."
         )
     if not config.target_modules:
         raise Malformed("adapter_config.json: target_modules must name the adapted modules; add them.")
@@ -175,6 +180,17 @@ def _has_biases(value: Any) -> bool:
     if value not in ("none", "all", "lora_only"):
         raise Unsupported(f"adapter_config.json: bias {_show(value)} is not known; it is 'none', 'all' or 'lora_only'.")
     return bool(value != "none")
+
+
+def _trained_tokens(value: Any) -> dict[str, tuple[int, ...]]:
+    by_module = value if isinstance(value, dict) else {"": value} if value else {}
+    for ids in by_module.values():
+        is_ids = isinstance(ids, list) and all(type(one) is int and 0 <= one < 1 << 31 for one in ids)
+        if not is_ids or not 1 <= len(ids) <= MAX_RANK or len(set(ids)) < len(ids):
+            raise Malformed(
+                f"adapter_config.json: trainable_token_indices is {_show(value)}; it must hold token ids, each once."
+            )
+    return {str(module): tuple(ids) for module, ids in by_module.items()}
 
 
 def _invocation(value: Any) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ class Malformed(AdapterError):
 
 
 class Unsupported(AdapterError):
-    """Well-formed, but asks for something that is not done here (DoRA, bias, pickles...). 400."""
+    """Well-formed, but asks for something that is not done here (layer replication, QA-LoRA, pickles...). 400."""
 
     code = "unsupported"
 

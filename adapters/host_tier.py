@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import torch
 
-from adapters.binding import WEIGHT
+from adapters.binding import TOKENS, WEIGHT
 from adapters.errors import Malformed, NotFound, Unsupported
 from adapters.format import Tensor, read_header
 from adapters.layout import TABLE_GROUPS, BaseLayout, Group, Projection, Slice
@@ -39,6 +39,8 @@ class HostAdapter:
 
     extras  what it has beside rows, by module path and part (see `adapters.binding.BoundExtra`): float32 vectors, and
             the embedding and the head in the rows' dtype
+    tokens  of the slices that are trained tokens, by module path: the ids, one for each rank. Their values stand where
+            what they change the base by belongs; the base's are subtracted on the device
     """
 
     digest: str
@@ -46,6 +48,7 @@ class HostAdapter:
     rows: dict[str, int]
     num_bytes: int
     extras: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def tensors(self) -> list[torch.Tensor]:
         """All that it holds."""
@@ -136,7 +139,14 @@ def read_adapter(store_root: Path, layout: BaseLayout, digest: str, dtype: torch
     slices: dict[str, HostSlice] = {}
     extras: dict[tuple[str, str], torch.Tensor] = {}
     rows: dict[str, int] = {}
+    tokens: dict[str, tuple[int, ...]] = {}
     for report in manifest.modules:
+        if report.token_ids:
+            values = _own(_tensor(mapped, header, stored_name(report.module, TOKENS)), dtype)
+            tokens[report.module] = report.token_ids
+            slices[report.module] = _trained(values, report.token_ids, known[report.module][0])
+            rows["embeddings"] = max(rows.get("embeddings", 0), len(report.token_ids))
+            continue
         for part in report.parts:
             group = _group_of(report.module, part, known)
             tensor = _tensor(mapped, header, stored_name(report.module, part))
@@ -153,8 +163,17 @@ def read_adapter(store_root: Path, layout: BaseLayout, digest: str, dtype: torch
         slices[report.module] = HostSlice(_own(a, dtype), _own(b.t(), dtype), report.rank, report.scaling)
     if rows != manifest.rows:
         raise Malformed(f"Adapter {digest} is damaged on disk; delete it and upload it again.")
-    adapter = HostAdapter(digest, slices, rows, 0, extras)
+    adapter = HostAdapter(digest, slices, rows, 0, extras, tokens)
     return replace(adapter, num_bytes=sum(tensor.nbytes for tensor in adapter.tensors()))
+
+
+def _trained(values: torch.Tensor, token_ids: tuple[int, ...], projection: Projection) -> HostSlice:
+    """Trained tokens as LoRA: one rank for each, which only its token meets. values [num_ids, hidden]"""
+    vocab_size = projection.in_features if projection.kind == "embedding" else projection.slices[0].out_features
+    meets = torch.zeros(len(token_ids), vocab_size, dtype=values.dtype)
+    meets[torch.arange(len(token_ids)), torch.tensor(token_ids)] = 1
+    sides = (meets, values) if projection.kind == "embedding" else (values, meets)
+    return HostSlice(*sides, len(token_ids), 1.0)
 
 
 def _group_of(module: str, part: str, known: Mapping[str, tuple[Projection, Slice]]) -> Group:

@@ -51,6 +51,7 @@ class BaseLayout:
     weights      fingerprint of the base's weights: an adapter fits the weights it was trained on, so adapters of two
                  bases of one shape are kept apart by it
     unadapted    modules whose adapters are not served, what is below them included: experts and their routers
+    ties_head    the head is the token embedding
     norms        of the hidden states: the modules whose weights an adapter may replace, and their widths
     """
 
@@ -61,6 +62,7 @@ class BaseLayout:
     weights: str = ""
     unadapted: tuple[str, ...] = ()
     norms: tuple[Slice, ...] = ()
+    ties_head: bool = False
 
     @property
     def groups(self) -> tuple[Group, ...]:

@@ -43,7 +43,7 @@ def is_name(name: str, owner: str = "") -> bool:
 def layout_fingerprint(layout: BaseLayout) -> str:
     """16 hex digits that change with the base: its weights, or how an adapter binds to it."""
     fields = asdict(layout)
-    del fields["norms"]  # they follow from the rest, and stores are older than they
+    del fields["norms"], fields["ties_head"]  # they follow from the rest, and stores are older than they
     return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()[:16]
 
 

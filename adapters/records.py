@@ -14,7 +14,8 @@ class ModuleReport(msgspec.Struct, frozen=True):
     """One adapted module of the base, e.g. `model.layers.3.self_attn.q_proj`; `num_bytes` counts what is stored for it.
 
     rank   0 for a module without LoRA
-    parts  what it has beside LoRA weights, as `adapters.binding.BoundExtra` has it
+    parts  what it has beside LoRA weights, as `adapters.binding.BoundExtra` has it, or trained tokens
+    token_ids  of these
     """
 
     module: str
@@ -22,6 +23,7 @@ class ModuleReport(msgspec.Struct, frozen=True):
     scaling: float
     num_bytes: int
     parts: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
 
 
 class Manifest(msgspec.Struct, frozen=True):

@@ -78,6 +78,7 @@ class RowPool:
         )
         self._layout = layout
         self._groups = self.plan.groups
+        self._base = base
         self.side: SidePool | None = None
         if side_bytes:
             assert base is not None, "what adapters have beside rows depends on the base"
@@ -313,8 +314,19 @@ class RowPool:
                     weights = adapter.slices.get(piece.module)
                     _fill(stack.a[index], taken, None if weights is None else weights.a)
                     _fill(stack.b[index], taken, None if weights is None else weights.b)
+                    if piece.module in adapter.tokens:
+                        self._subtract_base(projection, taken, adapter.tokens[piece.module])
         self._write_tables(resident.place, {module: (s.rank, s.scaling) for module, s in adapter.slices.items()})
         self._note_first_rows(digest)
+
+    def _subtract_base(self, projection: Projection, taken: Range, token_ids: tuple[int, ...]) -> None:
+        """Trained tokens are held as what they are; rows are what they change the base by."""
+        assert self._base is not None, "trained tokens depend on the base"
+        stack = self._stacks[projection.name]
+        rows = stack.b[0] if projection.kind == "embedding" else stack.a[0]
+        base = self._base.rows(projection.name, torch.tensor(token_ids, device=rows.device))
+        held = rows[taken.start : taken.start + len(token_ids)]
+        held.copy_(held.float() - base)
 
     def _write_tables(self, place: int, values: Mapping[str, tuple[int, float]]) -> None:
         """Ranks and scalings of a place, on the device and on the host; (0, 0.0) for modules not in `values`."""

@@ -35,6 +35,10 @@ class BaseFacts(Protocol):
     def norm_offset(self) -> float:
         """What is added to the weight of a norm, as files hold it, before it multiplies."""
 
+    def rows(self, name: str, token_ids: torch.Tensor) -> torch.Tensor:
+        """float32 [num_ids, hidden]: what the embedding, or the head, has for these tokens. Of a head that costs a
+        product of as many tokens as the model is wide."""
+
     def delta_norms(self, name: str, first: int, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
         """float32 [outputs of the slice]: |W + scaling * (b.T @ a)| of each row of the weight; of an embedding, of each
         column. a [rank, in], b [rank, outputs] of the slice whose outputs begin at `first`.

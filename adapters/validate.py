@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from adapters.base_weights import BaseWeights
-from adapters.binding import Binding, BoundExtra, BoundSlice, bind
+from adapters.binding import TOKENS, Binding, BoundExtra, BoundSlice, bind
 from adapters.config import parse_config
 from adapters.errors import BindingError, Malformed, RowsExceeded
 from adapters.format import ELEMENT_BYTES, Tensor, read_chunks, read_header, write_header
@@ -78,7 +78,7 @@ def write_canonical(
         file.flush()
         os.fsync(file.fileno())
     has_delta = any({bound.a.name, bound.b.name} <= changing and bound.scaling for bound in binding.slices)
-    return digest.hexdigest(), () if has_delta or binding.extras else (IDLE,)
+    return digest.hexdigest(), () if has_delta or binding.extras or binding.tokens else (IDLE,)
 
 
 def module_reports(binding: Binding) -> tuple[ModuleReport, ...]:
@@ -95,6 +95,9 @@ def module_reports(binding: Binding) -> tuple[ModuleReport, ...]:
     for module, alone in extras.items():
         num_bytes = sum(extra.tensor.num_bytes for extra in alone)
         reports.append(ModuleReport(module, 0, 0.0, num_bytes, tuple(extra.part for extra in alone)))
+    for tokens in binding.tokens:
+        num_bytes = tokens.tensor.num_bytes
+        reports.append(ModuleReport(tokens.module, 0, 0.0, num_bytes, (TOKENS,), tokens.token_ids))
     return tuple(reports)
 
 
@@ -104,6 +107,12 @@ def _check_rows(binding: Binding, plan: RowPlan) -> None:
         raise RowsExceeded(
             f"The adapter has rank {largest.rank} in {largest.slice.module}; the kernels of this device take ranks up "
             f"to {plan.max_rank}. Use a smaller rank."
+        )
+    num_tokens = max((len(tokens.token_ids) for tokens in binding.tokens), default=0)
+    if plan.max_rank is not None and num_tokens > plan.max_rank:
+        raise RowsExceeded(
+            f"The adapter has {num_tokens} trained tokens, each a row of rank; the kernels of this device take ranks "
+            f"up to {plan.max_rank}. Save the embedding whole (modules_to_save) instead."
         )
     group = plan.group_too_small(binding.rows)
     if group is not None:
@@ -120,6 +129,7 @@ def _canonical_order(binding: Binding) -> list[tuple[str, Tensor]]:
     """Wide elements first, so that every tensor is aligned in the file; then by name."""
     entries = [entry for bound in binding.slices for entry in _sides(bound)]
     entries += [(stored_name(extra.module, extra.part), extra.tensor) for extra in binding.extras]
+    entries += [(stored_name(tokens.module, TOKENS), tokens.tensor) for tokens in binding.tokens]
     return sorted(entries, key=lambda entry: (-ELEMENT_BYTES[entry[1].dtype], entry[0]))
 
 
@@ -132,6 +142,8 @@ def _canonical_header(binding: Binding, chat_template: bytes | None) -> bytes:
     template = None if chat_template is None else hashlib.sha256(chat_template).hexdigest()
     extras = sorted([extra.module, extra.part, extra.tensor.dtype, extra.tensor.shape] for extra in binding.extras)
     described: list[object] = ["multilora adapter 1", modules, template, *([extras] if extras else [])]
+    if binding.tokens:
+        described.append({"tokens": sorted([one.module, one.token_ids, one.tensor.dtype] for one in binding.tokens)})
     if binding.invocation:
         described.append({"invocation": binding.invocation})
     return json.dumps(described, separators=(",", ":")).encode() + b"\n"

@@ -393,7 +393,8 @@ class DetokenizeResponse(Response):
 
 class ModuleReport(Response):
     """One adapted module: rank, scaling and size of its tensors. `rank` is 0 where it has no LoRA weights, and `parts`
-    are what it has beside them: `lora_magnitude_vector`, `lora_B.bias`, `bias`, `weight`."""
+    are what it has beside them: `lora_magnitude_vector`, `lora_B.bias`, `bias`, `weight`,
+    `token_adapter.trainable_tokens_delta`."""
 
     module: str
     rank: int

@@ -106,6 +106,11 @@ class Decoder:
         """See `adapters.side_pool.BaseFacts`."""
         return 1.0 if self._spec.zero_centred_norms else 0.0
 
+    def rows(self, name: str, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `adapters.side_pool.BaseFacts`."""
+        projection = self._by_name.get(name)
+        return self._embedding.rows(token_ids) if projection is None else projection.rows(token_ids)
+
     def delta_norms(self, name: str, first: int, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
         """See `adapters.side_pool.BaseFacts`."""
         projection = self._by_name.get(name)

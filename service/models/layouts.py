@@ -69,7 +69,13 @@ def layout_of_spec(spec: ModelSpec) -> BaseLayout:
     )
     norms = tuple(Slice(name, spec.hidden_size) for name in _norms(spec))
     return BaseLayout(
-        spec.model_type, spec.num_layers, spec.layer_prefix, tuple(projections), unadapted=unadapted, norms=norms
+        spec.model_type,
+        spec.num_layers,
+        spec.layer_prefix,
+        tuple(projections),
+        unadapted=unadapted,
+        norms=norms,
+        ties_head=spec.tie_word_embeddings,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -107,6 +107,13 @@ class Projection:
         return out
 
     @torch.no_grad()
+    def rows(self, outputs: torch.Tensor) -> torch.Tensor:
+        """float32 [num_outputs, inputs]: these rows of a weight in any layout: the identity is multiplied."""
+        bare = replace(self.weight, bias=None)
+        parts = [linear(part, bare).float().index_select(1, outputs) for part in _identity(bare)]
+        return torch.cat(parts).t()
+
+    @torch.no_grad()
     def delta_norms(self, first: int, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
         """See `adapters.side_pool.BaseFacts`: |w + c B A|^2 = |w|^2 + 2 c B (A w) + c^2 B (A A^T) B^T, row by row."""
         bare = replace(self.weight, bias=None)
@@ -147,6 +154,7 @@ class TokenEmbedding:
         self._stack: LoraStack | None = None
         self._vectors: SideVectors | None = None
         self._tables: torch.Tensor | None = None
+        self._squares: torch.Tensor | None = None
 
     @property
     def stack(self) -> LoraStack | None:
@@ -178,9 +186,15 @@ class TokenEmbedding:
     def delta_norms(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
         """As `Projection.delta_norms`, of the columns of the table."""
         table = self.table
-        squares = sum(part.float().square().sum(0) for part in table.split(_ROWS_AT_ONCE))
-        assert isinstance(squares, torch.Tensor)
-        return _norms(squares, (a.to(table.dtype) @ table).float(), a, b, scaling)
+        if self._squares is None:
+            self._squares = torch.zeros(table.shape[1], dtype=torch.float32, device=table.device)
+            for part in table.split(_ROWS_AT_ONCE):
+                self._squares += part.float().square().sum(0)
+        return _norms(self._squares, (a.to(table.dtype) @ table).float(), a, b, scaling)
+
+    def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """float32 [num_ids, hidden] of the table."""
+        return self.table.index_select(0, token_ids).float()
 
 
 _ROWS_AT_ONCE = 256
@@ -189,12 +203,18 @@ _ROWS_AT_ONCE = 256
 def _squares_of(weight: PackedWeight) -> torch.Tensor:
     """float32 [outputs]: the square of each row's length, of a weight in any layout: the identity is multiplied."""
     squares = torch.zeros(weight.out_features, dtype=torch.float32, device=weight.data.device)
+    for rows in _identity(weight):
+        squares += linear(rows, weight).float().square().sum(0)
+    return squares
+
+
+def _identity(weight: PackedWeight) -> Iterator[torch.Tensor]:
+    """[inputs, inputs] in parts of some rows, in the weight's dtype."""
     for start in range(0, weight.in_features, _ROWS_AT_ONCE):
         num = min(_ROWS_AT_ONCE, weight.in_features - start)
         rows = torch.zeros(num, weight.in_features, dtype=weight.dtype, device=weight.data.device)
         rows[:, start : start + num].fill_diagonal_(1)
-        squares += linear(rows, weight).float().square().sum(0)
-    return squares
+        yield rows
 
 
 def _norms(

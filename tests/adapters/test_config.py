@@ -47,7 +47,6 @@ def test_what_peft_writes_by_default_is_accepted() -> None:
         {"bias": None},
         {"bias": "some"},
         {"use_dora": True, "lora_bias": True},
-        {"trainable_token_indices": [1]},
         {"megatron_config": {"a": 1}},
         {"layer_replication": [[0, 2]]},
         {"alora_invocation_tokens": [1, 2], "use_dora": True},
@@ -114,6 +113,8 @@ def test_training_only_settings_mean_the_same_adapter(fields: dict[str, Any]) ->
     "fields",
     [
         {"alora_invocation_tokens": []},
+        {"trainable_token_indices": [1, 1]},
+        {"trainable_token_indices": {"lm_head": ["x"]}},
         {"alora_invocation_tokens": [-1]},
         {"r": 0},
         {"r": -1},

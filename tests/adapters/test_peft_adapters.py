@@ -123,7 +123,6 @@ def test_what_peft_wrote_is_what_the_device_holds(
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
         ({"init_lora_weights": "pissa"}, "pissa"),
         ({"init_lora_weights": "olora"}, "olora"),
     ],

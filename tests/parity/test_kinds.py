@@ -45,6 +45,12 @@ def kinds_of(family: str) -> dict[str, dict[str, Any]]:
         "embedding": {"rank": 2, "target_modules": inputs, "modules_to_save": ["embed_tokens"]},
         "head": {"rank": 2, "target_modules": inputs, "modules_to_save": ["lm_head"]},
         "both": {"rank": 2, "target_modules": inputs, "modules_to_save": ["embed_tokens", "lm_head", "model.norm"]},
+        "tokens": {"rank": 2, "target_modules": inputs, "trainable_token_indices": [5, 9, 30]},
+        "tokens-of-both": {
+            "rank": 2,
+            "target_modules": [inputs[0]],
+            "trainable_token_indices": {"embed_tokens": [20], "lm_head": [40, 41]},
+        },
         "norms": {"rank": 2, "target_modules": inputs, "modules_to_save": ["input_layernorm", "model.norm"]},
     }
 
@@ -74,6 +80,7 @@ def names_of(digests: Iterable[str], world: World) -> set[str]:
 def test_every_kind_equals_peft_in_mixed_steps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in chunks beside decode tokens of others; then the logits themselves."""
     requests = make_requests(world, 2 * (len(world.adapters) + 1))
+    requests += [Request(f"trained {name}", name, (7, 5, 20, 9, 40, 30), 6) for name in ("tokens", "tokens-of-both")]
     engine = build_engine(config_of(world, token_budget=40, max_sequences=12, side_bytes=few_lines(world, monkeypatch)))
     answers = run_engine(engine, [request.submit(world, logprobs=1) for request in requests], joins_per_step=3)
     engine.close()
