@@ -4,11 +4,16 @@ decode steps, and in steps that are replayed."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from peft import LoraConfig, get_peft_model
 
 from adapters import side_plan
+from adapters.store import AdapterStore
 from service.models.layouts import layout_in
 from tests.support.engine_parity import (
     BASE,
@@ -22,7 +27,7 @@ from tests.support.engine_parity import (
     make_world,
     run_engine,
 )
-from tests.support.tiny_models import ATTENTION_INPUTS, LINEAR_MODULES
+from tests.support.tiny_models import ATTENTION_INPUTS, LINEAR_MODULES, make_tiny_model
 from tests.tolerances import LOGITS
 
 
@@ -146,3 +151,38 @@ def test_an_activated_adapter_begins_at_its_invocation(activated: World) -> None
     alike = {name: answers[f"{name} activated"].tokens == answers[f"{name} plain"].tokens for name in prompts}
     assert not any(alike[name] for name in ("middle", "nowhere"))
     assert answers["nowhere activated"].tokens == answers["base"].tokens
+
+
+def test_pissa_saved_as_a_difference_equals_the_trained_model(tmp_path: Path, device: str) -> None:
+    """PiSSA changes the base's weights at its start; saved with `path_initial_model_for_weight_conversion` it is plain
+    LoRA of twice the rank."""
+    model_dir = make_tiny_model("llama", tmp_path / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"], init_lora_weights="pissa")
+    trained = get_peft_model(base, config)
+    start = str(tmp_path / "start")
+    trained.peft_config["default"].init_lora_weights = True
+    trained.save_pretrained(start)
+    trained.peft_config["default"].init_lora_weights = "pissa"
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    prompt = tuple(range(20, 40))
+    with torch.no_grad():
+        expected = trained(torch.tensor([prompt])).logits[0, -1].log_softmax(-1).max(-1)
+    trained.save_pretrained(str(tmp_path / "converted"), path_initial_model_for_weight_conversion=start)
+    store = AdapterStore(tmp_path / "store", layout_in(model_dir), base_name=BASE, base_dir=model_dir)
+    with store.begin() as upload:
+        upload.add_directory(tmp_path / "converted")
+        manifest = upload.finish("pissa")[0].manifest
+    store.close()
+    assert {one.rank for one in manifest.modules} == {8}
+    digests, rows = {"pissa": manifest.digest}, {"pissa": manifest.rows}
+    world = World("llama", torch.float32, device, model_dir, tmp_path / "store", {}, digests, rows)
+    engine = build_engine(config_of(world, token_budget=32, max_sequences=2))
+    answer = run_engine(engine, [Request("r", "pissa", prompt, 1).submit(world, logprobs=1)])["r"]
+    engine.close()
+    assert answer.tokens == [int(expected.indices)]
+    assert answer.logprobs[0].logprob == pytest.approx(float(expected.values), abs=LOGITS[torch.float32])
