@@ -20,12 +20,13 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench import memory, speed, startup
-from bench.workload import OUT
+from bench.workload import FAMILIES, OUT
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"], choices=["bfloat16", "float32"])
+    parser.add_argument("--family", choices=FAMILIES, default="qwen3", help="of the model whose speed is measured")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved rounds; a figure is their median")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", choices=["speed", "memory", "startup"])
@@ -59,7 +60,8 @@ def main() -> None:
         for dtype in arguments.dtype:
             if arguments.only in (None, "speed"):
                 keep = functools.partial(save, speeds, dtype)
-                speed.measure(dtype, arguments.rounds, arguments.threads, arguments.peft_batch_sizes, progress, keep)
+                chosen = (arguments.rounds, arguments.threads, arguments.peft_batch_sizes)
+                speed.measure(dtype, *chosen, progress, keep, arguments.family)
             if arguments.only in (None, "memory"):
                 save(memories, dtype, memory.measure(dtype, arguments.threads, progress))
     _print(result)

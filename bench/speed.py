@@ -79,9 +79,10 @@ def measure(
     peft_batch_sizes: Sequence[int],
     progress: Progress,
     save: Callable[[dict[str, object]], None],
+    family: str = "qwen3",
 ) -> None:
     """Run the rounds; `save` gets the figures so far after each. Without batch sizes PEFT is left out."""
-    root = make_model(dtype)
+    root = make_model(dtype, family)
     with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
         sizes: dict[str, Any] = {"dtype": dtype, "num_threads": num_threads, "kv_bytes": KV_BYTES}
         plain = start(root / "base", Path(scratch) / "off", adapter_row_bytes=0, **sizes)

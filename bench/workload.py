@@ -7,12 +7,27 @@ import random
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 OUT = Path(__file__).parent / "out"
 NUM_ADAPTERS = 8
 RANK = 16
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 12, 8, 128
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+# What a family has beside the sizes that all share; of Qwen3.5 a smaller model, three delta nets for each attention.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {"hidden_size": 1024, "num_hidden_layers": NUM_LAYERS, "intermediate_size": 3072},
+    "qwen3_5_text": {
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "intermediate_size": 1536,
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
+}
+DELTA_TARGETS = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 VOCABULARY = 32_000
 SEED = 20_26
 
@@ -48,28 +63,27 @@ def kv_bytes_per_token(dtype: str) -> int:
     return 2 * NUM_LAYERS * NUM_KV_HEADS * HEAD_DIM * {"float32": 4, "bfloat16": 2}[dtype]
 
 
-def make_model(dtype: str) -> Path:
-    """A qwen3 of hidden 1024 and 12 layers with eight adapters beside it; returns its directory."""
-    root = OUT / f"qwen3-{dtype}"
+def make_model(dtype: str, family: str = "qwen3") -> Path:
+    """A model of `FAMILIES` with eight adapters of all projections beside it; returns its directory."""
+    root = OUT / f"{family}-{dtype}"
     if (root / "complete").exists():
         return root
     shutil.rmtree(root, ignore_errors=True)
-    _write_base(root / "base", dtype)
+    _write_base(root / "base", dtype, family)
     for index in range(NUM_ADAPTERS):
-        _write_adapter(root, index, dtype)
+        _write_adapter(root, index, dtype, family)
     (root / "complete").touch()
     return root
 
 
-def _write_base(directory: Path, dtype: str) -> None:
+def _write_base(directory: Path, dtype: str, family: str) -> None:
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(SEED)
-    config = Qwen3Config(
-        hidden_size=1024,
-        num_hidden_layers=NUM_LAYERS,
-        intermediate_size=3072,
+    config = AutoConfig.for_model(
+        family,
+        **FAMILIES[family],
         num_attention_heads=16,
         num_key_value_heads=NUM_KV_HEADS,
         head_dim=HEAD_DIM,
@@ -81,7 +95,7 @@ def _write_base(directory: Path, dtype: str) -> None:
         pad_token_id=0,
         dtype=getattr(torch, dtype),
     )
-    Qwen3ForCausalLM(config).to(getattr(torch, dtype)).save_pretrained(directory)
+    AutoModelForCausalLM.from_config(config).to(getattr(torch, dtype)).save_pretrained(directory)
     _write_tokenizer(directory)
 
 
@@ -99,14 +113,15 @@ def _write_tokenizer(directory: Path) -> None:
     )
 
 
-def _write_adapter(root: Path, index: int, dtype: str) -> None:
+def _write_adapter(root: Path, index: int, dtype: str, family: str) -> None:
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
+    targets = TARGETS if family == "qwen3" else TARGETS + DELTA_TARGETS
     torch.manual_seed(SEED + 1 + index)
     base = AutoModelForCausalLM.from_pretrained(root / "base", dtype=getattr(torch, dtype))
-    model = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS))
+    model = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=targets))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
