@@ -8,6 +8,8 @@
 #   NPU_BASE, CPU_BASE, CUDA_BASE  any Debian, Ubuntu or openEuler with python3.11; CANN's images end in
 #                                  910b-ubuntu22.04-py3.11 (A2), a3-ubuntu22.04-py3.11 (A3), 910b-openeuler24.03-py3.11, ...
 #   TORCH_INDEX_URL                index of torch alone (targets npu and cpu); empty: wherever pip looks by itself
+#   NPU_PINS                       2.13, or 2.12 for the second set of pins (target npu; docs/ascend.md)
+#   TRITON_INDEX_URL               index of triton-ascend alone (target npu); empty: wherever pip looks by itself
 #   DRIVER_GID                     gid of the host's group HwHiAiUser (target npu)
 # Another package index for everything else comes with your own configuration of pip, which is not kept in the image:
 #   --secret id=pip,src=$HOME/.config/pip/pip.conf
@@ -109,7 +111,12 @@ ENV PATH=/opt/multilora/venv/bin:$PATH \
     MULTILORA_HOST=0.0.0.0 \
     MULTILORA_STORE_DIR=/var/lib/multilora/adapters \
     TRITON_CACHE_DIR=/var/cache/multilora/triton
-COPY constraints-npu.txt /opt/multilora/image/
+COPY constraints-npu.txt constraints-npu-2.12.txt /opt/multilora/image/
+ARG NPU_PINS=2.13
+RUN if [ "$NPU_PINS" != 2.13 ]; then \
+        sed -i -E '/^(torch|torch-npu|triton-ascend)==/d' /opt/multilora/image/constraints-npu.txt && \
+        cat "/opt/multilora/image/constraints-npu-$NPU_PINS.txt" >>/opt/multilora/image/constraints-npu.txt; \
+    fi
 # torch's build for the CPU: torch_npu refuses to live beside one for CUDA, which is what the default index has.
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
@@ -123,9 +130,10 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     rm /tmp/dependencies
 # triton-ascend is imported as `triton`, like upstream's: it is installed last of all packages, alone, and patched.
 COPY deploy/image/patch_triton_ascend.py /opt/multilora/image/
+ARG TRITON_INDEX_URL=
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     PYTHONPATH='' pip install --no-cache-dir --no-deps --constraint /opt/multilora/image/constraints-npu.txt \
-        triton-ascend && \
+        ${TRITON_INDEX_URL:+--index-url "$TRITON_INDEX_URL"} triton-ascend && \
     PYTHONPATH='' python /opt/multilora/image/patch_triton_ascend.py
 COPY --from=source / /opt/multilora/src
 RUN export PYTHONPATH='' TORCH_DEVICE_BACKEND_AUTOLOAD=0 && \
@@ -133,7 +141,7 @@ RUN export PYTHONPATH='' TORCH_DEVICE_BACKEND_AUTOLOAD=0 && \
     pip check && \
     python -m compileall -q /opt/multilora/src && \
     install /opt/multilora/src/deploy/image/entrypoint.sh /usr/local/bin/multilora-entrypoint && \
-    python /opt/multilora/src/deploy/image/smoke.py npu /opt/multilora/src/constraints-npu.txt
+    python /opt/multilora/src/deploy/image/smoke.py npu /opt/multilora/image/constraints-npu.txt
 USER 10001
 WORKDIR /var/lib/multilora
 VOLUME ["/var/lib/multilora", "/var/cache/multilora"]

@@ -31,7 +31,7 @@ def main(target: str, constraints: list[Path]) -> None:
 
         assert triton.__version__ == installed["triton-ascend" if target == "npu" else "triton"]
     if target == "npu":
-        assert installed["torch-npu"] == installed["torch"].partition("+")[0]
+        assert installed["torch-npu"].partition(".post")[0] == installed["torch"].partition("+")[0]
         source = Path(triton.__file__).parent / "backends" / "ascend" / "npu_utils.cpp"
         assert "RT_LIMIT_TYPE_SIMT" not in source.read_text(), "triton-ascend is not patched"
     import service.app

@@ -92,8 +92,8 @@ def _first_launch(host: Host, cache: str) -> dict[str, Any]:
 
 
 _TRY = (
-    "Where Triton fails on an NPU, put triton-ascend 3.2.2 in the place of 3.2.0 (docs/ascend.md), and run this "
-    "command again."
+    "Where Triton fails on an NPU, build the image with the second set of pins (--build-arg NPU_PINS=2.12, see "
+    "docs/ascend.md), which has triton-ascend 3.2.2, and run this command again."
 )
 
 

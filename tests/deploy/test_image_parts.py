@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -45,6 +46,21 @@ def test_npu_versions_are_those_of_the_tests() -> None:
     assert unlike == []
 
 
+def test_the_second_set_of_pins_takes_the_place_of_three_lines(tmp_path: Path) -> None:
+    """By the Dockerfile's own command."""
+    first, second = pins("constraints-npu.txt"), pins("constraints-npu-2.12.txt")
+    assert second.keys() == {"torch", "torch-npu", "triton-ascend"} <= first.keys()
+    assert second["torch-npu"].partition(".post")[0] == second["torch"]
+    (command,) = re.findall(r"^RUN (if \[ \"\$NPU_PINS.*?fi)$", TARGETS["npu"], re.DOTALL | re.MULTILINE)
+    command = command.replace("/opt/multilora/image", str(tmp_path))
+    for name, expected in (("2.13", first), ("2.12", {**first, **second})):
+        for file in ("constraints-npu.txt", "constraints-npu-2.12.txt"):
+            (tmp_path / file).write_text((ROOT / file).read_text())
+        subprocess.run(["bash", "-ec", command], env={"NPU_PINS": name, "PATH": os.defpath}, check=True)
+        lines = [line for line in (tmp_path / "constraints-npu.txt").read_text().splitlines() if "==" in line]
+        assert {canonicalize_name(line.split("==")[0]): line.split("==")[1] for line in lines} == expected
+
+
 def test_cuda_pins_are_beside_the_others() -> None:
     assert pins("constraints-cuda.txt").keys() & pins("constraints.txt").keys() == set()
 
@@ -73,7 +89,10 @@ def test_torch_comes_from_the_index_of_its_cpu_builds(target: str) -> None:
 def test_triton_ascend_is_the_last_package_and_alone() -> None:
     steps = [step for step in re.split(r"\n(?=[A-Z]+ )", TARGETS["npu"]) if "pip install" in step]
     assert "--no-deps" in steps[-2]
-    assert re.search(r"constraints-npu\.txt \\\n\s+triton-ascend && \\\n.*patch_triton_ascend\.py$", steps[-2].strip())
+    assert re.search(
+        r"constraints-npu\.txt \\\n.*\$TRITON_INDEX_URL\S+ triton-ascend && \\\n.*patch_triton_ascend\.py$",
+        steps[-2].strip(),
+    )
     assert "--no-index --editable" in steps[-1]
 
 

@@ -54,6 +54,14 @@ def test_every_pin_of_the_npu_image_has_a_wheel(machine: str, tmp_path: Path) ->
     assert found == NPU_PINS, error
 
 
+@MACHINES
+def test_torch_npu_of_the_second_set_has_a_wheel(machine: str, tmp_path: Path) -> None:
+    """triton-ascend 3.2.2 of that set is on no public index that was found, but on Huawei's own."""
+    wanted = {"torch-npu": pins("constraints-npu-2.12.txt")["torch-npu"]}
+    found, error = _resolve(_requirements(tmp_path / "requirements.in", wanted), machine, "--no-deps")
+    assert found == wanted, error
+
+
 def test_a_pin_without_a_wheel_is_found(tmp_path: Path) -> None:
     """triton-ascend 3.2.0 is why the image has Python 3.11: there is no wheel for 3.12."""
     wanted = {"triton-ascend": NPU_PINS["triton-ascend"]}
