@@ -12,6 +12,7 @@ from service.first_host.driving import run_to_the_end
 from service.first_host.engines import Subject, build_subject, names
 
 _NUM_REQUESTS, _NUM_TOKENS = 4, 8
+_KV_BYTES, _ROW_BYTES = 512 << 20, 256 << 20
 
 
 def capture_one_layer(host: Host) -> None:
@@ -24,6 +25,9 @@ def capture_one_layer(host: Host) -> None:
             "token_budget": 64,
             "max_sequences": _NUM_REQUESTS,
             "lora_window": False,
+            # Of two engines, the first may not have been freed when the second is built.
+            "kv_bytes": _KV_BYTES,
+            "row_bytes": _ROW_BYTES,
         }
         tokens: dict[str, dict[str, list[int]]] = {}
         for name, eager in (("eager", True), ("captured", False)):

@@ -43,7 +43,7 @@ def doctor(host: Host) -> None:
         device=host.device,
         model_dir=host.options["model_dir"],
         dtype=host.options["dtype"],
-        store_dir=None,
+        store_dir=host.options["store_root"],
         block_size_tokens=host.options["block_size_tokens"],
     )
     report = examine(arguments, host.tell).as_json()

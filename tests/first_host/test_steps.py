@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 
+from service.first_host.capture import _one_layer
 from service.first_host.profiles import figures_of_table
+from service.models.config_json import read_config
+from service.models.families import model_spec
+from service.models.loader import load_model
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.tiny_models import make_tiny_model
 
@@ -68,6 +72,17 @@ def test_every_step_has_an_answer_on_a_cpu(tmp_path: Path, model_dir: Path) -> N
     assert steps["loads"]["facts"]["loads"] == 8
     assert report["settings"][0]["setting"] == "--device cpu"
     assert any("--num-threads 1" in setting["setting"] for setting in report["settings"])
+
+
+def test_one_layer_is_the_first_with_attention(tmp_path: Path) -> None:
+    """Weights are found by their layers' numbers, so the layers before it stay."""
+    for name, family, num_layers in (("llama", "llama", 1), ("hybrid", "lfm2", 2)):
+        whole, one = make_tiny_model(family, tmp_path / name), tmp_path / f"{name}-one"
+        one.mkdir()
+        assert _one_layer(whole, one) == num_layers - 1
+        spec = model_spec(read_config(one))
+        assert spec.num_layers == num_layers and len(spec.attentions) == 1
+        load_model(one, dtype="auto", device="cpu")
 
 
 def test_the_npu_s_table_of_kernels_is_understood() -> None:
