@@ -1,7 +1,8 @@
 """Which modules a configuration's names and regular expressions match, exactly as PEFT decides it.
 
 Regular expressions come from strangers, and Python's can take exponential time. Plain names are matched here; anything
-with operators is matched in a child process whose processor time and memory are limited by the kernel.
+with operators is matched in a child process (`adapters.pattern_child`) whose processor time and memory are limited by
+the kernel, and which reaches no files and no network.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 from adapters.config import AdapterConfig
@@ -27,26 +29,9 @@ _GIVE_UP_SECONDS = 60.0
 ALL_LINEAR = "all-linear"
 # All that Python needs to start; the rest of it is this server's, keys among it.
 _ENVIRONMENT = ("LD_LIBRARY_PATH", "PATH")
+_ROOT = str(Path(__file__).resolve().parents[1])
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
-
-# Reads [seconds, method, [pattern...], [text...]], writes for each pattern the indices of the texts that it matches.
-# The timer ends it in the middle of a match, since nobody handles its signal.
-_CHILD = """
-import json, re, resource, signal, sys
-resource.setrlimit(resource.RLIMIT_AS, (512 << 20, 512 << 20))
-resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-seconds, method, patterns, texts = json.load(sys.stdin)
-found = []
-signal.setitimer(signal.ITIMER_PROF, seconds)
-for index, pattern in enumerate(patterns):
-    try:
-        match = getattr(re.compile(pattern), method)
-    except Exception as error:
-        json.dump({"broken": index, "why": str(error)}, sys.stdout)
-        sys.exit(0)
-    found.append([i for i, text in enumerate(texts) if match(text)])
-json.dump({"found": found}, sys.stdout)
-"""
+_COMMAND = (sys.executable, "-s", "-S", "-P", "-m", "adapters.pattern_child")
 
 
 def targeted(config: AdapterConfig, paths: Sequence[str], linear_paths: Iterable[str]) -> set[str]:
@@ -148,11 +133,11 @@ def _match_in_child(
     fault = f"adapter_config.json: {what} holds a regular expression that"
     try:
         child = subprocess.run(
-            [sys.executable, "-I", "-S", "-c", _CHILD],
+            _COMMAND,
             input=json.dumps([seconds, method, list(patterns.values()), list(paths)]).encode(),
             capture_output=True,
             timeout=_GIVE_UP_SECONDS,
-            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ},
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ} | {"PYTHONPATH": _ROOT},
             check=False,
         )
         took_too_long = child.returncode == -signal.SIGPROF

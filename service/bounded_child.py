@@ -2,7 +2,8 @@
 
 `BoundedChild` is the parent's side, `serve` the child's: one JSON line in, one JSON line out, until its input ends.
 Time is bounded by a timer of the kernel that counts the child's processor time and whose signal nobody handles; memory
-by the child's address space. Files, network and other processes are out of its reach where `service.confinement` holds.
+by the child's address space. Files, network and other processes are out of its reach as far as `adapters.confinement`
+holds.
 """
 
 from __future__ import annotations
@@ -17,12 +18,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from adapters.confinement import confine
 from service.child_process import child_environment
-from service.confinement import confine
 
 log = logging.getLogger(__name__)
 
@@ -32,15 +32,12 @@ _ENVIRONMENT = ("PYTHON", "PATH", "LD_LIBRARY_PATH", "LANG", "LC_", "TZ")
 
 
 class BoundedChild:
-    """Owns the child: started by the first job, started again after one that ended it, one job at a time.
+    """Owns the child: started by the first job, started again after one that ended it, one job at a time. Who waits for
+    its turn should do so in a thread that uploads and other chats do not need (`service.fair_pool`)."""
 
-    thread  where requests wait for their turn: those who wait hold up no thread that uploads or other chats need
-    """
-
-    def __init__(self, module: str, arguments: Sequence[str], thread_name: str) -> None:
+    def __init__(self, module: str, arguments: Sequence[str]) -> None:
         """module  run as `python -m module ARGUMENTS`; it calls `serve`"""
         self._arguments = ["-P", "-m", module, *arguments]
-        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=thread_name)
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -58,7 +55,6 @@ class BoundedChild:
 
     def close(self) -> None:
         """End the child, after the job that it has."""
-        self.thread.shutdown(cancel_futures=True)
         with self._lock:
             if self._child is not None:
                 self._end(self._child)
@@ -95,6 +91,8 @@ def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
     environment = {name: value for name, value in child_environment().items() if name.startswith(_ENVIRONMENT)}
     # Named, the C library reads the zone once; otherwise it looks at the file again at each date.
     environment.setdefault("TZ", ":/etc/localtime")
+    # numpy's threads, which nobody needs here, would have begun before the child gives up anything.
+    environment["OPENBLAS_NUM_THREADS"] = "1"
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
     assert child.stdout is not None
     first = child.stdout.readline()
@@ -132,7 +130,7 @@ def serve(
     max_seconds    of processor time for one job
     max_new_bytes  that jobs may take, all together, beside what there is now
     is_confined    whether jobs need neither files nor threads: then the child gives those up, and the rest of
-                   `service.confinement`
+                   `adapters.confinement`
     """
     for ignored in (signal.SIGINT, signal.SIGTERM):  # they reach the whole process group; the parent judges them
         signal.signal(ignored, signal.SIG_IGN)

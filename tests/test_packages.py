@@ -66,7 +66,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("service.models", "service.grammars", "adapters", "kernels"),
         *("service.logs", "service.child_process", "service.machine"),
     ),
-    "service/text": ("service.bounded_child", "service.payer"),
+    "service/text": ("service.bounded_child", "service.fair_pool", "service.payer"),
     "service/grammars": (
         "service.text.tokenizer",
         # How a tool's values are written, which the parser of a format reads by.
@@ -74,6 +74,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "service.models.config_json",
         "service.models.families",
         "service.bounded_child",
+        "service.fair_pool",
+        "service.payer",
     ),
     # Of the engine, what it takes for a weight.
     "service/tenants": ("service.engine.messages", "service.logs"),
@@ -90,8 +92,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # What everybody may import knows nobody.
     "service/logs.py": (),
     "service/child_process.py": (),
-    "service/bounded_child.py": ("service.child_process", "service.confinement"),
-    "service/confinement.py": (),
+    "service/bounded_child.py": ("service.child_process", "adapters.confinement"),
+    "service/fair_pool.py": (),
     "service/payer.py": (),
     "service/machine.py": (),
     "service/version.py": (),

@@ -54,7 +54,7 @@ async def compiled(services: Services, constraint: Constraint, field: str) -> st
         services.metrics.grammars.labels("known").inc()
         return known
     try:
-        grammar = await asyncio.get_running_loop().run_in_executor(trial.thread, trial.compile, constraint)
+        grammar = await asyncio.wrap_future(trial.submit(constraint))
     except ConstraintError as error:
         services.metrics.grammars.labels("refused").inc()
         raise bad_constraint(error, field) from error

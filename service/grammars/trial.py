@@ -1,45 +1,53 @@
 """Grammars of strangers: compiled for the model's tokens, and their first mask made, in a process that may die of it.
 
 A schema of a few lines can overflow the library's stack, or keep it busy for minutes; whatever passes here does neither
-in the engine, which has the same tokens and limits, and more stack. `GrammarTrial` is the parent's side, `python -m
-service.grammars.trial` the child's (`service.bounded_child`).
+in the engine, which has the same tokens and limits, and more stack. The process reaches no files, no network and no
+other process (`adapters.confinement`). `GrammarTrial` is the parent's side, `python -m service.grammars.trial` the
+child's (`service.bounded_child`).
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
+import resource
 import signal
 import sys
-import threading
 from collections import OrderedDict
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from service.bounded_child import BoundedChild, excess_of, serve
+from service.fair_pool import FairPool
 from service.grammars.constraints import Constraint, ConstraintError, grammar_of
+from service.payer import PAYER
 
 if TYPE_CHECKING:
     from service.grammars.matching import TokenTable
 
 MAX_SECONDS = 1.0
 MAX_NEW_BYTES = 512 << 20
-# Of the thread that compiles, in the child and in the engine: what passes the one does not overflow the other.
+# Of the child, and of the engine's thread that compiles: what passes the one does not overflow the other.
 _STACK_BYTES = 4 << 20
 ENGINE_STACK_BYTES = 4 * _STACK_BYTES
 _MAX_KNOWN_BYTES = 16 << 20
+# What a grammar is made with, when it is needed; a confined process finds no modules.
+_LAZY_MODULES = ("llguidance.gbnf_to_lark", "service.grammars.matching", "service.grammars.structural_tags")
 
 
 class GrammarTrial(BoundedChild):
-    """Tries one grammar at a time, and remembers which were good.
+    """Tries one grammar at a time, of each payer in turn, and remembers which were good.
 
     max_seconds  of processor time that one may take
     """
 
     def __init__(self, model_dir: Path, max_seconds: float = MAX_SECONDS) -> None:
-        super().__init__("service.grammars.trial", [str(model_dir), str(max_seconds)], "grammar-trial")
+        super().__init__("service.grammars.trial", [str(model_dir), str(max_seconds)])
+        self._pool = FairPool(1, "grammar-trial")
         self._max_seconds = max_seconds
         self._known: OrderedDict[Constraint, str] = OrderedDict()
         self._known_bytes = 0
@@ -48,9 +56,18 @@ class GrammarTrial(BoundedChild):
         """The grammar of a constraint that has been tried and is good; None for others. Waits for nobody."""
         return self._known.get(constraint)
 
+    def submit(self, constraint: Constraint) -> Future[str]:
+        """`compile` it when it is the payer's turn."""
+        return self._pool.submit(PAYER.get(), functools.partial(self.compile, constraint))
+
+    def close(self) -> None:
+        """End the child, after the grammar that it has."""
+        self._pool.close()
+        super().close()
+
     def compile(self, constraint: Constraint) -> str:
         """The constraint's grammar, serialised, for `Sampling.grammar`. ConstraintError if it is none or takes too
-        much; RuntimeError or OSError if the child cannot work. Called in `thread`."""
+        much; RuntimeError or OSError if the child cannot work."""
         known = self._known.get(constraint)
         if known is not None:
             return known
@@ -80,26 +97,15 @@ class GrammarTrial(BoundedChild):
 
 
 def _answer(table: TokenTable | str, line: bytes) -> dict[str, str]:
-    """What the parent gets, found in a thread with a small stack. `table`: or why there is none."""
+    """What the parent gets. `table`: or why there is none."""
     if isinstance(table, str):
         return {"error": f"is not available with this model: {table}"}
-    found: list[dict[str, str] | BaseException] = []
-
-    def work() -> None:
-        try:
-            found.append(_tried(table, Constraint(**json.loads(line))))
-        except BaseException as error:  # the library's panics are no Exceptions
-            found.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    outcome = found[0]
-    if isinstance(outcome, MemoryError):
-        raise outcome
-    if isinstance(outcome, BaseException):
-        return {"error": f"makes the grammar library fail: {str(outcome)[:500]}"}
-    return outcome
+    try:
+        return _tried(table, Constraint(**json.loads(line)))
+    except MemoryError:
+        raise
+    except BaseException as error:  # the library's panics are no Exceptions
+        return {"error": f"makes the grammar library fail: {str(error)[:500]}"}
 
 
 def _tried(table: TokenTable, constraint: Constraint) -> dict[str, str]:
@@ -117,6 +123,8 @@ def _tried(table: TokenTable, constraint: Constraint) -> dict[str, str]:
 
 def main() -> int:
     """Returns the exit code."""
+    for name in _LAZY_MODULES:
+        importlib.import_module(name)
     from service.grammars.matching import GrammarError, TokenTable
 
     model_dir, max_seconds = sys.argv[1:]
@@ -125,8 +133,10 @@ def main() -> int:
         table = TokenTable.load(Path(model_dir))
     except GrammarError as error:
         table = str(error)
-    threading.stack_size(_STACK_BYTES)
-    return serve(functools.partial(_answer, table), max_seconds=float(max_seconds), max_new_bytes=MAX_NEW_BYTES)
+    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, hard))  # Linux looks at it whenever a stack grows
+    answer = functools.partial(_answer, table)
+    return serve(answer, max_seconds=float(max_seconds), max_new_bytes=MAX_NEW_BYTES, is_confined=True)
 
 
 if __name__ == "__main__":

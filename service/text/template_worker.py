@@ -1,7 +1,7 @@
 """Chat templates that came with uploaded adapters: compiled and rendered in a process of its own, with limits.
 
 Such a template is a stranger's program: it may loop, grow, or keep Python's lock within one expression. Here it can
-only end its own process (`service.bounded_child`), which reaches no files and no network (`service.confinement`).
+only end its own process (`service.bounded_child`), which reaches no files and no network (`adapters.confinement`).
 `TemplateWorker` is the parent's side, `python -m service.text.template_worker` the child's. The sandbox of
 `service.text.chat_template` comes on top.
 """
@@ -24,9 +24,9 @@ from typing import Any, Protocol, TypeVar
 from jinja2.exceptions import SecurityError
 
 from service.bounded_child import BoundedChild, excess_of, serve
+from service.fair_pool import FairPool
 from service.payer import PAYER
 from service.text.chat_template import ChatTemplate, TemplateError
-from service.text.fair_pool import FairPool
 from service.text.tokenizer import TextError
 
 T = TypeVar("T")
@@ -68,7 +68,7 @@ class TemplateWorker(BoundedChild):
     """
 
     def __init__(self, max_seconds: float = MAX_SECONDS) -> None:
-        super().__init__("service.text.template_worker", [str(max_seconds)], "adapter-template")
+        super().__init__("service.text.template_worker", [str(max_seconds)])
         self._max_seconds = max_seconds
 
     def render(self, job: Mapping[str, Any]) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,14 +140,28 @@ def test_an_expression_has_time_for_every_module_of_a_large_model() -> None:
     assert found == {path for path in paths if path.endswith("proj")}
 
 
-def test_the_child_knows_nothing_of_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_child_is_confined_and_knows_nothing_of_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It answers with what it is and has, in the place of its last match."""
     monkeypatch.setenv("MULTILORA_API_KEYS", "a-secret")
-    monkeypatch.setattr(
-        patterns,
-        "_CHILD",
-        "import os, json; print(json.dumps({'broken': 0, 'why': str('a-secret' in os.environ.values())}))",
+    spy = tmp_path / "spy.py"
+    spy.write_text(
+        """
+import os, json, runpy, sys
+status = open("/proc/self/status")
+def tell(answer, out):
+    try:
+        opened = bool(open("/etc/passwd"))
+    except OSError:
+        opened = False
+    status.seek(0)
+    seccomp = [line.split()[1] for line in status if line.startswith("Seccomp:")]
+    out.write('{"broken": 0, "why": "' + str((opened, seccomp, "a-secret" in os.environ.values())) + '"}')
+json.dump = tell
+runpy.run_module("adapters.pattern_child", run_name="__main__")
+"""
     )
-    with pytest.raises(Malformed, match=r"\(False\)"):
+    monkeypatch.setattr(patterns, "_COMMAND", (*patterns._COMMAND[:-2], str(spy)))
+    with pytest.raises(Malformed, match=r"\(\(False, \['2'\], False\)\)"):
         pattern_values(["a|b"], PATHS, "rank_pattern")
 
 
@@ -158,6 +174,6 @@ def test_a_name_alone_matches_as_the_expression_that_it_is(pattern: str) -> None
 
 
 def test_hundreds_of_plain_keys_need_no_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patterns, "_CHILD", "raise SystemExit(1)")
+    monkeypatch.setattr(patterns, "_COMMAND", (sys.executable, "-c", "raise SystemExit(1)"))
     found = pattern_values([path.removeprefix("model.") for path in PATHS], PATHS, "rank_pattern")
     assert len(found) == len(PATHS)

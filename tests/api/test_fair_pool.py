@@ -8,8 +8,8 @@ from concurrent.futures import Future, wait
 
 import pytest
 
+from service.fair_pool import FairPool
 from service.payer import payer_of
-from service.text.fair_pool import FairPool
 from tests.support.limits import LIMIT_SECONDS
 
 

@@ -23,6 +23,8 @@ from service.grammars.constraints import (
 from service.grammars.matching import GrammarError, TokenTable, compile_grammar
 from service.grammars.structural_tags import text_rule
 from service.grammars.trial import ENGINE_STACK_BYTES, GrammarTrial
+from service.payer import PAYER
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import is_alive
 from tests.support.tiny_models import make_tiny_model
 
@@ -64,6 +66,30 @@ def test_what_is_not_says_why_and_hurts_nobody(trial: GrammarTrial, hostile: Con
             trial.compile(hostile)
         assert trial.known(hostile) is None
         assert trial.compile(choice_constraint([words]))
+
+
+def test_the_child_is_confined(trial: GrammarTrial) -> None:
+    """That a confined process reaches nothing is tried in test_template_worker.py."""
+    trial.compile(FINE)
+    assert trial._child is not None
+    process = Path(f"/proc/{trial._child.pid}")
+    (thread,) = (process / "task").iterdir()  # others, which libraries start, would keep what Landlock takes
+    status = dict(line.split(":", 1) for line in (thread / "status").read_text().splitlines())
+    assert (status["Seccomp"].strip(), status["NoNewPrivs"].strip()) == ("2", "1")
+    assert {file.name for file in (process / "fd").iterdir()} == {"0", "1", "2"}
+
+
+def test_who_sends_many_grammars_leaves_others_their_turn(trial: GrammarTrial) -> None:
+    """A process has one grammar at a time: of those that wait, another payer's is next."""
+    ended: list[str] = []
+    token = PAYER.set("many")
+    many = [trial.submit(choice_constraint(["many", str(index)])) for index in range(20)]
+    PAYER.reset(token)
+    few = trial.submit(choice_constraint(["few"]))
+    for name, future in (("few", few), ("many", many[-1])):
+        future.add_done_callback(lambda _done, name=name: ended.append(name))
+    assert many[-1].result(LIMIT_SECONDS)
+    assert ended == ["few", "many"]
 
 
 def test_the_child_ends_with_close() -> None:

@@ -333,7 +333,13 @@ def test_no_template_tells_an_address(worker: TemplateWorker, source: str) -> No
 
 CONFINED = """
 import os, socket, sys, threading
-from service.confinement import confine
+from adapters.confinement import confine
+confined, told = threading.Event(), []
+def read_later():
+    confined.wait()
+    told.append(tries(lambda: open(sys.argv[1])))
+earlier = threading.Thread(target=read_later)
+earlier.start()
 missing = confine()
 def tries(act):
     try:
@@ -352,7 +358,9 @@ acts = {
     "thread": lambda: threading.Thread(target=print).start(),
     "signal": lambda: os.kill(os.getppid(), 0),
 }
-print(missing, {name: tries(act) for name, act in acts.items()})
+confined.set()
+earlier.join()
+print(missing, {name: tries(act) for name, act in acts.items()}, told)
 """
 
 

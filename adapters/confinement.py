@@ -1,7 +1,8 @@
 """What a process that runs strangers' programs gives up, as far as its kernel lets an unprivileged process do so.
 
 Linux only: Landlock takes the file system, TCP and other processes' sockets and signals; seccomp leaves the system
-calls that computing, and reading and writing open files, need. Both hold for the process until it ends.
+calls that computing, and reading and writing open files, need. Both hold until the process ends: seccomp for all of its
+threads, Landlock for the one that asks for it and those that it starts.
 """
 
 from __future__ import annotations
@@ -24,18 +25,25 @@ _OTHERS_SOCKETS_AND_SIGNALS = 0b11  # since version 6
 
 # ---- seccomp
 
-_SET_NO_NEW_PRIVS, _SET_SECCOMP, _FILTER_MODE = 38, 22, 2
+_SET_NO_NEW_PRIVS = 38
+_SET_FILTER, _FOR_ALL_THREADS = 1, 1
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _NUMBER_OFFSET, _ARCHITECTURE_OFFSET = 0, 4
 _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000 | errno.EPERM
 
-# (what audit calls the architecture, numbers of: read, write, close, lseek, fstat, mmap, mprotect, munmap, mremap,
-# brk, madvise, rt_sigaction, rt_sigprocmask, rt_sigreturn; sigaltstack, sched_yield, getpid, gettid, exit, exit_group,
-# futex, gettimeofday, clock_gettime, clock_getres, restart_syscall, getrandom, setitimer, getitimer)
+# (what audit calls the architecture, number of seccomp itself, numbers of: read, write, close, lseek, fstat, mmap,
+# mprotect, munmap, mremap, brk, madvise, rt_sigaction, rt_sigprocmask, rt_sigreturn; sigaltstack, sched_yield, getpid,
+# gettid, exit, exit_group, futex, gettimeofday, clock_gettime, clock_getres, restart_syscall, getrandom, setitimer,
+# getitimer)
 _SYSTEM_CALLS = {
-    "x86_64": (0xC000003E, "0 1 3 8 5 9 10 11 25 12 28 13 14 15 131 24 39 186 60 231 202 96 228 229 219 318 38 36"),
+    "x86_64": (
+        0xC000003E,
+        317,
+        "0 1 3 8 5 9 10 11 25 12 28 13 14 15 131 24 39 186 60 231 202 96 228 229 219 318 38 36",
+    ),
     "aarch64": (
         0xC00000B7,
+        277,
         "63 64 57 62 80 222 226 215 216 214 233 134 135 139 132 124 172 178 93 94 98 169 113 114 128 278 103 102",
     ),
 }
@@ -87,11 +95,11 @@ def _restrict_files(libc: ctypes.CDLL) -> bool:
 
 
 def _restrict_calls(libc: ctypes.CDLL) -> bool:
-    """A filter that refuses every system call but those listed, with EPERM."""
+    """A filter that refuses every system call but those listed, with EPERM, to all threads that there are."""
     known = _SYSTEM_CALLS.get(platform.machine())
     if known is None:
         return False
-    architecture, numbers = known[0], [int(number) for number in known[1].split()]
+    architecture, seccomp, numbers = known[0], known[1], [int(number) for number in known[2].split()]
     refuse_at = len(numbers) + 3
     steps = [
         (_LOAD, 0, 0, _ARCHITECTURE_OFFSET),
@@ -103,4 +111,4 @@ def _restrict_calls(libc: ctypes.CDLL) -> bool:
     ]
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
     program = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(code)))
-    return bool(libc.prctl(_SET_SECCOMP, _FILTER_MODE, ctypes.byref(program), 0, 0) == 0)
+    return bool(libc.syscall(seccomp, _SET_FILTER, _FOR_ALL_THREADS, ctypes.byref(program)) == 0)

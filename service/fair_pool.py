@@ -15,10 +15,10 @@ class FairPool:
     """One owner's work runs in all threads but one at most, or in the only one there is. Of the owners that wait, the
     one that has waited longest since its last turn is next; work of one owner runs in the order it came.
 
-    initializer  called in each thread, as it starts
+    initializer  called in each thread, as it starts; None: nothing
     """
 
-    def __init__(self, num_threads: int, name: str, initializer: Callable[[], None]) -> None:
+    def __init__(self, num_threads: int, name: str, initializer: Callable[[], None] | None = None) -> None:
         self._num_threads = num_threads
         self._most_of_one = max(1, num_threads - 1)
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=initializer)
