@@ -30,7 +30,7 @@ from service.engine.threads import DecodeStep, choose_num_threads
 from service.engine.wire import EngineSide
 from service.machine import num_usable_cpus
 from service.models.errors import ModelError
-from service.models.heap import keep_freed_memory, trim_heap
+from service.models.heap import bound_product_caches, keep_freed_memory, trim_heap
 
 if TYPE_CHECKING:
     from service.engine.engine import Engine
@@ -134,6 +134,7 @@ def main() -> int:
     """Returns the exit code."""
     _die_with_parent()
     keep_freed_memory()
+    bound_product_caches()
     for ignored in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ignored, signal.SIG_IGN)
     side = EngineSide(int(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""The C library's heap: kept between steps, given back when told to."""
+"""The C library's heap: kept between steps, given back when told to. What torch keeps of products it has compiled."""
 
 from __future__ import annotations
 
@@ -50,3 +50,35 @@ def test_what_threads_have_freed_is_kept_for_the_next_and_goes_back_when_trimmed
     kept, left = (float(number) for number in child.stdout.split())
     assert 0.9 < kept < 1.5  # one block, that each thread has taken in turn
     assert left < 0.25
+
+
+_PRODUCTS = """
+import sys
+from pathlib import Path
+from service.models.heap import bound_product_caches
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+bound_product_caches()
+import torch
+from kernels.linear import cpu
+
+torch.set_num_threads(1)
+with torch.inference_mode():
+    weight = cpu.pack_weight(torch.zeros(64, 64), None)
+    for num_tokens in range(1, 600):
+        cpu.linear(torch.zeros(num_tokens, 64), weight)
+        if num_tokens == 200:  # the caches are full
+            before = resident_bytes()
+print((resident_bytes() - before) >> 20)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NOT RUN: /proc is read")
+def test_products_of_ever_new_sizes_take_no_more_memory() -> None:
+    """400 sizes more: unbounded they take 150 MiB."""
+    child = subprocess.run(
+        [sys.executable, "-c", _PRODUCTS], capture_output=True, text=True, check=True, timeout=LIMIT_SECONDS
+    )
+    assert int(child.stdout) < 32
