@@ -126,6 +126,14 @@ class StoreFiles:
         """Whether there is anything under the digest, whole or not."""
         return (self._adapters / digest).exists()
 
+    def identity(self, digest: str) -> tuple[int, ...] | None:
+        """Changes when other files are put under the digest, or the files are taken away; None without any."""
+        try:
+            found = (self._adapters / digest).stat()
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_mtime_ns
+
     def adapter(self, digest: str) -> Path:
         """Raises NotFound."""
         path = self._adapters / digest

@@ -27,6 +27,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from adapters import names as rules
@@ -48,6 +49,24 @@ log = logging.getLogger(__name__)
 
 # A manifest lists every module: thousands of adapters would fill memory with them. The rest is read when asked for.
 MAX_MANIFESTS_KEPT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What an upload's files were compared with: the name's versions and the identity of the digest's files then.
+
+    is_whole  the store has the same files
+    same_as   see `AdapterStore._same_as`
+    """
+
+    record: NameRecord | None
+    identity: tuple[int, ...] | None
+    is_whole: bool
+    same_as: int | None
+
+    def still_holds(self, record: NameRecord | None, identity: tuple[int, ...] | None) -> bool:
+        return (record, identity) == (self.record, self.identity)
+
 
 __all__ = ["AdapterStore", "Lease", "Part", "StoreLimits", "Upload"]
 
@@ -154,41 +173,64 @@ class AdapterStore:
     def _publish(
         self, name: str, manifest: Manifest, ready: Path | None, change: Change, condition: Condition
     ) -> tuple[AdapterRecord, bool]:
-        """ready: None if a lease of `_hold` keeps the files"""
+        """What must be read for it, which may be gigabytes, is read before `_disk` is taken, and once more where
+        somebody has changed it meanwhile: no other upload waits for this one's files.
+
+        ready  None if a lease of `_hold` keeps the files
+        """
+        while True:
+            found = self._look(name, manifest, ready, condition)
+            gone: list[str] = []
+            try:
+                with self._disk:
+                    if found.still_holds(self._names.get(name), self._files.identity(manifest.digest)):
+                        return self._publish_found(name, manifest, ready, change, found, gone)
+            finally:
+                for one in gone:
+                    self._tell_if_gone(one, True)
+
+    def _look(self, name: str, manifest: Manifest, ready: Path | None, condition: Condition) -> _Found:
+        """Compare the files that are `ready` with those that the store has. Raises what `condition` does."""
+        record, identity = self.find(name), self._files.identity(manifest.digest)
+        condition(record, manifest.digest)
+        is_whole = ready is None or self._is_whole(manifest, ready)
+        is_new = record is None or record.digest != manifest.digest
+        same_as = self._same_as(record, manifest, ready or self.path_of(manifest.digest)) if is_new else None
+        return _Found(record, identity, is_whole, same_as)
+
+    def _publish_found(
+        self, name: str, manifest: Manifest, ready: Path | None, change: Change, found: _Found, gone: list[str]
+    ) -> tuple[AdapterRecord, bool]:
+        """Under `_disk`. Adds digests whose files are gone by it to `gone`, whatever is raised."""
         digest = manifest.digest
-        gone: list[str] = []
+        if ready is not None and not found.is_whole and self._put(ready, digest):
+            gone.append(digest)
+        is_new = found.record is None or found.record.digest != digest
         try:
-            with self._disk:
-                record = self._names.get(name)
-                condition(record, digest)
-                is_whole = ready is None or self._is_whole(manifest, ready)
-                if ready is not None and not is_whole and self._put(ready, digest):
-                    gone.append(digest)
-                is_new = record is None or record.digest != digest
-                try:
-                    if is_new:
-                        gone += self._move(name, digest, change, self._same_as(record, manifest))
-                    else:
-                        self._show(name, change)
-                except (OSError, Conflict, QuotaExceeded):
-                    if self._remove_if_unused(digest):
-                        gone.append(digest)
-                    raise
-                return self._shown(name, self._names[name].current, manifest), is_new or not is_whole
-        finally:
-            for one in gone:
-                self._tell_if_gone(one, True)
+            if is_new:
+                gone += self._move(name, digest, change, found.same_as)
+            else:
+                self._show(name, change)
+        except (OSError, Conflict, QuotaExceeded):
+            if self._remove_if_unused(digest):
+                gone.append(digest)
+            raise
+        return self._shown(name, self._names[name].current, manifest), is_new or not found.is_whole
 
     def _is_whole(self, manifest: Manifest, ready: Path) -> bool:
         return self._files.is_whole(manifest, ready, lambda config: self._intake.fits(config, manifest, ready))
 
     def _hold(self, manifest: Manifest, ready: Path) -> Lease:
         """Put a checked directory into the store, if it is not there, for as long as the lease lives."""
-        digest = manifest.digest
-        with self._disk:
-            was_replaced = not self._is_whole(manifest, ready) and self._put(ready, digest)
-            with self._lock:
-                self._leases[digest] += 1
+        digest, is_held, was_replaced = manifest.digest, False, False
+        while not is_held:  # as in `_publish`
+            identity, is_whole = self._files.identity(digest), self._is_whole(manifest, ready)
+            with self._disk:
+                is_held = identity == self._files.identity(digest)
+                if is_held:
+                    was_replaced = not is_whole and self._put(ready, digest)
+                    with self._lock:
+                        self._leases[digest] += 1
         self._tell_if_gone(digest, was_replaced)
         return Lease(self, AdapterRecord("", Version(0, digest, time.time()), manifest))
 
@@ -228,12 +270,12 @@ class AdapterStore:
             self._files.write_name(name, record)
             self._point(name, record)
 
-    def _same_as(self, record: NameRecord | None, manifest: Manifest) -> int | None:
-        """The newest version of the name that has the same weights in another float type."""
+    def _same_as(self, record: NameRecord | None, manifest: Manifest, ready: Path) -> int | None:
+        """The newest version of the name that has the same weights as those that are `ready`, in another float type."""
         for version in reversed(record.versions if record is not None else ()):
             with suppress(NotFound, Damaged, Malformed, OSError):
-                paths = self.path_of(manifest.digest), self.path_of(version.digest)
-                if have_same_weights(paths[0], manifest, paths[1], self.manifest(version.digest)):
+                path = self.path_of(version.digest)
+                if have_same_weights(ready, manifest, path, self.manifest(version.digest)):
                     return version.number
         return None
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from adapters.errors import (
     TooLarge,
     Unsupported,
 )
+from adapters.records import Manifest
 from adapters.row_plan import plan_rows
 from adapters.store import AdapterStore, StoreLimits
 from tests.support.adapter_files import (
@@ -704,6 +705,53 @@ def test_an_upload_that_is_being_published_is_discarded_afterwards(
         "adapter_model.safetensors",
         "manifest.json",
     }
+
+
+def test_an_upload_that_the_store_has_makes_no_other_wait_and_is_compared_anew_after_a_change(
+    store: AdapterStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its files are compared, others are published and deleted; so are, in the end, the very files."""
+    digest = upload_small(store, LAYOUT, "first", seed=1)[0].digest
+    compare, entered, may_go_on, times = store._files.is_whole, threading.Event(), threading.Event(), list[bool]()
+
+    def slow(manifest: Manifest, ready: Path, config_fits: Callable[[bytes], bool]) -> bool:
+        if manifest.digest == digest:
+            entered.set()
+            assert may_go_on.wait(LIMIT_SECONDS)
+            times.append(compare(manifest, ready, config_fits))
+            return times[-1]
+        return compare(manifest, ready, config_fits)
+
+    monkeypatch.setattr(store._files, "is_whole", slow)
+    with ThreadPoolExecutor(2) as pool:
+        again = pool.submit(upload_small, store, LAYOUT, "second", seed=1)
+        assert entered.wait(LIMIT_SECONDS)
+        other = pool.submit(upload_small, store, LAYOUT, "other", seed=2)
+        try:
+            assert other.result(LIMIT_SECONDS)[1]
+            store.delete("first")
+        finally:
+            may_go_on.set()
+        assert again.result(LIMIT_SECONDS)[0].digest == digest
+    assert times == [False, False]  # gone before they were looked at, and looked at anew
+    assert (store.path_of(digest) / "adapter_model.safetensors").is_file()
+    store.check_integrity()
+
+    monkeypatch.setattr(store._files, "is_whole", compare)
+    assert not upload_small(store, LAYOUT, "second", seed=1)[1]
+
+    def delete_after_comparing(manifest: Manifest, ready: Path, config_fits: Callable[[bytes], bool]) -> bool:
+        found = compare(manifest, ready, config_fits)
+        times.append(found)
+        if found:
+            store.delete("second")
+        return found
+
+    monkeypatch.setattr(store._files, "is_whole", delete_after_comparing)
+    assert upload_small(store, LAYOUT, "third", seed=1)[1]
+    assert times == [False, False, True, False]
+    assert (store.path_of(digest) / "adapter_model.safetensors").is_file()
+    store.check_integrity()
 
 
 @pytest.mark.usefixtures("store")
