@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from service.logs import LOGGER, configure
+from service.models.heap import trim_heap
 from service.settings import Settings, SettingsError, load_settings
 from service.start_check import StartError, check_kernels_package
 
@@ -38,6 +39,9 @@ _OTHER_FILES = 256
 _SWITCH_SECONDS = 0.0005
 # Of uvicorn's ticks, ten a second, those in which connections are looked at.
 _TICKS_PER_LOOK = 10
+# And those in which memory that was freed goes back to the system: after large bodies the C library keeps it, in one
+# heap for each of several threads.
+_TICKS_PER_TRIM = 100
 
 
 def serve(flags: Sequence[str]) -> int:
@@ -178,6 +182,7 @@ def _server_class(base: type[uvicorn.Server]) -> Any:
             self._services, self._engine = services, engine
             self._settings = settings
             self._draining: asyncio.Task[None] | None = None
+            self._trimming: asyncio.Future[None] | None = None
 
         def handle_exit(self, sig: int, _frame: FrameType | None) -> None:
             """First signal: drain, then exit 0. Second: exit now."""
@@ -193,6 +198,8 @@ def _server_class(base: type[uvicorn.Server]) -> Any:
             if counter % _TICKS_PER_LOOK == 0:
                 for connection in tuple(self.server_state.connections):
                     connection.look(self._settings.stall_limit_seconds)
+            if counter % _TICKS_PER_TRIM == 0:
+                self._trimming = asyncio.get_running_loop().run_in_executor(None, trim_heap)
             return bool(await super().on_tick(counter))
 
         def stop(self) -> None:
