@@ -1,7 +1,7 @@
 """Who pays for what is being done: the one place where requests are told apart for the sake of fairness.
 
-A tenant, or a key, where keys are set; else where the request comes from. Behind a proxy without keys all clients are
-one payer.
+A tenant, or a key, where keys are set; else where the request comes from, as a trusted proxy says. Behind any other all
+clients are one payer.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
 
 from service.logs import LOGGER, configure
 from service.models.heap import trim_heap
@@ -157,16 +158,19 @@ def _allow_files(num_files: int) -> None:
 def _make_server(app: Any, settings: Settings) -> Any:
     import uvicorn
 
+    from service.api.connections import ConnectionShares
     from service.api.protocol import Protocol
 
+    shares = ConnectionShares(settings.max_connections, settings.trusted_proxies)
     config = uvicorn.Config(
         app,
-        http=Protocol,
+        http=cast("type[asyncio.Protocol]", partial(Protocol, shares)),
         log_config=None,
         access_log=False,
         lifespan="on",
         timeout_graceful_shutdown=_FLUSH_SECONDS,
-        limit_concurrency=settings.max_connections,
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=list(settings.trusted_proxies),
         loop="asyncio",
         ws="none",
     )

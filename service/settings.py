@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,6 +27,7 @@ Size = Annotated[ByteSize, Field(ge=0)]
 Keys = Annotated[tuple[SecretStr, ...], NoDecode]
 Origins = Annotated[tuple[str, ...], NoDecode]
 Paths = Annotated[tuple[str, ...], NoDecode]
+Addresses = Annotated[tuple[str, ...], NoDecode]
 
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/,\s]+")
@@ -155,7 +157,16 @@ class Settings(BaseSettings):
     max_queued_requests: int = Field(
         512, ge=1, description="sequences that may wait or run at the same time; beyond it requests get 429"
     )
-    max_connections: int = Field(1024, ge=1, description="open connections; beyond it they are answered 429 at once")
+    max_connections: int = Field(
+        1024,
+        ge=1,
+        description="open connections, of one address or tenant half of them; beyond it they are answered 429 at once",
+    )
+    trusted_proxies: Addresses = Field(
+        (),
+        description="proxies before this server, as addresses or networks separated by commas: X-Forwarded-For of "
+        "requests from there says who the client is, and their connections have no share; default: none",
+    )
     max_batch_items: int = Field(256, ge=1, description="most items of one POST /v1/completions/batch")
     max_choices: int = Field(16, ge=1, description="largest `n` of a request")
     max_body_bytes: Size = Field(ByteSize(16 * MIB), description="largest JSON request body")
@@ -258,6 +269,19 @@ class Settings(BaseSettings):
                     f"{origin!r} is no origin; write scheme, host and port, such as https://ui.example:3000"
                 )
         return origins
+
+    @field_validator("trusted_proxies", mode="before")
+    @classmethod
+    def _split_addresses(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        addresses = tuple(address.strip() for address in value.split(",") if address.strip())
+        for address in addresses:
+            try:
+                ipaddress.ip_network(address)
+            except ValueError as error:
+                raise ValueError(f"{error}; write addresses or networks, such as 10.0.0.7,10.1.0.0/16") from error
+        return addresses
 
     @field_validator("open_paths", mode="before")
     @classmethod

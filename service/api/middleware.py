@@ -93,7 +93,10 @@ class Door:
         caller = self._access.check(scope["method"], scope["path"], visit.headers)
         scope["multilora.caller"] = visit.caller = caller
         client = scope.get("client")
-        PAYER.set(payer_of(self._access.payer_name(caller), client[0] if client else ""))
+        name = self._access.payer_name(caller)
+        PAYER.set(payer_of(name, client[0] if client else ""))
+        if name and (connection := scope.get("multilora.connection")) is not None:  # there is none in tests
+            connection.belong_to(name)
         visit.limit_body(self._body_rule(scope["method"], scope["path"]))
         await self._app(scope, visit.receive, visit.send)
 

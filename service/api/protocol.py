@@ -5,16 +5,15 @@ other error; no application has seen it."""
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import h11
 import msgspec
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from service.api.connections import ConnectionShares
 from service.api.errors import ApiError, BadRequest, QueueFull, RequestTimeout, error_body, status_of
 from service.logs import LOGGER
-from service.payer import network_of
 
 # A client that moves less than this of what waits for it, or of what it sends, counts as stalled after a time.
 MIN_BYTES_PER_SECOND = 1024
@@ -29,8 +28,6 @@ _READ_BYTES = 1 << 14
 _BODY_READ_BYTES = 1 << 18
 
 _LINGER_SECONDS = 2.0
-# One in so many connections is left to clients from elsewhere than the one that has most.
-_RESERVED_PART = 8
 
 _NO_HTTP = (
     "This is no HTTP/1.1 request, or its head is longer than the server takes; look at the client, or at the proxy "
@@ -101,6 +98,17 @@ class _Connection(h11.Connection):
         raise h11.RemoteProtocolError(sentence)
 
 
+class _WithConnection:
+    """The application, which is told by what connection a request has come."""
+
+    def __init__(self, app: Any, connection: Protocol) -> None:
+        self._app, self._connection = app, connection
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        scope["multilora.connection"] = self._connection
+        await self._app(scope, receive, send)
+
+
 class _Mark(NamedTuple):
     """How many bytes there were at some time."""
 
@@ -109,17 +117,15 @@ class _Mark(NamedTuple):
 
 
 class Protocol(H11Protocol):
-    """One connection. The server calls `look` now and then."""
+    """One connection. The server calls `look` now and then; requests find it in their scopes, for `belong_to`."""
 
-    # How many there are from each network, so that one leaves some to the others.
-    _num_from: ClassVar[Counter[str]] = Counter()
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, shares: ConnectionShares, **named: Any) -> None:
+        super().__init__(**named)
         self.conn: _Connection = _Connection()
-        # uvicorn's own limit counts tasks too, and answers in a shape of its own.
-        self._max_connections, self.limit_concurrency = self.limit_concurrency, None
+        self.app = _WithConnection(self.app, self)
+        self._shares = shares
         self._network: str | None = None  # None for one that was one too many
+        self._tenant = ""
         self._is_answered = False
         self._head_since: float | None = None
         self._unread: _Mark | None = None
@@ -131,15 +137,12 @@ class Protocol(H11Protocol):
         transport.set_write_buffer_limits(high=0)
         cast(Any, transport).max_size = _READ_BYTES
         self._head_since = self.loop.time()
-        network, most = network_of(self.client[0] if self.client else ""), self._max_connections
-        if most is None or (self._num_from.total() < most and self._num_from[network] < most - most // _RESERVED_PART):
-            self._network = network
-            self._num_from[network] += 1
-        else:
+        self._network = self._shares.open(self.client[0] if self.client else "")
+        if self._network is None:
             self._answer(
                 QueueFull(
-                    f"This server has all its {most} connections, or you have all but those that are left to others; "
-                    "try again later.",
+                    f"This server has all its {self._shares.most} connections, or you have half of them; close some, "
+                    "or try again later.",
                     headers={"Retry-After": "1"},
                 ),
                 linger_seconds=0,
@@ -149,9 +152,13 @@ class Protocol(H11Protocol):
         """It is closed."""
         super().connection_lost(exc)
         if self._network is not None:
-            self._num_from[self._network] -= 1
-            if not self._num_from[self._network]:
-                del self._num_from[self._network]
+            self._shares.close(self._network, self._tenant)
+
+    def belong_to(self, tenant: str) -> None:
+        """A request of this tenant has come. QueueFull if it has too many connections."""
+        if tenant != self._tenant:
+            self._shares.belong(self._tenant, tenant)
+            self._tenant = tenant
 
     def data_received(self, data: bytes) -> None:
         """A piece of a head or a body."""
