@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from adapters.row_plan import plan_rows
 from service.app import create_app
 from service.engine.messages import Finished, Ready, Submit, Tier, TokenLogprob, Tokens
@@ -77,17 +79,18 @@ class Answer:
 class Application:
     """Call it as a client would; after each call nothing may be held."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, **more: Any) -> None:
+        """more  settings"""
         settings = Settings(
             store_dir=root / "store",
             max_upload_bytes=4 << 20,  # type: ignore[arg-type]
             min_free_disk_bytes=0,  # type: ignore[arg-type]
+            **more,
         )
         engine: Any = ReadyEngine(vocab_size=256)
         self.app = create_app(settings, engine)
         self.services = self.app.state.services
-        engine.ready = Ready(512, 4096, self.services.tokenizer.vocab_size, "float32", "cpu", 0, 64 << 20, 4, 16)
-        ready = engine.ready
+        ready = engine.ready = msgspec.structs.replace(engine.ready, vocab_size=self.services.tokenizer.vocab_size)
         self.services.store.row_plan = plan_rows(
             self.services.layout, ready.row_bytes, element_bytes=4, alignment=16, max_rank=None
         )
@@ -99,6 +102,7 @@ class Application:
         self.services.store.check_integrity()
         self.services.store.close()
         self.services.template_workers.close()
+        self.services.grammar_trial.close()
 
     def call(self, method: str, path: str, body: bytes = b"", headers: tuple[tuple[bytes, bytes], ...] = ()) -> Answer:
         """One request. AssertionError for a 5xx, an answer that is no JSON, or places that are not given back."""

@@ -23,11 +23,14 @@ from adapters.validate import check_headers
 from service.api.errors import ApiError
 from service.api.protocol import _Connection
 from service.api.upload import MultipartUpload
+from service.tenants.keys_file import KeysFileError, parse_keys
 from service.text.chat_template import TemplateError
 from service.text.stop_strings import StopAutomaton, StopStrings
 from service.text.template_worker import AdapterTemplate, TemplateWorkers
 from service.text.tokenizer import TextError
 from tests.hostile.application import Application
+from tests.hostile.constraints import constrained, with_tools
+from tests.hostile.tenants import TwoTenants, keys_files, questions
 from tests.hostile.values import (
     GOOD_TENSORS,
     LAYOUT,
@@ -64,10 +67,12 @@ class Targets:
         self.application = Application(root / "app")
         self.store = AdapterStore(root / "store", LAYOUT, LIMITS, base_name="base")
         self.workers = TemplateWorkers(max_seconds=0.3)
+        self.tenants = TwoTenants(root / "tenants")
         self._num_staged = 0
 
     def close(self) -> None:
         self.application.close()
+        self.tenants.application.close()
         self.store.check_integrity()
         self.store.close()
         self.workers.close()
@@ -78,6 +83,10 @@ class Targets:
         targets = (
             Target("JSON bodies", self.json_body, bodies()),
             Target("headers", self.headers, headers()),
+            Target("structured output", self.json_body, constrained()),
+            Target("tools", self.json_body, with_tools()),
+            Target("another tenant's adapter", self.tenants.check, questions()),
+            Target("keys files", self.keys_file, keys_files()),
             Target("configs", self.config, configs()),
             Target("templates", self.template, templates()),
             Target("stop strings", self.stop_strings, stop_strings()),
@@ -159,6 +168,10 @@ class Targets:
         except (TemplateError, TextError) as error:
             told = str(error)
         assert not _ADDRESS.search(told), told
+
+    def keys_file(self, text: str) -> None:
+        with suppress(KeysFileError):
+            parse_keys(text)
 
     def stop_strings(self, value: tuple[list[str], list[str]]) -> None:
         """Nothing of a stop string is given out, and nothing but what comes before the first one to end."""
