@@ -2,6 +2,7 @@
 
     make serve                                       # in another terminal; the server must be on this machine
     .venv/bin/python -m bench.hostile                # or --url=..., --model=...
+    .venv/bin/python -m bench.hostile --own-server   # its own server, and the longest stretch of its event loop too
 
 Every attack is bounded and ends by itself. Only loopback is talked to.
 """
@@ -10,15 +11,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+
+from bench import loop_stretches
+from bench.server_process import running_server
 
 MIB = 1 << 20
 JSON = {"Content-Type": "application/json"}
@@ -140,14 +147,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Longest wait of GET /health while hostile requests are served.")
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="base")
+    parser.add_argument("--own-server", action="store_true", help="start one, see bench.loop_stretches")
     given = parser.parse_args()
-    target = Target(given.url, given.model)
+    if not given.own_server:
+        run(Target(given.url, given.model), None)
+        return
+    with tempfile.TemporaryDirectory(prefix="hostile-") as root:
+        stretches = Path(root) / "stretches"
+        os.environ[loop_stretches.VARIABLE] = str(stretches)
+        with running_server(None, Path(root), module="bench.loop_stretches", min_free_disk_bytes=0) as server:
+            run(Target(server.url, given.model), stretches)
+
+
+def run(target: Target, stretches: Path | None) -> None:
+    """A line for each attack; with the file of `bench.loop_stretches` the longest of them too."""
     for name, attack in attacks(target).items():
+        begun = time.monotonic()
         with worst_wait(target.url) as waits:
             started = time.perf_counter()
             outcome = attack()
             seconds = time.perf_counter() - started
-        print(f"| {name} | {outcome} | {seconds:.1f} s | {max(waits) * 1e3:.0f} ms |", flush=True)
+        told = f"| {name} | {outcome} | {seconds:.1f} s | {max(waits) * 1e3:.0f} ms |"
+        if stretches is not None:
+            told += f" {loop_stretches.longest_since(stretches, begun) * 1e3:.0f} ms |"
+        print(told, flush=True)
 
 
 if __name__ == "__main__":

@@ -114,12 +114,14 @@ def start_server(
     *,
     wait: bool = True,
     installed: Path | None = None,
+    module: str = "service.cli",
     **settings: Any,
 ) -> Server:
     """Start a server on a free port; with `wait` it is ready on return. End it with `Server.stop` or kill it.
 
     A model directory or a setting that is None has the server's own default. The server is this tree's; with
-    `installed`, the path of a command `multilora`, it is that one, started in `work_dir`.
+    `installed`, the path of a command `multilora`, it is that one, started in `work_dir`. `module` takes the arguments
+    of that command.
     """
     work_dir.mkdir(parents=True, exist_ok=True)
     store_dir = Path(settings.pop("store_dir", work_dir / "store"))
@@ -137,7 +139,7 @@ def start_server(
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
     log_path = work_dir / f"server-{time.monotonic_ns()}.log"
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MULTILORA_")}
-    command: Sequence[str] = (sys.executable, "-m", "service.cli") if installed is None else (str(installed),)
+    command: Sequence[str] = (sys.executable, "-m", module) if installed is None else (str(installed),)
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             [*command, "serve", *flags],
