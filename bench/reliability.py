@@ -4,8 +4,9 @@
 
 The clients come from addresses of their own on loopback. Five of them stream completions with adapters, chat, count
 tokens and upload, replace and delete an adapter; in the second part the sixth sends what `bench.hostile` has, floods
-with requests, begins uploads and reads nothing. Told are the others' times in both parts, all answers of 500 and
-above, and how the memory of each process grows in the last half of the second part.
+with requests, begins uploads and reads nothing. Told are the others' times in both parts, and in the second beside each
+thing that the hostile one does; all answers of 500 and above; how the memory of each process grows in the last half of
+the second part, and the most it had in each quarter: freed memory goes back now and then, so that it rises and falls.
 """
 
 from __future__ import annotations
@@ -40,10 +41,15 @@ _FLOOD = 64
 
 @dataclass
 class Seen:
-    """What clients were answered in one part: seconds by kind of request, statuses."""
+    """What clients were answered in one part: seconds by kind of request, statuses, and when which was under way.
+
+    spans  (kind, beginning, end) of requests that were served, on the clock of `time.perf_counter`; of the hostile
+           client those of all that it did
+    """
 
     seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     statuses: Counter[int] = field(default_factory=Counter)
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
 
     def percentile(self, kind: str, percent: int) -> float:
         """Of the seconds of one kind."""
@@ -73,6 +79,7 @@ class Client:
         seen.statuses[status] += 1
         if status < 400:
             seen.seconds[kind].append(seconds)
+            seen.spans.append((kind, started, started + seconds))
 
     def _stream(self, started: float) -> int | tuple[int, float]:
         body = {"model": self._rng.choice(ADAPTERS), "prompt": "lamp tiger", "max_tokens": 24, "stream": True}
@@ -106,16 +113,24 @@ class Hostile:
 
     def __init__(self, url: str) -> None:
         self._target = Target(url, "base", HOSTILE)
-        self._attacks = [*attacks(self._target).values(), self._flood, self._read_nothing, self._begin_uploads]
+        self._attacks = {
+            **attacks(self._target),
+            "a flood of 512 sequences": self._flood,
+            "20 streams that nobody reads": self._read_nothing,
+            "20 uploads that send nothing": self._begin_uploads,
+        }
         self._at, self._url = 0, url
 
     def one(self, seen: Seen) -> None:
         """The next attack."""
         self._at += 1
+        name = list(self._attacks)[self._at % len(self._attacks)]
+        started = time.perf_counter()
         with suppress(httpx.HTTPError, OSError):
-            outcome = self._attacks[self._at % len(self._attacks)]()
+            outcome = self._attacks[name]()
             if isinstance(outcome, int):
                 seen.statuses[outcome] += 1
+        seen.spans.append((name, started, time.perf_counter()))
 
     def _flood(self) -> object:
         body = {"model": "base", "prompt": "the", "max_tokens": 100, "ignore_eos": True, "n": 8}
@@ -186,6 +201,36 @@ class Memory(threading.Thread):
                 found[name] = statistics.linear_regression(*zip(*late, strict=True)).slope * 60
         return found
 
+    def quarters(self, since: float, until: float) -> dict[str, list[int]]:
+        """Most bytes of each in the four quarters of that time."""
+        span = (until - since) / 4
+        found = {}
+        for name, samples in self.samples.items():
+            most = [0] * 4
+            for at, size in samples:
+                if since <= at < until:
+                    quarter = int((at - since) / span)
+                    most[quarter] = max(most[quarter], size)
+            found[name] = most
+        return found
+
+
+def beside_each(alone: Seen, beside: Seen, hostile: Seen) -> list[tuple[str, int, float, float]]:
+    """(what the hostile client did, the others' requests meanwhile, their median and slowest hundredth), in units of
+    the slowest hundredth alone of each one's kind; the worst first."""
+    usual = {kind: alone.percentile(kind, 99) for kind in alone.seconds}
+    found: dict[str, list[float]] = defaultdict(list)
+    for name, began, ended in hostile.spans:
+        for kind, started, done in beside.spans:
+            if started < ended and done > began:
+                found[name].append((done - started) / usual[kind])
+    rows = []
+    for name, parts in found.items():
+        if len(parts) > 1:
+            cuts = statistics.quantiles(parts, n=100, method="inclusive")
+            rows.append((name, len(parts), cuts[49], cuts[98]))
+    return sorted(rows, key=lambda row: -row[3])
+
 
 def part(users: list[Any], seconds: float, seen: dict[str, Seen]) -> None:
     """All of them at once for so long; each finishes what it has begun."""
@@ -214,11 +259,20 @@ def seen_of(user: Any, mine: Seen, seen: dict[str, Seen], lock: Any) -> None:
     with lock:
         whole = seen.setdefault(type(user).__name__, Seen())
         whole.statuses += mine.statuses
+        whole.spans += mine.spans
         for kind, seconds in mine.seconds.items():
             whole.seconds[kind] += seconds
 
 
-def tell(alone: Seen, beside: Seen, hostile: Seen, slopes: dict[str, float], say: Callable[[str], None]) -> int:
+def tell_memory(memory: Memory, since: float, until: float, say: Callable[[str], None]) -> None:
+    """What the processes took in that time."""
+    slopes, quarters = memory.slopes((since + until) / 2), memory.quarters(since, until)
+    for name, slope in slopes.items():
+        most = ", ".join(f"{size / (1 << 20):.0f}" for size in quarters[name])
+        say(f"memory of the {name}: {slope / (1 << 20):+.2f} MiB per minute; most in each quarter: {most} MiB")
+
+
+def tell(alone: Seen, beside: Seen, hostile: Seen, say: Callable[[str], None]) -> int:
     """The tables; how many answers were 500 or above."""
     say("| Request | alone: p50, p99 | beside: p50, p99 | p99 beside / alone |\n|---|---|---|---|")
     for kind in alone.seconds:
@@ -232,8 +286,9 @@ def tell(alone: Seen, beside: Seen, hostile: Seen, slopes: dict[str, float], say
         say(f"| {' | '.join(cells)} |")
     for name, seen in (("alone", alone), ("beside", beside), ("the hostile one", hostile)):
         say(f"answers {name}: {dict(sorted(seen.statuses.items()))}")
-    for name, slope in slopes.items():
-        say(f"memory of the {name}: {slope / (1 << 20):+.2f} MiB per minute")
+    say("| Beside | requests | p50 | p99, in units of the p99 alone |\n|---|---|---|---|")
+    for what, count, half, most in beside_each(alone, beside, hostile):
+        say(f"| {what} | {count} | {half:.2f} | {most:.1f} |")
     return sum(count for seen in (alone, beside, hostile) for status, count in seen.statuses.items() if status >= 500)
 
 
@@ -254,8 +309,8 @@ def main() -> int:
             part([*clients, Hostile(server.url)], seconds, beside)
             memory.ended.set()
             memory.join()
-            slopes = memory.slopes(began + (time.monotonic() - began) / 2)
-            num_failed = tell(alone["Client"], beside["Client"], beside["Hostile"], slopes, print)
+            num_failed = tell(alone["Client"], beside["Client"], beside["Hostile"], print)
+            tell_memory(memory, began, time.monotonic(), print)
             exit_code = server.stop()
         finally:
             server.process.kill()
