@@ -254,7 +254,8 @@ class Engine:
             self.scheduler.add(sequence)
         else:
             self._compiling.add(sequence)
-            self._grammars.begin(grammar, sequence)
+            # Of tenants, and where there are none, of adapters.
+            self._grammars.begin(grammar, sequence, request.tenant or request.adapter or "")
 
     def abort(self, request_id: str) -> None:
         """Forget the request; everything it holds is free when this returns. Unknown ids are ignored."""

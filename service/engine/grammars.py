@@ -12,6 +12,7 @@ the engine's own otherwise.
 from __future__ import annotations
 
 import functools
+import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -119,7 +120,7 @@ def _bar(tokens: frozenset[int], vocab_size: int) -> np.ndarray:
 
 
 class Grammars:
-    """The engine's compiled grammars.
+    """The engine's compiled grammars. One is compiled at a time, of those who wait in turn.
 
     table   None where the model's tokenizer cannot be used with grammars
     thread  that compiles
@@ -133,9 +134,11 @@ class Grammars:
         self._compiled: OrderedDict[str, Any] = OrderedDict()
         self._done: deque[tuple[str, Any]] = deque()
         self._waiting: dict[str, list[Any]] = {}
+        self._turns: dict[str, deque[str]] = {}  # of each owner, whose turn is next first; shared with the thread
+        self._lock = threading.Lock()
 
-    def begin(self, grammar: str, key: Any) -> None:
-        """Compile the grammar for `key`, which `take_done` gives back."""
+    def begin(self, grammar: str, key: Any, owner: str) -> None:
+        """Compile the grammar for `key`, which `take_done` gives back, when it is its owner's turn."""
         assert self.table is not None, "admission refuses grammars without a table"
         if grammar in self._waiting:
             self._waiting[grammar].append(key)
@@ -144,9 +147,13 @@ class Grammars:
         if grammar in self._compiled:
             self._done.append((grammar, self._compiled[grammar]))
             return
+        with self._lock:
+            self._turns.setdefault(owner, deque()).append(grammar)
         try:
-            self._thread.submit(functools.partial(self._compile, self.table, grammar))
+            self._thread.submit(functools.partial(self._compile_next, self.table))
         except RuntimeError as error:
+            with self._lock:
+                self._take_turn(owner, grammar)
             self._done.append((grammar, GrammarError(f"there is no thread to compile it in now ({error})")))
 
     def take_done(self) -> list[tuple[Any, str, Any | GrammarError]]:
@@ -171,7 +178,19 @@ class Grammars:
         """Compile nothing more."""
         self._thread.close()
 
-    def _compile(self, table: TokenTable, grammar: str) -> None:
+    def _take_turn(self, owner: str, grammar: str) -> None:
+        """It is compiled, or will not be; the owner's next one comes behind those of all others. Under the lock."""
+        queue = self._turns.pop(owner)
+        queue.remove(grammar)
+        if queue:
+            self._turns[owner] = queue
+
+    def _compile_next(self, table: TokenTable) -> None:
+        """In the thread, once for each that waits."""
+        with self._lock:
+            owner = next(iter(self._turns))
+            grammar = self._turns[owner][0]
+            self._take_turn(owner, grammar)
         found: Any
         try:
             found = compile_grammar(table, grammar)

@@ -4,13 +4,16 @@ choice, whatever else runs, waits, is preempted or goes away. Token t is the cha
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from service.engine.grammars import MAX_COMPILED
+from examples.train_base import BASE_DIR
+from service.engine.grammars import MAX_COMPILED, Grammars
+from service.grammars.matching import TokenTable
 from tests.support.engine_mock import EOS, VOCAB, MockEngine, adapter_number, expected_tokens, make_mock_engine
 from tests.support.engine_mock import next_logits as logits_after
 
@@ -284,3 +287,30 @@ def test_log_probabilities_are_the_models_own(mock: MockEngine) -> None:
     expected = logits_after(list(PROMPT), -1).log_softmax(-1)
     assert logprob.logprob == pytest.approx(float(expected[mock.output["r"][0]]))
     assert [token for token, _ in logprob.top] == expected.topk(3).indices.tolist()
+
+
+# ---- who waits for whom
+
+
+class ByHand:
+    """A thread whose work runs when the test says so."""
+
+    def __init__(self) -> None:
+        self.work: deque[Callable[[], None]] = deque()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self.work.append(work)
+
+    def close(self) -> None:
+        self.work.clear()
+
+
+def test_tenants_take_turns_to_have_grammars_compiled() -> None:
+    thread = ByHand()
+    grammars, order = Grammars(TokenTable.load(BASE_DIR), thread, lambda: None), list[str]()
+    for name in ("many 1", "many 2", "many 3", "few 1", "other 1", "few 2"):
+        grammars.begin(regex(name), name, name.partition(" ")[0])
+    while thread.work:
+        thread.work.popleft()()
+        order += [name for name, _, _ in grammars.take_done()]
+    assert order == ["many 1", "few 1", "other 1", "many 2", "few 2", "many 3"]
