@@ -1,0 +1,171 @@
+"""Which replica a request goes to: pure functions over what replicas have reported.
+
+An adapter has homes: the first `num_homes` replicas in an order that follows from its digest and the replicas' names
+alone (rendezvous hashing, Thaler and Ravishankar 1998: a replica that leaves moves the adapters it was a home of and no
+other, one that joins takes only its own). Loads are bounded as in "Consistent Hashing with Bounded Loads" (Mirrokni,
+Thorup and Zadimoghaddam 2018): none gets a request that would lift it above `bound` times the mean. Among those that
+may have it, the one that would begin soonest gets it, where a missing adapter costs what the replica could have
+computed while it reads it. Everything is counted in tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from hashlib import blake2b
+
+from service.engine.messages import Tier
+
+# Adapters whose order is remembered: an order is as long as there are replicas.
+_ORDERS_KEPT = 16_384
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """What is known of a replica that takes requests.
+
+    queued_tokens  prompt and output still to be computed: its last report, and what was sent to it since
+    free_rows      of the device's adapter rows, neither held by an adapter that runs nor by one that is idle
+    tiers          where it holds adapters, by digest; those that are not named are on disk
+    """
+
+    name: str
+    queued_tokens: float = 0.0
+    free_rows: int = 0
+    tiers: Mapping[str, Tier] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How replicas are weighed.
+
+    bound          most load of a replica, as a multiple of the mean
+    host_tokens    what a replica computes while it copies an adapter from host memory to the device
+    disk_tokens    likewise, while it reads it from disk and copies it
+    evict_tokens   likewise, in expectation, while an evicted adapter is brought back later
+    slack_tokens   above the mean that always counts as within the bound: with few requests any mean is small
+    home_share     part of a replica's mean load that an adapter has to be to fill one home
+    """
+
+    bound: float = 1.25
+    host_tokens: float = 64.0
+    disk_tokens: float = 1024.0
+    evict_tokens: float = 256.0
+    slack_tokens: float = 1024.0
+    home_share: float = 0.5
+
+
+def choose(
+    digest: str | None,
+    num_rows: int,
+    num_tokens: float,
+    replicas: Sequence[Replica],
+    *,
+    key: str = "",
+    num_homes: int = 1,
+    rule: Rule = Rule(),
+) -> list[str]:
+    """All replicas by name, the one that shall have the request first, then those to try if it cannot.
+
+    digest      of the adapter, None for the base
+    num_rows    rows that the adapter takes on the device
+    num_tokens  prompt and output of the request, as far as it is known
+    key         of the request: breaks ties, so that several that choose at once do not all choose the same
+    num_homes   of the adapter, see `homes_wanted`
+    """
+    if not replicas:
+        return []
+    if digest is None:
+        return [one.name for one in sorted(replicas, key=lambda one: (one.queued_tokens, _score(key, one.name)))]
+    limit_tokens = load_limit(replicas, num_tokens, rule)
+    names = tuple(sorted(one.name for one in replicas))
+    places = {name: place for place, name in enumerate(preference(digest, names))}
+
+    def rank(one: Replica) -> tuple[int, float, int]:
+        place = places[one.name]
+        waits_tokens = one.queued_tokens + _load_tokens(one, digest, num_rows, rule)
+        if one.queued_tokens + num_tokens > limit_tokens:
+            return 3, one.queued_tokens, place
+        if place < num_homes:
+            return 0, waits_tokens, place
+        # Elsewhere: where it happens to be already, else the next in the adapter's own order, so that several overflows
+        # meet on one replica.
+        return (1, waits_tokens, place) if one.tiers.get(digest) == "device" else (2, place, place)
+
+    return [one.name for one in sorted(replicas, key=rank)]
+
+
+def load_limit(replicas: Sequence[Replica], num_tokens: float, rule: Rule = Rule()) -> float:
+    """Most tokens that a replica may have once this request is on one of them. The least loaded is always below it."""
+    mean_tokens = (sum(one.queued_tokens for one in replicas) + num_tokens) / len(replicas)
+    return rule.bound * mean_tokens + max(rule.slack_tokens, num_tokens)
+
+
+def homes_wanted(before: int, share: float, num_replicas: int, rule: Rule = Rule()) -> int:
+    """How many homes an adapter gets that makes up `share` of all tokens asked for lately, 0 to 1, and had `before`.
+
+    One more as soon as it fills those it has; one less only when it would fill no more than half of the last of those
+    that stay, so that a demand around a limit moves nothing.
+    """
+    wanted = share * num_replicas / rule.home_share
+    most = max(1, num_replicas)
+    before = min(max(before, 1), most)
+    if wanted > before:
+        return min(math.ceil(wanted), most)
+    return max(1, min(before, math.ceil(wanted + 0.5)))
+
+
+@lru_cache(_ORDERS_KEPT)
+def preference(digest: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The replicas in the adapter's own order; of any two, which comes first follows from these two alone."""
+    return tuple(sorted(names, key=lambda name: (_score(digest, name), name), reverse=True))
+
+
+def _score(digest: str, name: str) -> int:
+    return int.from_bytes(blake2b(f"{digest}\0{name}".encode(), digest_size=8).digest(), "big")
+
+
+def _load_tokens(one: Replica, digest: str, num_rows: int, rule: Rule) -> float:
+    """What it costs the replica to have the adapter on its device."""
+    tier = one.tiers.get(digest, "disk")
+    if tier == "device":
+        return 0.0
+    load_tokens = rule.host_tokens if tier == "host" else rule.disk_tokens
+    return load_tokens + (rule.evict_tokens if one.free_rows < num_rows else 0.0)
+
+
+class Demand:
+    """Tokens asked for by adapter and in all, of the last minute or so: older ones count by half each `half_seconds`.
+
+    Kept for adapters that are asked for; one that is forgotten has less than a token left. One thread.
+    """
+
+    def __init__(self, half_seconds: float = 30.0) -> None:
+        self._half_seconds = half_seconds
+        # By digest: tokens, when that was right, homes.
+        self._asked: dict[str, tuple[float, float, int]] = {}
+        self._all = (0.0, 0.0)
+
+    def ask(self, digest: str | None, num_tokens: float, num_replicas: int, now_seconds: float, rule: Rule) -> int:
+        """Count a request; how many homes its adapter has from now on (1 for the base, which needs none)."""
+        self._all = (self._left(*self._all, now_seconds) + num_tokens, now_seconds)
+        if digest is None:
+            return 1
+        tokens, since_seconds, homes = self._asked.get(digest, (0.0, now_seconds, 1))
+        tokens = self._left(tokens, since_seconds, now_seconds) + num_tokens
+        # Of a few requests each is a large part of what was asked for; that says nothing, and one home is enough.
+        is_busy = self._all[0] >= 16 * num_tokens
+        homes = homes_wanted(homes, tokens / self._all[0], num_replicas, rule) if is_busy else 1
+        self._asked[digest] = (tokens, now_seconds, homes)
+        if len(self._asked) > 2 * _ORDERS_KEPT:
+            self._forget(now_seconds)
+        return homes
+
+    def _left(self, tokens: float, since_seconds: float, now_seconds: float) -> float:
+        return float(tokens * 0.5 ** ((now_seconds - since_seconds) / self._half_seconds))
+
+    def _forget(self, now_seconds: float) -> None:
+        by_tokens = sorted(self._asked.items(), key=lambda one: self._left(one[1][0], one[1][1], now_seconds))
+        self._asked = dict(by_tokens[_ORDERS_KEPT:])
