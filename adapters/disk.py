@@ -40,22 +40,29 @@ class _FirstForm(msgspec.Struct, frozen=True):
 
 
 class StoreFiles:
-    """See `adapters.paths` for the directories. Callers serialise changes of names and adapters."""
+    """See `adapters.paths` for the directories. Callers serialise changes of names and adapters.
 
-    def __init__(self, root: Path) -> None:
-        self.index = root / "index.sqlite"
-        self.staging = root / "staging"
+    shared_as  None: this server alone has the store. Else others that share it may have it open too, and this is what
+               its own staging directory is called
+    """
+
+    def __init__(self, root: Path, shared_as: str | None = None) -> None:
+        # In memory where the store is shared: a file of it would be several servers'.
+        self.index = root / "index.sqlite" if shared_as is None else None
+        self._is_shared = shared_as is not None
+        self.staging = root / "staging" if shared_as is None else root / "staging" / shared_as
         self._adapters = root / "adapters"
         self._names = root / "names"
         for directory in (self.staging, self._adapters, self._names):
             directory.mkdir(parents=True, exist_ok=True)
-        self._lock = (root / "lock").open("w")
+        self._lock = (root / "lock").open("a+")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._lock, (fcntl.LOCK_SH if self._is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except OSError:
             self._lock.close()
             raise StoreBusy(
-                "Another server uses this adapter store; stop it, or give this one a store of its own."
+                "Another server uses this adapter store; stop it, give this one a store of its own, or let all servers "
+                "of the store share it (--store-shared true)."
             ) from None
 
     def close(self) -> None:
@@ -63,7 +70,9 @@ class StoreFiles:
 
     def recover(self) -> dict[str, NameRecord]:
         """Remove what a killed process left, and return the names. Adapters without a name stay for this time if a
-        name could not be read: it may be theirs. A name goes if the files of all its versions are missing."""
+        name could not be read: it may be theirs. A name goes if the files of all its versions are missing.
+
+        Of a store that is shared only names are read: what lies there without one may be of another server."""
         for leftover in self.staging.iterdir():
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         names, unreadable = self._read_names()
@@ -75,7 +84,7 @@ class StoreFiles:
                 log.error("adapter %s: the name is removed", name)
                 self.remove_name(name)
                 del names[name]
-        for digest in self.digests() - set(uses(names.values())):
+        for digest in self.digests() - set(uses(names.values())) if not self._is_shared else ():
             if unreadable:
                 log.error("adapter %s has no name; it is kept, since names/%s cannot be read", digest, unreadable[0])
             else:
@@ -85,6 +94,20 @@ class StoreFiles:
     def names(self) -> dict[str, NameRecord]:
         """All names on disk. What is foreign, damaged or cannot be read is logged and left alone."""
         return self._read_names()[0]
+
+    def name(self, name: str) -> NameRecord | None:
+        """What a name's file says now, None if there is none. What is damaged or cannot be read is logged."""
+        path = self._name_path(name)
+        try:
+            record = _decode_name(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, *UNREADABLE) as error:
+            if isinstance(error, OSError):
+                _refuse_shortage(error)
+            log.error("the adapter store's file names/%s is ignored: %s", path.name, error)
+            return None
+        return record if _is_ours(name, record) else None
 
     def _read_names(self) -> tuple[dict[str, NameRecord], list[str]]:
         """The names on disk, and the files among them that cannot be read."""

@@ -90,10 +90,10 @@ class Query(msgspec.Struct, frozen=True):
 class Index:
     """Thread-safe. `read` gives the summary of a digest; a name whose summary is damaged or missing is left out.
 
-    Opening compares it with `names`. The callers serialise changes.
+    Opening compares it with `names`. The callers serialise changes. Without a path it is in memory alone.
     """
 
-    def __init__(self, path: Path, names: Mapping[str, NameRecord], read: Callable[[str], Summary]) -> None:
+    def __init__(self, path: Path | None, names: Mapping[str, NameRecord], read: Callable[[str], Summary]) -> None:
         self._path = path
         self._read = read
         self._lock = threading.Lock()
@@ -113,8 +113,9 @@ class Index:
         with suppress(AttributeError, sqlite3.Error):
             self._database.close()
         try:
-            for file in (self._path, *(self._path.with_name(f"{self._path.name}-{end}") for end in ("wal", "shm"))):
-                file.unlink(missing_ok=True)
+            if self._path is not None:
+                for end in ("", "-wal", "-shm"):
+                    self._path.with_name(f"{self._path.name}{end}").unlink(missing_ok=True)
             self._database = _open(self._path)
             self._compare(names)
         except (OSError, sqlite3.Error) as error:

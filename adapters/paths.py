@@ -5,6 +5,11 @@
                             adapters/<digest>/       adapter_config.json, adapter_model.safetensors, manifest.json
                             names/<name>             what a name stands for (`adapters.names.NameRecord`), `/` as %2F
                             index.sqlite             what listings need of them, made of these files (`adapters.index`)
+
+Where several servers share the store (`adapters.sharing`), beside these:
+                            staging/<server>/        each server's own
+                            changes, change-lock     the log of changes, and the turn to change anything
+                            members/<server>         signs of life, and what each server's requests hold
 """
 
 from __future__ import annotations

@@ -26,8 +26,9 @@ import uuid
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from adapters import names as rules
@@ -42,6 +43,7 @@ from adapters.paths import RESERVED, TEMPLATE_FILE, is_name
 from adapters.records import AdapterRecord, Manifest
 from adapters.row_plan import RowPlan
 from adapters.same_weights import have_same_weights
+from adapters.sharing import Sharing
 from adapters.staging_bytes import StagingBytes
 from adapters.upload import Account, Budget, Part, Staging, StoreLimits, disk_full_is_ours
 
@@ -49,6 +51,9 @@ log = logging.getLogger(__name__)
 
 # A manifest lists every module: thousands of adapters would fill memory with them. The rest is read when asked for.
 MAX_MANIFESTS_KEPT = 256
+# Between two signs of life of a server that shares its store; each sixth time it looks for files that may go.
+HOUSE_SECONDS = 5.0
+_SIGNS_PER_SWEEP = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,8 @@ __all__ = ["AdapterStore", "Lease", "Part", "StoreLimits", "Upload"]
 
 
 class AdapterStore:
-    """All adapters of one base model below `root`; one process owns it (a file lock), others may read published files.
+    """All adapters of one base model below `root`. One process owns it (a file lock), unless all that open it share it;
+    others may read published files.
 
     root           created if missing; adapters of other base models (another layout) below it are left alone
     base_name      reserved: no adapter may take it
@@ -83,6 +89,8 @@ class AdapterStore:
     base_token_id  token text -> id of the base tokenizer or None, to refuse adapters that extend the vocabulary
     on_gone        called with a digest after its files were removed, or put in the place of damaged ones, outside all
                    locks; the API sends Evict then
+    shared         whether other processes that say so too may have the store open; see `adapters.sharing`
+    on_change      called with a name after another process changed it, in the thread that looked it up
 
     Opening removes the leftovers of a killed process. Raises StoreBusy when another process holds the lock.
     """
@@ -99,6 +107,8 @@ class AdapterStore:
         check_template: Callable[[str], None] | None = None,
         base_token_id: Callable[[str], int | None] | None = None,
         on_gone: Callable[[str], None] | None = None,
+        shared: bool = False,
+        on_change: Callable[[str], None] | None = None,
     ) -> None:
         self.limits = limits or StoreLimits()
         most = self.limits.max_staging_bytes
@@ -106,12 +116,24 @@ class AdapterStore:
         self.base_name = base_name
         self.on_gone = on_gone
         self._intake = Intake(layout, base_dir, row_plan, check_template, base_token_id)
-        self._files = StoreFiles(root / self._intake.fingerprint)
+        self.on_change = on_change
+        root = root / self._intake.fingerprint
+        self._sharing = Sharing(root) if shared else None
+        self._files = StoreFiles(root, None if self._sharing is None else self._sharing.member)
         # Two locks, always taken in this order. `_disk` is held through every change of names/ and adapters/, which
         # syncs and may take long; `_lock` guards the tables below and is held for moments, so that leases are quick.
         self._disk = threading.Lock()
         self._lock = threading.Lock()
-        self._names: dict[str, NameRecord] = self._files.recover()
+        # Of a shared store. `_reading` is held while the log is read; `_tables`, after it, while a name's file and what
+        # is known of it change together.
+        self._reading, self._tables = threading.Lock(), threading.Lock()
+        if self._sharing is None:
+            self._names: dict[str, NameRecord] = self._files.recover()
+        else:
+            with self._sharing.turn():
+                self._sharing.begin_log()
+                self._sharing.news()  # of which all names tell
+                self._names = self._files.recover()
         self._index = Index(self._files.index, self._names, self._files.read_summary)
         self._num_names = Counter(rules.uses(self._names.values()))
         self._manifests: OrderedDict[str, Manifest] = OrderedDict()
@@ -120,6 +142,10 @@ class AdapterStore:
         self._leases: Counter[str] = Counter()
         # Whoever releases the last lease need not wait for the disk.
         self._remover = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-files")
+        self._closing = threading.Event()
+        if self._sharing is not None:
+            self._say()
+            threading.Thread(target=self._keep_house, name="adapter-store", daemon=True).start()
 
     @property
     def row_plan(self) -> RowPlan | None:
@@ -133,9 +159,13 @@ class AdapterStore:
     def close(self) -> None:
         """Release the lock, once all files are removed that nobody uses. Uploads in progress are discarded by the next
         open."""
+        self._closing.set()
         self._remover.shutdown()
-        self._index.close()
-        self._files.close()
+        with self._disk:
+            self._index.close()
+            self._files.close()
+            if self._sharing is not None:
+                self._sharing.close()
 
     def settle(self) -> None:
         """Wait until the files of all leases released so far are removed, if they had to go."""
@@ -182,7 +212,7 @@ class AdapterStore:
             found = self._look(name, manifest, ready, condition)
             gone: list[str] = []
             try:
-                with self._disk:
+                with self._change():
                     if found.still_holds(self._names.get(name), self._files.identity(manifest.digest)):
                         return self._publish_found(name, manifest, ready, change, found, gone)
             finally:
@@ -225,7 +255,7 @@ class AdapterStore:
         digest, is_held, was_replaced = manifest.digest, False, False
         while not is_held:  # as in `_publish`
             identity, is_whole = self._files.identity(digest), self._is_whole(manifest, ready)
-            with self._disk:
+            with self._change():
                 is_held = identity == self._files.identity(digest)
                 if is_held:
                     was_replaced = not is_whole and self._put(ready, digest)
@@ -243,8 +273,8 @@ class AdapterStore:
         Raises NotFound if there is no such name or version, and what `condition` raises.
         """
         gone: list[str] = []
-        with self._disk:
-            record = self.versions(name)
+        with self._change():
+            record = self._record_of(name)
             condition(record, None)
             digest = rules.find(self._names, f"{name}@{selector}" if selector else rules.before(name, record))[1].digest
             manifest = self.manifest(digest)
@@ -258,8 +288,8 @@ class AdapterStore:
 
     def set_visibility(self, name: str, visibility: Visibility, shared_with: tuple[str, ...] = ()) -> None:
         """Say who beside its owner may use a name. Raises NotFound."""
-        with self._disk:
-            self.versions(name)
+        with self._change():
+            self._record_of(name)
             self._show(name, Change(visibility=visibility, shared_with=shared_with))
 
     def _show(self, name: str, change: Change) -> None:
@@ -267,8 +297,7 @@ class AdapterStore:
         before = self._names[name]
         record = rules.seen(before, change)
         if record != before:
-            self._files.write_name(name, record)
-            self._point(name, record)
+            self._write(name, record)
 
     def _same_as(self, record: NameRecord | None, manifest: Manifest, ready: Path) -> int | None:
         """The newest version of the name that has the same weights as those that are `ready`, in another float type."""
@@ -287,8 +316,7 @@ class AdapterStore:
         limits = self.limits
         record = rules.pruned(record, self._num_bytes, most=limits.max_versions, most_bytes=limits.max_version_bytes)
         self._refuse_for_owner(name, before, record, change.quota)
-        self._files.write_name(name, record)
-        self._point(name, record)
+        self._write(name, record)
         unused = before.digests - record.digests if before is not None else set()
         return [one for one in unused if self._remove_if_unused(one)]
 
@@ -317,16 +345,20 @@ class AdapterStore:
             was_used = self._is_used(digest)
         was_there = self._files.has_adapter(digest)  # although not used any more: its last user is about to remove it
         self._files.publish(ready, digest)
-        with self._lock:
-            self._manifests.pop(digest, None)
-            named = [(name, record) for name, record in self._names.items() if was_used and record.digest == digest]
-        for name, record in named:  # which may have been left out, for damage
-            self._tell_index(name, record)
+        if self._sharing is not None and (was_used or was_there):
+            self._sharing.tell_replaced(digest)
+        with self._tables:
+            with self._lock:
+                self._manifests.pop(digest, None)
+                names = self._names.items() if was_used else ()
+                named = [(name, record) for name, record in names if record.digest == digest]
+            for name, record in named:  # which may have been left out, for damage
+                self._tell_index(name, record)
         return was_used or was_there
 
     def _point(self, name: str, record: NameRecord | None) -> None:
-        """Under `_disk`, after the name's file: change what a name stands for in memory and in the index; None removes
-        it."""
+        """Under `_tables`, after the name's file: change what a name stands for in memory and in the index; None
+        removes it."""
         with self._lock:
             before = self._names.pop(name, None)
             if record is not None:
@@ -337,7 +369,7 @@ class AdapterStore:
         self._tell_index(name, record)
 
     def _tell_index(self, name: str, record: NameRecord | None) -> None:
-        """Under `_disk`."""
+        """Under `_tables`."""
         try:
             if record is None:
                 self._index.remove(name)
@@ -347,15 +379,105 @@ class AdapterStore:
             log.exception("the index of adapters is built anew")
             self._index.rebuild(self._names)
 
+    def _write(self, name: str, record: NameRecord | None) -> None:
+        """In a change: what a name stands for, on disk and in memory; None removes it. After an OSError it stands for
+        what its file says."""
+        with nullcontext() if self._sharing is None else self._sharing.announced(name), self._tables:
+            if record is None:
+                self._files.remove_name(name)
+            else:
+                self._files.write_name(name, record)
+            self._point(name, record)
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Names and adapters are changed inside, under `_disk`, by one thread of all servers. StoreBusy."""
+        with self._disk:
+            if self._sharing is None:
+                yield
+                return
+            with self._sharing.turn():
+                self._sharing.begin_log()
+                self._catch_up()
+                yield
+
+    # ---- servers that share the store
+
+    def _catch_up(self) -> None:
+        """Know what other servers have changed until now."""
+        if self._sharing is None:
+            return
+        with self._reading:
+            news = self._sharing.news()
+            names = news.names
+            if news.is_all:
+                names = tuple(self._names.keys() | self._files.names().keys())
+            gone = [digest for name in names for digest in self._read_again(name)]
+            with self._lock:
+                for digest in news.replaced:
+                    self._manifests.pop(digest, None)
+        for digest in (*gone, *news.replaced):
+            self._tell_if_gone(digest, True)
+
+    def _read_again(self, name: str) -> list[str]:
+        """A name that somebody has changed. Returns the digests that nobody uses here any more."""
+        with self._tables:
+            record, before = self._files.name(name), self._names.get(name)
+            if record == before:
+                return []
+            self._point(name, record)
+        if self.on_change is not None:
+            self.on_change(name)
+        unused = before.digests - (record.digests if record is not None else set()) if before is not None else set()
+        return [digest for digest in unused if self._remove_if_unused(digest)]
+
+    def _say(self) -> None:
+        """A sign of life, and what requests here hold that no name keeps."""
+        assert self._sharing is not None
+        self._catch_up()
+        self._files.staging.mkdir(exist_ok=True)  # which is gone if this server stood still and was taken for dead
+        with self._reading:
+            with self._lock:
+                held = [digest for digest in +self._leases if not self._num_names[digest] > 0]
+            self._sharing.say(held)
+
+    def _keep_house(self) -> None:
+        """In a thread of its own: say what is held, and remove files that no server uses."""
+        for number in count(1):
+            if self._closing.wait(HOUSE_SECONDS):
+                return
+            try:
+                self._say()
+                if number % _SIGNS_PER_SWEEP == 0:
+                    self.sweep()
+            except Exception:
+                log.exception("the adapter store is not tidied up; the next attempt is soon")
+
+    def sweep(self) -> None:
+        """Remove the files of adapters that no name keeps and no server of a shared store uses."""
+        assert self._sharing is not None, "a store of one server is always swept"
+        with self._change():
+            if self._closing.is_set():
+                return
+            self._say()
+            unused = self._files.digests() - set(rules.uses(self._names.values()))
+            for digest in self._sharing.removable(unused):
+                self._files.remove_adapter(digest)
+
     # ---- look-up
 
     def get(self, name: str) -> AdapterRecord:
         """What `name`, `name@number` or `name@digest` stands for. Raises NotFound, Damaged."""
+        self._catch_up()
         with self._lock:
             return self._record(name)
 
     def versions(self, name: str) -> NameRecord:
         """The versions of a name. Raises NotFound."""
+        self._catch_up()
+        return self._record_of(name)
+
+    def _record_of(self, name: str) -> NameRecord:
         with self._lock:
             return rules.record_of(self._names, name)
 
@@ -372,12 +494,14 @@ class AdapterStore:
 
     def names(self) -> dict[str, NameRecord]:
         """All names, sorted, without reading a file."""
+        self._catch_up()
         with self._lock:
             return dict(sorted(self._names.items()))
 
     def page(self, query: Query) -> list[Row]:
         """Names as listings show them, without reading a file of theirs; damaged ones are left out. Takes milliseconds:
         not for an event loop."""
+        self._catch_up()
         try:
             return self._index.page(query)
         except sqlite3.Error:
@@ -388,6 +512,7 @@ class AdapterStore:
 
     def find(self, name: str) -> NameRecord | None:
         """The versions of a name, None if it stands for no adapter."""
+        self._catch_up()
         with self._lock:
             return self._names.get(name)
 
@@ -442,6 +567,7 @@ class AdapterStore:
     def lease(self, name: str) -> Lease:
         """Resolve `name`, `name@number` or `name@digest` and keep its files until the lease is released. Raises
         NotFound, Damaged."""
+        self._catch_up()
         with self._lock:
             record = self._record(name)
             self._leases[record.digest] += 1
@@ -455,11 +581,10 @@ class AdapterStore:
         """Remove the name and its versions at once; the files go with the last lease, or now if nobody holds one and no
         other name keeps them. Returns the current digest, damaged or not. Raises NotFound, and what `condition`
         raises."""
-        with self._disk:
-            record = self.versions(name)
+        with self._change():
+            record = self._record_of(name)
             condition(record, None)
-            self._files.remove_name(name)
-            self._point(name, None)
+            self._write(name, None)
             gone = [digest for digest in record.digests if self._remove_if_unused(digest)]
         for digest in gone:
             self._tell_if_gone(digest, True)
@@ -489,16 +614,17 @@ class AdapterStore:
 
     def _remove_if_unused(self, digest: str) -> bool:
         """Under `_disk`, so that no name, and hence no lease, can come to the digest meanwhile. False when it is used
-        or gone already."""
+        or gone already. In a shared store the files stay until `sweep` knows that no server uses them."""
         with self._lock:
             if self._is_used(digest):
                 return False
             del self._leases[digest]
             self._sizes.pop(digest, None)
             self._manifests.pop(digest, None)
-        is_gone = self._files.remove_adapter(digest)
+        is_gone = self._sharing is not None or self._files.remove_adapter(digest)
         with self._lock:
-            del self._num_names[digest]  # not before: `num_on_disk` counts the digest until its files are gone
+            if self._num_names[digest] <= 0:
+                del self._num_names[digest]  # not before: `num_on_disk` counts the digest until its files are gone
         return is_gone
 
     def _tell_if_gone(self, digest: str, is_gone: bool) -> None:

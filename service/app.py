@@ -194,6 +194,8 @@ def _open_store(services: Services) -> AdapterStore:
                 services.template_workers, template, tokenizer.special_tokens
             ).check(),
             on_gone=services.gone,
+            shared=settings.store_shared,
+            on_change=services.changed_elsewhere,
         )
     except OSError as error:
         raise StartError(

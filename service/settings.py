@@ -69,6 +69,11 @@ class Settings(BaseSettings):
         Path("data") / "adapters",
         description="where uploaded adapters live; adapters of several base models may share it",
     )
+    store_shared: bool = Field(
+        False,
+        description="let other servers that say so too have the same store at the same time, on one machine or on "
+        "several with a shared file system: what is uploaded, moved or deleted on one holds on all",
+    )
 
     tool_parser: Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "lfm2"] = Field(
         "auto",

@@ -270,6 +270,10 @@ class Services:
         """An adapter's files are removed, after the last request for it, or damaged ones replaced. Any thread."""
         self.on_loop(self.engine.evict, digest)
 
+    def changed_elsewhere(self, name: str) -> None:
+        """Another server of the store has changed a name. Any thread."""
+        self.on_loop(self._settle, name)
+
     def on_loop(self, call: Callable[..., None], *arguments: Any) -> None:
         """Call something in the engine client's loop, from any thread or signal handler: once there is one, and never
         when it is closed."""

@@ -1,0 +1,237 @@
+"""Two stores on one directory: each change holds for the next look-up in the other, and no file goes that is used."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from adapters import sharing
+from adapters.errors import Conflict, NotFound, StoreBusy
+from adapters.index import Query
+from adapters.names import Change
+from adapters.sharing import Sharing
+from adapters.store import AdapterStore, StoreLimits
+from tests.support.adapter_files import (
+    config_bytes,
+    lora_tensors,
+    modules_ending,
+    safetensors_bytes,
+    small_layout,
+    upload_small,
+)
+from tests.support.limits import LIMIT_SECONDS
+
+LAYOUT = small_layout()
+LIMITS = StoreLimits(max_upload_bytes=200_000, max_files=20, free_disk_floor_bytes=0)
+
+
+def _open(root: Path, **options: object) -> AdapterStore:
+    return AdapterStore(root, LAYOUT, LIMITS, base_name="base", **{"shared": True, **options})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def stores(root: Path) -> Iterator[tuple[AdapterStore, AdapterStore]]:
+    both = _open(root), _open(root)
+    yield both
+    for one in both:
+        one.close()
+
+
+Two = tuple[AdapterStore, AdapterStore]
+
+
+def _move(store: AdapterStore, name: str, seed: int) -> int:
+    """The number of the version that it became."""
+    with store.begin() as upload:
+        tensors = lora_tensors(LAYOUT, modules_ending(LAYOUT, "q_proj"), 4, seed=seed)
+        for part_name, data in (("adapter_config", config_bytes()), ("adapter_model", safetensors_bytes(tensors))):
+            with upload.open_part(part_name) as part:
+                part.write(data)
+        return upload.finish(name, Change(), condition=lambda _record, _digest: None)[0].version.number
+
+
+def test_uploads_moves_and_deletions_hold_on_the_other_at_once(stores: Two) -> None:
+    one, other = stores
+    record, _ = upload_small(one, LAYOUT, "mine", seed=1)
+    assert other.get("mine") == record
+    assert _move(other, "mine", 2) == 2
+    assert one.get("mine").version.number == 2
+    assert [row.number for row in one.page(Query(10))] == [2]
+    one.rollback("mine")
+    assert other.get("mine").digest == record.digest
+    assert other.get("mine@2").digest != record.digest
+    other.delete("mine")
+    assert one.find("mine") is None
+    assert one.page(Query(10)) == []
+    with pytest.raises(NotFound):
+        one.lease("mine")
+
+
+def test_the_order_of_changes_is_one(stores: Two) -> None:
+    """Versions count up through both, and of two uploads of one new name one loses."""
+    upload_small(stores[0], LAYOUT, "mine", seed=100)
+    with ThreadPoolExecutor(4) as pool:
+        numbers = list(pool.map(lambda seed: _move(stores[seed % 2], "mine", seed), range(12)))
+    assert sorted(numbers) == list(range(2, 14))
+    assert stores[0].versions("mine") == stores[1].versions("mine")
+    upload_small(stores[0], LAYOUT, "new", seed=1)
+    with pytest.raises(Conflict):
+        upload_small(stores[1], LAYOUT, "new", seed=2)
+
+
+def test_files_stay_while_a_request_on_any_server_uses_them(stores: Two) -> None:
+    one, other = stores
+    record, _ = upload_small(one, LAYOUT, "mine", seed=1)
+    lease = other.lease("mine")
+    one.delete("mine")
+    for store in (*stores, *stores):
+        store.sweep()
+    assert one.path_of(record.digest).is_dir()
+    lease.release()
+    for store in (*stores, *stores):
+        store.settle()
+        store.sweep()
+    with pytest.raises(NotFound):
+        one.path_of(record.digest)
+
+
+def test_files_stay_until_every_server_knows_that_the_name_is_gone(stores: Two) -> None:
+    one, other = stores
+    record, _ = upload_small(one, LAYOUT, "mine", seed=1)
+    other.get("mine")
+    one.delete("mine")
+    one.sweep()
+    assert one.path_of(record.digest).is_dir()  # the other has not looked since
+    other.sweep()
+    one.sweep()
+    with pytest.raises(NotFound):
+        other.path_of(record.digest)
+
+
+def test_a_name_that_comes_back_keeps_its_files(stores: Two) -> None:
+    one, other = stores
+    upload_small(one, LAYOUT, "mine", seed=1)
+    one.delete("mine")
+    record, _ = upload_small(other, LAYOUT, "again", seed=1)
+    for store in (*stores, *stores):
+        store.sweep()
+    assert one.path_of(record.digest).is_dir()
+    assert one.get("again") == record
+
+
+def test_a_server_that_died_keeps_nothing_and_leaves_no_name_untold(root: Path, stores: Two) -> None:
+    one, other = stores
+    upload_small(one, LAYOUT, "mine", seed=1)
+    assert one.get("mine") == other.get("mine")
+    # As a server that is killed between the file of a name and its line in the log.
+    dead = Sharing(next(root.iterdir()))
+    with dead.turn():
+        dead.begin_log()
+        dead._append("-mine")
+        (next(root.iterdir()) / "names" / "mine").unlink()
+        dead.say(("0" * 64,))
+    dead._lock.close()
+    with (next(root.iterdir()) / "changes").open("r+b") as log:  # and in the middle of a line
+        written = log.read().rstrip(b"\0")
+        log.seek(len(written))
+        log.write(b"+torn line without an end")
+    upload_small(other, LAYOUT, "next", seed=2)
+    assert one.find("mine") is None
+    assert one.get("next") == other.get("next")
+    members = next(root.iterdir()) / "members"
+    long_ago = (members / dead.member).stat().st_mtime - 2 * sharing.DEAD_SECONDS
+    os.utime(members / dead.member, (long_ago, long_ago))
+    one.sweep()
+    assert {path.name for path in members.iterdir()} == {store._sharing.member for store in stores if store._sharing}
+
+
+def test_a_server_that_stands_still_in_its_turn_blocks_changes_and_no_look_up(
+    stores: Two, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "TURN_SECONDS", 0.05)
+    one, other = stores
+    upload_small(one, LAYOUT, "mine", seed=1)
+    assert one._sharing is not None
+    with one._sharing.turn():
+        assert other.get("mine").name == "mine"
+        with pytest.raises(StoreBusy, match="try again"):
+            other.delete("mine")
+    other.delete("mine")
+
+
+def test_a_log_that_begins_anew_loses_nothing(stores: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "LOG_BYTES", 400)
+    one, other = stores
+    for seed in range(12):
+        store, reader = (one, other) if seed % 3 else (other, one)
+        record, _ = upload_small(store, LAYOUT, f"name-{seed}", seed=seed)
+        if seed % 2:
+            assert reader.get(record.name) == record
+    assert one.names() == other.names()
+    assert len(one.names()) == 12
+
+
+def test_who_shares_and_who_does_not_keep_each_other_out(root: Path) -> None:
+    shared = _open(root)
+    with pytest.raises(StoreBusy, match="--store-shared"):
+        _open(root, shared=False)
+    upload_small(shared, LAYOUT, "mine", seed=1)
+    shared.close()
+    alone = _open(root, shared=False)
+    alone.check_integrity()
+    assert alone.has("mine")
+    with pytest.raises(StoreBusy):
+        _open(root)
+    alone.close()
+
+
+def test_others_are_told_what_changed_and_what_is_gone(root: Path) -> None:
+    changed: list[str] = []
+    gone: list[str] = []
+    one, other = _open(root), _open(root, on_change=changed.append, on_gone=gone.append)
+    record, _ = upload_small(one, LAYOUT, "mine", seed=1)
+    assert other.has("mine") and changed == ["mine"]
+    (one.path_of(record.digest) / "manifest.json").write_bytes(b"damaged")
+    upload_small(one, LAYOUT, "mine", seed=1)
+    assert other.get("mine") == record and gone == [record.digest]
+    one.delete("mine")
+    assert not other.has("mine")
+    assert (changed, gone) == (["mine", "mine"], [record.digest] * 2)
+    one.close()
+    other.close()
+
+
+def test_look_ups_go_on_while_names_change(stores: Two) -> None:
+    """A name that is moved all the while is always there, in both, and never goes back."""
+    one, other = stores
+    upload_small(one, LAYOUT, "mine", seed=0)
+    is_over = threading.Event()
+
+    def look(store: AdapterStore) -> int:
+        seen, looks = 0, 0
+        while not is_over.is_set():
+            with store.lease("mine") as lease:
+                assert lease.record.version.number >= seen
+                seen = lease.record.version.number
+                looks += 1
+        return looks
+
+    with ThreadPoolExecutor(4) as pool:
+        looks = [pool.submit(look, store) for store in (one, other, other)]
+        try:
+            for seed in range(1, 20):
+                number = _move(stores[seed % 2], "mine", seed)
+                assert [store.get("mine").version.number for store in stores] == [number, number]
+        finally:
+            is_over.set()
+        assert all(one.result(LIMIT_SECONDS) > 0 for one in looks)
