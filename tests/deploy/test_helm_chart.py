@@ -21,6 +21,8 @@ VALUES: dict[str, dict[str, Any]] = {
     "cce": {"device": {"resource": "huawei.com/ascend-1980"}, "driver": {"mountFromHost": False}},
     "no device": {"device": {"resource": "", "name": "cpu"}},
     "cuda": {"device": {"resource": "nvidia.com/gpu", "name": "cuda"}},
+    "several servers": {"replicas": 3, "podLabels": {"router": "lora"}},
+    "several servers on a claim": {"replicas": 2, "adapterStore": {"size": "1Gi", "existingClaim": "adapters"}},
     "everything": {
         "image": {"repository": "registry.example/multilora", "tag": "1"},
         "imagePullSecrets": [{"name": "pull"}],
@@ -43,7 +45,7 @@ def _render(values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     with helm.Chart.load(CHART) as chart:
         texts = chart.render(values, name="lora", namespace="models")
     manifests = [yaml.safe_load(text) for name, text in texts.items() if name.endswith(".yaml")]
-    return {manifest["kind"]: manifest for manifest in manifests}
+    return {manifest["kind"]: manifest for manifest in manifests if manifest is not None}
 
 
 def _pod(values: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +60,8 @@ def _environment(values: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("values", VALUES.values(), ids=VALUES.keys())
 def test_manifests_are_valid(values: dict[str, Any], version: str) -> None:
     manifests = _render(values)
-    assert manifests.keys() == {"Service", "StatefulSet"}
+    has_claim = values is VALUES["several servers"]
+    assert manifests.keys() == {"Service", "StatefulSet"} | ({"PersistentVolumeClaim"} if has_claim else set())
     for manifest in manifests.values():
         kubernetes_validate.validate(manifest, version, strict=True)
     for claim in manifests["StatefulSet"]["spec"]["volumeClaimTemplates"]:
@@ -90,8 +93,13 @@ def test_no_device_where_none_is_named() -> None:
         {"settings": {"KV_BYTES": "1GiB"}},
         {"devise": {}},
         {"shutdownLimitSeconds": "30s"},
+        {"replicas": 0},
+        {"settings": {"store-shared": True}},
     ],
-    ids=["resource without a domain", "setting of the chart", "spelling of a setting", "unknown value", "text"],
+    ids=[
+        *("resource without a domain", "setting of the chart", "spelling of a setting", "unknown value", "text"),
+        *("no server", "sharing by hand"),
+    ],
 )
 def test_wrong_values_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(helm.HelmError):
@@ -157,6 +165,26 @@ def test_adapters_outlive_the_pod() -> None:
         "adapters": "/var/lib/multilora",
         "kernels": "/var/cache/multilora",
     }
+
+
+def test_several_servers_share_one_volume_that_all_may_write() -> None:
+    manifests = _render(VALUES["several servers"])
+    claim, workload = manifests["PersistentVolumeClaim"], manifests["StatefulSet"]["spec"]
+    assert workload["replicas"] == 3
+    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    assert workload["template"]["metadata"]["labels"]["router"] == "lora"
+    assert _shared_claim(VALUES["several servers"]) == claim["metadata"]["name"]
+    assert _shared_claim(VALUES["several servers on a claim"]) == "adapters"
+    assert [one["metadata"]["name"] for one in workload["volumeClaimTemplates"]] == ["kernels"]
+    assert _environment(VALUES["several servers"])["MULTILORA_STORE_SHARED"] == "true"
+    assert "MULTILORA_STORE_SHARED" not in _environment({})
+
+
+def _shared_claim(values: dict[str, Any]) -> str:
+    (volume,) = (one for one in _pod(values)["volumes"] if one["name"] == "adapters")
+    name: str = volume["persistentVolumeClaim"]["claimName"]
+    return name
 
 
 def test_the_pod_may_do_little() -> None:

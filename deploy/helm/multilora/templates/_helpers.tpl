@@ -21,8 +21,12 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- toYaml $resources -}}
 {{- end }}
 
+{{- define "multilora.sharedClaim" -}}
+{{- .Values.adapterStore.existingClaim | default (printf "%s-adapters" .Release.Name) -}}
+{{- end }}
+
 {{- define "multilora.claim" -}}
-accessModes: [ReadWriteOnce]
+accessModes: [{{ .accessMode | default "ReadWriteOnce" }}]
 {{- with .storageClassName }}
 storageClassName: {{ . | quote }}
 {{- end }}
