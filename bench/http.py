@@ -111,9 +111,9 @@ class Sides:
         body = {"model": "base", "max_tokens": num_output_tokens, "temperature": 0, "ignore_eos": True}
         if stream:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
-        before = _processor_seconds(self._server.process.pid)
+        before = processor_seconds(self._server.process.pid)
         answers, started, ended = complete_all(self._server.url, [body | {"prompt": one} for one in self._prompts])
-        api_seconds = _processor_seconds(self._server.process.pid) - before
+        api_seconds = processor_seconds(self._server.process.pid) - before
         short = [answer.num_tokens for answer in answers if answer.num_tokens != num_output_tokens]
         if short:
             raise RuntimeError(f"answers of {short} tokens instead of {num_output_tokens}")
@@ -135,7 +135,7 @@ class Sides:
         return tokens
 
 
-def _processor_seconds(pid: int) -> float:
+def processor_seconds(pid: int) -> float:
     """User and system time of a process, all of its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

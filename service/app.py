@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
@@ -47,8 +48,11 @@ from service.api.openapi import finish
 from service.api.sampling import SamplingDefaults, model_defaults
 from service.api.state import Services
 from service.api.validation import bad_request
+from service.cluster.devices import environment_of
+from service.cluster.engines import Engines
 from service.engine.client import EngineClient, EngineDied
 from service.logs import LOGGER, audit
+from service.machine import num_usable_cpus
 from service.models.layouts import layout_in
 from service.settings import Settings
 from service.start_check import StartError
@@ -77,15 +81,15 @@ ROUTERS = (
 )
 
 
-def create_app(settings: Settings, engine: EngineClient | None = None) -> FastAPI:
+def create_app(settings: Settings, engine: EngineClient | Engines | None = None) -> FastAPI:
     """The application. The engine process starts with the application's lifespan.
 
-    engine  another client than the settings' own, for tests
+    engine  another client, or several engines, than the settings' own, for tests
 
     Raises StartError and the ValueErrors of the parts, each one sentence, if something is wrong with the model or the
     store.
     """
-    engine = engine if engine is not None else EngineClient(settings.engine_options())
+    engine = engine if engine is not None else _engine(settings)
     services = _build_services(settings, engine)
     app = FastAPI(title="multilora", lifespan=_lifespan, redoc_url=None, redirect_slashes=False)
     app.state.services, app.state.engine = services, engine
@@ -104,6 +108,16 @@ def create_app(settings: Settings, engine: EngineClient | None = None) -> FastAP
     return app
 
 
+def _engine(settings: Settings) -> EngineClient | Engines:
+    """The settings' own. Of several each sees one device: of those that this process may use, the next one."""
+    options = settings.engine_options()
+    if settings.replicas == 1:
+        return EngineClient(options)
+    if options.num_threads is None and options.device == "cpu":
+        options = msgspec.structs.replace(options, num_threads=max(1, num_usable_cpus() // settings.replicas))
+    return Engines([EngineClient(options, environment_of(number)) for number in range(settings.replicas)])
+
+
 def _allow_pages(app: FastAPI, origins: tuple[str, ...]) -> None:
     """Let browsers call from pages of these origins. Before the Door: a browser asks first, without a key."""
     app.add_middleware(
@@ -115,7 +129,7 @@ def _allow_pages(app: FastAPI, origins: tuple[str, ...]) -> None:
     )
 
 
-def _build_services(settings: Settings, engine: EngineClient) -> Services:
+def _build_services(settings: Settings, engine: EngineClient | Engines) -> Services:
     tenants = _tenants(settings)
     layout = layout_in(settings.model_dir)
     tokenizer = TextTokenizer.load(settings.model_dir)
@@ -218,9 +232,10 @@ def _shadowed(settings: Settings) -> str:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     """From the start of the engine to its end."""
     services: Services = app.state.services
-    engine: EngineClient = app.state.engine
+    engine: EngineClient | Engines = app.state.engine
     services.bind_loop(asyncio.get_running_loop())
-    engine.on_stats(lambda stats: services.metrics.take_stats(stats, engine.num_restarts))
+    for number, client in enumerate(engine.clients):
+        _count(services.metrics, number, client)
     await engine.start()
     preparing = asyncio.create_task(_prepare(services, engine), name="prepare")
     try:
@@ -235,7 +250,12 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         services.grammar_trial.close()
 
 
-async def _prepare(services: Services, engine: EngineClient) -> None:
+def _count(metrics: Metrics, number: int, client: EngineClient) -> None:
+    """Have the metrics take what an engine says."""
+    client.on_stats(lambda stats: metrics.take_stats(stats, client.num_restarts, number))
+
+
+async def _prepare(services: Services, engine: EngineClient | Engines) -> None:
     """What is left to do once the engine knows its sizes; `/ready` waits for it."""
     try:
         ready = await engine.wait_ready()

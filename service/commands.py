@@ -126,7 +126,13 @@ def _filters(arguments: argparse.Namespace) -> dict[str, str | int]:
 
 def _row(one: Any) -> tuple[str, ...]:
     size = f"{one['bytes']:,}"
-    return str(one["name"]), str(one["version"]), str(one["rank"]), size, str(one["state"]), str(one["digest"])[:12]
+    return str(one["name"]), str(one["version"]), str(one["rank"]), size, _where(one), str(one["digest"])[:12]
+
+
+def _where(one: Any) -> str:
+    """The fastest place, and of several engines each that holds it; a server of an older version tells of none."""
+    places = ", ".join(f"{name} {tier}" for name, tier in sorted(one.get("replicas", {}).items()))
+    return places or str(one["state"])
 
 
 def history(arguments: argparse.Namespace) -> int:

@@ -93,6 +93,13 @@ class Settings(BaseSettings):
         "auto",
         description="cpu, cuda or npu, perhaps with an index; auto: an NPU if there is one, else a GPU, else the CPU",
     )
+    replicas: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="engines of this server, each with a device of its own, the first ones that this process may use; "
+        "requests go where their adapter is, and those that an engine loses before their first token to another one",
+    )
     sampling_defaults: Literal["model", "openai"] = Field(
         "model",
         description="what a request has that does not say: what the model's generation_config.json names "
@@ -318,6 +325,10 @@ class Settings(BaseSettings):
             raise ValueError(
                 "max_staging_bytes must be at least six times max_upload_bytes, since a client has half of it, and the "
                 "largest upload counts packed, unpacked and checked"
+            )
+        if self.replicas > 1 and ":" in self.device:
+            raise ValueError(
+                f"device {self.device!r} is one device, but replicas is {self.replicas}; leave out the index"
             )
         if self.max_body_bytes > self.max_buffered_bytes:
             raise ValueError("max_body_bytes must not be larger than max_buffered_bytes, which holds all bodies")

@@ -77,7 +77,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "service.fair_pool",
         "service.payer",
     ),
-    "service/cluster": ("service.engine",),
+    "service/cluster": ("service.engine", "service.start_check"),
     # Of the engine, what it takes for a weight.
     "service/tenants": ("service.engine.messages", "service.logs"),
     "service/api": (

@@ -234,4 +234,5 @@ def _listed(services: Services, namespace: Namespace, row: Row) -> dict[str, Any
         "state": services.engine.tiers.get(row.digest, "disk"),
         "has_chat_template": row.has_chat_template,
         "last_used": services.last_used_seconds.get(row.name),
+        "replicas": services.engine.places_of(row.digest),
     }

@@ -405,7 +405,8 @@ class ModuleReport(Response):
 
 class AdapterSummary(Response):
     """An adapter, as it is listed: the current `version` of its name. `state` is where its weights are now; `last_used`
-    when a request for it last began to run, in Unix seconds, null if none has since the server started."""
+    when a request for it last began to run, in Unix seconds, null if none has since the server started. `replicas`: of
+    several engines, those that hold it."""
 
     name: str
     object: Literal["adapter"]
@@ -421,6 +422,7 @@ class AdapterSummary(Response):
     state: Literal["disk", "host", "device"]
     has_chat_template: bool
     last_used: int | None
+    replicas: dict[str, Literal["disk", "host", "device"]] = {}
 
 
 class AdapterResponse(AdapterSummary):
@@ -473,10 +475,11 @@ class AdapterDeleted(Response):
 
 
 class HealthResponse(Response):
-    """The process is up; `engine` tells how the engine is."""
+    """The process is up; `engine` tells how the engine is, and where there are several, `replicas` how each is."""
 
     status: Literal["ok"]
     engine: str
+    replicas: dict[str, str] | None = None
 
 
 class ReadyResponse(Response):

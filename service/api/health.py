@@ -28,14 +28,16 @@ class _Query(BaseModel):
     adapter: list[str] = Field([], max_length=64, description="adapters to tell of; default: the busiest")
 
 
-@router.get("/health", responses=errors((503,)), summary="Is the process up?")
+@router.get("/health", responses=errors((503,)), response_model_exclude_none=True, summary="Is the process up?")
 async def health(request: Request) -> HealthResponse:
-    """200 while the process can serve or will again, or finishes what it has begun; 503 once the engine stays down."""
+    """200 while the process can serve or will again, or finishes what it has begun; 503 once the engine stays down. Of
+    several engines one is enough; `replicas` tells how each is."""
     services = services_of(request)
     engine = services.engine
     if engine.state == "down" and not services.draining:
         raise NotReady(engine_sentence(engine))
-    return HealthResponse(status="ok", engine=engine.state)
+    replicas = {name: one.state for name, one in engine.replicas().items()}
+    return HealthResponse(status="ok", engine=engine.state, replicas=replicas or None)
 
 
 @router.get("/ready", responses=errors((503,)), summary="Can it serve now?")
@@ -46,15 +48,15 @@ async def ready(request: Request) -> ReadyResponse:
     return ReadyResponse(status="ready", model=services.settings.base_name)
 
 
-@router.get("/ping", responses=errors((503,)), summary="The same as /health")
-@router.post("/ping", responses=errors((413, 503)), summary="The same as /health")
+@router.get("/ping", responses=errors((503,)), response_model_exclude_none=True, summary="The same as /health")
+@router.post("/ping", responses=errors((413, 503)), response_model_exclude_none=True, summary="The same as /health")
 async def ping(request: Request) -> HealthResponse:
     """What Amazon SageMaker and vLLM's clients call; they send GET or POST."""
     return await health(request)
 
 
 # Load balancers probe with HEAD; the schema speaks of GET alone.
-router.head("/health", include_in_schema=False)(health)
+router.head("/health", response_model_exclude_none=True, include_in_schema=False)(health)
 router.head("/ready", include_in_schema=False)(ready)
 
 
@@ -85,6 +87,7 @@ async def metrics(request: Request, query: Annotated[_Query, Query()]) -> PlainT
     shown.queue.set(services.gate.num_open)
     shown.engine_up.set(engine.state == "ready")
     shown.show_engine(engine.stats, engine.num_restarts)
+    shown.show_replicas(engine.replicas())
     shown.show_ops(() if engine.ready is None else engine.ready.ops)
     shown.adapters.labels("store").set(0 if store is None else store.num_names())
     shown.adapters_on_disk.set(0 if store is None else store.num_on_disk())

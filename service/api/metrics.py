@@ -6,13 +6,13 @@ Series with an `adapter` label are those of `service.api.adapter_metrics`. All o
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 
 from service.api.adapter_metrics import AdapterMetrics
-from service.engine.messages import OpInUse, Stats
+from service.engine.messages import EngineSaid, OpInUse, Stats
 
 # A gauge beside each counter and histogram that says when it began: nobody asks for it, and it is half of all series.
 prometheus_client.disable_created_metrics()
@@ -61,11 +61,13 @@ class Metrics:
     def __init__(self, base_name: str, most_adapters: int = MOST_ADAPTERS_SHOWN) -> None:
         self.registry = CollectorRegistry()
         self.by_adapter = AdapterMetrics(base_name, most_adapters)
-        self._last_stats: Stats | None = None
+        # By engine: which life of it, and what that said last.
+        self._last: dict[int, tuple[int, Stats]] = {}
         self._ops: tuple[OpInUse, ...] = ()
-        self._engine_life = self._num_restarts = 0
+        self._num_restarts = 0
         self._make_request_metrics()
         self._make_engine_metrics()
+        self._make_replica_metrics()
 
     def _make_request_metrics(self) -> None:
         registry = self.registry
@@ -127,21 +129,50 @@ class Metrics:
         self.step_adapters = self._histogram("step_adapters", "Distinct adapters of a step.", (0, *_COUNTS[:8]))
         self.step_seconds = self._histogram("step_seconds", "Duration of a step.", _SECONDS)
 
+    def _make_replica_metrics(self) -> None:
+        registry = self.registry
+        # What `show_replicas` has counted, by engine and tier.
+        self._sent: dict[tuple[str, str], int] = {}
+        self.replica_up = Gauge(
+            "multilora_replica_up", "Of several engines: 1 while it takes requests.", ("replica",), registry=registry
+        )
+        self.replica_queued_tokens = Gauge(
+            "multilora_replica_queued_tokens", "Tokens that an engine has to compute.", ("replica",), registry=registry
+        )
+        self.replica_requests_open = Gauge(
+            "multilora_replica_requests_open", "Sequences an engine waits for or runs.", ("replica",), registry=registry
+        )
+        self.replica_adapters = Gauge(
+            "multilora_replica_adapters", "Adapters that an engine holds.", ("replica", "tier"), registry=registry
+        )
+        self.replica_requests = Counter(
+            "multilora_replica_requests",
+            "Sequences with an adapter that were sent to an engine, by where that had the adapter.",
+            ("replica", "tier"),
+            registry=registry,
+        )
+        self.sent_again = Counter(
+            "multilora_requests_sent_again",
+            "Sequences that an engine lost before their first token, and another one got.",
+            ("replica",),
+            registry=registry,
+        )
+
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"multilora_{name}", text, buckets=buckets, registry=self.registry)
 
-    def take_stats(self, stats: Stats, engine_life: int) -> None:
-        """Add what is new in `stats` against the last one of the same engine; each life of the engine counts from 0."""
-        if engine_life != self._engine_life:
-            self._engine_life, self._last_stats = engine_life, None
-        last = self._last_stats
+    def take_stats(self, stats: Stats, engine_life: int, engine: int = 0) -> None:
+        """Add what is new in `stats` against the last one of the same engine; each life of an engine counts from 0."""
+        life, last = self._last.get(engine, (engine_life, None))
+        if life != engine_life:
+            last = None
         for field, counter in self._counters.items():
             counter.inc(getattr(stats, field) - (getattr(last, field) if last is not None else 0))
         for reason, count in stats.num_steps_eager.items():
             self.steps_eager.labels(reason).inc(
                 count - (last.num_steps_eager.get(reason, 0) if last is not None else 0)
             )
-        self._last_stats = stats
+        self._last[engine] = engine_life, stats
         for num_tokens, num_sequences, num_adapters, milliseconds in stats.steps:
             self.step_tokens.observe(num_tokens)
             self.step_sequences.observe(num_sequences)
@@ -157,6 +188,21 @@ class Metrics:
         self.adapters.labels("host").set(0 if stats is None else stats.num_adapters_on_host)
         self.engine_restarts.inc(num_restarts - self._num_restarts)
         self._num_restarts = num_restarts
+
+    def show_replicas(self, replicas: Mapping[str, EngineSaid]) -> None:
+        """Each engine by its name; nothing where there is one."""
+        for name, one in replicas.items():
+            self.replica_up.labels(name).set(one.state == "ready")
+            self.replica_queued_tokens.labels(name).set(one.queued_tokens)
+            self.replica_requests_open.labels(name).set(one.num_open)
+            for tier, field in (("device", "num_adapters_on_device"), ("host", "num_adapters_on_host")):
+                self.replica_adapters.labels(name, tier).set(0 if one.stats is None else getattr(one.stats, field))
+            for tier, count in one.num_sent.items():
+                known = self._sent.get((name, tier), 0)
+                self.replica_requests.labels(name, tier).inc(count - known)
+                self._sent[name, tier] = count
+            self.sent_again.labels(name).inc(one.num_sent_again - self._sent.get((name, ""), 0))
+            self._sent[name, ""] = one.num_sent_again
 
     def show_ops(self, ops: Iterable[OpInUse]) -> None:
         """These ops and no others; a restarted engine may find another implementation to work."""

@@ -21,7 +21,7 @@ from service.api.adapter_metrics import VersionOf
 from service.api.errors import NotReady, QueueFull
 from service.api.metrics import Metrics
 from service.api.sampling import SamplingDefaults
-from service.engine.messages import Finished, Ready, Stats, Submit, Tier, Tokens
+from service.engine.messages import EngineSaid, Finished, Ready, Stats, Submit, Tier, Tokens
 from service.grammars.trial import GrammarTrial
 from service.payer import PAYER
 from service.settings import Settings
@@ -67,6 +67,12 @@ class Engine(Protocol):
     @property
     def num_restarts(self) -> int:
         """How often an engine was started again."""
+
+    def replicas(self) -> Mapping[str, EngineSaid]:
+        """Of several engines, each by its name; empty where there is one."""
+
+    def places_of(self, digest: str) -> Mapping[str, Tier]:
+        """Of several engines, those that hold an adapter."""
 
     def submit(self, request: Submit) -> Messages:
         """Send at once; the messages end with Finished, or EngineDied is raised."""

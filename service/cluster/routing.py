@@ -57,6 +57,9 @@ class Rule:
     home_share: float = 0.5
 
 
+DEFAULT_RULE = Rule()
+
+
 def choose(
     digest: str | None,
     num_rows: int,
@@ -65,7 +68,7 @@ def choose(
     *,
     key: str = "",
     num_homes: int = 1,
-    rule: Rule = Rule(),
+    rule: Rule = DEFAULT_RULE,
 ) -> list[str]:
     """All replicas by name, the one that shall have the request first, then those to try if it cannot.
 
@@ -97,13 +100,13 @@ def choose(
     return [one.name for one in sorted(replicas, key=rank)]
 
 
-def load_limit(replicas: Sequence[Replica], num_tokens: float, rule: Rule = Rule()) -> float:
+def load_limit(replicas: Sequence[Replica], num_tokens: float, rule: Rule = DEFAULT_RULE) -> float:
     """Most tokens that a replica may have once this request is on one of them. The least loaded is always below it."""
     mean_tokens = (sum(one.queued_tokens for one in replicas) + num_tokens) / len(replicas)
     return rule.bound * mean_tokens + max(rule.slack_tokens, num_tokens)
 
 
-def homes_wanted(before: int, share: float, num_replicas: int, rule: Rule = Rule()) -> int:
+def homes_wanted(before: int, share: float, num_replicas: int, rule: Rule = DEFAULT_RULE) -> int:
     """How many homes an adapter gets that makes up `share` of all tokens asked for lately, 0 to 1, and had `before`.
 
     One more as soon as it fills those it has; one less only when it would fill no more than half of the last of those

@@ -18,14 +18,16 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Literal
 
 from service.child_process import child_environment
 from service.engine.config import EngineOptions
 from service.engine.messages import (
     Abort,
+    Ask,
     Drain,
+    EngineSaid,
     Evict,
     Fatal,
     Finished,
@@ -122,10 +124,16 @@ class TokenStream(AsyncIterator[Tokens | Finished]):
 
 class EngineClient:
     """See the module's docstring. `state_error` is one sentence while the state is "restarting" or "down"; `ready` and
-    `stats` are what the engine that lives now has said, else None; `tiers` where it holds adapters, by digest."""
+    `stats` are what the engine that lives now has said, else None; `tiers` where it holds adapters, by digest;
+    `heard_seconds` when it said something last, by time.monotonic().
 
-    def __init__(self, options: EngineOptions) -> None:
+    environment  variables of the engine process beside this one's, to give it a device of its own
+    """
+
+    def __init__(self, options: EngineOptions, environment: Mapping[str, str] | None = None) -> None:
         self.options = options
+        self._environment = dict(environment or {})
+        self.heard_seconds = time.monotonic()
         self.state: State = "starting"
         self.state_error: str | None = None
         self.ready: Ready | None = None
@@ -181,6 +189,24 @@ class EngineClient:
         if self._supervisor is not None:
             await self._supervisor
 
+    @property
+    def clients(self) -> list[EngineClient]:
+        """This one; of several engines there are several."""
+        return [self]
+
+    def replicas(self) -> Mapping[str, EngineSaid]:
+        """Of several engines, each; of one there is nothing to tell apart."""
+        return {}
+
+    def places_of(self, _digest: str) -> Mapping[str, Tier]:
+        """Likewise, where an adapter is."""
+        return {}
+
+    def kill(self) -> None:
+        """End the engine process, whatever it does; the next one is started as after any death."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+
     # ---- requests; none of these waits
 
     def submit(self, request: Submit) -> TokenStream:
@@ -208,6 +234,11 @@ class EngineClient:
         """Forget what was read of an adapter, as soon as no request runs with it. A later engine never had it."""
         if self.state == "ready":
             self._send(Evict(digest))
+
+    def ask(self) -> None:
+        """Have it say Stats when its step is over."""
+        if self.state == "ready":
+            self._send(Ask())
 
     def on_stats(self, listener: Callable[[Stats], None]) -> None:
         """Call `listener` with every Stats, in the event loop."""
@@ -263,7 +294,7 @@ class EngineClient:
         """The whole life of one engine process. Returns whether it was ever ready, and how it ended."""
         self._fatal = None
         try:
-            self._process, reader, self._writer = await _spawn()
+            self._process, reader, self._writer = await _spawn(self._environment)
         except OSError as error:
             return False, f"The engine process could not be started: {error.strerror or error}"
         self._writer.write(frame(self.options))
@@ -291,6 +322,7 @@ class EngineClient:
             return await process.wait()
 
     def _take(self, message: FromEngine) -> None:
+        self.heard_seconds = time.monotonic()
         match message:
             case Tokens():
                 stream = self._streams.get(message.request_id)
@@ -336,7 +368,9 @@ class EngineClient:
         self._changed.set()
 
 
-async def _spawn() -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
+async def _spawn(
+    environment: Mapping[str, str],
+) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, asyncio.StreamWriter]:
     """A new engine process, and our end of the socket pair. Raises OSError, with nothing left open."""
     ours, theirs = socket.socketpair()
     with theirs, contextlib.ExitStack() as undo:
@@ -348,7 +382,7 @@ async def _spawn() -> tuple[asyncio.subprocess.Process, asyncio.StreamReader, as
             pass_fds=(theirs.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=2,
-            env=child_environment(),
+            env={**child_environment(), **environment},
         )
         undo.callback(process.kill)
         reader, writer = await asyncio.open_connection(sock=ours)

@@ -1,6 +1,6 @@
 """What the API process and the engine process say to each other: small typed messages, msgpack by msgspec.
 
-API to engine: Submit, Abort, Load, Evict, Drain. Engine to API: Ready, Tokens, Finished, Stats, Fatal.
+API to engine: Submit, Abort, Load, Evict, Ask, Drain. Engine to API: Ready, Tokens, Finished, Stats, Fatal.
 Text never crosses: the engine knows token ids only. Weights never cross: the engine reads adapters from the store.
 """
 
@@ -100,13 +100,17 @@ class Evict(msgspec.Struct, frozen=True, tag=True):
     adapter: str
 
 
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Is the engine there? The answer is Stats, after the step that runs."""
+
+
 class Drain(msgspec.Struct, frozen=True, tag=True):
     """Finish what runs, up to `limit_seconds`, then exit 0."""
 
     limit_seconds: float
 
 
-ToEngine = Submit | Abort | Load | Evict | Drain
+ToEngine = Submit | Abort | Load | Evict | Ask | Drain
 
 
 # ---- engine -> API
@@ -210,3 +214,17 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
 
 
 FromEngine = Ready | Tokens | Finished | Stats | Fatal
+
+
+class EngineSaid(msgspec.Struct, frozen=True):
+    """Of one engine: its state ("silent": ready, but it does not answer), one sentence about its last death, what it
+    has to do, how many requests for adapters went to it by where the adapter was then, how many it lost that another
+    one got, and its last Stats."""
+
+    state: str
+    error: str | None
+    queued_tokens: int
+    num_open: int
+    num_sent: dict[Tier, int]
+    num_sent_again: int
+    stats: Stats | None

@@ -25,7 +25,7 @@ import msgspec
 from adapters.errors import AdapterError
 from service import logs
 from service.engine.config import EngineOptions
-from service.engine.messages import Drain, Fatal, Finished, FromEngine, Sampling, Stats, Submit, ToEngine
+from service.engine.messages import Ask, Drain, Fatal, Finished, FromEngine, Sampling, Stats, Submit, ToEngine
 from service.engine.threads import DecodeStep, choose_num_threads
 from service.engine.wire import EngineSide
 from service.machine import num_usable_cpus
@@ -110,7 +110,7 @@ class EngineProcess:
                 self._drain_deadline = time.monotonic() + message.limit_seconds
             elif isinstance(message, Submit) and self._drain_deadline is not None:
                 self._refused.append(Finished(message.request_id, "error", error=SHUTTING_DOWN))
-            else:
+            elif not isinstance(message, Ask):  # which wants Stats, like every message
                 self._engine.handle(message)
 
     def _stats_are_old(self) -> bool:

@@ -374,7 +374,7 @@ class Routes:
         app.add_middleware(Door, access=access, metrics=self.metrics, body_rule=lambda *_: rule, budget=budget)
         app.state.services = Services(
             settings=Settings(model_name="base", lora_path_root=tmp_path / "root"),
-            engine=cast(Engine, SimpleNamespace(state="starting", tiers={})),
+            engine=cast(Engine, SimpleNamespace(state="starting", tiers={}, places_of=lambda _digest: {})),
             layout=layout,
             tokenizer=cast(TextTokenizer, None),
             template=None,

@@ -63,7 +63,8 @@ CALLS: dict[str, Callable[[Any], Any]] = {
 
 
 def a_request(monkeypatch: pytest.MonkeyPatch, slow: Slow) -> tuple[Any, Services]:
-    engine = SimpleNamespace(ready=None, state="ready", stats=None, tiers={}, num_restarts=0)
+    engine = SimpleNamespace(ready=None, state="ready", stats=None, tiers={}, num_restarts=0, replicas=dict)
+    engine.places_of = lambda _digest: {}
     metrics = Metrics("tiny")
     monkeypatch.setattr(metrics, "render", slow.render)
     parts: Any = SimpleNamespace(

@@ -68,6 +68,12 @@ class ReadyEngine:
 
     load = evict = abort
 
+    def replicas(self) -> dict[str, Any]:
+        return {}
+
+    def places_of(self, _digest: str) -> dict[str, Tier]:
+        return {}
+
 
 @dataclass(frozen=True)
 class Answer:

@@ -1,0 +1,189 @@
+"""Several engines behind one server, beside one engine, and beside as many servers that are chosen at random.
+
+python -m bench.cluster [--device cpu] [--shape tiny] [--replicas 1 2] [--requests 64] [--adapters 128] [--rank 16]
+                        [--zipf 1.0] [--rows-for N] [--prompt-tokens 64] [--output-tokens 64] [--waves 4] [--random]
+                        [--json FILE]
+
+For each number of engines a server is started, which has `--requests` times as many requests at once, in waves, each
+for an adapter drawn by Zipf's law (0: all alike). The model and its adapters are random numbers, written to a temporary
+directory: 16 GB for 8b, and for each of its adapters 84 MB at rank 16. The first wave is not counted.
+
+--rows-for  adapters that the rows of one device hold; default: as the server chooses
+--random    also the largest number as servers of one engine each, on one store that they share, each request to any
+
+tokens/s    of all answers; tok/CPU s: through the processor time of server and engines
+loads       adapters brought to a device, per request; on device: requests that needed none
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import contextlib
+import itertools
+import json
+import random
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from bench.http import processor_seconds
+from bench.http_client import complete_all
+from bench.server_process import Server, running_server
+from bench.shapes import SEED, SHAPES, Shape, write_checkpoint
+
+_WORDS = [f"word{number}" for number in range(200)]
+
+
+def write_adapter(directory: Path, shape: Shape, rank: int, seed: int, dtype: torch.dtype) -> int:
+    """A PEFT directory with random weights on every projection of every layer; its bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    q_width, kv_width = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    sizes = {
+        "self_attn.q_proj": (hidden, q_width),
+        "self_attn.k_proj": (hidden, kv_width),
+        "self_attn.v_proj": (hidden, kv_width),
+        "self_attn.o_proj": (q_width, hidden),
+        "mlp.gate_proj": (hidden, inner),
+        "mlp.up_proj": (hidden, inner),
+        "mlp.down_proj": (inner, hidden),
+    }
+    tensors = {}
+    for layer, (module, (width_in, width_out)) in itertools.product(range(shape.num_hidden_layers), sizes.items()):
+        name = f"base_model.model.model.layers.{layer}.{module}"
+        for side, size in (("lora_A", (rank, width_in)), ("lora_B", (width_out, rank))):
+            tensors[f"{name}.{side}.weight"] = torch.empty(size, dtype=dtype).normal_(std=0.02, generator=generator)
+    directory.mkdir(parents=True)
+    save_file(tensors, directory / "adapter_model.safetensors")
+    targets = [module.partition(".")[2] for module in sizes]
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "target_modules": targets}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+class Side:
+    """One way to serve: the same waves for each."""
+
+    def __init__(self, servers: list[Server], given: argparse.Namespace, num_engines: int) -> None:
+        self._servers, self._given, self._num_engines = servers, given, num_engines
+        self._random = random.Random(SEED)
+        weights = (1 / (one + 1) ** given.zipf for one in range(given.adapters))
+        self._weights = list(itertools.accumulate(weights))
+
+    def measure(self) -> dict[str, float]:
+        self._wave()
+        num_tokens, seconds, before = 0, 0.0, self._counted()
+        for _ in range(self._given.waves):
+            tokens, taken = self._wave()
+            num_tokens, seconds = num_tokens + tokens, seconds + taken
+        loads, cpu_seconds = (after - first for after, first in zip(self._counted(), before, strict=True))
+        num_requests = self._given.waves * self._given.requests * self._num_engines
+        return {
+            "tokens_per_second": num_tokens / seconds,
+            "tokens_per_cpu_second": num_tokens / cpu_seconds,
+            "loads_per_request": loads / num_requests,
+            "on_device": 1 - loads / num_requests,
+        }
+
+    def _wave(self) -> tuple[int, float]:
+        """Tokens and seconds."""
+        bodies: list[list[dict[str, Any]]] = [[] for _ in self._servers]
+        for _ in range(self._given.requests * self._num_engines):
+            self._random.choice(bodies).append(self._body())
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            runs = list(pool.map(complete_all, [one.url for one in self._servers], bodies))
+        begins, ends = [run[1] for run in runs], [run[2] for run in runs]
+        return sum(answer.num_tokens for run in runs for answer in run[0]), max(ends) - min(begins)
+
+    def _body(self) -> dict[str, Any]:
+        which = bisect.bisect(self._weights, self._random.random() * self._weights[-1])
+        prompt = " ".join(self._random.choices(_WORDS, k=self._given.prompt_tokens))
+        body = {"model": f"adapter-{which}", "prompt": prompt, "max_tokens": self._given.output_tokens}
+        return body | {"temperature": 0, "ignore_eos": True}
+
+    def _counted(self) -> tuple[float, float]:
+        """Loads, and processor seconds."""
+        loads = sum(one.metric("adapter_loads_total") for one in self._servers)
+        pids = [pid for one in self._servers for pid in (one.process.pid, *one.child_pids())]
+        return loads, sum(map(processor_seconds, pids))
+
+
+@contextlib.contextmanager
+def sides(given: argparse.Namespace, root: Path) -> Iterator[list[tuple[str, int, bool]]]:
+    """Name, engines, and whether they are servers of their own; with the model and the adapters written."""
+    shape = SHAPES[given.shape]
+    assert shape is not None, "a shape with random weights"
+    dtype = torch.float32 if given.device == "cpu" else torch.bfloat16
+    (root / "model").mkdir()
+    write_checkpoint(root / "model", shape, given.device, dtype)
+    for number in range(given.adapters):
+        given.adapter_bytes = write_adapter(root / "adapters" / f"adapter-{number}", shape, given.rank, number, dtype)
+    made = [(f"engines: {number}", number, False) for number in given.replicas]
+    yield [*made, (f"servers at random: {max(given.replicas)}", max(given.replicas), True)] if given.random else made
+
+
+def measure(given: argparse.Namespace, root: Path, num_engines: int, *, apart: bool) -> dict[str, float]:
+    """Of one side."""
+    settings = {
+        "model_name": "base",
+        "device": given.device,
+        "preload_adapters_dir": root / "adapters",
+        "store_dir": root / "store",
+        "store_shared": apart,
+        "replicas": 1 if apart else num_engines,
+        "num_threads": 1 if given.device == "cpu" else None,
+        "kv_bytes": given.kv_bytes,
+        "host_tier_bytes": given.host_tier_bytes,
+        "adapter_row_bytes": None if given.rows_for is None else given.rows_for * given.adapter_bytes,
+        "max_queued_requests": max(512, 2 * given.requests * num_engines),
+    }
+    with contextlib.ExitStack() as stack:
+        servers = []
+        for number in range(num_engines if apart else 1):
+            started = running_server(root / "model", root / f"server-{number}", **settings)
+            servers.append(stack.enter_context(started))
+        return Side(servers, given, num_engines).measure()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cpu")
+    shapes = [name for name, shape in SHAPES.items() if shape is not None]
+    parser.add_argument("--shape", choices=shapes, default="tiny")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2])
+    for flag, default in (("requests", 64), ("adapters", 128), ("rank", 16), ("waves", 4)):
+        parser.add_argument(f"--{flag}", type=int, default=default)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--zipf", type=float, default=1.0)
+    parser.add_argument("--rows-for", type=int)
+    parser.add_argument("--kv-bytes", help="of an engine; default: the server's own")
+    parser.add_argument("--host-tier-bytes", default="4GiB")
+    parser.add_argument("--random", action="store_true")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    given = parser.parse_args()
+    result = {}
+    print(f"{'side':24}{'tokens/s':>10}{'of first':>10}{'tok/CPU s':>11}{'loads':>8}{'on device':>11}")
+    with tempfile.TemporaryDirectory() as scratch, sides(given, Path(scratch)) as made:
+        for name, num_engines, apart in made:
+            one = result[name] = measure(given, Path(scratch), num_engines, apart=apart)
+            share = one["tokens_per_second"] / next(iter(result.values()))["tokens_per_second"]
+            print(
+                f"{name:24}{one['tokens_per_second']:10.1f}{share:10.2f}{one['tokens_per_cpu_second']:11.1f}"
+                f"{one['loads_per_request']:8.3f}{one['on_device']:11.3f}",
+                flush=True,
+            )
+    if given.json is not None:
+        given.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
