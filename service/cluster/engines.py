@@ -29,17 +29,23 @@ log = logging.getLogger(__name__)
 _TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 # Most output of a request that counts as load before it is there: what clients allow says little of what comes.
 MOST_EXPECTED_TOKENS = 256
-# An engine that has said nothing for so long is asked; it answers between two steps.
+# An engine that has said nothing for so long is asked, again and again; it answers between two steps.
 ASK_SECONDS = 1.0
-# Then it gets no new requests, and those that wait for their first token go elsewhere.
-SILENT_SECONDS = 6.0
-# Then it is killed, and started again.
-HUNG_SECONDS = 30.0
+# After so many questions it gets no new requests, and those that wait for their first token go elsewhere. Questions and
+# not seconds, since this process may have stood still itself.
+QUESTIONS_UNTIL_SILENT = 6
+# After so many it is killed, and started again: far more than the longest step of a machine that works.
+QUESTIONS_UNTIL_HUNG = 120
 
 
 @dataclass(eq=False)
 class _Member:
-    """An engine. open: requests that were sent to it and are not over; heard by `EngineClient.heard_seconds`."""
+    """An engine.
+
+    open              requests that were sent to it and are not over
+    num_questions     asked since it last said something
+    asked_seconds     when the last one was, by time.monotonic()
+    """
 
     name: str
     client: EngineClient
@@ -47,14 +53,21 @@ class _Member:
     queued_tokens: int = 0
     num_sent: Counter[Tier] = field(default_factory=Counter)
     num_sent_again: int = 0
-
-    @property
-    def silent_seconds(self) -> float:
-        return time.monotonic() - self.client.heard_seconds
+    num_questions: int = 0
+    asked_seconds: float = 0.0
 
     @property
     def takes_requests(self) -> bool:
-        return self.client.state == "ready" and self.silent_seconds < SILENT_SECONDS
+        return self.client.state == "ready" and self.num_questions < QUESTIONS_UNTIL_SILENT
+
+    def ask_if_silent(self) -> None:
+        """Count the questions that it has not answered; one more if it has said nothing for a while."""
+        now_seconds, heard_seconds = time.monotonic(), self.client.heard_seconds
+        if self.client.state != "ready" or heard_seconds >= self.asked_seconds:
+            self.num_questions = 0
+        if self.client.state == "ready" and now_seconds - heard_seconds >= ASK_SECONDS:
+            self.client.ask()
+            self.num_questions, self.asked_seconds = self.num_questions + 1, now_seconds
 
 
 class Routed:
@@ -303,13 +316,12 @@ class Engines:
         while True:
             await asyncio.sleep(ASK_SECONDS)
             for one in self._members:
-                if one.client.state == "ready" and one.silent_seconds >= ASK_SECONDS:
-                    one.client.ask()
-                    if one.silent_seconds >= HUNG_SECONDS:
-                        log.error("%s has not answered for %d seconds and is killed", one.name, HUNG_SECONDS)
-                        one.client.kill()
-                    elif one.silent_seconds >= SILENT_SECONDS:
-                        self._move_waiting(one)
+                one.ask_if_silent()
+                if one.num_questions >= QUESTIONS_UNTIL_HUNG:
+                    log.error("%s has left %d questions unanswered and is killed", one.name, one.num_questions)
+                    one.client.kill()
+                elif one.num_questions >= QUESTIONS_UNTIL_SILENT:
+                    self._move_waiting(one)
 
     def _move_waiting(self, member: _Member) -> None:
         """Requests of an engine that does not answer, and that have had nothing, go to others."""
