@@ -68,6 +68,25 @@ def copy_rows(x_ptr, h_ptr, map_ptr, M, REPEATS, EXTRA, NUM_MAPS: tl.constexpr, 
 
 
 @triton.jit
+def write_back(x_ptr, h_ptr, M, BLOCK: tl.constexpr):
+    """h[row] += x[row]; writes the rest of the tile back as it was, which other programs may have changed meanwhile."""
+    inputs = tl.arange(0, BLOCK)
+    for row in range(tl.program_id(0), M, tl.num_programs(0)):
+        tile = h_ptr + tl.arange(0, 2)[:, None] * BLOCK + inputs[None, :] + row * BLOCK
+        added = tl.load(x_ptr + row * BLOCK + inputs)[None, :]
+        tl.store(tile, tl.load(tile) + tl.where(tl.arange(0, 2)[:, None] == 0, added, 0.0))
+
+
+@triton.jit
+def running_sum(x_ptr, h_ptr, BLOCK: tl.constexpr):
+    """h[row + 1] = h[row] + x[row], right if programs run in order only."""
+    inputs = tl.arange(0, BLOCK)
+    row = tl.program_id(0)
+    before = tl.load(h_ptr + row * BLOCK + inputs)
+    tl.store(h_ptr + (row + 1) * BLOCK + inputs, before + tl.load(x_ptr + row * BLOCK + inputs))
+
+
+@triton.jit
 def huge_tile(x_ptr, h_ptr, BLOCK: tl.constexpr):
     """h = x, through tiles that do not fit the chip."""
     inputs = tl.arange(0, BLOCK)
@@ -115,6 +134,18 @@ def shorter(launch: Launch) -> Launch:
     return replace(launch, arguments=dict(launch.arguments) | {"x_ptr": launch.tensor("x_ptr")[:7].clone()})
 
 
+def _write_back() -> Launch:
+    x, h = torch.randn(4, 256), torch.randn(5, 256)
+    arguments = {"x_ptr": x, "h_ptr": h, "M": 4, "BLOCK": 256}
+    return Launch(arguments, (2,), {"h_ptr": torch.cat([h[:4] + x, h[4:]])}, frozenset())
+
+
+def _running_sum() -> Launch:
+    x, h = torch.randn(4, 256), torch.zeros(5, 256)
+    arguments = {"x_ptr": x, "h_ptr": h, "BLOCK": 256}
+    return Launch(arguments, (4,), {"h_ptr": torch.cat([h[:1], x.cumsum(0)])}, frozenset())
+
+
 def _huge() -> Launch:
     x = torch.randn(1 << 16)
     arguments = {"x_ptr": x, "h_ptr": torch.zeros(1 << 16), "BLOCK": 1 << 16}
@@ -146,6 +177,9 @@ BAD = [
     _bad("twice", copy_rows, lambda: _copy(repeats=2), {_FINAL: "2.00 x the minimum"}),
     _bad("row_too_far", copy_rows, lambda: _copy(extra=1), {_LOWERED: "h_ptr", _FINAL: "h_ptr"}),
     _bad("out_of_bounds", copy_rows, lambda: shorter(_copy()), {_LOWERED: "h_ptr", _FINAL: "out of bounds"}),
+    # Programs one after another, as they run here, get the values right: in any order, and in one order.
+    _bad("write_back", write_back, _write_back, {_FINAL: "a race"}),
+    _bad("running_sum", running_sum, _running_sum, {_LOWERED: "h_ptr", _FINAL: "a race"}),
     _bad("huge", huge_tile, _huge, dict.fromkeys([_COMPILES, _950, _LOWERED, _FINAL], "overflow, requires")),
 ]
 CASES = [GOOD, *(bad.case for bad in BAD)]

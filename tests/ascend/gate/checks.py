@@ -87,9 +87,9 @@ def _prefix(name: str) -> Any:
     return lambda message: f"{name}: {message}"
 
 
-def run_on_cpu(case: Case, launch: Launch, compiled: Compiled) -> None:
-    """Execute the lowered linalg."""
-    linalg_cpu.run(compiled.linalg, list(_runtime(case, launch).values()), launch.grid)
+def run_on_cpu(case: Case, launch: Launch, compiled: Compiled, order: linalg_cpu.Order = "forward") -> None:
+    """Execute the lowered linalg, program after program in that order."""
+    linalg_cpu.run(compiled.linalg, list(_runtime(case, launch).values()), launch.grid, order)
 
 
 def run_simulated(case: Case, launch: Launch, compiled: Compiled) -> simulator.Counts:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -23,6 +23,8 @@ class Core(Protocol):
     """What a library function may do to the core that calls it."""
 
     def count(self, key: str, amount: int = 1) -> None: ...
+
+    def touch(self, action: Literal["load", "store"], ref: MemRef) -> None: ...
 
 
 Function = Callable[..., None]
@@ -47,8 +49,10 @@ def call(core: Core, name: str, *arguments: Any) -> None:
 
 
 # ---------------------------------------------------------------- moving data
-def _count_transfer(core: Core, key: str, outside: MemRef) -> None:
-    """Count a transfer by its strided side in global memory: every burst moves whole 32-byte blocks."""
+def _count_transfer(core: Core, key: Literal["load", "store"], outside: MemRef) -> None:
+    """Note a transfer by its strided side in global memory, and count it: every burst moves whole 32-byte blocks."""
+    outside.tensor()  # within bounds, else it says so
+    core.touch(key, outside)
     run = 1
     if outside.sizes and (outside.strides[-1] == 1 or outside.sizes[-1] == 1):
         run = outside.sizes[-1]

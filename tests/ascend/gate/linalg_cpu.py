@@ -9,12 +9,13 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import itertools
+import random
 import re
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -72,15 +73,23 @@ def available() -> bool:
     return all(shutil.which(tool) for tool in ("mlir-opt-19", "mlir-translate-19", "clang-19"))
 
 
-def run(linalg: str, arguments: list[Any], grid: tuple[int, ...]) -> None:
-    """Run every program of the grid, one after another; tensors among the run-time arguments change in place."""
+Order = Literal["forward", "reverse", "random"]
+
+
+def run(linalg: str, arguments: list[Any], grid: tuple[int, ...], order: Order = "forward") -> None:
+    """Run every program of the grid, one after another in that order; tensors among the arguments change in place."""
     name, types = _signature(linalg)
     function = getattr(ctypes.CDLL(str(_build(linalg))), name)
     function.restype = None
     assert len(types) - _NUM_TRAILING == len(arguments), f"{name} wants {types}, got {len(arguments)} arguments"
     sizes = (*grid, 1, 1)[:3]
     scratch = torch.zeros(1 << 16, dtype=torch.uint8)
-    for z, y, x in itertools.product(range(sizes[2]), range(sizes[1]), range(sizes[0])):
+    programs = list(itertools.product(range(sizes[2]), range(sizes[1]), range(sizes[0])))
+    if order == "reverse":
+        programs.reverse()
+    if order == "random":
+        random.Random(linalg).shuffle(programs)
+    for z, y, x in programs:
         values = [scratch, scratch, *arguments, *sizes, x, y, z]
         function(*(item for kind, value in zip(types, values, strict=True) for item in _flatten(kind, value)))
 

@@ -2,7 +2,8 @@
 
 Global memory is the arguments' own storage, every access bounds-checked; on-chip memory has the addresses that the
 compiler planned, and starts as NaN. The cube core and the two vector cores of a block run as coroutines joined by their
-flags. Missing synchronisation *within* a core is not noticed, and library functions are modelled, not executed.
+flags. What one core writes, no other may touch (`touches`), but for the compiler's own workspace. Missing
+synchronisation *within* a core is not noticed, and library functions are modelled, not executed.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import struct
 from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from tests.ascend.gate import library
 from tests.ascend.gate.memory import DTYPES, MemRef, SimulationError, Storage, contiguous_strides, parse_type
 from tests.ascend.gate.mlir import Op, parse
+from tests.ascend.gate.touches import CORES_PER_PROGRAM, Touches
 from tests.ascend.gate.translate import constant, translate
 
 ON_CHIP_BYTES = {"ub": 196608, "cbuf": 524288, "cc": 131072}
@@ -133,6 +135,17 @@ class Core:
         self.counts[DEAREST_ITEM] = max(self.counts[DEAREST_ITEM], self.loads_of_item)
         self.loads_of_item = 0
 
+    @property
+    def number(self) -> int:
+        """Which of the chip's cores this is, from 1: vector cores 0 and 1 of the block, then its cube core."""
+        return 1 + self.block_idx * CORES_PER_PROGRAM + (2 if self.kind == "AIC" else self.sub_block_idx)
+
+    def touch(self, action: Literal["load", "store"], ref: MemRef) -> None:
+        """Note an access to global memory. Raises SimulationError where another core's makes it a race."""
+        touches = self.chip.touches.get(ref.storage.raw.data_ptr())
+        if touches is not None:
+            touches.note(action, ref, self.number)
+
     def at_address(self, address: int, sizes: list[int], kind: str, space: str) -> MemRef:
         """Planned on-chip memory, or global memory through a pointer that was loaded from a table."""
         if space != "gm":
@@ -140,14 +153,18 @@ class Core:
         return self.chip.global_pointer(address, sizes, kind)
 
     def load(self, ref: MemRef, *indices: int) -> float:
-        self._count_scalar("load", ref)
-        return ref.load(indices)
+        value = ref.load(indices)
+        self._count_scalar("load", ref, indices)
+        return value
 
     def store(self, value: float, ref: MemRef, *indices: int) -> None:
-        self._count_scalar("store", ref)
         ref.store(value, indices)
+        self._count_scalar("store", ref, indices)
 
-    def _count_scalar(self, action: str, ref: MemRef) -> None:
+    def _count_scalar(self, action: Literal["load", "store"], ref: MemRef, indices: Sequence[int]) -> None:
+        if ref.space == "gm":
+            offset = sum(index * stride for index, stride in zip(indices, ref.strides, strict=True))
+            self.touch(action, ref.like(ref.offset + offset, [], []))
         where = f"global:{ref.storage.owner}" if ref.space == "gm" else "on_chip"
         self.loads_of_item += action == "load" and ref.space == "gm"
         self.counts[f"scalar_{action}_{where}"] += 1
@@ -206,6 +223,7 @@ class Chip:
         self.num_blocks = 0
         self.flags: Counter[tuple[str, int, int]] = Counter()
         self.storages: list[Storage] = []
+        self.touches: dict[int, Touches] = {}  # by the address of the memory, which several arguments may share
         self.workspace_bytes = 0
         self.functions: dict[str, tuple[str, Op]] = {}
         sources: list[str] = []
@@ -247,9 +265,11 @@ class Chip:
         """
         self.num_blocks = math.prod(grid)
         self.storages = []
+        self.touches = {}
         owned = {name: self._register(name, v) for name, v in arguments.items() if isinstance(v, torch.Tensor)}
         for name, tensor in (reachable or {}).items():
             self._register(name, tensor)
+        self.touches = {storage.raw.data_ptr(): Touches(storage.raw.numel()) for storage in self.storages}
         scratch = [
             self._register("lock", torch.zeros(1 << 16, dtype=torch.uint8)),
             self._register(
