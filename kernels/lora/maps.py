@@ -62,7 +62,7 @@ class LoraStack:
                  contiguous, or on devices that want it (`Platform.window_rows`) interleaved by slice behind the base
                  weight, so that row j of slice s is row out_features + j * num_slices + s of that buffer
     b            per slice [rows, slice width], contiguous: row j is column j of lora_B, so that it is the vector that
-                 rank j scales
+                 rank j scales. In a and b an adapter's rows from its rank on are zero up to the next multiple of 16
     ranks        int32 [num_slices, num_places], on the device; 0 = this slice is not targeted by the adapter
     scalings     float32 [num_slices, num_places], on the device; never folded into the rows
     group        index of the projection group: which row of `LoraMaps.first_rows` holds this stack's ranges

@@ -20,13 +20,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from kernels.ascend_runtime import check_launch
 from kernels.contract import Contract
 from kernels.lora.idle import launch_idle
 from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.lora.maps import LoraMaps, LoraStack
-from kernels.lora.triton_ascend_tiles import Regime, choose
+from kernels.lora.triton_ascend_tiles import RANK_PARTS, Regime, choose
 from kernels.platform import in_use
 from kernels.triton_launch import Workspace, count_compiled
 
@@ -56,8 +57,10 @@ def lora_shrink(
 ) -> torch.Tensor:
     """See `ops.lora_shrink`. One launch, no split of the input."""
     x = _ordered(x, row_index).to(stack.a[0].dtype)
-    plan_shrink(x, out.unsqueeze(2), stack, maps, _regime(x, maps)).run()
-    return out
+    width = out.shape[2]
+    h = out if width % RANK_BLOCK == 0 else out.new_empty(*out.shape[:2], width + -width % RANK_BLOCK)
+    plan_shrink(x, h.unsqueeze(2), stack, maps, _regime(x, maps)).run()
+    return out if h is out else out.copy_(h[:, :, :width])
 
 
 def lora_expand(
@@ -70,6 +73,27 @@ def lora_expand(
     row_index: torch.Tensor | None = None,
 ) -> None:
     """See `ops.lora_expand`. One launch; the cube multiplies h in the rows' type."""
+    _expand_columns(_whole_blocks(h, stack, maps), out, stack, maps, overwrite, row_index)
+
+
+def _whole_blocks(h: torch.Tensor, stack: LoraStack, maps: LoraMaps) -> torch.Tensor:
+    """h with zeros from each rank on, as wide as whole blocks of ranks; what `ops.lora_expand` is given may be NaN."""
+    h = functional.pad(h, (0, -h.shape[2] % RANK_BLOCK))
+    segments = maps.token_segment.long().clamp_min(0)
+    ranks = stack.ranks[:, maps.places[segments].long()]  # [slices, tokens]
+    ranks = torch.where(maps.first_rows[stack.group][segments] >= 0, ranks, 0)
+    return torch.where(torch.arange(h.shape[2], device=h.device) < ranks[:, :, None], h, 0.0)
+
+
+def _expand_columns(
+    h: torch.Tensor,
+    out: torch.Tensor,
+    stack: LoraStack,
+    maps: LoraMaps,
+    overwrite: bool,
+    row_index: torch.Tensor | None,
+) -> None:
+    """`lora_expand` of an h that is zero from each rank on."""
     # Any number of ranks can be split into whole blocks, so no inputs speak against the cube.
     regime = choose(maps.num_tokens, 0, *_chip(str(out.device)))
     partials = h.unsqueeze(2) if regime.name == "few" else h.unsqueeze(2).to(stack.a[0].dtype)
@@ -111,7 +135,8 @@ def lora_embedding(
     present = ranks < stack.ranks[0][places][:, None]
     rows = torch.where(present, first_rows[:, None] + ranks, 0)  # [tokens, MAX_KERNEL_RANK]
     columns = stack.a[0][rows, ids[:, None]].float() * stack.scalings[0][places][:, None]
-    lora_expand(columns.unsqueeze(0).contiguous(), out, stack, maps, overwrite=overwrite, row_index=row_index)
+    h = torch.where(present, columns, 0.0).unsqueeze(0)
+    _expand_columns(h, out, stack, maps, overwrite, row_index)
 
 
 def warm_up(stack: LoraStack, max_tokens: int, dtype: torch.dtype, max_segments: int, *, is_embedding: bool) -> None:
@@ -171,7 +196,8 @@ def plan_shrink(x: torch.Tensor, h: torch.Tensor, stack: LoraStack, maps: LoraMa
     """h[s, t, split, :n] = scaling * x[t, split] @ A[r : r + n, split].T
 
     x  in the rows' type, tokens in adapter order
-    h  [slices, tokens, splits, width], changed in place in the columns below an adapter's rank
+    h  [slices, tokens, splits, width], changed in place in the columns below an adapter's rank, and made zero from
+       there up to the next multiple of `RANK_BLOCK`
     """
     num_slices, num_tokens, num_splits, width = h.shape
     split_size = regime.split_size(x.shape[1], num_splits)
@@ -190,6 +216,7 @@ def plan_shrink(x: torch.Tensor, h: torch.Tensor, stack: LoraStack, maps: LoraMa
         "max_segments": maps.places.shape[0],
         "num_places": stack.ranks.shape[1],
         "num_slices": num_slices,
+        "num_parts": RANK_PARTS,
         "T": regime.tiles.tokens,
         "R": RANK_BLOCK,
         "K": regime.block(split_size, x.shape[1]),
@@ -202,7 +229,8 @@ def plan_expand(
 ) -> Launch:
     """out[t, slice s] += (sum over splits of h[s, t, split, :n]) @ B[r : r + n]; out changes in place.
 
-    h in float32 for the vector cores, in the rows' type for the cube.
+    h in float32 for the vector cores, in the rows' type for the cube; zero from an adapter's rank up to the next
+    multiple of `RANK_BLOCK`.
     """
     _, num_tokens, num_splits, width = h.shape
     block, chunk = regime.columns(sum(b.shape[1] for b in stack.b), num_tokens)

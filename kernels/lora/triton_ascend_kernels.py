@@ -3,7 +3,11 @@
 What the hardware wants and this file gives: one-dimensional grids as large as the chip has cores, with a loop over
 work inside; tiles whose rows are contiguous (B is stored transposed, transposes happen on the chip); scalar loads of
 map entries only; no atomics. A work item is one *visit*: the part of a segment that lies in a tile of tokens, times one
-part of the input (shrink) or of the output columns (expand).
+part of the input and every num_parts-th block of ranks (shrink) or a chunk of the output columns (expand).
+
+Ranks are taken in whole blocks of R, without a mask: the rows of A and B from an adapter's rank up to the next multiple
+of R are its own and zero, so that h is zero there. Other operands of a product may be masked where what the mask hides
+comes into rows or columns alone that are not stored: what a masked load leaves there is not relied on.
 
 Few tokens run on the vector cores, many on the cube cores; which, follows from the padded token count alone.
 
@@ -32,14 +36,21 @@ _SHRINK = [
     "x_stride",
     "split_size",
     "num_slices",
+    "num_parts",
 ]
 _EXPAND = ["h_ptr", "chunks", "b_ptr", "out_ptr", *_MAPS, *_SIZES, "out_stride", "num_chunks"]
 
 
 @triton.jit
-def _shrink_item(item, num_splits, num_slices, T: tl.constexpr):
-    """(first token of the tile, slice, split) of a work item of the shrink."""
-    return item // (num_splits * num_slices) * T, (item // num_splits) % num_slices, item % num_splits
+def _shrink_item(item, num_tokens, num_splits, num_slices, T: tl.constexpr):
+    """(first token of the tile, slice, split, part of the ranks) of a work item of the shrink.
+
+    The part changes slowest: the first one, which every adapter has, is spread over all cores.
+    """
+    items_of_part = tl.cdiv(num_tokens, T) * num_slices * num_splits
+    of_part = item % items_of_part
+    begin = of_part // (num_splits * num_slices) * T
+    return begin, (of_part // num_splits) % num_slices, of_part % num_splits, item // items_of_part
 
 
 @triton.jit
@@ -86,6 +97,7 @@ def lora_shrink_few(
     max_segments,
     num_places,
     num_slices,
+    num_parts,
     T: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
@@ -94,8 +106,9 @@ def lora_shrink_few(
     tokens = tl.arange(0, T)
     rows = tl.arange(0, R)
     inputs = tl.arange(0, K)
-    for item in range(tl.program_id(0), tl.cdiv(num_tokens, T) * num_slices * num_splits, tl.num_programs(0)):
-        begin, slice_index, split = _shrink_item(item, num_splits, num_slices, T)
+    num_items = tl.cdiv(num_tokens, T) * num_slices * num_splits * num_parts
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        begin, slice_index, split, part = _shrink_item(item, num_tokens, num_splits, num_slices, T)
         stop = tl.minimum(begin + T, num_tokens)
         segment = tl.load(token_segment + begin)
         more = segment >= 0
@@ -108,9 +121,9 @@ def lora_shrink_few(
             more = end > begin
             if more:
                 place, first_row, rank = _rows_of(segment, slice_index, places, first_rows, ranks, num_places)
-                if rank > 0:
+                if rank > part * R:
                     scaling = tl.load(scalings + slice_index * num_places + place)
-                    for r in range(0, rank, R):
+                    for r in range(part * R, rank, R * num_parts):
                         h = tl.zeros((T, R), dtype=tl.float32)
                         for k in range(first_input, last_input, K):
                             inside = k + inputs < last_input
@@ -118,7 +131,7 @@ def lora_shrink_few(
                                 a_ptr
                                 + ((first_row + r).to(tl.int64) * in_features + k)
                                 + (rows[:, None] * in_features + inputs[None, :]),
-                                mask=(r + rows < rank)[:, None] & inside[None, :],
+                                mask=inside[None, :],
                                 other=0.0,
                             ).to(tl.float32)  # [R, K]
                             for t in range(begin, end):
@@ -132,7 +145,7 @@ def lora_shrink_few(
                             + (((slice_index * num_tokens + begin).to(tl.int64) * num_splits + split) * width + r)
                             + (tokens[:, None] * (num_splits * width) + rows[None, :]),
                             (h * scaling).to(h_ptr.dtype.element_ty),
-                            mask=(begin + tokens < end)[:, None] & (r + rows < rank)[None, :],
+                            mask=(begin + tokens < end)[:, None],
                         )
                 begin = end
                 segment += 1
@@ -140,30 +153,38 @@ def lora_shrink_few(
 
 
 @triton.jit
-def _load_b(b_chunk, row, last_row, slice_width, inside, R: tl.constexpr, N: tl.constexpr):
-    """Rows [row, row + R) of B in the chunk's columns, [R, N]; zero from last_row on."""
+def _load_b(b_chunk, row, slice_width, inside, R: tl.constexpr, N: tl.constexpr):
+    """Rows [row, row + R) of B in the chunk's columns, [R, N]."""
     rows = tl.arange(0, R)
     return tl.load(
         b_chunk + row.to(tl.int64) * slice_width + (rows[:, None] * slice_width + tl.arange(0, N)[None, :]),
-        mask=(row + rows < last_row)[:, None] & inside[None, :],
+        mask=inside[None, :],
         other=0.0,
     ).to(tl.float32)
 
 
 @triton.jit
-def _sum_h(h_row, num_ranks, num_splits, width, R: tl.constexpr, SPLITS: tl.constexpr):
-    """Sum of one token's partial products in R ranks, of which num_ranks are there; always in the same order."""
+def _sum_h(h_row, num_splits, width, R: tl.constexpr, SPLITS: tl.constexpr):
+    """Sum of one token's partial products in R ranks; always in the same order."""
     rows = tl.arange(0, R)
     splits = tl.arange(0, SPLITS)
     h = tl.zeros((R,), dtype=tl.float32)
     for split in range(0, num_splits, SPLITS):
         parts = tl.load(
             h_row + split * width + (splits[:, None] * width + rows[None, :]),
-            mask=(split + splits < num_splits)[:, None] & (rows < num_ranks)[None, :],
+            mask=(split + splits < num_splits)[:, None],
             other=0.0,
         )  # [SPLITS, R]
         h += tl.sum(parts.to(tl.float32), axis=0)
     return h
+
+
+@triton.jit
+def _store_delta(delta, here, valid, OVERWRITE: tl.constexpr):
+    """Add to the output, or overwrite it."""
+    if not OVERWRITE:
+        delta += tl.load(here, mask=valid, other=0.0).to(tl.float32)
+    tl.store(here, delta.to(here.dtype.element_ty), mask=valid)
 
 
 @triton.jit(do_not_specialize=_EXPAND)
@@ -211,50 +232,30 @@ def lora_expand_few(
             more = end > begin
             if more:
                 _, first_row, rank = _rows_of(segment, slice_index, places, first_rows, ranks, num_places)
-                last_row = first_row + rank
                 h_rows = h_ptr + (slice_index * num_tokens + begin).to(tl.int64) * num_splits * width
                 out_rows = out_ptr + first_column + begin.to(tl.int64) * out_stride
-                if (rank > R) & (end - begin > 1):
-                    # Several blocks of ranks: each is read once for G tokens, whose sums stay on the chip.
-                    for group in range(0, end - begin, G):
-                        num_members = tl.minimum(end - begin - group, G)
-                        deltas = tl.zeros((G, N), dtype=tl.float32)
-                        for r in range(0, rank, R):
-                            b = _load_b(b_chunk, first_row + r, last_row, slice_width, inside, R, N)
-                            for t in range(num_members):
-                                h_row = h_rows + (group + t) * num_splits * width + r
-                                h = _sum_h(h_row, rank - r, num_splits, width, R, SPLITS)
-                                delta = tl.sum(b * h[:, None], axis=0)  # [N]
-                                deltas += tl.where((members == t)[:, None], delta[None, :], 0.0)
-                        here = (
-                            out_rows
-                            + tl.cast(group, tl.int64) * out_stride
-                            + (members[:, None] * out_stride + columns[None, :])
-                        )
-                        valid = (members < num_members)[:, None] & inside[None, :]
-                        if OVERWRITE:
-                            tl.store(here, deltas.to(out_ptr.dtype.element_ty), mask=valid)
-                        else:
-                            before = tl.load(here, mask=valid, other=0.0).to(tl.float32)
-                            tl.store(here, (before + deltas).to(out_ptr.dtype.element_ty), mask=valid)
-                else:
-                    # One block of ranks, or one token.
-                    if OVERWRITE:
-                        rank = tl.maximum(rank, 1)
-                    delta = tl.zeros((N,), dtype=tl.float32)
+                # Several blocks of ranks: each is read once for G tokens, whose sums stay on the chip. One: no sums.
+                is_summed = rank > R
+                if OVERWRITE:
+                    is_summed = is_summed | (rank == 0)
+                group_tokens = tl.where(is_summed, G, end - begin)
+                for group in range(0, end - begin, group_tokens):
+                    num_members = tl.minimum(end - begin - group, group_tokens)
+                    group_rows = out_rows + tl.cast(group, tl.int64) * out_stride
+                    deltas = tl.zeros((G, N), dtype=tl.float32)
                     for r in range(0, rank, R):
-                        b = _load_b(b_chunk, first_row + r, last_row, slice_width, inside, R, N)
-                        complete = inside & (r + R >= rank)
-                        for t in range(end - begin):
-                            num_ranks = last_row - first_row - r
-                            h = _sum_h(h_rows + t * num_splits * width + r, num_ranks, num_splits, width, R, SPLITS)
-                            delta = tl.where(r > 0, delta, 0.0) + tl.sum(b * h[:, None], axis=0)
-                            here = out_rows + tl.cast(t, tl.int64) * out_stride + columns
-                            if OVERWRITE:
-                                tl.store(here, delta.to(out_ptr.dtype.element_ty), mask=complete)
+                        b = _load_b(b_chunk, first_row + r, slice_width, inside, R, N)
+                        for t in range(num_members):
+                            h_row = h_rows + (group + t) * num_splits * width + r
+                            delta = tl.sum(b * _sum_h(h_row, num_splits, width, R, SPLITS)[:, None], axis=0)  # [N]
+                            if is_summed:
+                                deltas += tl.where((members == t)[:, None], delta[None, :], 0.0)
                             else:
-                                before = tl.load(here, mask=complete, other=0.0).to(tl.float32)
-                                tl.store(here, (before + delta).to(out_ptr.dtype.element_ty), mask=complete)
+                                here = group_rows + tl.cast(t, tl.int64) * out_stride + columns
+                                _store_delta(delta, here, inside, OVERWRITE)
+                    if is_summed:
+                        here = group_rows + (members[:, None] * out_stride + columns[None, :])
+                        _store_delta(deltas, here, (members < num_members)[:, None] & inside[None, :], OVERWRITE)
                 begin = end
                 segment += 1
                 more = (end < stop) & (segment < max_segments)
@@ -280,6 +281,7 @@ def lora_shrink_many(
     max_segments,
     num_places,
     num_slices,
+    num_parts,
     T: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
@@ -288,8 +290,9 @@ def lora_shrink_many(
     tokens = tl.arange(0, T)
     rows = tl.arange(0, R)
     inputs = tl.arange(0, K)
-    for item in range(tl.program_id(0), tl.cdiv(num_tokens, T) * num_slices * num_splits, tl.num_programs(0)):
-        begin, slice_index, split = _shrink_item(item, num_splits, num_slices, T)
+    num_items = tl.cdiv(num_tokens, T) * num_slices * num_splits * num_parts
+    for item in range(tl.program_id(0), num_items, tl.num_programs(0)):
+        begin, slice_index, split, part = _shrink_item(item, num_tokens, num_splits, num_slices, T)
         stop = tl.minimum(begin + T, num_tokens)
         segment = tl.load(token_segment + begin)
         more = segment >= 0
@@ -302,9 +305,9 @@ def lora_shrink_many(
             more = end > begin
             if more:
                 place, first_row, rank = _rows_of(segment, slice_index, places, first_rows, ranks, num_places)
-                if rank > 0:
+                if rank > part * R:
                     scaling = tl.load(scalings + slice_index * num_places + place)
-                    for r in range(0, rank, R):
+                    for r in range(part * R, rank, R * num_parts):
                         h = tl.zeros((T, R), dtype=tl.float32)
                         a_rows = a_ptr + (first_row + r).to(tl.int64) * in_features
                         x_rows = x_ptr + begin.to(tl.int64) * x_stride
@@ -314,18 +317,14 @@ def lora_shrink_many(
                                 mask=(tokens < end - begin)[:, None],
                                 other=0.0,
                             )  # [T, K]
-                            a = tl.load(
-                                a_rows + k + (rows[:, None] * in_features + inputs[None, :]),
-                                mask=(r + rows < rank)[:, None],
-                                other=0.0,
-                            )  # [R, K]
+                            a = tl.load(a_rows + k + (rows[:, None] * in_features + inputs[None, :]))  # [R, K]
                             h = tl.dot(x, tl.trans(a), h)
                         tl.store(
                             h_ptr
                             + (((slice_index * num_tokens + begin).to(tl.int64) * num_splits + split) * width + r)
                             + (tokens[:, None] * (num_splits * width) + rows[None, :]),
                             (h * scaling).to(h_ptr.dtype.element_ty),
-                            mask=(tokens < end - begin)[:, None] & (r + rows < rank)[None, :],
+                            mask=(tokens < end - begin)[:, None],
                         )
                 begin = end
                 segment += 1
@@ -383,21 +382,17 @@ def lora_expand_many(
                             b_chunk
                             + (first_row + r).to(tl.int64) * slice_width
                             + (rows[:, None] * slice_width + columns[None, :]),
-                            mask=(r + rows < rank)[:, None] & (columns < num_columns)[None, :],
+                            mask=(columns < num_columns)[None, :],
                             other=0.0,
                         )  # [R, N]
                         for split in range(num_splits):
                             h = tl.load(
                                 h_rows + split * width + r + (tokens[:, None] * (num_splits * width) + rows[None, :]),
-                                mask=(tokens < end - begin)[:, None] & (r + rows < rank)[None, :],
+                                mask=(tokens < end - begin)[:, None],
                                 other=0.0,
                             )  # [T, R]
                             delta = tl.dot(h, b, delta)
-                    if OVERWRITE:
-                        tl.store(here, delta.to(out_ptr.dtype.element_ty), mask=valid)
-                    else:
-                        before = tl.load(here, mask=valid, other=0.0)
-                        tl.store(here, (before.to(tl.float32) + delta).to(out_ptr.dtype.element_ty), mask=valid)
+                    _store_delta(delta, here, valid, OVERWRITE)
                 else:
                     if OVERWRITE:
                         tl.store(here, tl.zeros((T, N), dtype=out_ptr.dtype.element_ty), mask=valid)

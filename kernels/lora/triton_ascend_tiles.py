@@ -16,8 +16,12 @@ SPLIT_GRANULE = 16
 SMALLEST_SPLIT = 96
 # Likewise the fewest columns of a chunk of the output.
 SMALLEST_CHUNK = 64
-# At most so many splits times tokens: every block of output columns reads all partial sums again.
-MAX_PARTIAL_ROWS = 512
+# Every chunk of output columns reads all partial sums of its tokens. Where few tokens meet an adapter's rows, as many
+# splits as there are cores would have them read more than a tenth of what B has; with so few splits they do not.
+VERY_FEW_TOKENS = 8
+SPLITS_OF_VERY_FEW = 11
+# The blocks of an adapter's ranks are dealt out to so many work items, so that a large rank occupies more cores.
+RANK_PARTS = 4
 
 
 @dataclass(frozen=True)
@@ -44,8 +48,9 @@ class LaunchTable:
 
 
 # Chosen by what `python -m tests.ascend.compare_tiles` reads off the compiled code (bytes moved, work items, on-chip
-# memory), not by time. Few tokens: the smallest tile with which no mix of 64 tokens over four adapters moves more than
-# 1.3 times the minimum, and blocks of columns that leave room for a group's sums. Many: what fills the cube's L1, L0.
+# memory), not by time. Few tokens: the smallest tile with which the shrink of no mix of 64 tokens over four adapters
+# moves more than 1.2 times the minimum, and blocks of columns that leave room for a group's sums. Many: what fills the
+# cube's L1, L0.
 TABLES = (LaunchTable(192 * 1024, Tiles(32, (512, 256, 128), (256, 128)), Tiles(128, (256, 128, 64), (128,))),)
 
 
@@ -60,8 +65,10 @@ class Regime:
     def num_splits(self, in_features: int, num_tokens: int, num_slices: int) -> int:
         """Parts of the input, enough for every core to get one of some slice and tile of tokens."""
         num_items = -(-num_tokens // self.tiles.tokens) * num_slices
-        most = max(1, min(MAX_PARTIAL_ROWS // num_tokens, in_features // SMALLEST_SPLIT))
-        size = self.split_size(in_features, min(most, max(1, self.num_cores // num_items)))
+        most = min(in_features // SMALLEST_SPLIT, self.num_cores // num_items)
+        if num_tokens <= VERY_FEW_TOKENS:
+            most = min(most, SPLITS_OF_VERY_FEW)
+        size = self.split_size(in_features, max(1, most))
         return -(-in_features // size)
 
     def split_size(self, in_features: int, num_splits: int) -> int:
@@ -77,14 +84,11 @@ class Regime:
         return next((block for block in reversed(self.tiles.inputs) if block >= split_size), self.tiles.inputs[0])
 
     def columns(self, num_columns: int, num_tokens: int) -> tuple[int, int]:
-        """(columns of an expand's block, columns of a chunk), so that every core gets a chunk where that is possible.
-
-        A chunk is a whole block wherever tokens fill more than a tile, as more chunks would read h more often.
-        """
+        """(columns of an expand's block, columns of a chunk), with a chunk for every core where that is possible."""
         num_tiles = -(-num_tokens // self.tiles.tokens)
         wanted = -(-num_columns * num_tiles // self.num_cores)
         block = next((block for block in reversed(self.tiles.columns) if block >= wanted), self.tiles.columns[0])
-        if self.name == "many" or num_tiles > 1:
+        if self.name == "many":
             return block, block
         return block, min(block, max(SMALLEST_CHUNK, -(-wanted // SPLIT_GRANULE) * SPLIT_GRANULE))
 

@@ -11,7 +11,8 @@ import torch
 from kernels.causal_conv1d import reference, triton_ascend
 from kernels.causal_conv1d.call import Launch as Plan
 from kernels.causal_conv1d.call import PrefillCall, UpdateCall
-from tests.ascend.gate.cases import Case, Launch
+from tests.ascend.far import far_apart
+from tests.ascend.gate.cases import MAX_TRAFFIC, Case, Launch
 from tests.support.conv_cases import randn
 from tests.support.conv_checks import serving
 from tests.tolerances import OP
@@ -52,6 +53,12 @@ def _tensors(
     }
 
 
+def _far(call: dict[str, Any]) -> dict[str, Any]:
+    """x, gates and states where 32 bits do not count the elements before the later half of their rows."""
+    names = [name for name in ("x", "conv_states", "gate_in", "gate_out") if call.get(name) is not None]
+    return {name: far_apart(call[name], 2**32 // call[name].shape[0] + 16) for name in names}
+
+
 def _expected(op: Any, call: dict[str, Any], *, in_place: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     x, states = call["x"].clone(), None if call["conv_states"] is None else call["conv_states"].clone()
     return op(**{**call, "x": x, "out": x if in_place else None, "conv_states": states}), states
@@ -85,6 +92,8 @@ def update(
     is_bare: bool = False,
     in_place: bool = False,
     judge_traffic: bool = False,
+    max_traffic: float = MAX_TRAFFIC,
+    far: bool = False,
 ) -> Launch:
     """An update of sequences in these lines; `lengths` makes it varlen, `draft` speculative, `is_bare` leaves bias and
     activation out."""
@@ -111,6 +120,8 @@ def update(
         call |= {"gate_in": call["x"].flip(0).contiguous(), "gate_out": call["x"].roll(1, 0)}
     if is_bare:
         call |= {"bias": None, "activation": None}
+    if far:
+        call |= _far(call)
     if tokens_each > 1:
         call["x"] = call["x"].view(num_sequences, tokens_each, dim)
     expected, states = _expected(reference.causal_conv1d_update, call, in_place=in_place)
@@ -124,6 +135,7 @@ def update(
         {"out_ptr": expected, "states_ptr": states},
         MAPS,
         minimum_bytes=read + written if judge_traffic else None,
+        max_traffic=max_traffic,
         minimum_load_bytes=read if judge_traffic else None,
         tolerance=OP[dtype],
         exact=frozenset({"states_ptr"}),
@@ -147,6 +159,8 @@ def prefill(
     in_place: bool = False,
     num_cores: int = NUM_VECTOR_CORES,
     judge_traffic: bool = False,
+    max_traffic: float = MAX_TRAFFIC,
+    far: bool = False,
 ) -> Launch:
     """A prefill of sequences of these lengths, every second one with an initial state, two tokens of padding behind.
 
@@ -185,6 +199,8 @@ def prefill(
         call |= {"gate_in": call["x"].flip(0).contiguous(), "gate_out": call["x"].roll(1, 0)}
     if is_bare:
         call |= {"bias": None, "activation": None}
+    if far:
+        call |= _far(call)
     if not has_states:
         call |= {"conv_states": None, "state_indices": None, "has_initial_state": None}
     expected, states = _expected(reference.causal_conv1d_prefill, call, in_place=in_place)
@@ -197,13 +213,18 @@ def prefill(
         {"out_ptr": expected} | ({} if states is None else {"states_ptr": states}),
         MAPS,
         minimum_bytes=minimum if judge_traffic else None,
+        max_traffic=max_traffic,
         tolerance=OP[dtype],
         exact=frozenset({"states_ptr"}),
     )
 
 
 _UPDATES = {
-    "32 sequences": partial(update, judge_traffic=True),
+    "one sequence": partial(update, 2048, 4, (1,), judge_traffic=True),
+    # An item for every core: each reads the taps of its block of channels.
+    "8 sequences": partial(update, 2048, 4, tuple(range(1, 9)), judge_traffic=True, max_traffic=2.0),
+    "32 sequences": partial(update, judge_traffic=True, max_traffic=1.3),
+    "far": partial(update, 40, 3, (3, 0, 1, 7), is_gated=True, far=True),
     "padding and odd channels": partial(update, 600, 3, (3, 0, 1, -1, 2), is_gated=True),
     "width 2, fp32": partial(update, 77, 2, (2, 1), dtype=torch.float32, state_dtype=torch.float32),
     "width 8": partial(update, 520, 8, (2, 1, -1), state_dtype=torch.float32),
@@ -211,6 +232,9 @@ _UPDATES = {
     "drafts": partial(update, 300, 4, (3, 1, 0, 2), lengths=(2, 3, 1, 0), draft=3),
     "prefix cache": partial(update, 300, 3, (3, 1, 0, 2), is_paged=True),
     "drafts in a prefix cache": partial(update, 70, 4, (3, 1, 0, 2), lengths=(2, 3, 1, 0), draft=3, is_paged=True),
+    # Queries, keys and values of a delta net: of Qwen3.5 0.8B, and of the other sizes' 32 value heads.
+    "qwen3.5 0.8B": partial(update, 6144, 4, (2, 1)),
+    "qwen3.5": partial(update, 8192, 4, (2, 0, 1), lengths=(1, 0, 2)),
     "lfm2": partial(update, 1024, 3, tuple(range(1, 9)), is_gated=True, is_bare=True),
     "lfm2, fp16, in place": partial(
         update,
@@ -231,7 +255,11 @@ _UPDATES = {
 
 _PREFILLS = {
     "mixed": prefill,
-    "long": partial(prefill, 512, 4, (1, 2), (400, 240), judge_traffic=True),
+    # Of 16 tokens; every second sequence has an old state, which the program of its first tile alone may touch.
+    "sequences that begin with a tile": partial(prefill, 64, 4, (1, 2, 3), (16, 16, 40)),
+    "qwen3.5": partial(prefill, 6144, 4, (1, 2), (9, 18)),
+    "long": partial(prefill, 512, 4, (1, 2), (400, 240), judge_traffic=True, max_traffic=1.3),
+    "far": partial(prefill, 40, 3, (4, 0, 3), (9, 3, 12), is_gated=True, far=True),
     "gated, width 3, own lines": partial(prefill, 600, 3, None, (3, 0, 18), is_gated=True, state_dtype=torch.float32),
     "width 8, fp32": partial(prefill, 130, 8, dtype=torch.float32, state_dtype=torch.float32),
     "width 2, no states": partial(prefill, 77, 2, None, has_states=False),

@@ -77,7 +77,10 @@ def make_maps(
 
 
 def make_step(case: Case, *, device: str = "cpu", pad_to: int = 0, shuffle_places: bool = True) -> Step:
-    """Random activations and rows; rows that no adapter owns are NaN, so that reading one shows."""
+    """Random activations and rows; rows that no adapter owns are NaN, so that reading one shows.
+
+    An adapter's rows from its rank on are zero up to the next multiple of 16, as in the row pool, and NaN from there.
+    """
     rng = random.Random(case.seed)
     generator = torch.Generator().manual_seed(case.seed)
     num = len(case.lengths)
@@ -103,6 +106,8 @@ def make_step(case: Case, *, device: str = "cpu", pad_to: int = 0, shuffle_place
             rank_of[places[i]] = rank
             if rank:
                 rows = slice(first_rows[i], first_rows[i] + rank)
+                zeros = slice(rows.stop, first_rows[i] + -(-rank // ALIGNMENT) * ALIGNMENT)
+                a_rows[zeros], b_rows[zeros] = 0.0, 0.0
                 scaling_of[places[i]] = rng.choice([0.25, 0.5, 1.0, 2.0, 1.7])
                 a_rows[rows] = torch.randn(rank, case.in_features, generator=generator) / case.in_features**0.5
                 b_rows[rows] = torch.randn(rank, width, generator=generator) / rank**0.5

@@ -11,6 +11,8 @@ import torch
 # The chips that must take every kernel, and the one whose published compiler crashes on some by itself.
 REQUIRED_TARGETS = ("Ascend910B4", "Ascend910_9382")
 OPTIONAL_TARGET = "Ascend950PR_9589"
+# Bytes moved, over the fewest possible, where a launch does not say otherwise.
+MAX_TRAFFIC = 1.1
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Launch:
     maps           parameters whose entries the scalar unit may load
     reachable      tensors behind pointer tables
     minimum_bytes  what must be moved at least, in and out; None where traffic is not judged
+    max_traffic    how many times the minimum may be moved, and read
     minimum_load_bytes  what must be read at least; None where reads are not judged by themselves
     tolerance      absolute and relative
     exact          outputs that must hold these very bits
@@ -36,6 +39,7 @@ class Launch:
     reachable: Mapping[str, torch.Tensor] = field(default_factory=dict)
     minimum_bytes: int | None = None
     minimum_load_bytes: int | None = None
+    max_traffic: float = MAX_TRAFFIC
     tolerance: tuple[float, float] = (1e-5, 1e-5)
     exact: frozenset[str] = frozenset()
 

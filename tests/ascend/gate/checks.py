@@ -12,7 +12,6 @@ from tests.ascend.gate.compiler import Compiled, compile_kernel, specialise
 from tests.support.bits import same_bits
 
 MAX_SCALAR_LOADS = 8
-MAX_TRAFFIC = 1.3
 
 
 class GateError(AssertionError):
@@ -68,7 +67,7 @@ def check_traffic(launch: Launch, counts: simulator.Counts) -> None:
         ("moved", moved, launch.minimum_bytes),
         ("read", loaded, launch.minimum_load_bytes),
     ):
-        if minimum is not None and num_bytes > MAX_TRAFFIC * minimum:
+        if minimum is not None and num_bytes > launch.max_traffic * minimum:
             raise GateError(f"{num_bytes} bytes {action}, {num_bytes / minimum:.2f} x the minimum of {minimum}")
 
 

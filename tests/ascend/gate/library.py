@@ -319,10 +319,11 @@ def _load_fractal(core: Core, _: re.Match[str], source: MemRef, target: MemRef, 
 
 @_models(r"set_l1_2d_\w+|set2d_\w+|brc_\w+cbuf\w*")
 def _fill_l1(_core: Core, _: re.Match[str], *operands: Any) -> None:
-    value = next(operand for operand in operands if not isinstance(operand, MemRef))
+    """What a mask hides of a matrix. Other compilers have been seen to leave there what was, so no kernel may rely on
+    it: it is NaN here, whatever the code asks for."""
     for operand in operands:
         if isinstance(operand, MemRef):
-            operand.tensor().fill_(value)
+            operand.tensor().fill_(math.nan)
 
 
 @_models(r"mma_tile_(?:float|half|bfloat16_t|int8_t)_to_(?:float|int32_t)(_ta)?(_tb)?\w*")

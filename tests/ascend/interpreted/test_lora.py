@@ -144,12 +144,41 @@ def test_regime_and_grid_follow_from_sizes_alone() -> None:
     assert regimes[3].num_splits(4096, 4096, 1) == 1
 
 
-def test_one_token_occupies_the_cores() -> None:
-    """Work items of shrink and expand for one token on 40 vector cores, by hand."""
+# Inputs and output widths of the projections of an 8B model: attention's inputs and output, the MLP's.
+PROJECTIONS_8B = ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (12288, 12288)), (12288, (4096,)))
+
+
+@pytest.mark.parametrize(("num_tokens", "num_cores", "fewest"), [(32, 40, 36), (64, 40, 36), (256, 20, 16)])
+def test_every_projection_occupies_the_cores(num_tokens: int, num_cores: int, fewest: int) -> None:
+    for in_features, widths in PROJECTIONS_8B:
+        regime = triton_ascend_tiles.choose(num_tokens, in_features, 40, UNIFIED_BUFFER_BYTES)
+        assert regime.num_cores == num_cores
+        num_tiles = -(-num_tokens // regime.tiles.tokens)
+        items_of_part = num_tiles * len(widths) * regime.num_splits(in_features, num_tokens, len(widths))
+        assert items_of_part >= fewest, "shrink of the ranks that every adapter has"
+        _block, chunk = regime.columns(sum(widths), num_tokens)
+        assert num_tiles * sum(-(-width // chunk) for width in widths) >= fewest, "expand"
+
+
+@pytest.mark.parametrize(("num_tokens", "in_features"), [(1, 4096), (8, 12288), (64, 4096), (256, 4096)])
+def test_rank_64_has_four_times_the_items(num_tokens: int, in_features: int) -> None:
+    """A shrink of one slice: as many work items with something to do as it has blocks of ranks."""
+    items = {}
+    for rank in (16, 64):
+        step = make_step(Case(in_features, (64,), ((rank,),), (num_tokens,)))
+        regime = triton_ascend_tiles.choose(num_tokens, in_features, 40, UNIFIED_BUFFER_BYTES)
+        h = torch.empty(triton_ascend.partials_shape(in_features, num_tokens, 1, 64, regime))
+        arguments = triton_ascend.plan_shrink(step.x, h, step.stack, step.maps, regime).arguments
+        items[rank] = sum(part * arguments["R"] < rank for part in range(arguments["num_parts"])) * h.shape[2]
+    assert items[64] == 4 * items[16]
+
+
+def test_few_tokens_have_few_partial_sums() -> None:
+    """So few splits for up to 8 tokens, by hand, that each chunk of columns reads little beside its block of B."""
+    for num_tokens in (1, 8):
+        regime = triton_ascend_tiles.choose(num_tokens, 4096, 40, UNIFIED_BUFFER_BYTES)
+        assert [regime.num_splits(4096, num_tokens, slices) for slices in (1, 2, 3)] == [11, 11, 11]
     regime = triton_ascend_tiles.choose(1, 4096, 40, UNIFIED_BUFFER_BYTES)
-    assert [slices * regime.num_splits(4096, 1, slices) for slices in (1, 2, 3)] == [37, 40, 39]
     for widths, num_chunks in [((4096, 1024, 1024), 26 + 7 + 7), ((4096,), 37), ((2048,), 32), ((14336, 14336), 112)]:
         _block, chunk = regime.columns(sum(widths), 1)
         assert sum(-(-width // chunk) for width in widths) == num_chunks
-    # More than a tile of tokens: whole blocks, since each chunk reads h again.
-    assert regime.columns(6144, 64) == (256, 256)
