@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from kernels.ascend_relaunch import Relaunch, current_stream
 from kernels.ascend_runtime import check_launch
 from kernels.contract import Contract
 from kernels.lora.idle import launch_idle
@@ -36,6 +37,12 @@ RANK_BLOCK = 16
 SPLITS_BLOCK = 16
 # Tokens of a visit that share a block of B where an adapter has more than one; each keeps a row of sums on the chip.
 GROUP_TOKENS = 16
+# The arguments that a step brings along, in the kernels' order.
+_STEP_MAPS = ("token_segment", "segment_starts", "places", "first_rows")
+LINEAR = "launches of lora_linear"
+# Launches are kept for steps of up to so many tokens, which come in few padded sizes. A larger step keeps the device
+# busy for longer than its launches take.
+KEPT_TOKENS = 256
 
 
 @dataclass(frozen=True)
@@ -46,10 +53,15 @@ class Launch:
     grid: tuple[int, ...]
     arguments: dict[str, Any]
 
-    def run(self) -> None:
-        """Launch it."""
+    def run(self) -> Any:
+        """Launch it. Returns the compiled kernel; None from Triton's interpreter."""
         check_launch(self.grid, self.arguments)
-        getattr(_kernels(), self.kernel)[self.grid](**self.arguments)
+        return getattr(_kernels(), self.kernel)[self.grid](**self.arguments)
+
+    def repeated(self, compiled: Any, changing: str) -> Relaunch:
+        """The same launch for another step: with another tensor in place of `changing`, and other maps."""
+        names = [param.name for param in getattr(_kernels(), self.kernel).params if not param.is_constexpr]
+        return Relaunch(compiled, self.grid, self.arguments, names, changing=changing, following=_STEP_MAPS)
 
 
 def lora_shrink(
@@ -97,7 +109,10 @@ def _expand_columns(
     # Any number of ranks can be split into whole blocks, so no inputs speak against the cube.
     regime = choose(maps.num_tokens, 0, *_chip(str(out.device)))
     partials = h.unsqueeze(2) if regime.name == "few" else h.unsqueeze(2).to(stack.a[0].dtype)
-    _expand(partials, out, stack, maps, regime, overwrite, row_index)
+    ordered = _ordered(out, row_index)
+    plan_expand(partials, ordered, stack, maps, regime, overwrite=overwrite).run()
+    if row_index is not None:
+        out.index_copy_(0, row_index.long(), ordered)
 
 
 def lora_linear(
@@ -109,12 +124,52 @@ def lora_linear(
     overwrite: bool = False,
     row_index: torch.Tensor | None = None,
 ) -> None:
-    """See `ops.lora_linear`. Two launches; a row index costs a copy of x and of out before and after them."""
-    x = _ordered(x, row_index).to(stack.a[0].dtype)
+    """See `ops.lora_linear`. Two launches; a row index costs a copy of x and of out before and after them.
+
+    What a stack launched once for a padded size is kept, so that the next step of that size only sets addresses.
+    """
+    rows_dtype = stack.a[0].dtype
+    if row_index is not None or x.dtype != rows_dtype:
+        ordered = _ordered(out, row_index)
+        _launch_linear(_ordered(x, row_index).to(rows_dtype), ordered, stack, maps, overwrite)
+        if row_index is not None:
+            out.index_copy_(0, row_index.long(), ordered)
+        return
+    num_tokens = maps.num_tokens
+    key = (LINEAR, num_tokens, out.dtype, x.stride(0), out.stride(0), maps.places.shape[0], overwrite)
+    kept = stack.kept.get(key)
+    if kept is not None:
+        shrink, expand = kept
+        addresses, stream = _map_addresses(maps, stack.group), current_stream()()
+        shrink(stream, x.data_ptr(), addresses)
+        expand(stream, out.data_ptr(), addresses)
+        return
+    launches = _launch_linear(x, out, stack, maps, overwrite)
+    if launches is not None and num_tokens <= KEPT_TOKENS:
+        stack.kept[key] = launches
+
+
+def _launch_linear(
+    x: torch.Tensor, out: torch.Tensor, stack: LoraStack, maps: LoraMaps, overwrite: bool
+) -> tuple[Relaunch, Relaunch] | None:
+    """The two launches of `lora_linear`, with x in the rows' type; how to repeat them, None in the interpreter."""
     regime = _regime(x, maps)
     h = _workspace(stack, x.shape[1], maps.num_tokens, regime)
-    plan_shrink(x, h, stack, maps, regime).run()
-    _expand(h, out, stack, maps, regime, overwrite, row_index)
+    shrink = plan_shrink(x, h, stack, maps, regime)
+    expand = plan_expand(h, out, stack, maps, regime, overwrite=overwrite)
+    compiled = shrink.run(), expand.run()
+    if None in compiled:
+        return None
+    return shrink.repeated(compiled[0], "x_ptr"), expand.repeated(compiled[1], "out_ptr")
+
+
+def _map_addresses(maps: LoraMaps, group: int) -> tuple[int, ...]:
+    """Addresses of `_STEP_MAPS`, found once per step and group."""
+    addresses: tuple[int, ...] | None = maps.kept.get((_STEP_MAPS, group))
+    if addresses is None:
+        tensors = maps.token_segment, maps.segment_starts, maps.places, maps.first_rows[group]
+        addresses = maps.kept[_STEP_MAPS, group] = tuple(tensor.data_ptr() for tensor in tensors)
+    return addresses
 
 
 def lora_embedding(
@@ -261,21 +316,6 @@ def plan_expand(
 def partials_shape(in_features: int, num_tokens: int, num_slices: int, width: int, regime: Regime) -> tuple[int, ...]:
     """Shape of h between a shrink and an expand."""
     return num_slices, num_tokens, regime.num_splits(in_features, num_tokens, num_slices), width
-
-
-def _expand(
-    h: torch.Tensor,
-    out: torch.Tensor,
-    stack: LoraStack,
-    maps: LoraMaps,
-    regime: Regime,
-    overwrite: bool,
-    row_index: torch.Tensor | None,
-) -> None:
-    ordered = _ordered(out, row_index)
-    plan_expand(h, ordered, stack, maps, regime, overwrite=overwrite).run()
-    if row_index is not None:
-        out.index_copy_(0, row_index.long(), ordered)
 
 
 def _ordered(tensor: torch.Tensor, row_index: torch.Tensor | None) -> torch.Tensor:
