@@ -1,0 +1,164 @@
+"""What one decode step asks of the host on an Ascend NPU: torch operators, Triton launches, and Python microseconds.
+
+    .venv-ascend/bin/python -m bench.ascend_host [--tokens 1 8 64] [--out bench/out/ascend_host.json]
+
+Needs no NPU: runs in the environment of `scripts/test-ascend.sh`. Three parts, none of which a device would change:
+
+- the Python of LoRA, microseconds of this process for each launch, over the projections of an 8B model (36 layers,
+  q/k/v packed, gate/up packed), with triton-ascend's driver made up (`tests/support/made_up_launches.py`);
+- Triton launches of a layer in that step;
+- torch operators of a layer of Qwen3, without LoRA's launches: counted in the twin (`tests/ascend/twin`) as the
+  difference between a model of three layers and one of two; views and fresh memory, which the device never sees, apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from bench.workload import OUT
+
+NUM_LAYERS = 36
+PROJECTIONS_8B = {"qkv": (4096, (4096, 1024, 1024)), "o": (4096, (4096,)), "gate/up": (4096, (12288, 12288)),
+                  "down": (12288, (4096,))}  # fmt: skip
+BARS = {"microseconds_per_launch": 8.0, "launches_per_layer": 6, "torch_operators_per_layer": 10}
+COUNT_ARGUMENT = "--count-operators"
+# Operators that launch nothing: they give another view of the same memory, or fresh memory as it is.
+VIEWS = frozenset({"view", "_unsafe_view", "reshape", "slice", "select", "transpose", "t", "permute", "unsqueeze",
+                   "squeeze", "expand", "split", "split_with_sizes", "chunk", "unbind", "as_strided", "alias", "detach",
+                   "unfold", "new_empty", "empty", "narrow"})  # fmt: skip
+
+
+def measure_lora(num_tokens: int) -> dict[str, float]:
+    """Launches of a layer, and the least Python microseconds for one of them, checks included."""
+    from kernels import ascend_runtime, platform
+    from kernels.lora import ops, triton_ascend, triton_ascend_kernels
+    from tests.ascend.lora_cases import NUM_VECTOR_CORES, ON_CHIP_BYTES, Step, make_data
+    from tests.support.made_up_launches import made_up_launches
+
+    kernels = [kernel for name, kernel in vars(triton_ascend_kernels).items() if name.startswith("lora_")]
+    with (
+        mock.patch.object(triton_ascend, "_chip", return_value=(NUM_VECTOR_CORES, ON_CHIP_BYTES)),
+        mock.patch.object(ascend_runtime, "_launch_device_type", return_value="cpu"),
+        mock.patch.dict(platform._modules, {("lora", "cpu"): triton_ascend}),
+        made_up_launches(*kernels) as launches,
+    ):
+        steps = [Step([1] * num_tokens, [[16] * num_tokens] * len(widths), inputs, widths)
+                 for inputs, widths in PROJECTIONS_8B.values()]  # fmt: skip
+        projections = [make_data(step) for step in steps]
+
+        def run_step() -> None:
+            for _ in range(NUM_LAYERS):
+                for data in projections:
+                    ops.lora_linear(data.x, data.out, data.stack, data.maps)
+
+        run_step()
+        launches.made.clear()
+        run_step()
+        num_launches = len(launches.made)
+        launches.is_recording = False
+        seconds = []
+        for _ in range(20):
+            start = time.process_time()
+            run_step()
+            seconds.append(time.process_time() - start)
+    return {
+        "launches_per_layer": num_launches / NUM_LAYERS,
+        "microseconds_per_launch": round(min(seconds) / num_launches * 1e6, 2),
+        "microseconds_per_step": round(min(seconds) * 1e6),
+    }
+
+
+class _Counted(TorchDispatchMode):
+    """Counts operators, those within an operator not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_operators() -> dict[str, Any]:
+    """Operators of a layer by name, of a decode step of eight adapted tokens. In a process that interprets Triton."""
+    of_depth = {depth: _operators_of_a_step(depth) for depth in (2, 3)}
+    of_layer = dict(of_depth[3] - of_depth[2])
+    return {
+        "torch_operators_per_layer": sum(count for name, count in of_layer.items() if name not in VIEWS),
+        "views_per_layer": sum(count for name, count in of_layer.items() if name in VIEWS),
+        "operators": of_layer,
+    }
+
+
+def _operators_of_a_step(num_layers: int) -> Counter[str]:
+    from tests.ascend.twin.install import import_torch_npu, npu_path, prepare_interpreter
+
+    import_torch_npu()
+    prepare_interpreter()
+    from kernels.lora import triton_ascend
+    from tests.ascend.twin.test_service import SIZES, config
+    from tests.support.engine_parity import Request, build_engine, make_world
+
+    with tempfile.TemporaryDirectory() as directory, npu_path():
+        sizes = {**SIZES["qwen3"], "num_hidden_layers": num_layers}
+        world = make_world("qwen3", Path(directory), "cpu", dtype=torch.bfloat16, **sizes)
+        engine = build_engine(config(world, num_blocks=20, token_budget=64))
+        try:
+            for i in range(8):
+                engine.submit(Request(f"r{i}", "all", (5 + i, 9, 8, 7), 12).submit(world))
+            for _ in range(4):
+                engine.step()
+            with mock.patch.object(triton_ascend.Launch, "run", return_value=None), _Counted() as counted:
+                engine.step()
+        finally:
+            engine.close()
+    return counted.counts
+
+
+def main() -> None:
+    """Print the figures beside their bars and write them as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m bench.ascend_host", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--out", type=Path, default=OUT / "ascend_host.json")
+    parser.add_argument(COUNT_ARGUMENT, action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.count_operators:
+        print(json.dumps(count_operators()))
+        return
+    result: dict[str, Any] = {f"{tokens} tokens": measure_lora(tokens) for tokens in arguments.tokens}
+    result["a layer of Qwen3"] = _counted_elsewhere()
+    for name, figures in result.items():
+        for what, value in figures.items():
+            bar = f" (bar {BARS[what]})" if what in BARS else ""
+            print(f"{name:18} {what:28} {value}{bar}")
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=1))
+
+
+def _counted_elsewhere() -> dict[str, Any]:
+    """`count_operators` of a process that interprets Triton and finds torch_npu beside the environment."""
+    torch_npu = Path(sys.prefix) / "torch_npu"
+    others = {"TRITON_INTERPRET": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": f"{Path.cwd()}:{torch_npu}"}
+    command = [sys.executable, "-W", "ignore", "-m", "bench.ascend_host", COUNT_ARGUMENT]
+    done = subprocess.run(command, env={**os.environ, **others}, capture_output=True, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+if __name__ == "__main__":
+    main()
