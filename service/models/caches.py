@@ -55,6 +55,9 @@ def allocate_caches(
 ) -> Caches:
     """Caches of all layers, not initialised: a sequence reads what it has written and nothing else.
 
+    But for keys and values on an NPU, which begin as zeros: NaN that happened to lie in a block behind a sequence's end
+    have been seen to reach the result of its fused attention.
+
     num_blocks, num_lines  the null block and the null line included; num_lines is unused without states
     block_size             tokens per block
     """
@@ -70,7 +73,8 @@ def allocate_caches(
             matrices = torch.empty(shape, dtype=torch.float32, device=device)
             return DeltaStates(empty(num_lines, mixer.width - 1, mixer.size), matrices)
         shape = (num_blocks, block_size, mixer.num_kv_heads, mixer.head_dim)
-        return KvCache(empty(*shape), empty(*shape))
+        make = torch.zeros if device.type == "npu" else torch.empty
+        return KvCache(*(make(shape, dtype=dtype, device=device) for _ in range(2)))
 
     return Caches(tuple(of(layer.mixer) for layer in spec.layers))
 
