@@ -1,0 +1,130 @@
+"""Whether the gate notices that a kernel was changed: its launches one after another, until one of them is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import signal
+import sys
+import tempfile
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from kernels.causal_conv1d import triton_ascend as conv
+from kernels.lora import triton_ascend_kernels as lora
+from tests.ascend import conv_cases, lora_cases
+from tests.ascend.gate import checks, compiler, linalg_cpu
+from tests.ascend.gate.cases import REQUIRED_TARGETS, Case
+from tests.ascend.mutants.changes import Mutant, kernels_with
+
+MODULES: tuple[ModuleType, ...] = (lora, conv)
+# A launch takes seconds; one that takes so long has lost its way out of a loop.
+LAUNCH_SECONDS = 150
+_LARGE = {
+    "far",
+    "long",
+    "mixed",
+    "large ranks",
+    "qwen3.5",
+    "qwen3.5 qkv",
+    "qwen3.5 0.8B",
+    "sequences that begin with a tile",
+}
+SURVIVED, NOT_COMPILED = "survived", "did not compile"
+
+
+def source_of(module: ModuleType) -> str:
+    """The module's text."""
+    assert module.__file__ is not None
+    return Path(module.__file__).read_text()
+
+
+def judge(module: ModuleType, mutant: Mutant, launch_name: str = "") -> str:
+    """What the gate says of the mutant: `SURVIVED`, `NOT_COMPILED`, or how it was caught. In a process of its own.
+
+    launch_name  judge by launches of this name alone
+    """
+    context = get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
+        process = context.Process(target=_judge, args=(module, mutant, launch_name, Path(directory), sender))
+        process.start()
+        sender.close()
+        try:
+            verdict: str = receiver.recv()
+        except EOFError:
+            process.join()
+            verdict = f"died of signal {-(process.exitcode or 0)}"
+        process.join()
+    return verdict
+
+
+def _judge(module: ModuleType, mutant: Mutant, launch_name: str, directory: Path, sender: Connection) -> None:
+    torch.set_num_threads(1)
+    compiler.CACHE = linalg_cpu.CACHE = directory
+    changed = _imported(mutant.source, directory / "mutant.py")
+    launches = [one for one in _launches(module, mutant) if launch_name in ("", one[2])]
+    sender.send(_verdict(changed, launches))
+
+
+def _verdict(changed: ModuleType, launches: list[tuple[str, Case, str]]) -> str:
+    for name, case, launch_name in launches:
+        kernel = getattr(changed, name)
+        signal.alarm(LAUNCH_SECONDS)  # ends this process
+        try:
+            _run(dataclasses.replace(case, kernel=kernel), launch_name)
+        except compiler.CompileError as error:
+            return NOT_COMPILED if error.stage != "device" else f"{launch_name}: {error}"[:200]
+        except Exception as error:  # whatever the gate would fail with
+            return f"{launch_name}: {type(error).__name__}: {' '.join(str(error).split())}"[:200]
+        signal.alarm(0)
+    return SURVIVED
+
+
+def _launches(module: ModuleType, mutant: Mutant) -> list[tuple[str, Case, str]]:
+    """The gate's launches of kernels that have the change, those that are likely to show it or are small first."""
+    affected = kernels_with(mutant.function, source_of(module))
+    launches = [one for one in launches_of(module) if one[0] in affected]
+    if mutant.kind == "32 bits":
+        launches.sort(key=lambda one: one[2] != "far")
+    return launches
+
+
+def launches_of(module: ModuleType) -> list[tuple[str, Case, str]]:
+    """(kernel, case, launch) for all launches of a module's kernels; those judged by bytes are large, so last."""
+    small, large = [], []
+    for case in lora_cases.CASES if module is lora else conv_cases.CASES:
+        for launch_name, make in case.launches.items():
+            is_large = getattr(make, "keywords", {}).get("judge_traffic") or launch_name in _LARGE
+            (large if is_large else small).append((case.kernel.fn.__name__, case, launch_name))
+    return small + large
+
+
+def _run(case: Case, launch_name: str) -> None:
+    """The gate's tests of one launch, but for the compilers of further chips."""
+    launch = case.launches[launch_name]()
+    compiled = checks.compile_launch(case, launch, REQUIRED_TARGETS[0])
+    checks.check_fits(case, compiled)
+    checks.check_loops(case, compiled)
+    counts = checks.run_simulated(case, launch, compiled)
+    checks.check_values(launch)
+    checks.check_scalars(launch, counts)
+    checks.check_traffic(launch, counts)
+    # Last, since stock MLIR and clang take longest; on fresh outputs, as those of the simulated run are right already.
+    launch = case.launches[launch_name]()
+    checks.run_on_cpu(case, launch, compiled, "reverse")
+    checks.check_values(launch)
+
+
+def _imported(source: str, path: Path) -> ModuleType:
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location("mutant", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["mutant"] = module
+    spec.loader.exec_module(module)
+    return module

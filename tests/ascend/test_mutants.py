@@ -1,0 +1,64 @@
+"""The gate notices small changes of the kernels: some that it once missed, and a few drawn at random.
+
+All of them are tried by `python -m tests.ascend.mutants`, which takes an hour.
+"""
+
+from __future__ import annotations
+
+import itertools
+from types import ModuleType
+
+import pytest
+
+from kernels.causal_conv1d import triton_ascend as conv
+from kernels.lora import triton_ascend_kernels as lora
+from tests.ascend.gate import linalg_cpu
+from tests.ascend.mutants.__main__ import drawn
+from tests.ascend.mutants.changes import Mutant, mutants_of
+from tests.ascend.mutants.judge import NOT_COMPILED, SURVIVED, judge, source_of
+
+pytestmark = pytest.mark.skipif(not linalg_cpu.available(), reason="NOT EXECUTED: mlir-19-tools or clang-19 is missing")
+NUM_DRAWN = 3
+
+
+def found(module: ModuleType, function: str, before: str, after: str) -> Mutant:
+    mutants = mutants_of(source_of(module))
+    return next(one for one in mutants if (one.function, one.before, one.after) == (function, before, after))
+
+
+def replaced(module: ModuleType, function: str, before: str, after: str) -> Mutant:
+    """A mutant that no change of one place makes."""
+    source = source_of(module)
+    assert before in source
+    return Mutant(function, "text", 0, before, after, lambda: source.replace(before, after))
+
+
+MISSED = {
+    # Two cores work on the head and the state of a sequence that begins with the second one's tile.
+    "a neighbour's sequence": (
+        conv, "sequences that begin with a tile", found(conv, "conv_prefill", "starts < stop", "starts <= stop"),
+        "a race",
+    ),
+    # What the next chunk's core adds meanwhile is lost.
+    "a neighbour's columns": (
+        lora, "odd sizes",
+        replaced(lora, "lora_expand_few", "_store_delta(delta, here, inside, OVERWRITE)",
+                 "_store_delta(tl.where(inside, delta, 0.0), here, first_column + columns < 777, OVERWRITE)"), "a race",
+    ),
+    "32-bit offsets of x": (lora, "far", found(lora, "lora_shrink_few", "tl.cast(t, tl.int64)", "t"), "far"),
+    "32-bit offsets of out": (lora, "far", found(lora, "lora_expand_few", "begin.to(tl.int64)", "begin"), "far"),
+    "32-bit offsets of rows": (lora, "far", found(lora, "_load_b", "row.to(tl.int64)", "row"), "far"),
+    "32-bit offsets of states": (conv, "far", found(conv, "conv_update", "source.to(tl.int64)", "source"), "far"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISSED)
+def test_a_mutant_that_was_missed_once_is_caught(name: str) -> None:
+    module, launch_name, mutant, why = MISSED[name]
+    assert why in judge(module, mutant, launch_name)
+
+
+def test_mutants_that_are_drawn_at_random_are_caught() -> None:
+    verdicts = (judge(module, mutant) for module, mutant in drawn(seed=1))
+    compiled = (verdict for verdict in verdicts if verdict != NOT_COMPILED)
+    assert SURVIVED not in itertools.islice(compiled, NUM_DRAWN)
