@@ -12,6 +12,18 @@ EQUIVALENT: dict[tuple[str, str, str], str] = {
     for function in ("_history", "_taps", "conv_update", "conv_prefill")
     for width in range(2, 8)
 }
+EQUIVALENT |= {
+    (function, "tl.minimum(first_item + share, num_items)", "first_item + share"): (
+        "items behind the last one are blocks of channels behind the last channel, where every access is masked"
+    )
+    for function in ("conv_update", "conv_prefill")
+}
+EQUIVALENT |= {
+    (function, "(slice_index * num_tokens + begin).to(tl.int64)", "slice_index * num_tokens + begin"): (
+        "h is a step's workspace, of slices x tokens x splits x 256 elements, which 32 bits count by far"
+    )
+    for function in ("lora_shrink_few", "lora_shrink_many", "lora_expand_few", "lora_expand_many")
+}
 
 
 def reason_for(mutant: Mutant) -> str | None:
