@@ -197,7 +197,14 @@ class ChatTemplate:
         if continue_final_message:
             plain[-1] = _tag_final_message(final)
         names = {**self._special_tokens, **(variables or {})}
-        text = self._run(names, plain, add_generation_prompt=add_generation_prompt, tools=tools)
+        try:
+            text = self._run(names, plain, add_generation_prompt=add_generation_prompt, tools=tools)
+        except TemplateError:
+            # Some templates write arguments one by one, which a text that is no object does not have.
+            objects = [_with_objects(message) for message in plain]
+            if objects == plain:
+                raise
+            text = self._run(names, objects, add_generation_prompt=add_generation_prompt, tools=tools)
         if not continue_final_message:
             return text
         if "content" not in self.source:
@@ -240,6 +247,19 @@ class ChatTemplate:
             except TemplateError:
                 return False
         return rendered[0] == rendered[1]
+
+
+def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with arguments that are texts as the only member of an object."""
+    if not isinstance(message.get("tool_calls"), list):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": {"arguments": call["function"]["arguments"]}}}
+        if isinstance(call["function"]["arguments"], str)
+        else call
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
 
 
 def _tag_final_message(message: dict[str, Any]) -> dict[str, Any]:

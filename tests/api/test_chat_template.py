@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from service.text.chat_template import ChatTemplate, TemplateError, template_source
 from service.text.tokenizer import TextError, TextTokenizer
 from tests.support.tiny_models import make_tokenizer
+from tests.support.tool_templates import TEMPLATES as TOOL_TEMPLATES
 
 CHATML = (
     "{%- for message in messages %}\n"
@@ -127,6 +128,21 @@ def test_a_template_that_knows_texts_only_gets_the_parts_joined(special_tokens: 
     chat = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]
     assert not template.takes_parts
     assert template.render(chat) == "one\ntwo"
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_coder", "hermes"])
+def test_a_history_with_arguments_that_are_no_object_can_be_shown(special_tokens: dict[str, str], name: str) -> None:
+    """A model wrote them once, or was cut off, and every later turn brings them back."""
+    template = ChatTemplate(TOOL_TEMPLATES[name], special_tokens)
+
+    def history(arguments: Any) -> list[dict[str, Any]]:
+        calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}]
+        return [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+
+    as_member = template.render(history({"arguments": '{"a": 1, b'}))
+    as_text = template.render(history('{"a": 1, b'))
+    assert "b" in as_text.partition("f")[2]
+    assert (as_text == as_member) == (name != "hermes")
 
 
 def test_a_developer_is_a_system_to_templates_that_do_not_know_developers(special_tokens: dict[str, str]) -> None:
