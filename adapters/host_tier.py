@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,65 +17,56 @@ from adapters.format import Tensor, read_header
 from adapters.layout import TABLE_GROUPS, BaseLayout, Group, Projection, Slice
 from adapters.paths import EMBEDDING_SIDES, LINEAR_SIDES, MANIFEST_FILE, TENSOR_FILE, adapter_dir, stored_name
 from adapters.records import UNREADABLE, Manifest
+from adapters.slab import Arena, Extras, HostAdapter, ModuleShape, PageableMemory, SlabMemory, make_adapter, slab_bytes
+from adapters.worth import Worths
 
 _NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<i2")}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HostSlice:
-    """LoRA weights of one slice: a [rank, in_features], b [rank, out_features] (lora_B transposed), contiguous."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    rank: int
-    scaling: float
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class HostAdapter:
-    """slices by module path; rows: the largest rank per projection group; num_bytes of host memory.
-
-    extras  what it has beside rows, by module path and part (see `adapters.binding.BoundExtra`): float32 vectors, and
-            the embedding and the head in the rows' dtype
-    tokens  of the slices that are trained tokens, by module path: the ids, one for each rank. Their values stand where
-            what they change the base by belongs; the base's are subtracted on the device
-    """
-
-    digest: str
-    slices: dict[str, HostSlice]
-    rows: dict[str, int]
-    num_bytes: int
-    extras: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
-    tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
-
-    def tensors(self) -> list[torch.Tensor]:
-        """All that it holds."""
-        return [*(tensor for s in self.slices.values() for tensor in (s.a, s.b)), *self.extras.values()]
+# To find a file, read its manifest and header, and begin, costs about as much as reading so many bytes more.
+READ_OVERHEAD_BYTES = 1 << 20
 
 
 class HostTier:
-    """Least-recently-used cache of `HostAdapter`s within `budget_bytes`; 0 keeps nothing, every get reads the disk.
+    """`HostAdapter`s within `budget_bytes`; 0 keeps nothing, every get reads the disk. Those leave that are worth
+    least: see `adapters.worth`, with the bytes of a read as the cost.
 
-    Thread-safe. The budget counts what the tier keeps; an adapter handed out lives on while its user holds it.
+    Thread-safe but for `get`, which is called by one thread at a time. The budget counts what the tier keeps; an
+    adapter handed out lives on while its user holds it.
+
+    is_pinned  hold them in memory that a device copies from by itself, the whole budget of it taken at once
     """
 
     def __init__(
-        self, store_root: Path, layout: BaseLayout, budget_bytes: int, *, dtype: torch.dtype = torch.float32
+        self,
+        store_root: Path,
+        layout: BaseLayout,
+        budget_bytes: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        is_pinned: bool = False,
     ) -> None:
         self._root = store_root
         self._layout = layout
         self._dtype = dtype
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, HostAdapter] = OrderedDict()
+        self._kept: dict[str, HostAdapter] = {}
+        self._used_bytes = 0
+        self._worths = Worths(self._cost_per_byte)
+        self._evicted: list[str] = []
+        self._memory: SlabMemory = Arena(budget_bytes) if is_pinned else PageableMemory()
+        self._is_pinned = is_pinned
         self.budget_bytes = budget_bytes
 
     def kept(self, digest: str) -> HostAdapter | None:
-        """The adapter, if it is in memory; costs no time."""
+        """The adapter, if it is in memory; costs no time, and counts as a use."""
         with self._lock:
             kept = self._kept.get(digest)
             if kept is not None:
-                self._kept.move_to_end(digest)
+                self._worths.use(digest)
             return kept
+
+    def is_kept(self, digest: str) -> bool:
+        """Whether it is in memory."""
+        return digest in self._kept
 
     def get(self, digest: str) -> HostAdapter:
         """The adapter, from memory or disk. Raises NotFound when the store has no such digest, Malformed when its
@@ -85,48 +74,101 @@ class HostTier:
         kept = self.kept(digest)
         if kept is not None:
             return kept
-        adapter = read_adapter(self._root, self._layout, digest, self._dtype)
+        adapter = self.read(digest)
         with self._lock:
             self._keep(adapter)
         return adapter
 
+    def read(self, digest: str) -> HostAdapter:
+        """Anew, into memory of the tier's; errors as in `get`."""
+        return read_adapter(self._root, self._layout, digest, self._dtype, self.take)
+
     def drop(self, digest: str) -> None:
         """Forget the adapter; unknown digests are ignored."""
         with self._lock:
-            self._kept.pop(digest, None)
+            if digest in self._kept:
+                self._worths.forget(digest)
+                self._remove(digest)
 
     def resident(self) -> tuple[str, ...]:
         """Digests kept, least recently used first."""
         with self._lock:
-            return tuple(self._kept)
+            return tuple(sorted(self._kept, key=self._worths.last_turn))
+
+    def take_evicted(self) -> list[str]:
+        """Adapters that have made room since the last call."""
+        with self._lock:
+            evicted, self._evicted = self._evicted, []
+            return evicted
 
     @property
     def used_bytes(self) -> int:
-        with self._lock:
-            return self._used()
+        """Of those that are kept."""
+        return self._used_bytes
+
+    @property
+    def num_kept(self) -> int:
+        """Adapters."""
+        return len(self._kept)
 
     def check_integrity(self) -> None:
-        """Kept bytes are within the budget and are what the tensors really take."""
+        """Kept bytes are within the budget and are what the slabs really take."""
         with self._lock:
-            assert self._used() <= self.budget_bytes
+            assert self._used_bytes <= self.budget_bytes
+            assert self._used_bytes == sum(adapter.num_bytes for adapter in self._kept.values())
             for digest, adapter in self._kept.items():
                 assert adapter.digest == digest
-                storages = [tensor.untyped_storage() for tensor in adapter.tensors()]
-                assert sum(storage.nbytes() for storage in storages) == adapter.num_bytes, digest
+                assert adapter.slab.nbytes + adapter.extra_bytes == adapter.num_bytes, digest
 
-    def _used(self) -> int:
-        return sum(adapter.num_bytes for adapter in self._kept.values())
+    def take(self, num_bytes: int) -> tuple[torch.Tensor, SlabMemory]:
+        """Memory for a slab that is about to be read, from those that are worth least if need be."""
+        while (slab := self._memory.take(num_bytes)) is None:
+            with self._lock:
+                if not self._kept or num_bytes > self.budget_bytes:
+                    break
+                self._evict_one()
+        if slab is None:  # the arena is in use, or too small: this one is on its own
+            memory = PageableMemory()
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._is_pinned), memory
+        return slab, self._memory
+
+    # ---- inner parts, under the lock
 
     def _keep(self, adapter: HostAdapter) -> None:
         if adapter.num_bytes > self.budget_bytes:
             return
+        while self._used_bytes + adapter.num_bytes > self.budget_bytes:
+            self._evict_one()
         self._kept[adapter.digest] = adapter
-        self._kept.move_to_end(adapter.digest)
-        while self._used() > self.budget_bytes:
-            self._kept.popitem(last=False)
+        self._used_bytes += adapter.num_bytes
+        self._worths.use(adapter.digest)
+
+    def _evict_one(self) -> None:
+        digest = min(self._kept, key=self._worths.of)
+        self._worths.evict(digest)
+        self._remove(digest)
+        self._evicted.append(digest)
+
+    def _remove(self, digest: str) -> None:
+        self._used_bytes -= self._kept.pop(digest).num_bytes
+
+    def _cost_per_byte(self, digest: str) -> float:
+        return 1.0 + READ_OVERHEAD_BYTES / max(self._kept[digest].num_bytes, 1)
 
 
-def read_adapter(store_root: Path, layout: BaseLayout, digest: str, dtype: torch.dtype) -> HostAdapter:
+# Memory for a slab of so many bytes, and what it goes back to.
+Take = Callable[[int], tuple[torch.Tensor, SlabMemory]]
+
+
+def pageable(num_bytes: int) -> tuple[torch.Tensor, SlabMemory]:
+    """From the heap."""
+    memory = PageableMemory()
+    return memory.take(num_bytes), memory
+
+
+def read_adapter(
+    store_root: Path, layout: BaseLayout, digest: str, dtype: torch.dtype, take: Take = pageable
+) -> HostAdapter:
     """Read a published adapter; errors as in `HostTier.get`."""
     directory = adapter_dir(store_root, layout, digest)
     manifest = _read_manifest(directory, digest)
@@ -136,22 +178,23 @@ def read_adapter(store_root: Path, layout: BaseLayout, digest: str, dtype: torch
     except FileNotFoundError:
         raise NotFound(f"The store has no adapter {digest}.") from None
     known = {piece.module: (projection, piece) for projection in layout.projections for piece in projection.slices}
-    slices: dict[str, HostSlice] = {}
+    stored: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    shapes: list[ModuleShape] = []
     extras: dict[tuple[str, str], torch.Tensor] = {}
-    rows: dict[str, int] = {}
     tokens: dict[str, tuple[int, ...]] = {}
+    side_rows: dict[Group, int] = {}
     for report in manifest.modules:
         if report.token_ids:
-            values = _own(_tensor(mapped, header, stored_name(report.module, TOKENS)), dtype)
+            values = _tensor(mapped, header, stored_name(report.module, TOKENS))
             tokens[report.module] = report.token_ids
-            slices[report.module] = _trained(values, report.token_ids, known[report.module][0])
-            rows["embeddings"] = max(rows.get("embeddings", 0), len(report.token_ids))
+            a, b = stored[report.module] = _trained(values, report.token_ids, known[report.module][0])
+            shapes.append(ModuleShape(report.module, len(a), a.shape[1], b.shape[1], 1.0))
             continue
         for part in report.parts:
             group = _group_of(report.module, part, known)
             tensor = _tensor(mapped, header, stored_name(report.module, part))
             extras[report.module, part] = _own(tensor, dtype if group in TABLE_GROUPS else torch.float32)
-            rows[group] = 1
+            side_rows[group] = 1
         if not report.rank:
             continue
         projection, piece = known[report.module]
@@ -159,21 +202,28 @@ def read_adapter(store_root: Path, layout: BaseLayout, digest: str, dtype: torch
         a, b = (_tensor(mapped, header, stored_name(report.module, side)) for side in sides)
         if a.shape != (report.rank, projection.in_features) or b.shape != (piece.out_features, report.rank):
             raise Malformed(f"Adapter {digest} is damaged on disk; delete it and upload it again.")
-        rows[projection.group] = max(rows.get(projection.group, 0), report.rank)
-        slices[report.module] = HostSlice(_own(a, dtype), _own(b.t(), dtype), report.rank, report.scaling)
-    if rows != manifest.rows:
+        stored[report.module] = a, b.t()
+        shape = (report.rank, projection.in_features, piece.out_features)
+        shapes.append(ModuleShape(report.module, *shape, report.scaling))
+    slab, memory = take(slab_bytes(layout, shapes, dtype))
+    adapter = make_adapter(layout, digest, shapes, dtype, slab, memory, Extras(extras, tokens, side_rows))
+    if adapter.rows != manifest.rows:
         raise Malformed(f"Adapter {digest} is damaged on disk; delete it and upload it again.")
-    adapter = HostAdapter(digest, slices, rows, 0, extras, tokens)
-    return replace(adapter, num_bytes=sum(tensor.nbytes for tensor in adapter.tensors()))
+    for module, held in adapter.slices.items():
+        for target, source in zip((held.a, held.b), stored[module], strict=True):
+            target.copy_(source)
+            _check_finite(target)
+    return adapter
 
 
-def _trained(values: torch.Tensor, token_ids: tuple[int, ...], projection: Projection) -> HostSlice:
-    """Trained tokens as LoRA: one rank for each, which only its token meets. values [num_ids, hidden]"""
+def _trained(
+    values: torch.Tensor, token_ids: tuple[int, ...], projection: Projection
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Trained tokens as A and B of LoRA: one rank for each, which only its token meets. values [num_ids, hidden]"""
     vocab_size = projection.in_features if projection.kind == "embedding" else projection.slices[0].out_features
     meets = torch.zeros(len(token_ids), vocab_size, dtype=values.dtype)
     meets[torch.arange(len(token_ids)), torch.tensor(token_ids)] = 1
-    sides = (meets, values) if projection.kind == "embedding" else (values, meets)
-    return HostSlice(*sides, len(token_ids), 1.0)
+    return (meets, values) if projection.kind == "embedding" else (values, meets)
 
 
 def _group_of(module: str, part: str, known: Mapping[str, tuple[Projection, Slice]]) -> Group:
@@ -183,6 +233,19 @@ def _group_of(module: str, part: str, known: Mapping[str, tuple[Projection, Slic
     if module not in known:
         return "norms"
     return "saved_embedding" if known[module][0].kind == "embedding" else "saved_head"
+
+
+def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous copy in `dtype`, of its own memory."""
+    owned = torch.empty(tensor.shape, dtype=dtype)
+    owned.copy_(tensor)
+    _check_finite(owned)
+    return owned
+
+
+def _check_finite(tensor: torch.Tensor) -> None:
+    if tensor.dtype != torch.float32 and not torch.isfinite(tensor).all():
+        raise Unsupported(f"The adapter has weights beyond the range of {tensor.dtype}; serve it in a wider dtype.")
 
 
 def _read_manifest(directory: Path, digest: str) -> Manifest:
@@ -203,12 +266,3 @@ def _tensor(mapped: np.memmap, header: dict[str, Tensor], name: str) -> torch.Te
     data = np.ndarray(entry.shape, _NUMPY[entry.dtype], buffer=mapped.data, offset=entry.start)
     tensor = torch.from_numpy(data)
     return tensor.view(torch.bfloat16) if entry.dtype == "BF16" else tensor
-
-
-def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous copy in `dtype`, of its own memory."""
-    owned = torch.empty(tensor.shape, dtype=dtype)
-    owned.copy_(tensor)
-    if dtype != torch.float32 and not torch.isfinite(owned).all():
-        raise Unsupported(f"The adapter has weights beyond the range of {dtype}; serve it in a wider dtype.")
-    return owned

@@ -1,19 +1,21 @@
-"""The adapters on the device: one stack of rows per projection, one range allocator per projection group."""
+"""The adapters on the device: one stack of rows per projection, written as `RowAllocation` decides."""
 
 from __future__ import annotations
 
-import heapq
+from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 
-from adapters.errors import RowsExceeded
-from adapters.host_tier import HostAdapter
+from adapters.copy_stream import REACHED, CopyStream, Mark, NoStream, copy_stream_of
 from adapters.layout import SIDE_GROUPS, BaseLayout, Group, Projection
+from adapters.pages import give_back_pages
+from adapters.row_allocation import Placement, RowAllocation, RowMove
 from adapters.row_plan import plan_rows
-from adapters.row_ranges import Move, Range, RangeAllocator
+from adapters.scatter import BUFFER_BYTES, Scatter
 from adapters.side_pool import BaseFacts, SidePool
+from adapters.slab import HostAdapter
 from kernels.lora.maps import LoraStack
 
 
@@ -31,22 +33,23 @@ class PoolUsage:
     num_moves: int
 
 
-@dataclass(slots=True)
-class _Resident:
-    place: int
-    rows: dict[Group, int]
-    last_use: int
-    num_pins: int = 0
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """On its way; `adapter` is what it reads from."""
+
+    digest: str
+    adapter: HostAdapter
+    mark: Mark
 
 
 class RowPool:
-    """Owns every `LoraStack`. One thread, between launches of steps, in whose order the device does what is asked here;
-    a load waits for the steps before it, since it copies from memory that is not pinned. What `first_rows` says holds
-    until the next `load`.
+    """Owns every `LoraStack`. One thread, between launches of steps. What `first_rows` says holds until the next
+    `load`.
 
-    A load makes room in this order: a free range; sliding idle ranges together when only fragmentation is in the way;
-    evicting the window of idle ranges that was not used for longest; evicting the least recently used idle adapters and
-    sliding all ranges, those in use included. Places never change while an adapter is resident, ranges may.
+    A load copies an adapter's slab to the device on a stream of its own, beside the steps, and then into its rows:
+    after the steps that were launched before, which may still use the rows of who made room, and of which none uses the
+    newcomer. It is there for the steps that are launched after `publish`. Only moves of ranges go in the order of the
+    steps: the ranges may be in use by the next one.
     """
 
     def __init__(
@@ -59,12 +62,18 @@ class RowPool:
         alignment: int = 16,
         max_rank: int | None = None,
         rows_behind: Callable[[str, int, int], torch.Tensor | None] | None = None,
+        cost_per_row: Callable[[str], float] = lambda _: 1.0,
+        copies: CopyStream | None = None,
+        buffer_bytes: int = BUFFER_BYTES,
         side_bytes: int = 0,
         base: BaseFacts | None = None,
     ) -> None:
-        """rows_behind  (name of a projection, number of rows, number of slices) -> memory behind its base weight for
-        the rows of A, [rows * slices, in_features], row j of slice s at j * slices + s; None: they stand by themselves.
-        The bytes count as the pool's either way.
+        """rows_behind   (name of a projection, number of rows, number of slices) -> memory behind its base weight for
+                      the rows of A, [rows * slices, in_features], row j of slice s at j * slices + s; None: they stand
+                      by themselves. The bytes count as the pool's either way.
+        cost_per_row  see `RowAllocation`
+        copies        None: the device's own
+        buffer_bytes  of the device, through which adapters come there; see `Scatter`
         side_bytes, base  for what adapters have beside rows; 0: those that have such find no room
         """
         self._rows_behind = rows_behind
@@ -76,6 +85,7 @@ class RowPool:
             max_rank=max_rank,
             side_bytes=side_bytes,
         )
+        self.allocation = RowAllocation(self.plan, cost_per_row)
         self._layout = layout
         self._groups = self.plan.groups
         self._base = base
@@ -83,7 +93,6 @@ class RowPool:
         if side_bytes:
             assert base is not None, "what adapters have beside rows depends on the base"
             self.side = SidePool(layout, self.plan.rows, base, dtype, device)
-        self._ranges = {group: RangeAllocator(self.plan.rows[group]) for group in self._groups}
         num_slices = sum(len(projection.slices) for projection in layout.projections)
         # One column per place, one row per slice: a load writes one column of each.
         self._ranks = torch.zeros(num_slices, self.plan.num_places, dtype=torch.int32, device=device)
@@ -91,13 +100,14 @@ class RowPool:
         self._stacks: dict[str, LoraStack] = {}
         for projection in layout.projections:
             self._stacks[projection.name] = self._make_stack(projection, dtype, device)
-        self._residents: dict[str, _Resident] = {}
-        self._first_rows: dict[int, tuple[int, ...]] = {}
-        self._free_places: list[int] = []
-        self._num_places = 0  # places ever used: the length of the host tables
-        self._rows_in_use = dict.fromkeys(self._groups, 0)  # of pinned residents
-        self._clock = 0
-        self._num_loads = self._num_evictions = self._num_moves = 0
+        self._copies = copies or copy_stream_of(torch.device(device))
+        if isinstance(self._copies, NoStream):
+            buffer_bytes = 0
+        self._scatter = Scatter(layout, self._stacks, self._ranks, self._scalings, self.plan, buffer_bytes)
+        self._under_way: deque[_Copy] = deque()
+        self._num_loads = 0
+        self._evicted: list[str] = []
+        self._freed_groups: set[Group] = set()
 
     # ---- for the model and the maps
 
@@ -106,254 +116,175 @@ class RowPool:
         return self._stacks[name]
 
     def place_of(self, digest: str) -> int | None:
-        """The place of a resident adapter, None if it is not on the device."""
-        resident = self._residents.get(digest)
-        return None if resident is None else resident.place
+        """The place of an adapter that has rows, None if it has none."""
+        return self.allocation.place_of(digest)
 
     def first_rows(self, place: int) -> tuple[int, ...]:
         """First row per group of the plan, -1 where the adapter has none. Read it when the maps of a step are built,
         after all loads of that step."""
-        return self._first_rows[place]
+        return self.allocation.first_rows(place)
 
     def rows_end(self, digests: Collection[str]) -> int:
         """The row behind the last one, in any group, of these residents: a window must be as long to hold them all."""
-        taken = (
-            self._ranges[group].get(digest)
-            for digest in digests
-            for group in self._residents[digest].rows
-            if group not in SIDE_GROUPS
-        )
-        return max((owned.end for owned in taken if owned is not None), default=0)
+        return self.allocation.rows_end(digests)
 
     # ---- residents
 
-    def load(self, digest: str, adapter: HostAdapter, *, may_evict: bool = True) -> bool:
-        """Copy the adapter to the device unless it is there. False when the adapters in use leave too few rows, or,
-        without `may_evict`, when no more than sliding idle ranges together is not enough; then nothing has changed.
+    @torch.no_grad()
+    def load(self, digest: str, adapter: HostAdapter, *, may_evict: bool = True) -> Mark | None:
+        """Begin to copy the adapter to the device, unless it has rows. Returns when it is there; None when the adapters
+        in use leave too few rows, or, without `may_evict`, when no more than sliding idle ranges together is not
+        enough: then nothing has changed. Steps may use it after `publish`; until then the caller keeps it pinned.
+
         Raises RowsExceeded when it would not fit an empty pool, or when the kernels do not take its rank: the store may
         hold it from a server with more rows, or with another device."""
-        self._clock += 1
-        resident = self._residents.get(digest)
-        if resident is not None:
-            resident.last_use = self._clock
-            return True
+        if self.place_of(digest) is not None:
+            self.allocation.use(digest)
+            return next((copy.mark for copy in self._under_way if copy.digest == digest), REACHED)
         self.check_size(adapter.rows)
-        lengths = self._lengths(adapter.rows)
-        if not self.has_room(adapter.rows):
-            return False
-        if not may_evict and not all(self._has_room_beside_all(group, length) for group, length in lengths.items()):
-            return False
-        for group, length in lengths.items():
-            self._make_room(group, length)
-            taken = self._ranges[group].take(digest, length)
-            assert taken is not None, (group, length)
-            # In use until the load is complete: room in the next group is not made at the cost of this one.
-        place = heapq.heappop(self._free_places) if self._free_places else self._new_place()
-        resident = _Resident(place, lengths, self._clock)
-        self._residents[digest] = resident
-        self._write(digest, resident, adapter)
+        placement = self.allocation.take(digest, adapter.rows, may_evict=may_evict)
+        if placement is None:
+            return None
+        self._evicted += placement.evicted
+        self._let_go()
+        self._move(placement.moves)
+        self._note_tables(placement, adapter)
+        mark = self._copy(adapter, placement)
+        self._under_way.append(_Copy(digest, adapter, mark))
         self._num_loads += 1
-        return True
+        return mark
+
+    def publish(self, mark: Mark) -> None:
+        """Steps that are launched from now on find what was copied until the mark."""
+        if not mark.is_reached():
+            self._copies.before_steps(mark)
+        self._let_go()
+
+    def take_evicted(self) -> list[str]:
+        """Adapters that have made room since the last call."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
 
     def check_size(self, rows: Mapping[str, int]) -> None:
-        """Raises RowsExceeded when an adapter of so many rows would not fit an empty pool, or when the kernels do not
-        take its rank."""
-        rank, max_rank = max(rows.values(), default=0), self.plan.max_rank
-        if max_rank is not None and rank > max_rank:
-            raise RowsExceeded(
-                f"The adapter has rank {rank}; the kernels of this device take ranks up to {max_rank}. Upload it with "
-                "a smaller rank."
-            )
-        group = self.plan.group_too_small(rows)
-        if group is not None:
-            raise RowsExceeded(self.plan.refusal(group, rows))
+        """See `RowAllocation.check_size`."""
+        self.allocation.check_size(rows)
 
     def has_room(self, rows: Mapping[str, int]) -> bool:
-        """Whether the residents in use leave an adapter of so many rows its room."""
-        lengths = self._lengths(rows)
-        return all(length + self._rows_in_use[group] <= self.plan.rows[group] for group, length in lengths.items())
+        """See `RowAllocation.has_room`."""
+        return self.allocation.has_room(rows)
 
     def fits_beside(self, rows: Mapping[str, int], digests: Collection[str]) -> bool:
-        """Whether an adapter of so many rows would have room if these residents were the only ones in use."""
-        residents = [self._residents[digest] for digest in digests]
-        return all(
-            length + sum(one.rows.get(group, 0) for one in residents) <= self.plan.rows[group]
-            for group, length in self._lengths(rows).items()
-        )
+        """See `RowAllocation.fits_beside`."""
+        return self.allocation.fits_beside(rows, digests)
 
     def pin(self, digest: str) -> None:
-        """Keep a resident adapter on the device until as many unpins."""
-        self._clock += 1
-        resident = self._residents[digest]
-        resident.num_pins += 1
-        resident.last_use = self._clock
-        if resident.num_pins == 1:
-            self._count_in_use(resident, 1)
+        """See `RowAllocation.pin`."""
+        self.allocation.pin(digest)
 
     def unpin(self, digest: str) -> None:
-        self._clock += 1
-        resident = self._residents[digest]
-        assert resident.num_pins > 0, digest
-        resident.num_pins -= 1
-        resident.last_use = self._clock
-        if resident.num_pins == 0:
-            self._count_in_use(resident, -1)
+        """See `RowAllocation.unpin`."""
+        self.allocation.unpin(digest)
+
+    def hold(self, digest: str, is_held: bool) -> None:
+        """See `RowAllocation.hold`."""
+        self.allocation.hold(digest, is_held)
 
     def drop(self, digest: str) -> None:
-        """Free the adapter's rows; it must not be pinned. Unknown digests are ignored."""
-        resident = self._residents.get(digest)
-        if resident is None:
-            return
-        assert resident.num_pins == 0, digest
-        self._remove(digest)
+        """Free the adapter's rows; it must not be in use. Unknown digests are ignored."""
+        if self.place_of(digest) is not None:
+            self.allocation.drop(digest)
+            self._freed_groups.update(self._groups)
 
     def resident(self) -> tuple[str, ...]:
-        """Digests on the device, least recently used first."""
-        return tuple(sorted(self._residents, key=lambda digest: self._residents[digest].last_use))
+        """Digests that have rows, least recently used first."""
+        return self.allocation.resident()
 
     def usage(self) -> PoolUsage:
-        used = {group: self._ranges[group].num_used for group in self._groups}
+        used = self.allocation.rows_used()
         return PoolUsage(
             rows_used=sum(num for group, num in used.items() if group not in SIDE_GROUPS),
             rows_total=self.plan.num_rows,
             bytes_used=sum(used[group] * self.plan.row_bytes[group] for group in self._groups),
             bytes_total=self.plan.total_bytes,
-            num_resident=len(self._residents),
+            num_resident=self.allocation.num_resident,
             num_loads=self._num_loads,
-            num_evictions=self._num_evictions,
-            num_moves=self._num_moves,
+            num_evictions=self.allocation.num_evictions,
+            num_moves=self.allocation.num_moves,
         )
 
-    # ---- making room
-
-    def _lengths(self, rows: Mapping[str, int]) -> dict[Group, int]:
-        """Of the ranges that an adapter of so many rows takes."""
-        return {group: self.plan.length(group, rows[group]) for group in self._groups if rows.get(group)}
-
-    def _has_room_beside_all(self, group: Group, length: int) -> bool:
-        """Whether `_make_room` would evict nobody and move no rows in use."""
-        ranges = self._ranges[group]
-        if ranges.has_gap(length):
-            return True
-        # Asked first: without enough free rows, the search for moves is quadratic in the residents.
-        return ranges.num_free >= length and ranges.moves_for(length, self._is_idle) is not None
-
-    def _make_room(self, group: Group, length: int) -> None:
-        """Leave one gap of `length` rows in the group. The rows in use are known to leave that many."""
-        ranges = self._ranges[group]
-        if ranges.has_gap(length):
-            return
-        moves = ranges.moves_for(length, self._is_idle) if ranges.num_free >= length else None
-        if moves is None:
-            victims = ranges.oldest_window(length, self._idle_since)
-            if victims is not None:
-                for victim in victims:
-                    self._evict(victim)
-                return
-            while ranges.num_free < length:
-                idle = [owner for owner in ranges.owners() if self._is_idle(owner)]
-                self._evict(min(idle, key=lambda owner: self._residents[owner].last_use))
-            moves = ranges.moves_for(length, lambda _: True)
-        assert moves is not None, (group, length)
-        for move in moves:
-            self._move(group, move)
-
-    def _is_idle(self, owner: str) -> bool:
-        resident = self._residents.get(owner)
-        return resident is not None and resident.num_pins == 0
-
-    def _idle_since(self, owner: str) -> int | None:
-        """The clock at the adapter's last use; None while in use."""
-        return self._residents[owner].last_use if self._is_idle(owner) else None
-
-    def _count_in_use(self, resident: _Resident, sign: int) -> None:
-        for group, length in resident.rows.items():
-            self._rows_in_use[group] += sign * length
-
-    def _evict(self, digest: str) -> None:
-        self._remove(digest)
-        self._num_evictions += 1
-
-    def _remove(self, digest: str) -> None:
-        resident = self._residents.pop(digest)
-        for group in resident.rows:
-            self._ranges[group].release(digest)
-        del self._first_rows[resident.place]
-        self._write_tables(resident.place, {})
-        heapq.heappush(self._free_places, resident.place)
-
-    def _move(self, group: Group, move: Move) -> None:
-        """Slide a range down in every tensor of the group."""
-        before = self._ranges[group].apply(move)
-        for projection in self._projections(group):
-            stack = self._stacks[projection.name]
-            for rows in (*stack.a, *stack.b):
-                # Source and target may overlap, which copy_ does not allow.
-                rows[move.to : move.to + before.length] = rows[before.start : before.end].clone()
-        if group in SIDE_GROUPS:
-            assert self.side is not None and before.length == 1
-            self.side.move(group, before.start, move.to)
-        self._num_moves += 1
-        if move.owner in self._residents:
-            self._note_first_rows(move.owner)
+    def trim(self) -> None:
+        """On a CPU: let the system have the memory of rows that dropped adapters have left. Rows that nobody has used
+        yet take none, and these then neither."""
+        for group in self._freed_groups:
+            for projection in self._projections(group):
+                stack = self._stacks[projection.name]
+                for rows in (*stack.a, *stack.b):
+                    for gap in self.allocation.free_ranges(group):
+                        give_back_pages(rows[gap.start : gap.end])
+        self._freed_groups.clear()
 
     # ---- writing
 
-    def _write(self, digest: str, resident: _Resident, adapter: HostAdapter) -> None:
-        """Fill the ranges: the adapter's rows, and zeros past the rank of each slice, which kernels may read."""
-        for group in resident.rows:
-            taken = self._ranges[group].get(digest)
-            assert taken is not None
-            if group in SIDE_GROUPS:
+    def _copy(self, adapter: HostAdapter, placement: Placement) -> Mark:
+        """Host -> device, and into the rows, part by part."""
+        for part in self._scatter.parts(adapter):
+            with self._copies.begin():
+                part.fetch()
+            self._copies.after_steps()
+            with self._copies.begin():
+                part.write(placement)
+        if adapter.tokens:
+            with self._copies.begin():
+                self._subtract_base(placement, adapter)
+        for group in SIDE_GROUPS:
+            if group in placement.ranges:  # few adapters have any: in the order of the steps
                 assert self.side is not None
-                self.side.write(group, taken.start, adapter)
-                continue
-            for projection in self._projections(group):
-                stack = self._stacks[projection.name]
-                for index, piece in enumerate(projection.slices):
-                    weights = adapter.slices.get(piece.module)
-                    _fill(stack.a[index], taken, None if weights is None else weights.a)
-                    _fill(stack.b[index], taken, None if weights is None else weights.b)
-                    if piece.module in adapter.tokens:
-                        self._subtract_base(projection, taken, adapter.tokens[piece.module])
-        self._write_tables(resident.place, {module: (s.rank, s.scaling) for module, s in adapter.slices.items()})
-        self._note_first_rows(digest)
+                self.side.write(group, placement.ranges[group].start, adapter)
+        return self._copies.mark()
 
-    def _subtract_base(self, projection: Projection, taken: Range, token_ids: tuple[int, ...]) -> None:
+    def _subtract_base(self, placement: Placement, adapter: HostAdapter) -> None:
         """Trained tokens are held as what they are; rows are what they change the base by."""
         assert self._base is not None, "trained tokens depend on the base"
-        stack = self._stacks[projection.name]
-        rows = stack.b[0] if projection.kind == "embedding" else stack.a[0]
-        base = self._base.rows(projection.name, torch.tensor(token_ids, device=rows.device))
-        held = rows[taken.start : taken.start + len(token_ids)]
-        held.copy_(held.float() - base)
+        for projection in self._projections("embeddings"):
+            token_ids = adapter.tokens.get(projection.slices[0].module)
+            if token_ids is not None:
+                stack = self._stacks[projection.name]
+                rows = stack.b[0] if projection.kind == "embedding" else stack.a[0]
+                base = self._base.rows(projection.name, torch.tensor(token_ids, device=rows.device))
+                held = rows.narrow(0, placement.ranges["embeddings"].start, len(token_ids))
+                held.copy_(held.float() - base)
 
-    def _write_tables(self, place: int, values: Mapping[str, tuple[int, float]]) -> None:
-        """Ranks and scalings of a place, on the device and on the host; (0, 0.0) for modules not in `values`."""
-        column: list[tuple[int, float]] = []
+    def _move(self, moves: list[RowMove]) -> None:
+        """Slide ranges down in every tensor of their groups, in the order of the steps."""
+        if moves and self._under_way:
+            self._copies.before_steps(self._under_way[-1].mark)
+        for move in moves:
+            for projection in self._projections(move.group):
+                stack = self._stacks[projection.name]
+                for rows in (*stack.a, *stack.b):
+                    # Source and target may overlap, which copy_ does not allow.
+                    rows[move.to : move.to + move.before.length] = rows[move.before.start : move.before.end].clone()
+            if move.group in SIDE_GROUPS:
+                assert self.side is not None and move.before.length == 1
+                self.side.move(move.group, move.before.start, move.to)
+
+    def _note_tables(self, placement: Placement, adapter: HostAdapter) -> None:
+        """Ranks and scalings of the place, on the host; the device's are part of the slab."""
         for projection in self._layout.projections:
             stack = self._stacks[projection.name]
             for index, piece in enumerate(projection.slices):
-                rank, scaling = values.get(piece.module, (0, 0.0))
-                stack.host_ranks[index][place] = rank
-                stack.host_scalings[index][place] = scaling
-                column.append((rank, scaling))
-        self._ranks[:, place] = torch.tensor([rank for rank, _ in column], dtype=torch.int32)
-        self._scalings[:, place] = torch.tensor([scaling for _, scaling in column], dtype=torch.float32)
+                held = adapter.slices.get(piece.module)
+                ranks, scalings = stack.host_ranks[index], stack.host_scalings[index]
+                if placement.place == len(ranks):
+                    ranks.append(0)
+                    scalings.append(0.0)
+                ranks[placement.place] = 0 if held is None else held.rank
+                scalings[placement.place] = 0.0 if held is None else held.scaling
 
-    def _note_first_rows(self, digest: str) -> None:
-        ranges = [self._ranges[group].get(digest) for group in self._groups]
-        self._first_rows[self._residents[digest].place] = tuple(-1 if r is None else r.start for r in ranges)
-
-    def _new_place(self) -> int:
-        place = self._num_places
-        assert place < self.plan.num_places, "each resident takes a range, so places cannot run out"
-        self._num_places += 1
-        for stack in self._stacks.values():
-            for ranks, scalings in zip(stack.host_ranks, stack.host_scalings, strict=True):
-                ranks.append(0)
-                scalings.append(0.0)
-        return place
+    def _let_go(self) -> None:
+        """Of the host memory of copies that have ended."""
+        while self._under_way and self._under_way[0].mark.is_reached():
+            self._under_way.popleft()
 
     def _make_stack(self, projection: Projection, dtype: torch.dtype, device: torch.device | str) -> LoraStack:
         num_rows = self.plan.rows[projection.group]
@@ -385,38 +316,13 @@ class RowPool:
     # ---- integrity
 
     def check_integrity(self) -> None:
-        """Ranges add up per group; residents, places, first rows and both tables agree; bytes are within the plan."""
-        for group, ranges in self._ranges.items():
-            ranges.check_integrity()
-            owners = {digest for digest, resident in self._residents.items() if group in resident.rows}
-            assert ranges.owners() == owners, group
-        places = [resident.place for resident in self._residents.values()]
-        assert sorted(places + self._free_places) == list(range(self._num_places))
-        assert set(self._first_rows) == set(places)
-        for digest, resident in self._residents.items():
-            self._check_resident(digest, resident)
-        for group, in_use in self._rows_in_use.items():
-            assert in_use == sum(r.rows.get(group, 0) for r in self._residents.values() if r.num_pins), group
+        """The allocation's, and both tables agree for every resident whose copy has ended."""
+        self.allocation.check_integrity()
+        under_way = {copy.digest for copy in self._under_way if not copy.mark.is_reached()}
+        found = (self.place_of(digest) for digest in self.resident() if digest not in under_way)
+        places = [place for place in found if place is not None]
         host_ranks = [ranks for stack in self._stacks.values() for ranks in stack.host_ranks]
         host_scalings = [scalings for stack in self._stacks.values() for scalings in stack.host_scalings]
-        known = slice(0, self._num_places)
-        assert self._ranks[:, known].tolist() == host_ranks
-        assert torch.equal(self._scalings[:, known].cpu(), torch.tensor(host_scalings).reshape(len(host_scalings), -1))
-        for place in self._free_places:
-            assert not any(ranks[place] for ranks in host_ranks)
-
-    def _check_resident(self, digest: str, resident: _Resident) -> None:
-        assert resident.num_pins >= 0
-        first_rows = self._first_rows[resident.place]
-        for index, group in enumerate(self._groups):
-            owned = self._ranges[group].get(digest)
-            assert (owned.start if owned else -1) == first_rows[index], digest
-            assert (owned.length if owned else 0) == resident.rows.get(group, 0), digest
-
-
-def _fill(rows: torch.Tensor, taken: Range, weights: torch.Tensor | None) -> None:
-    """rows[taken.start : taken.end] = weights, then zeros."""
-    rank = 0 if weights is None else weights.shape[0]
-    if weights is not None:
-        rows[taken.start : taken.start + rank].copy_(weights)
-    rows[taken.start + rank : taken.end].zero_()
+        assert self._ranks[:, places].tolist() == [[ranks[place] for place in places] for ranks in host_ranks]
+        wanted = [[scalings[place] for place in places] for scalings in host_scalings]
+        assert torch.equal(self._scalings[:, places].cpu(), torch.tensor(wanted).reshape(len(wanted), -1))

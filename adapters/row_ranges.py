@@ -1,12 +1,14 @@
 """The range allocator of one projection group: who owns which rows, and what must move or go to make room.
 
-Pure integers; `RowPool` carries the plans out on tensors. A range is [start, start + length).
+Pure integers; `RowAllocation` has one for each group. A range is [start, start + length).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from adapters.worth import Worth
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +65,22 @@ class RangeAllocator:
         """
         assert owner not in self._ranges, owner
         assert length > 0
-        gap = next((gap for gap in self._gaps() if gap.length >= length), None)
+        gap = next((gap for gap in self.gaps() if gap.length >= length), None)
         if gap is None:
             return None
         self._ranges[owner] = Range(gap.start, length)
         return self._ranges[owner]
 
     def has_gap(self, length: int) -> bool:
-        return any(gap.length >= length for gap in self._gaps())
+        return any(gap.length >= length for gap in self.gaps())
 
     def release(self, owner: str) -> None:
         del self._ranges[owner]
+
+    def rename(self, owner: str, to: str) -> None:
+        """Give an owner's range to another one, which has none."""
+        assert to not in self._ranges, to
+        self._ranges[to] = self._ranges.pop(owner)
 
     def apply(self, move: Move) -> Range:
         """Record that a range was moved; returns where it stood."""
@@ -108,25 +115,25 @@ class RangeAllocator:
                     break
         return None if best is None else best[1]
 
-    def oldest_window(self, length: int, last_use: Callable[[str], int | None]) -> list[str] | None:
-        """The owners to evict so that one gap of `length` rows appears: the most recently used of them was used as long
-        ago as possible, and they are few. None where ranges of last use None (in use) are always in the way."""
-        best: tuple[int, int, list[str]] | None = None
+    def cheapest_window(self, length: int, worth_of: Callable[[str], Worth | None]) -> list[str] | None:
+        """The owners to evict so that one gap of `length` rows appears: the worthiest of them is worth as little as
+        possible, and they are few. None where ranges of worth None (in use) are always in the way."""
+        best: tuple[Worth, int, list[str]] | None = None
         ranges = self.ordered()
         for first in range(len(ranges)):
             low = ranges[first - 1][1].end if first else 0
-            latest = 0
+            most: Worth = (0.0, 0)
             victims: list[str] = []
             for index in range(first, len(ranges)):
-                used = last_use(ranges[index][0])
-                if used is None:
+                worth = worth_of(ranges[index][0])
+                if worth is None:
                     break
-                latest = max(latest, used)
+                most = max(most, worth)
                 victims.append(ranges[index][0])
                 high = ranges[index + 1][1].start if index + 1 < len(ranges) else self.num_rows
                 if high - low >= length:
-                    if best is None or (latest, len(victims)) < best[:2]:
-                        best = latest, len(victims), victims
+                    if best is None or (most, len(victims)) < best[:2]:
+                        best = most, len(victims), victims
                     break
         return None if best is None else best[2]
 
@@ -138,13 +145,15 @@ class RangeAllocator:
             assert owned.start >= end, f"{owner} overlaps the range before it"
             end = owned.end
         assert end <= self.num_rows
-        assert sum(gap.length for gap in self._gaps()) == self.num_free
+        assert sum(gap.length for gap in self.gaps()) == self.num_free
 
-    def _gaps(self) -> Iterator[Range]:
-        end = 0
+    def gaps(self) -> list[Range]:
+        """That nobody has, by start."""
+        found, end = [], 0
         for _, owned in self.ordered():
             if owned.start > end:
-                yield Range(end, owned.start - end)
+                found.append(Range(end, owned.start - end))
             end = owned.end
         if end < self.num_rows:
-            yield Range(end, self.num_rows - end)
+            found.append(Range(end, self.num_rows - end))
+        return found

@@ -95,7 +95,9 @@ def build_subject(load: Load, *, has_lora: bool) -> Subject:
             write_outside(model_dir, shape, load.dtype)
             sources["open_tensors"] = opener(shape, load.device, load.dtype)
         if has_lora:
-            adapters = MadeUpAdapters(layout_of(read_config(model_dir)), load.rank, load.dtype)
+            adapters = MadeUpAdapters(
+                layout_of(read_config(model_dir)), load.rank, load.dtype, is_pinned=load.device != "cpu"
+            )
             sources["adapters"], adapter_rows = adapters, adapters.rows
         engine = build_engine(config_for(load, model_dir, has_lora), **sources)
     built = time.perf_counter()

@@ -81,7 +81,9 @@ def time_adapter(examination: Examination) -> Section:
                 record, _ = upload.finish("doctor")
             upload_seconds = clock.lap()
             row_dtype = examination.shapes.torch_row_dtype
-            host = HostTier(root / "store", layout, num_bytes * 4, dtype=row_dtype).get(record.digest)
+            tier = HostTier(root / "store", layout, num_bytes * 4, dtype=row_dtype, is_pinned=device.type != "cpu")
+            clock.lap()
+            host = tier.get(record.digest)
             read_seconds = clock.lap()
             rows = RowPool(layout, examination.config.row_bytes, dtype=row_dtype, device=device,
                            alignment=examination.platform.row_alignment)  # fmt: skip

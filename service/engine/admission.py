@@ -11,9 +11,10 @@ import numpy as np
 
 from adapters.errors import RowsExceeded
 from kernels.sampling.parameters import row_of
-from service.engine.adapter_desk import LORA_IS_OFF, Rows
+from service.engine.adapter_loads import LORA_IS_OFF
 from service.engine.grammars import NO_GRAMMARS
 from service.engine.messages import MAX_WEIGHT, MIN_WEIGHT, Sampling, Submit
+from service.engine.residency import Rows
 from service.engine.sequence import Sequence
 
 if TYPE_CHECKING:

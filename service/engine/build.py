@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -18,13 +19,13 @@ from kernels.platform import Platform, detect, find_device, in_use, prepare
 from kernels.probe.choose import choose_implementations
 from kernels.probe.results import OpReport
 from kernels.probe.shapes import ProbeShapes
-from service.engine.adapter_desk import HostSource, Loader
 from service.engine.brief_thread import BriefThread
 from service.engine.budgets import ModelSizes, decide_budgets, sentences
 from service.engine.captured_steps import Graphs
 from service.engine.config import EngineConfig, EngineOptions
 from service.engine.engine import Engine
 from service.engine.messages import OpInUse
+from service.engine.residency import HostSource, Loader
 from service.engine.runner import ModelRunner
 from service.grammars.matching import GrammarError, TokenTable
 from service.machine import memory_bytes
@@ -40,6 +41,9 @@ log = logging.getLogger(__name__)
 
 # Kept free for captured steps beside the memory of the largest one; what other engines need for as many. Not measured.
 GRAPH_BYTES = 2 << 30
+# To bring an adapter from disk to the device, in times of bringing it from host memory. Not measured on a GPU: an NVMe
+# disk gives 5 GB/s or so, pinned memory ten times that.
+COST_OF_READING = 10.0
 
 
 def build_engine(
@@ -73,6 +77,13 @@ def build_engine(
     host: HostSource | None = None
     if config.row_bytes > 0:
         row_dtype = platform.row_dtype(loaded.dtype)
+        host = adapters or HostTier(
+            Path(config.store_root),
+            loaded.layout,
+            config.host_tier_bytes,
+            dtype=row_dtype,
+            is_pinned=loaded.device.type != "cpu",
+        )
         rows = RowPool(
             loaded.layout,
             config.row_bytes,
@@ -83,8 +94,8 @@ def build_engine(
             rows_behind=loaded.model.rows_behind if config.lora_window else None,
             side_bytes=config.side_bytes,
             base=loaded.model,
+            cost_per_row=partial(_cost_per_row, host),
         )
-        host = adapters or HostTier(Path(config.store_root), loaded.layout, config.host_tier_bytes, dtype=row_dtype)
         loaded.model.bind_rows(rows)
     ops = tuple(one for report in reports for one in _in_use(report))
     runner = ModelRunner(loaded, config, platform, graphs)
@@ -97,6 +108,11 @@ def _in_use(report: OpReport) -> list[OpInUse]:
     """The op, and those of its regimes that something else serves, as "op/regime"."""
     others = [OpInUse(f"{report.op}/{regime}", name or "", report.wished) for regime, name in report.regimes.items()]
     return [OpInUse(report.op, report.used or "", report.wished), *others]
+
+
+def _cost_per_row(host: HostSource, digest: str) -> float:
+    """Of bringing an adapter to the device again: a copy, or a read and a copy."""
+    return 1.0 if host.is_kept(digest) else COST_OF_READING
 
 
 def _token_table(model_dir: Path) -> TokenTable | None:

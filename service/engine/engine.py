@@ -51,7 +51,7 @@ from kernels.sampling.maps import SamplingMaps, number_dtype
 from kernels.sampling.ops import new_state, sample
 from kernels.sampling.parameters import uses_penalties
 from service.engine import admission
-from service.engine.adapter_desk import AdapterDesk, HostSource, Loader, Rows
+from service.engine.adapter_loads import AdapterLoads
 from service.engine.block_pool import BlockPool
 from service.engine.brief_thread import BriefThread
 from service.engine.config import EngineConfig
@@ -69,8 +69,9 @@ from service.engine.messages import (
     Tokens,
 )
 from service.engine.pooling import PooledStep, Pools
-from service.engine.records import StepRecord, StepRecords, ToldTiers, record_of
+from service.engine.records import StepRecord, StepRecords, record_of
 from service.engine.request_table import RequestTable
+from service.engine.residency import HostSource, Loader, Rows
 from service.engine.results import ResultBuffers, StepResult
 from service.engine.runner import Runner
 from service.engine.sampled import StepSampling, read_sampled, sampling_of, tokens_message
@@ -128,7 +129,7 @@ class Engine:
         self.config = config
         self.capacity = capacity
         self.wake = threading.Event()
-        self.desk = AdapterDesk(rows, host, loader, max_loads_ahead=config.max_loads_ahead, wake=self.wake.set)
+        self.desk = AdapterLoads(rows, host, loader, max_loads_ahead=config.max_loads_ahead, wake=self.wake.set)
         self.blocks = BlockPool(capacity.num_blocks)
         self.slots = Slots(capacity.num_slots)
         self.scheduler = Scheduler(
@@ -141,7 +142,6 @@ class Engine:
             max_prompt_logits=config.max_prompt_logits,
         )
         self.records = StepRecords()
-        self._told_tiers = ToldTiers()
         self.num_steps = 0
         self.is_idle = True  # the last call of `step` has neither launched nor collected anything
         self._runner = runner
@@ -294,8 +294,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """The state now, with what is new since the last call: steps, and where adapters are."""
-        on_device = () if self._rows is None else self._rows.resident()
-        on_host = () if self._host is None else self._host.resident()
+        residency = self.desk.residency
         usage = self._rows.usage() if self._rows is not None else NO_ROWS
         return Stats(
             num_waiting=self.scheduler.num_waiting + len(self._compiling),
@@ -308,9 +307,9 @@ class Engine:
             rows_total=usage.rows_total,
             row_bytes_used=usage.bytes_used,
             row_bytes_total=usage.bytes_total,
-            num_adapters_on_device=len(on_device),
-            num_adapters_on_host=len(on_host),
-            moved_adapters=self._told_tiers.changes(on_device, on_host),
+            num_adapters_on_device=usage.num_resident,
+            num_adapters_on_host=0 if self._host is None else self._host.num_kept,
+            moved_adapters={} if residency is None else residency.take_moved(),
             num_steps=self.num_steps,
             num_preemptions=self.scheduler.num_preemptions,
             num_adapter_loads=usage.num_loads,
@@ -373,7 +372,7 @@ class Engine:
         """Take over compiled grammars and finished adapter loads; answer the users of those that failed."""
         for sequence, grammar, outcome in self._grammars.take_done():
             self._begin_constrained(sequence, grammar, outcome)
-        self.desk.settle_loads()
+        self.desk.settle_loads(is_idle=not self.scheduler.running)
         failures = self.desk.take_failures()
         if not failures:
             return

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from service.engine.messages import Tier
 from service.engine.sequence import ScheduledChunk
 
 MAX_RECORDS = 4096
@@ -55,18 +54,3 @@ class StepRecords:
         new = tuple(self._new)
         self._new.clear()
         return new
-
-
-class ToldTiers:
-    """Where adapters were said to be, so that only changes are said."""
-
-    def __init__(self) -> None:
-        self._told: dict[str, Tier] = {}
-
-    def changes(self, on_device: Iterable[str], on_host: Iterable[str]) -> dict[str, Tier]:
-        """Digest to its fastest tier now, of those that are elsewhere than at the last call."""
-        now: dict[str, Tier] = {**dict.fromkeys(on_host, "host"), **dict.fromkeys(on_device, "device")}
-        changes: dict[str, Tier] = dict.fromkeys(self._told.keys() - now.keys(), "disk")
-        changes |= {digest: tier for digest, tier in now.items() if self._told.get(digest) != tier}
-        self._told = now
-        return changes

@@ -24,7 +24,7 @@ from collections.abc import Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from service.engine.adapter_desk import AdapterDesk
+from service.engine.adapter_loads import AdapterLoads
 from service.engine.fair_queue import FairQueue
 from service.engine.flows import Tenant, age
 from service.engine.sequence import Sequence
@@ -67,7 +67,7 @@ class Reservation:
 class RowSharing:
     """See the module's docstring. Decides, and changes neither rows nor requests."""
 
-    def __init__(self, queue: FairQueue, desk: AdapterDesk, *, max_steps: int) -> None:
+    def __init__(self, queue: FairQueue, desk: AdapterLoads, *, max_steps: int) -> None:
         self._queue = queue
         self._desk = desk
         self._max_steps = max_steps

@@ -24,7 +24,7 @@ from __future__ import annotations
 from bisect import insort
 from itertools import pairwise
 
-from service.engine.adapter_desk import AdapterDesk
+from service.engine.adapter_loads import AdapterLoads
 from service.engine.block_pool import BlockPool
 from service.engine.fair_queue import FairQueue
 from service.engine.flows import Flow, age
@@ -50,7 +50,7 @@ class Scheduler:
         self,
         blocks: BlockPool,
         slots: Slots,
-        desk: AdapterDesk,
+        desk: AdapterLoads,
         *,
         block_size_tokens: int,
         token_budget: int,
@@ -172,8 +172,8 @@ class Scheduler:
             need = self._blocks_missing(sequence)
             if (self.slots.num_free == 0 or need > free_blocks) and not self._find_place(sequence, need - free_blocks):
                 return
-            if sequence.adapter is not None and not self.desk.acquire(sequence.adapter):
-                continue  # it cannot be copied to the device, and fails
+            if sequence.adapter is not None:
+                self.desk.acquire(sequence.adapter)
             self._start(sequence)
             prompts.append(sequence)
             free_blocks = self._free_blocks()
@@ -191,17 +191,19 @@ class Scheduler:
         return min(sequence.num_to_compute, self._max_prompt_logits) if has_logprobs else sequence.num_to_compute
 
     def _find_rows(self, sequence: Sequence) -> bool:
-        """Whether its adapter can be had, those in use having made room if need be."""
+        """Whether its adapter is on the device, those in use having made room if need be. Where a copy takes time it is
+        there in a later step."""
         adapter = sequence.adapter
-        if adapter is None or self.desk.can_acquire(adapter):
+        if adapter is None or self.desk.is_on_device(adapter):
             return True
-        yielding = self._row_sharing.yielding_to(sequence)
-        if not yielding:
-            self._queue.flow_of(sequence).steps_waiting_for_rows += 1
-            return False
-        for one in [one for one in self.running if one.adapter in yielding]:
-            self._preempt(one)
-        return True
+        if not self.desk.can_bring(adapter):
+            yielding = self._row_sharing.yielding_to(sequence)
+            if not yielding:
+                self._queue.flow_of(sequence).steps_waiting_for_rows += 1
+                return False
+            for one in [one for one in self.running if one.adapter in yielding]:
+                self._preempt(one)
+        return self.desk.bring(adapter)
 
     def _find_place(self, sequence: Sequence, num_blocks: int) -> bool:
         """A slot and so many more blocks, of those who have more than their part; none yields if it is not enough."""

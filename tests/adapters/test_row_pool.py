@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from adapters.errors import RowsExceeded
-from adapters.host_tier import HostAdapter, HostSlice
 from adapters.layout import BaseLayout, Projection, Slice
 from adapters.row_plan import plan_rows
 from adapters.row_pool import RowPool
 from adapters.row_ranges import RangeAllocator
+from adapters.slab import HostAdapter, pack
 from tests.support.adapter_files import small_layout
 
 PIECES = {"attention": ("q", "k"), "mlp": ("down",)}
@@ -45,16 +45,15 @@ def make_host_adapter(
 ) -> HostAdapter:
     """Random rows; `ranks` by module path."""
     generator = generator or torch.Generator().manual_seed(hash(digest) % 2**31)
-    slices, rows = {}, {}
+    weights = {}
     for projection in layout.projections:
         for piece in projection.slices:
             rank = ranks.get(piece.module, 0)
             if rank:
                 a = torch.randn(rank, projection.in_features, generator=generator)
                 b = torch.randn(rank, piece.out_features, generator=generator)
-                slices[piece.module] = HostSlice(a, b, rank, rank / 7)
-                rows[projection.group] = max(rows.get(projection.group, 0), rank)
-    return HostAdapter(digest, slices, rows, 0)
+                weights[piece.module] = (a, b, rank / 7)
+    return pack(layout, digest, weights, torch.float32)
 
 
 def assert_holds(pool: RowPool, layout: BaseLayout, adapter: HostAdapter) -> None:
@@ -127,7 +126,7 @@ def _one_operation(churn: Churn, chooser: random.Random, layout: BaseLayout, *, 
     action = chooser.random()
     if action < 0.7:
         before, free_before = set(pool.resident()), _free(pool)
-        fits = pool.load(digest, adapter)
+        fits = pool.load(digest, adapter) is not None
         assert fits == (digest in before or churn.must_fit(adapter)), (digest, adapter.rows, churn.pins)
         assert {d for d, n in churn.pins.items() if n} <= set(pool.resident())
         if not fits:
@@ -157,7 +156,8 @@ def _one_operation(churn: Churn, chooser: random.Random, layout: BaseLayout, *, 
 
 
 def _free(pool: RowPool) -> dict[str, int]:
-    return {group: ranges.num_free for group, ranges in pool._ranges.items()}
+    used = pool.allocation.rows_used()
+    return {group: pool.plan.rows[group] - used[group] for group in used}
 
 
 def test_equal_adapters_leave_in_order_of_last_use() -> None:
@@ -345,8 +345,10 @@ def test_tables_are_seen_through_a_stack_made_before_the_load() -> None:
     assert stack is pool.stack("qk")
     assert stack.ranks[:, place].tolist() == [0, 2]
     pool.drop("x")
-    assert stack.ranks[:, place].tolist() == [0, 0]
-    assert [ranks[place] for ranks in stack.host_ranks] == [0, 0]
+    pool.load("y", make_host_adapter(layout, "y", {"q": 3}))
+    assert pool.place_of("y") == place
+    assert stack.ranks[:, place].tolist() == [3, 0]
+    assert [ranks[place] for ranks in stack.host_ranks] == [3, 0]
 
 
 @pytest.mark.parametrize("budget", [0, 1, 999, 10_000, 123_456, 1_000_000])

@@ -15,9 +15,9 @@ import transformers
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from adapters.host_tier import HostAdapter, HostSlice
 from adapters.layout import BaseLayout
 from adapters.row_pool import RowPool
+from adapters.slab import HostAdapter, pack
 from kernels.lora.ops import call_count
 from kernels.platform import Platform, detect, installed
 from service.engine.maps import BASE, ChunkInput, adapter_order
@@ -48,12 +48,12 @@ DTYPES = (torch.float32, torch.bfloat16)
 BLOCK_SIZE, PROMPT_TOKENS = 4, 22
 
 
-def read_peft(directory: Path, layout: BaseLayout) -> HostAdapter:
+def read_peft(directory: Path, layout: BaseLayout, dtype: torch.dtype) -> HostAdapter:
     """The adapter as the row pool takes it; of its config only r and lora_alpha are read."""
     config = json.loads((directory / "adapter_config.json").read_text())
     tensors = load_file(directory / "adapter_model.safetensors")
     scaling = config["lora_alpha"] / config["r"]
-    slices, rows = {}, {}
+    weights = {}
     for projection in layout.projections:
         names = ("lora_embedding_A", "lora_embedding_B")
         if projection.kind == "linear":
@@ -61,10 +61,9 @@ def read_peft(directory: Path, layout: BaseLayout) -> HostAdapter:
         for module in (piece.module for piece in projection.slices):
             a, b = (tensors.pop(f"base_model.model.{module}.{name}", None) for name in names)
             if a is not None and b is not None:
-                slices[module] = HostSlice(a.contiguous(), b.t().contiguous(), config["r"], scaling)
-                rows[projection.group] = config["r"]
+                weights[module] = (a, b.t(), scaling)
     assert not tensors, f"nothing took {list(tensors)}"
-    return HostAdapter(directory.name, slices, rows, sum(s.a.nbytes + s.b.nbytes for s in slices.values()))
+    return pack(layout, directory.name, weights, dtype)
 
 
 @dataclass
@@ -137,7 +136,7 @@ def make_served(
     for seed, (name, (rank, targets)) in enumerate(TARGETS.items()):
         modules = targets if isinstance(targets, list) else LINEAR_MODULES[family][targets]
         adapter_dirs[name] = make_adapter(model_dir, root / name, rank=rank, target_modules=modules, seed=seed)
-        assert pool.load(name, read_peft(adapter_dirs[name], loaded.layout))
+        assert pool.load(name, read_peft(adapter_dirs[name], loaded.layout, row_dtype))
         pool.pin(name)
     loaded.model.bind_rows(pool)
     generator = torch.Generator().manual_seed(0)

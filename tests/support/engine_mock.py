@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
 from tokenizers.models import BPE
 
+from adapters.copy_stream import REACHED
 from adapters.errors import RowsExceeded
 from adapters.layout import Group
 from adapters.row_pool import PoolUsage
@@ -26,6 +27,7 @@ from service.engine.captured_steps import CapturedSteps
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine, Event
 from service.engine.messages import Finished, Sampling, Submit, Tokens
+from service.engine.residency import CopyMark
 from service.engine.runner import Capacity
 from service.engine.step_sizes import StepSizes
 from service.grammars.matching import TokenTable
@@ -71,6 +73,26 @@ class MockWeights:
         return {GROUP: int(self.digest.partition("-")[2] or 1)}
 
 
+class SlowMarks:
+    """Makes the marks of copies that end when the test says so, oldest first."""
+
+    def __init__(self) -> None:
+        self.num_reached = self.num_made = 0
+
+    def __call__(self) -> CopyMark:
+        self.num_made += 1
+        return _SlowMark(self, self.num_made)
+
+
+class _SlowMark:
+    def __init__(self, marks: SlowMarks, number: int) -> None:
+        self._marks = marks
+        self._number = number
+
+    def is_reached(self) -> bool:
+        return self._number <= self._marks.num_reached
+
+
 @dataclass
 class MockRows:
     """A row pool of `num_rows`. Evicts idle ones, oldest first."""
@@ -79,25 +101,42 @@ class MockRows:
     residents: dict[str, int] = field(default_factory=dict)
     pins: dict[str, int] = field(default_factory=dict)
     places: dict[str, int] = field(default_factory=dict)
+    held: set[str] = field(default_factory=set)
+    evicted: list[str] = field(default_factory=list)
     loads: int = 0
+    new_mark: Callable[[], CopyMark] = lambda: REACHED
 
     @staticmethod
     def size(digest: str) -> int:
         return MockWeights(digest).rows[GROUP]
 
-    def load(self, digest: str, host_adapter: object, *, may_evict: bool = True) -> bool:
+    def load(self, digest: str, host_adapter: object, *, may_evict: bool = True) -> CopyMark | None:
         assert host_adapter == MockWeights(digest)
         self.check_size(MockWeights(digest).rows)
-        idle = [other for other in self.residents if not self.pins.get(other)]
+        idle = [other for other in self.residents if not self.pins.get(other) and other not in self.held]
         staying = sum(size for other, size in self.residents.items() if other not in idle or not may_evict)
         if staying + self.size(digest) > self.num_rows:
-            return False
+            return None
         while sum(self.residents.values()) + self.size(digest) > self.num_rows:
+            self.evicted.append(idle[0])
             self.drop(idle.pop(0))
         self.loads += 1
         self.residents[digest] = self.size(digest)
         self.places[digest] = min(set(range(len(self.places) + 1)) - set(self.places.values()))
-        return True
+        return self.new_mark()
+
+    def publish(self, mark: object) -> None:
+        pass
+
+    def take_evicted(self) -> list[str]:
+        evicted, self.evicted = self.evicted, []
+        return evicted
+
+    def hold(self, digest: str, is_held: bool) -> None:
+        (self.held.add if is_held else self.held.discard)(digest)
+
+    def trim(self) -> None:
+        pass
 
     def check_size(self, rows: Mapping[str, int]) -> None:
         if rows.get(GROUP, 0) > self.num_rows:
@@ -107,7 +146,7 @@ class MockRows:
         return self.fits_beside(rows, [digest for digest in self.residents if self.pins.get(digest)])
 
     def fits_beside(self, rows: Mapping[str, int], digests: Collection[str]) -> bool:
-        return rows.get(GROUP, 0) + sum(self.residents[digest] for digest in digests) <= self.num_rows
+        return rows.get(GROUP, 0) + sum(self.residents[digest] for digest in self.held.union(digests)) <= self.num_rows
 
     def pin(self, digest: str) -> None:
         self.pins[digest] = self.pins.get(digest, 0) + 1
@@ -117,7 +156,7 @@ class MockRows:
         assert self.pins[digest] >= 0
 
     def drop(self, digest: str) -> None:
-        assert not self.pins.get(digest)
+        assert not self.pins.get(digest) and digest not in self.held
         self.residents.pop(digest, None)
         self.places.pop(digest, None)
 
@@ -152,9 +191,20 @@ class MockHost:
     during_next_read: Callable[[], None] | None = None
     reads: list[str] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
+    used_bytes: int = 0
+
+    @property
+    def num_kept(self) -> int:
+        return len(self.memory)
 
     def kept(self, digest: str) -> MockWeights | None:
         return MockWeights(digest) if digest in self.memory else None
+
+    def is_kept(self, digest: str) -> bool:
+        return digest in self.memory
+
+    def take_evicted(self) -> list[str]:
+        return []
 
     def get(self, digest: str) -> MockWeights:
         if self.during_next_read is not None:
@@ -167,9 +217,43 @@ class MockHost:
 
     def drop(self, digest: str) -> None:
         self.dropped.append(digest)
+        self.memory.discard(digest)
 
-    def resident(self) -> tuple[str, ...]:
-        return tuple(sorted({*self.reads} - {*self.dropped}))
+
+class LruHost(MockHost):
+    """Keeps the last `size` that were read or used."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size = size
+        self._order: list[str] = []
+        self._evicted: list[str] = []
+
+    def kept(self, digest: str) -> MockWeights | None:
+        if digest in self.memory:
+            self._order.remove(digest)
+            self._order.append(digest)
+        return super().kept(digest)
+
+    def get(self, digest: str) -> MockWeights:
+        weights = super().get(digest)
+        if digest not in self.memory:
+            self._order.append(digest)
+            self.memory.add(digest)
+        while len(self._order) > self._size:
+            left = self._order.pop(0)
+            self.memory.discard(left)
+            self._evicted.append(left)
+        return weights
+
+    def drop(self, digest: str) -> None:
+        if digest in self.memory:
+            self._order.remove(digest)
+        super().drop(digest)
+
+    def take_evicted(self) -> list[str]:
+        evicted, self._evicted = self._evicted, []
+        return evicted
 
 
 class MockRunner:

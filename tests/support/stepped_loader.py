@@ -1,4 +1,4 @@
-"""Adapter loaders without a thread, so that no outcome hangs on its speed: `service.engine.adapter_desk.Loader`."""
+"""Adapter loaders without a thread, so that no outcome hangs on its speed: `service.engine.residency.Loader`."""
 
 from __future__ import annotations
 
