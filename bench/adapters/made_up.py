@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import numpy as np
 
+from service.models.layouts import layout_in
+from service.settings import BUNDLED_MODEL_DIR
+
 RANK = 2
 _HIDDEN, _MODULES = 256, [f"model.layers.{layer}.self_attn.q_proj" for layer in (1, 3)]
-_CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": 4, "target_modules": ["q_proj"]}
+
+
+@functools.cache
+def _every_module() -> list[tuple[str, int, int]]:
+    """Path and widths of each projection of the bundled model's layers."""
+    projections = (one for one in layout_in(BUNDLED_MODEL_DIR).projections if one.group != "embeddings")
+    return [(piece.module, one.in_features, piece.out_features) for one in projections for piece in one.slices]
+
 
 Files = list[tuple[str, tuple[str, bytes]]]
 
 
-def adapter_files(seed: int) -> Files:
-    """`files=` for httpx: an adapter of rank 2 on the q_proj of both attention layers; the same for the same seed."""
+def adapter_files(seed: int, rank: int = RANK, *, is_whole: bool = False) -> Files:
+    """`files=` for httpx: an adapter on the q_proj of both attention layers; the same for the same seed.
+
+    is_whole  on every projection of every layer instead
+    """
     generator = np.random.default_rng(seed)
     header, parts, offset = {}, [], 0
-    for module in _MODULES:
-        for side, shape in (("A", (RANK, _HIDDEN)), ("B", (_HIDDEN, RANK))):
+    modules = _every_module() if is_whole else [(module, _HIDDEN, _HIDDEN) for module in _MODULES]
+    for module, in_features, out_features in modules:
+        for side, shape in (("A", (rank, in_features)), ("B", (out_features, rank))):
             data = generator.normal(0, 0.01, shape).astype("<f4").tobytes()
             header[f"base_model.model.{module}.lora_{side}.weight"] = {
                 "dtype": "F32",
@@ -29,5 +44,7 @@ def adapter_files(seed: int) -> Files:
             offset += len(data)
     text = json.dumps(header).encode()
     tensors = len(text).to_bytes(8, "little") + text + b"".join(parts)
-    named = {"adapter_config.json": json.dumps(_CONFIG).encode(), "adapter_model.safetensors": tensors}
+    targets = sorted({module.rpartition(".")[2] for module, _, _ in modules})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "target_modules": targets}
+    named = {"adapter_config.json": json.dumps(config).encode(), "adapter_model.safetensors": tensors}
     return [("file", named_part) for named_part in named.items()]

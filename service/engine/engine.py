@@ -320,6 +320,11 @@ class Engine:
             steps=self.records.take_new(),
         )
 
+    def trim(self) -> None:
+        """Give memory of what is gone back to the system; for when nothing runs."""
+        if self._rows is not None:
+            self._rows.trim()
+
     def check_integrity(self) -> None:
         """Every block, slot, pin and row is where the requests say."""
         self.scheduler.check_integrity()

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("multilora.engine")
 
 _PR_SET_PDEATHSIG = 1
-TRIM_INTERVAL_SECONDS = 10.0
+TRIM_INTERVAL_SECONDS = 5.0
 SHUTTING_DOWN = "The server is shutting down."
 
 
@@ -96,6 +96,7 @@ class EngineProcess:
         if self._trim_is_due:
             left_seconds = self._trimmed_at + TRIM_INTERVAL_SECONDS - time.monotonic()
             if left_seconds <= 0:
+                self._engine.trim()
                 trim_heap()
                 self._trim_is_due, self._trimmed_at = False, time.monotonic()
             else:
@@ -105,7 +106,7 @@ class EngineProcess:
     def _take_messages(self) -> None:
         while not self._inbox.empty():
             message = self._inbox.get()
-            self._stats_are_due = True
+            self._stats_are_due = self._trim_is_due = True
             if isinstance(message, Drain):
                 self._drain_deadline = time.monotonic() + message.limit_seconds
             elif isinstance(message, Submit) and self._drain_deadline is not None:
