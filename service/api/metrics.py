@@ -12,6 +12,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 
 from service.api.adapter_metrics import AdapterMetrics
+from service.api.tier_metrics import TierMetrics
 from service.engine.messages import EngineSaid, OpInUse, Stats
 
 # A gauge beside each counter and histogram that says when it began: nobody asks for it, and it is half of all series.
@@ -68,6 +69,7 @@ class Metrics:
         self._make_request_metrics()
         self._make_engine_metrics()
         self._make_replica_metrics()
+        self._tiers = TierMetrics(self.registry)
 
     def _make_request_metrics(self) -> None:
         registry = self.registry
@@ -172,6 +174,7 @@ class Metrics:
             self.steps_eager.labels(reason).inc(
                 count - (last.num_steps_eager.get(reason, 0) if last is not None else 0)
             )
+        self._tiers.take_stats(stats, last)
         self._last[engine] = engine_life, stats
         for num_tokens, num_sequences, num_adapters, milliseconds in stats.steps:
             self.step_tokens.observe(num_tokens)
@@ -186,6 +189,7 @@ class Metrics:
             gauge.set(0 if stats is None else getattr(stats, field))
         self.adapters.labels("device").set(0 if stats is None else stats.num_adapters_on_device)
         self.adapters.labels("host").set(0 if stats is None else stats.num_adapters_on_host)
+        self._tiers.show(stats)
         self.engine_restarts.inc(num_restarts - self._num_restarts)
         self._num_restarts = num_restarts
 

@@ -102,6 +102,7 @@ class _StepInFlight:
     result: StepResult
     record: StepRecord
     launched_at: float
+    number: int
 
 
 class Engine:
@@ -246,6 +247,7 @@ class Engine:
             sampling = msgspec.structs.replace(request.sampling, grammar=None)
             request = msgspec.structs.replace(request, sampling=sampling)
         sequence = admission.sequence_of(request, self._num_arrived, self.capacity)
+        sequence.came_at = (time.perf_counter(), self.num_steps)
         self._num_arrived += 1
         self._sequences[request.request_id] = sequence
         if grammar is None or not request.sampling.max_tokens:
@@ -309,6 +311,12 @@ class Engine:
             row_bytes_total=usage.bytes_total,
             num_adapters_on_device=usage.num_resident,
             num_adapters_on_host=0 if self._host is None else self._host.num_kept,
+            num_adapter_requests={**self.desk.num_hits},
+            num_tier_evictions={} if residency is None else {**residency.evictions},
+            loaded_bytes={} if residency is None else {**residency.loaded_bytes},
+            host_bytes_used=0 if self._host is None else self._host.used_bytes,
+            adapter_load_seconds=() if residency is None else residency.take_load_seconds(),
+            first_tokens=self.records.take_first_tokens(),
             moved_adapters={} if residency is None else residency.take_moved(),
             num_steps=self.num_steps,
             num_preemptions=self.scheduler.num_preemptions,
@@ -434,7 +442,7 @@ class Engine:
         logits, pooled = self._run(batch, sizes, chunks)
         result = self._sample(logits, sampling, {**batch.riders, **self._masks_of(constrained)}, pooled)
         self.num_steps += 1
-        return _StepInFlight(sampling, pooled, result, record_of(chunks), launched_at)
+        return _StepInFlight(sampling, pooled, result, record_of(chunks), launched_at, self.num_steps)
 
     def _input_of(self, chunk: ScheduledChunk) -> ChunkInput:
         sequence, end = chunk.sequence, chunk.start + chunk.num_tokens
@@ -548,6 +556,7 @@ class Engine:
             message = tokens_message(sequence, choice)
             if message is not None:
                 self._events.append(message)
+                self.records.add_first_token(sequence, step.number, time.perf_counter())
             self._advance(sequence, choice.token_id)
         now = time.perf_counter()
         self.records.add(step.record, (now - max(step.launched_at, self._collected_at)) * 1e3)

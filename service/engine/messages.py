@@ -201,6 +201,16 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     # Of the ops, compiled by this process or read from a cache; the second count are those since it is ready.
     num_kernel_variants: int = 0
     num_kernel_variants_after_ready: int = 0
+    # By tier. Requests for an adapter, by where it was when they came; adapters that made room for others; bytes that
+    # were brought there.
+    num_adapter_requests: dict[Tier, int] = {}
+    num_tier_evictions: dict[Tier, int] = {}
+    loaded_bytes: dict[Tier, int] = {}
+    host_bytes_used: int = 0
+    # Since the last Stats: each load's tier and seconds; of each first token with an adapter where that was when the
+    # request came, and the steps and seconds since then.
+    adapter_load_seconds: tuple[tuple[Tier, float], ...] = ()
+    first_tokens: tuple[tuple[Tier, int, float], ...] = ()
     # Adapters that are elsewhere than the last Stats said, by digest; at first all are on disk.
     moved_adapters: dict[str, Tier] = {}
     # One entry per step since the last Stats: (tokens, sequences, distinct adapters, milliseconds).

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from service.engine.sequence import ScheduledChunk
+from service.engine.messages import Tier
+from service.engine.sequence import ScheduledChunk, Sequence
 
 MAX_RECORDS = 4096
 
@@ -26,7 +27,7 @@ class StepRecord:
         return self.num_tokens - self.num_decode_tokens
 
 
-def record_of(chunks: Sequence[ScheduledChunk]) -> StepRecord:
+def record_of(chunks: Items[ScheduledChunk]) -> StepRecord:
     """The record of a step of these chunks."""
     return StepRecord(
         num_tokens=sum(chunk.num_tokens for chunk in chunks),
@@ -43,11 +44,25 @@ class StepRecords:
     def __init__(self) -> None:
         self.all: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
         self._new: deque[tuple[int, int, int, float]] = deque(maxlen=MAX_RECORDS)
+        self._first_tokens: deque[tuple[Tier, int, float]] = deque(maxlen=MAX_RECORDS)
 
     def add(self, record: StepRecord, milliseconds: float) -> None:
         """milliseconds  from the collection of the step before, or this one's launch if that was later, to its own"""
         self.all.append(record)
         self._new.append((record.num_tokens, record.num_sequences, len(record.adapters), milliseconds))
+
+    def add_first_token(self, sequence: Sequence, num_steps: int, now_seconds: float) -> None:
+        """Of a sequence with an adapter, which is told by the step of this number."""
+        if sequence.came_from is not None:
+            came_seconds, came_steps = sequence.came_at
+            self._first_tokens.append((sequence.came_from, num_steps - came_steps, now_seconds - came_seconds))
+            sequence.came_from = None
+
+    def take_first_tokens(self) -> tuple[tuple[Tier, int, float], ...]:
+        """(tier, steps, seconds) of each since the last call; see `Stats`."""
+        new = tuple(self._first_tokens)
+        self._first_tokens.clear()
+        return new
 
     def take_new(self) -> tuple[tuple[int, int, int, float], ...]:
         """(tokens, sequences, distinct adapters, milliseconds) of each step since the last call."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 from adapters.row_pool import PoolUsage
 from service.engine.messages import Tier
+from service.engine.records import MAX_RECORDS
 
 
 class State(Enum):
@@ -151,7 +152,7 @@ class Residency:
         self.num_reads = 0
         self.evictions: Counter[Tier] = Counter()
         self.loaded_bytes: Counter[Tier] = Counter()
-        self._load_seconds: list[tuple[Tier, float]] = []
+        self._load_seconds: deque[tuple[Tier, float]] = deque(maxlen=MAX_RECORDS)
         self._moved: dict[str, Tier] = {}
         self._host = host
         self._loader = loader
@@ -196,9 +197,10 @@ class Residency:
         moved, self._moved = self._moved, {}
         return moved
 
-    def take_load_seconds(self) -> list[tuple[Tier, float]]:
+    def take_load_seconds(self) -> tuple[tuple[Tier, float], ...]:
         """Of each load since the last call, and the tier that it led to."""
-        seconds, self._load_seconds = self._load_seconds, []
+        seconds = tuple(self._load_seconds)
+        self._load_seconds.clear()
         return seconds
 
     # ---- disk -> host

@@ -81,7 +81,7 @@ class Scheduler:
         """A new request; it waits."""
         self._queue.add(sequence)
         if sequence.adapter is not None:
-            self.desk.enter(sequence.adapter, sequence.request.adapter_rows)
+            sequence.came_from = self.desk.enter(sequence.adapter, sequence.request.adapter_rows)
 
     def remove(self, sequence: Sequence) -> None:
         """The request is over, for whatever reason: everything it holds is free when this returns."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from service.engine.messages import Submit, TokenLogprob
+from service.engine.messages import Submit, Tier, TokenLogprob
 
 if TYPE_CHECKING:
     from service.engine.grammars import Constraint
@@ -37,6 +37,8 @@ class Sequence:
     prompt_logprobs_sent  the one message that carries them has gone out
     constraint     on its tokens, by a grammar, a list of those allowed or bad words; None without one. It has seen all
                    tokens that the host knows, whatever the scheduler does with the sequence
+    came_from      the tier that had its adapter when it came; None without one, and once its first token was told
+    came_at        the engine's clock then, in seconds, and its number of steps
     pooled         of its hidden states, once its last prompt token is computed; see `Finished`
     """
 
@@ -54,6 +56,8 @@ class Sequence:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     prompt_logprobs_sent: bool = False
     constraint: Constraint | None = None
+    came_from: Tier | None = None
+    came_at: tuple[float, int] = (0.0, 0)
     pooled: bytes | None = None
 
     @property
