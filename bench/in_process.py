@@ -82,8 +82,13 @@ class Subject:
         return tuple(numbers.randrange(1, self.engine.capacity.vocab_size) for _ in range(num_tokens))
 
 
-def build_subject(load: Load, *, has_lora: bool) -> Subject:
-    """An engine of the load's shape, warm; with LoRA, its adapters are made up too."""
+def build_subject(
+    load: Load, *, has_lora: bool, host_bytes: int | None = None, num_on_host: int | None = None
+) -> Subject:
+    """An engine of the load's shape, warm; with LoRA, its adapters are made up too.
+
+    host_bytes   of adapters in host memory; None: room for `num_on_host` and a few, or a gibibyte
+    """
     shape = SHAPES[load.shape]
     started = time.perf_counter()
     with ExitStack() as stack:
@@ -95,8 +100,13 @@ def build_subject(load: Load, *, has_lora: bool) -> Subject:
             write_outside(model_dir, shape, load.dtype)
             sources["open_tensors"] = opener(shape, load.device, load.dtype)
         if has_lora:
+            layout = layout_of(read_config(model_dir))
+            if host_bytes is None:
+                sizes = row_bytes(layout, load.dtype.itemsize).items()
+                adapter_bytes = load.rank * sum(size for group, size in sizes if group != "embeddings")
+                host_bytes = 1 << 30 if num_on_host is None else int(1.05 * (num_on_host + 8) * adapter_bytes)
             adapters = MadeUpAdapters(
-                layout_of(read_config(model_dir)), load.rank, load.dtype, is_pinned=load.device != "cpu"
+                layout, load.rank, load.dtype, budget_bytes=host_bytes, is_pinned=load.device != "cpu"
             )
             sources["adapters"], adapter_rows = adapters, adapters.rows
         engine = build_engine(config_for(load, model_dir, has_lora), **sources)

@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -363,12 +364,16 @@ def _free_rows(one: _Member) -> int:
 
 
 def _sum(stats: Sequence[Stats]) -> Stats:
-    """Numbers and counts by reason added up; steps and moves are each engine's own, and left out."""
-    eager: Counter[str] = Counter()
-    for one in stats:
-        eager.update(one.num_steps_eager)
-    sums = {name: sum(getattr(one, name) for one in stats) for name in _SUMMED}
-    return msgspec.structs.replace(stats[0], **sums, num_steps_eager=dict(eager), moved_adapters={}, steps=())
+    """Numbers, and counts by reason or tier, added up; what is news of one engine is left out."""
+    sums: dict[str, Any] = {name: sum(getattr(one, name) for one in stats) for name in _SUMMED}
+    for name in _COUNTED:
+        counts: Counter[str] = Counter()
+        for one in stats:
+            counts.update(getattr(one, name))
+        sums[name] = dict(counts)
+    return msgspec.structs.replace(stats[0], **sums, **_NO_NEWS)
 
 
-_SUMMED = tuple(name for name in Stats.__struct_fields__ if name not in ("num_steps_eager", "moved_adapters", "steps"))
+_COUNTED = ("num_steps_eager", "num_adapter_requests", "num_tier_evictions", "loaded_bytes")
+_NO_NEWS: dict[str, Any] = {"moved_adapters": {}, "adapter_load_seconds": (), "first_tokens": (), "steps": ()}
+_SUMMED = tuple(name for name in Stats.__struct_fields__ if name not in _COUNTED and name not in _NO_NEWS)

@@ -121,7 +121,10 @@ class AdapterLoads:
             return "disk"
         tier = residency.tier_of(digest)
         self.num_hits[tier] += 1
-        if residency.state_of(digest) is State.HOST and not residency.hold(digest):
+        if residency.state_of(digest) is State.HOST:
+            if residency.hold(digest):
+                self._check_size(digest, wanted)
+                return tier
             tier = "disk"
         if residency.state_of(digest) is State.ABSENT and (tier == "host" or self._num_places(None) > 1):
             self._read(digest, wanted)

@@ -61,6 +61,7 @@ from service.engine.messages import (
     Abort,
     Evict,
     Finished,
+    Keep,
     Load,
     OpInUse,
     Ready,
@@ -216,7 +217,7 @@ class Engine:
             ops=self._ops,
         )
 
-    def handle(self, message: Submit | Abort | Load | Evict) -> None:
+    def handle(self, message: Submit | Abort | Load | Evict | Keep) -> None:
         """Take one message; never raises for what it says."""
         match message:
             case Submit():
@@ -227,6 +228,8 @@ class Engine:
                 self.desk.hint(message.adapter)
             case Evict():
                 self.desk.evict(message.adapter)
+            case Keep():
+                self.desk.keep(message.adapters)
 
     def submit(self, request: Submit) -> None:
         """Queue a request. One that can never run is answered with Finished(error) by the next step."""

@@ -1,6 +1,6 @@
 """What the API process and the engine process say to each other: small typed messages, msgpack by msgspec.
 
-API to engine: Submit, Abort, Load, Evict, Ask, Drain. Engine to API: Ready, Tokens, Finished, Stats, Fatal.
+API to engine: Submit, Abort, Load, Evict, Keep, Ask, Drain. Engine to API: Ready, Tokens, Finished, Stats, Fatal.
 Text never crosses: the engine knows token ids only. Weights never cross: the engine reads adapters from the store.
 """
 
@@ -100,6 +100,13 @@ class Evict(msgspec.Struct, frozen=True, tag=True):
     adapter: str
 
 
+class Keep(msgspec.Struct, frozen=True, tag=True):
+    """Have these adapters on the device whether they are asked for or not, and no others for that reason: an operator's
+    pins. They take rows from others, and give none, but for what is in use."""
+
+    adapters: tuple[str, ...]
+
+
 class Ask(msgspec.Struct, frozen=True, tag=True):
     """Is the engine there? The answer is Stats, after the step that runs."""
 
@@ -110,7 +117,7 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
     limit_seconds: float
 
 
-ToEngine = Submit | Abort | Load | Evict | Ask | Drain
+ToEngine = Submit | Abort | Load | Evict | Keep | Ask | Drain
 
 
 # ---- engine -> API

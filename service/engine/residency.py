@@ -329,7 +329,9 @@ class Residency:
         self._loader.close()
 
     def check_integrity(self) -> None:
-        """States agree with rows, reads and copies; each lies where its state says."""
+        """States agree with rows, reads and copies; each lies where its state says. Notes first who has left the host
+        tier, as `settle` does: the loader's reads put others out of it."""
+        self._take_evicted()
         self.rows.check_integrity()
         counts = Counter(self._states.values())
         assert all(self._num_in[state] == counts[state] for state in State if state is not State.ABSENT)

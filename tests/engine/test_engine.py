@@ -28,13 +28,15 @@ from kernels.sampling.parameters import row_of
 from service.engine.brief_thread import BriefThread
 from service.engine.build import max_rank_of
 from service.engine.engine import Engine
-from service.engine.messages import Abort, Evict, Finished, Load, Sampling, Submit, Tokens
+from service.engine.messages import Abort, Evict, Finished, Keep, Load, Sampling, Submit, Tokens
 from tests.support.engine_mock import (
     EOS,
     GROUP,
     VOCAB,
+    LruHost,
     MockEngine,
     MockWeights,
+    SlowMarks,
     adapter_number,
     expected_tokens,
     make_mock_engine,
@@ -713,7 +715,8 @@ def test_nothing_is_left_of_many_requests(mock: MockEngine) -> None:
 @example(seed=35988)  # who waited for rows too long is aborted, while others of its adapter run
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_operations_lose_nothing(seed: int) -> None:
-    """Submits, aborts, hints, evictions and failures in any order; integrity is checked after each."""
+    """Submits, aborts, hints, pins, evictions, failures, and copies that take time, in any order; integrity is checked
+    after each."""
     rng = random.Random(seed)
     mock = make_mock_engine(
         num_blocks=rng.randint(10, 30),
@@ -725,11 +728,18 @@ def test_random_operations_lose_nothing(seed: int) -> None:
         max_loads_ahead=rng.randint(1, 3),
         overlap=rng.random() < 0.5,
     )
+    if rng.random() < 0.5:
+        mock.use_host(LruHost(rng.randint(1, 3)))
+    marks = SlowMarks()
+    if rng.random() < 0.5:
+        mock.rows.new_mark = marks
     mock.host.broken.add("a5")
     requests: dict[str, tuple[tuple[int, ...], str | None, int]] = {}
     aborted: set[str] = set()
     for i in range(60):
-        match rng.choice(("submit", "submit", "step", "step", "step", "read", "read", "abort", "evict", "load")):
+        match rng.choice(
+            ("submit", "submit", "step", "step", "step", "read", "read", "abort", "evict", "load", "keep", "copy")
+        ):
             case "submit":
                 prompt = tuple(rng.randrange(90) for _ in range(rng.randint(1, 18)))
                 adapter = rng.choice((None, "a1", "a2-2", "a3", "a4-2", "a5", "a6-7"))
@@ -749,9 +759,14 @@ def test_random_operations_lose_nothing(seed: int) -> None:
                 mock.engine.handle(Evict(rng.choice(("a1", "a2-2", "a5", "a9"))))
             case "load":
                 mock.engine.handle(Load(rng.choice(("a1", "a3", "a5"))))
+            case "keep":
+                mock.engine.handle(Keep(tuple(rng.sample(("a1", "a3", "a5"), rng.randint(0, 1)))))
+            case "copy":
+                marks.num_reached = rng.randint(marks.num_reached, marks.num_made)
             case _:
                 continue
         mock.engine.check_integrity()
+    mock.engine.handle(Keep(()))
     mock.settle()
     mock.engine.close()
     assert holds_nothing(mock)

@@ -367,6 +367,11 @@ class MockEngine:
         self.engine.submit(Submit(request_id, prompt, chosen, adapter, rows, tenant, weight, pooling))
         self.engine.check_integrity()
 
+    def use_host(self, host: MockHost) -> None:
+        """Another host tier, before anything was read."""
+        assert self.engine.desk.residency is not None
+        self.engine.desk.residency._host = self.host = host
+
     def step(self) -> list[Event]:
         events = self.engine.step()
         self.engine.check_integrity()

@@ -1,0 +1,205 @@
+"""What it costs that not all adapters fit on the device: a load, the steps beside it, and traffic over more adapters
+than have rows.
+
+    .venv/bin/python -m bench.adapters.tiers --device cuda --shape 8b --rank 16 --adapters 200 [--traffic uniform]
+    .venv/bin/python -m bench.adapters.tiers --adapters 1000 --traffic zipf        # the bundled model, on a CPU
+
+An engine in this process with rows for --resident adapters (64), and adapters that are made up; --host-bytes of them
+stay in host memory, all if it is not given. Three measurements, of which each round has the two sides of the last two:
+
+load      host -> device of one adapter while nothing runs, from the call until the device has it
+beside    decode steps of --requests sequences on half of the residents, with one load begun every --every steps, and
+          without
+traffic   as many clients as --requests, each with one request at a time, on all adapters, and on the residents alone:
+          tokens/s, tokens for each CPU second of this process, and how long requests waited for their first token
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bench.arguments import facts_of, load_of, parser_of
+from bench.in_process import Driver, Subject, build_subject, greedy
+from bench.rounds import percentile
+from service.engine.messages import Submit
+from service.engine.residency import State
+
+NUM_LOADS = 20
+
+
+def main() -> None:
+    parser = parser_of("bench.adapters.tiers", __doc__)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--adapters", type=int, default=200)
+    parser.add_argument("--resident", type=int, default=64, help="adapters that the rows are for")
+    parser.add_argument("--host-bytes", type=int, help="of adapters in host memory; default: all of them")
+    parser.add_argument("--traffic", choices=("uniform", "zipf"), default="uniform")
+    parser.add_argument("--every", type=int, default=8, help="steps between two loads")
+    parser.add_argument("--num", type=int, default=512, help="requests of a side of a round, in the traffic")
+    arguments = parser.parse_args()
+    load = load_of(arguments, max_adapters=arguments.resident - 1, rank=arguments.rank)
+    subject = build_subject(load, has_lora=True, host_bytes=arguments.host_bytes, num_on_host=arguments.adapters)
+    bench = Bench(subject, arguments.resident, arguments.adapters, arguments.traffic)
+    figures: dict[str, Any] = facts_of(arguments)
+    figures["load"] = bench.loads()
+    figures["beside"] = bench.beside(arguments.rounds, arguments.every)
+    figures["traffic"] = bench.traffic(arguments.rounds, arguments.num)
+    print(json.dumps(figures, indent=1))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(figures))
+
+
+@dataclass
+class Side:
+    """One side of a comparison, over all rounds."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+
+class Bench:
+    """Measures one engine; each method leaves it idle."""
+
+    def __init__(self, subject: Subject, num_resident: int, num_adapters: int, traffic: str) -> None:
+        self._subject = subject
+        self._engine = subject.engine
+        self._num_resident = num_resident
+        self._num_adapters = num_adapters
+        self._traffic = traffic
+        self._names = (f"run-{at}" for at in itertools.count())
+        self._is_cuda = subject.load.device.startswith("cuda")
+
+    def loads(self) -> dict[str, float]:
+        """Milliseconds of loads of adapters that host memory has."""
+        rows, residency = self._engine.desk.rows, self._engine.desk.residency
+        assert rows is not None and residency is not None
+        times, num_bytes = [], 0
+        for at in range(NUM_LOADS + 3):
+            digest = f"adapter-{self._num_adapters + at}"
+            residency.read(digest, lambda: True)
+            self._until(lambda digest=digest: residency.state_of(digest) is State.HOST)
+            self._synchronize()
+            begin = time.perf_counter()
+            assert residency.copy(digest), "the rows in use leave no room"
+            called = time.perf_counter()
+            self._synchronize()
+            times.append((time.perf_counter() - begin, called - begin))
+            residency.settle(is_idle=True)
+            num_bytes = residency.loaded_bytes["host"] // (at + 1)
+            self._engine.desk.evict(digest)
+        whole, call = ([one[which] * 1e3 for one in times[3:]] for which in (0, 1))
+        ms = statistics.median(whole)
+        return {
+            "bytes": num_bytes,
+            "p50_ms": round(ms, 3),
+            "max_ms": round(max(whole), 3),
+            "call_p50_ms": round(statistics.median(call), 3),
+            "gb_per_second": round(num_bytes / ms / 1e6, 1),
+        }
+
+    def beside(self, num_rounds: int, every: int) -> dict[str, float]:
+        """Median decode step in ms with loads beside, and without."""
+        sides: dict[bool, list[float]] = {False: [], True: []}
+        for at in range(2 * num_rounds):
+            sides[at % 2 == 1] += self._steps_beside(every if at % 2 else 0)
+        quiet, beside = (statistics.median(sides[is_beside]) for is_beside in (False, True))
+        p99 = percentile(sides[True], 99)
+        assert p99 is not None
+        return {
+            "quiet_ms": round(quiet, 3),
+            "beside_ms": round(beside, 3),
+            "ratio": round(beside / quiet, 3),
+            "beside_p99_ms": round(p99, 3),
+        }
+
+    def _steps_beside(self, every: int) -> list[float]:
+        load, engine = self._subject.load, self._engine
+        num = load.num_requests
+        work = self._subject.requests(num, self._num_resident // 2, load.num_output_tokens)
+        driver = Driver(engine)
+        name = next(self._names)
+        driver.submit([replace_id(one, f"{name}-{one.request_id}") for one in work])
+        others = itertools.cycle(range(self._num_resident, self._num_resident + 8))
+        for step in itertools.count():
+            if not driver.num_open:
+                break
+            if every and step % every == 0:
+                engine.desk.keep([f"adapter-{next(others)}"])  # brought beside the others, in the place of the last
+            driver.step()
+        engine.desk.keep([])
+        return driver.run.decode_step_ms(num)
+
+    def traffic(self, num_rounds: int, num_requests: int) -> dict[str, Any]:
+        """All adapters against the residents alone, which are there when the clock starts."""
+        sides = {"all": Side(), "resident": Side()}
+        waits: list[float] = []
+        for at in range(num_rounds):
+            for name in ("all", "resident") if at % 2 else ("resident", "all"):
+                found = self._closed_loop(name, num_requests, seed=at, side=sides[name])
+                waits += found if name == "all" else []
+        every, resident = sides["all"], sides["resident"]
+        return {
+            "distribution": self._traffic,
+            "tokens_per_second": round(every.tokens / every.seconds, 1),
+            "of_resident": round(every.tokens / every.seconds / (resident.tokens / resident.seconds), 3),
+            "per_cpu_second_of_resident": round(
+                every.tokens / every.cpu_seconds / (resident.tokens / resident.cpu_seconds), 3
+            ),
+            "first_token_ms": {"p50": round(statistics.median(waits), 1), "max": round(max(waits), 1)},
+            "longest_by_median": round(max(waits) / statistics.median(waits), 1),
+        }
+
+    def _closed_loop(self, name: str, num_requests: int, *, seed: int, side: Side) -> list[float]:
+        numbers, driver = random.Random(seed), Driver(self._engine)
+        pick = self._picker(numbers, self._num_adapters if name == "all" else self._num_resident)
+        load = self._subject.load
+        came: dict[str, float] = {}
+        begin, begin_cpu = time.perf_counter(), time.process_time()
+        while len(came) < num_requests or driver.num_open:
+            while driver.num_open < load.num_requests and len(came) < num_requests:
+                request_id, prompt = next(self._names), self._subject.prompt(load.num_prompt_tokens, numbers)
+                came[request_id] = time.perf_counter()
+                # Of different lengths, so that requests do not come and go together.
+                sampling = greedy(numbers.randint(load.num_output_tokens // 2, load.num_output_tokens))
+                driver.submit([Submit(request_id, prompt, sampling, pick(), self._subject.adapter_rows)])
+            driver.step()
+        side.seconds += time.perf_counter() - begin
+        side.cpu_seconds += time.process_time() - begin_cpu
+        side.tokens += driver.run.num_output_tokens
+        return [(times[0][0] - came[request_id]) * 1e3 for request_id, times in driver.run.arrivals.items()]
+
+    def _picker(self, numbers: random.Random, num_adapters: int) -> Callable[[], str]:
+        names = [f"adapter-{at}" for at in range(num_adapters)]
+        is_zipf = self._traffic == "zipf"
+        weights = [1 / (at + 1) if is_zipf else 1.0 for at in range(num_adapters)]
+        return lambda: numbers.choices(names, weights)[0]
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            self._engine.wake.wait(0.001)
+            self._engine.wake.clear()
+            assert self._engine.desk.residency is not None
+            self._engine.desk.residency.settle(is_idle=True)
+
+    def _synchronize(self) -> None:
+        if self._is_cuda:
+            torch.cuda.synchronize()
+
+
+def replace_id(request: Submit, request_id: str) -> Submit:
+    """The same request by another name."""
+    return Submit(request_id, request.prompt_token_ids, request.sampling, request.adapter, request.adapter_rows)
+
+
+if __name__ == "__main__":
+    main()

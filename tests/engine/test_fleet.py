@@ -1,0 +1,195 @@
+"""Adapters on their whole way, from uploads to rows, in random sequences: what runs with an adapter has its rows, and
+everything adds up after every change."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from adapters.errors import NotFound
+from adapters.handles import Lease
+from adapters.host_tier import HostTier, read_adapter
+from adapters.names import move
+from adapters.row_pool import RowPool
+from adapters.store import AdapterStore, StoreLimits
+from service.engine.adapter_loads import AdapterLoads
+from tests.adapters.test_row_pool import assert_holds
+from tests.support.adapter_files import (
+    config_bytes,
+    lora_tensors,
+    modules_ending,
+    safetensors_bytes,
+    small_layout,
+    upload_bytes,
+)
+from tests.support.fake_stream import FakeStream
+from tests.support.stepped_loader import SteppedLoader
+
+LAYOUT = small_layout()
+NAMES = ("one", "two", "three", "four")
+ENDINGS = ("q_proj", "down_proj")
+RANKS = (2, 4, 7, 16)
+TENSORS = [
+    safetensors_bytes(lora_tensors(LAYOUT, modules_ending(LAYOUT, *ENDINGS[: 1 + at % 2]), rank, seed=at))
+    for at, rank in enumerate(RANKS * 2)
+]
+CONFIGS = [config_bytes(r=rank, target_modules=list(ENDINGS[: 1 + at % 2])) for at, rank in enumerate(RANKS * 2)]
+
+
+@dataclass(eq=False)
+class User:
+    """A request: it holds a lease from its arrival to its end."""
+
+    lease: Lease
+    runs: bool = False
+
+    @property
+    def digest(self) -> str:
+        return self.lease.record.digest
+
+
+@dataclass
+class Fleet:
+    """A store, and the engine's tiers over it without a model."""
+
+    root: Path
+    rng: random.Random
+    has_device: bool
+    users: list[User] = field(default_factory=list)
+    gone: deque[str] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        limits = StoreLimits(free_disk_floor_bytes=0, max_versions=2)
+        self.store = AdapterStore(self.root, LAYOUT, limits, base_name="base", on_gone=self.gone.append)
+        self.stream = FakeStream()
+        self.host = HostTier(self.root, LAYOUT, self.rng.choice((0, 4000, 12_000, 1 << 20)))
+        self.pool = RowPool(
+            LAYOUT,
+            self.rng.choice((16_000, 30_000)),
+            alignment=4,
+            copies=self.stream if self.has_device else None,
+            buffer_bytes=self.rng.choice((1, 1 << 20)),
+        )
+        self.loader = SteppedLoader()
+        self.loads = AdapterLoads(
+            self.pool, self.host, self.loader, max_loads_ahead=self.rng.randint(1, 3), wake=lambda: None
+        )
+
+    def change(self) -> None:
+        """One random thing."""
+        what = self.rng.choice(
+            ("upload", "move", "delete", "rollback", "pin", "hint", "read", "copy", "step", "step", "ask", "ask", "end")
+        )
+        getattr(self, what)()
+
+    def upload(self) -> None:
+        content = self.rng.randrange(len(TENSORS))
+        record, _ = upload_bytes(self.store, self.rng.choice(NAMES), CONFIGS[content], TENSORS[content], condition=move)
+        self.loads.hint(record.digest)
+
+    move = upload
+
+    def delete(self) -> None:
+        self._if_there(self.store.delete)
+
+    def rollback(self) -> None:
+        self._if_there(self.store.rollback)
+
+    def _if_there(self, change: Callable[[str], object]) -> None:
+        with contextlib.suppress(NotFound):
+            change(self.rng.choice(NAMES))
+
+    def pin(self) -> None:
+        digests = [record.digest for record in self.store.names().values()]
+        self.loads.keep(self.rng.sample(digests, min(len(digests), self.rng.randint(0, 1))))
+
+    def hint(self) -> None:
+        self._if_there(lambda name: self.loads.hint(self.store.get(name).digest))
+
+    def read(self) -> None:
+        self.loader.do_next()
+
+    def copy(self) -> None:
+        self.stream.num_reached = self.rng.randint(self.stream.num_reached, len(self.stream.marks))
+
+    def ask(self) -> None:
+        def begin(name: str) -> None:
+            user = User(self.store.lease(name))
+            self.users.append(user)
+            self.loads.enter(user.digest, user.lease.record.manifest.rows)
+
+        self._if_there(begin)
+
+    def end(self) -> None:
+        if self.users:
+            self.leave(self.rng.choice(self.users))
+
+    def leave(self, user: User) -> None:
+        self.users.remove(user)
+        if user.runs:
+            self.loads.release(user.digest)
+        self.loads.leave(user.digest)
+        user.lease.release()
+
+    def step(self) -> None:
+        """As the scheduler does it."""
+        self.loads.settle_loads(is_idle=not any(user.runs for user in self.users))
+        waiting = [user for user in self.users if not user.runs]
+        self.loads.prefetch({user.digest: self.loads.has_room(user.digest) for user in waiting}, None)
+        for user in waiting:
+            if self.loads.can_bring(user.digest) and self.loads.bring(user.digest):
+                self.loads.acquire(user.digest)
+                user.runs = True
+        self.loads.follow_hints()
+        assert not {user.digest for user in self.users} & self.loads.take_failures().keys()
+
+    def check(self) -> None:
+        self.store.settle()
+        while self.gone:
+            self.loads.evict(self.gone.popleft())
+        self.loads.check_integrity()
+        self.host.check_integrity()
+        self.store.check_integrity()
+        for user in self.users:
+            if user.runs:
+                assert_holds(self.pool, LAYOUT, read_adapter(self.root, LAYOUT, user.digest, torch.float32))
+
+
+@given(seed=st.integers(0, 2**32), has_device=st.booleans())
+@settings(max_examples=8, deadline=None)
+def test_random_uploads_moves_pins_loads_evictions_and_requests_add_up(seed: int, has_device: bool) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        fleet = Fleet(Path(root), random.Random(seed), has_device)
+        for _ in range(40):
+            fleet.change()
+            fleet.check()
+        fleet.loads.keep(())
+        for _ in range(400):  # everybody is served in the end
+            if not fleet.users:
+                break
+            fleet.copy()
+            fleet.read()
+            fleet.step()
+            for user in [user for user in fleet.users if user.runs]:
+                fleet.leave(user)
+            fleet.check()
+        assert not fleet.users, "somebody waits for ever"
+        for name in fleet.store.names():
+            fleet.store.delete(name)
+        fleet.loader.do_all()
+        fleet.stream.num_reached = len(fleet.stream.marks)
+        for _ in range(3):
+            fleet.step()
+            fleet.loader.do_all()
+            fleet.check()
+        assert (fleet.pool.resident(), fleet.host.num_kept) == ((), 0)
+        fleet.store.close()
