@@ -17,8 +17,8 @@ from kernels.lora.maps import Segment
 
 # Longer segments amortise a product of their own.
 _MAX_BATCHED_TOKENS = 8
-# Ranks of one class may share a batch; padding inside a class costs less than a second batch.
-_RANK_CLASSES = (16, 64, 256)
+# Ranks of one class may share a batch; padding inside a class costs less than a second batch, but for the smallest.
+_RANK_CLASSES = (4, 16, 64, 256)
 # Copying so many bytes takes about as long as the calls of one more batch.
 _BYTES_PER_BATCH = 256 * 2**10
 

@@ -14,6 +14,7 @@ from adapters.row_plan import plan_rows
 from adapters.row_pool import RowPool
 from adapters.row_ranges import RangeAllocator
 from adapters.slab import HostAdapter, pack
+from kernels.platform import detect
 from tests.support.adapter_files import small_layout
 
 PIECES = {"attention": ("q", "k"), "mlp": ("down",)}
@@ -432,3 +433,14 @@ def test_rows_may_stand_behind_the_base_weights_and_serve_as_any_others() -> Non
     interleaved = buffers["qk"].view(-1, 2, 2)[first : first + 30]
     assert torch.equal(interleaved[:, 0], wide.slices["q"].a)
     assert not interleaved[:, 1].any()
+
+
+def test_on_a_cpu_rank_4_takes_a_quarter_of_the_bytes_of_rank_16() -> None:
+    layout = churn_layout()
+    alignment = detect("cpu").row_alignment
+    pool = RowPool(layout, budget_for(layout, 64, alignment), alignment=alignment)
+    used = []
+    for rank in (4, 16):
+        assert pool.load(f"r{rank}", make_host_adapter(layout, f"r{rank}", {"q": rank, "down": rank}))
+        used.append(pool.usage().bytes_used)
+    assert used[1] - used[0] == 4 * used[0]

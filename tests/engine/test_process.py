@@ -82,7 +82,7 @@ def test_ready_tells_what_admission_needs(config: EngineConfig, shared: tuple[as
     assert ready is not None
     assert ready.max_model_len_tokens == 20_000
     assert 0 < ready.kv_capacity_tokens <= config.kv_bytes
-    assert (ready.vocab_size, ready.dtype, ready.row_element_bytes, ready.row_alignment) == (304, "float32", 4, 16)
+    assert (ready.vocab_size, ready.dtype, ready.row_element_bytes, ready.row_alignment) == (304, "float32", 4, 4)
 
 
 def test_a_refused_request_says_whose_fault_it_is(shared: tuple[asyncio.Runner, EngineClient]) -> None:

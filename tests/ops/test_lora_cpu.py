@@ -136,3 +136,13 @@ def test_steps_of_one_stack_read_their_own_rows(seed: int) -> None:
         out = before.clone()
         ops.lora_linear(x, out, step.stack, maps)
         assert_right(out, expected_linear(now), now, before)
+
+
+def test_rows_of_rank_4_are_not_read_as_if_they_were_16() -> None:
+    """Among adapters of rank 16 at uneven distances, whose rows are gathered."""
+    ranks = [4, 16, 4, 16, 4, 16]
+    first_rows = [0, 4, 24, 28, 52, 56]
+    segments = tuple(Segment(at, at + 1, at, (first_row,)) for at, first_row in enumerate(first_rows))
+    plan = make_plan(segments, 0, ranks, [1.0] * 6, 512)
+    assert sorted(one.rank for one in (*plan.solos, *plan.batches)) == [4, 16]
+    assert sum(batch.num_segments * batch.rank for batch in plan.batches) == sum(ranks)
