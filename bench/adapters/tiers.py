@@ -28,10 +28,11 @@ from typing import Any
 import torch
 
 from bench.arguments import facts_of, load_of, parser_of
-from bench.in_process import Driver, Subject, build_subject, greedy
+from bench.in_process import Subject, build_subject
 from bench.rounds import percentile
 from service.engine.messages import Submit
 from service.engine.residency import State
+from service.first_host.driving import Driver, greedy
 
 NUM_LOADS = 20
 
@@ -50,10 +51,14 @@ def main() -> None:
     subject = build_subject(load, has_lora=True, host_bytes=arguments.host_bytes, num_on_host=arguments.adapters)
     bench = Bench(subject, arguments.resident, arguments.adapters, arguments.traffic)
     figures: dict[str, Any] = facts_of(arguments)
-    figures["load"] = bench.loads()
-    figures["beside"] = bench.beside(arguments.rounds, arguments.every)
-    figures["traffic"] = bench.traffic(arguments.rounds, arguments.num)
-    print(json.dumps(figures, indent=1))
+    parts: dict[str, Callable[[], Any]] = {
+        "load": bench.loads,
+        "beside": lambda: bench.beside(arguments.rounds, arguments.every),
+        "traffic": lambda: bench.traffic(arguments.rounds, arguments.num),
+    }
+    for name, measure in parts.items():
+        figures[name] = measure()
+        print(json.dumps({name: figures[name]}, indent=1), flush=True)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(figures))
 

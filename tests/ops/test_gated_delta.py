@@ -150,8 +150,11 @@ def test_prefill_equals_the_recurrence(sizes: tuple[int, int, int, int], dtype: 
     is_real = torch.ones(sum(lengths), dtype=torch.bool)
     is_real[74:79] = False
     assert_close(found[is_real], expected[is_real])
-    used = [1, 2, 3, 4, 5]
-    torch.testing.assert_close(found_states[used], expected_states[used], atol=2e-5, rtol=2e-5)
+    walked = [1, 2, 3, 5]
+    torch.testing.assert_close(found_states[walked], expected_states[walked], atol=2e-5, rtol=2e-5)
+    # A long prompt is computed by products, whose operands a GPU rounds to the type of the inputs.
+    absolute, relative = (2e-5, 2e-5) if device == "cpu" else OP[dtype]
+    torch.testing.assert_close(found_states[4], expected_states[4], atol=absolute, rtol=relative)
     assert torch.equal(found_states[1], inputs.states[1]), "an empty sequence keeps its state"
     assert bool(found_states[[0, 6]].isnan().all()), "a line of nobody was written"
     assert all(torch.equal(part, was) for part, was in zip(args, before, strict=True))

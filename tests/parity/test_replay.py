@@ -102,6 +102,8 @@ def assert_replays_as_eager(world: World, requests: list[Request], **config: Any
     captured, engine = run(world, requests, eager=False, **config)
     counts, states = engine._runner.captured, states_of(engine)
     engine.close()
+    if counts.is_off and world.device != "cpu":
+        pytest.skip(f"NOT RUN: on this device no step of {world.family} in float32 is captured")
     eager, other = run(world, requests, eager=True, **config)
     states_of_eager = states_of(other)
     other.close()

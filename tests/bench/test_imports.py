@@ -1,0 +1,19 @@
+"""Every benchmark can be imported: what they take from the service is there."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+import pytest
+
+import bench
+
+MODULES = sorted(
+    module.name for module in pkgutil.walk_packages(bench.__path__, "bench.") if not module.name.endswith("__main__")
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_benchmark_can_be_imported(name: str) -> None:
+    importlib.import_module(name)
