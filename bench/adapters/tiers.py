@@ -114,6 +114,7 @@ class Bench:
 
     def beside(self, num_rounds: int, every: int) -> dict[str, float]:
         """Median decode step in ms with loads beside, and without."""
+        self._steps_beside(0)  # brings the adapters of the requests, of which some would end before others begin
         sides: dict[bool, list[float]] = {False: [], True: []}
         for at in range(2 * num_rounds):
             sides[at % 2 == 1] += self._steps_beside(every if at % 2 else 0)
