@@ -1,7 +1,7 @@
 """`kernels.experts.ops` with torch's grouped matrix products: two launches for all experts, whatever tokens choose.
 
 How many tokens each expert has is computed and read on the device, so a captured call does what a new one would.
-Not run on a GPU yet.
+Not captured on a GPU yet.
 """
 
 from __future__ import annotations
