@@ -88,7 +88,7 @@ def a_job(
     """A request that has its places and an adapter."""
     places.num_open = len(plans)
     parts.gate = cast(Any, places)
-    record = SimpleNamespace(digest="d", manifest=SimpleNamespace(rows={}))
+    record = SimpleNamespace(digest="d", manifest=SimpleNamespace(rows={}, invocation=()))
     lease: Any = SimpleNamespace(release=places.release, record=record)
     tenant = tenant or Tenants().default
     tenant.enter(len(plans))
