@@ -8,7 +8,6 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -52,6 +51,6 @@ def test_the_variants_of_all_implementations_are_counted() -> None:
     with ExitStack() as stack:
         stack.enter_context(installed(platform))
         for op, count in (("lora", 3), ("causal_conv1d", 4)):
-            module = SimpleNamespace(CONTRACT=Contract(compiled_count=mock.Mock(return_value=count)))
+            module = mock.Mock(CONTRACT=Contract(compiled_count=mock.Mock(return_value=count)))
             stack.enter_context(mock.patch.dict(_modules, {(op, "cpu"): module}))
         assert num_variants(device) == 7
