@@ -12,7 +12,7 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from filecmp import cmp
 from pathlib import Path
 from typing import TypeVar
@@ -40,7 +40,8 @@ class _FirstForm(msgspec.Struct, frozen=True):
 
 
 class StoreFiles:
-    """See `adapters.paths` for the directories. Callers serialise changes of names and adapters.
+    """See `adapters.paths` for the directories. Callers serialise changes of names and adapters, and delete what
+    `taken_out` says when they have let others change the store again: files of gigabytes take seconds to go.
 
     shared_as  None: this server alone has the store. Else others that share it may have it open too, and this is what
                its own staging directory is called
@@ -53,6 +54,7 @@ class StoreFiles:
         self.staging = root / "staging" if shared_as is None else root / "staging" / shared_as
         self._adapters = root / "adapters"
         self._names = root / "names"
+        self._taken_out: list[Path] = []
         for directory in (self.staging, self._adapters, self._names):
             directory.mkdir(parents=True, exist_ok=True)
         self._lock = (root / "lock").open("a+")
@@ -89,6 +91,7 @@ class StoreFiles:
                 log.error("adapter %s has no name; it is kept, since names/%s cannot be read", digest, unreadable[0])
             else:
                 self.remove_adapter(digest)
+        delete(self.taken_out())
         return names
 
     def names(self) -> dict[str, NameRecord]:
@@ -203,7 +206,7 @@ class StoreFiles:
             raise
         _sync_renamed(self._adapters)
         if damaged is not None:
-            shutil.rmtree(damaged, ignore_errors=True)
+            self._taken_out.append(damaged)
 
     def is_whole(self, manifest: Manifest, ready: Path, config_fits: Callable[[bytes], bool]) -> bool:
         """Whether the files are what they were when they were published. `ready` holds the same adapter again, with its
@@ -232,11 +235,16 @@ class StoreFiles:
         _sync_directory(self._names)
 
     def remove_adapter(self, digest: str) -> bool:
-        """Out of sight by one rename, then deleted. False when it is not there."""
+        """Out of sight by one rename, and among what is taken out. False when it is not there."""
         out = self._take_out(digest)
         if out is not None:
-            shutil.rmtree(out, ignore_errors=True)
+            self._taken_out.append(out)
         return out is not None
+
+    def taken_out(self) -> list[Path]:
+        """Directories for the caller to `delete`, that were adapters before its change; each is told once."""
+        taken_out, self._taken_out = self._taken_out, []
+        return taken_out
 
     def _take_out(self, digest: str) -> Path | None:
         """Out of sight by one rename; returns where it is now, to be deleted."""
@@ -245,6 +253,12 @@ class StoreFiles:
             return (self._adapters / digest).rename(out)
         except FileNotFoundError:
             return None
+
+
+def delete(directories: Iterable[Path]) -> None:
+    """Remove them with all that is in them. What cannot be removed is left to the next start."""
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def _decode_name(data: bytes) -> NameRecord:

@@ -32,7 +32,7 @@ from itertools import count
 from pathlib import Path
 
 from adapters import names as rules
-from adapters.disk import StoreFiles
+from adapters.disk import StoreFiles, delete
 from adapters.errors import Conflict, Damaged, InvalidName, Malformed, NotFound, QuotaExceeded, TooLarge
 from adapters.handles import Lease, Upload
 from adapters.index import Index, Query, Row
@@ -392,7 +392,7 @@ class AdapterStore:
     @contextmanager
     def _change(self) -> Iterator[None]:
         """Names and adapters are changed inside, under `_disk`, by one thread of all servers. StoreBusy."""
-        with self._disk:
+        with self._changing_files():
             if self._sharing is None:
                 yield
                 return
@@ -400,6 +400,20 @@ class AdapterStore:
                 self._sharing.begin_log()
                 self._catch_up()
                 yield
+
+    @contextmanager
+    def _changing_files(self) -> Iterator[None]:
+        """Under `_disk`. Files that go by it are deleted after that, by the thread that made them go: nobody else's
+        change waits for them."""
+        taken_out: list[Path] = []
+        try:
+            with self._disk:
+                try:
+                    yield
+                finally:
+                    taken_out = self._files.taken_out()
+        finally:
+            delete(taken_out)
 
     # ---- servers that share the store
 
@@ -602,7 +616,7 @@ class AdapterStore:
     def _collect(self, digest: str) -> None:
         """Remove a digest that nobody uses, unless somebody does by now."""
         try:
-            with self._disk:
+            with self._changing_files():
                 is_gone = self._remove_if_unused(digest)
             self._tell_if_gone(digest, is_gone)
         except Exception:
@@ -624,7 +638,7 @@ class AdapterStore:
         is_gone = self._sharing is not None or self._files.remove_adapter(digest)
         with self._lock:
             if self._num_names[digest] <= 0:
-                del self._num_names[digest]  # not before: `num_on_disk` counts the digest until its files are gone
+                del self._num_names[digest]  # not before: `num_on_disk` counts it until its files are out of sight
         return is_gone
 
     def _tell_if_gone(self, digest: str, is_gone: bool) -> None:

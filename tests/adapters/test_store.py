@@ -6,9 +6,11 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -302,7 +304,8 @@ def test_a_removal_that_fails_is_logged_and_hinders_no_other(
     store.settle()
     assert gone == [leases[1][0].digest]
     assert leases[0][0].digest in caplog.text
-    store._files.remove_adapter(leases[0][0].digest)
+    with store._changing_files():
+        store._files.remove_adapter(leases[0][0].digest)
 
 
 def test_a_second_name_keeps_the_files(store: AdapterStore) -> None:
@@ -752,6 +755,42 @@ def test_an_upload_that_the_store_has_makes_no_other_wait_and_is_compared_anew_a
     assert times == [False, False, True, False]
     assert (store.path_of(digest) / "adapter_model.safetensors").is_file()
     store.check_integrity()
+
+
+@pytest.mark.parametrize("how", ["delete", "release", "repair"])
+def test_files_that_are_being_deleted_make_no_upload_wait(
+    store: AdapterStore, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Of gigabytes that takes seconds, and names of all tenants are changed under one lock."""
+    digest = upload_small(store, LAYOUT, "mine", seed=1)[0].digest
+    remove, entered, may_go_on = shutil.rmtree, threading.Event(), threading.Event()
+
+    def slow(directory: Path, ignore_errors: bool = False) -> None:
+        if directory.name.startswith("gone-"):
+            entered.set()
+            assert may_go_on.wait(LIMIT_SECONDS)
+        remove(directory, ignore_errors=ignore_errors)
+
+    def take_away() -> None:
+        if how == "repair":
+            (store.path_of(digest) / "manifest.json").write_bytes(b"damaged")
+            upload_small(store, LAYOUT, "mine", seed=1)
+        else:
+            with store.lease("mine") if how == "release" else nullcontext():
+                store.delete("mine")
+            store.settle()
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            first = pool.submit(take_away)
+            assert entered.wait(LIMIT_SECONDS)
+            assert pool.submit(upload_small, store, LAYOUT, "other", seed=2).result(LIMIT_SECONDS)[1]
+        finally:
+            may_go_on.set()
+        first.result(LIMIT_SECONDS)
+    store.check_integrity()
+    assert not list(store.path_of(store.get("other").digest).parents[1].glob("staging/*"))
 
 
 @pytest.mark.usefixtures("store")
