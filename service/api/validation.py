@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ _UNIONS = frozenset(
         *_SCHEMAS,
     }
 )
+# How pydantic begins; the name of the field stands before it here.
+_SHOULD = re.compile(r"^(Input|String|List|Dictionary|Value|Data) should")
 _TOOL_CHOICE = (
     '`tool_choice` must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}, which names '
     "one of the `tools`."
@@ -118,8 +121,13 @@ def _unknown_field(path: Sequence[Any]) -> str:
 def _words(fault: Mapping[str, Any]) -> str:
     if fault["type"] in ("model_type", "model_attributes_type"):
         return "it must be an object"
+    if fault["type"] in ("too_short", "string_too_short") and not fault["input"]:
+        least, unit = fault["ctx"]["min_length"], "character" if fault["type"] == "string_too_short" else "item"
+        return f"it is empty; send at least {least} {unit}{'' if least == 1 else 's'}"
+    if fault["type"] == "too_long" and fault["ctx"]["actual_length"] is not None:
+        return f"it may have at most {fault['ctx']['max_length']} items, and has {fault['ctx']['actual_length']}"
     message = str(fault["msg"]).removeprefix("Value error, ").rstrip(".")
-    return message.replace("Input should", "it must", 1) if message.startswith("Input should") else message
+    return _SHOULD.sub("it must", message)
 
 
 def _dotted(path: Sequence[Any]) -> str:

@@ -57,6 +57,8 @@ def schema_constraint(schema: Any, whitespace: str | None = None) -> Constraint:
             raise ConstraintError(f"is not valid JSON ({error})") from error
     if not isinstance(schema, dict | bool):
         raise ConstraintError("must be a JSON schema: an object, or its text")
+    if schema is False:
+        raise ConstraintError("is the schema that nothing fits, so that there is no answer; leave it out")
     _bound_values(schema)
     if isinstance(schema, dict) and "x-guidance" in schema:
         raise ConstraintError("holds `x-guidance`, which is no keyword of JSON schemas; leave it out")

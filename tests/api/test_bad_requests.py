@@ -63,7 +63,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"n": 17}, "n", "allows 16"),
     ({"seed": 2**63}, "seed", "less than"),
     ({"seed": 1.5}, "seed", "valid integer"),
-    ({"stop": ""}, "stop", "at least 1 character"),
+    ({"stop": ""}, "stop", "`stop`: it is empty; send at least 1 character"),
     ({"stop": ["a"] * 33}, None, "at most 32"),
     ({"stop": ["a" * 1000] * 4 + ["a" * 97]}, "stop", "4097 characters in all; this server takes 4096"),
     ({"stop": [1]}, "stop", "valid string"),
@@ -82,12 +82,17 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"content": "x"}, "content", "`content` is not a field"),
     ({"a\ud800": 5}, None, "`a?` holds half of a surrogate pair"),
     ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias", "at most 300"),
-    ({"stop_token_ids": [1] * 513}, "stop_token_ids", "at most 512"),
+    ({"stop_token_ids": [1] * 513}, "stop_token_ids", "at most 512 items, and has 513"),
+    ({"bad_words": [""]}, "bad_words[0]", "it is empty; send at least 1 character"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "it is empty; send at least 1 item"),
+    ({"guided_json": False}, "guided_json", "`guided_json` is the schema that nothing fits"),
+    ({"structured_outputs": {"json": "false"}}, "structured_outputs.json", "leave it out"),
     ({"response_format": {"type": "json"}}, "response_format", '{"type": "json_object"}'),
     ({"adapter_id": "nobody"}, "adapter_id", "does not exist"),
 ]
 BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
-    ({"messages": []}, "messages", "at least 1 item"),
+    ({"messages": []}, "messages", "`messages`: it is empty; send at least 1 item"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "it must match"),
     ({"messages": None}, "messages", "valid list"),
     (
         with_message(role="robot"),
