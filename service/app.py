@@ -57,6 +57,7 @@ from service.models.layouts import layout_in
 from service.settings import Settings
 from service.start_check import StartError
 from service.tenants.keys_file import KeysFileError
+from service.tenants.limits import RATE_HEADERS
 from service.tenants.tenants import Tenants
 from service.text.chat_template import ChatTemplate, template_source
 from service.text.template_worker import AdapterTemplate
@@ -125,7 +126,7 @@ def _allow_pages(app: FastAPI, origins: tuple[str, ...]) -> None:
         allow_origins=origins,
         allow_methods=["GET", "POST", "PUT", "PATCH", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["X-Request-Id", "X-Multilora-Adapter", "ETag", "Retry-After"],
+        expose_headers=["X-Request-Id", "X-Multilora-Adapter", "ETag", "Retry-After", *RATE_HEADERS],
     )
 
 

@@ -10,6 +10,12 @@ from dataclasses import dataclass
 from service.tenants.keys_file import Limits
 
 _MINUTE_SECONDS = 60
+# All that tell where a tenant stands.
+RATE_HEADERS = tuple(
+    f"x-ratelimit-{number}-{what}"
+    for what in ("requests", "tokens", "uploads", "adapters", "adapter-bytes")
+    for number in ("limit", "remaining", "reset")
+)
 
 
 class LimitReached(Exception):
