@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.auth import Access
-from service.api.errors import TABLE, BodyTooLarge, error_body, quoted, status_of
+from service.api.errors import TABLE, BadRequest, BodyTooLarge, error_body, quoted, status_of
 from service.api.json_body import BodyBudget
 from service.api.metrics import Metrics
 from service.api.requestlog import RequestNotes
@@ -147,8 +147,14 @@ class _Visit:
 
     def limit_body(self, rule: BodyRule) -> None:
         """BodyTooLarge if the announced size is above the rule's; `receive` raises it if more comes than was announced,
-        and QueueFull if all bodies together are too large to be held."""
+        and QueueFull if all bodies together are too large to be held. BadRequest for one that is compressed."""
         self._rule, self._payer = rule, PAYER.get()
+        encoding = self.headers.get("content-encoding", "")
+        if encoding.lower() not in ("", "identity") and _announces_body(self.headers):
+            raise BadRequest(
+                f"The body is sent with Content-Encoding {quoted(encoding)!r}; this server takes bodies that are not "
+                "compressed, without that header."
+            )
         announced, limit = self.headers.get("content-length", ""), rule.limit_bytes
         if announced.isascii() and announced.isdigit() and int(announced) > limit:
             raise BodyTooLarge(f"The body has {announced} bytes; this server takes {limit} here.")

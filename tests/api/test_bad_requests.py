@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import socket
 from typing import Any
@@ -253,6 +254,16 @@ def test_a_chunked_body_too_large_is_stopped(server: Server) -> None:
 
     answer = server.post("/v1/completions", content=endless(), headers={"Content-Type": "application/json"})
     check_error(answer, 413, None, "16777216")
+
+
+def test_a_compressed_body_is_refused_by_name(server: Server) -> None:
+    body = json.dumps(COMPLETION).encode()
+    for encoding, content in (("gzip", gzip.compress(body)), ("br", body), ("identity, gzip", body)):
+        headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+        check_error(server.post("/v1/completions", content=content, headers=headers), 400, None, encoding)
+    headers = {"Content-Type": "application/json", "Content-Encoding": "Identity"}
+    assert server.post("/v1/completions", content=body, headers=headers).status_code == 200
+    assert server.get("/health", headers={"Content-Encoding": "gzip"}).status_code == 200
 
 
 def test_broken_http_does_not_hurt_the_server(server: Server) -> None:
