@@ -127,6 +127,10 @@ class Access:
 
 
 def _key_in(headers: Headers) -> str:
+    if len(headers.getlist("authorization")) > 1:  # a proxy before this server may go by another one of them
+        raise Unauthorized(
+            "The request has several Authorization headers; send one.", headers={"WWW-Authenticate": "Bearer"}
+        )
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
         raise Unauthorized(

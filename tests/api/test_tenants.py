@@ -131,6 +131,13 @@ class TestScopes:
                 assert answer.status_code != 401
                 assert (answer.status_code == 403) != allowed, f"{method} {path} {scope} {answer.text}"
 
+    def test_two_keys_are_one_too_many(self, keyed: Keyed, acme: dict[str, str], zeta: dict[str, str]) -> None:
+        """A proxy that looks at the other one lets its owner in as somebody else."""
+        for keys in ((acme, zeta), (acme, acme), (zeta, {"Authorization": "Basic cmVhZGVy"})):
+            headers = [item for key in keys for item in key.items()]
+            answer = httpx.get(f"{keyed.server.url}/v1/models", headers=headers)
+            assert (answer.status_code, "several" in answer.json()["error"]["message"]) == (401, True)
+
     def test_each_line_of_the_table_is_a_route(self, keyed: Keyed) -> None:
         for route in ROUTES:
             if route.path.endswith("/") and route.path != "/":
