@@ -156,9 +156,14 @@ def seen(record: NameRecord, change: Change) -> NameRecord:
 
 def refuse_twin(names: Iterable[str], name: str) -> None:
     """Conflict if one of the names, all of one owner, differs from `name` in case alone, or in its Unicode form."""
-    twin = next((one for one in names if one != name and _folded(one) == _folded(name)), None)
+    twin = next((one for one in names if one != name and are_twins(one, name)), None)
     if twin is not None:
         raise Conflict(f"The name {name!r} differs in case alone from {twin!r}, which is there; choose another.")
+
+
+def are_twins(one: str, other: str) -> bool:
+    """Whether the names are the same but for case and their Unicode form."""
+    return _folded(one) == _folded(other)
 
 
 def _folded(name: str) -> str:

@@ -181,7 +181,8 @@ class AdapterStore:
             raise InvalidName(
                 "An adapter's name has 1 to 128 letters, digits, '.', '_' and '-', and starts with a letter or a digit."
             )
-        if name.rpartition("/")[2] == self.base_name:  # which its owner would call so
+        short = name.rpartition("/")[2]  # which its owner would call so
+        if short == self.base_name or (owner and rules.are_twins(short, self.base_name)):
             raise Conflict(f"The name {self.base_name!r} is the base model's; choose another.")
 
     def check(self, name: str, condition: Condition) -> None:

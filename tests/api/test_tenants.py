@@ -289,7 +289,7 @@ class TestSecrets:
     ) -> None:
         answer = keyed.put("MINE", checkpoints.spare, acme)
         assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conflict")
-        for name in ("history", "rollback", "a/b", "acme/a/b", "/a", BASE, ""):
+        for name in ("history", "rollback", "a/b", "acme/a/b", "/a", BASE, BASE.upper(), ""):
             assert keyed.put(name, checkpoints.spare, acme).status_code in (400, 403, 409)
 
     def test_an_admin_reaches_every_tenant_s(self, keyed: Keyed, checkpoints: Checkpoints) -> None:
