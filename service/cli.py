@@ -192,9 +192,7 @@ def _add_first_host(parser: argparse.ArgumentParser) -> None:
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
     path = os.environ.get("MULTILORA_KEYS_FILE")
-    parser.add_argument(
-        "--keys-file", type=Path, default=Path(path) if path else None, help="the file; also MULTILORA_KEYS_FILE"
-    )
+    _add_keys_file(parser, Path(path) if path else None)
     actions = parser.add_subparsers(dest="action", required=True, metavar="add|list|revoke")
     text = "make a key and show it, once; the file gets its hash"
     add = actions.add_parser("add", help=text, description=text)
@@ -206,6 +204,12 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     text = "remove a key; the server refuses it from the next request on"
     revoke = actions.add_parser("revoke", help=text, description=text)
     revoke.add_argument("id", help="of the list, or how it begins")
+    for action in actions.choices.values():
+        _add_keys_file(action, argparse.SUPPRESS)  # what stands before the action stays, if nothing stands after it
+
+
+def _add_keys_file(parser: argparse.ArgumentParser, default: Any) -> None:
+    parser.add_argument("--keys-file", type=Path, default=default, help="the file; also MULTILORA_KEYS_FILE")
 
 
 def _add_bench(parser: argparse.ArgumentParser) -> None:

@@ -78,7 +78,7 @@ def completion(parser: argparse.ArgumentParser, shell: str) -> str:
     """A script for the shell, "bash" or "zsh"."""
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     texts = {str(one.dest): str(one.help) for one in commands._choices_actions}
-    arguments = {name: list(_arguments_of(name, one)) for name, one in commands.choices.items()}
+    arguments = {name: _unlike(_arguments_of(name, one)) for name, one in commands.choices.items()}
     return (_bash if shell == "bash" else _zsh)(texts, arguments)
 
 
@@ -95,6 +95,18 @@ def _arguments_of(command: str, parser: argparse.ArgumentParser) -> Iterable[_Ar
             values = (*topics(), *(name.replace("_", "-") for name in Settings.model_fields))
         flag = action.option_strings[-1] if action.option_strings else None
         yield _Argument(flag, text, action.nargs != 0, values)
+        if isinstance(action, argparse._SubParsersAction):
+            for one in action.choices.values():
+                yield from (argument for argument in _arguments_of(command, one) if argument.flag is not None)
+
+
+def _unlike(arguments: Iterable[_Argument]) -> list[_Argument]:
+    """Each flag once: those of a command and of its actions are offered together."""
+    kept: list[_Argument] = []
+    for one in arguments:
+        if one.flag is None or all(one.flag != other.flag for other in kept):
+            kept.append(one)
+    return kept
 
 
 def _bash(commands: dict[str, str], arguments: dict[str, list[_Argument]]) -> str:

@@ -92,6 +92,8 @@ def _script(shell: str, directory: Path) -> Path:
         (["multilora", "rm", "--u"], ["--url"]),
         (["multilora", "help", "mem"], ["memory"]),
         (["multilora", "completion", ""], ["bash", "zsh"]),
+        (["multilora", "keys", ""], ["add", "list", "revoke"]),
+        (["multilora", "keys", "add", "acme", "--"], ["--help", "--keys-file", "--scopes", "--note"]),
         (["multilora", "upload", "some"], []),  # names of files, by the shell
     ],
 )

@@ -152,6 +152,17 @@ class TestEditing:
         assert told.out == ""
         assert path.read_text() == BY_HAND
 
+    def test_the_file_may_stand_after_the_action(
+        self, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("MULTILORA_KEYS_FILE", str(tmp_path / "usual.toml"))
+        assert main(["keys", "add", "acme", "--keys-file", str(path), "--scopes", "infer"]) == 0
+        assert main(["keys", "--keys-file", str(tmp_path / "other.toml"), "add", "zeta"]) == 0
+        assert main(["keys", "add", "usual"]) == 0
+        tenants = {file.name: set(read_keys(file).tenants) for file in tmp_path.glob("*.toml")}
+        assert tenants == {path.name: {"acme"}, "other.toml": {"zeta"}, "usual.toml": {"usual"}}
+        assert len(capsys.readouterr().out.splitlines()) == 3
+
     def test_a_broken_file_is_not_written_over(self, path: Path) -> None:
         path.write_text("[tenants.acme")
         with pytest.raises(KeysFileError, match="no TOML"):
