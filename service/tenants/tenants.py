@@ -132,6 +132,8 @@ class Tenants:
         self._signature = signature
         try:
             file = read_keys(self._path)
+            if file == KeysFile() != self._file:  # as it is for a moment when it is written in place
+                raise KeysFileError(f"The keys file {self._path} is empty; to revoke all keys, leave a tenant's table.")
         except KeysFileError as error:
             LOGGER.error("%s The keys that were there stay.", error)
             return

@@ -82,7 +82,20 @@ def test_a_broken_file_changes_nothing_and_is_told_once(path: Path, caplog: pyte
         (told,) = [record for record in caplog.records if record.levelno == logging.ERROR]
         assert words in told.getMessage()
         assert "The keys that were there stay" in told.getMessage()
-    path.write_text("")
+    path.write_text("[tenants.acme]\n")
+    assert tenants.caller(key) is None
+
+
+def test_a_file_that_is_emptied_revokes_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is empty for a moment when an editor writes it in place, and a full disk leaves it so."""
+    key, _ = add_key(path, "acme", ["infer"])
+    tenants, text = Tenants(keys_file=path), path.read_text()
+    for nothing in ("", "# nobody\n"):
+        path.write_text(nothing)
+        assert known(tenants, key).tenant.name == "acme"
+        assert "is empty" in caplog.text
+        caplog.clear()
+    path.write_text(text[: text.index("[[keys]]")])
     assert tenants.caller(key) is None
 
 
