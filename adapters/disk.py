@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from filecmp import cmp
 from pathlib import Path
+from types import TracebackType
 from typing import TypeVar
 from urllib.parse import quote, unquote
 
@@ -76,7 +77,8 @@ class StoreFiles:
 
         Of a store that is shared only names are read: what lies there without one may be of another server."""
         for leftover in self.staging.iterdir():
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            # A server that has closed the store may still be deleting what it took out.
+            shutil.rmtree(leftover, onerror=_unless_gone) if leftover.is_dir() else leftover.unlink(missing_ok=True)
         names, unreadable = self._read_names()
         for name, record in list(names.items()):
             missing = [version.number for version in record.versions if self._is_missing(version.digest)]
@@ -259,6 +261,12 @@ def delete(directories: Iterable[Path]) -> None:
     """Remove them with all that is in them. What cannot be removed is left to the next start."""
     for directory in directories:
         shutil.rmtree(directory, ignore_errors=True)
+
+
+def _unless_gone(_call: object, _path: str, error: tuple[type[BaseException], BaseException, TracebackType]) -> None:
+    """For `shutil.rmtree`: raise the error, but for what somebody else has removed."""
+    if not isinstance(error[1], FileNotFoundError):
+        raise error[1]
 
 
 def _decode_name(data: bytes) -> NameRecord:

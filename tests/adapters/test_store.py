@@ -793,6 +793,26 @@ def test_files_that_are_being_deleted_make_no_upload_wait(
     assert not list(store.path_of(store.get("other").digest).parents[1].glob("staging/*"))
 
 
+def test_a_start_does_not_mind_who_deletes_what_was_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that has closed its store may still be deleting files that it took out before."""
+    AdapterStore(tmp_path, LAYOUT, LIMITS, base_name="base").close()
+    (staging,) = tmp_path.glob("*/staging")
+    (staging / "gone-1").mkdir()
+    (staging / "gone-1" / "adapter_model.safetensors").write_bytes(b"")
+    unlink, num_removed = os.unlink, 0
+
+    def too_late(path: Any, *, dir_fd: int | None = None) -> None:
+        nonlocal num_removed
+        unlink(path, dir_fd=dir_fd)
+        num_removed += 1
+        raise FileNotFoundError(2, "No such file or directory", path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "unlink", too_late)
+        AdapterStore(tmp_path, LAYOUT, LIMITS, base_name="base").close()
+    assert (num_removed, list(staging.iterdir())) == (1, [])
+
+
 @pytest.mark.usefixtures("store")
 def test_two_servers_cannot_share_a_store(tmp_path: Path) -> None:
     with pytest.raises(StoreBusy):
