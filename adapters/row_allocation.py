@@ -125,10 +125,10 @@ class RowAllocation:
         lengths = self._lengths(rows)
         return all(length + self._rows_in_use[group] <= self.plan.rows[group] for group, length in lengths.items())
 
-    def fits_beside(self, rows: Mapping[str, int], digests: Collection[str]) -> bool:
+    def fits_beside(self, rows: Mapping[str, int], digests: Collection[str], *, and_held: bool = True) -> bool:
         """Whether an adapter of so many rows would have room if these residents, and those that are held, were the only
-        ones in use."""
-        held = {digest for digest, one in self._residents.items() if one.is_held}
+        ones in use. Without `and_held` those are not counted."""
+        held = {digest for digest, one in self._residents.items() if and_held and one.is_held}
         residents = [self._residents[digest] for digest in held.union(digests)]
         return all(
             length + sum(one.rows.get(group, 0) for one in residents) <= self.plan.rows[group]

@@ -173,9 +173,9 @@ class RowPool:
         """See `RowAllocation.has_room`."""
         return self.allocation.has_room(rows)
 
-    def fits_beside(self, rows: Mapping[str, int], digests: Collection[str]) -> bool:
+    def fits_beside(self, rows: Mapping[str, int], digests: Collection[str], *, and_held: bool = True) -> bool:
         """See `RowAllocation.fits_beside`."""
-        return self.allocation.fits_beside(rows, digests)
+        return self.allocation.fits_beside(rows, digests, and_held=and_held)
 
     def pin(self, digest: str) -> None:
         """See `RowAllocation.pin`."""

@@ -92,6 +92,7 @@ class AdapterLoads:
         self._hints: dict[str, None] = {}  # not begun yet, in the order of their arrival
         self._hinted: str | None = None  # being read ahead of any request
         self._kept: dict[str, int] = {}  # by the operator, and the pin changes at which it was last tried to bring it
+        self._kept_yield_to: str | None = None  # which has users, and no room beside them
         self._is_short_of_places = False  # who could run was left unread in this step
         self._num_pin_changes = 0
         self._failures: dict[str, Failure] = {}
@@ -137,6 +138,8 @@ class AdapterLoads:
         assert wanted.num_pins <= wanted.num_users, "a request left with its pin"
         if wanted.num_users == 0:
             del self._wanted[digest]
+            if digest == self._kept_yield_to:
+                self.keep(list(self._kept))
             if self.residency is not None and self.residency.state_of(digest) is State.HOST:
                 self.residency.release(digest)
 
@@ -147,8 +150,10 @@ class AdapterLoads:
             self._hints[digest] = None
 
     def keep(self, digests: Collection[str]) -> None:
-        """An operator's: have these on the device, whether they are asked for or not, and no others than these."""
+        """An operator's: have these on the device, whether they are asked for or not, and no others than these. While
+        somebody waits or runs whose adapter cannot be there beside them, they are like any others."""
         if self.residency is not None:
+            self._kept_yield_to = None
             self._kept = {digest: self._kept.get(digest, -1) for digest in digests}
             self.residency.keep(digests)
             self._num_pin_changes += 1
@@ -180,6 +185,7 @@ class AdapterLoads:
         residency = self.residency
         if residency is None or not wanted:
             return
+        self._yield_kept(wanted)
         places = self._num_places(first)
         useful, others, spare = [], [], []
         for digest, could_join in wanted.items():
@@ -287,7 +293,7 @@ class AdapterLoads:
         residency = self.residency
         if residency is None:
             return
-        for digest, tried in self._kept.items():
+        for digest, tried in self._kept.items() if self._kept_yield_to is None else ():
             if tried != self._num_pin_changes and residency.state_of(digest) in (State.ABSENT, State.HOST):
                 self._kept[digest] = self._num_pin_changes
                 self._hints.setdefault(digest)
@@ -337,6 +343,20 @@ class AdapterLoads:
         residency = self.residency
         assert residency is not None
         return self._max_loads_ahead - sum(residency.is_spare(digest) for digest in self._wanted if digest != first)
+
+    def _yield_kept(self, wanted: Mapping[str, bool]) -> None:
+        """Nobody may wait for ever for an operator's pins: see `keep`."""
+        assert self.residency is not None
+        if not self._kept or self._kept_yield_to is not None:
+            return
+        for digest, could_join in wanted.items():
+            if could_join or self.residency.state_of(digest) in (State.COPYING, State.DEVICE):
+                continue
+            if not self.residency.fits_beside_kept(self._wanted[digest].rows):
+                self._kept_yield_to = digest
+                self.residency.keep(())
+                self._num_pin_changes += 1
+                return
 
     def _read(self, digest: str, wanted: _Wanted) -> None:
         """ABSENT -> HOST or READING."""

@@ -126,6 +126,20 @@ def test_an_operator_keeps_adapters_on_the_device_against_those_that_are_asked_f
     assert mock.output["large"] == expected_tokens((1, 2, 3), "a20-3", 2)
 
 
+def test_what_an_operator_keeps_yields_to_one_that_has_no_room_beside_it_and_comes_back() -> None:
+    mock = make_mock_engine(num_rows=4)
+    mock.engine.desk.keep(["a1-2", "a2"])
+    mock.submit("base", max_tokens=1)
+    mock.step_until(lambda: {state_of(mock, one) for one in ("a1-2", "a2")} == {State.DEVICE})
+    mock.submit("large", adapter="a3-3", max_tokens=2)
+    mock.submit("small", adapter="a4", max_tokens=2)
+    mock.step_until(lambda: {"large", "small"} <= mock.finished.keys())
+    assert mock.output["large"] == expected_tokens((1, 2, 3), "a3-3", 2)
+    mock.submit("later", adapter="a5", max_tokens=8)
+    mock.settle()
+    assert {state_of(mock, one) for one in ("a1-2", "a2")} == {State.DEVICE}
+
+
 def test_one_that_cannot_be_kept_is_not_tried_for_ever() -> None:
     mock = make_mock_engine(num_rows=2)
     mock.host.broken.add("a1")

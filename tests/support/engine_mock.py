@@ -145,8 +145,9 @@ class MockRows:
     def has_room(self, rows: Mapping[str, int]) -> bool:
         return self.fits_beside(rows, [digest for digest in self.residents if self.pins.get(digest)])
 
-    def fits_beside(self, rows: Mapping[str, int], digests: Collection[str]) -> bool:
-        return rows.get(GROUP, 0) + sum(self.residents[digest] for digest in self.held.union(digests)) <= self.num_rows
+    def fits_beside(self, rows: Mapping[str, int], digests: Collection[str], *, and_held: bool = True) -> bool:
+        staying = {*digests, *(self.held if and_held else ())}
+        return rows.get(GROUP, 0) + sum(self.residents[digest] for digest in staying) <= self.num_rows
 
     def pin(self, digest: str) -> None:
         self.pins[digest] = self.pins.get(digest, 0) + 1
