@@ -24,12 +24,13 @@ from adapters.records import Summary
 log = logging.getLogger(__name__)
 
 # Raised when the table changes: an index of another form is built anew.
-_FORM = 2
+_FORM = 3
 _TABLE = """
 CREATE TABLE names (
     name TEXT PRIMARY KEY, owner TEXT NOT NULL, visibility TEXT NOT NULL, shared_with TEXT NOT NULL,
     number INTEGER NOT NULL,
-    digest TEXT NOT NULL, created_at_seconds REAL NOT NULL, rank INTEGER NOT NULL, num_bytes INTEGER NOT NULL,
+    digest TEXT NOT NULL, created_at_seconds REAL NOT NULL, is_pinned INTEGER NOT NULL,
+    rank INTEGER NOT NULL, num_bytes INTEGER NOT NULL,
     rows TEXT NOT NULL, has_chat_template INTEGER NOT NULL
 ) WITHOUT ROWID
 """
@@ -49,6 +50,7 @@ class Row(msgspec.Struct, frozen=True):
     number: int
     digest: str
     created_at_seconds: float
+    is_pinned: bool
     rank: int
     num_bytes: int
     rows: dict[str, int]
@@ -82,6 +84,7 @@ class Query(msgspec.Struct, frozen=True):
     prefix: str = ""
     rank: int | None = None
     owner: str | None = None
+    is_pinned: bool | None = None
     in_digests: frozenset[str] | None = None
     not_in_digests: frozenset[str] = frozenset()
     viewer: Viewer | None = None
@@ -151,7 +154,7 @@ class Index:
     def _compare(self, names: Mapping[str, NameRecord]) -> None:
         """Make it say what the names say, reading only the summaries of those that changed."""
         with self._lock, self._database:
-            columns = "name, owner, visibility, shared_with, number, digest, created_at_seconds"
+            columns = "name, owner, visibility, shared_with, number, digest, created_at_seconds, is_pinned"
             kept = self._database.execute(f"SELECT {columns} FROM names")
             known = {one[0]: one[1:] for one in kept}
             for name in known.keys() - names.keys():
@@ -169,7 +172,7 @@ class Index:
             return
         facts = (summary.rank, summary.num_bytes, json.dumps(summary.rows), summary.has_chat_template)
         self._database.execute(
-            "INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (name, *_facts(record), *facts)
+            "INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", (name, *_facts(record), *facts)
         )
 
 
@@ -192,10 +195,10 @@ def _open(path: Path | None) -> sqlite3.Connection:
     return database
 
 
-def _facts(record: NameRecord) -> tuple[str, str, str, int, str, float]:
+def _facts(record: NameRecord) -> tuple[str, str, str, int, str, float, bool]:
     current = record.current
-    shared_with = json.dumps(record.shared_with)
-    return record.owner, record.visibility, shared_with, current.number, current.digest, current.created_at_seconds
+    seen = record.owner, record.visibility, json.dumps(record.shared_with)
+    return *seen, current.number, current.digest, current.created_at_seconds, record.is_pinned
 
 
 def _seen(viewer: Viewer | None) -> tuple[str, list[object]]:
@@ -221,7 +224,7 @@ def _conditions(query: Query) -> tuple[list[str], list[object]]:
         values += [len(query.prefix), query.prefix]
         if query.prefix > query.after:  # begin where the prefix does
             wheres[0], values[0] = "shown >= ?", query.prefix
-    for column, value in (("rank", query.rank), ("owner", query.owner)):
+    for column, value in (("rank", query.rank), ("owner", query.owner), ("is_pinned", query.is_pinned)):
         if value is not None:
             wheres.append(f"{column} = ?")
             values.append(value)
@@ -237,4 +240,5 @@ def _conditions(query: Query) -> tuple[list[str], list[object]]:
 def _row(values: tuple[Any, ...]) -> Row:
     *facts, rows, has_chat_template = values
     facts[3] = _TENANTS.decode(facts[3])
+    facts[7] = bool(facts[7])
     return Row(*(*facts, _ROWS.decode(rows), bool(has_chat_template)))

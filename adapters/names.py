@@ -44,12 +44,14 @@ class NameRecord(msgspec.Struct, frozen=True):
     versions    those that are kept, oldest first, at least one
     owner       the tenant whose name it is, "" without tenants
     visibility  who beside the owner may use it: nobody, the tenants in `shared_with`, all tenants
+    is_pinned   whether engines keep what it stands for on the device; see `adapters.pins`
     """
 
     versions: tuple[Version, ...]
     owner: str = ""
     visibility: Visibility = "public"
     shared_with: tuple[str, ...] = ()
+    is_pinned: bool = False
 
     @property
     def current(self) -> Version:

@@ -32,16 +32,17 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # A tenant, whose name and a `/` stand before the names of its adapters.
 OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # What stands behind a name in addresses: `tenant/history` would be the history of the adapter `tenant`.
-RESERVED = frozenset({"history", "rollback"})
+RESERVED = frozenset({"history", "rollback", "pin"})
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def is_name(name: str, owner: str = "") -> bool:
-    """Whether an adapter of this owner may be called so: `name`, or `<owner>/name`."""
+    """Whether an adapter of this owner may be called so: `name`, or `<owner>/name`. A store may hold one that was named
+    before the name was RESERVED."""
     if owner:
         prefix, _, rest = name.partition("/")
         is_own = prefix == owner and OWNER.fullmatch(owner) is not None
-        return is_own and NAME.fullmatch(rest) is not None and rest not in RESERVED
+        return is_own and NAME.fullmatch(rest) is not None
     return NAME.fullmatch(name) is not None
 
 

@@ -63,6 +63,7 @@ class AdapterRecord(msgspec.Struct, frozen=True):
     manifest: Manifest
     owner: str = ""
     visibility: Visibility = "public"
+    is_pinned: bool = False
 
     @property
     def digest(self) -> str:

@@ -31,7 +31,10 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+import msgspec
+
 from adapters import names as rules
+from adapters import pins as pin_rules
 from adapters.disk import StoreFiles, delete
 from adapters.errors import Conflict, Damaged, InvalidName, Malformed, NotFound, QuotaExceeded, TooLarge
 from adapters.handles import Lease, Upload
@@ -136,6 +139,7 @@ class AdapterStore:
                 self._names = self._files.recover()
         self._index = Index(self._files.index, self._names, self._files.read_summary)
         self._num_names = Counter(rules.uses(self._names.values()))
+        self._pinned = {name for name, record in self._names.items() if record.is_pinned}
         self._manifests: OrderedDict[str, Manifest] = OrderedDict()
         # Of all digests that quotas had to look at.
         self._sizes: dict[str, int] = {}
@@ -293,6 +297,35 @@ class AdapterStore:
             self._record_of(name)
             self._show(name, Change(visibility=visibility, shared_with=shared_with))
 
+    def set_pinned(self, name: str, is_pinned: bool) -> None:
+        """Have what a name stands for among `pins`, or no longer; it stays so when the name moves. Raises NotFound, and
+        Conflict if more rows would be pinned than may be. `row_plan` must be set."""
+        with self._change():
+            record = self._record_of(name)
+            if is_pinned == record.is_pinned:
+                return
+            if is_pinned:
+                assert self.row_plan is not None, "pinned before the engine has told its rows"
+                rows = self.manifest(record.digest).rows
+                others = (one for one in self._pinned_now() if one.name != name)
+                pin_rules.refuse_excess((*others, pin_rules.Pinned(name, record.digest, rows)), self.row_plan)
+            self._write(name, msgspec.structs.replace(record, is_pinned=is_pinned))
+
+    def pins(self) -> pin_rules.Pins:
+        """What engines keep on the device; nothing before `row_plan` is set. May read a file for each."""
+        self._catch_up()
+        return pin_rules.Pins() if self.row_plan is None else pin_rules.select(self._pinned_now(), self.row_plan)
+
+    def _pinned_now(self) -> list[pin_rules.Pinned]:
+        """Without those whose files are damaged or missing."""
+        with self._lock:
+            pinned = [(name, self._names[name].digest) for name in self._pinned]
+        found = []
+        for name, digest in pinned:
+            with suppress(NotFound, Damaged):
+                found.append(pin_rules.Pinned(name, digest, self.manifest(digest).rows))
+        return found
+
     def _show(self, name: str, change: Change) -> None:
         """Under `_disk`: give a name that is there the change's visibility, and nothing else."""
         before = self._names[name]
@@ -367,6 +400,7 @@ class AdapterStore:
                 self._num_names.update(record.digests)
             if before is not None:
                 self._num_names.subtract(before.digests)
+            (self._pinned.add if record is not None and record.is_pinned else self._pinned.discard)(name)
         self._tell_index(name, record)
 
     def _tell_index(self, name: str, record: NameRecord | None) -> None:
@@ -566,7 +600,7 @@ class AdapterStore:
 
     def _shown(self, name: str, version: Version, manifest: Manifest) -> AdapterRecord:
         record = self._names[name]
-        return AdapterRecord(name, version, manifest, record.owner, record.visibility)
+        return AdapterRecord(name, version, manifest, record.owner, record.visibility, record.is_pinned)
 
     def _manifest(self, digest: str) -> Manifest:
         """Under the lock."""
@@ -651,6 +685,7 @@ class AdapterStore:
         self.settle()
         with self._disk, self._lock:
             assert self._files.names() == self._names
+            assert self._pinned == {name for name, record in self._names.items() if record.is_pinned}
             assert +self._num_names == Counter(rules.uses(self._names.values()))
             assert all(count >= 0 for count in self._leases.values())
             wanted = set(+self._num_names) | set(+self._leases)

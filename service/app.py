@@ -34,6 +34,7 @@ from service.api import (
     lora_compat,
     models,
     page,
+    pins,
     responses,
     tokenize,
     versions,
@@ -76,6 +77,7 @@ ROUTERS = (
     models.router,
     tokenize.router,
     versions.router,  # before the adapters: below an adapter's path there are names too
+    pins.router,
     adapters.router,
     lora_compat.router,
     health.router,
@@ -238,13 +240,16 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     for number, client in enumerate(engine.clients):
         _count(services.metrics, number, client)
     await engine.start()
-    preparing = asyncio.create_task(_prepare(services, engine), name="prepare")
+    tasks = [asyncio.create_task(_prepare(services, engine), name="prepare")]
+    if services.store is not None:
+        tasks.append(asyncio.create_task(pins.follow_pins(services, services.store), name="pins"))
     try:
         yield
     finally:
-        preparing.cancel()
+        for task in tasks:
+            task.cancel()
         await engine.drain(0)
-        await asyncio.gather(preparing, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if services.store is not None:
             services.store.close()
         services.template_workers.close()
@@ -280,6 +285,7 @@ async def _prepare(services: Services, engine: EngineClient | Engines) -> None:
     except Exception as error:
         services.fail_start(str(error))
         return
+    services.pins_changed.set()
     services.prepared = True
     LOGGER.info("ready: %s", services.settings.base_name)
 
@@ -319,17 +325,17 @@ def preload(services: Services) -> None:
 
 def _body_rule(settings: Settings) -> Callable[[str, str], BodyRule]:
     """Uploads may be large and go to disk, other bodies not. Multipart framing comes on top of the upload's own bytes.
-    Those of
-    the vLLM paths and of rollbacks are a name or two, and parsed in the loop."""
+    Those of the vLLM paths and of rollbacks are a name or two, and parsed in the loop."""
     upload = BodyRule(int(settings.max_upload_bytes) + (1 << 16), is_buffered=False)
     small = BodyRule(min(LARGE_BODY_BYTES, int(settings.max_body_bytes)))
     rules = {"/v1/adapters": upload} | dict.fromkeys(lora_compat.PATHS, small)
     other = BodyRule(int(settings.max_body_bytes))
 
     def rule(method: str, path: str) -> BodyRule:
-        if method == "PUT" and path.startswith("/v1/adapters/"):
+        name = path.removeprefix("/v1/adapters/")
+        if method == "PUT" and name != path and not name.endswith("/pin"):
             return upload
-        return small if path.endswith("/rollback") else rules.get(path, other)
+        return small if name.endswith(("/rollback", "/pin")) else rules.get(path, other)
 
     return rule
 

@@ -89,6 +89,8 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         "history": commands.history,
         "rollback": commands.rollback,
         "rm": commands.rm,
+        "pin": commands.pin,
+        "unpin": commands.unpin,
     }
     return table[name]
 
@@ -127,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     ls.add_argument("prefix", nargs="?", help="how their names begin; default: all")
     ls.add_argument("--rank", type=_positive, help="those of this rank")
     ls.add_argument("--state", choices=("disk", "host", "device"), help="those whose weights are there")
+    ls.add_argument("--pinned", action="store_true", help="those that are pinned")
     ls.add_argument("--owner", help="those of this tenant; empty: of nobody")
     history = _client_parser(commands, "history", "list the versions of an adapter")
     history.add_argument("name", help="name of the adapter")
@@ -135,6 +138,10 @@ def _parser() -> argparse.ArgumentParser:
     rollback.add_argument("name", help="name of the adapter")
     rollback.add_argument("--to", metavar="VERSION", help="number or digest; default: the newest other content")
     rollback.add_argument("--note", default="", help="kept in the adapter's history")
+    pin = _client_parser(commands, "pin", "keep adapters on the device, asked for or not")
+    pin.add_argument("name", nargs="+", help="name of an adapter; what it stands for later is kept too")
+    unpin = _client_parser(commands, "unpin", "keep adapters on the device no longer")
+    unpin.add_argument("name", nargs="+", help="name of an adapter")
     remove = _client_parser(commands, "rm", "delete adapters")
     remove.add_argument("name", nargs="+", help="name of an adapter")
     text = "look at this machine: is everything there that serving needs, and does it compute the right numbers?"

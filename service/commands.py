@@ -1,11 +1,11 @@
-"""`multilora upload`, `ls`, `history`, `rollback` and `rm`: adapters of a server, from the terminal."""
+"""`multilora upload`, `ls`, `history`, `rollback`, `pin`, `unpin` and `rm`: adapters of a server, from the terminal."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -120,7 +120,14 @@ def ls(arguments: argparse.Namespace) -> int:
 
 
 def _filters(arguments: argparse.Namespace) -> dict[str, str | int]:
-    wanted = {"prefix": arguments.prefix, "rank": arguments.rank, "state": arguments.state, "owner": arguments.owner}
+    wanted: dict[str, Any] = {
+        "prefix": arguments.prefix,
+        "rank": arguments.rank,
+        "state": arguments.state,
+        "owner": arguments.owner,
+    }
+    if arguments.pinned:
+        wanted["pinned"] = "true"
     return {name: value for name, value in wanted.items() if value is not None}
 
 
@@ -130,9 +137,10 @@ def _row(one: Any) -> tuple[str, ...]:
 
 
 def _where(one: Any) -> str:
-    """The fastest place, and of several engines each that holds it; a server of an older version tells of none."""
+    """The fastest place, and of several engines each that holds it, and whether it is pinned; a server of an older
+    version tells of neither."""
     places = ", ".join(f"{name} {tier}" for name, tier in sorted(one.get("replicas", {}).items()))
-    return places or str(one["state"])
+    return (places or str(one["state"])) + (", pinned" if one.get("pinned") else "")
 
 
 def history(arguments: argparse.Namespace) -> int:
@@ -165,13 +173,28 @@ def rollback(arguments: argparse.Namespace) -> int:
 
 
 def rm(arguments: argparse.Namespace) -> int:
-    """Delete adapters by name; 1 if one of them is not there, which keeps none of the others."""
+    """Delete adapters by name."""
+    return _each(arguments, lambda client, path: client.delete(path), "deleted")
+
+
+def pin(arguments: argparse.Namespace) -> int:
+    """Keep adapters on the device."""
+    return _each(arguments, lambda client, path: client.put(f"{path}/pin"), "pinned")
+
+
+def unpin(arguments: argparse.Namespace) -> int:
+    """Keep them there no longer."""
+    return _each(arguments, lambda client, path: client.delete(f"{path}/pin"), "no longer pinned")
+
+
+def _each(arguments: argparse.Namespace, send: Callable[[httpx.Client, str], httpx.Response], done: str) -> int:
+    """Do it to adapters by name; 1 if one of them is not there, which keeps none of the others."""
     code = 0
     with sentences(arguments.url), connect(arguments.url, arguments.api_key) as client:
         for name in arguments.name:
             try:
-                answer_of(client.delete(path_of("/v1/adapters", name)), lambda body: body["deleted"])
-                print(f"{name} is deleted", flush=True)
+                answer_of(send(client, path_of("/v1/adapters", name)), lambda body: body["name"])
+                print(f"{name} is {done}", flush=True)
             except Missing as error:
                 print(f"multilora: {error}", file=sys.stderr)
                 code = 1

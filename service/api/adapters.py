@@ -157,7 +157,7 @@ async def remove_adapter(request: Request, name: str, condition: Condition) -> s
     store = require_store(services)
     full_name = namespace_of(request, store).find_own(name)
     digest = await asyncio.to_thread(store.delete, full_name, condition)
-    services.deleted(full_name)
+    services.changed(full_name)
     note(request, adapter=full_name, digest=digest[:12])
     audit("deletion", tenant=caller.tenant.name, key=caller.key_id or None, adapter=full_name, digest=digest)
     return digest
@@ -194,6 +194,7 @@ def describe(request: Request, record: AdapterRecord) -> AdapterResponse:
         version.number,
         version.digest,
         version.created_at_seconds,
+        record.is_pinned,
         manifest.rank,
         manifest.num_bytes,
         manifest.rows,
@@ -207,7 +208,7 @@ def describe(request: Request, record: AdapterRecord) -> AdapterResponse:
             )
             for one in manifest.modules
         ],
-        notes=[*manifest.notes, *_same(version)],
+        notes=[*manifest.notes, *_same(version), *_unkept(services, record)],
     )
 
 
@@ -215,6 +216,12 @@ def _same(version: Version) -> list[str]:
     if version.same_as is None:
         return []
     return [f"The weights are those of version {version.same_as}, value by value, in another float type."]
+
+
+def _unkept(services: Services, record: AdapterRecord) -> list[str]:
+    if record.name not in services.unkept:
+        return []
+    return ["It is pinned, but not kept on the device: too few rows may be pinned. Unpin others."]
 
 
 def _listed(services: Services, namespace: Namespace, row: Row) -> dict[str, Any]:
@@ -231,6 +238,7 @@ def _listed(services: Services, namespace: Namespace, row: Row) -> dict[str, Any
         "rank": row.rank,
         "bytes": row.num_bytes,
         "rows": row.rows,
+        "pinned": row.is_pinned,
         "state": services.engine.tiers.get(row.digest, "disk"),
         "has_chat_template": row.has_chat_template,
         "last_used": services.last_used_seconds.get(row.name),

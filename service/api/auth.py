@@ -23,11 +23,12 @@ _READING = ("GET", "HEAD", "OPTIONS")
 
 
 class Route(NamedTuple):
-    """What requests need. `path` with a / at the end is all below it; `methods` empty are all."""
+    """What requests need. `path` with a / at the end is all below it that ends in `end`; `methods` empty are all."""
 
     path: str
     need: Need
     methods: tuple[str, ...] = ()
+    end: str = ""
 
 
 # The first one that fits counts. What fits none is no route, and takes any key: who has none does not learn which
@@ -54,6 +55,7 @@ ROUTES = (
     Route("/v1/models/", "any"),
     Route("/v1/adapters", "any", _READING),
     Route("/v1/adapters/", "any", _READING),
+    Route("/v1/adapters/", "admin", end="/pin"),
     Route("/v1/adapters/", "delete", ("DELETE",)),
     Route("/v1/adapters", "upload"),
     Route("/v1/adapters/", "upload"),
@@ -71,7 +73,8 @@ _WHAT: dict[Scope, str] = {
 def route_of(method: str, path: str) -> Route | None:
     """The entry of the table for a request, None if there is none."""
     for route in ROUTES:
-        fits = path.startswith(route.path) if route.path[-1] == "/" != route.path else path == route.path
+        is_below = route.path[-1] == "/" != route.path and path.startswith(route.path)
+        fits = path[len(route.path) :].endswith(route.end) if is_below else path == route.path
         if fits and (not route.methods or method in route.methods):
             return route
     return None

@@ -28,18 +28,20 @@ class Filters(BaseModel):
     rank: int | None = Field(None, ge=1, description="largest rank of the adapter")
     state: Tier | None = Field(None, description="where the weights are")
     owner: str | None = Field(None, max_length=64, description="whose adapters; empty: those of nobody")
+    pinned: bool | None = Field(None, description="whether operators keep it on the device")
 
     @property
     def are_given(self) -> bool:
         """Whether something beside names is asked for, which the base model has not."""
-        return self.rank is not None or self.state is not None or self.owner is not None
+        return any(one is not None for one in (self.rank, self.state, self.owner, self.pinned))
 
 
 def rows(services: Services, namespace: Namespace, filters: Filters, limit: int) -> tuple[list[Row], bool]:
     """A page of adapters, and whether more follow. Takes milliseconds: not for an event loop."""
     tiers = dict(services.engine.tiers)
     owner = None if filters.owner is None else namespace.owner_of(filters.owner)
-    query = Query(limit + 1, filters.after, filters.prefix, filters.rank, owner, viewer=namespace.viewer)
+    known = (filters.after, filters.prefix, filters.rank, owner, filters.pinned)
+    query = Query(limit + 1, *known, viewer=namespace.viewer)
     if filters.state == "disk":
         query = msgspec.structs.replace(query, not_in_digests=frozenset(tiers))
     elif filters.state is not None:

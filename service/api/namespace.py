@@ -25,7 +25,7 @@ class _Name(Convertor[str]):
     """In a path: a name, or another tenant's. Nothing is looked up for what has more parts than that, and no tenant has
     an adapter of the names of what is below one."""
 
-    regex = "[^/]+(?:/(?!(?:history|rollback)$)[^/]+)?"
+    regex = "[^/]+(?:/(?!(?:history|rollback|pin)$)[^/]+)?"
 
     def convert(self, value: str) -> str:
         return value

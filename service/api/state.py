@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -86,6 +86,9 @@ class Engine(Protocol):
     def evict(self, adapter: str) -> None:
         """Free its rows and host memory."""
 
+    def keep(self, adapters: Collection[str]) -> None:
+        """Have these on the device, asked for or not, and no others for that reason; later engines too."""
+
 
 class Gate:
     """Counts the sequences, or calls, that wait or run, so that a full queue answers at once instead of growing.
@@ -148,6 +151,8 @@ class Services:
     calls        places of what runs no sequence and takes time all the same: texts, listings, metrics. Apart from the
                  others, so that a full queue can be looked at, and looking fills no queue
     last_used_seconds  when a request for an adapter of the store last began to run, by name
+    pins_changed what is pinned may be something else than before
+    unkept       pinned names that are not kept, see `adapters.pins`
     """
 
     settings: Settings
@@ -166,6 +171,8 @@ class Services:
     stop: Callable[[], None] | None = None
     template_workers: TemplateWorkers = field(default_factory=TemplateWorkers)
     last_used_seconds: dict[str, int] = field(default_factory=dict)
+    pins_changed: asyncio.Event = field(default_factory=asyncio.Event)
+    unkept: frozenset[str] = frozenset()
     grammar_trial: GrammarTrial = field(init=False)
     gate: Gate = field(init=False)
     base_digest: str = field(init=False)
@@ -236,22 +243,20 @@ class Services:
 
     def published(self, record: AdapterRecord) -> None:
         """An adapter is in the store: it may have metrics, and the engine may bring it in ahead of its first use."""
-        self._settle(record.name)
+        self.changed(record.name)
         if self.engine.state == "ready":
             self.engine.load(record.digest)
-
-    def deleted(self, name: str) -> None:
-        """A name is gone."""
-        self._settle(name)
 
     def used(self, name: str) -> None:
         """A request for an adapter begins to run; its name may be gone already."""
         if self.store is not None and self.store.has(name):
             self.last_used_seconds[name] = int(time.time())
 
-    def _settle(self, name: str) -> None:
-        """Have the metrics know the name if the store has it now: the store changes in threads, so of an upload and a
-        delete of one name that cross, the news may come in the other order."""
+    def changed(self, name: str) -> None:
+        """A name is gone, or something of it is new. Have the metrics know it if the store has it now: the store
+        changes in threads, so of an upload and a delete of one name that cross, the news may come in the other
+        order."""
+        self.pins_changed.set()
         if self.store is not None and self.store.has(name):
             self.metrics.by_adapter.know(name)
         else:
@@ -278,7 +283,7 @@ class Services:
 
     def changed_elsewhere(self, name: str) -> None:
         """Another server of the store has changed a name. Any thread."""
-        self.on_loop(self._settle, name)
+        self.on_loop(self.changed, name)
 
     def on_loop(self, call: Callable[..., None], *arguments: Any) -> None:
         """Call something in the engine client's loop, from any thread or signal handler: once there is one, and never

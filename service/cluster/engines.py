@@ -15,7 +15,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -250,6 +250,11 @@ class Engines:
         """Free its rows and host memory, on all."""
         for one in self.clients:
             one.evict(digest)
+
+    def keep(self, digests: Collection[str]) -> None:
+        """Have these on the device, on all."""
+        for one in self.clients:
+            one.keep(digests)
 
     def send_again(self, routed: Routed, death: EngineDied) -> bool:
         """To another engine, if it has not begun and was not sent again before. False if that cannot be."""

@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Literal
 
 from service.child_process import child_environment
@@ -32,6 +32,7 @@ from service.engine.messages import (
     Fatal,
     Finished,
     FromEngine,
+    Keep,
     Load,
     Ready,
     Stats,
@@ -140,6 +141,7 @@ class EngineClient:
         self.stats: Stats | None = None
         self.tiers: dict[str, Tier] = {}
         self.num_restarts = 0
+        self._kept: tuple[str, ...] = ()  # adapters, by each engine from its start on
         self._streams: dict[str, TokenStream] = {}
         self._stats_listeners: list[Callable[[Stats], None]] = []
         self._changed = asyncio.Event()
@@ -234,6 +236,14 @@ class EngineClient:
         """Forget what was read of an adapter, as soon as no request runs with it. A later engine never had it."""
         if self.state == "ready":
             self._send(Evict(digest))
+            if digest in self._kept:  # an engine gives up one that it cannot read until it is told anew
+                self._send(Keep(self._kept))
+
+    def keep(self, digests: Collection[str]) -> None:
+        """Have these adapters on the device, asked for or not, and no others for that reason. Later engines too."""
+        self._kept = tuple(digests)
+        if self.state == "ready":
+            self._send(Keep(self._kept))
 
     def ask(self) -> None:
         """Have it say Stats when its step is over."""
@@ -339,6 +349,8 @@ class EngineClient:
                     listener(message)
             case Ready():
                 self.ready = message
+                if self._kept:
+                    self._send(Keep(self._kept))
                 if self.state != "draining":
                     self._set_state("ready")
             case Fatal():

@@ -174,6 +174,7 @@ def test_only_its_owner_s_names_may_have_an_owner_s_prefix(store: AdapterStore) 
         ("x", "a/b"),
         ("mine", "acme"),
         ("acme/history", "acme"),
+        ("acme/pin", "acme"),
     ):
         with pytest.raises(InvalidName):
             put_version(store, LAYOUT, name, 1, owner=owner)

@@ -224,6 +224,7 @@ def test_unknown_paths_and_methods_have_the_same_shape(server: Server) -> None:
         ("POST", "/v1/adapters/x", ["DELETE", "GET", "PATCH", "PUT"]),
         ("PUT", "/v1/adapters/x/history", ["GET"]),
         ("PUT", "/v1/adapters/x/rollback", ["POST"]),
+        ("GET", "/v1/adapters/x/pin", ["DELETE", "PUT"]),
         ("POST", "/health", ["GET", "HEAD"]),
         ("PUT", "/ping", ["GET", "POST"]),
         ("BREW", "/v1/models", ["GET"]),

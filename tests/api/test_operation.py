@@ -80,6 +80,8 @@ STATUSES: dict[str, tuple[str, str]] = {
     "delete /v1/adapters/{name}": ("200 400 404 412 413 500", "401 403"),
     "get /v1/adapters/{name}/history": ("200 400 404", "401"),
     "post /v1/adapters/{name}/rollback": ("200 400 404 412 413 500", "401 403"),
+    "put /v1/adapters/{name}/pin": ("200 400 404 409 413 500 503", "401 403"),
+    "delete /v1/adapters/{name}/pin": ("200 400 404 413 500 503", "401 403"),
     # 403 without keys too: where --lora-path-root is not set, and for paths outside it.
     "post /v1/load_lora_adapter": ("200 400 403 404 409 413 429 500 503 507", "401"),
     "post /v1/unload_lora_adapter": ("200 400 403 404 413 429 500", "401"),
@@ -228,7 +230,12 @@ class TestOpenapi:
             "post /v1/adapters/{name}/rollback",
         }
         assert needs["delete"] == {"delete /v1/adapters/{name}"}
-        assert needs["admin"] == {"post /v1/load_lora_adapter", "post /v1/unload_lora_adapter"}
+        assert needs["admin"] == {
+            "post /v1/load_lora_adapter",
+            "post /v1/unload_lora_adapter",
+            "put /v1/adapters/{name}/pin",
+            "delete /v1/adapters/{name}/pin",
+        }
         assert all(name.startswith("get ") for name in needs["any"])
 
 

@@ -185,6 +185,8 @@ CHANGES: dict[str, Callable[[str], tuple[str, str, dict[str, Any]]]] = {
     "delete": lambda name: ("DELETE", f"/v1/adapters/{name}", {}),
     "delete if": lambda name: ("DELETE", f"/v1/adapters/{name}", {"headers": {"If-Match": "1"}}),
     "rollback": lambda name: ("POST", f"/v1/adapters/{name}/rollback", {"json": {}}),
+    "pin": lambda name: ("PUT", f"/v1/adapters/{name}/pin", {}),
+    "unpin": lambda name: ("DELETE", f"/v1/adapters/{name}/pin", {}),
     "visibility": lambda name: ("PATCH", f"/v1/adapters/{name}", {"json": {"visibility": "public"}}),
     "replace": lambda name: ("PUT", f"/v1/adapters/{name}", {"files": {"adapter_config": b"{}"}}),
     "replace if": lambda name: ("PUT", f"/v1/adapters/{name}", {"headers": {"If-Match": "1"}}),

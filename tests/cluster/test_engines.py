@@ -72,6 +72,14 @@ def test_each_adapter_is_on_one_engine_and_both_have_some(server: Server) -> Non
     assert server.metric("replica_up") == 2
 
 
+def test_a_pinned_adapter_is_on_both(server: Server) -> None:
+    path = f"{server.url}/v1/adapters/{ADAPTERS[0]}/pin"
+    assert server.http.put(path).status_code == 200
+    both = {"engine-0": "device", "engine-1": "device"}
+    wait_for(lambda: server.get(f"/v1/adapters/{ADAPTERS[0]}").json()["replicas"] == both, "both to have it")
+    assert server.http.delete(path).status_code == 200
+
+
 def _stream(server: Server, begun: threading.Semaphore, is_over: threading.Event) -> str:
     """A long answer of the base: its last event, "" if nothing ended it before `is_over`."""
     body = _body("tiny", max_tokens=15_000, stream=True)

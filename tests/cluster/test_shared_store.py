@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.server import Server, posted, running_server, start_server
+from tests.support.server import Server, posted, running_server, start_server, wait_for
 from tests.support.tiny_models import make_adapter, make_tiny_model
 
 
@@ -69,6 +69,19 @@ def test_what_one_server_answered_holds_on_the_other(servers: tuple[Server, Serv
     body = {"model": "mine", "prompt": "the", "max_tokens": 1}
     assert other.post("/v1/completions", json=body).status_code == 404
     assert [model["id"] for model in other.get("/v1/models").json()["data"]] == ["tiny"]
+
+
+def test_what_is_pinned_on_one_server_is_on_the_device_of_both(
+    servers: tuple[Server, Server], checkpoints: Path
+) -> None:
+    one, other = servers
+    _put(one, checkpoints, "pinned", 0)
+    path = f"{one.url}/v1/adapters/pinned"
+    assert one.http.put(f"{path}/pin").status_code == 200
+    for server in servers:
+        wait_for(lambda server=server: server.get("/v1/adapters/pinned").json()["state"] == "device", "it to be there")
+    assert other.get("/v1/adapters/pinned").json()["pinned"] is True
+    assert one.http.delete(path).status_code == 200
 
 
 def test_a_stream_goes_on_while_its_adapter_is_deleted_on_the_other(

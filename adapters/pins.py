@@ -1,0 +1,69 @@
+"""Which adapters operators have on the device whether they are asked for or not, and how many rows these may take.
+
+A name is pinned, and with it whatever content it stands for. Half of the rows of each group may be pinned, so that
+there is room for others; whose adapter needs more than that is served all the same, in the pinned ones' place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from adapters.errors import Conflict
+from adapters.layout import Group
+from adapters.row_plan import RowPlan
+
+
+class Pinned(msgspec.Struct, frozen=True):
+    """A pinned name, the digest that it stands for, and the rows that this takes."""
+
+    name: str
+    digest: str
+    rows: Mapping[str, int]
+
+
+class Pins(msgspec.Struct, frozen=True):
+    """Digests to be kept on the device, and pinned names for which there are not enough rows."""
+
+    digests: tuple[str, ...] = ()
+    left_out: frozenset[str] = frozenset()
+
+
+def most_rows(plan: RowPlan, group: Group) -> int:
+    """That may be pinned."""
+    return plan.rows[group] // 2
+
+
+def select(pinned: Iterable[Pinned], plan: RowPlan) -> Pins:
+    """Those that fit, by name. Not all do where the row budget has become smaller, or a name has moved to a larger
+    adapter."""
+    kept: dict[str, Pinned] = {}
+    left_out = []
+    for one in sorted(pinned, key=lambda one: one.name):
+        if _excess((*kept.values(), one), plan) is None:
+            kept[one.digest] = one
+        else:
+            left_out.append(one.name)
+    return Pins(tuple(kept), frozenset(left_out))
+
+
+def refuse_excess(pinned: Iterable[Pinned], plan: RowPlan) -> None:
+    """Raises Conflict if these together take more rows than may be pinned."""
+    excess = _excess(pinned, plan)
+    if excess is not None:
+        group, num_rows = excess
+        raise Conflict(
+            f"The pinned adapters would take {num_rows} {group} rows of the device's {plan.rows[group]}, of which "
+            f"{most_rows(plan, group)} may be pinned; unpin others first, or give the server more --adapter-row-bytes."
+        )
+
+
+def _excess(pinned: Iterable[Pinned], plan: RowPlan) -> tuple[Group, int] | None:
+    """The first group in which they take too many rows, and how many. A content of several names is there once."""
+    contents = {one.digest: one.rows for one in pinned}
+    for group in plan.groups:
+        num_rows = sum(plan.length(group, rows.get(group, 0)) for rows in contents.values())
+        if num_rows > most_rows(plan, group):
+            return group, num_rows
+    return None
