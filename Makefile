@@ -50,7 +50,7 @@ test-hostile: $(VENV)/.dev
 	$(BIN)/python -m tests.hostile $(ARGS)
 
 test-kills: $(VENV)/.dev
-	$(BIN)/python -m tests.hostile.kills $(ARGS)
+	$(BIN)/python -m bench.adapters.kills $(ARGS)
 
 # The images, built by buildah on a base of debootstrap's, started and used. Root on Debian; not part of `make test`.
 image-test:
