@@ -3,7 +3,10 @@
     .venv/bin/python -m bench.adapters [--adapters 10000] [--json FILE]
 
 Starts a server of the bundled model on this machine, uploads adapters over HTTP, and stops it again. The store needs
-about 12 KB of disk for each adapter. `python -m bench.adapters.moves` has requests while names move.
+about 12 KB of disk for each adapter. The longest that a callback keeps the event loop is noted beside (processor time,
+see `bench.loop_stretches`; what takes less than 1 ms is 0).
+
+`python -m bench.adapters.moves` has requests while names move.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any
 
 import httpx
 
+from bench import loop_stretches
 from bench.adapters.made_up import adapter_files
 from bench.http_client import complete_all
 from bench.rounds import percentile
@@ -41,13 +45,19 @@ def measure(num_adapters: int, num_rounds: int, work_dir: Path) -> dict[str, Any
         return _started(work_dir, figures, name)
 
     (work_dir / "none").mkdir()  # no adapters but those made here
+    longest: dict[str, float] = {}
+    figures["longest_on_the_loop_ms"] = longest
     with start("empty") as server:
-        figures["upload_ms"] = upload_all(server, num_adapters)
+        with _noted(longest, "uploads", server):
+            figures["upload_ms"] = upload_all(server, num_adapters)
         figures["api_mb_after_uploads"] = api_mb(server)
     with start("restarted") as server:
-        figures["page_ms"] = {path: _times(server, path) for path in _pages(num_adapters)}
+        figures["page_ms"] = {}
+        for path in _pages(num_adapters):
+            with _noted(longest, path, server):
+                figures["page_ms"][path] = _times(server, path)
         figures["metrics_bytes"] = len(server.get("/metrics").content)
-        figures["between_tokens"] = between_tokens(server, num_rounds)
+        figures["between_tokens"] = between_tokens(server, num_rounds, longest)
     (index,) = work_dir.glob("store/*/index.sqlite")
     index.unlink()
     with start("index_lost"):
@@ -58,14 +68,23 @@ def measure(num_adapters: int, num_rounds: int, work_dir: Path) -> dict[str, Any
 @contextmanager
 def _started(work_dir: Path, figures: dict[str, Any], name: str) -> Iterator[Server]:
     begin = time.perf_counter()
-    with running_server(
-        BUNDLED_MODEL_DIR, work_dir, store_dir=work_dir / "store", preload_adapters_dir=work_dir / "none"
-    ) as server:
+    os.environ[loop_stretches.VARIABLE] = str(work_dir / "stretches")
+    settings: dict[str, Any] = {"store_dir": work_dir / "store", "preload_adapters_dir": work_dir / "none"}
+    with running_server(BUNDLED_MODEL_DIR, work_dir, module="bench.loop_stretches", **settings) as server:
         wait_for(lambda: server.get("/ready").status_code == 200, "the server to be ready")
         figures[f"{name}_start_seconds"] = round(time.perf_counter() - begin, 2)
         figures[f"{name}_api_cpu_seconds"] = round(api_cpu_seconds(server), 2)
         figures[f"{name}_api_mb"] = api_mb(server)
         yield server
+
+
+@contextmanager
+def _noted(longest: dict[str, float], name: str, server: Server) -> Iterator[None]:
+    """The longest stretch on the event loop meanwhile, in milliseconds; of several times the longest of all."""
+    begun = time.monotonic()
+    yield
+    seconds = loop_stretches.longest_since(server.store_dir.parent / "stretches", begun)
+    longest[name] = max(round(seconds * 1e3, 1), longest.get(name, 0.0))
 
 
 def api_mb(server: Server) -> float:
@@ -111,12 +130,14 @@ def _times(server: Server, path: str) -> dict[str, float]:
     return {"p50": round(statistics.median(times), 2), "max": max(times), "cpu": round(cpu_ms, 2)}
 
 
-def between_tokens(server: Server, num_rounds: int) -> dict[str, float]:
-    """p99 between the tokens of 8 streams in ms, with listings and metrics polled and without, in turn."""
+def between_tokens(server: Server, num_rounds: int, longest: dict[str, float]) -> dict[str, float]:
+    """p99 between the tokens of 8 streams in ms, with listings and metrics polled and without, in turn; and, in
+    `longest`, what kept the loop longest in both."""
     gaps: dict[bool, list[float]] = {False: [], True: []}
     for at in range(2 * num_rounds):
         is_polled = at % 2 == 1
-        with _polling(server.url) if is_polled else _nothing():
+        noted = _noted(longest, "streams, polled" if is_polled else "streams", server)
+        with noted, _polling(server.url) if is_polled else _nothing():
             gaps[is_polled] += _gaps(server)
     quiet, polled = (percentile(gaps[is_polled], 99) for is_polled in (False, True))
     assert quiet and polled

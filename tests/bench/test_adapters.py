@@ -17,6 +17,7 @@ def test_many_adapters_are_measured(tmp_path: Path) -> None:
     assert figures["metrics_bytes"] > 1000
     assert figures["between_tokens"]["ratio"] > 0
     assert all(times["max"] >= times["p50"] > 0 for times in figures["page_ms"].values())
+    assert {"uploads", "streams", "streams, polled", *figures["page_ms"]} == figures["longest_on_the_loop_ms"].keys()
 
 
 def test_kills_of_any_process_lose_no_version_that_was_acknowledged(tmp_path: Path) -> None:
