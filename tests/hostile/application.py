@@ -66,7 +66,7 @@ class ReadyEngine:
     def abort(self, request_id: str) -> None:
         """Nothing runs."""
 
-    load = evict = abort
+    load = evict = keep = abort
 
     def replicas(self) -> dict[str, Any]:
         return {}

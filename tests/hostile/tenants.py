@@ -16,9 +16,10 @@ from tests.support.uploads import MULTIPART, multipart, parts_of
 _OWNER, _STRANGER = "key-of-the-owner", "key-of-the-stranger"
 # As long as each other, so that answers differ in nothing else.
 SECRET, ABSENT = "owner/quarry", "owner/absent"
-PATHS = """/v1/adapters/NAME /v1/adapters/NAME/history /v1/adapters/NAME/rollback /v1/adapters/NAME/content
-/v1/models/NAME /v1/models/NAME/ /v1/adapters/stranger/../NAME /v1/adapters?after=NAME /v1/models?after=NAME
-/v1/adapters?name=NAME /v1/adapters?owner=owner /v1/adapters /v1/models /metrics?adapter=NAME /v1/completions
+PATHS = """/v1/adapters/NAME /v1/adapters/NAME/history /v1/adapters/NAME/rollback /v1/adapters/NAME/pin
+/v1/adapters/NAME/content /v1/models/NAME /v1/models/NAME/ /v1/adapters/stranger/../NAME
+/v1/adapters?after=NAME /v1/models?after=NAME /v1/adapters?name=NAME /v1/adapters?owner=owner /v1/adapters
+/v1/models /metrics?adapter=NAME /v1/completions
 /v1/chat/completions /v1/embeddings /tokenize /v1/load_lora_adapter /v1/unload_lora_adapter /v1/completions/batch"""
 _KEY = '[[keys]]\ntenant = "{}"\nsha256 = "{}"\nscopes = ["infer", "upload", "delete"]\n'
 
