@@ -174,7 +174,8 @@ def _eager_reason(config: EngineConfig, kind: str, loaded: LoadedModel, *, has_g
         return "npu_graphs is off"
     if not has_graphs and device.type not in ("cuda", "npu"):
         return f"no graphs on {device.type}"
-    unused = {op for op, users in (("causal_conv1d", spec.convs), ("gated_delta", spec.deltas)) if not users}
+    users = {"causal_conv1d": spec.convs, "gated_delta": spec.deltas, "experts": spec.moes}
+    unused = {op for op, layers in users.items() if not layers}
     ops = unreplayable_ops(device, unused)
     return f"{', '.join(ops)} not replayable" if ops else None
 
