@@ -37,6 +37,11 @@ def count_compiled(*kernels: object) -> int:
     return count
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is asked of the device now goes into a graph, and is not done yet."""
+    return device.type in ("cuda", "npu") and bool(torch.get_device_module(device).is_current_stream_capturing())
+
+
 class Workspace:
     """What the launches of one op hand over to one another lies here: one buffer for each device.
 
@@ -57,8 +62,7 @@ class Workspace:
         """uint8 [num_bytes], uninitialised, aligned as fresh memory is; the same memory in each call."""
         buffer = self._buffers.get(device)
         if buffer is None or buffer.numel() < num_bytes:
-            capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-            assert not capturing, "a workspace must be reserved before capture: call warm_up"
+            assert not is_capturing(device), "a workspace must be reserved before capture: call warm_up"
             if buffer is not None:
                 self._outgrown.append(buffer)
             buffer = self._buffers[device] = torch.empty(num_bytes, dtype=torch.uint8, device=device)

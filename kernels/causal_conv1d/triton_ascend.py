@@ -536,7 +536,7 @@ def compiled_count() -> int:
     return triton_launch.count_compiled(conv_prefill, conv_update)
 
 
-CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count)
+CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=True)
 
 
 def plan_prefill(call: PrefillCall) -> Launch:

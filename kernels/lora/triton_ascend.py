@@ -30,7 +30,7 @@ from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.lora.triton_ascend_tiles import RANK_PARTS, Regime, choose
 from kernels.platform import in_use
-from kernels.triton_launch import Workspace, count_compiled
+from kernels.triton_launch import Workspace, count_compiled, is_capturing
 
 RANK_BLOCK = 16
 # Partial sums of one token that are read at once.
@@ -40,6 +40,7 @@ GROUP_TOKENS = 16
 # The arguments that a step brings along, in the kernels' order.
 _STEP_MAPS = ("token_segment", "segment_starts", "places", "first_rows")
 LINEAR = "launches of lora_linear"
+_NOT_WARM = "a stack's tables must be made before capture: call warm_up"
 # Launches are kept for steps of up to so many tokens, which come in few padded sizes. A larger step keeps the device
 # busy for longer than its launches take.
 KEPT_TOKENS = 256
@@ -209,7 +210,8 @@ def reserve_workspace(stack: LoraStack, max_tokens: int) -> None:
 
 
 def step_sizes(stack: LoraStack, max_tokens: int) -> tuple[int, ...]:
-    """Token counts that choose, between them, every variant that steps of 1 to max_tokens tokens can choose."""
+    """Token counts that choose, between them, every variant that steps of 1 to max_tokens tokens can choose, and every
+    table that is kept with the stack: one that was first needed in a capture would be copied to the device there."""
     num_columns, chip = sum(b.shape[1] for b in stack.b), _chip(str(stack.a[0].device))
     return _step_sizes(stack.a[0].shape[1], len(stack.a), num_columns, max_tokens, *chip)
 
@@ -234,8 +236,7 @@ def _step_sizes(in_features: int, num_slices: int, num_columns: int, max_tokens:
         of_embedding = choose(num_tokens, 0, *chip)
         first_of.setdefault(("shrink", regime.name, regime.block(split_size, in_features)), num_tokens)
         for expand in (regime, of_embedding):
-            block, _chunk = expand.columns(num_columns, num_tokens)
-            first_of.setdefault(("expand", expand.name, block), num_tokens)
+            first_of.setdefault(("expand", expand.name, *expand.columns(num_columns, num_tokens)), num_tokens)
     return tuple(sorted(set(first_of.values())))
 
 
@@ -244,7 +245,7 @@ def compiled_count() -> int:
     return count_compiled(*(kernel for name, kernel in vars(_kernels()).items() if name.startswith("lora_")))
 
 
-CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count)
+CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=True)
 
 
 def plan_shrink(x: torch.Tensor, h: torch.Tensor, stack: LoraStack, maps: LoraMaps, regime: Regime) -> Launch:
@@ -364,6 +365,7 @@ def _addresses(stack: LoraStack) -> torch.Tensor:
     """int64 [slices]: where A of each slice begins. Kept, as rows do not move while a stack lives."""
     key = ("addresses of a",)
     if key not in stack.kept:
+        assert not is_capturing(stack.a[0].device), _NOT_WARM
         assert all(a.is_contiguous() for a in stack.a), "the kernels for Ascend read contiguous rows of A"
         addresses = [a.data_ptr() for a in stack.a]
         stack.kept[key] = torch.tensor(addresses, dtype=torch.int64, device=stack.a[0].device)
@@ -376,6 +378,7 @@ def _column_chunks(stack: LoraStack, width: int) -> torch.Tensor:
     key = ("column chunks of b", width)
     if key in stack.kept:
         return stack.kept[key]
+    assert not is_capturing(stack.b[0].device), _NOT_WARM
     chunks: list[tuple[int, int]] = []
     assert len(stack.b) < 1 << 6, "the kernels take up to 63 slices"
     for s, (b, start) in enumerate(zip(stack.b, stack.slice_starts, strict=True)):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
+from triton.runtime.driver import driver
 
 from kernels.lora import triton_ascend, triton_ascend_kernels
+from kernels.lora.idle import launch_idle
 from tests.ascend.lora_cases import NUM_VECTOR_CORES, ON_CHIP_BYTES, Step, make_data
 from tests.support.made_up_launches import STREAM, Launches, made_up_launches
 
@@ -70,3 +73,47 @@ def test_large_steps_are_not_kept(launches: Launches) -> None:
         launches.asked.clear()
         triton_ascend.lora_linear(data.x, data.out, data.stack, data.maps)
         assert launches.asked["target"] == 2
+
+
+def test_a_launch_depends_on_nothing_that_a_later_step_changes(launches: Launches) -> None:
+    """So a captured one serves all steps of its size: other adapters in the same tensors, told by the host or not, and
+    other ranks and scalings give the same launch, by Triton and again."""
+    step = Step([3, 5], [[16, 8]], 512, [256])
+    data, other = make_data(step), make_data(Step([8], [[32]], 512, [256], num_spare=3), seed=1)
+
+    def run() -> list[tuple[object, ...]]:
+        launches.made.clear()
+        triton_ascend.lora_linear(data.x, data.out, data.stack, data.maps)
+        return list(launches.made)
+
+    by_triton, again = run(), run()
+    assert len(by_triton) == len(again) == 2
+    for name in ("segment_starts", "places", "first_rows", "token_segment", "num_segments"):
+        getattr(data.maps, name).copy_(getattr(other.maps, name))
+    data.stack.ranks.zero_()
+    data.stack.scalings.zero_()
+    data = replace(data, maps=replace(data.maps, segments=other.maps.segments))
+    assert run() == again
+
+
+def test_each_op_goes_to_the_stream_of_the_moment(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the steps first, then that of a capture."""
+    data = make_data(Step([3], [[16]], 512, [256]))
+    streams = iter((1, 1, 2, 3))  # Triton asks for each of its two launches
+    monkeypatch.setattr(driver.active, "get_current_stream", lambda _device: next(streams))
+    for _ in range(3):
+        triton_ascend.lora_linear(data.x, data.out, data.stack, data.maps)
+    assert [arguments[3] for arguments in launches.made] == [1, 1, 2, 2, 3, 3]
+
+
+@pytest.mark.usefixtures("launches")
+@pytest.mark.parametrize("widths", [[256], [1024, 256, 256], [3072, 3072], [4096]])
+def test_no_step_makes_what_a_warm_up_has_left_out(widths: list[int]) -> None:
+    """A table that is copied to the device for the first time in a capture would be filled by replays alone."""
+    stack = make_data(Step([1], [[16]] * len(widths), 512, widths)).stack
+    stack.kept.clear()
+    triton_ascend.warm_up(stack, 300, torch.bfloat16, 4, is_embedding=False)
+    tables = {key for key in stack.kept if key[0] != triton_ascend.LINEAR}
+    for num_tokens in range(1, 301):
+        launch_idle(triton_ascend.lora_linear, stack, [num_tokens], torch.bfloat16, 4, is_embedding=False)
+    assert {key for key in stack.kept if key[0] != triton_ascend.LINEAR} == tables

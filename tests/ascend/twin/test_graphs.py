@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import msgspec
 import pytest
 import torch
 
-from kernels.causal_conv1d import triton_ascend as conv
 from kernels.lora import triton_ascend as lora
 from kernels.paged_attention import npu
 from kernels.paged_attention.maps import AttentionMaps
@@ -74,17 +72,6 @@ def test_padding_is_told_as_sequences_of_one_token() -> None:
     )) == {"actual_seq_lengths": [3, 4], "actual_seq_lengths_kv": [5, 9]}  # fmt: skip
 
 
-@contextmanager
-def graphs_on(*, float32: bool = True) -> Iterator[None]:
-    """The NPU path, with every op of a step said to be replayable, as the replays below show."""
-    with (
-        npu_path(float32_attention=float32),
-        mock.patch.object(lora, "CONTRACT", replace(lora.CONTRACT, replayable=True)),
-        mock.patch.object(conv, "CONTRACT", replace(conv.CONTRACT, replayable=True)),
-    ):
-        yield
-
-
 def run(world: World, *, npu_graphs: bool, replays: bool = True) -> tuple[list[tuple[StepSizes, torch.Tensor]], Engine]:
     """Sizes and logits of each step, of requests that join one by one, prompts among decode steps.
 
@@ -123,7 +110,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_replayed_decode_steps_equal_eager_ones(world: World) -> None:
     """Bit for bit those of the same padded sizes; but for rounding those that are not padded."""
-    with graphs_on():
+    with npu_path(float32_attention=True):
         eager, other = run(world, npu_graphs=False)
         padded, third = run(world, npu_graphs=True, replays=False)
         captured, engine = run(world, npu_graphs=True)
@@ -141,7 +128,7 @@ def test_replayed_decode_steps_equal_eager_ones(world: World) -> None:
 
 def test_steps_are_not_padded_unless_they_are_captured(world: World) -> None:
     """Padding costs an NPU: without graphs there is none, with them in decode steps alone."""
-    with graphs_on():
+    with npu_path(float32_attention=True):
         eager, other = run(world, npu_graphs=False)
         captured, engine = run(world, npu_graphs=True)
         exact = {step: sizes for step, (sizes, _) in enumerate(eager)}
@@ -195,7 +182,10 @@ def test_a_fault_in_the_updates_is_noticed(
 
 
 def test_an_op_that_cannot_be_replayed_is_named(world: World) -> None:
-    with graphs_on(), mock.patch.object(lora, "CONTRACT", replace(lora.CONTRACT, replayable=False)):
+    with (
+        npu_path(float32_attention=True),
+        mock.patch.object(lora, "CONTRACT", replace(lora.CONTRACT, replayable=False)),
+    ):
         _, engine = run(world, npu_graphs=True)
         assert set(engine._runner.captured.eager) == {"lora not replayable"}
         engine.close()
