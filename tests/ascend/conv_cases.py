@@ -88,6 +88,7 @@ def update(
     tokens_each: int = 1,
     draft: int | None = None,
     is_paged: bool = False,
+    null_targets: bool = False,
     is_gated: bool = False,
     is_bare: bool = False,
     in_place: bool = False,
@@ -96,7 +97,8 @@ def update(
     far: bool = False,
 ) -> Launch:
     """An update of sequences in these lines; `lengths` makes it varlen, `draft` speculative, `is_bare` leaves bias and
-    activation out."""
+    activation out. In a prefix cache every second sequence has its new state in another line than the old one, with
+    `null_targets` in the null line."""
     num_sequences = len(lines)
     num_tokens = num_sequences * tokens_each if lengths is None else sum(lengths) + 2
     state_len = width - 1 + (draft or 0)
@@ -111,7 +113,8 @@ def update(
     if draft is not None:
         call["num_accepted_tokens"] = _int32([1 + n % (draft + 1) for n in range(num_sequences)])
     if is_paged:
-        call["state_indices"] = torch.stack([_int32(lines), _int32(lines) + num_lines // 3, _int32(lines)], dim=1)
+        others = _int32([0] * num_sequences) if null_targets else _int32(lines) + num_lines // 3
+        call["state_indices"] = torch.stack([_int32(lines), others, _int32(lines)], dim=1)
         call |= {
             "initial_state_idx": _int32([0] * num_sequences),
             "block_idx_last_scheduled_token": _int32([n % 2 for n in range(num_sequences)]),
@@ -231,6 +234,10 @@ _UPDATES = {
     "varlen": partial(update, 300, 4, (3, 1, 0, 2), lengths=(2, 0, 1, 5)),
     "drafts": partial(update, 300, 4, (3, 1, 0, 2), lengths=(2, 3, 1, 0), draft=3),
     "prefix cache": partial(update, 300, 3, (3, 1, 0, 2), is_paged=True),
+    "prefix cache, not kept": partial(update, 70, 3, (3, 1, 0, 2), is_paged=True, null_targets=True),
+    "drafts in a prefix cache, not kept": partial(
+        update, 70, 4, (3, 1, 0, 2), lengths=(2, 3, 1, 1), draft=3, is_paged=True, null_targets=True
+    ),
     "drafts in a prefix cache": partial(update, 70, 4, (3, 1, 0, 2), lengths=(2, 3, 1, 0), draft=3, is_paged=True),
     # Queries, keys and values of a delta net: of Qwen3.5 0.8B, and of the other sizes' 32 value heads.
     "qwen3.5 0.8B": partial(update, 6144, 4, (2, 1)),
@@ -288,6 +295,7 @@ _PREFIX_CACHE = {
     "blocks of 1, any source": partial(
         prefill, 70, 8, None, (20, 5, 6), block_size_tokens=1, source_blocks=(3, 1, 5), skipped_blocks=1
     ),
+    "far": partial(prefill, 40, 3, None, (9, 3, 12), block_size_tokens=4, far=True),
     "lfm2, in place": partial(
         prefill, 70, 3, None, (20, 5), block_size_tokens=8, is_gated=True, is_bare=True, in_place=True
     ),

@@ -49,6 +49,13 @@ MISSED = {
     "32-bit offsets of out": (lora, "far", found(lora, "lora_expand_few", "begin.to(tl.int64)", "begin"), "far"),
     "32-bit offsets of rows": (lora, "far", found(lora, "_load_b", "row.to(tl.int64)", "row"), "far"),
     "32-bit offsets of states": (conv, "far", found(conv, "conv_update", "source.to(tl.int64)", "source"), "far"),
+    "32-bit offsets of a boundary's state": (
+        conv, "far", found(conv, "conv_prefill", "kept_line.to(tl.int64)", "kept_line"), "far"
+    ),
+    "a state that is not kept": (
+        conv, "prefix cache, not kept",
+        found(conv, "conv_update", "(target > NULL_LINE) & (target != pad_slot)", "target != pad_slot"), "not kept",
+    ),
 }  # fmt: skip
 
 

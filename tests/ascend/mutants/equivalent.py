@@ -24,6 +24,13 @@ EQUIVALENT |= {
     )
     for function in ("lora_shrink_few", "lora_shrink_many", "lora_expand_few", "lora_expand_many")
 }
+EQUIVALENT |= {
+    (function, "end < stop", "end <= stop"): "one more round for a segment without tokens, in which all is masked"
+    for function in ("lora_shrink_few", "lora_expand_many")
+}
+EQUIVALENT["lora_expand_few", "tl.cast(t, tl.int64)", "t"] = (
+    "of the tokens of a group, at most 16, whose rows 32 bits count from the first one's"
+)
 
 
 def reason_for(mutant: Mutant) -> str | None:
