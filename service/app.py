@@ -51,7 +51,7 @@ from service.api.state import Services
 from service.api.validation import bad_request
 from service.cluster.devices import environment_of
 from service.cluster.engines import Engines
-from service.engine.client import EngineClient, EngineDied
+from service.engine.client import EngineClient, EngineDied, EngineLink
 from service.logs import LOGGER, audit
 from service.machine import num_usable_cpus
 from service.models.layouts import layout_in
@@ -237,8 +237,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     services: Services = app.state.services
     engine: EngineClient | Engines = app.state.engine
     services.bind_loop(asyncio.get_running_loop())
-    for number, client in enumerate(engine.clients):
-        _count(services.metrics, number, client)
+    engine.on_client(lambda number, client: _count(services.metrics, number, client))
     await engine.start()
     tasks = [asyncio.create_task(_prepare(services, engine), name="prepare")]
     if services.store is not None:
@@ -256,7 +255,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         services.grammar_trial.close()
 
 
-def _count(metrics: Metrics, number: int, client: EngineClient) -> None:
+def _count(metrics: Metrics, number: int, client: EngineLink) -> None:
     """Have the metrics take what an engine says."""
     client.on_stats(lambda stats: metrics.take_stats(stats, client.num_restarts, number))
 

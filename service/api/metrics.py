@@ -135,6 +135,7 @@ class Metrics:
         registry = self.registry
         # What `show_replicas` has counted, by engine and tier.
         self._sent: dict[tuple[str, str], int] = {}
+        self._shown_replicas: set[str] = set()
         self.replica_up = Gauge(
             "multilora_replica_up", "Of several engines: 1 while it takes requests.", ("replica",), registry=registry
         )
@@ -194,7 +195,13 @@ class Metrics:
         self._num_restarts = num_restarts
 
     def show_replicas(self, replicas: Mapping[str, EngineSaid]) -> None:
-        """Each engine by its name; nothing where there is one."""
+        """Each engine by its name; nothing where there is one. Of those that have left the counters stay."""
+        for name in self._shown_replicas - replicas.keys():
+            for gauge in (self.replica_up, self.replica_queued_tokens, self.replica_requests_open):
+                gauge.remove(name)
+            for tier in ("device", "host"):
+                self.replica_adapters.remove(name, tier)
+        self._shown_replicas = set(replicas)
         for name, one in replicas.items():
             self.replica_up.labels(name).set(one.state == "ready")
             self.replica_queued_tokens.labels(name).set(one.queued_tokens)

@@ -1,11 +1,12 @@
 """Several engines behind one API process, each with a device of its own; to the routers they are one.
 
-Each is kept running by an `EngineClient` of its own. A request goes where `service.cluster.routing` says; one whose
-engine dies, or stops answering, before its first token is sent again once, to another. That repeats nothing: who asked
-has had nothing yet. A stream that had begun ends with EngineDied, as with one engine.
+Each is behind an `EngineLink` of its own: a process of this one's, or somewhere else (`service.cluster.remote`). A
+request goes where `service.cluster.routing` says; one whose engine dies, or stops answering, before its first token is
+sent again once, to another. That repeats nothing: who asked has had nothing yet. A stream that had begun ends with
+EngineDied, as with one engine.
 
-Everything is in one event loop. Loads are exact, since nobody else sends to these engines; tiers and free rows are as
-the engines reported last.
+Everything is in one event loop. Loads are what was sent from here, which is all where nobody else sends to these
+engines; tiers and free rows are as the engines reported last.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import msgspec
 
 from service.cluster.routing import DEFAULT_RULE, Demand, Replica, Rule, choose
-from service.engine.client import EngineClient, EngineDied, NeverSent, TokenStream
+from service.engine.client import EngineDied, EngineLink, NeverSent, TokenStream
 from service.engine.messages import EngineSaid, Finished, Ready, Stats, Submit, Tier, Tokens
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ QUESTIONS_UNTIL_HUNG = 120
 
 
 @dataclass(eq=False)
-class _Member:
+class Member:
     """An engine.
 
     open              requests that were sent to it and are not over
@@ -49,7 +50,7 @@ class _Member:
     """
 
     name: str
-    client: EngineClient
+    client: EngineLink
     open: dict[str, Routed] = field(default_factory=dict)
     queued_tokens: int = 0
     num_sent: Counter[Tier] = field(default_factory=Counter)
@@ -78,16 +79,21 @@ class Routed:
         self.request = request
         self.has_begun = self.was_resent = False
         self.left_tokens = 0
-        self.member: _Member | None = None
+        self.member: Member | None = None
         self._engines = engines
         self._inner: TokenStream | None = None
         self._listener: Callable[[], None] | None = None
 
-    def take(self, member: _Member, inner: TokenStream) -> None:
+    def take(self, member: Member, inner: TokenStream) -> None:
         """It is this engine's from now on."""
         self.member, self._inner = member, inner
         if self._listener is not None:
             inner.listen(self._listener)
+
+    def lose(self, error: EngineDied) -> None:
+        """It is no engine's."""
+        self._inner = TokenStream(self.request.request_id, lambda _request_id: None)
+        self._inner.die(error)
 
     def listen(self, listener: Callable[[], None]) -> None:
         """See `TokenStream.listen`."""
@@ -113,12 +119,11 @@ class Routed:
 
 
 class Engines:
-    """See the module's docstring. What an `EngineClient` says of one engine, this says of all: it is ready while one
+    """See the module's docstring. What an `EngineLink` says of one engine, this says of all: it is ready while one
     is, `ready` has the smallest sizes of those, `stats` the sums, `tiers` the best place."""
 
-    def __init__(self, clients: Sequence[EngineClient], rule: Rule = DEFAULT_RULE) -> None:
-        assert clients, "at least one engine"
-        self._members = [_Member(f"engine-{number}", client) for number, client in enumerate(clients)]
+    def __init__(self, clients: Sequence[EngineLink], rule: Rule = DEFAULT_RULE) -> None:
+        self._members = [Member(f"engine-{number}", client) for number, client in enumerate(clients)]
         self._rule = rule
         self._demand = Demand()
         self._watch: asyncio.Task[None] | None = None
@@ -127,8 +132,14 @@ class Engines:
     # ---- life
 
     @property
-    def clients(self) -> list[EngineClient]:
+    def clients(self) -> list[EngineLink]:
+        """Those that are there now."""
         return [one.client for one in self._members]
+
+    def on_client(self, listener: Callable[[int, EngineLink], None]) -> None:
+        """Call `listener` with each engine's number and client."""
+        for number, one in enumerate(self._members):
+            listener(number, one.client)
 
     async def start(self) -> None:
         """Start all and keep them running; returns at once."""
@@ -227,9 +238,13 @@ class Engines:
         routed = Routed(self, request)
         self._routed[request.request_id] = routed
         homes = self._demand.ask(
-            request.adapter, _num_tokens(request), len(self._members), time.monotonic(), self._rule
+            request.adapter, expected_tokens(request), len(self._members), time.monotonic(), self._rule
         )
-        self._send(routed, self._order(request, homes)[0])
+        order = self._order(request, homes)
+        if order:
+            self._send(routed, order[0])
+        else:
+            routed.lose(NeverSent("No engine is there."))
         return routed
 
     def abort(self, request_id: str) -> None:
@@ -286,14 +301,14 @@ class Engines:
 
     # ---- inner parts
 
-    def _order(self, request: Submit, homes: int) -> list[_Member]:
+    def _order(self, request: Submit, homes: int) -> list[Member]:
         """All engines, the best first, those that take no requests last."""
         by_name = {one.name: one for one in self._members}
         taking = [one for one in self._members if one.takes_requests]
         known = [Replica(one.name, one.queued_tokens, _free_rows(one), one.client.tiers) for one in taking]
         num_rows = max(request.adapter_rows.values(), default=0)
         names = choose(
-            *(request.adapter, num_rows, _num_tokens(request), known),
+            *(request.adapter, num_rows, expected_tokens(request), known),
             key=request.request_id,
             num_homes=homes,
             rule=self._rule,
@@ -301,9 +316,9 @@ class Engines:
         chosen = [by_name[name] for name in names]
         return [*chosen, *(one for one in self._members if one not in chosen)]
 
-    def _send(self, routed: Routed, member: _Member) -> None:
+    def _send(self, routed: Routed, member: Member) -> None:
         request = routed.request
-        routed.left_tokens = _num_tokens(request)
+        routed.left_tokens = expected_tokens(request)
         member.queued_tokens += routed.left_tokens
         member.open[request.request_id] = routed
         if request.adapter is not None:
@@ -329,7 +344,7 @@ class Engines:
                 elif one.num_questions >= QUESTIONS_UNTIL_SILENT:
                     self._move_waiting(one)
 
-    def _move_waiting(self, member: _Member) -> None:
+    def _move_waiting(self, member: Member) -> None:
         """Requests of an engine that does not answer, and that have had nothing, go to others."""
         for request_id, routed in list(member.open.items()):
             can_move = any(one.takes_requests for one in self._members if one is not member)
@@ -359,11 +374,12 @@ class _Tiers(Mapping[str, Tier]):
         return len(set().union(*map(list, self._tiers)))
 
 
-def _num_tokens(request: Submit) -> int:
+def expected_tokens(request: Submit) -> int:
+    """What a request counts as load before anything of it is computed."""
     return len(request.prompt_token_ids) + min(request.sampling.max_tokens, MOST_EXPECTED_TOKENS)
 
 
-def _free_rows(one: _Member) -> int:
+def _free_rows(one: Member) -> int:
     stats = one.client.stats
     return 0 if stats is None else stats.rows_total - stats.rows_used
 

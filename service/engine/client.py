@@ -11,6 +11,7 @@ requests are never sent again silently. The next engine starts empty and reads i
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import logging
@@ -123,17 +124,15 @@ class TokenStream(AsyncIterator[Tokens | Finished]):
             self._on_close(self._request_id)
 
 
-class EngineClient:
-    """See the module's docstring. `state_error` is one sentence while the state is "restarting" or "down"; `ready` and
-    `stats` are what the engine that lives now has said, else None; `tiers` where it holds adapters, by digest;
-    `heard_seconds` when it said something last, by time.monotonic().
+class EngineLink(abc.ABC):
+    """One engine, wherever it runs: what it has said, and the streams of the requests that were sent to it.
 
-    environment  variables of the engine process beside this one's, to give it a device of its own
+    `state_error` is one sentence while the state is "restarting" or "down"; `ready` and `stats` are what the engine
+    that lives now has said, else None; `tiers` where it holds adapters, by digest; `heard_seconds` when it said
+    something last, by time.monotonic().
     """
 
-    def __init__(self, options: EngineOptions, environment: Mapping[str, str] | None = None) -> None:
-        self.options = options
-        self._environment = dict(environment or {})
+    def __init__(self) -> None:
         self.heard_seconds = time.monotonic()
         self.state: State = "starting"
         self.state_error: str | None = None
@@ -144,19 +143,28 @@ class EngineClient:
         self._kept: tuple[str, ...] = ()  # adapters, by each engine from its start on
         self._streams: dict[str, TokenStream] = {}
         self._stats_listeners: list[Callable[[Stats], None]] = []
+        self._end_listeners: list[Callable[[str], None]] = []
         self._changed = asyncio.Event()
-        self._closing = asyncio.Event()
-        self._supervisor: asyncio.Task[None] | None = None
-        self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._fatal: str | None = None
 
     # ---- life
 
+    @abc.abstractmethod
     async def start(self) -> None:
-        """Start the engine process and keep it running; returns at once."""
-        assert self._supervisor is None, "started twice"
-        self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+        """Begin to keep it there; returns at once."""
+
+    @abc.abstractmethod
+    async def drain(self, limit_seconds: float) -> None:
+        """Let running requests finish, up to `limit_seconds`, and let go of it. New ones are refused."""
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Let go of it now; every open stream raises EngineDied."""
+
+    @abc.abstractmethod
+    def kill(self) -> None:
+        """End it, whatever it does; another one follows as after any death."""
 
     async def wait_ready(self) -> Ready:
         """Wait until the engine is ready. Raises EngineDied when it is down for good."""
@@ -166,48 +174,6 @@ class EngineClient:
             self._changed.clear()
             await self._changed.wait()
         return self.ready
-
-    async def drain(self, limit_seconds: float) -> None:
-        """Let running requests finish, up to `limit_seconds`, and wait for the engine's end. New ones are refused."""
-        was_ready = self.state == "ready"
-        self._closing.set()
-        self._set_state("draining")
-        if self._supervisor is None:
-            self._set_state("down")
-            return
-        if was_ready:
-            self._send(Drain(limit_seconds))
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._supervisor), limit_seconds + EXIT_GRACE_SECONDS)
-        await self.close()
-
-    async def close(self) -> None:
-        """Kill the engine process if it lives; every open stream raises EngineDied."""
-        self._closing.set()
-        if self.state != "down":
-            self._set_state("draining")
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-        if self._supervisor is not None:
-            await self._supervisor
-
-    @property
-    def clients(self) -> list[EngineClient]:
-        """This one; of several engines there are several."""
-        return [self]
-
-    def replicas(self) -> Mapping[str, EngineSaid]:
-        """Of several engines, each; of one there is nothing to tell apart."""
-        return {}
-
-    def places_of(self, _digest: str) -> Mapping[str, Tier]:
-        """Likewise, where an adapter is."""
-        return {}
-
-    def kill(self) -> None:
-        """End the engine process, whatever it does; the next one is started as after any death."""
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
 
     # ---- requests; none of these waits
 
@@ -253,6 +219,125 @@ class EngineClient:
     def on_stats(self, listener: Callable[[Stats], None]) -> None:
         """Call `listener` with every Stats, in the event loop."""
         self._stats_listeners.append(listener)
+
+    def on_end(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` with one sentence whenever the engine is gone, in the event loop."""
+        self._end_listeners.append(listener)
+
+    # ---- inner parts
+
+    def _take(self, message: FromEngine) -> None:
+        self.heard_seconds = time.monotonic()
+        match message:
+            case Tokens():
+                stream = self._streams.get(message.request_id)
+                if stream is not None:
+                    stream.push(message)
+            case Finished():
+                stream = self._streams.pop(message.request_id, None)
+                if stream is not None:
+                    stream.push(message)
+            case Stats():
+                self.stats = message
+                self._move(message.moved_adapters)
+                for listener in self._stats_listeners:
+                    listener(message)
+            case Ready():
+                self.ready = message
+                if self._kept:
+                    self._send(Keep(self._kept))
+                if self.state != "draining":
+                    self._set_state("ready")
+            case Fatal():
+                self._fatal = message.error
+
+    def _move(self, moved: dict[str, Tier]) -> None:
+        for digest, tier in moved.items():
+            if tier == "disk":
+                self.tiers.pop(digest, None)
+            else:
+                self.tiers[digest] = tier
+
+    def _lose_all(self, error: str) -> None:
+        """The engine is gone, and with it all requests."""
+        log.log(logging.INFO if self.state == "draining" else logging.ERROR, "engine: %s", error)
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.die(EngineDied(error))
+        for listener in self._end_listeners:
+            listener(error)
+
+    def _send(self, message: ToEngine) -> None:
+        """Into the socket's buffer. After the engine's end it goes nowhere, and the streams are told of that."""
+        if self._writer is not None:
+            self._writer.write(frame([message]))
+
+    def _set_state(self, state: State, error: str | None = None) -> None:
+        self.state, self.state_error = state, error
+        self._changed.set()
+
+
+class EngineClient(EngineLink):
+    """An engine process of this process's own; see the module's docstring.
+
+    environment  variables of the engine process beside this one's, to give it a device of its own
+    """
+
+    def __init__(self, options: EngineOptions, environment: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        self.options = options
+        self._environment = dict(environment or {})
+        self._closing = asyncio.Event()
+        self._supervisor: asyncio.Task[None] | None = None
+        self._process: asyncio.subprocess.Process | None = None
+
+    # ---- life
+
+    async def start(self) -> None:
+        """Start the engine process and keep it running; returns at once."""
+        assert self._supervisor is None, "started twice"
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+
+    async def drain(self, limit_seconds: float) -> None:
+        """Let running requests finish, up to `limit_seconds`, and wait for the engine's end. New ones are refused."""
+        was_ready = self.state == "ready"
+        self._closing.set()
+        self._set_state("draining")
+        if self._supervisor is None:
+            self._set_state("down")
+            return
+        if was_ready:
+            self._send(Drain(limit_seconds))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._supervisor), limit_seconds + EXIT_GRACE_SECONDS)
+        await self.close()
+
+    async def close(self) -> None:
+        """Kill the engine process if it lives; every open stream raises EngineDied."""
+        self._closing.set()
+        if self.state != "down":
+            self._set_state("draining")
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+        if self._supervisor is not None:
+            await self._supervisor
+
+    def on_client(self, listener: Callable[[int, EngineLink], None]) -> None:
+        """Call `listener` with each engine's number and client; there is this one."""
+        listener(0, self)
+
+    def replicas(self) -> Mapping[str, EngineSaid]:
+        """Of several engines, each; of one there is nothing to tell apart."""
+        return {}
+
+    def places_of(self, _digest: str) -> Mapping[str, Tier]:
+        """Likewise, where an adapter is."""
+        return {}
+
+    def kill(self) -> None:
+        """End the engine process, whatever it does; the next one is started as after any death."""
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
 
     # ---- inner parts
 
@@ -330,54 +415,6 @@ class EngineClient:
         except TimeoutError:
             process.kill()
             return await process.wait()
-
-    def _take(self, message: FromEngine) -> None:
-        self.heard_seconds = time.monotonic()
-        match message:
-            case Tokens():
-                stream = self._streams.get(message.request_id)
-                if stream is not None:
-                    stream.push(message)
-            case Finished():
-                stream = self._streams.pop(message.request_id, None)
-                if stream is not None:
-                    stream.push(message)
-            case Stats():
-                self.stats = message
-                self._move(message.moved_adapters)
-                for listener in self._stats_listeners:
-                    listener(message)
-            case Ready():
-                self.ready = message
-                if self._kept:
-                    self._send(Keep(self._kept))
-                if self.state != "draining":
-                    self._set_state("ready")
-            case Fatal():
-                self._fatal = message.error
-
-    def _move(self, moved: dict[str, Tier]) -> None:
-        for digest, tier in moved.items():
-            if tier == "disk":
-                self.tiers.pop(digest, None)
-            else:
-                self.tiers[digest] = tier
-
-    def _lose_all(self, error: str) -> None:
-        """The engine is gone, and with it all requests."""
-        log.log(logging.INFO if self.state == "draining" else logging.ERROR, "engine: %s", error)
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.die(EngineDied(error))
-
-    def _send(self, message: ToEngine) -> None:
-        """Into the socket's buffer. After the engine's end it goes nowhere, and the streams are told of that."""
-        if self._writer is not None:
-            self._writer.write(frame([message]))
-
-    def _set_state(self, state: State, error: str | None = None) -> None:
-        self.state, self.state_error = state, error
-        self._changed.set()
 
 
 async def _spawn(

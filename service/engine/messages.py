@@ -234,9 +234,9 @@ FromEngine = Ready | Tokens | Finished | Stats | Fatal
 
 
 class EngineSaid(msgspec.Struct, frozen=True):
-    """Of one engine: its state ("silent": ready, but it does not answer), one sentence about its last death, what it
-    has to do, how many requests for adapters went to it by where the adapter was then, how many it lost that another
-    one got, and its last Stats."""
+    """Of one engine: its state ("silent": ready, but it does not answer; "missing": it should be there and nobody knows
+    of it), one sentence about its last death, what it has to do, how many requests for adapters went to it by where the
+    adapter was then, how many it lost that another one got, and its last Stats."""
 
     state: str
     error: str | None

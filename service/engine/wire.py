@@ -66,6 +66,15 @@ class EngineSide:
         return b"".join(parts)
 
 
+async def read_to_engine(reader: asyncio.StreamReader) -> list[ToEngine] | None:
+    """What somebody who may use the engine says next; None if they have gone, or speak otherwise."""
+    try:
+        header = await reader.readexactly(_LENGTH_BYTES)
+        return _to_engine_decoder.decode(await reader.readexactly(int.from_bytes(header, "big")))
+    except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
+        return None
+
+
 async def read_from_engine(reader: asyncio.StreamReader) -> list[FromEngine] | None:
     """The engine's next messages; None if it has gone."""
     try:
