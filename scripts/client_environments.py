@@ -1,8 +1,9 @@
 r"""Make the environments that the tests run clients in: `python scripts/client_environments.py [NAME ...]`.
 
-Each folder of tests/clients that pins packages has one, .venv-clients/NAME: of Python by requirements.txt, of Node by
-package-lock.json. Without names all are made but for those of several GB. They need the package indexes; what cannot be
-made is told here, and by the tests that were not run. Pins are renewed with
+Each folder below tests that pins packages has one, .venv-clients/NAME: of Python by requirements.txt, of Node by
+package-lock.json. Without names all are made but for the largest, which are some clients and Ray (tests/cluster/ray).
+They need the package indexes; what cannot be made is told here, and by the tests that were not run. Pins are renewed
+with
 
     python -m uv pip compile --no-header --no-annotate --python-version 3.11 --upgrade \
         --output-file requirements.txt requirements.in
@@ -16,14 +17,14 @@ import sys
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
-_PINS, _TARGET = _ROOT / "tests" / "clients", _ROOT / ".venv-clients"
-_LARGE = {"guidellm", "open-webui"}
+_PINS, _TARGET = _ROOT / "tests", _ROOT / ".venv-clients"
+_LARGE = {"guidellm", "open-webui", "ray"}
 _LIMIT_SECONDS = 1800
 
 
 def main() -> int:
     """1 for a name that has no pins; 0 otherwise, whether or not there is a network."""
-    all_pins = {path.parent.name: path for kind in _MAKERS for path in sorted(_PINS.glob(f"*/{kind}"))}
+    all_pins = {path.parent.name: path for kind in _MAKERS for path in sorted(_PINS.glob(f"*/*/{kind}"))}
     names = sys.argv[1:] or sorted(all_pins.keys() - _LARGE)
     for name in names:
         if name not in all_pins:

@@ -132,3 +132,13 @@ def test_imports_point_one_way(part: str) -> None:
         and not any(f"{name}.".startswith(f"{one}.") for one in allowed)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_ray_is_imported_by_its_own_modules_alone() -> None:
+    """It is an extra: whoever does not ask for it need not have it."""
+    files = [path for top in ("service", "kernels", "adapters") for path in (ROOT / top).rglob("*.py")]
+    names = {path: {name for _, name in _imported(path)} for path in files}
+    importing = {path.name for path in files if any(one.split(".")[0] == "ray" for one in names[path])}
+    assert importing == {"ray_app.py", "ray_replicas.py"}
+    theirs = {path.name for path in files if any(one.startswith("service.ray_") for one in names[path])}
+    assert theirs == {"ray_app.py"}

@@ -1,0 +1,87 @@
+"""The server as an application of Ray Serve: `service.ray_app:build`. Needs the extra `ray`.
+
+Two deployments. `Ingress` is the FastAPI application as it is, without a device. Each replica of `EngineReplica` owns
+one engine process and one device, and gives the engine to ingresses by `service.cluster.relay`. Requests do not go by
+Ray's handles, which take several milliseconds for each and for each chunk of a stream: Ray starts, places, watches,
+replaces and scales the replicas, and tells ingresses which there are, through its request router's interface; which one
+a request goes to is decided in the ingress, as with engines of its own (`service.cluster.engines`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+from service.cluster.scaling import DEFAULT_TOKENS_PER_ENGINE, ByQueuedTokens
+from service.ray_replicas import EngineReplica, Ingress, MembersRouter, ray_settings
+
+# Ray ends replicas after 20 s if it is told nothing. Of what they get, this is for the end itself.
+_END_SECONDS = 10.0
+_HEALTH = {"health_check_period_s": 5, "health_check_timeout_s": 10}
+# Ours are what bounds requests: Ray's would answer otherwise, and in another shape.
+_NO_LIMIT = 100_000
+
+
+class RayArgs(BaseModel):
+    """`args` of the application in Ray Serve's config file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    settings: dict[str, Any] = Field(
+        default_factory=dict,
+        description="of multilora serve, by name; what is not here is taken from the environment. They show in Ray's "
+        "dashboard, so keep keys in keys_file or in the environment",
+    )
+    engines: int = Field(1, ge=1, description="replicas with a device each; the least where max_engines is set")
+    max_engines: int | None = Field(None, ge=1, description="most replicas; default: as many as engines, always")
+    tokens_per_engine: float = Field(
+        DEFAULT_TOKENS_PER_ENGINE, gt=0, description="queued tokens by which the number of engines is chosen"
+    )
+    num_cpus: float = Field(1, ge=0, description="of an engine's replica, which are also its threads on a CPU")
+    num_gpus: float = Field(0, ge=0, description="of an engine's replica: 1 on NVIDIA GPUs")
+    resources: dict[str, float] = Field(
+        default_factory=dict, description='of an engine\'s replica: {"NPU": 1} on Ascend'
+    )
+    ingresses: int = Field(1, ge=1, description="replicas of the HTTP side")
+    ingress_cpus: float = Field(1, ge=0, description="of an ingress's replica")
+    drain_seconds: float = Field(
+        600.0, gt=0, description="how long requests may go on when an engine or an ingress is replaced"
+    )
+
+
+def build(args: RayArgs) -> serve.Application:
+    """The application. Raises SettingsError if the settings are wrong."""
+    ray_settings(args.settings)
+    last_seconds = args.drain_seconds + _END_SECONDS
+    engine = (
+        serve.deployment(EngineReplica)
+        .options(
+            **_HEALTH,
+            **_number_of(args),
+            request_router_config=RequestRouterConfig(request_router_class=MembersRouter),
+            ray_actor_options={"num_cpus": args.num_cpus, "num_gpus": args.num_gpus, "resources": args.resources},
+            graceful_shutdown_timeout_s=last_seconds,
+        )
+        .bind(args.settings, args.drain_seconds)
+    )
+    ingress = serve.deployment(serve.ingress()(Ingress)).options(
+        **_HEALTH,
+        num_replicas=args.ingresses,
+        max_ongoing_requests=_NO_LIMIT,
+        ray_actor_options={"num_cpus": args.ingress_cpus},
+        graceful_shutdown_timeout_s=last_seconds,
+    )
+    return ingress.bind(args.settings, args.engines, engine)
+
+
+def _number_of(args: RayArgs) -> dict[str, Any]:
+    if args.max_engines is None:
+        return {"num_replicas": args.engines}
+    policy = AutoscalingPolicy(
+        policy_function=ByQueuedTokens, policy_kwargs={"tokens_per_engine": args.tokens_per_engine}
+    )
+    bounds = {"min_replicas": args.engines, "max_replicas": max(args.engines, args.max_engines)}
+    return {"num_replicas": None, "autoscaling_config": AutoscalingConfig(**bounds, policy=policy)}

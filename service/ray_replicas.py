@@ -1,0 +1,133 @@
+"""What runs in the processes of `service.ray_app`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from fastapi import FastAPI
+from ray.serve.handle import DeploymentHandle
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from service.app import create_app
+from service.cluster import members
+from service.cluster.relay import Relay
+from service.cluster.remote import Address, RemoteEngines
+from service.engine.client import EngineClient
+from service.logs import configure
+from service.settings import Settings, load_settings
+
+# How often an engine that is asked each health check may leave that unanswered.
+_MOST_UNANSWERED = 12
+_LOOK_SECONDS = 0.1
+
+
+def ray_settings(given: Mapping[str, Any]) -> Settings:
+    """Names are shared: at an upgrade two ingresses have the store at the same time."""
+    return load_settings(**{"store_shared": True, **given, "replicas": 1})
+
+
+class MembersRouter(RequestRouter):
+    """Tells this process's ingress which engines there are. Hardly anything is routed by it."""
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Called by Ray, in a thread of its own, whenever replicas have come or gone."""
+        super().update_replicas(replicas)
+        members.tell({one.replica_id.unique_id: Address(**one.replica_metadata) for one in replicas})
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> Sequence[list[RunningReplica]]:
+        """Any of them."""
+        del pending_request
+        return [[one] for one in candidate_replicas]
+
+
+class EngineReplica:
+    """One engine process, and the port by which ingresses use it."""
+
+    async def __init__(self, given: Mapping[str, Any], drain_seconds: float) -> None:  # type: ignore[misc]
+        settings = ray_settings(given)
+        configure(settings.log_format, settings.log_level)
+        self._drain_seconds = drain_seconds
+        self._num_unanswered, self._heard_seconds = 0, 0.0
+        self._client = EngineClient(settings.engine_options())
+        await self._client.start()
+        await self._client.wait_ready()
+        self._host = ray.util.get_node_ip_address()
+        self._relay = Relay(self._client)
+        await self._relay.start(self._host)
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Where ingresses find the engine, and the word that it knows them by; asked for once."""
+        return {"host": self._host, "port": self._relay.port, "token": self._relay.token.hex()}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `service.cluster.scaling` decides by."""
+        return {"queued_tokens": float(self._relay.queued_tokens)}
+
+    async def check_health(self) -> None:
+        """RuntimeError when the engine is down for good, or has answered nothing for many checks: Ray then starts
+        another replica. Ingresses send it nothing long before."""
+        client = self._client
+        if client.state == "down":
+            raise RuntimeError(client.state_error or "The engine is down.")
+        is_silent = client.state == "ready" and client.heard_seconds == self._heard_seconds
+        self._num_unanswered = self._num_unanswered + 1 if is_silent else 0
+        self._heard_seconds = client.heard_seconds
+        if self._num_unanswered > _MOST_UNANSWERED:
+            raise RuntimeError(f"The engine has left {self._num_unanswered} questions unanswered.")
+        client.ask()
+
+    async def hello(self) -> None:
+        """A request for Ray's sake: with the first one a handle begins to follow the replicas."""
+
+    async def __del__(self) -> None:
+        """Ray has told ingresses by now that this replica goes: once they have left, the engine ends."""
+        if hasattr(self, "_relay"):
+            await self._relay.close(self._drain_seconds)
+        if hasattr(self, "_client"):
+            await self._client.close()
+
+
+class Ingress:
+    """The FastAPI application, whose engines are the replicas of `EngineReplica`. Its own limits decide how many
+    requests are admitted, not Ray's."""
+
+    async def __init__(self, given: Mapping[str, Any], num_engines: int, engine: DeploymentHandle) -> None:  # type: ignore[misc]
+        settings = ray_settings(given)
+        configure(settings.log_format, settings.log_level)
+        self._engines = RemoteEngines(num_engines)
+        self._application = create_app(settings, self._engines)
+        self._joining: set[asyncio.Task[None]] = set()
+        loop = asyncio.get_running_loop()
+        members.listen(lambda addresses: _in_loop(loop, self._follow, addresses))
+        self._hello = asyncio.create_task(_say_hello(engine))
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._application
+
+    async def check_health(self) -> None:
+        """The first one waits until requests can be served: at an upgrade the ingress before goes only then.
+        RuntimeError if that will never be."""
+        services = self._application.state.services
+        while not services.prepared:
+            if services.start_error is not None:
+                raise RuntimeError(services.start_error)
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def _follow(self, addresses: dict[str, Address]) -> None:
+        joining = asyncio.create_task(self._engines.set_addresses(addresses))
+        self._joining.add(joining)
+        joining.add_done_callback(self._joining.discard)
+
+
+def _in_loop(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *arguments: Any) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(call, *arguments)
+
+
+async def _say_hello(engine: DeploymentHandle) -> None:
+    await engine.hello.remote()

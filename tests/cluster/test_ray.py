@@ -1,0 +1,223 @@
+"""The server on Ray Serve: an ingress and two engines on CPUs. Ray has an environment: make clients CLIENTS=ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.blocks import ROOT
+from tests.support.client_environments import environment
+from tests.support.limits import LIMIT_SECONDS
+from tests.support.server import running_server, wait_for
+from tests.support.tiny_models import make_adapter, make_tiny_model
+
+NAMES = [f"adapter-{seed}" for seed in range(4)]
+
+
+@dataclass
+class RayServer:
+    process: subprocess.Popen[str]
+    http: httpx.Client
+
+    def text(self, model: str, **fields: Any) -> str:
+        answer = self.http.post("/v1/completions", json=_body(model, **fields))
+        assert answer.status_code == 200, answer.text
+        text: str = answer.json()["choices"][0]["text"]
+        return text
+
+    def replicas(self) -> dict[str, str]:
+        replicas: dict[str, str] = self.http.get("/health").json()["replicas"]
+        return replicas
+
+    def is_whole(self) -> bool:
+        return list(self.replicas().values()) == ["ready", "ready"]
+
+    def engine_pids(self) -> list[int]:
+        return [pid for pid in _descendants(self.process.pid) if b"service.engine.process" in _command(pid)]
+
+
+def _body(model: str, **fields: Any) -> dict[str, Any]:
+    return {"model": model, "prompt": "the cat", "max_tokens": 8, "temperature": 0, "ignore_eos": True, **fields}
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return b""
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+
+
+def _descendants(root: int) -> list[int]:
+    parents = {int(path.name): _parent(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
+    found = [root]
+    for one in found:
+        found += [pid for pid, parent in parents.items() if parent == one]
+    return found[1:]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("ray")
+    base = make_tiny_model("llama", root / "base", max_position_embeddings=16_384)
+    for seed, name in enumerate([*NAMES, "uploaded"]):
+        folder = root / ("adapters" if name in NAMES else ".")
+        make_adapter(base, folder / name, rank=4, target_modules=["q_proj", "v_proj"], seed=seed)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(checkpoints: Path) -> Iterator[RayServer]:
+    python = environment("ray") / "bin" / "python"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings = {
+        "model_dir": str(checkpoints / "base"),
+        "model_name": "tiny",
+        "preload_adapters_dir": str(checkpoints / "adapters"),
+        "store_dir": str(checkpoints / "store"),
+        "kv_bytes": "24MiB",
+    }
+    # Ray's sockets lie there, and their paths may not be long.
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as temp_dir:
+        said = {"port": port, "temp_dir": temp_dir, "args": {"settings": settings, "engines": 2, "drain_seconds": 5}}
+        paths = [str(ROOT), sysconfig.get_path("purelib")]
+        own = {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        }
+        process = subprocess.Popen(
+            [str(python), str(ROOT / "tests" / "support" / "ray_server.py"), json.dumps(said)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=sys.stderr,
+            text=True,
+            env={**os.environ, **own},
+        )
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            assert "READY\n" in iter(process.stdout.readline, ""), "Ray has not started the application"
+            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT_SECONDS) as http:
+                yield RayServer(process, http)
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(LIMIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def test_answers_are_those_of_a_server_without_ray(server: RayServer, checkpoints: Path) -> None:
+    settings = {"model_name": "tiny", "preload_adapters_dir": checkpoints / "adapters", "kv_bytes": "24MiB"}
+    with running_server(checkpoints / "base", checkpoints / "alone", **settings) as alone:
+        for model in ("tiny", *NAMES):
+            theirs = alone.post("/v1/completions", json=_body(model)).json()["choices"][0]["text"]
+            assert server.text(model) == theirs
+        missing, theirs = (one.post("/v1/completions", json=_body("nobody")) for one in (server.http, alone))
+        assert (missing.status_code, missing.json()) == (theirs.status_code, theirs.json())
+    events = server.http.post("/v1/completions", json=_body(NAMES[0], stream=True)).text
+    pieces = [json.loads(line[6:]) for line in events.splitlines() if line.startswith("data: {")]
+    assert "".join(piece["choices"][0]["text"] for piece in pieces) == server.text(NAMES[0])
+
+
+def test_an_upload_is_there_for_the_next_request_on_every_replica(server: RayServer, checkpoints: Path) -> None:
+    names = "adapter_config.json", "adapter_model.safetensors"
+    files = {name.partition(".")[0]: (checkpoints / "uploaded" / name).read_bytes() for name in names}
+    answer = server.http.put("/v1/adapters/mine", files=files)
+    assert answer.status_code == 201, answer.text
+    # More than one engine is to have alone.
+    with ThreadPoolExecutor(16) as pool:
+        texts = list(pool.map(lambda _: server.text("mine", max_tokens=200, n=8), range(32)))
+    assert len(set(texts)) == 1
+    assert texts[0] != server.text("tiny", max_tokens=200)
+    (row,) = [one for one in server.http.get("/v1/adapters").json()["data"] if one["name"] == "mine"]
+    assert row["replicas"].keys() == server.replicas().keys()
+    assert server.http.delete("/v1/adapters/mine").status_code == 200
+    assert server.http.post("/v1/completions", json=_body("mine")).status_code == 404
+
+
+def _lose(server: RayServer, pid: int) -> None:
+    """Requests all the while; a stream with each engine, of which one is cut off."""
+    expected = {name: server.text(name) for name in NAMES}
+    with ThreadPoolExecutor(8) as pool:
+        asking = [pool.submit(lambda name=name: (name, server.text(name))) for name in NAMES * 10]
+        os.kill(pid, signal.SIGKILL)
+        asking += [pool.submit(lambda name=name: (name, server.text(name))) for name in NAMES * 20]
+        wait_for(lambda: set(server.replicas().values()) != {"ready"}, "the loss being seen")
+        for one in asking:
+            name, text = one.result()
+            assert text == expected[name]
+    assert "ready" in server.replicas().values()
+
+
+def test_an_engine_that_is_killed_costs_no_unstreamed_request(server: RayServer) -> None:
+    wait_for(server.is_whole, "both engines")
+    names = set(server.replicas())
+    _lose(server, server.engine_pids()[0])
+    wait_for(server.is_whole, "both engines")
+    assert set(server.replicas()) == names
+
+
+def test_a_replica_that_is_killed_is_named_and_replaced(server: RayServer) -> None:
+    wait_for(server.is_whole, "both engines")
+    names = set(server.replicas())
+    _lose(server, _parent(server.engine_pids()[0]))
+    wait_for(server.is_whole, "both engines")
+    assert len(names & set(server.replicas())) == 1
+
+
+def test_a_stream_that_had_begun_ends_with_an_error_event(server: RayServer) -> None:
+    wait_for(server.is_whole, "both engines")
+    with server.http.stream("POST", "/v1/completions", json=_body("tiny", max_tokens=15_000, stream=True)) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        for pid in server.engine_pids():
+            os.kill(pid, signal.SIGKILL)
+        events = [json.loads(line[6:]) for line in lines if re.match("data: {", line)]
+    assert events[-1]["error"]["message"]
+    wait_for(server.is_whole, "both engines")
+
+
+def test_ray_takes_the_files_of_deploy() -> None:
+    code = """
+import sys, yaml
+from ray.serve.schema import ServeDeploySchema
+from service.ray_app import RayArgs, build
+for text in (open(sys.argv[1]).read(), yaml.safe_load(open(sys.argv[2]))["spec"]["serveConfigV2"]):
+    (application,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
+    build(RayArgs(**application.args))
+    print(application.import_path)
+"""
+    files = [str(ROOT / "deploy" / "ray" / name) for name in ("serve.yaml", "rayservice.yaml")]
+    command = [str(environment("ray") / "bin" / "python"), "-c", code, *files]
+    paths = os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")])
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["service.ray_app:build"] * 2

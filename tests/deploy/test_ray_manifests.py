@@ -1,0 +1,59 @@
+"""deploy/ray: what can be checked without Ray and without a cluster. tests/cluster/test_ray.py has Ray read it."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from service.settings import load_settings
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+
+ROOT = Path(__file__).parents[2]
+SERVE = yaml.safe_load((ROOT / "deploy" / "ray" / "serve.yaml").read_text())
+SERVICE = yaml.safe_load((ROOT / "deploy" / "ray" / "rayservice.yaml").read_text())
+CLUSTER = SERVICE["spec"]["rayClusterConfig"]
+(WORKERS,) = CLUSTER["workerGroupSpecs"]
+
+
+def _arguments() -> dict[str, Any]:
+    (application,) = SERVE["applications"]
+    arguments: dict[str, Any] = application["args"]
+    return arguments
+
+
+def test_both_deploy_the_same_application() -> None:
+    assert yaml.safe_load(SERVICE["spec"]["serveConfigV2"]) == SERVE
+
+
+def test_the_settings_are_ours() -> None:
+    load_settings(**_arguments()["settings"])
+
+
+def test_the_version_of_ray_is_one_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = (ROOT / "tests" / "cluster" / "ray" / "requirements.in").read_text().strip()
+    assert project["optional-dependencies"]["ray"] == [pinned]
+    assert pinned == f"ray[serve]=={CLUSTER['rayVersion']}"
+    assert f"ray=={CLUSTER['rayVersion']}\n" in (ROOT / "tests" / "cluster" / "ray" / "requirements.txt").read_text()
+
+
+@pytest.mark.parametrize("group", [CLUSTER["headGroupSpec"], WORKERS], ids=["head", "workers"])
+@pytest.mark.parametrize("version", ["1.31", "1.37"])
+def test_pods_are_valid(group: dict[str, Any], version: str) -> None:
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, "spec": group["template"]["spec"]}
+    kubernetes_validate.validate(pod, version, strict=True)
+
+
+def test_each_worker_has_what_an_engine_asks_for_and_there_are_enough() -> None:
+    arguments = _arguments()
+    (container,) = WORKERS["template"]["spec"]["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == arguments["num_gpus"]
+    assert int(container["resources"]["requests"]["cpu"]) >= arguments["num_cpus"]
+    assert (WORKERS["minReplicas"], WORKERS["maxReplicas"]) == (arguments["engines"], arguments["max_engines"])
+    mounted = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert any(arguments["settings"]["store_dir"].startswith(path) for path in mounted)
