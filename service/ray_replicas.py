@@ -17,16 +17,27 @@ from service.cluster.relay import Relay
 from service.cluster.remote import Address, RemoteEngines
 from service.engine.client import EngineClient
 from service.logs import configure
-from service.settings import Settings, load_settings
+from service.settings import Settings, SettingsError, load_settings
 
 # How often an engine that is asked each health check may leave that unanswered.
 _MOST_UNANSWERED = 12
 _LOOK_SECONDS = 0.1
+# Settings of `multilora serve` that mean nothing here.
+_NOT_OURS = frozenset({"host", "port", "replicas", "store_shared"})
 
 
 def ray_settings(given: Mapping[str, Any]) -> Settings:
-    """Names are shared: at an upgrade two ingresses have the store at the same time."""
-    return load_settings(**{"store_shared": True, **given, "replicas": 1})
+    """Settings of a replica. SettingsError if they are wrong, or say what Ray Serve's config says.
+
+    Names are shared: at an upgrade two ingresses have the store at the same time.
+    """
+    others = sorted(given.keys() & _NOT_OURS)
+    if others:
+        raise SettingsError(
+            f"Settings of the application on Ray Serve: take out {', '.join(others)}; its config file says where to "
+            "listen and how many engines there are, and its store is always shared."
+        )
+    return load_settings(**given, store_shared=True, replicas=1)
 
 
 class MembersRouter(RequestRouter):

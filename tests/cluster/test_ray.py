@@ -208,10 +208,15 @@ def test_ray_takes_the_files_of_deploy() -> None:
 import sys, yaml
 from ray.serve.schema import ServeDeploySchema
 from service.ray_app import RayArgs, build
+from service.settings import SettingsError
 for text in (open(sys.argv[1]).read(), yaml.safe_load(open(sys.argv[2]))["spec"]["serveConfigV2"]):
     (application,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
     build(RayArgs(**application.args))
     print(application.import_path)
+try:
+    build(RayArgs(settings={"replicas": 2}))
+except SettingsError as error:
+    print("refused" if "replicas" in str(error) else error)
 """
     files = [str(ROOT / "deploy" / "ray" / name) for name in ("serve.yaml", "rayservice.yaml")]
     command = [str(environment("ray") / "bin" / "python"), "-c", code, *files]
@@ -220,4 +225,4 @@ for text in (open(sys.argv[1]).read(), yaml.safe_load(open(sys.argv[2]))["spec"]
         command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=LIMIT_SECONDS
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["service.ray_app:build"] * 2
+    assert done.stdout.split() == ["service.ray_app:build", "service.ray_app:build", "refused"]

@@ -1,0 +1,90 @@
+"""An upgrade of the server on Ray Serve under traffic: which requests it costs. Runs where Ray is installed:
+
+    RAY_SERVE_ENABLE_HA_PROXY=1 python -m bench.ray_upgrade
+
+Starts a Ray of its own with two engines on CPUs, sends requests from several clients one after the other, deploys the
+application anew with other settings, so that Ray replaces the ingress and both engines, and prints what failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import threading
+import time
+from typing import Any
+
+import httpx
+import ray
+from ray import serve
+
+from service.ray_app import RayArgs, build
+
+_BODY = {"model": "calculator", "prompt": "12 + 30", "max_tokens": 8, "temperature": 0}
+_AFTER_SECONDS = 5.0
+
+
+class Traffic:
+    """Clients that ask until `stop`; seconds of each request, and what failed."""
+
+    def __init__(self, url: str, num_clients: int) -> None:
+        self.seconds: list[float] = []
+        self.failed: list[str] = []
+        self._url = url
+        self._stopping = threading.Event()
+        self._threads = [threading.Thread(target=self._ask) for _ in range(num_clients)]
+        for one in self._threads:
+            one.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        for one in self._threads:
+            one.join()
+
+    def _ask(self) -> None:
+        with httpx.Client(base_url=self._url, timeout=60) as http:
+            while not self._stopping.is_set():
+                began_seconds = time.monotonic()
+                try:
+                    answer = http.post("/v1/completions", json=_BODY)
+                    if answer.status_code != 200:
+                        self.failed.append(f"{answer.status_code} {answer.text[:200]}")
+                except httpx.HTTPError as error:
+                    self.failed.append(repr(error))
+                self.seconds.append(time.monotonic() - began_seconds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--port", type=int, default=8433)
+    parser.add_argument("--clients", type=int, default=3)
+    given = parser.parse_args()
+    url = f"http://127.0.0.1:{given.port}"
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as root:
+        ray.init(address="local", num_cpus=8, num_gpus=0, include_dashboard=False, log_to_driver=False, _temp_dir=root)
+        try:
+            serve.start(http_options={"host": "127.0.0.1", "port": given.port})
+            settings: dict[str, Any] = {"store_dir": f"{root}/store", "kv_bytes": "24MiB"}
+            _deploy(settings)
+            traffic = Traffic(url, given.clients)
+            try:
+                began_seconds = time.monotonic()
+                _deploy({**settings, "token_budget": 128})
+                upgrade_seconds = time.monotonic() - began_seconds
+                time.sleep(_AFTER_SECONDS)
+            finally:
+                traffic.stop()
+            print(f"upgrade: {upgrade_seconds:.0f} s, {len(traffic.seconds)} requests, {len(traffic.failed)} failed")
+            print(f"p50 {1e3 * statistics.median(traffic.seconds):.0f} ms", *traffic.failed[:10], sep="\n")
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+
+
+def _deploy(settings: dict[str, Any]) -> None:
+    serve.run(build(RayArgs(settings=settings, engines=2, drain_seconds=20)), name="multilora", route_prefix="/")
+
+
+if __name__ == "__main__":
+    main()
