@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,8 @@ from tests.support.server import running_server, wait_for
 from tests.support.tiny_models import make_adapter, make_tiny_model
 
 NAMES = [f"adapter-{seed}" for seed in range(4)]
+# Of Ray's environment only what the server itself does not bring; both are pinned by constraints.txt.
+_PATHS = os.pathsep.join([str(ROOT), *(path for path in sys.path if path.endswith("site-packages"))])
 
 
 @dataclass
@@ -103,9 +104,8 @@ def server(checkpoints: Path) -> Iterator[RayServer]:
     # Ray's sockets lie there, and their paths may not be long.
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as temp_dir:
         said = {"port": port, "temp_dir": temp_dir, "args": {"settings": settings, "engines": 2, "drain_seconds": 5}}
-        paths = [str(ROOT), sysconfig.get_path("purelib")]
         own = {
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": _PATHS,
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -220,9 +220,8 @@ except SettingsError as error:
 """
     files = [str(ROOT / "deploy" / "ray" / name) for name in ("serve.yaml", "rayservice.yaml")]
     command = [str(environment("ray") / "bin" / "python"), "-c", code, *files]
-    paths = os.pathsep.join([str(ROOT), sysconfig.get_path("purelib")])
     done = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=LIMIT_SECONDS
+        command, env={**os.environ, "PYTHONPATH": _PATHS}, capture_output=True, text=True, timeout=LIMIT_SECONDS
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["service.ray_app:build", "service.ray_app:build", "refused"]
