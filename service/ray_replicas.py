@@ -16,7 +16,7 @@ from service.cluster import members
 from service.cluster.relay import Relay
 from service.cluster.remote import Address, RemoteEngines
 from service.engine.client import EngineClient
-from service.logs import configure
+from service.logs import LOGGER, configure
 from service.settings import Settings, SettingsError, load_settings
 
 # How often an engine that is asked each health check may leave that unanswered.
@@ -80,8 +80,9 @@ class EngineReplica:
         return {"queued_tokens": float(self._relay.queued_tokens)}
 
     async def check_health(self) -> None:
-        """RuntimeError when the engine is down for good, or has answered nothing for many checks: Ray then starts
-        another replica. Ingresses send it nothing long before."""
+        """RuntimeError when the engine is down for good: Ray then starts another replica. One that has answered nothing
+        for many checks is killed, which ends what it had begun, and started again: Ray would wait for that. Ingresses
+        send it nothing long before."""
         client = self._client
         if client.state == "down":
             raise RuntimeError(client.state_error or "The engine is down.")
@@ -89,7 +90,9 @@ class EngineReplica:
         self._num_unanswered = self._num_unanswered + 1 if is_silent else 0
         self._heard_seconds = client.heard_seconds
         if self._num_unanswered > _MOST_UNANSWERED:
-            raise RuntimeError(f"The engine has left {self._num_unanswered} questions unanswered.")
+            LOGGER.error("the engine has left %d questions unanswered and is killed", self._num_unanswered)
+            self._num_unanswered = 0
+            client.kill()
         client.ask()
 
     async def hello(self) -> None:
