@@ -171,12 +171,14 @@ class Platform:
 
 
 def implementation(op: str, device: torch.device, regime: str = "") -> ModuleType:
-    """The module that serves `op` on `device` in this process."""
-    key = (op, device.type) if not regime else (f"{op}/{regime}", device.type)
-    module = _modules.get(key)
+    """The module that serves `op` on `device` in this process; the op's own for a regime that no other serves."""
+    name = op
+    if regime and f"{op}/{regime}" in in_use(device).regimes:
+        name = f"{op}/{regime}"
+    module = _modules.get((name, device.type))
     if module is None:
         module = importlib.import_module(f"kernels.{op}.{in_use(device).serving(op, regime)}")
-        _modules[key] = module
+        _modules[name, device.type] = module
     return module
 
 
