@@ -29,8 +29,9 @@ install_venv() {
     "${PYTHON:-python3.11}" -m venv "$venv"
     local index
     index=$(scripts/torch-index.sh "$venv/bin/python" "$constraints")
-    "$venv/bin/pip" install -q -c "$constraints" ${index:+--index-url "$index"} torch
-    "$venv/bin/pip" install -q -c "$constraints" numpy pybind11 pytest pytest-xdist hypothesis
+    # Torch alone is taken from there; what it requires comes with the next step.
+    "$venv/bin/pip" install -q --no-deps -c "$constraints" ${index:+--index-url "$index"} torch
+    "$venv/bin/pip" install -q -c "$constraints" torch numpy pybind11 pytest pytest-xdist hypothesis
     # Without its dependencies: they would bring another copy of torch's build for a device that is not here.
     "$venv/bin/pip" install -q --no-deps -c "$constraints" triton-ascend
     # Only the compiler's binaries are used, so the wheel is unpacked beside the environment, not installed into it.
