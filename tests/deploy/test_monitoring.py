@@ -35,7 +35,7 @@ QUERIES = {
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     bundled = ROOT / "service" / "bundled" / "base"
-    with running_server(bundled, tmp_path_factory.mktemp("monitoring"), log_format="json") as running:
+    with running_server(bundled, tmp_path_factory.mktemp("monitoring"), log_format="json", replicas=2) as running:
         yield running
 
 
@@ -120,7 +120,7 @@ def _alert_states(url: str) -> dict[str, str]:
 
 def test_prometheus_answers_every_query(tmp_path: Path) -> None:
     with (
-        running_server(ROOT / "service" / "bundled" / "base", tmp_path / "server") as server,
+        running_server(ROOT / "service" / "bundled" / "base", tmp_path / "server", replicas=2) as server,
         _prometheus(server.url.removeprefix("http://"), tmp_path) as url,
     ):
         wait_for(lambda: httpx.get(f"{url}/-/ready").status_code == 200, "Prometheus to be ready")
