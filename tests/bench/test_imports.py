@@ -16,4 +16,9 @@ MODULES = sorted(
 
 @pytest.mark.parametrize("name", MODULES)
 def test_a_benchmark_can_be_imported(name: str) -> None:
-    importlib.import_module(name)
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        pytest.skip(f"NOT RUN: {name} is for where Ray is installed")
