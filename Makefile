@@ -12,6 +12,8 @@ CLIENTS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --no-build-isolation --constraint constraints.txt
+# A test that hangs fails by its name, far above what any takes on a busy machine, and the others go on.
+PYTEST := $(BIN)/python -m pytest --timeout 900
 
 .PHONY: serve test test-service test-ops test-ascend test-hostile test-kills clients test-clients image-test check format \
 	bench bundle clean
@@ -26,11 +28,11 @@ test: $(VENV)/.dev
 
 # Models, engine, HTTP, adapters, documents: at most 12 minutes on two cores.
 test-service: $(VENV)/.dev
-	$(BIN)/python -m pytest tests --ignore tests/ops -n 2 --dist loadfile $(ARGS)
+	$(PYTEST) tests --ignore tests/ops -n 2 --dist loadfile $(ARGS)
 
 # Every op's implementations, the kernels for NVIDIA GPUs in Triton's interpreter.
 test-ops: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/ops $(ARGS)
+	$(PYTEST) tests/ops $(ARGS)
 
 # The kernels for Ascend, compiled and executed without an NPU, in a virtual environment of their own.
 test-ascend:
@@ -42,7 +44,7 @@ clients: $(VENV)/.dev
 	$(BIN)/python scripts/client_environments.py $(CLIENTS)
 
 test-clients: clients
-	$(BIN)/python -m pytest tests/clients $(ARGS)
+	$(PYTEST) tests/clients $(ARGS)
 
 # Hostile input of all kinds (at most 15 minutes on two cores), processes killed at random (about as long), and mixed
 # traffic beside a hostile client. The tests of test-service have a short form of the first.
