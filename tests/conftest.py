@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Without a GPU, Triton kernels run in Triton's interpreter, which must be chosen before Triton is imported."""
+    """Without a GPU, Triton kernels run in Triton's interpreter, which must be chosen before Triton is imported.
+
+    Interrupts arrive in what the tests start, too where a shell started them in the background, which ignores them.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--device") == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
 
