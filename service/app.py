@@ -51,7 +51,9 @@ from service.api.state import Services
 from service.api.validation import bad_request
 from service.cluster.devices import environment_of
 from service.cluster.engines import Engines
-from service.engine.client import EngineClient, EngineDied, EngineLink
+from service.engine.client import EngineClient
+from service.engine.link import EngineLink
+from service.engine.streams import EngineDied
 from service.logs import LOGGER, audit
 from service.machine import num_usable_cpus
 from service.models.layouts import layout_in

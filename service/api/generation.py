@@ -17,8 +17,8 @@ from service.api.admission import Held, Plan, Target
 from service.api.errors import BadRequest, EngineFailed, NotReady
 from service.api.metrics import SequenceTimer
 from service.api.state import Services
-from service.engine.client import EngineDied, NeverSent
 from service.engine.messages import Finished, Submit, TokenLogprob, Tokens
+from service.engine.streams import EngineDied, NeverSent
 from service.tenants.limits import Tenant
 from service.text.detokenizer import detokenizer_of
 from service.text.stop_strings import StopStrings

@@ -10,8 +10,8 @@ from adapters.invocation import invocation_start
 from adapters.records import Manifest
 from service.api.errors import NotReady
 from service.api.state import Services
-from service.engine.client import EngineDied
 from service.engine.messages import Finished, Sampling, Submit
+from service.engine.streams import EngineDied
 from service.tenants.tenants import Tenant
 
 NUM_TOKENS = 24

@@ -32,7 +32,7 @@ from service.text.tokenizer import TextTokenizer
 
 
 class Messages(Protocol):
-    """What an engine says of one request; `service.engine.client.TokenStream` is the real one."""
+    """What an engine says of one request; `service.engine.streams.TokenStream` is the real one."""
 
     def listen(self, listener: Callable[[], None]) -> None:
         """Call `listener` whenever there is something to `poll`, now if there is already."""

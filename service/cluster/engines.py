@@ -23,8 +23,9 @@ from typing import Any
 import msgspec
 
 from service.cluster.routing import DEFAULT_RULE, Demand, Replica, Rule, choose
-from service.engine.client import EngineDied, EngineLink, NeverSent, TokenStream
+from service.engine.link import EngineLink
 from service.engine.messages import EngineSaid, Finished, Ready, Stats, Submit, Tier, Tokens
+from service.engine.streams import EngineDied, NeverSent, TokenStream
 
 log = logging.getLogger(__name__)
 

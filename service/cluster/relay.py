@@ -20,8 +20,9 @@ from functools import partial
 import msgspec
 
 from service.cluster.engines import expected_tokens
-from service.engine.client import EngineClient, EngineDied, TokenStream
+from service.engine.client import EngineClient
 from service.engine.messages import Abort, Ask, Evict, Fatal, FromEngine, Load, Stats, Submit, ToEngine, Tokens
+from service.engine.streams import EngineDied, TokenStream
 from service.engine.wire import frame, read_to_engine
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from service.cluster.engines import Engines, Member
 from service.cluster.routing import DEFAULT_RULE, Rule
-from service.engine.client import EngineLink
+from service.engine.link import EngineLink
 from service.engine.messages import EngineSaid, Ready
 from service.engine.wire import read_from_engine
 

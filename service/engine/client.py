@@ -1,17 +1,13 @@
-"""The API process's end: starts the engine process, restarts it, and gives each request its stream of messages.
+"""The API process's end: starts the engine process, and restarts it.
 
 Imports no torch. Everything runs in one event loop, and `start` must be called in a thread that outlives the engine
 (the kernel ends the engine with the thread that started it).
 
-Who owns: the client owns the process and the streams; a stream is owned by who submitted. Closing a stream early
-aborts its request. A stream that is read slowly holds its own messages (at most one per token) and delays nobody;
-whoever listens to it has them at once. When the engine dies, every stream raises EngineDied once its messages are read;
-requests are never sent again silently. The next engine starts empty and reads its adapters from the store.
+Who owns: the client owns the process. The next engine starts empty and reads its adapters from the store.
 """
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import contextlib
 import logging
@@ -19,262 +15,21 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping
 
 from service.child_process import child_environment
 from service.engine.config import EngineOptions
-from service.engine.messages import (
-    Abort,
-    Ask,
-    Drain,
-    EngineSaid,
-    Evict,
-    Fatal,
-    Finished,
-    FromEngine,
-    Keep,
-    Load,
-    Ready,
-    Stats,
-    Submit,
-    Tier,
-    ToEngine,
-    Tokens,
-)
+from service.engine.link import EngineLink
+from service.engine.messages import Drain, EngineSaid, Tier
 from service.engine.wire import frame, read_from_engine
 
 log = logging.getLogger(__name__)
 
-State = Literal["starting", "ready", "restarting", "draining", "down"]
 MAX_DEATHS = 3
 DEATHS_WITHIN_SECONDS = 60.0
 EXIT_GRACE_SECONDS = 5.0
 # An engine that could not even begin is tried again after this time, and twice it: what it lacked may come back.
 RETRY_SECONDS = 2.0
-
-
-class EngineDied(RuntimeError):
-    """The engine ended, or was not there, before the request did; one sentence. The request may be sent again."""
-
-
-class NeverSent(EngineDied):
-    """The engine was not there when the request was to be sent to it."""
-
-
-class TokenStream(AsyncIterator[Tokens | Finished]):
-    """Messages of one request: Tokens, then one Finished. Raises EngineDied if the engine ends before, NeverSent if it
-    has not had the request."""
-
-    def __init__(self, request_id: str, on_close: Callable[[str], None]) -> None:
-        self._request_id = request_id
-        self._on_close = on_close
-        self._messages: deque[Tokens | Finished] = deque()
-        self._news = asyncio.Event()
-        self._death: EngineDied | None = None
-        self._is_over = False
-        self._listener: Callable[[], None] | None = None
-
-    def push(self, message: Tokens | Finished) -> None:
-        self._messages.append(message)
-        self._tell()
-
-    def die(self, error: EngineDied) -> None:
-        self._death = error
-        self._tell()
-
-    def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever `poll` has something to give or to raise, now if it has already. It never raises."""
-        self._listener = listener
-        if self._messages or self._death is not None:
-            listener()
-
-    def poll(self) -> Tokens | Finished | None:
-        """The next message, None while there is none or when the stream is over. Raises as the iteration does."""
-        if self._is_over:
-            return None
-        if self._messages:
-            message = self._messages.popleft()
-            self._is_over = isinstance(message, Finished)
-            return message
-        if self._death is not None:
-            self._is_over = True
-            raise self._death
-        return None
-
-    async def __anext__(self) -> Tokens | Finished:
-        while not self._is_over:
-            message = self.poll()
-            if message is not None:
-                return message
-            self._news.clear()
-            await self._news.wait()
-        raise StopAsyncIteration
-
-    def _tell(self) -> None:
-        self._news.set()
-        if self._listener is not None:
-            self._listener()
-
-    async def aclose(self) -> None:
-        """Give up; the engine forgets the request unless it is over. Safe to call at any time."""
-        if not self._is_over:
-            self._is_over = True
-            self._news.set()
-            self._on_close(self._request_id)
-
-
-class EngineLink(abc.ABC):
-    """One engine, wherever it runs: what it has said, and the streams of the requests that were sent to it.
-
-    `state_error` is one sentence while the state is "restarting" or "down"; `ready` and `stats` are what the engine
-    that lives now has said, else None; `tiers` where it holds adapters, by digest; `heard_seconds` when it said
-    something last, by time.monotonic().
-    """
-
-    def __init__(self) -> None:
-        self.heard_seconds = time.monotonic()
-        self.state: State = "starting"
-        self.state_error: str | None = None
-        self.ready: Ready | None = None
-        self.stats: Stats | None = None
-        self.tiers: dict[str, Tier] = {}
-        self.num_restarts = 0
-        self._kept: tuple[str, ...] = ()  # adapters, by each engine from its start on
-        self._streams: dict[str, TokenStream] = {}
-        self._stats_listeners: list[Callable[[Stats], None]] = []
-        self._end_listeners: list[Callable[[str], None]] = []
-        self._changed = asyncio.Event()
-        self._writer: asyncio.StreamWriter | None = None
-        self._fatal: str | None = None
-
-    # ---- life
-
-    @abc.abstractmethod
-    async def start(self) -> None:
-        """Begin to keep it there; returns at once."""
-
-    @abc.abstractmethod
-    async def drain(self, limit_seconds: float) -> None:
-        """Let running requests finish, up to `limit_seconds`, and let go of it. New ones are refused."""
-
-    @abc.abstractmethod
-    async def close(self) -> None:
-        """Let go of it now; every open stream raises EngineDied."""
-
-    @abc.abstractmethod
-    def kill(self) -> None:
-        """End it, whatever it does; another one follows as after any death."""
-
-    async def wait_ready(self) -> Ready:
-        """Wait until the engine is ready. Raises EngineDied when it is down for good."""
-        while self.state != "ready" or self.ready is None:
-            if self.state in ("down", "draining"):
-                raise EngineDied(self.state_error or "The engine is down.")
-            self._changed.clear()
-            await self._changed.wait()
-        return self.ready
-
-    # ---- requests; none of these waits
-
-    def submit(self, request: Submit) -> TokenStream:
-        """Send a request to the engine, now. The stream says how it went, also if the engine is not there."""
-        assert request.request_id not in self._streams, "request ids are unique"
-        stream = TokenStream(request.request_id, self.abort)
-        if self.state != "ready":
-            stream.die(NeverSent(self.state_error or f"The engine is not ready ({self.state})."))
-            return stream
-        self._streams[request.request_id] = stream
-        self._send(request)
-        return stream
-
-    def abort(self, request_id: str) -> None:
-        """Forget a request; its stream ends without another message. Unknown ids are ignored."""
-        if self._streams.pop(request_id, None) is not None:
-            self._send(Abort(request_id))
-
-    def load(self, digest: str) -> None:
-        """Hint that the adapter will be wanted. Nothing happens while the engine is not ready."""
-        if self.state == "ready":
-            self._send(Load(digest))
-
-    def evict(self, digest: str) -> None:
-        """Forget what was read of an adapter, as soon as no request runs with it. A later engine never had it."""
-        if self.state == "ready":
-            self._send(Evict(digest))
-            if digest in self._kept:  # an engine gives up one that it cannot read until it is told anew
-                self._send(Keep(self._kept))
-
-    def keep(self, digests: Collection[str]) -> None:
-        """Have these adapters on the device, asked for or not, and no others for that reason. Later engines too."""
-        self._kept = tuple(digests)
-        if self.state == "ready":
-            self._send(Keep(self._kept))
-
-    def ask(self) -> None:
-        """Have it say Stats when its step is over."""
-        if self.state == "ready":
-            self._send(Ask())
-
-    def on_stats(self, listener: Callable[[Stats], None]) -> None:
-        """Call `listener` with every Stats, in the event loop."""
-        self._stats_listeners.append(listener)
-
-    def on_end(self, listener: Callable[[str], None]) -> None:
-        """Call `listener` with one sentence whenever the engine is gone, in the event loop."""
-        self._end_listeners.append(listener)
-
-    # ---- inner parts
-
-    def _take(self, message: FromEngine) -> None:
-        self.heard_seconds = time.monotonic()
-        match message:
-            case Tokens():
-                stream = self._streams.get(message.request_id)
-                if stream is not None:
-                    stream.push(message)
-            case Finished():
-                stream = self._streams.pop(message.request_id, None)
-                if stream is not None:
-                    stream.push(message)
-            case Stats():
-                self.stats = message
-                self._move(message.moved_adapters)
-                for listener in self._stats_listeners:
-                    listener(message)
-            case Ready():
-                self.ready = message
-                if self._kept:
-                    self._send(Keep(self._kept))
-                if self.state != "draining":
-                    self._set_state("ready")
-            case Fatal():
-                self._fatal = message.error
-
-    def _move(self, moved: dict[str, Tier]) -> None:
-        for digest, tier in moved.items():
-            if tier == "disk":
-                self.tiers.pop(digest, None)
-            else:
-                self.tiers[digest] = tier
-
-    def _lose_all(self, error: str) -> None:
-        """The engine is gone, and with it all requests."""
-        log.log(logging.INFO if self.state == "draining" else logging.ERROR, "engine: %s", error)
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.die(EngineDied(error))
-        for listener in self._end_listeners:
-            listener(error)
-
-    def _send(self, message: ToEngine) -> None:
-        """Into the socket's buffer. After the engine's end it goes nowhere, and the streams are told of that."""
-        if self._writer is not None:
-            self._writer.write(frame([message]))
-
-    def _set_state(self, state: State, error: str | None = None) -> None:
-        self.state, self.state_error = state, error
-        self._changed.set()
 
 
 class EngineClient(EngineLink):

@@ -8,7 +8,7 @@ import pytest
 
 from adapters import errors as store_errors
 from service.api.errors import TABLE, ApiError, UnknownModel, error_body, status_of
-from service.engine.client import EngineDied
+from service.engine.streams import EngineDied
 from service.models.errors import ModelError
 from service.tenants.limits import LimitReached
 from service.text.chat_template import TemplateError

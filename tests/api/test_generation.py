@@ -14,8 +14,9 @@ from service.api.errors import BadRequest, EngineFailed, NotReady, status_of
 from service.api.generation import Job
 from service.api.metrics import Metrics
 from service.api.state import Services
-from service.engine.client import EngineClient, EngineDied, NeverSent, TokenStream
+from service.engine.client import EngineClient
 from service.engine.messages import Finished, Sampling, Submit, TokenLogprob, Tokens
+from service.engine.streams import EngineDied, NeverSent, TokenStream
 from service.tenants.keys_file import Limits
 from service.tenants.limits import Tenant
 from service.tenants.tenants import Tenants

@@ -14,9 +14,10 @@ from service.api.metrics import Metrics
 from service.cluster.engines import Routed
 from service.cluster.relay import TOKEN_BYTES, Relay
 from service.cluster.remote import Address, RemoteEngine, RemoteEngines
-from service.engine.client import EngineClient, EngineDied
+from service.engine.client import EngineClient
 from service.engine.config import EngineConfig
 from service.engine.messages import EngineSaid, Finished, Tokens
+from service.engine.streams import EngineDied
 from tests.support.engine_process import collect, request, running_client, small_config, soon, until
 from tests.support.tiny_models import make_tiny_model
 

@@ -16,9 +16,10 @@ from pathlib import Path
 import pytest
 
 from service.engine.build import build_engine
-from service.engine.client import EngineClient, EngineDied
+from service.engine.client import EngineClient
 from service.engine.config import EngineConfig
 from service.engine.messages import Finished, Stats, Tokens
+from service.engine.streams import EngineDied
 from service.engine.wire import frame
 from tests.support.engine_process import (
     collect,

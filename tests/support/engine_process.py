@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from service.engine.client import EngineClient, EngineDied, TokenStream
+from service.engine.client import EngineClient
 from service.engine.config import EngineConfig
 from service.engine.messages import Finished, Sampling, Submit, Tokens
+from service.engine.streams import EngineDied, TokenStream
 from tests.support.limits import LIMIT_SECONDS
 
 MIB = 2**20

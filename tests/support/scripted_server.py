@@ -16,9 +16,10 @@ import openai
 import transformers
 
 from service.app import create_app
-from service.engine.client import EngineClient, TokenStream
+from service.engine.client import EngineClient
 from service.engine.config import EngineOptions
 from service.engine.messages import Finished, Ready, Submit, Tokens
+from service.engine.streams import TokenStream
 from service.serve import _make_server, listen
 from service.settings import load_settings
 from service.text.tokenizer import TextTokenizer
