@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
+from kernels.lora.ops import call_count
 from service.engine.messages import Tier
 from service.engine.sequence import ScheduledChunk, Sequence
 
@@ -39,12 +40,20 @@ def record_of(chunks: Items[ScheduledChunk]) -> StepRecord:
 
 
 class StepRecords:
-    """The last `MAX_RECORDS` records, and those that nobody has been told of yet."""
+    """The last `MAX_RECORDS` records, and those that nobody has been told of yet; num_steps: launched so far."""
 
     def __init__(self) -> None:
+        self.num_steps = 0
+        # Those of the probe at the start, or of a warm-up, are no step's.
+        self._num_lora_op_calls_before = call_count()
         self.all: deque[StepRecord] = deque(maxlen=MAX_RECORDS)
         self._new: deque[tuple[int, int, int, float]] = deque(maxlen=MAX_RECORDS)
         self._first_tokens: deque[tuple[Tier, int, float]] = deque(maxlen=MAX_RECORDS)
+
+    @property
+    def num_lora_op_calls(self) -> int:
+        """By the steps so far."""
+        return call_count() - self._num_lora_op_calls_before
 
     def add(self, record: StepRecord, milliseconds: float) -> None:
         """milliseconds  from the collection of the step before, or this one's launch if that was later, to its own"""

@@ -207,8 +207,8 @@ def test_a_lexer_that_is_full_is_no_fault_of_the_next(mock: MockEngine) -> None:
     assert len(mock.output["next"]) == 9
 
 
-def test_an_engine_without_tokens_refuses_grammars(mock: MockEngine) -> None:
-    mock.engine._grammars.table = None
+def test_an_engine_without_tokens_refuses_grammars() -> None:
+    mock = make_mock_engine(has_tokens=False)
     mock.submit("r", grammar=regex("a"))
     mock.submit("free")
     mock.settle()

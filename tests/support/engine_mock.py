@@ -427,8 +427,10 @@ def make_mock_engine(
     block_size_tokens: int = 4,
     token_budget: int = 16,
     max_sequences: int = 8,
+    has_tokens: bool = True,
     **config: object,
 ) -> MockEngine:
+    """has_tokens: the engine knows its vocabulary, which grammars need."""
     settings = EngineConfig(
         model_dir="",
         store_root="",
@@ -440,7 +442,8 @@ def make_mock_engine(
     rows, host = MockRows(num_rows), MockHost()
     runner = MockRunner(rows, settings, num_blocks=num_blocks, has_conv=has_conv, max_len=max_len)
     loader = SteppedLoader()
-    engine = Engine(runner, rows, host, settings, loader=loader, tokens=mock_tokens(), compiler=loader)
+    tokens = mock_tokens() if has_tokens else None
+    engine = Engine(runner, rows, host, settings, loader=loader, tokens=tokens, compiler=loader)
     return MockEngine(engine, runner, rows, host, loader)
 
 

@@ -14,7 +14,7 @@ import torch
 from adapters import row_pool
 from adapters.copy_stream import REACHED, Mark
 from adapters.slab import HostAdapter
-from service.engine import engine as engine_module
+from service.engine import step_launcher
 from service.engine.step_inputs import StepInputs
 from tests.ascend.twin.copies import recorded_copies
 from tests.ascend.twin.install import npu_path
@@ -39,7 +39,7 @@ class Runtime:
 @pytest.mark.parametrize("family", ["llama", "lfm2"])
 def test_a_step_brings_its_inputs_in_one_copy(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts and decode steps, with adapters and without."""
-    monkeypatch.setattr(engine_module, "StepInputs", functools.partial(StepInputs, runtime=Runtime()))  # type: ignore[arg-type]
+    monkeypatch.setattr(step_launcher, "StepInputs", functools.partial(StepInputs, runtime=Runtime()))  # type: ignore[arg-type]
     world = make_world(family, tmp_path, "cpu", **SIZES[family])
     with npu_path(float32_attention=True):
         engine = build_engine(config(world, num_blocks=9, token_budget=64))
@@ -49,7 +49,7 @@ def test_a_step_brings_its_inputs_in_one_copy(family: str, tmp_path: Path, monke
             for i, name in enumerate((BASE, "all", "one")):
                 engine.submit(Request(f"r{i}", name, (5 + i, 9, 8), 3).submit(world))
             while engine.num_requests:
-                with recorded_copies(engine._inputs._host) as copies:
+                with recorded_copies(engine._launcher._inputs._host) as copies:
                     engine.step()
                 assert copies == ["service.engine.step_inputs._send: copy_"]
         finally:
