@@ -39,13 +39,14 @@ from service.api import (
     tokenize,
     versions,
 )
-from service.api.answers import ChatChunk, ResponseEvent
 from service.api.auth import Access
 from service.api.errors import HANDLED, BadRequest, UnknownRoute, WrongMethod
+from service.api.generated_answers import ChatChunk
 from service.api.json_body import LARGE_BODY_BYTES, BodyBudget
 from service.api.metrics import Metrics
 from service.api.middleware import METHODS, BodyRule, Door, Refusal
 from service.api.openapi import finish
+from service.api.response_answers import ResponseEvent
 from service.api.sampling import SamplingDefaults, model_defaults
 from service.api.state import Services
 from service.api.validation import bad_request

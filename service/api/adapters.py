@@ -14,7 +14,7 @@ from adapters.index import Row
 from adapters.names import Condition, Version, keep
 from adapters.records import AdapterRecord
 from adapters.store import AdapterStore
-from service.api.answers import AdapterDeleted, AdapterList, AdapterResponse, ModuleReport
+from service.api.adapter_answers import AdapterDeleted, AdapterList, AdapterResponse, ModuleReport
 from service.api.auth import caller_of, namespace_of
 from service.api.conditions import CONDITION_HEADERS, condition_of, refuse_conditions
 from service.api.errors import BadRequest, NotReady

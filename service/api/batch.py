@@ -9,30 +9,22 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import ValidationError
 
-from service.api.admission import (
-    Admitted,
-    admit,
-    enter,
-    leave,
-    most_sequences,
-    num_prompt_logprobs,
-    num_sequences,
-    payer_of,
-    resolve_name,
-    too_many_prompt_logprobs,
-)
-from service.api.answers import BatchResponse
+from service.api.admission import Admitted, admit
 from service.api.auth import caller_of
 from service.api.chat import ChatAnswer
 from service.api.completions import CompletionAnswer
 from service.api.errors import HANDLED, BadRequest, BodyTooLarge, error_body
+from service.api.generated_answers import BatchResponse
 from service.api.json_body import JsonRoute
 from service.api.long_answers import json_answer
 from service.api.openapi import BATCH_ERRORS
+from service.api.places import enter, leave, most_sequences, num_sequences, payer_of
+from service.api.plans import num_prompt_logprobs, too_many_prompt_logprobs
 from service.api.requestlog import note, note_job
 from service.api.schemas import MAX_PROMPT_LOGPROBS, BatchRequest, ChatRequest, CompletionRequest
 from service.api.sse import until_disconnect
 from service.api.state import Services, services_of
+from service.api.targets import resolve_name
 from service.api.validation import bad_request
 from service.logs import LOGGER
 from service.tenants.limits import Tenant

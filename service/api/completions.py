@@ -11,9 +11,9 @@ from uuid import uuid4
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from service.api.admission import Admitted, Plan, admit, off_loop
-from service.api.answers import CompletionResponse
+from service.api.admission import Admitted, admit
 from service.api.auth import caller_of
+from service.api.generated_answers import CompletionResponse
 from service.api.generation import Job, Piece
 from service.api.json_body import JsonRoute
 from service.api.logprobs import (
@@ -26,7 +26,9 @@ from service.api.logprobs import (
     token_names,
 )
 from service.api.long_answers import json_answer
+from service.api.off_loop import off_loop
 from service.api.openapi import GENERATION_ERRORS, streamed
+from service.api.plans import Plan
 from service.api.requestlog import note_job
 from service.api.schemas import CompletionRequest, StreamOptions
 from service.api.sse import EventStream, until_disconnect

@@ -13,29 +13,23 @@ from uuid import uuid4
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from service.api.admission import (
-    MAX_TEXT_CHARS,
-    Plan,
-    Prompt,
-    Target,
-    charged,
-    encoded,
-    enter,
-    leave,
-    off_loop,
-    payer_of,
-    resolve,
-)
+from service.api.admission import charged
 from service.api.answers import EmbeddingList
 from service.api.auth import caller_of
 from service.api.errors import BadRequest
 from service.api.generation import Job
 from service.api.json_body import JsonRoute
+from service.api.lengths import MAX_TEXT_CHARS
+from service.api.off_loop import off_loop
 from service.api.openapi import GENERATION_ERRORS
+from service.api.places import enter, leave, payer_of
+from service.api.plans import Plan
+from service.api.prompts import Prompt, encoded
 from service.api.requestlog import note_job, notes_of
 from service.api.schemas import EmbeddingRequest
 from service.api.sse import JsonResponse, until_disconnect
 from service.api.state import Services, services_of
+from service.api.targets import Target, resolve
 from service.engine.messages import Ready, Sampling
 from service.tenants.limits import Tenant
 from service.text.stop_strings import StopAutomaton

@@ -13,10 +13,12 @@ from functools import partial
 from typing import Literal
 
 from adapters.records import AdapterRecord
-from service.api.admission import Held, Plan, Target
+from service.api.admission import Held
 from service.api.errors import BadRequest, EngineFailed, NotReady
 from service.api.metrics import SequenceTimer
+from service.api.plans import Plan
 from service.api.state import Services
+from service.api.targets import Target
 from service.engine.messages import Finished, Submit, TokenLogprob, Tokens
 from service.engine.streams import EngineDied, NeverSent
 from service.tenants.limits import Tenant

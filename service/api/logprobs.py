@@ -7,8 +7,8 @@ from typing import Any
 
 from msgspec import structs
 
-from service.api.admission import Prompt
 from service.api.generation import Piece
+from service.api.prompts import Prompt
 from service.api.schemas import Generation
 from service.engine.messages import TokenLogprob
 from service.text.detokenizer import detokenizer_of

@@ -7,12 +7,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import Field
 
-from service.api.admission import resolve
 from service.api.answers import ModelCard, ModelList
 from service.api.auth import caller_of, namespace_of
 from service.api.listing import MOST_PER_PAGE, Filters, listing, no_query, page, rows
 from service.api.openapi import errors
 from service.api.state import Services, services_of
+from service.api.targets import resolve
 
 router = APIRouter(tags=["OpenAI"])
 

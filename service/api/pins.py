@@ -9,8 +9,8 @@ from fastapi import APIRouter, Request
 
 from adapters.pins import Pins
 from adapters.store import AdapterStore
+from service.api.adapter_answers import AdapterResponse
 from service.api.adapters import audit_change, describe, require_open_store
-from service.api.answers import AdapterResponse
 from service.api.auth import namespace_of
 from service.api.listing import no_query
 from service.api.openapi import DELETE_ERRORS, errors

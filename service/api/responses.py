@@ -10,14 +10,15 @@ from uuid import uuid4
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from service.api.admission import Admitted, admit, off_loop
-from service.api.answers import ResponseObject
+from service.api.admission import Admitted, admit
 from service.api.auth import caller_of
 from service.api.chat import ChatAnswer
 from service.api.errors import ApiError, error_body
 from service.api.json_body import JsonRoute
+from service.api.off_loop import off_loop
 from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.requestlog import note_job
+from service.api.response_answers import ResponseObject
 from service.api.response_output import ResponseOutput
 from service.api.response_request import ResponsesRequest, chat_of, renamed
 from service.api.schemas import ChatRequest

@@ -7,17 +7,20 @@ from contextlib import ExitStack
 
 from fastapi import APIRouter, Request, Response
 
-from service.api.admission import MAX_TEXT_CHARS, Prompt, chat_prompt, encoded, off_loop, resolve
 from service.api.answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo
 from service.api.auth import caller_of
 from service.api.errors import BadRequest
 from service.api.json_body import JsonRoute
+from service.api.lengths import MAX_TEXT_CHARS
 from service.api.listing import listing
 from service.api.long_answers import json_answer
+from service.api.off_loop import off_loop
 from service.api.openapi import TEXT_ERRORS, errors
+from service.api.prompts import Prompt, chat_prompt, encoded
 from service.api.schemas import DetokenizeRequest, TokenizeRequest
 from service.api.sse import until_disconnect
 from service.api.state import Services, services_of
+from service.api.targets import resolve
 from service.tenants.tenants import Caller
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)

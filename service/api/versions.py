@@ -10,8 +10,8 @@ from fastapi.responses import JSONResponse
 
 from adapters.names import Change
 from adapters.records import AdapterRecord
+from service.api.adapter_answers import AdapterHistory, AdapterResponse, AdapterVersion
 from service.api.adapters import audit_change, describe, require_open_store, require_store, take_upload
-from service.api.answers import AdapterHistory, AdapterResponse, AdapterVersion
 from service.api.auth import caller_of, namespace_of
 from service.api.conditions import CONDITION_HEADERS, condition_of
 from service.api.listing import no_query

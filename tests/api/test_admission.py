@@ -13,14 +13,17 @@ from typing import Any, cast
 import pytest
 
 from adapters.names import NameRecord, Version
-from service.api import admission, batch, chat, completions
+from service.api import batch, chat, completions, plans
 from service.api import tokenize as tokenize_module
-from service.api.admission import Prompt, Target, admit, chat_prompt, enter, resolve
+from service.api.admission import admit
 from service.api.errors import BadRequest, BodyTooLarge, QueueFull, UnknownModel, status_of
 from service.api.generation import Piece
+from service.api.places import enter
+from service.api.prompts import Prompt, chat_prompt
 from service.api.sampling import SamplingDefaults
 from service.api.schemas import BatchRequest, ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
 from service.api.state import Gate, Services
+from service.api.targets import Target, resolve
 from service.engine.messages import TokenLogprob
 from service.tenants.keys_file import Limits
 from service.tenants.limits import Tenant
@@ -312,7 +315,7 @@ def test_ids_that_are_refused_are_not_decoded(full: Services, prompt: list[int])
 def test_log_probabilities_of_many_prompts_are_bounded(
     full: Services, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(admission, "MAX_PROMPT_LOGPROBS", 60 * 4 * 3)
+    monkeypatch.setattr(plans, "MAX_PROMPT_LOGPROBS", 60 * 4 * 3)
     wanted = {"model": "tiny", "echo": True, "max_tokens": 1, **fields}
     asyncio.run(admit(full, CALLER, CompletionRequest(**wanted, logprobs=2))).release()
     with pytest.raises(BadRequest, match="960 log probabilities of prompt tokens; a request may have 720") as caught:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.api.admission import MAX_TEXT_CHARS
+from service.api.lengths import MAX_TEXT_CHARS
 from tests.api.conftest import BASE, Checkpoints
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, wait_for

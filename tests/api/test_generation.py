@@ -9,11 +9,14 @@ from typing import Any, cast
 
 import pytest
 
-from service.api.admission import Admitted, Plan, Prompt, Target
+from service.api.admission import Admitted
 from service.api.errors import BadRequest, EngineFailed, NotReady, status_of
 from service.api.generation import Job
 from service.api.metrics import Metrics
+from service.api.plans import Plan
+from service.api.prompts import Prompt
 from service.api.state import Services
+from service.api.targets import Target
 from service.engine.client import EngineClient
 from service.engine.messages import Finished, Sampling, Submit, TokenLogprob, Tokens
 from service.engine.streams import EngineDied, NeverSent, TokenStream

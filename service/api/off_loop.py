@@ -1,0 +1,25 @@
+"""Work that grows with a text, where it holds up no other request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+# Longer texts are tokenised in a thread, so that they do not hold up the streams of other requests.
+LONG_TEXT_CHARS = 20_000
+# Even longer ones one after another, as tokenising takes two hundred times their memory.
+_HUGE_TEXT_CHARS = 1 << 20
+_huge_texts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="huge-text")
+
+T = TypeVar("T")
+
+
+async def off_loop(work: Callable[[], T], *, size_chars: int) -> T:
+    """Run `work` here, in a thread if the text is long, or in the thread of the longest."""
+    if size_chars < LONG_TEXT_CHARS:
+        return work()
+    if size_chars < _HUGE_TEXT_CHARS:
+        return await asyncio.to_thread(work)
+    return await asyncio.get_running_loop().run_in_executor(_huge_texts, work)

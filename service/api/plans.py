@@ -1,0 +1,97 @@
+"""The sequences that a request is run as: `n` for each prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+from uuid import uuid4
+
+import msgspec
+
+from service.api.errors import BadRequest
+from service.api.lengths import checked_max_tokens
+from service.api.prompts import Prompt
+from service.api.sampling import build_sampling, seed_of_choice
+from service.api.schemas import MAX_PROMPT_LOGPROBS, ChatRequest, CompletionRequest
+from service.api.state import Services
+from service.api.token_rules import TokenRules
+from service.engine.messages import Ready, Sampling
+from service.text.stop_strings import StopAutomaton
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One sequence to run: `sampling.seed` is already this choice's own. `include_stop`: what ends the answer, a stop
+    string or an end token's text, is part of it. `pooling`: the prompt's hidden states are wanted, and no answer."""
+
+    request_id: str
+    prompt: Prompt
+    sampling: Sampling
+    stop: StopAutomaton
+    skip_special_tokens: bool
+    include_stop: bool
+    pooling: Literal["last", "mean"] | None = None
+
+    @property
+    def most_tokens(self) -> int:
+        """Prompt and answer, if that is as long as it may be."""
+        return len(self.prompt.token_ids) + self.sampling.max_tokens
+
+
+def plan_sequences(
+    services: Services,
+    ready: Ready,
+    request: CompletionRequest | ChatRequest,
+    prompts: Sequence[Prompt],
+    stop: StopAutomaton,
+    rules: TokenRules,
+    grammar: str | None = None,
+) -> list[Plan]:
+    """`n` sequences for each prompt, in order of the choices' index. BadRequest if one could never be served."""
+    plans = []
+    for prompt in prompts:
+        max_tokens = checked_max_tokens(ready, request, prompt.token_ids)
+        sampling = build_sampling(
+            request,
+            max_tokens=max_tokens,
+            vocab_size=ready.vocab_size,
+            eos_token_ids=services.tokenizer.eos_token_ids,
+            defaults=services.sampling_defaults,
+            rules=rules,
+            grammar=grammar,
+        )
+        for index in range(request.n or 1):
+            plans.append(
+                Plan(
+                    request_id=uuid4().hex,
+                    prompt=prompt,
+                    sampling=_replace_seed(sampling, seed_of_choice(request.seed, index)),
+                    stop=stop,
+                    skip_special_tokens=request.skip_special_tokens is None or request.skip_special_tokens,
+                    include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
+                )
+            )
+    # One sequence alone is bounded by the context length.
+    if len(plans) > 1 and (wanted := num_prompt_logprobs(plans)) > MAX_PROMPT_LOGPROBS:
+        raise too_many_prompt_logprobs(wanted)
+    return plans
+
+
+def num_prompt_logprobs(plans: Sequence[Plan]) -> int:
+    """Log probabilities of prompt tokens, alternatives included, that the sequences ask for."""
+    asked = [plan for plan in plans if plan.sampling.prompt_logprobs is not None]
+    return sum(len(plan.prompt.token_ids) * ((plan.sampling.prompt_logprobs or 0) + 1) for plan in asked)
+
+
+def too_many_prompt_logprobs(wanted: int) -> BadRequest:
+    """What to say of so many."""
+    return BadRequest(
+        f"This asks for {wanted} log probabilities of prompt tokens; a request may have {MAX_PROMPT_LOGPROBS}: send "
+        "fewer prompts, or lower `logprobs`, `prompt_logprobs` or `n`.",
+        param="logprobs",
+    )
+
+
+def _replace_seed(sampling: Sampling, seed: int | None) -> Sampling:
+    return msgspec.structs.replace(sampling, seed=seed)

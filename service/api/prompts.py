@@ -1,0 +1,180 @@
+"""A request's messages or prompts to tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import Any
+
+from service.api.errors import BadRequest, quoted
+from service.api.json_body import check_inner_counts
+from service.api.lengths import refuse_hopeless, wanted_tokens
+from service.api.off_loop import LONG_TEXT_CHARS, off_loop
+from service.api.reading import check_template_takes_tools, reading_of, shown_tools
+from service.api.schemas import ChatRequest, CompletionRequest, TokenizeRequest
+from service.api.state import Services
+from service.api.targets import Target
+from service.api.tools import tools_chars
+from service.engine.messages import Ready
+from service.text.answer_reader import PLAIN, Reading
+from service.text.chat_template import RESERVED_VARIABLES, ChatTemplate
+from service.text.template_worker import AdapterTemplate
+
+# A message costs as much as so many characters of one, however short it is.
+_MESSAGE_CHARS = 50
+_VALUE_CHARS = 5
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: its tokens, the text that `echo` gives back, and how its answers are to be read."""
+
+    token_ids: tuple[int, ...]
+    text: str
+    reading: Reading = PLAIN
+
+
+async def request_prompts(
+    services: Services, ready: Ready, target: Target, request: CompletionRequest | ChatRequest
+) -> list[Prompt]:
+    if isinstance(request, CompletionRequest):
+        return await completion_prompts(services, ready, request)
+    return [await chat_prompt(services, target, request)]
+
+
+def truncated(services: Services, ready: Ready, request: CompletionRequest | ChatRequest, prompt: Prompt) -> Prompt:
+    """What `truncate_prompt_tokens` leaves of the prompt. BadRequest if more is to be kept than there is room for."""
+    asked = request.truncate_prompt_tokens
+    if asked is None:
+        return prompt
+    limit = min(ready.max_model_len_tokens, ready.kv_capacity_tokens)
+    if asked > limit:
+        raise BadRequest(
+            f"`truncate_prompt_tokens` is {asked}, but this server holds {limit} tokens for a request; lower it.",
+            param="truncate_prompt_tokens",
+        )
+    most = asked if asked > 0 else max(1, limit - (wanted_tokens(request) or 1))
+    if len(prompt.token_ids) <= most:
+        return prompt
+    token_ids = prompt.token_ids[:most] if request.truncation_side == "right" else prompt.token_ids[-most:]
+    text = services.tokenizer.decode(token_ids, skip_special_tokens=False) if request.echo else ""
+    return replace(prompt, token_ids=token_ids, text=text)
+
+
+def _cost_chars(variables: Any) -> int:
+    """About the characters of plain data as text, or enough of them for `off_loop` to leave the loop."""
+    waiting, num_chars = [variables], 0
+    while waiting and num_chars < LONG_TEXT_CHARS:
+        one = waiting.pop()
+        num_chars += len(one) if isinstance(one, str) else _VALUE_CHARS
+        if isinstance(one, dict):
+            waiting.extend(one)
+            waiting.extend(one.values())
+        elif isinstance(one, list):
+            waiting.extend(one)
+    return num_chars
+
+
+def chat_template_of(services: Services, target: Target) -> ChatTemplate | AdapterTemplate:
+    """The adapter's own template, or else the base's. BadRequest if neither has one."""
+    if target.digest is not None and target.has_template:
+        own = services.adapter_template(target.digest)
+        if own is not None:
+            return own
+    if services.template is None:
+        raise BadRequest("This model has no chat template; send the prompt to /v1/completions instead of messages.")
+    return services.template
+
+
+async def chat_prompt(services: Services, target: Target, request: ChatRequest | TokenizeRequest) -> Prompt:
+    """The request's messages, which it must have, through the chat template to tokens."""
+    messages, given = request.messages, request.chat_template_kwargs
+    assert messages is not None, "a request without messages has no chat"
+    taken = RESERVED_VARIABLES & set(given or ())
+    if taken:
+        raise BadRequest(f"chat_template_kwargs may not hold {', '.join(sorted(taken))}.", param="chat_template_kwargs")
+    final = bool(request.continue_final_message)
+    generate = not final if request.add_generation_prompt is None else request.add_generation_prompt
+
+    tools = shown_tools(request)
+
+    def render() -> tuple[str, Reading]:
+        check_inner_counts([text for message in messages for text in message.json_texts])
+        plain = [message.for_template() for message in messages]
+        template = chat_template_of(services, target)
+        if tools:
+            check_template_takes_tools(template.source)
+        variables = _reasoning_variables(template, request.reasoning_effort) | (given or {})
+        text = template.render(
+            plain,
+            add_generation_prompt=generate,
+            continue_final_message=final,
+            tools=[tool.for_template() for tool in tools] or None,
+            variables=variables,
+        )
+        if isinstance(request, TokenizeRequest):
+            return text, PLAIN
+        return text, reading_of(services, request, template.source, text)
+
+    def encode(text: str, reading: Reading) -> Prompt:
+        refuse_hopeless(services, request, text, "messages")
+        return replace(encoded(services, text, special=bool(request.add_special_tokens)), reading=reading)
+
+    if target.has_template:
+        async with services.template_turn(target.turn):
+            text, reading = await asyncio.wrap_future(services.template_workers.submit(render))
+        return await off_loop(lambda: encode(text, reading), size_chars=len(text))
+    size_chars = sum(_MESSAGE_CHARS + message.num_chars for message in messages) + tools_chars(tools)
+    return await off_loop(lambda: encode(*render()), size_chars=size_chars + _cost_chars(given))
+
+
+def _reasoning_variables(template: ChatTemplate | AdapterTemplate, effort: str | None) -> dict[str, Any]:
+    """What a template sees of `reasoning_effort`, as with vLLM. BadRequest if it would look at none of it."""
+    if effort is None:
+        return {}
+    if "reasoning_effort" in template.source or (effort == "none" and "enable_thinking" in template.source):
+        return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    raise BadRequest(
+        f"`reasoning_effort` is {quoted(effort)!r}, which this model's chat template does not take; leave it out.",
+        param="reasoning_effort",
+    )
+
+
+async def completion_prompts(services: Services, ready: Ready, request: CompletionRequest) -> list[Prompt]:
+    """The four forms of `prompt` to tokens."""
+    texts = raw_prompts(request)
+    special = request.add_special_tokens is None or request.add_special_tokens
+
+    for text in texts:
+        if isinstance(text, str):
+            refuse_hopeless(services, request, text, "prompt")
+
+    def work() -> list[Prompt]:
+        return [_completion_prompt(services, ready, text, special=special, echo=bool(request.echo)) for text in texts]
+
+    return await off_loop(work, size_chars=sum(len(text) for text in texts))
+
+
+def raw_prompts(request: CompletionRequest) -> list[str | list[int]]:
+    """The four forms of `prompt` as one."""
+    raw = request.prompt
+    if isinstance(raw, str):
+        return [raw]
+    if not raw:
+        raise BadRequest("`prompt` is an empty list; send at least one token or text.", param="prompt")
+    return [raw] if isinstance(raw[0], int) else list(raw)
+
+
+def encoded(services: Services, text: str, *, special: bool) -> Prompt:
+    """Text to tokens, with the special tokens of the tokenizer's post-processor if `special`."""
+    return Prompt(tuple(services.tokenizer.encode(text, add_special_tokens=special)), text)
+
+
+def _completion_prompt(services: Services, ready: Ready, raw: str | list[int], *, special: bool, echo: bool) -> Prompt:
+    tokenizer = services.tokenizer
+    if isinstance(raw, str):
+        return encoded(services, raw, special=special)
+    # The text is needed for `echo` only; a prompt that cannot be served is refused once the limits are checked.
+    if not echo or len(raw) > ready.max_model_len_tokens or max(raw, default=0) >= ready.vocab_size:
+        return Prompt(tuple(raw), "")
+    return Prompt(tuple(raw), tokenizer.decode(raw, skip_special_tokens=False))
