@@ -112,6 +112,10 @@ class Access:
             return ""
         return caller.tenant.name if self.has_tenants else caller.key_id
 
+    async def refresh(self) -> None:
+        """Have `check` know the keys as they are now."""
+        await self._tenants.refresh()
+
     def check(self, method: str, path: str, headers: Headers) -> Caller | None:
         """Who asks; None where nobody needs to know. Unauthorized without a known key, Forbidden if it has not the
         scope."""

@@ -90,6 +90,7 @@ class Door:
             self._write_down(scope, visit)
 
     async def _pass(self, scope: Scope, visit: _Visit) -> None:
+        await self._access.refresh()
         caller = self._access.check(scope["method"], scope["path"], visit.headers)
         scope["multilora.caller"] = visit.caller = caller
         client = scope.get("client")

@@ -19,7 +19,7 @@ from service.engine.messages import MAX_WEIGHT, MIN_WEIGHT
 Scope = Literal["infer", "upload", "delete", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
-# Thousands of tenants. It is read in the event loop, and the more keys there are, the longer each check takes.
+# Thousands of tenants. The more keys there are, the longer each check takes.
 MAX_FILE_BYTES = 1 << 20
 # Of a key's hash, hexadecimal digits that name the key to people.
 _ID_DIGITS = 12
@@ -89,10 +89,12 @@ def parse_keys(text: str) -> KeysFile:
     """What the text of a keys file says. KeysFileError with the place of the first fault."""
     try:
         return KeysFile.model_validate(tomllib.loads(text))
-    except tomllib.TOMLDecodeError as error:
-        raise KeysFileError(f"it is no TOML: {error}.") from error
     except ValidationError as error:
         raise KeysFileError(_sentence(error.errors()[0])) from error
+    except RecursionError as error:
+        raise KeysFileError("it is no TOML that can be read: its lists are nested too deeply.") from error
+    except ValueError as error:  # of tomllib; of Python for numbers of thousands of digits
+        raise KeysFileError(f"it is no TOML: {error}.") from error
 
 
 def read_keys(path: Path) -> KeysFile:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,7 +49,8 @@ class _Known:
 
 
 class Tenants:
-    """Keys to callers. Everything happens in the event loop.
+    """Keys to callers. Everything happens in the event loop, but for reading the file, which takes a thread of its own
+    0.3 s for the largest: until it has been read the keys that were there are known.
 
     inference_keys, admin_keys  of the settings: keys of the tenant DEFAULT
     keys_file                   read now, and again when it is another one than it was. KeysFileError if it cannot be
@@ -70,13 +73,15 @@ class Tenants:
         )
         self._tenants: dict[str, Tenant] = {}
         self._signature: tuple[int, ...] | None = None
+        self._reading: asyncio.Task[None] | None = None
+        # Of its own: all others may be busy for clients. It starts with the first change.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="keys-file")
         file = KeysFile()
         if keys_file is not None:
             self._signature = _signature(keys_file)
             file = read_keys(keys_file)
-        self._file = file
-        self._known = self._own
-        self._apply(file)
+        self._file, self._known = KeysFile(), self._own
+        self._apply(file, self._known_of(file))
 
     @property
     def has_file(self) -> bool:
@@ -104,9 +109,8 @@ class Tenants:
         return Caller(self.default, frozenset(SCOPES))
 
     def caller(self, key: str) -> Caller | None:
-        """Who has this key now, None if nobody. The key is compared with all that there are, so that the time tells
-        nothing about which one it was."""
-        self._look()
+        """Who has this key, None if nobody, as of the last `refresh`. The key is compared with all that there are, so
+        that the time tells nothing about which one it was."""
         digest = hash_of(key)
         found = [known for known in self._known if hmac.compare_digest(known.digest, digest)]
         if not found:
@@ -116,40 +120,66 @@ class Tenants:
         same = [known for known in found if known.tenant == tenant]
         return Caller(self._tenants[tenant], frozenset[Scope]().union(*(one.scopes for one in same)), same[-1].key_id)
 
-    def reread(self) -> None:
-        """Read the keys file now, whether it looks like another one or not."""
-        self._signature = None
-        self._look()
+    async def refresh(self) -> None:
+        """Read the keys file if it is another one than it was. On return `caller` knows it as it was at the call, or as
+        it has become since. One reading serves all who wait for it."""
+        if self._path is None or _signature(self._path) == self._signature:
+            return
+        await asyncio.shield(self._read_soon())
+        # That one may have begun before the change. The next has not.
+        if _signature(self._path) != self._signature:
+            await asyncio.shield(self._read_soon())
 
-    def _look(self) -> None:
-        """Read the keys file if it is another one than it was. What cannot be used is logged, once, and changes
-        nothing."""
-        if self._path is None:
-            return
-        signature = _signature(self._path)
-        if signature == self._signature:
-            return
-        self._signature = signature
+    def reread(self) -> None:
+        """Have the keys file read, whether it looks like another one or not."""
+        self._signature = None
+        self._read_soon()
+
+    def _read_soon(self) -> asyncio.Task[None]:
+        """The reading that is under way, or a new one."""
+        if self._reading is None or self._reading.done():
+            self._reading = asyncio.get_running_loop().create_task(self._read(), name="keys file")
+        return self._reading
+
+    async def _read(self) -> None:
+        """What cannot be used is logged, once, and changes nothing."""
+        assert self._path is not None, "keys without a file do not change"
+        signature, before, loop = _signature(self._path), self._file, asyncio.get_running_loop()
         try:
-            file = read_keys(self._path)
-            if file == KeysFile() != self._file:  # as it is for a moment when it is written in place
-                raise KeysFileError(f"The keys file {self._path} is empty; to revoke all keys, leave a tenant's table.")
+            file, known = await loop.run_in_executor(self._thread, self._read_other, self._path, before)
         except KeysFileError as error:
             LOGGER.error("%s The keys that were there stay.", error)
-            return
-        self._apply(file)
-        LOGGER.info("keys file read", extra={"fields": {"tenants": len(file.tenants), "keys": len(file.keys)}})
+        else:
+            self._apply(file, known)
+            await loop.run_in_executor(self._thread, _tell_changes, before, file)
+        self._signature = signature
 
-    def _apply(self, file: KeysFile) -> None:
-        for change, keys in (("added", _missing(file, self._file)), ("revoked", _missing(self._file, file))):
-            for key in keys:
-                audit(f"key {change}", tenant=key.tenant, key=key.key_id, scopes=",".join(key.scopes))
+    def _read_other(self, path: Path, before: KeysFile) -> tuple[KeysFile, tuple[_Known, ...]]:
+        """What the file says, and all keys of then. KeysFileError. Any thread."""
+        file = read_keys(path)
+        if file == KeysFile() != before:  # as it is for a moment when it is written in place
+            raise KeysFileError(f"The keys file {path} is empty; to revoke all keys, leave a tenant's table.")
+        return file, self._known_of(file)
+
+    def _known_of(self, file: KeysFile) -> tuple[_Known, ...]:
+        known = (_Known(bytes.fromhex(key.sha256), key.tenant, frozenset(key.scopes), key.key_id) for key in file.keys)
+        return (*self._own, *known)
+
+    def _apply(self, file: KeysFile, known: tuple[_Known, ...]) -> None:
+        """From now on this is so, all of it at once."""
         # Tenants that are gone stay in memory: requests of theirs may run, and they may come back within the minute.
         for name, limits in ({DEFAULT: Limits()} | file.tenants).items():
             tenant = self._tenants.setdefault(name, Tenant(name, limits, self._clock))
             tenant.limits = limits
-        known = (_Known(bytes.fromhex(key.sha256), key.tenant, frozenset(key.scopes), key.key_id) for key in file.keys)
-        self._file, self._known = file, (*self._own, *known)
+        self._file, self._known = file, known
+
+
+def _tell_changes(before: KeysFile, now: KeysFile) -> None:
+    """A line for each key that was added or revoked. Any thread."""
+    for change, keys in (("added", _missing(now, before)), ("revoked", _missing(before, now))):
+        for key in keys:
+            audit(f"key {change}", tenant=key.tenant, key=key.key_id, scopes=",".join(key.scopes))
+    LOGGER.info("keys file read", extra={"fields": {"tenants": len(now.tenants), "keys": len(now.keys)}})
 
 
 def _numbered(what: str, keys: Iterable[str], scopes: frozenset[Scope]) -> Iterator[_Known]:

@@ -71,6 +71,8 @@ class TestReading:
             ("[tenants.zeta]", f'[[keys]]\ntenant = "acme"\nsha256 = "{HASH}"\nscopes = ["admin"]', "twice"),
             ("# Who may ask.", "tenants = 5", "it is no TOML"),
             ("# Who may ask.", "what = 5", "what is not known here"),
+            ("# Who may ask.", f"what = {'[' * 5_000}", "nested too deeply"),
+            ("# Who may ask.", f"what = {'9' * 5_000}", "it is no TOML"),
         ],
     )
     def test_a_fault_is_named_with_its_place(self, before: str, after: str, words: str) -> None:

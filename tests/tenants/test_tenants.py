@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from pathlib import Path
@@ -18,8 +19,18 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "keys.toml"
 
 
+def look_up(tenants: Tenants, key: str) -> Caller | None:
+    """As a request does."""
+
+    async def ask() -> Caller | None:
+        await tenants.refresh()
+        return tenants.caller(key)
+
+    return asyncio.run(ask())
+
+
 def known(tenants: Tenants, key: str) -> Caller:
-    caller = tenants.caller(key)
+    caller = look_up(tenants, key)
     assert caller is not None
     return caller
 
@@ -64,7 +75,7 @@ def test_a_key_counts_from_its_being_added_to_its_being_revoked(path: Path) -> N
         caller = known(tenants, key)
         assert (caller.tenant.name, caller.key_id) == ("acme", entry.key_id)
         revoke_key(path, entry.key_id)
-        assert tenants.caller(key) is None
+        assert look_up(tenants, key) is None
 
 
 def test_a_broken_file_changes_nothing_and_is_told_once(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -78,12 +89,12 @@ def test_a_broken_file_changes_nothing_and_is_told_once(path: Path, caplog: pyte
         else:
             path.write_text(broken)
         for _ in range(3):
-            assert tenants.caller(key) is not None
+            assert look_up(tenants, key) is not None
         (told,) = [record for record in caplog.records if record.levelno == logging.ERROR]
         assert words in told.getMessage()
         assert "The keys that were there stay" in told.getMessage()
     path.write_text("[tenants.acme]\n")
-    assert tenants.caller(key) is None
+    assert look_up(tenants, key) is None
 
 
 def test_a_file_that_is_emptied_revokes_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -96,7 +107,7 @@ def test_a_file_that_is_emptied_revokes_nothing(path: Path, caplog: pytest.LogCa
         assert "is empty" in caplog.text
         caplog.clear()
     path.write_text(text[: text.index("[[keys]]")])
-    assert tenants.caller(key) is None
+    assert look_up(tenants, key) is None
 
 
 def test_a_start_needs_a_file_that_can_be_used(path: Path) -> None:
@@ -112,7 +123,12 @@ def test_what_does_not_show_is_read_when_asked_for(path: Path) -> None:
     tenants._signature = os_signature(path)  # as if the clock had not ticked
     caller = known(tenants, key)
     assert not caller.may("admin")
-    tenants.reread()
+
+    async def reread() -> None:
+        tenants.reread()
+        await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+
+    asyncio.run(reread())
     caller = known(tenants, key)
     assert caller.may("admin")
 
@@ -146,11 +162,11 @@ def test_each_change_of_a_key_is_a_line_without_the_key(path: Path, caplog: pyte
     tenants = Tenants(keys_file=path)
     assert not caplog.records, "what was there is no change"
     second, other = add_key(path, "zeta", ["infer", "upload"])
-    tenants.caller(second)
+    look_up(tenants, second)
     revoke_key(path, entry.key_id)
-    tenants.caller(second)
+    look_up(tenants, second)
     path.write_text(path.read_text() + "# a comment is none\n")
-    tenants.caller(second)
+    look_up(tenants, second)
     lines = [record.fields for record in caplog.records if record.name == "multilora.audit"]  # type: ignore[attr-defined]
     assert lines == [
         {"event": "key added", "tenant": "zeta", "key": other.key_id, "scopes": "infer,upload"},
@@ -165,3 +181,29 @@ def test_a_key_that_is_the_operator_s_is_nobody_else_s(path: Path) -> None:
     key, _ = add_key(path, "acme", ["infer"])
     caller = known(Tenants([], [key], path), key)
     assert caller.tenant.name == DEFAULT
+
+
+def test_a_file_that_is_slow_to_read_holds_up_nothing(path: Path) -> None:
+    """A pipe stands for it, which gives its bytes when the test writes them: until then the keys of before are known,
+    and whoever asked after the change is let in by what has changed."""
+    key, _ = add_key(path, "acme", ["infer"])
+    second, _ = add_key(path, "zeta", ["infer"])
+    tenants, text = Tenants(keys_file=path), path.read_bytes()
+    pipe = path.with_name("pipe")
+    os.mkfifo(pipe)
+    pipe.replace(path)
+
+    async def change() -> None:
+        asked = [asyncio.create_task(tenants.refresh()) for _ in range(3)]
+        with await asyncio.to_thread(path.open, "wb", buffering=0) as writing:  # when it is being read
+            assert tenants.caller(key) is not None
+            assert not any(task.done() for task in asked)
+            asked[0].cancel()  # its client has gone
+            pipe.write_bytes(text.replace(b"acme", b"else"))
+            pipe.replace(path)
+            writing.write(b"[tenants.acme]\n")
+        await asyncio.gather(*asked[1:])
+        found = tenants.caller(key), tenants.caller(second)
+        assert [caller and caller.tenant.name for caller in found] == ["else", "zeta"]
+
+    asyncio.run(change())
