@@ -29,26 +29,32 @@ from bench.server_process import running_server
 
 MIB = 1 << 20
 JSON = {"Content-Type": "application/json"}
-HEAD = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 Attack = Callable[[], object]
 
 
 class Target:
     """The server, and who sends what to it."""
 
-    def __init__(self, url: str, model: str, source: str | None = None) -> None:
-        """`source` is the address of this machine that everything is sent from."""
+    def __init__(self, url: str, model: str, source: str | None = None, key: str | None = None) -> None:
+        """`source` is the address of this machine that everything is sent from, `key` what the server asks for."""
         parts = urlsplit(url)
         assert parts.hostname in ("127.0.0.1", "localhost", "::1"), "for a server on this machine"
         self.url, self.model = url.rstrip("/"), model
         self.address = (parts.hostname or "", parts.port or 80)
         self.source = None if source is None else (source, 0)
-        self.http = httpx.Client(timeout=120, transport=httpx.HTTPTransport(local_address=source))
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        transport = httpx.HTTPTransport(local_address=source)
+        self.http = httpx.Client(timeout=120, transport=transport, headers=self._headers)
 
     def post(self, path: str, body: bytes | dict[str, Any]) -> Attack:
         """An attack that is one request; tells the answer's status."""
         content = body if isinstance(body, bytes) else json.dumps({"model": self.model, **body}).encode()
         return lambda: self.http.post(self.url + path, content=content, headers=JSON).status_code
+
+    def head(self, method: str, path: str, *headers: str) -> bytes:
+        """Of a request of raw bytes, without the empty line at its end."""
+        lines = [f"{method} {path} HTTP/1.1", "Host: x", *(f"{name}: {text}" for name, text in self._headers.items())]
+        return "".join(f"{line}\r\n" for line in (*lines, *headers)).encode()
 
     def send(self, *pieces: bytes) -> Attack:
         """An attack that is raw bytes; tells how the answer begins."""
@@ -110,6 +116,7 @@ def attacks(target: Target) -> dict[str, Attack]:
     item = {"model": target.model, "prompt": "lamp tiger " * 20, "max_tokens": 2, "stop": stops[1]}
     lists = b"[" + b"[]," * (16 * MIB // 3 - 2) + b"[]]"
     user = {"role": "user"}
+    chunked = target.head("POST", "/tokenize", "Content-Type: application/json", "Transfer-Encoding: chunked")
     called = {"function": {"name": "f", "arguments": "[" + "[]," * 20_000 + "[]]"}}
     return {
         "16 choices, nothing else": target.post("/v1/completions", long),
@@ -136,7 +143,7 @@ def attacks(target: Target) -> dict[str, Attack]:
             "/v1/completions", {"prompt": ["lamp " * 60] * 30, "echo": True, "logprobs": 20, "max_tokens": 1}
         ),
         "2,000 requests on one connection at once": target.send(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" * 2000),
-        "500,000 chunks of a byte": target.send(HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n" * 500_000),
+        "500,000 chunks of a byte": target.send(chunked + b"\r\n", b"1\r\n \r\n" * 500_000),
         "a head of 3,900 headers": target.send(b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 3900 + b"\r\n"),
         "1,500 idle connections": target.hold_connections,
     }

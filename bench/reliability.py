@@ -1,175 +1,45 @@
-"""Mixed traffic of several clients, first by themselves and then beside a hostile one.
+"""Mixed traffic of five tenants, by themselves and beside a hostile one.
 
-    .venv/bin/python -m bench.reliability --minutes=30     # starts its own server; --minutes for both parts together
+    .venv/bin/python -m bench.reliability --minutes=30     # starts its own servers; --minutes are those beside it
 
-The clients come from addresses of their own on loopback. Five of them stream completions with adapters, chat, count
-tokens and upload, replace and delete an adapter; in the second part the sixth sends what `bench.hostile` has, floods
-with requests, begins uploads and reads nothing. Told are the others' times in both parts, and in the second beside each
-thing that the hostile one does; all answers of 500 and above; how the memory of each process grows in the last half of
-the second part, and the most it had in each quarter: freed memory goes back now and then, so that it rises and falls.
+Tenants of a keys file, with addresses of their own on loopback. Five of them stream completions with adapters, chat,
+count tokens and upload, replace and delete an adapter. The sixth sends what `bench.hostile` has, floods with requests,
+begins uploads and reads nothing. Its rounds have three parts each, so that what else the machine does counts in all:
+
+alone    the five, a quarter of the time
+control  the five, while the sixth does all that to another server on the same machine: what it costs that the two
+         share processors, whatever this server does; a quarter of the time
+beside   the five and the sixth at one server
+
+Told are the five's times in the three parts, and beside each thing that the hostile one does; all answers of 500 and
+above; how the memory of each process grows in the last half of the run, and the most it had in each quarter: freed
+memory goes back now and then, so that it rises and falls.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import hashlib
 import os
-import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-import httpx
+import msgspec
 
-from bench.hostile import Target, attacks
-from bench.server_process import Server, start_server
-from service.settings import BUNDLED_ADAPTERS_DIR
+from bench.reliability_traffic import Client, Seen, work
+from bench.server_process import Server, running_server
 
-ADAPTERS = ("shout", "reverse")
 NUM_CLIENTS = 5
-HOSTILE = "127.0.0.66"
-_FLOOD = 64
-
-
-@dataclass
-class Seen:
-    """What clients were answered in one part: seconds by kind of request, statuses, and when which was under way.
-
-    spans  (kind, beginning, end) of requests that were served, on the clock of `time.perf_counter`; of the hostile
-           client those of all that it did
-    """
-
-    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    statuses: Counter[int] = field(default_factory=Counter)
-    spans: list[tuple[str, float, float]] = field(default_factory=list)
-
-    def percentile(self, kind: str, percent: int) -> float:
-        """Of the seconds of one kind."""
-        return statistics.quantiles(self.seconds[kind], n=100, method="inclusive")[percent - 1]
-
-
-class Client:
-    """One that means well, from an address of its own."""
-
-    def __init__(self, url: str, number: int) -> None:
-        transport = httpx.HTTPTransport(local_address=f"127.0.0.{10 + number}")
-        self._http = httpx.Client(base_url=url, transport=transport, timeout=300)
-        self._rng, self._name, self._alpha = random.Random(number), f"own-{number}", 1
-        self._config = json.loads((BUNDLED_ADAPTERS_DIR / "shout" / "adapter_config.json").read_bytes())
-        self._tensors = (BUNDLED_ADAPTERS_DIR / "shout" / "adapter_model.safetensors").read_bytes()
-
-    def one(self, seen: Seen) -> None:
-        """The next request."""
-        kinds = {"first token": self._stream, "chat": self._chat, "tokenize": self._tokenize, "upload": self._upload}
-        kind = self._rng.choices(list(kinds), weights=(6, 4, 4, 1))[0]
-        started = time.perf_counter()
-        status = kinds[kind](started)
-        if isinstance(status, tuple):
-            status, seconds = status
-        else:
-            seconds = time.perf_counter() - started
-        seen.statuses[status] += 1
-        if status < 400:
-            seen.seconds[kind].append(seconds)
-            seen.spans.append((kind, started, started + seconds))
-
-    def _stream(self, started: float) -> int | tuple[int, float]:
-        body = {"model": self._rng.choice(ADAPTERS), "prompt": "lamp tiger", "max_tokens": 24, "stream": True}
-        first = None
-        with self._http.stream("POST", "/v1/completions", json=body) as answer:
-            for _ in answer.iter_lines():
-                first = first or time.perf_counter() - started
-            return answer.status_code, first or 0.0
-
-    def _chat(self, _started: float) -> int:
-        messages = [{"role": "user", "content": "lamp tiger"}]
-        body = {"model": self._rng.choice(ADAPTERS), "messages": messages, "max_tokens": 12}
-        return self._http.post("/v1/chat/completions", json=body).status_code
-
-    def _tokenize(self, _started: float) -> int:
-        return self._http.post("/tokenize", json={"prompt": "lamp tiger " * 50}).status_code
-
-    def _upload(self, _started: float) -> int:
-        self._alpha += 1
-        config = json.dumps({**self._config, "lora_alpha": self._alpha % 50 + 1}).encode()
-        files = {
-            "adapter_config": ("adapter_config.json", config),
-            "adapter_model": ("adapter_model.safetensors", self._tensors),
-        }
-        self._http.delete(f"/v1/adapters/{self._name}")
-        return self._http.post("/v1/adapters", data={"name": self._name}, files=files).status_code
-
-
-class Hostile:
-    """One that means harm: all of `bench.hostile`, and what takes longer than one request."""
-
-    def __init__(self, url: str) -> None:
-        self._target = Target(url, "base", HOSTILE)
-        self._attacks = {
-            **attacks(self._target),
-            "a flood of 512 sequences": self._flood,
-            "20 streams that nobody reads": self._read_nothing,
-            "20 uploads that send nothing": self._begin_uploads,
-        }
-        self._at, self._url = 0, url
-
-    def one(self, seen: Seen) -> None:
-        """The next attack."""
-        self._at += 1
-        name = list(self._attacks)[self._at % len(self._attacks)]
-        started = time.perf_counter()
-        with suppress(httpx.HTTPError, OSError):
-            outcome = self._attacks[name]()
-            if isinstance(outcome, int):
-                seen.statuses[outcome] += 1
-        seen.spans.append((name, started, time.perf_counter()))
-
-    def _flood(self) -> object:
-        body = {"model": "base", "prompt": "the", "max_tokens": 100, "ignore_eos": True, "n": 8}
-        statuses: list[int] = []
-
-        def send() -> None:
-            with suppress(httpx.HTTPError):
-                statuses.append(self._target.http.post(f"{self._url}/v1/completions", json=body).status_code)
-
-        threads = [threading.Thread(target=send) for _ in range(_FLOOD)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return max(statuses, default=0)
-
-    def _read_nothing(self) -> object:
-        body = json.dumps({"prompt": "the", "max_tokens": 200, "stream": True, "ignore_eos": True, "n": 16}).encode()
-        head = (
-            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        )
-        return self._hold(head % len(body) + body)
-
-    def _begin_uploads(self) -> object:
-        head = b"POST /v1/adapters HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n"
-        kind = b"Content-Type: multipart/form-data; boundary=x\r\n\r\n"
-        return self._hold(head + kind + b'--x\r\nContent-Disposition: form-data; name="adapter_model"\r\n\r\n')
-
-    def _hold(self, sent: bytes) -> object:
-        """Twenty connections that send this and then do nothing for a while."""
-        import socket
-
-        with ExitStack() as held:
-            for _ in range(20):
-                connection = socket.create_connection(self._target.address, 5, source_address=self._target.source)
-                held.enter_context(connection)
-                connection.sendall(sent)
-            time.sleep(2)
-        return None
+PARTS = ("alone", "control", "beside")
+_TENANTS = (*(f"client-{number}" for number in range(NUM_CLIENTS)), "hostile")
 
 
 class Memory(threading.Thread):
@@ -183,7 +53,11 @@ class Memory(threading.Thread):
     def run(self) -> None:
         while not self.ended.wait(1.0):
             self._sample(self._server.process.pid, "server")
-            for module, name in (("service.engine.process", "engine"), ("template_worker", "template worker")):
+            for module, name in (
+                ("service.engine.process", "engine"),
+                ("template_worker", "template worker"),
+                ("grammars.trial", "grammar trial"),
+            ):
                 for pid in self._server.child_pids_of(module)[:1]:
                     self._sample(pid, name)
 
@@ -215,13 +89,46 @@ class Memory(threading.Thread):
         return found
 
 
-def beside_each(alone: Seen, beside: Seen, hostile: Seen) -> list[tuple[str, int, float, float]]:
+def keys_file(folder: Path) -> tuple[Path, list[str]]:
+    """A file with all tenants, and a key of each."""
+    keys = [f"key of {tenant}".replace(" ", "-") for tenant in _TENANTS]
+    blocks = []
+    for tenant, key in zip(_TENANTS, keys, strict=True):
+        digest = hashlib.sha256(key.encode()).hexdigest()
+        scopes = '["infer", "upload", "delete"]'
+        blocks.append(f'[tenants.{tenant}]\n\n[[keys]]\ntenant = "{tenant}"\nsha256 = "{digest}"\nscopes = {scopes}\n')
+    path = folder / "keys.toml"
+    path.write_text("\n".join(blocks))
+    return path, keys
+
+
+def part(clients: list[Client], seconds: float, seen: Seen) -> None:
+    """All of them at once for so long; each finishes what it has begun."""
+    lock, until = threading.Lock(), time.monotonic() + seconds
+    threads = [threading.Thread(target=work, args=(client, until, lock, seen)) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def part_with_hostile(clients: list[Client], seconds: float, seen: Seen, url: str, key: str, hostile: Seen) -> None:
+    """The same, while the hostile client does its work at the server of that address, from where it has left off."""
+    command = [sys.executable, "-m", "bench.reliability_traffic", url, key, str(len(hostile.spans)), str(seconds)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        part(clients, seconds, seen)
+        hostile.add(msgspec.json.decode(process.stdout.read(), type=Seen))
+
+
+def beside_each(seen: dict[str, Seen], hostile: Seen) -> list[tuple[str, int, float, float]]:
     """(what the hostile client did, the others' requests meanwhile, their median and slowest hundredth), in units of
     the slowest hundredth alone of each one's kind; the worst first."""
+    alone = seen["alone"]
     usual = {kind: alone.percentile(kind, 99) for kind in alone.seconds}
     found: dict[str, list[float]] = defaultdict(list)
     for name, began, ended in hostile.spans:
-        for kind, started, done in beside.spans:
+        for kind, started, done in seen["beside"].spans:
             if started < ended and done > began:
                 found[name].append((done - started) / usual[kind])
     rows = []
@@ -232,38 +139,6 @@ def beside_each(alone: Seen, beside: Seen, hostile: Seen) -> list[tuple[str, int
     return sorted(rows, key=lambda row: -row[3])
 
 
-def part(users: list[Any], seconds: float, seen: dict[str, Seen]) -> None:
-    """All of them at once for so long; each finishes what it has begun."""
-    until = time.monotonic() + seconds
-
-    def work(user: Any) -> None:
-        mine = Seen()
-        while time.monotonic() < until:
-            try:
-                user.one(mine)
-            except httpx.HTTPError as error:
-                mine.statuses[599] += 1
-                print(f"{type(user).__name__}: {type(error).__name__} {error}", flush=True)
-        seen_of(user, mine, seen, lock)
-
-    lock = threading.Lock()
-    threads = [threading.Thread(target=work, args=(user,)) for user in users]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-
-def seen_of(user: Any, mine: Seen, seen: dict[str, Seen], lock: Any) -> None:
-    """Add what one has seen to what its kind has."""
-    with lock:
-        whole = seen.setdefault(type(user).__name__, Seen())
-        whole.statuses += mine.statuses
-        whole.spans += mine.spans
-        for kind, seconds in mine.seconds.items():
-            whole.seconds[kind] += seconds
-
-
 def tell_memory(memory: Memory, since: float, until: float, say: Callable[[str], None]) -> None:
     """What the processes took in that time."""
     slopes, quarters = memory.slopes((since + until) / 2), memory.quarters(since, until)
@@ -272,49 +147,63 @@ def tell_memory(memory: Memory, since: float, until: float, say: Callable[[str],
         say(f"memory of the {name}: {slope / (1 << 20):+.2f} MiB per minute; most in each quarter: {most} MiB")
 
 
-def tell(alone: Seen, beside: Seen, hostile: Seen, say: Callable[[str], None]) -> int:
+def tell(seen: dict[str, Seen], hostile: dict[str, Seen], say: Callable[[str], None]) -> int:
     """The tables; how many answers were 500 or above."""
-    say("| Request | alone: p50, p99 | beside: p50, p99 | p99 beside / alone |\n|---|---|---|---|")
-    for kind in alone.seconds:
-        times = [seen.percentile(kind, percent) * 1e3 for seen in (alone, beside) for percent in (50, 99)]
-        cells = [
-            f"{kind} ({len(alone.seconds[kind])}, {len(beside.seconds[kind])})",
-            f"{times[0]:.0f}, {times[1]:.0f} ms",
-            f"{times[2]:.0f}, {times[3]:.0f} ms",
-            f"{times[3] / times[1]:.1f}",
-        ]
-        say(f"| {' | '.join(cells)} |")
-    for name, seen in (("alone", alone), ("beside", beside), ("the hostile one", hostile)):
-        say(f"answers {name}: {dict(sorted(seen.statuses.items()))}")
+    say(
+        "| Request | "
+        + " | ".join(f"{name}: number, p50, p99" for name in PARTS)
+        + " | p99 beside / alone | / control |"
+    )
+    say("|---|" + "---|" * (len(PARTS) + 2))
+    for kind in seen["alone"].seconds:
+        cells, slowest = [], {}
+        for name in PARTS:
+            half, slowest[name] = (seen[name].percentile(kind, percent) * 1e3 for percent in (50, 99))
+            cells.append(f"{len(seen[name].seconds[kind])}, {half:.0f}, {slowest[name]:.0f} ms")
+        ratios = [f"{slowest['beside'] / slowest[name]:.1f}" for name in ("alone", "control")]
+        say(f"| {kind} | {' | '.join(cells + ratios)} |")
+    everybody = {**seen, "hostile": hostile["beside"]}
+    for name, one in everybody.items():
+        say(f"answers, {name}: {dict(sorted(one.statuses.items()))}")
     say("| Beside | requests | p50 | p99, in units of the p99 alone |\n|---|---|---|---|")
-    for what, count, half, most in beside_each(alone, beside, hostile):
+    for what, count, half, most in beside_each(seen, hostile["beside"]):
         say(f"| {what} | {count} | {half:.2f} | {most:.1f} |")
-    return sum(count for seen in (alone, beside, hostile) for status, count in seen.statuses.items() if status >= 500)
+    return sum(count for one in everybody.values() for status, count in one.statuses.items() if status >= 500)
+
+
+def run(folder: Path, server: Server, keys: list[str], given: argparse.Namespace, settings: dict[str, object]) -> int:
+    """All rounds, at a server that runs; how many answers were 500 or above."""
+    seconds = given.minutes * 60 / given.rounds
+    *own, hostile_key = keys
+    clients = [Client(server.url, key, number) for number, key in enumerate(own)]
+    seen, hostile = {name: Seen() for name in PARTS}, {name: Seen() for name in PARTS}
+    part(clients, 2, Seen())  # the first requests of a server
+    memory = Memory(server)
+    memory.start()
+    began = time.monotonic()
+    for number in range(given.rounds):
+        part(clients, seconds / 4, seen["alone"])
+        with running_server(None, folder / f"control-{number}", **settings) as other:
+            part_with_hostile(clients, seconds / 4, seen["control"], other.url, hostile_key, hostile["control"])
+        part_with_hostile(clients, seconds, seen["beside"], server.url, hostile_key, hostile["beside"])
+    memory.ended.set()
+    memory.join()
+    num_failed = tell(seen, hostile, print)
+    tell_memory(memory, began, time.monotonic(), print)
+    return num_failed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Mixed traffic beside a hostile client.")
-    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--minutes", type=float, default=30.0, help="beside the hostile client, in all rounds together")
+    parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args()
-    seconds = given.minutes * 30
     with tempfile.TemporaryDirectory(prefix="reliability-") as root:
-        server = start_server(None, Path(root), min_free_disk_bytes=0)
-        try:
-            clients = [Client(server.url, number) for number in range(NUM_CLIENTS)]
-            alone, beside = dict[str, Seen](), dict[str, Seen]()
-            part(clients, seconds, alone)
-            memory = Memory(server)
-            memory.start()
-            began = time.monotonic()
-            part([*clients, Hostile(server.url)], seconds, beside)
-            memory.ended.set()
-            memory.join()
-            num_failed = tell(alone["Client"], beside["Client"], beside["Hostile"], print)
-            tell_memory(memory, began, time.monotonic(), print)
+        path, keys = keys_file(Path(root))
+        settings: dict[str, object] = {"min_free_disk_bytes": 0, "keys_file": path}
+        with running_server(None, Path(root) / "server", **settings) as server:
+            num_failed = run(Path(root), server, keys, given, settings)
             exit_code = server.stop()
-        finally:
-            server.process.kill()
-            server.http.close()
     print(f"{num_failed} answers of 500 and above; the server ended with {exit_code}")
     return int(num_failed > 0)
 
