@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -12,15 +13,16 @@ from adapters.records import AdapterRecord, Manifest
 from adapters.upload import Part, Staging, disk_full_is_ours
 
 if TYPE_CHECKING:
-    from adapters.store import AdapterStore
+    from adapters.publishing import Publishing
 
 
 class Lease:
     """Keeps an adapter's files while held, also after its name is deleted or stands for another version. Release it
     exactly once (`with` does)."""
 
-    def __init__(self, store: AdapterStore, record: AdapterRecord) -> None:
-        self._store = store
+    def __init__(self, release: Callable[[str], None], record: AdapterRecord) -> None:
+        """release  called with the digest when the lease ends"""
+        self._release = release
         self._held = True
         self.record = record
 
@@ -29,7 +31,7 @@ class Lease:
         removes the files and calls `on_gone(digest)`; `AdapterStore.settle` waits for that."""
         assert self._held, "a lease is released once"
         self._held = False
-        self._store._release(self.record.digest)
+        self._release(self.record.digest)
 
     def __enter__(self) -> Lease:
         return self
@@ -42,8 +44,8 @@ class Upload:
     """One adapter on its way in, staged in the store's own file system. One thread at a time writes it; it may be
     discarded from another one."""
 
-    def __init__(self, store: AdapterStore, staging: Staging) -> None:
-        self._store = store
+    def __init__(self, publishing: Publishing, staging: Staging) -> None:
+        self._publishing = publishing
         self._staging: Staging | None = staging
         self._held: Manifest | None = None
         # A thread whose request was cancelled works on, while the upload is discarded in another. To empty the staging
@@ -77,8 +79,8 @@ class Upload:
         with self._at_work:
             staging = self._open_staging()
             with disk_full_is_ours():
-                manifest, ready = self._store._intake.prepare(staging)
-                lease = self._store._hold(manifest, ready)
+                manifest, ready = self._publishing.intake.prepare(staging)
+                lease = Lease(self._publishing.changes.release, self._publishing.hold(manifest, ready))
             self._held = manifest
             return lease
 
@@ -98,12 +100,12 @@ class Upload:
         with self._at_work:
             staging = self._open_staging()
             try:
-                self._store.check_name(name, change.owner)
+                self._publishing.check_name(name, change.owner)
                 with disk_full_is_ours():
                     if self._held is not None:
-                        return self._store._publish(name, self._held, None, change, condition)
-                    manifest, ready = self._store._intake.prepare(staging)
-                    return self._store._publish(name, manifest, ready, change, condition)
+                        return self._publishing.publish(name, self._held, None, change, condition)
+                    manifest, ready = self._publishing.intake.prepare(staging)
+                    return self._publishing.publish(name, manifest, ready, change, condition)
             finally:
                 self.discard()
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from adapters import store as store_module
+from adapters import catalog as catalog_module
 from adapters import upload as upload_module
 from adapters.errors import (
     AdapterError,
@@ -261,7 +261,7 @@ def test_the_last_release_does_not_wait_for_the_disk(store: AdapterStore) -> Non
     record, _ = upload_small(store, LAYOUT, "mine")
     lease = store.lease("mine")
     store.delete("mine")
-    with store._disk:
+    with store._changes.disk:
         release = threading.Thread(target=lease.release, daemon=True)
         release.start()
         release.join(LIMIT_SECONDS)
@@ -304,7 +304,7 @@ def test_a_removal_that_fails_is_logged_and_hinders_no_other(
     store.settle()
     assert gone == [leases[1][0].digest]
     assert leases[0][0].digest in caplog.text
-    with store._changing_files():
+    with store._changes.changing_files():
         store._files.remove_adapter(leases[0][0].digest)
 
 
@@ -839,11 +839,11 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_more_adapters_than_manifests_in_memory(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "MAX_MANIFESTS_KEPT", 2)
+    monkeypatch.setattr(catalog_module, "MAX_MANIFESTS_KEPT", 2)
     records = [upload_small(store, LAYOUT, f"n{index}", seed=index)[0] for index in range(5)]
     assert tuple(store.each()) == tuple(records)
     assert store.get("n0") == records[0]
-    assert len(store._manifests) == 2
+    assert len(store._catalog._manifests) == 2
 
 
 def test_names_are_counted_without_reading_a_manifest(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -852,7 +852,7 @@ def test_names_are_counted_without_reading_a_manifest(store: AdapterStore, monke
         upload_bytes(store, name, config_bytes(), safetensors_bytes(good_tensors(seed=seed)))
     store.delete("b")
     with monkeypatch.context() as patched:
-        patched.setattr(store, "_manifest", None)
+        patched.setattr(store._catalog, "_manifest", None)
         assert store.num_names() == 2
         assert list(store.names()) == ["a", "c"]
         assert store.names()["a"].digest != store.names()["c"].digest
@@ -930,7 +930,7 @@ def test_a_process_that_may_open_no_more_files_says_so_and_blames_no_adapter(
 ) -> None:
     record, _ = upload_small(store, LAYOUT, "x")
     path = store.path_of(record.digest)
-    store._manifests.clear()
+    store._catalog._manifests.clear()
     for refused, look_up in (
         (path / "manifest.json", store.each),
         (path.parent.parent / "names/x", store._files.names),
@@ -947,7 +947,7 @@ def test_a_manifest_that_cannot_be_read_hides_no_other_adapter(
 ) -> None:
     whole, _ = upload_small(store, LAYOUT, "whole", seed=5)
     record, _ = upload_small(store, LAYOUT, "hurt")
-    store._manifests.clear()
+    store._catalog._manifests.clear()
     refuse_to_read(monkeypatch, store.path_of(record.digest) / "manifest.json", code)
     assert tuple(store.each()) == (whole,)
     with pytest.raises(Damaged, match="upload it again"):
@@ -982,7 +982,7 @@ def test_a_damaged_adapter_is_told_and_can_be_deleted_or_uploaded_again(
     record, _ = upload_small(store, LAYOUT, "hurt")
 
     def hurt() -> None:
-        store._manifests.clear()  # as in a server that is started again
+        store._catalog._manifests.clear()  # as in a server that is started again
         path = store.path_of(record.digest) / "manifest.json"
         path.unlink()
         if content == "directory":
@@ -1050,7 +1050,7 @@ def test_an_upload_replaces_files_that_parse_and_say_something_else(
     content = path.read_bytes()
     assert whole in content
     path.write_bytes(content.replace(whole, damaged, 1))
-    store._manifests.clear()  # as in a server that is started again
+    store._catalog._manifests.clear()  # as in a server that is started again
     assert upload_small(store, LAYOUT, name)[0].digest == record.digest
     assert path.read_bytes() == content
     assert store.get("hurt").manifest == record.manifest
@@ -1105,7 +1105,7 @@ def test_damaged_tensors_are_told_to_be_replaced_although_their_last_user_has_le
     lease = store.lease("hurt")
     store.delete("hurt")
     gate = threading.Event()
-    store._remover.submit(gate.wait)
+    store._changes.remover.submit(gate.wait)
     lease.release()  # its files go when the remover comes to it
     upload_small(store, LAYOUT, "hurt")
     gate.set()
