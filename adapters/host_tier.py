@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import torch
 
-from adapters.binding import TOKENS, WEIGHT
+from adapters.bound import TOKENS, WEIGHT
 from adapters.errors import Malformed, NotFound, Unsupported
 from adapters.format import Tensor, read_header
 from adapters.layout import TABLE_GROUPS, BaseLayout, Group, Projection, Slice

@@ -14,7 +14,7 @@ class ModuleReport(msgspec.Struct, frozen=True):
     """One adapted module of the base, e.g. `model.layers.3.self_attn.q_proj`; `num_bytes` counts what is stored for it.
 
     rank   0 for a module without LoRA
-    parts  what it has beside LoRA weights, as `adapters.binding.BoundExtra` has it, or trained tokens
+    parts  what it has beside LoRA weights, as `adapters.bound.BoundExtra` has it, or trained tokens
     token_ids  of these
     """
 

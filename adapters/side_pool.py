@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from adapters.binding import BIAS, LORA_BIAS, MAGNITUDE, WEIGHT
+from adapters.bound import BIAS, LORA_BIAS, MAGNITUDE, WEIGHT
 from adapters.layout import TABLE_GROUPS, BaseLayout, Group, Projection
 from adapters.slab import HostAdapter, HostSlice
 from kernels.lora.side import SideVectors

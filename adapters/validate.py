@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from adapters.base_weights import BaseWeights
-from adapters.binding import TOKENS, Binding, BoundExtra, BoundSlice, bind
+from adapters.binding import bind
+from adapters.bound import TOKENS, Binding, BoundExtra, BoundSlice
 from adapters.config import parse_config
 from adapters.errors import BindingError, Malformed, RowsExceeded
 from adapters.format import ELEMENT_BYTES, Tensor, read_chunks, read_header, write_header

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adapters.binding import Binding, bind
+from adapters.binding import bind
+from adapters.bound import Binding
 from adapters.config import parse_config
 from adapters.errors import BindingError
 from adapters.format import read_header

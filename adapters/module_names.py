@@ -1,0 +1,76 @@
+"""Modules by the names that trainers give them: what stands before a module's path is not of the base model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+
+from adapters.layout import BaseLayout, Projection
+
+# Path components that wrap a model without being part of it; training frameworks stack them in any order.
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_PEFT_PREFIX = re.compile(r"(?:module\.)*(?:base_model\.model\.)?(?:module\.)*")
+# Models inside models: the text part of a multimodal model is the same tree under another name.
+_MODEL_PREFIX = re.compile(r"(?:(?:base_model|model|language_model|text_model|module)\.)*")
+
+
+class KnownModules:
+    """The layout's slices by module path, and by path without the name of the model around it."""
+
+    def __init__(self, layout: BaseLayout) -> None:
+        self.slices = {piece.module: (p, piece) for p in layout.projections for piece in p.slices}
+        self.by_tail = {tail_of(module): module for module in self.slices}
+        assert len(self.by_tail) == len(self.slices), "module paths are unique without the model's name"
+
+        self.unadapted = tuple(tail_of(module) for module in layout.unadapted)
+        self.ties_head = layout.ties_head
+        self.norms = {tail_of(norm.module): norm for norm in layout.norms}
+        self.fused = {tail_of(name): modules for p in layout.projections for name, modules in _fused(p)}
+
+    def in_order(self, modules: Mapping[str, object]) -> list[str]:
+        return [module for module in self.slices if module in modules]
+
+    def resolve(self, path: str) -> str | None:
+        return self.by_tail.get(tail_of(path))
+
+    def why_unknown(self, path: str) -> str:
+        """Why nothing binds to the module at `path`."""
+        tail = f"{tail_of(path)}."
+        module = next((module for module in self.unadapted if tail.startswith(f"{module}.")), None)
+        if module is None:
+            return f"this base model has no projection {path[:200]!r}"
+        return f"adapters of experts and of their routers ({module}) are not served: train without these modules"
+
+    def resolve_fused(self, path: str) -> tuple[str, ...] | None:
+        """The modules that the one at `path` stands for, in the order of its rows."""
+        return self.fused.get(tail_of(path))
+
+
+def tail_of(path: str) -> str:
+    return path[_end(_MODEL_PREFIX, path) :]
+
+
+def model_prefix(path: str) -> str:
+    return path[: _end(_MODEL_PREFIX, path)]
+
+
+def trained_path(name: str) -> str:
+    """The module path as the trainer's configuration sees it: without what PEFT and wrappers put before it."""
+    name = _WRAPPERS.sub("", name)
+    return name[_end(_PEFT_PREFIX, name) :]
+
+
+def _fused(projection: Projection) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Modules that trainers merge out of two neighbours of one input, named by joining what tells them apart:
+    in_proj_qkv and in_proj_z become in_proj_qkvz, with the rows of the first before those of the second."""
+    for first, second in pairwise(piece.module for piece in projection.slices):
+        shared, underscore, _ = first.rpartition("_")
+        told_apart = second.removeprefix(shared + underscore)
+        if underscore and told_apart != second and "." not in told_apart:
+            yield first + told_apart, (first, second)
+
+
+def _end(pattern: re.Pattern[str], text: str) -> int:
+    match = pattern.match(text)
+    return match.end() if match else 0

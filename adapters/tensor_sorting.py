@@ -1,0 +1,179 @@
+"""Where each tensor of an upload belongs, by its name and shape, or why it belongs nowhere."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+
+from adapters.bound import BIAS, LORA_BIAS, MAGNITUDE, WEIGHT, BaseCopy, BoundExtra, BoundTokens
+from adapters.config import AdapterConfig
+from adapters.format import Tensor
+from adapters.layout import Group, Projection, Slice
+from adapters.module_names import KnownModules, tail_of, trained_path
+from adapters.patterns import endings
+
+_SIDE = re.compile(
+    r"(?P<path>.+)\.(?P<side>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
+    r"(?P<rest>(?:\.[^.]+){0,2})"
+)
+_TOKENS = re.compile(r"(?P<path>.+)\.token_adapter\.trainable_tokens_delta(?:\.[^.]+)?")
+_BASE_TENSOR = re.compile(
+    r"(?P<path>.+?)(?:\.(?P<wrapper>base_layer|original_module|modules_to_save(?:\.[^.]+)?))?\.(?P<what>weight|bias)"
+)
+
+
+@dataclass(slots=True)
+class FoundModule:
+    """Tensors of one module: "A", "B", MAGNITUDE, LORA_BIAS; `path` is the module's path as the trainer saw it."""
+
+    path: str
+    sides: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class OtherTensors:
+    """Tensors that are no LoRA weights: what is held beside rows, and what must repeat the base."""
+
+    config: AdapterConfig
+    extras: list[BoundExtra] = field(default_factory=list)
+    copies: list[BaseCopy] = field(default_factory=list)
+    tokens: list[BoundTokens] = field(default_factory=list)
+
+    def add(self, extra: BoundExtra) -> str | None:
+        twin = next((one for one in self.extras if (one.module, one.part) == (extra.module, extra.part)), None)
+        if twin is not None:
+            return f"{extra.module} already has its {extra.part} from tensor {twin.tensor.name[:200]!r}"
+        self.extras.append(extra)
+        return None
+
+
+def sort_in(tensor: Tensor, known: KnownModules, found: dict[str, FoundModule], others: OtherTensors) -> str | None:
+    """Put the tensor where it belongs; the reason if it belongs nowhere."""
+    match = _SIDE.fullmatch(tensor.name)
+    if match is None:
+        return _sort_in_other(tensor, known, others)
+    side, rest = match["side"], match["rest"].removesuffix(".weight")
+    if side == "lora_B" and rest.endswith(".bias"):
+        side, rest = LORA_BIAS, rest.removesuffix(".bias")
+    if rest.count(".") > 1 or rest.endswith(".bias"):
+        return "a bias or parameter beside lora_A and lora_B is not supported"
+    if side == MAGNITUDE and not others.config.use_dora:
+        return "it belongs to DoRA, and adapter_config.json does not say use_dora"
+    if side == LORA_BIAS and not others.config.lora_bias:
+        return "it is a bias of lora_B, and adapter_config.json does not say lora_bias"
+    path = trained_path(match["path"])
+    module = known.resolve(path)
+    if module is None:
+        fused = known.resolve_fused(path)
+        if fused is None:
+            return known.why_unknown(path)
+        return _sort_in_fused(tensor, path, _short(side), fused, known, found)
+    is_embedding = known.slices[module][0].kind == "embedding"
+    if side != MAGNITUDE and is_embedding != side.startswith("lora_embedding"):
+        return f"{module} takes {'lora_embedding_A/B' if is_embedding else 'lora_A/B'}, not {match['side']}"
+    return _put(tensor, path, _short(side), module, found)
+
+
+def _short(side: str) -> str:
+    """ "A" or "B" of those, whatever the projection; the other parts as they are."""
+    return side if side in (MAGNITUDE, LORA_BIAS) else side[-1]
+
+
+def _put(tensor: Tensor, path: str, side: str, module: str, found: dict[str, FoundModule]) -> str | None:
+    entry = found.setdefault(module, FoundModule(path))
+    if side in entry.sides:
+        named = f"lora_{side}" if len(side) == 1 else side
+        return f"{module} already has {named} from tensor {entry.sides[side].name[:200]!r}"
+    entry.sides[side] = tensor
+    return None
+
+
+def _sort_in_fused(
+    tensor: Tensor, path: str, side: str, modules: tuple[str, ...], known: KnownModules, found: dict[str, FoundModule]
+) -> str | None:
+    """Of a module that stands for several: each of them has its A, and its own rows of B and of what goes with it."""
+    sizes = [known.slices[module][1].out_features for module in modules]
+    if side != "A" and (len(tensor.shape) != 1 + (side == "B") or tensor.shape[0] != sum(sizes)):
+        return f"its shape is {tensor.shape}; {path} stands for {', '.join(modules)}, which have {sum(sizes)} rows"
+    start = tensor.start
+    for module, size in zip(modules, sizes, strict=True):
+        part = tensor
+        if side != "A":
+            end = start + tensor.num_bytes * size // sum(sizes)
+            part, start = replace(tensor, shape=(size, *tensor.shape[1:]), start=start, end=end), end
+        reason = _put(part, path, side, module, found)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _sort_in_other(tensor: Tensor, known: KnownModules, others: OtherTensors) -> str | None:
+    """Tensors that are no LoRA weights: trained whole, or copies of the base's that are kept for a comparison."""
+    name = tensor.name
+    if (trained := _TOKENS.fullmatch(name)) is not None:
+        return _add_tokens(tensor, trained_path(trained["path"]), known, others)
+    match = _BASE_TENSOR.fullmatch(name)
+    if match is None:
+        return "it is neither lora_A nor lora_B of a projection of this base model"
+    path, wrapper, what = trained_path(match["path"]), match["wrapper"] or "", match["what"]
+    module, config = known.resolve(path), others.config
+    norm = known.norms.get(tail_of(path))
+    if what == BIAS:
+        if module is None or not config.has_biases:
+            return "it is a bias, and adapter_config.json says bias 'none' or this base has no such projection"
+        return _add_bias(tensor, *known.slices[module], others)
+    if module is None and norm is None:
+        if config.modules_to_save:
+            return "of whole modules (modules_to_save), norms of hidden states, the embedding and the head are applied"
+        return "it is neither lora_A nor lora_B of a projection of this base model"
+    is_saved = bool(config.modules_to_save) and wrapper not in ("base_layer", "original_module")
+    if wrapper.startswith("modules_to_save") and not is_saved:
+        return "it belongs to a fully trained module, and adapter_config.json names none (modules_to_save)"
+    if norm is not None:
+        return _add_weight(tensor, norm.module, (norm.out_features,), "norms", is_saved, others)
+    assert module is not None
+    projection, piece = known.slices[module]
+    if projection.group != "embeddings":
+        return f"it is a full weight of {module}; of whole modules, norms, the embedding and the head are applied"
+    if projection.kind == "embedding":  # [vocabulary, width], as a head is too
+        sizes: tuple[int, int] = (projection.in_features, piece.out_features)
+        return _add_weight(tensor, module, sizes, "saved_embedding", is_saved, others)
+    return _add_weight(tensor, module, (piece.out_features, projection.in_features), "saved_head", is_saved, others)
+
+
+def _add_weight(
+    tensor: Tensor, module: str, shape: tuple[int, ...], group: Group, is_saved: bool, others: OtherTensors
+) -> str | None:
+    """The whole weight of a module, as the adapter has it, or as a copy of the base's."""
+    if tensor.shape != shape:
+        why = "" if group == "norms" else ": the vocabulary was changed in training"
+        return f"it is a full weight of shape {tensor.shape}, not {shape}{why}"
+    if is_saved:
+        return others.add(BoundExtra(module, WEIGHT, tensor, group))
+    others.copies.append(BaseCopy(tensor, f"{module}.{WEIGHT}"))
+    return None
+
+
+def _add_tokens(tensor: Tensor, path: str, known: KnownModules, others: OtherTensors) -> str | None:
+    module = known.resolve(path)
+    if module is None or known.slices[module][0].group != "embeddings":
+        return "it belongs to trained tokens of a module that is neither the embedding nor the head"
+    projection, piece = known.slices[module]
+    sizes = (projection.in_features, piece.out_features)
+    hidden, vocab_size = sizes[::-1] if projection.kind == "embedding" else sizes
+    named = {ending or ("" if projection.kind == "embedding" else None) for ending in (*endings(path), "")}
+    ids = next((ids for key, ids in others.config.trained_tokens.items() if key in named), None)
+    if ids is None:
+        return f"it belongs to trained tokens, and trainable_token_indices names none of {module}"
+    if tensor.shape != (len(ids), hidden) or max(ids) >= vocab_size:
+        return (
+            f"its shape is {tensor.shape}, for {len(ids)} tokens up to {max(ids)} of {vocab_size}, {hidden} wide each"
+        )
+    others.tokens.append(BoundTokens(module, ids, tensor))
+    return None
+
+
+def _add_bias(tensor: Tensor, projection: Projection, piece: Slice, others: OtherTensors) -> str | None:
+    if projection.kind == "embedding" or tensor.shape != (piece.out_features,):
+        return f"it is a bias of shape {tensor.shape}; that of {piece.module} would be {(piece.out_features,)}"
+    return others.add(BoundExtra(piece.module, BIAS, tensor, "vectors"))
