@@ -29,6 +29,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None,
+    score_cap: float | None = None,
     out: torch.Tensor,
 ) -> None:
     """See `ops.paged_attention`; writes the rows of all sequences' tokens."""
@@ -52,7 +53,7 @@ def paged_attention(
             rows = slice(start + tile, start + tile + size) if last - first == 1 else slice(start, end)
             tile_q = grouped_q[rows].view(last - first, size, *grouped_q.shape[1:]).float()
             positions = (lens - num_queries + tile)[:, None] + torch.arange(size, device=q.device)
-            mixed = _attend(tile_q, keys, values, positions, scale, sliding_window)
+            mixed = _attend(tile_q, keys, values, positions, scale, sliding_window, score_cap)
             grouped_out[rows].copy_(mixed.reshape(grouped_out[rows].shape))
 
 
@@ -83,6 +84,7 @@ def _attend(
     positions: torch.Tensor,
     scale: float,
     sliding_window: int | None,
+    score_cap: float | None,
 ) -> torch.Tensor:
     """Of float32 q [sequences, queries, kv_heads, groups, head_dim] at int64 positions [sequences, queries]; fresh.
 
@@ -97,5 +99,7 @@ def _attend(
     # Memory that no query sees may hold NaN, which a weight of 0 would not hide.
     values = values.masked_fill(~seen[..., None, None], 0.0)
     scores = torch.einsum("sqkgd,slkd->sqkgl", q, keys).mul_(scale)
+    if score_cap is not None:
+        scores = scores.div_(score_cap).tanh_().mul_(score_cap)
     weights = scores.masked_fill_(~visible[:, :, None, None], -torch.inf).softmax(-1)
     return torch.einsum("sqkgl,slkd->sqkgd", weights, values)

@@ -35,6 +35,8 @@ def refuses(shapes: ProbeShapes) -> str | None:
     """Why the operator cannot serve a model and its cache, as part of a sentence; None if it can."""
     num_heads, kv_heads, head_dim = shapes.num_heads, shapes.num_kv_heads, shapes.head_dim
     num_blocks, block_size, max_sequences = shapes.num_blocks, shapes.block_size, shapes.max_sequences
+    if shapes.score_cap is not None:
+        return "it does not cap scores"
     if shapes.torch_dtype not in _DTYPES:
         return f"it computes in 16 bits, not in {shapes.dtype}"
     if head_dim not in _HEAD_DIMS:
@@ -78,9 +80,11 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None,
+    score_cap: float | None = None,
     out: torch.Tensor,
 ) -> None:
     """See `ops.paged_attention`; writes all of `out`. What `refuses` names must have been kept away."""
+    assert score_cap is None, "scores are not capped"
     num_blocks, block_size, kv_heads, head_dim = k_cache.shape
     flat_shape = (num_blocks, block_size, kv_heads * head_dim)
     # A band reaches `pre_tokens` back from the query's own token, which the window counts too.

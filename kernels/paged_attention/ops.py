@@ -3,7 +3,8 @@
 For sequence i, with n = query_starts[i + 1] - query_starts[i] tokens in the step and L = kv_lens[i] cached ones (these
 n included), token t of them stands at position p = L - n + t and
 
-    out[t] = softmax(scale * q[t] @ K[first : p + 1].T) @ V[first : p + 1],   first = max(0, p + 1 - sliding_window)
+    out[t] = softmax(cap(scale * q[t] @ K[first : p + 1].T)) @ V[first : p + 1]
+    first = max(0, p + 1 - sliding_window),   cap(s) = score_cap * tanh(s / score_cap), or s where score_cap is None
 
 where query head h reads key/value head h // (num_heads / kv_heads), and position j of the sequence is in the cache at
 [block_tables[i][j // block_size], j % block_size].
@@ -25,6 +26,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    score_cap: float | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a step's tokens over their own sequences, this step's keys and values being in the cache already.
@@ -32,6 +34,7 @@ def paged_attention(
     q                 [tokens, num_heads, head_dim], unit stride along head_dim, head_dim stride between heads
     k_cache, v_cache  [num_blocks, block_size, kv_heads, head_dim], contiguous, same dtype as q; read only
     sliding_window    latest tokens that a query sees, itself included; None = all
+    score_cap         above 0: bound of the scores' magnitude; None = none
     out               [tokens, num_heads, head_dim] contiguous; made when None
 
     Returns out.
@@ -43,11 +46,14 @@ def paged_attention(
     assert q.dtype == k_cache.dtype == v_cache.dtype, "q and the cache have one dtype"
     assert maps.slot_mapping.shape == (num_tokens,), "the maps do not cover the step's tokens"
     assert sliding_window is None or sliding_window > 0, "a window holds at least the token itself"
+    assert score_cap is None or score_cap > 0, "a cap is above 0"
     if out is None:
         out = q.new_empty(num_tokens, num_heads, head_dim)
     assert out.shape == q.shape and out.is_contiguous() and out.dtype == q.dtype, "out is like q, and contiguous"
     module = implementation("paged_attention", q.device, regime_of(maps, sliding_window))
-    module.paged_attention(q, k_cache, v_cache, maps, scale=scale, sliding_window=sliding_window, out=out)
+    module.paged_attention(
+        q, k_cache, v_cache, maps, scale=scale, sliding_window=sliding_window, score_cap=score_cap, out=out
+    )
     return out
 
 
@@ -58,10 +64,13 @@ def regime_of(maps: AttentionMaps, sliding_window: int | None) -> str:
     return "mixed" if sliding_window is None else "mixed_window"
 
 
-def warm_up(k_cache: torch.Tensor, num_heads: int, *, sliding_window: int | None = None) -> int:
+def warm_up(
+    k_cache: torch.Tensor, num_heads: int, *, sliding_window: int | None = None, score_cap: float | None = None
+) -> int:
     """Compile all that `paged_attention` over this cache can need, and reserve memory, so that steps can be captured.
 
-    Afterwards no step of any size compiles anything. To be called once for each distinct sliding window of a model.
+    Afterwards no step of any size compiles anything. To be called once for each distinct pair of window and cap
+    of a model's layers.
 
     k_cache    [num_blocks, block_size, kv_heads, head_dim]; neither read nor changed
     num_heads  query heads; q is taken to be contiguous, as `rotary_kv` gives it where kernels are compiled
@@ -69,4 +78,4 @@ def warm_up(k_cache: torch.Tensor, num_heads: int, *, sliding_window: int | None
     Returns the number of variants that were compiled; 0 where nothing is ever compiled (on a CPU).
     """
     serving = contract("paged_attention", k_cache.device)
-    return serving.warm_up_and_count(k_cache, num_heads, sliding_window=sliding_window)
+    return serving.warm_up_and_count(k_cache, num_heads, sliding_window=sliding_window, score_cap=score_cap)

@@ -18,6 +18,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None,
+    score_cap: float | None = None,
     out: torch.Tensor,
 ) -> None:
     """See `ops.paged_attention`; writes all of `out`."""
@@ -33,5 +34,8 @@ def paged_attention(
             # [heads, positions, head_dim]
             k = k_cache[block_ids, offsets].double().repeat_interleave(groups, dim=1).transpose(0, 1)
             v = v_cache[block_ids, offsets].double().repeat_interleave(groups, dim=1).transpose(0, 1)
-            weights = torch.softmax(scale * k @ q[token].double().unsqueeze(-1), dim=1)
+            scores = scale * k @ q[token].double().unsqueeze(-1)
+            if score_cap is not None:
+                scores = score_cap * torch.tanh(scores / score_cap)
+            weights = torch.softmax(scores, dim=1)
             out[token] = (weights * v).sum(dim=1).to(out.dtype)

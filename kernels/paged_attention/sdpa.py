@@ -27,6 +27,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None,
+    score_cap: float | None = None,
     out: torch.Tensor,
 ) -> None:
     """See `ops.paged_attention`; writes all of `out`."""
@@ -44,7 +45,9 @@ def paged_attention(
             k = _positions(k_cache, blocks, first, last)
             v = _positions(v_cache, blocks, first, last)
             tile_q, tile_out = grouped_q[tile_start:tile_end], grouped_out[tile_start:tile_end]
-            if tile_end - tile_start == 1:
+            if score_cap is not None:
+                _attend_capped(tile_q, k, v, tile_out, scale, sliding_window, score_cap)
+            elif tile_end - tile_start == 1:
                 tile_out.copy_(functional.scaled_dot_product_attention(tile_q, k, v, scale=scale))
             else:
                 _attend_tile(tile_q, k, v, tile_out, scale, sliding_window)
@@ -58,14 +61,43 @@ def _attend_tile(
     q, out  [queries, kv_heads, groups, head_dim];  k, v  [1, kv_heads, keys, head_dim]
     """
     num_queries, kv_heads, groups, head_dim = q.shape
-    num_keys = k.shape[2]
-    visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril_(num_keys - num_queries)
-    if sliding_window is not None:
-        visible.triu_(num_keys - num_queries + 1 - sliding_window)
-    mask = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(visible.logical_not_(), -torch.inf)
+    hidden = _hidden(num_queries, k.shape[2], sliding_window, q.device)
+    mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
     folded_q = q.permute(1, 2, 0, 3).reshape(1, kv_heads, groups * num_queries, head_dim)
     mixed = functional.scaled_dot_product_attention(folded_q, k, v, attn_mask=mask.repeat(groups, 1), scale=scale)
     out.copy_(mixed.view(kv_heads, groups, num_queries, head_dim).permute(2, 0, 1, 3))
+
+
+def _attend_capped(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    scale: float,
+    sliding_window: int | None,
+    score_cap: float,
+) -> None:
+    """As `_attend_tile`, with caps, which torch's fused attention does not know: the products one by one, in float32.
+
+    Half the keys of a chunk are multiplied for nothing, and its scores lie in memory, which a tile bounds.
+    """
+    num_queries, kv_heads, groups, head_dim = q.shape
+    keys, values = k[0].float(), v[0].float()
+    folded_q = q.permute(1, 2, 0, 3).reshape(kv_heads, groups * num_queries, head_dim).float()
+    scores = torch.matmul(folded_q, keys.transpose(1, 2)).mul_(scale / score_cap).tanh_().mul_(score_cap)
+    if num_queries > 1:
+        hidden = _hidden(num_queries, keys.shape[1], sliding_window, q.device)
+        scores.view(kv_heads, groups, num_queries, -1).masked_fill_(hidden, -torch.inf)
+    mixed = torch.matmul(scores.softmax(-1), values)
+    out.copy_(mixed.view(kv_heads, groups, num_queries, head_dim).permute(2, 0, 1, 3))
+
+
+def _hidden(num_queries: int, num_keys: int, sliding_window: int | None, device: torch.device) -> torch.Tensor:
+    """bool [num_queries, num_keys]: what consecutive queries, of which the last stands at the last key, do not see."""
+    visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril_(num_keys - num_queries)
+    if sliding_window is not None:
+        visible.triu_(num_keys - num_queries + 1 - sliding_window)
+    return visible.logical_not_()
 
 
 def _positions(cache: torch.Tensor, blocks: tuple[int, ...], first: int, last: int) -> torch.Tensor:

@@ -40,6 +40,7 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None,
+    score_cap: float | None = None,
     out: torch.Tensor,
     plan: Plan | None = None,
 ) -> None:
@@ -78,7 +79,9 @@ def paged_attention(
         sliding_window or 0,
         max_blocks,
         q.stride(0),
-        scale * _LOG2_E,
+        # Of a capped score the kernel takes exp(2 * score / cap) first; base 2 comes with the cap.
+        scale * _LOG2_E if score_cap is None else 2.0 * scale * _LOG2_E / score_cap,
+        0.0 if score_cap is None else score_cap * _LOG2_E,
         KV_HEADS=kv_heads,
         GROUPS=groups,
         HEAD_DIM=head_dim,
@@ -88,6 +91,7 @@ def paged_attention(
         BLOCK_D=block_d,
         STAGES=tile.stages,
         HAS_WINDOW=sliding_window is not None,
+        HAS_CAP=score_cap is not None,
         SPLIT=is_split,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps,
@@ -98,7 +102,9 @@ def paged_attention(
         )
 
 
-def warm_up(k_cache: torch.Tensor, num_heads: int, *, sliding_window: int | None) -> None:
+def warm_up(
+    k_cache: torch.Tensor, num_heads: int, *, sliding_window: int | None, score_cap: float | None = None
+) -> None:
     """See `ops.warm_up`. The workspace is allocated too, so that steps can be captured afterwards."""
     _, block_size, kv_heads, head_dim = k_cache.shape
     platform = in_use(k_cache.device)
@@ -114,7 +120,14 @@ def warm_up(k_cache: torch.Tensor, num_heads: int, *, sliding_window: int | None
         for num_splits in (1, 2):
             plan = Plan(tile, num_splits, 1)
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            paged_attention(q, k_cache, k_cache, maps, scale=1.0, sliding_window=sliding_window, out=out, plan=plan)
+            paged_attention(
+                *(q, k_cache, k_cache, maps),
+                scale=1.0,
+                sliding_window=sliding_window,
+                score_cap=score_cap,
+                out=out,
+                plan=plan,
+            )
 
 
 def compiled_count() -> int:

@@ -66,6 +66,7 @@ def _attend(
     end_key,
     window,
     scale,
+    cap,
     dims,
     ROW_STRIDE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -73,6 +74,7 @@ def _attend(
     EVEN_D: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
     MASKED: tl.constexpr,
 ):
@@ -101,6 +103,8 @@ def _attend(
         k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
         v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    if HAS_CAP:
+        scores = cap * (1.0 - 2.0 / (tl.exp2(scores) + 1.0))  # tanh
     if MASKED:
         is_seen = is_key[None, :] & (keys[None, :] <= position[:, None])
         if HAS_WINDOW:
@@ -132,7 +136,8 @@ def paged_attention_kernel(
     window,
     table_stride,
     q_stride,
-    scale,  # times log2(e)
+    scale,  # times log2(e); HAS_CAP: times 2 * log2(e) / the cap
+    cap,  # of the scores, times log2(e)
     KV_HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -142,6 +147,7 @@ def paged_attention_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -195,15 +201,17 @@ def paged_attention_kernel(
     # Keys are found through pages, which Triton fetches as many stages ahead again.
     for full in tl.range(full_block, end_full, num_stages=2 * STAGES + 1):
         mixed, row_max, row_sum = _attend(
-            q, mixed, row_max, row_sum, full, k_ptr, v_ptr, table_ptr, position, first_key, end_key, window, scale,
-            dims, ROW_STRIDE, BLOCK_SIZE, BLOCK_N, EVEN_D, HEAD_DIM, HAS_WINDOW, PRECISION, False)  # fmt: skip
+            q, mixed, row_max, row_sum, full, k_ptr, v_ptr, table_ptr, position, first_key, end_key, window,
+            scale, cap, dims, ROW_STRIDE, BLOCK_SIZE, BLOCK_N, EVEN_D, HEAD_DIM, HAS_WINDOW, HAS_CAP,
+            PRECISION, False)  # fmt: skip
     # The blocks before and behind, of which a row sees a part.
     num_full = end_full - full_block
     for edge in tl.range(block, end_block - num_full, num_stages=1):
         edge += tl.where(edge >= full_block, num_full, 0)
         mixed, row_max, row_sum = _attend(
-            q, mixed, row_max, row_sum, edge, k_ptr, v_ptr, table_ptr, position, first_key, end_key, window, scale,
-            dims, ROW_STRIDE, BLOCK_SIZE, BLOCK_N, EVEN_D, HEAD_DIM, HAS_WINDOW, PRECISION, True)  # fmt: skip
+            q, mixed, row_max, row_sum, edge, k_ptr, v_ptr, table_ptr, position, first_key, end_key, window,
+            scale, cap, dims, ROW_STRIDE, BLOCK_SIZE, BLOCK_N, EVEN_D, HEAD_DIM, HAS_WINDOW, HAS_CAP,
+            PRECISION, True)  # fmt: skip
 
     has_keys = row_sum != 0.0
     mixed = mixed / tl.where(has_keys, row_sum, 1.0)[:, None]

@@ -12,6 +12,8 @@ from kernels.probe.shapes import ProbeShapes
 
 _NUM_BLOCKS = 10
 _LARGEST_WINDOW = 5
+# Published caps are far above the scores of random queries; this one bends them.
+_LARGEST_CAP = 0.5
 
 
 def attend(shapes: ProbeShapes, place: Place) -> Prepared:
@@ -54,8 +56,10 @@ def _attend(shapes: ProbeShapes, place: Place, sliding_window: int | None, *, is
     # As they come out of the rotation: queries beside keys.
     q = place.put(place.random(num_tokens, shapes.num_heads + shapes.num_kv_heads, head_dim))[:, : shapes.num_heads]
 
+    scale, cap = head_dim**-0.5, None if shapes.score_cap is None else min(shapes.score_cap, _LARGEST_CAP)
+
     def call() -> tuple[torch.Tensor, ...]:
-        out = ops.paged_attention(q, k, v, maps, scale=head_dim**-0.5, sliding_window=sliding_window)
+        out = ops.paged_attention(q, k, v, maps, scale=scale, sliding_window=sliding_window, score_cap=cap)
         # Each token by itself: over many keys values average out, and what is wrong there would pass beside the values
         # of a token with a single key.
         return out.unbind()

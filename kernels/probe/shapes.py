@@ -17,6 +17,7 @@ class ProbeShapes:
     row_dtype          of LoRA rows
     intermediate_size  width of the feed-forward layers
     sliding_window     smallest window of any attention layer, None without windows
+    score_cap          of all attention layers; None without
     conv_width         taps of the short convolution; 0: the model has none, so its op is not probed
     conv_size          its channels, where it is followed by silu and not gated; None: hidden_size, and gated
     delta              num_key_heads, num_value_heads, key_dim and value_dim of the gated delta rule; None: not probed
@@ -41,6 +42,7 @@ class ProbeShapes:
     activation: Activation = "silu"
     exact_norms: bool = False
     sliding_window: int | None = None
+    score_cap: float | None = None
     conv_width: int = 3
     conv_size: int | None = None
     delta: tuple[int, int, int, int] | None = (2, 4, 16, 32)

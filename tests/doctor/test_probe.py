@@ -254,6 +254,23 @@ def test_a_wrong_one_is_found(
     assert in_use(CPU).implementations[op] == own
 
 
+def test_an_implementation_that_forgets_a_cap_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of Gemma 2, whose cap of 50 no score of random queries comes near."""
+
+    def no_cap(q: Any, k: Any, v: Any, maps: Any, **options: Any) -> None:
+        sdpa.paged_attention(q, k, v, maps, **{**options, "score_cap": None})
+
+    module = ModuleType("kernels.paged_attention.wrong")
+    vars(module).update({name: value for name, value in vars(sdpa).items() if not name.startswith("__")})
+    module.paged_attention = no_cap  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    platform = detect("cpu").with_fallback("paged_attention", "wrong", "for the test")
+    shapes = dataclasses.replace(SHAPES, dtype="bfloat16", score_cap=50.0)
+    trials = list(try_op(platform, CPU, "paged_attention", shapes))
+    assert [trial.status for trial in trials if trial.implementation == "wrong"][-1] == "differs"
+    assert (trials[-1].implementation, trials[-1].status) == ("sdpa", "ok")
+
+
 # ---- regimes
 
 

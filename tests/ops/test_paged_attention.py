@@ -12,7 +12,7 @@ import torch
 
 from kernels.paged_attention import gathered, sdpa
 from kernels.paged_attention.ops import paged_attention, warm_up
-from tests.support.attention_cases import SCALE, Case, Step, check, make_step
+from tests.support.attention_cases import SCALE, Case, Step, check, float64_truth, make_step
 
 # (tokens in this step, tokens in the cache after it) per sequence.
 STEPS = {
@@ -25,8 +25,7 @@ STEPS = {
 
 
 def attend(step: Step, out: torch.Tensor) -> None:
-    maps, window = step.maps, step.sliding_window
-    result = paged_attention(step.q, step.k_cache, step.v_cache, maps, scale=SCALE, sliding_window=window, out=out)
+    result = paged_attention(step.q, step.k_cache, step.v_cache, step.maps, scale=SCALE, **step.options, out=out)
     assert result is out
 
 
@@ -46,18 +45,33 @@ def test_equals_float64(
     block_size: int,
     device: str,
 ) -> None:
-    case = Case(STEPS[step], num_heads, kv_heads, head_dim, block_size, dtype, sliding_window, scatter)
+    case = Case(STEPS[step], num_heads, kv_heads, head_dim, block_size, dtype, sliding_window, scatter=scatter)
     check(case, device, attend)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sliding_window", [None, 6])
+@pytest.mark.parametrize("score_cap", [0.7, 5.0])
+@pytest.mark.parametrize("step", ["decode", "chunks-and-decode", "several-tiles"])
+def test_capped_scores_equal_float64(
+    dtype: torch.dtype, sliding_window: int | None, score_cap: float, step: str, device: str
+) -> None:
+    case = Case(STEPS[step], 6, 2, 20, 4, dtype, sliding_window, score_cap)
+    check(case, device, attend)
+    without = float64_truth(make_step(replace(case, score_cap=None)))
+    assert (float64_truth(make_step(case)) - without).abs().max() > 0.01
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sliding_window", [None, 1, 6, 150])
+@pytest.mark.parametrize("score_cap", [None, 0.7])
 @pytest.mark.parametrize("max_bytes", [gathered._MAX_BYTES, 1], ids=["together", "one-by-one"])
 @pytest.mark.parametrize("step", STEPS)
 def test_gathered_equals_float64(
     dtype: torch.dtype,
     sliding_window: int | None,
     max_bytes: int,
+    score_cap: float | None,
     step: str,
     device: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -66,10 +80,10 @@ def test_gathered_equals_float64(
     monkeypatch.setattr(gathered, "_MAX_BYTES", max_bytes)
 
     def attend_gathered(step: Step, out: torch.Tensor) -> None:
-        window, maps = step.sliding_window, replace(step.maps, block_tables=())
-        gathered.paged_attention(step.q, step.k_cache, step.v_cache, maps, scale=SCALE, sliding_window=window, out=out)
+        maps = replace(step.maps, block_tables=())
+        gathered.paged_attention(step.q, step.k_cache, step.v_cache, maps, scale=SCALE, **step.options, out=out)
 
-    check(Case(STEPS[step], 6, 2, 20, 4, dtype, sliding_window, True), device, attend_gathered)
+    check(Case(STEPS[step], 6, 2, 20, 4, dtype, sliding_window, score_cap), device, attend_gathered)
 
 
 def test_gathered_serves_decode_tokens_together() -> None:

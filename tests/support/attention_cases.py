@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -32,6 +33,7 @@ class Case:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     sliding_window: int | None = None
+    score_cap: float | None = None
     scatter: bool = True
     num_spare_columns: int = 0
     num_spare_tokens: int = 0
@@ -47,6 +49,11 @@ class Step:
     v_cache: torch.Tensor
     maps: AttentionMaps
     sliding_window: int | None
+    score_cap: float | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"sliding_window": self.sliding_window, "score_cap": self.score_cap}
 
     def to(self, device: str) -> Step:
         """This step's tensors there. Queries stay a slice of a packed product."""
@@ -60,7 +67,7 @@ class Step:
         num_heads = self.q.shape[1]
         packed = torch.cat((self.q, self.k_cache.new_zeros(len(self.q), *self.k_cache.shape[2:])), 1).to(device)
         caches = self.k_cache.to(device), self.v_cache.to(device)
-        return Step(packed[:, :num_heads], *caches, maps, self.sliding_window)
+        return Step(packed[:, :num_heads], *caches, maps, self.sliding_window, self.score_cap)
 
 
 def make_step(case: Case) -> Step:
@@ -79,7 +86,7 @@ def make_step(case: Case) -> Step:
     num_tokens = maps.query_starts[-1] + case.num_spare_tokens
     # Queries come as a slice of a packed product, so the rows are wider than the heads.
     packed = torch.randn(num_tokens, case.num_heads + case.kv_heads, case.head_dim, generator=generator).to(case.dtype)
-    return Step(packed[:, : case.num_heads], k_cache, v_cache, maps, case.sliding_window)
+    return Step(packed[:, : case.num_heads], k_cache, v_cache, maps, case.sliding_window, case.score_cap)
 
 
 def make_maps(case: Case) -> tuple[AttentionMaps, int]:
@@ -114,9 +121,7 @@ def make_maps(case: Case) -> tuple[AttentionMaps, int]:
 def float64_truth(step: Step) -> torch.Tensor:
     """[tokens, num_heads, head_dim] in the step's dtype; zero behind the last sequence. `step` is on the CPU."""
     out = torch.zeros(step.q.shape, dtype=step.q.dtype)
-    reference.paged_attention(
-        step.q, step.k_cache, step.v_cache, step.maps, scale=SCALE, sliding_window=step.sliding_window, out=out
-    )
+    reference.paged_attention(step.q, step.k_cache, step.v_cache, step.maps, scale=SCALE, **step.options, out=out)
     return out
 
 

@@ -23,7 +23,9 @@ INTEGERS = dict.fromkeys(
 )
 
 
-def compile_attention(tile: TileConfig, heads: Heads, block_size: int, *, is_split: bool) -> None:
+def compile_attention(
+    tile: TileConfig, heads: Heads, block_size: int, *, is_split: bool, has_cap: bool = False
+) -> None:
     """One variant; the sum of the splits with it."""
     name, head_dim = NAMES[heads.element_bytes], heads.head_dim
     constants = {"HEAD_DIM": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim)}
@@ -35,6 +37,7 @@ def compile_attention(tile: TileConfig, heads: Heads, block_size: int, *, is_spl
             "out_ptr": target,
             "lse_ptr": "*fp32",
             "scale": "fp32",
+            "cap": "fp32",
             **POINTERS,
             **INTEGERS,
         },
@@ -48,6 +51,7 @@ def compile_attention(tile: TileConfig, heads: Heads, block_size: int, *, is_spl
             "BLOCK_N": tile.block_n,
             "STAGES": tile.stages,
             "HAS_WINDOW": heads.sliding_window is not None,
+            "HAS_CAP": has_cap,
             "SPLIT": is_split,
             "PRECISION": "ieee" if name == "fp32" else "tf32",
         },
@@ -71,4 +75,4 @@ if __name__ == "__main__":
             compile_attention(tile_for(table, heads, is_decode=is_decode), heads, 16, is_split=is_decode)
     for is_decode in (True, False):
         heads = Heads(6, 2, 80, 2, 1024)
-        compile_attention(tile_for(table, heads, is_decode=is_decode), heads, 128, is_split=not is_decode)
+        compile_attention(tile_for(table, heads, is_decode=is_decode), heads, 128, is_split=not is_decode, has_cap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -218,6 +219,15 @@ def test_the_service_keeps_away_what_attention_refuses(
     )
     said = refuses(shapes)
     assert (said is None) == (refused is None), f"the service says {said!r}, the stand-in {refused!r}"
+
+
+def test_the_service_keeps_caps_away_from_attention() -> None:
+    """The operator has no argument for them; plain torch serves such a model."""
+    from kernels.paged_attention.npu import refuses
+
+    shapes = ProbeShapes(dtype="bfloat16", block_size=128)
+    assert refuses(shapes) is None
+    assert refuses(replace(shapes, score_cap=50.0)) == "it does not cap scores"
 
 
 def test_the_16_bit_rule_can_be_lifted() -> None:
