@@ -16,12 +16,26 @@ import logging
 import secrets
 from dataclasses import dataclass, field
 from functools import partial
+from typing import assert_never
 
 import msgspec
 
 from service.cluster.engines import expected_tokens
 from service.engine.client import EngineClient
-from service.engine.messages import Abort, Ask, Evict, Fatal, FromEngine, Load, Stats, Submit, ToEngine, Tokens
+from service.engine.messages import (
+    Abort,
+    Ask,
+    Drain,
+    Evict,
+    Fatal,
+    FromEngine,
+    Keep,
+    Load,
+    Stats,
+    Submit,
+    ToEngine,
+    Tokens,
+)
 from service.engine.streams import EngineDied, TokenStream
 from service.engine.wire import frame, read_to_engine
 
@@ -141,8 +155,14 @@ class Relay:
                 self._client.load(message.adapter)
             case Evict():
                 self._client.evict(message.adapter)
+            case Keep():  # the pins of the store, which are the same for all its servers
+                self._client.keep(message.adapters)
             case Ask():
                 self._client.ask()
+            case Drain():
+                log.error("a server that may not has asked for the engine's end")
+            case _:
+                assert_never(message)
 
     def _forward(self, connection: _Connection, request_id: str, stream: TokenStream) -> None:
         # Of an engine that died the connection's end tells.

@@ -161,6 +161,15 @@ def test_an_upload_is_there_for_the_next_request_on_every_replica(server: RaySer
     assert server.http.post("/v1/completions", json=_body("mine")).status_code == 404
 
 
+def test_a_pinned_adapter_is_on_every_replica(server: RayServer) -> None:
+    wait_for(server.is_whole, "both engines")
+    path = f"/v1/adapters/{NAMES[1]}"
+    assert server.http.put(f"{path}/pin").status_code == 200
+    pinned = dict.fromkeys(server.replicas(), "device")
+    wait_for(lambda: server.http.get(path).json()["replicas"] == pinned, "both to have it")
+    assert server.http.delete(f"{path}/pin").status_code == 200
+
+
 def _lose(server: RayServer, pid: int) -> None:
     """Requests all the while; a stream with each engine, of which one is cut off."""
     expected = {name: server.text(name) for name in NAMES}
