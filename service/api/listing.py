@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from adapters.index import Query, Row
 from service.api.errors import BadRequest, quoted
 from service.api.namespace import Namespace
-from service.api.state import Services, Tier
+from service.api.state import Services
+from service.engine.messages import Tier
 
 MOST_PER_PAGE = 1000
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakValueDictionary
 
 from fastapi import Request
@@ -18,10 +18,12 @@ from adapters.paths import layout_fingerprint
 from adapters.records import AdapterRecord
 from adapters.store import AdapterStore
 from service.api.adapter_metrics import VersionOf
+from service.api.engine import Engine
 from service.api.errors import NotReady, QueueFull
+from service.api.gate import Gate
 from service.api.metrics import Metrics
 from service.api.sampling import SamplingDefaults
-from service.engine.messages import EngineSaid, Finished, Ready, Stats, Submit, Tier, Tokens
+from service.engine.messages import Ready
 from service.grammars.trial import GrammarTrial
 from service.payer import PAYER
 from service.settings import Settings
@@ -29,111 +31,6 @@ from service.tenants.tenants import Tenants
 from service.text.chat_template import ChatTemplate
 from service.text.template_worker import AdapterTemplate, TemplateWorkers
 from service.text.tokenizer import TextTokenizer
-
-
-class Messages(Protocol):
-    """What an engine says of one request; `service.engine.streams.TokenStream` is the real one."""
-
-    def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever there is something to `poll`, now if there is already."""
-
-    def poll(self) -> Tokens | Finished | None:
-        """The next message, None while there is none. Raises EngineDied."""
-
-
-class Engine(Protocol):
-    """What the routers need of the engine client; `service.engine.client.EngineClient` is the real one."""
-
-    @property
-    def state(self) -> str:
-        """ "starting", "ready", "restarting", "draining" or "down"."""
-
-    @property
-    def state_error(self) -> str | None:
-        """One sentence about the last death of the engine, if it died."""
-
-    @property
-    def ready(self) -> Ready | None:
-        """Sizes of the running engine; None while there is none."""
-
-    @property
-    def stats(self) -> Stats | None:
-        """The last Stats of the running engine; None while there is none."""
-
-    @property
-    def tiers(self) -> Mapping[str, Tier]:
-        """Where the running engine holds adapters, by digest; those that are not named are on disk alone."""
-
-    @property
-    def num_restarts(self) -> int:
-        """How often an engine was started again."""
-
-    def replicas(self) -> Mapping[str, EngineSaid]:
-        """Of several engines, each by its name; empty where there is one."""
-
-    def places_of(self, digest: str) -> Mapping[str, Tier]:
-        """Of several engines, those that hold an adapter."""
-
-    def submit(self, request: Submit) -> Messages:
-        """Send at once; the messages end with Finished, or EngineDied is raised."""
-
-    def abort(self, request_id: str) -> None:
-        """Free everything of the request; unknown ids are ignored."""
-
-    def load(self, adapter: str) -> None:
-        """Hint that the adapter will be used."""
-
-    def evict(self, adapter: str) -> None:
-        """Free its rows and host memory."""
-
-    def keep(self, adapters: Collection[str]) -> None:
-        """Have these on the device, asked for or not, and no others for that reason; later engines too."""
-
-
-class Gate:
-    """Counts the sequences, or calls, that wait or run, so that a full queue answers at once instead of growing.
-
-    One payer alone may take all `limit` places. That keeps nobody out: a payer that has less than its part, `limit` by
-    the number of those that hold places, gets in beyond the limit, up to twice the limit in all.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.num_open = 0
-        self._held: dict[str, int] = {}  # by payer; none holds 0
-
-    def enter(self, num_sequences: int, payer: str = "") -> None:
-        """Take places. QueueFull if the payer may not have all of them."""
-        held = self._held.get(payer, 0)
-        part = self.limit // (len(self._held) + (held == 0))
-        most = self.limit if held + num_sequences > part else 2 * self.limit
-        if self.num_open + num_sequences > most:
-            raise QueueFull(
-                f"{self.num_open} of {self.limit} places are taken and this request needs {num_sequences}; "
-                "send it again later, or fewer at a time.",
-                headers={"Retry-After": "1"},
-            )
-        self.num_open += num_sequences
-        if num_sequences:
-            self._held[payer] = held + num_sequences
-
-    def leave(self, num_sequences: int, payer: str = "") -> None:
-        """Give a payer's places back."""
-        self.num_open -= num_sequences
-        held = self._held.pop(payer, 0) - num_sequences
-        assert held >= 0, "more places were given back than taken"
-        if held:
-            self._held[payer] = held
-
-    @contextmanager
-    def places(self, num_places: int = 1, payer: str = "") -> Iterator[None]:
-        """Held inside; all there are, if that is fewer. QueueFull if they are not free."""
-        num_places = min(num_places, self.limit)
-        self.enter(num_places, payer)
-        try:
-            yield
-        finally:
-            self.leave(num_places, payer)
 
 
 @dataclass

@@ -17,12 +17,13 @@ from service.api import batch, chat, completions, plans
 from service.api import tokenize as tokenize_module
 from service.api.admission import admit
 from service.api.errors import BadRequest, BodyTooLarge, QueueFull, UnknownModel, status_of
+from service.api.gate import Gate
 from service.api.generation import Piece
 from service.api.places import enter
 from service.api.prompts import Prompt, chat_prompt
 from service.api.sampling import SamplingDefaults
 from service.api.schemas import BatchRequest, ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
-from service.api.state import Gate, Services
+from service.api.state import Services
 from service.api.targets import Target, resolve
 from service.engine.messages import TokenLogprob
 from service.tenants.keys_file import Limits

@@ -13,9 +13,10 @@ from fastapi import Response
 
 from service.api import adapters, auth, health, models, tokenize
 from service.api.errors import QueueFull
+from service.api.gate import Gate
 from service.api.metrics import Metrics
 from service.api.schemas import DetokenizeRequest, TokenizeRequest
-from service.api.state import Gate, Services
+from service.api.state import Services
 from service.tenants.tenants import Tenants
 from tests.support.server import Server
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from service.api.errors import QueueFull
-from service.api.state import Gate
+from service.api.gate import Gate
 
 
 def test_one_alone_has_all_places() -> None:

@@ -1,0 +1,67 @@
+"""What the API needs of an engine; `service.engine.client` and `service.cluster.engines` have the real ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Protocol
+
+from service.engine.messages import EngineSaid, Finished, Ready, Stats, Submit, Tier, Tokens
+
+
+class Messages(Protocol):
+    """What an engine says of one request; `service.engine.streams.TokenStream` is the real one."""
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call `listener` whenever there is something to `poll`, now if there is already."""
+
+    def poll(self) -> Tokens | Finished | None:
+        """The next message, None while there is none. Raises EngineDied."""
+
+
+class Engine(Protocol):
+    """What the routers need of the engine client; `service.engine.client.EngineClient` is the real one."""
+
+    @property
+    def state(self) -> str:
+        """ "starting", "ready", "restarting", "draining" or "down"."""
+
+    @property
+    def state_error(self) -> str | None:
+        """One sentence about the last death of the engine, if it died."""
+
+    @property
+    def ready(self) -> Ready | None:
+        """Sizes of the running engine; None while there is none."""
+
+    @property
+    def stats(self) -> Stats | None:
+        """The last Stats of the running engine; None while there is none."""
+
+    @property
+    def tiers(self) -> Mapping[str, Tier]:
+        """Where the running engine holds adapters, by digest; those that are not named are on disk alone."""
+
+    @property
+    def num_restarts(self) -> int:
+        """How often an engine was started again."""
+
+    def replicas(self) -> Mapping[str, EngineSaid]:
+        """Of several engines, each by its name; empty where there is one."""
+
+    def places_of(self, digest: str) -> Mapping[str, Tier]:
+        """Of several engines, those that hold an adapter."""
+
+    def submit(self, request: Submit) -> Messages:
+        """Send at once; the messages end with Finished, or EngineDied is raised."""
+
+    def abort(self, request_id: str) -> None:
+        """Free everything of the request; unknown ids are ignored."""
+
+    def load(self, adapter: str) -> None:
+        """Hint that the adapter will be used."""
+
+    def evict(self, adapter: str) -> None:
+        """Free its rows and host memory."""
+
+    def keep(self, adapters: Collection[str]) -> None:
+        """Have these on the device, asked for or not, and no others for that reason; later engines too."""
