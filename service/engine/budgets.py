@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from service.engine.config import EngineOptions, default_block_size_tokens
+import msgspec
+
+from service.engine.config import EngineConfig, EngineOptions, default_block_size_tokens
 from service.models.errors import ModelError
 
 MIB, GIB = 2**20, 2**30
@@ -115,6 +117,29 @@ def decide_budgets(
         side_bytes=side_bytes,
         step_bytes=step_bytes,
     )
+
+
+def budgets_behind_graphs(
+    options: EngineOptions,
+    decided: EngineConfig,
+    sizes: ModelSizes,
+    device_type: str,
+    free_bytes: int,
+    graph_bytes: int,
+) -> Budgets:
+    """What was decided, but for the KV cache, which has what is left. Raises ModelError if that is too little.
+
+    free_bytes   of the device, with the weights loaded and without rows
+    graph_bytes  that captured steps will take, as measured
+    """
+    settled = msgspec.structs.replace(
+        options,
+        token_budget=decided.token_budget,
+        max_sequences=decided.max_sequences,
+        row_bytes=decided.row_bytes,
+        side_bytes=decided.side_bytes,
+    )
+    return decide_budgets(settled, sizes, device_type, free_bytes, graph_bytes=graph_bytes)
 
 
 def _side_bytes(sizes: ModelSizes, device_type: str) -> int:

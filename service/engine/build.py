@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -14,16 +15,18 @@ from adapters.host_tier import HostTier
 from adapters.row_plan import row_bytes
 from adapters.row_pool import RowPool
 from adapters.side_plan import side_unit_bytes
+from kernels.compile_ahead import warm_up_ahead
 from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.platform import Platform, detect, find_device, in_use, prepare
 from kernels.probe.choose import choose_implementations
 from kernels.probe.results import OpReport
 from kernels.probe.shapes import ProbeShapes
 from service.engine.brief_thread import BriefThread
-from service.engine.budgets import ModelSizes, decide_budgets, sentences
+from service.engine.budgets import Budgets, ModelSizes, budgets_behind_graphs, decide_budgets, sentences, shown
 from service.engine.captured_steps import Graphs
 from service.engine.config import EngineConfig, EngineOptions
 from service.engine.engine import Engine
+from service.engine.graph_memory import TRIAL_BLOCKS, measure_graphs
 from service.engine.messages import OpInUse
 from service.engine.residency import HostSource, Loader
 from service.engine.runner import ModelRunner
@@ -39,7 +42,7 @@ from service.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
-# Kept free for captured steps beside the memory of the largest one; what other engines need for as many. Not measured.
+# What captured steps are expected to take until it is measured: when rows are sized.
 GRAPH_BYTES = 2 << 30
 # To bring an adapter from disk to the device, in times of bringing it from host memory. Not measured on a GPU: an NVMe
 # disk gives 5 GB/s or so, pinned memory ten times that.
@@ -53,6 +56,7 @@ def build_engine(
     adapters: HostSource | None = None,
     graphs: Graphs | None = None,
     loader: Loader | None = None,
+    free_bytes: Callable[[str], int] = lambda device: free_memory_bytes(device),
 ) -> Engine:
     """Probe the ops, load the model, decide what the options leave open, and allocate everything. Raises ValueError
     with one sentence if the engine cannot start.
@@ -61,18 +65,17 @@ def build_engine(
     adapters      where adapters come from; None: a host tier over the store of the options
     graphs        how steps are captured; None: the device's own way, if it has one
     loader        reads adapters and compiles grammars; None: a thread for each, while there is something to do
+    free_bytes    of a device, now
     """
     device = find_device(options.device)
     if device != options.device:
         log.info("device: %s, the best that was found (--device names another)", device)
     prepare(device)
     # Before the weights are loaded, caches are as large as they can come to be.
-    expected, _ = decide(options, device)
+    expected, _ = decide(options, device, free_bytes=free_bytes)
     platform, reports = choose_implementations(device, shapes_to_probe(expected))
     loaded = load_model(Path(options.model_dir), dtype=options.dtype, device=device, open_tensors=open_tensors)
-    config, reasons = decide(options, device)
-    for reason in reasons:
-        log.info("%s", reason)
+    config, reasons = decide(options, device, free_bytes=free_bytes)
     rows: RowPool | None = None
     host: HostSource | None = None
     if config.row_bytes > 0:
@@ -98,7 +101,17 @@ def build_engine(
         )
         loaded.model.bind_rows(rows)
     ops = tuple(one for report in reports for one in _in_use(report))
-    runner = ModelRunner(loaded, config, platform, graphs)
+    is_warm = False
+    if options.kv_bytes is None:
+        trial = ModelRunner(loaded, config, platform, graphs, num_kv_blocks=TRIAL_BLOCKS)
+        is_warm = not trial.captured.is_off
+        graph_bytes = _graph_bytes(trial, rows, config, partial(free_bytes, device)) if is_warm else 0
+        del trial  # with its graphs and caches
+        if is_warm:
+            config, reasons = _decide_behind_graphs(options, config, free_bytes(device), graph_bytes)
+    for reason in reasons:
+        log.info("%s", reason)
+    runner = ModelRunner(loaded, config, platform, graphs, is_warm=is_warm)
     tokens = _token_table(Path(options.model_dir))
     adapter_loader = loader or BriefThread("adapter-loader")
     return Engine(runner, rows, host, config, ops, loader=adapter_loader, tokens=tokens, compiler=loader)
@@ -124,22 +137,48 @@ def _token_table(model_dir: Path) -> TokenTable | None:
         return None
 
 
-def decide(options: EngineOptions, device: str, weight_bytes: int = 0) -> tuple[EngineConfig, list[str]]:
+def decide(
+    options: EngineOptions,
+    device: str,
+    weight_bytes: int = 0,
+    *,
+    free_bytes: Callable[[str], int] = lambda device: free_memory_bytes(device),
+) -> tuple[EngineConfig, list[str]]:
     """The options with what they leave open decided for the device, "cuda:1" say, from the memory that is free on it
     now; and why, in a few lines for people. Raises ModelError, and BackendError for a device that is not there.
 
     weight_bytes  of a model that is still to be loaded
     """
     detect(device)  # torch's own error is no sentence
-    sizes, free_bytes = sizes_of(options, device), max(free_memory_bytes(device) - weight_bytes, 0)
+    sizes, num_free = sizes_of(options, device), max(free_bytes(device) - weight_bytes, 0)
     kind = device.partition(":")[0]
     is_capturing = kind == "cuda" or (kind == "npu" and options.npu_graphs)
     graph_bytes = GRAPH_BYTES if is_capturing and not options.eager else 0
-    budgets = decide_budgets(options, sizes, kind, free_bytes, graph_bytes=graph_bytes)
+    budgets = decide_budgets(options, sizes, kind, num_free, graph_bytes=graph_bytes)
+    return _decided(options, device, budgets), sentences(options, budgets, sizes, device, num_free)
+
+
+def _decided(options: EngineOptions, device: str, budgets: Budgets) -> EngineConfig:
     decided = {"device": device, **asdict(budgets)}
     del decided["step_bytes"]
-    config = EngineConfig(**(msgspec.structs.asdict(options) | decided))
-    return config, sentences(options, budgets, sizes, device, free_bytes)
+    return EngineConfig(**(msgspec.structs.asdict(options) | decided))
+
+
+def _decide_behind_graphs(
+    options: EngineOptions, config: EngineConfig, num_free: int, graph_bytes: int
+) -> tuple[EngineConfig, list[str]]:
+    """As `decide`, with the KV cache that rows, which are allocated, and graphs, which were measured, leave."""
+    device = config.device
+    sizes, num_before = sizes_of(options, device), num_free + config.row_bytes + config.side_bytes
+    budgets = budgets_behind_graphs(options, config, sizes, device.partition(":")[0], num_before, graph_bytes)
+    reasons = sentences(options, budgets, sizes, device, num_before)
+    return _decided(options, device, budgets), [*reasons, f"captured steps: {shown(graph_bytes)}, as measured"]
+
+
+def _graph_bytes(trial: ModelRunner, rows: RowPool | None, config: EngineConfig, free_bytes: Callable[[], int]) -> int:
+    """That captured steps will take; all kernels are compiled on the way."""
+    warm_up_ahead(lambda: trial.warm_up(config), config.device.partition(":")[0])
+    return measure_graphs(trial, rows, config, free_bytes)
 
 
 def free_memory_bytes(device: str) -> int:

@@ -1,10 +1,10 @@
 """Steps that are captured once for their sizes and replayed with any contents, so that the host launches them at once.
 
 A step is captured when its sizes are met first, or before the first request (`Engine.capture_steps`), and kept for the
-life of the engine, up to `MAX_GRAPHS`. Whatever a launcher decides on the host follows from the sizes, and all inputs
-lie where they lay: nothing else of the host runs at a replay. Larger steps, and those that want logits of many tokens
-or hidden states, run eagerly; so do all where an op's implementation looks at the host's view of a step, or where
-`eager` asks for it, and those that were not captured yet when a capture failed.
+life of the engine, up to the number that memory was kept for. Whatever a launcher decides on the host follows from the
+sizes, and all inputs lie where they lay: nothing else of the host runs at a replay. Larger steps, and those that want
+logits of many tokens or hidden states, run eagerly; so do all where an op's implementation looks at the host's view of
+a step, or where `eager` asks for it, and those that were not captured yet when a capture failed.
 Both ways take the same padded sizes and the same kernels, so their results are equal bit for bit.
 
 Who owns: the graphs own the memory of what lies between their inputs and the logits, which are written to one buffer
@@ -26,7 +26,6 @@ from service.models.batch import StepBatch
 
 log = logging.getLogger(__name__)
 
-MAX_GRAPHS = 512
 LARGE = "more tokens than are captured"
 MANY_LOGITS = "logits of many tokens"
 TOO_MANY = "too many sizes"
@@ -55,14 +54,16 @@ class Graphs(Protocol):
 class CapturedSteps:
     """See the module's docstring. `eager_reason`: why nothing is captured at all; None where steps are.
 
+    max_graphs    that memory is kept for
     num_replayed  steps so far
     eager         steps that ran otherwise, by their reason
     """
 
-    def __init__(self, graphs: Graphs | None, eager_reason: str | None) -> None:
+    def __init__(self, graphs: Graphs | None, eager_reason: str | None, *, max_graphs: int) -> None:
         assert (graphs is None) == (eager_reason is not None), "either graphs, or why not"
         self._graphs = graphs
         self._reason = eager_reason
+        self.max_graphs = max_graphs
         self._captured: dict[StepSizes, Graph] = {}
         self.num_replayed = 0
         self.eager: Counter[str] = Counter()
@@ -136,7 +137,7 @@ class CapturedSteps:
         if not is_padded:
             has_many = sizes.num_rows is not None and sizes.num_rows > sizes.num_sequences
             return MANY_LOGITS if has_many else LARGE
-        return TOO_MANY if len(self._captured) >= MAX_GRAPHS else None
+        return TOO_MANY if len(self._captured) >= self.max_graphs else None
 
     def forget_history(self) -> None:
         """Reset the counters; the graphs stay."""

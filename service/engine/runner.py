@@ -20,6 +20,9 @@ from service.engine.step_sizes import Padding, StepSizes, padded_tokens
 from service.models.batch import StepBatch
 from service.models.errors import ModelError
 
+# Captured beside those that are planned: steps of adapters that have more than rows.
+SPARE_GRAPHS = 64
+
 if TYPE_CHECKING:
     from service.models.loader import LoadedModel
 
@@ -78,10 +81,22 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """A loaded model, its LoRA rows bound, with its caches. `graphs` None: the device's own, if it has such."""
+    """A loaded model, its LoRA rows bound, with its caches.
+
+    graphs          None: the device's own, if it has such
+    num_kv_blocks   of the KV cache, of a trial that writes to none but the null block; None: what the budget holds
+    is_warm         all that `warm_up` compiles is compiled
+    """
 
     def __init__(
-        self, loaded: LoadedModel, config: EngineConfig, platform: Platform, graphs: Graphs | None = None
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        platform: Platform,
+        graphs: Graphs | None = None,
+        *,
+        num_kv_blocks: int | None = None,
+        is_warm: bool = False,
     ) -> None:
         from service.models.caches import allocate_caches
 
@@ -89,12 +104,13 @@ class ModelRunner:
         self._model = loaded.model
         self._caches = allocate_caches(
             loaded.spec,
-            self.capacity.num_blocks,
+            num_kv_blocks or self.capacity.num_blocks,
             config.block_size_tokens,
             self.capacity.num_slots,
             loaded.dtype,
             loaded.device,
         )
+        self._is_warm = is_warm
         self._token_budget = config.token_budget
         self._has_lora = config.row_bytes > 0
         self._padding: Padding | None = None
@@ -108,15 +124,23 @@ class ModelRunner:
             self._logits = torch.empty(shape, dtype=loaded.dtype, device=loaded.device)
         if reason is None and graphs is None:
             graphs = _graphs_of(loaded.device)
-        self.captured = CapturedSteps(None if reason else graphs, reason)
+        num_planned = sum(map(len, self._planned()))
+        self.captured = CapturedSteps(None if reason else graphs, reason, max_graphs=num_planned + SPARE_GRAPHS)
 
     def warm_up(self, config: EngineConfig) -> None:
         """See `Runner.warm_up`; the model's LoRA rows are bound by now."""
+        if self._is_warm:
+            return
+        self._is_warm = True
         self._model.warm_up(self._caches, padded_tokens(config.token_budget), config.max_sequences)
 
     def sizes_to_capture(self) -> tuple[Sequence[StepSizes], Sequence[StepSizes]]:
         """See `Runner.sizes_to_capture`."""
-        if self._padding is None or self.captured.is_off:
+        return ((), ()) if self.captured.is_off else self._planned()
+
+    def _planned(self) -> tuple[Sequence[StepSizes], Sequence[StepSizes]]:
+        """Of the sizes that there are, if steps can be captured."""
+        if self._padding is None:
             return (), ()
         return self._padding.to_capture(
             token_budget=self._token_budget, has_lora=self._has_lora, num_window_rows=self.capacity.num_window_rows

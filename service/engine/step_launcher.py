@@ -135,19 +135,24 @@ class StepLauncher:
         """Capture steps of the sizes that are used most."""
         first, later = self._runner.sizes_to_capture()
         for sizes in first[:1]:  # what ops make at their first call must not be made in a capture
-            self._runner.run_with_hidden(self._empty(sizes), sizes)
+            self.run_eagerly(sizes)
         for sizes in first:
-            self._capture(sizes)
+            self.capture(sizes)
         self._to_capture.extend(later)
 
     def capture_next(self) -> bool:
         """Capture steps of one more size, which takes as long as a few steps; False if none is left."""
         if not self._to_capture:
             return False
-        self._capture(self._to_capture.popleft())
+        self.capture(self._to_capture.popleft())
         return True
 
-    def _capture(self, sizes: StepSizes) -> None:
+    def run_eagerly(self, sizes: StepSizes) -> None:
+        """Run an empty step of these sizes."""
+        self._runner.run_with_hidden(self._empty(sizes), sizes)
+
+    def capture(self, sizes: StepSizes) -> None:
+        """Capture steps of these sizes, unless they are."""
         if self._runner.captured.is_missing(sizes):
             self._runner.capture(self._empty(sizes), sizes)
 

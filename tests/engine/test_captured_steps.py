@@ -13,7 +13,6 @@ from service.engine.captured_steps import (
     FAILED,
     LARGE,
     MANY_LOGITS,
-    MAX_GRAPHS,
     TOO_MANY,
     UPDATE_FAILED,
     CapturedSteps,
@@ -90,7 +89,7 @@ def test_what_is_captured_before_the_first_request_is_padded_as_steps_are() -> N
 
 def test_a_step_is_captured_when_its_sizes_are_met_first_and_replayed_from_then_on() -> None:
     graphs, work = CountedGraphs(), []
-    steps = CapturedSteps(graphs, None)
+    steps = CapturedSteps(graphs, None, max_graphs=3)
     for _ in range(3):
         steps.run(BATCH, DECODE, True, lambda: work.append(1))
     steps.run(BATCH, MIXED, True, lambda: work.append(2))
@@ -101,10 +100,10 @@ def test_a_step_is_captured_when_its_sizes_are_met_first_and_replayed_from_then_
 
 def test_the_others_run_and_say_why() -> None:
     work: list[int] = []
-    steps = CapturedSteps(CountedGraphs(), None)
+    steps = CapturedSteps(CountedGraphs(), None, max_graphs=3)
     steps.run(BATCH, MIXED, False, lambda: work.append(1))
     steps.run(BATCH, replace(MIXED, num_rows=9), False, lambda: work.append(2))
-    off = CapturedSteps(None, "asked for")
+    off = CapturedSteps(None, "asked for", max_graphs=0)
     off.run(BATCH, DECODE, True, lambda: work.append(3))
     assert work == [1, 2, 3]
     assert dict(steps.eager) == {LARGE: 1, MANY_LOGITS: 1}
@@ -113,16 +112,16 @@ def test_the_others_run_and_say_why() -> None:
 
 
 def test_there_are_not_more_graphs_than_memory_was_kept_for() -> None:
-    steps = CapturedSteps(CountedGraphs(), None)
-    for index in range(MAX_GRAPHS + 2):
+    steps = CapturedSteps(CountedGraphs(), None, max_graphs=3)
+    for index in range(3 + 2):
         steps.run(BATCH, replace(MIXED, table_blocks=index), True, lambda: None)
-    assert steps.num_graphs == MAX_GRAPHS
+    assert steps.num_graphs == 3
     assert dict(steps.eager) == {TOO_MANY: 2}
 
 
 def test_a_capture_that_fails_leaves_steps_that_run(caplog: pytest.LogCaptureFixture) -> None:
     graphs, work = CountedGraphs(), []
-    steps = CapturedSteps(graphs, None)
+    steps = CapturedSteps(graphs, None, max_graphs=3)
     steps.run(BATCH, DECODE, True, lambda: work.append(1))
     graphs.fails = True
     for _ in range(2):
@@ -137,7 +136,7 @@ def test_a_capture_that_fails_leaves_steps_that_run(caplog: pytest.LogCaptureFix
 def test_an_update_that_fails_ends_the_replays(caplog: pytest.LogCaptureFixture) -> None:
     """Nothing of the step has run by then, so it runs eagerly, as all do from then on."""
     graphs, work = CountedGraphs(), []
-    steps = CapturedSteps(graphs, None)
+    steps = CapturedSteps(graphs, None, max_graphs=3)
     steps.run(BATCH, DECODE, True, lambda: work.append(1))
     graphs.updates_fail = True
     for index in (2, 3):

@@ -267,7 +267,7 @@ class MockRunner:
         self._lines = torch.full((config.max_sequences + 1,), -1)
         self.batches: list[StepBatch] = []
         self.num_logits: list[int] = []  # of each step
-        self.captured = CapturedSteps(None, "a mock")
+        self.captured = CapturedSteps(None, "a mock", max_graphs=0)
         self.before_run: Callable[[], None] = lambda: None
         self.capacity = Capacity(
             vocab_size=VOCAB,
