@@ -10,7 +10,7 @@ from service.api.reading import shown_tools
 from service.api.schemas import ChatRequest
 from service.api.tools import NamedTool
 from service.grammars.constraints import Constraint, text_constraint
-from service.grammars.tool_calls import HAS_MARK, Beside, lark_of_calls, lark_of_thoughts
+from service.grammars.tool_calls import Beside, lark_of_calls, lark_of_thoughts
 from service.text.answer_reader import Reading
 
 
@@ -21,8 +21,7 @@ def chat_constraint(
     ConstraintError for tools that are too large for a grammar, BadRequest for a call and another constraint at once.
 
     `required` and a named tool are enforced with all schemas. Where the model chooses, a tool that is `strict` has all
-    calls enforced, in formats that mark calls: in others a call cannot be told from text while it is written. An answer
-    that is constrained may be calls instead.
+    calls enforced. An answer that is constrained may be calls instead.
 
     answer       what other fields of the request constrain the answer to
     special_ids  ids of the special tokens by their texts
@@ -39,7 +38,7 @@ def chat_constraint(
             "`tool_choice` asks for a call, and another field says what the answer must be; send one of them.",
             param="tool_choice",
         )
-    is_strict = reading.calls.name in HAS_MARK and any(tool.function.strict for tool in tools)
+    is_strict = any(tool.function.strict for tool in tools)
     if answer is None and is_free and not is_strict:
         return None
     if isinstance(choice, NamedTool):

@@ -11,12 +11,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from service.grammars.constraints import json_rule
+from service.grammars.lark import NOTHING, Lark, Schema
 from service.text.calls.value_kinds import kinds_of, resolved
 
-_ANY = r"/(.|\n)*/"
-_NOTHING = '""'
-_THINK, _END_OF_THOUGHT = "<think>", "</think>"
 _PYTHON_NAME = re.compile(r"[^\W\d][\w-]*")
 # What a schema may hold that says all of its object by naming the properties.
 _PLAIN = frozenset(
@@ -40,9 +37,14 @@ _OF_TEXTS = frozenset(
 _END_OF_PARAMETER = "</parameter>"
 _END_OF_VALUE = rf'"\n{_END_OF_PARAMETER}"'
 
+_TAG = "<|python_tag|>"
+_BLANKS, _FEW_BLANKS = r"[ \t\r\n]*", r"[ \t\r\n]{0,16}"
+# What stands before the arguments, as models write it and `service.text.calls.llama3` reads it.
+_LLAMA3_HEAD = r'\{ ?("type" ?: ?"function" ?, ?)?"name" ?: ?"NAME" ?, ?"(parameters|arguments)" ?:'.replace(
+    " ?", _FEW_BLANKS
+)
+
 Beside = Literal["text", "answer"] | None
-# A tool: its name, and the JSON schema of its arguments.
-Schema = tuple[str, Mapping[str, Any]]
 
 
 def lark_of_calls(
@@ -59,8 +61,8 @@ def lark_of_calls(
 
     form         name of a format of `service.text.calls.formats`
     special_ids  ids of the special tokens by their texts
-    beside       text: any text may come as well, and no call has to, only for formats whose calls have a mark
-                 (`HAS_MARK`); answer: the rule `answer` may come instead, which is for others to add; None: nothing
+    beside       text: any text may come as well, and no call has to; answer: the rule `answer` may come instead, which
+                 is for others to add; None: nothing
     is_several   more than one call may come
     thinks       thoughts may come first, between their marks
     is_thinking  the prompt has begun one
@@ -68,10 +70,10 @@ def lark_of_calls(
     tools = [
         (name, {**schema, "additionalProperties": False} if _is_plain(schema) else schema) for name, schema in tools
     ]
-    lark = _Lark(special_ids)
+    lark = Lark(special_ids)
     head, calls = _FORMS[form](lark, tools, is_several)
     if beside == "text":
-        start = lark.free(head, calls, is_several=is_several)
+        start = lark.free(head, calls, is_several=is_several) if head else _free_llama3(lark, tools, is_several)
     else:
         start = f"{lark.text(head)} {calls}" if head else calls
     if beside == "answer":
@@ -83,80 +85,21 @@ def lark_of_calls(
 
 def lark_of_thoughts(special_ids: Mapping[str, int], *, is_thinking: bool) -> str:
     """Thoughts, and then the rule `answer`, which is for others to add."""
-    lark = _Lark(special_ids)
+    lark = Lark(special_ids)
     return "\n".join([f"start: {lark.thought(is_thinking=is_thinking)} answer", *lark.rules])
 
 
-HAS_MARK = frozenset({"hermes", "qwen3_coder", "mistral", "lfm2"})
-
-
-class _Lark:
-    """Rules of a grammar in the making."""
-
-    def __init__(self, special_ids: Mapping[str, int]) -> None:
-        self.rules: list[str] = []
-        self.special_ids = special_ids
-
-    def rule(self, body: str, options: str = "") -> str:
-        """A new rule; its name."""
-        name = f"part_{len(self.rules)}"
-        self.rules.append(f"{name}{options}: {body}")
-        return name
-
-    def text(self, text: str) -> str:
-        """A text, or the special token that it is."""
-        return f"<[{self.special_ids[text]}]>" if text in self.special_ids else json.dumps(text, ensure_ascii=False)
-
-    def json(self, schema: Mapping[str, Any]) -> str:
-        """A JSON value that is valid for a schema."""
-        return self.rule(json_rule(schema))
-
-    def object_with_name(self, tools: Sequence[Schema], arguments: str) -> str:
-        """`{"name": "f", "arguments": {...}}` of any of the tools."""
-        named = [
-            f"{json.dumps(f'{json.dumps(name)}, {json.dumps(arguments)}: ')} {self.json(schema)}"
-            for name, schema in tools
-        ]
-        return self.rule(f'"{{\\"name\\": " ({" | ".join(named)}) "}}"')
-
-    def up_to(self, mark: str) -> str:
-        """Any text, and the first mark after it."""
-        if mark in self.special_ids:  # no special token is part of any text
-            return f"{self.rule(_ANY)} {self.text(mark)}"
-        return self.rule(f"{_ANY} {self.text(mark)}", "[lazy]")
-
-    def free(self, mark: str, calls: str, *, is_several: bool) -> str:
-        """Texts, and calls behind marks."""
-        call = self.rule(f"{self.up_to(mark)} {calls}")
-        rest = self.rule(_ANY) if mark in self.special_ids else self.without(mark)
-        return f"({call}){'*' if is_several else '?'} {rest}"
-
-    def thought(self, *, is_thinking: bool) -> str:
-        """What the model thinks before anything else, to the end of the line breaks behind it."""
-        rest = rf"{self.up_to(_END_OF_THOUGHT)} /\n{{0,2}}/"
-        begun = rest if is_thinking else f"{self.text(_THINK)} {rest}"
-        return self.rule(begun) if is_thinking else f"({self.rule(begun)})?"
-
-    def without(self, mark: str, least: int = 0, most: int | None = None) -> str:
-        """Any text without a mark, of so many characters."""
-        name = f"TEXT_{len(self.rules)}"
-        inside = re.escape(mark).replace("/", r"\/")
-        length = "*" if not least and most is None else f"{{{least},{'' if most is None else most}}}"
-        self.rules.append(rf"{name}: /(.|\n){length}/ & ~/(.|\n)*{inside}(.|\n)*/")
-        return name
-
-
 # What calls begin with, and what follows it: a format's own function.
-_Form = Callable[[_Lark, Sequence[Schema], bool], tuple[str, str]]
+_Form = Callable[[Lark, Sequence[Schema], bool], tuple[str, str]]
 
 
-def _hermes(lark: _Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, str]:
+def _hermes(lark: Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, str]:
     start, end = "<tool_call>", lark.text("</tool_call>")
     call = rf'"\n" {lark.object_with_name(tools, "arguments")} "\n" {end}'
     return start, lark.rule(rf'{call} ("\n" {lark.text(start)} {call})*' if is_several else call)
 
 
-def _qwen3_coder(lark: _Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, str]:
+def _qwen3_coder(lark: Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, str]:
     start, end = "<tool_call>", lark.text("</tool_call>")
     in_json = [tool for tool in tools if not _is_xml(tool[1])]
     bodies = [
@@ -170,12 +113,35 @@ def _qwen3_coder(lark: _Lark, tools: Sequence[Schema], is_several: bool) -> tupl
     return start, lark.rule(rf'{call} ("\n" {lark.text(start)} {call})*' if is_several else call)
 
 
-def _llama3(lark: _Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, str]:  # noqa: ARG001
+def _llama3(lark: Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, str]:  # noqa: ARG001
     """One call: the template shows no history with more."""
     return "", lark.object_with_name(tools, "parameters")
 
 
-def _mistral(lark: _Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, str]:
+def _free_llama3(lark: Lark, tools: Sequence[Schema], is_several: bool) -> str:
+    """Texts, and calls among them. Calls have no mark, so no text holds what `service.text.calls.llama3` could read as
+    the beginning of one: the tag, or an object that names a tool first, or begins with another key that calls have."""
+    names = "|".join(re.escape(name) for name, _ in tools)
+    # A name that is written with escapes could be any.
+    named = rf'"name"{_BLANKS}:{_BLANKS}"(({names})"|[^"\\]*\\)'
+    begun = rf'\{{{_BLANKS}({named}|"(type|function|parameters|arguments)"{_BLANKS}:)'
+    is_special = _TAG in lark.special_ids
+    tag = re.escape(_TAG)
+    text = lark.terminal(rf"/(.|\n)*/ & ~/(.|\n)*({begun if is_special else f'{begun}|{tag}'})(.|\n)*/")
+    calls = []
+    for name, schema in tools:
+        head = _LLAMA3_HEAD.replace("NAME", re.escape(name))
+        arguments = rf"/{_FEW_BLANKS}/ {lark.json(schema)} /{_FEW_BLANKS}\}}/"
+        if is_special:
+            calls.append(f"{text} {lark.text(_TAG)} /{_FEW_BLANKS}{head}/ {arguments}")
+            begin = head
+        else:
+            begin = f"({tag}{_FEW_BLANKS})?{head}"
+        calls.append(f"{lark.rule(f'{text} /{begin}/', '[lazy]')} {arguments}")
+    return f"({lark.rule(' | '.join(calls))}){'*' if is_several else '?'} {text}"
+
+
+def _mistral(lark: Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, str]:
     start = "[TOOL_CALLS]"
     if "[ARGS]" not in lark.special_ids:
         return start, _in_list(lark, lark.object_with_name(tools, "arguments"), is_several)
@@ -184,7 +150,7 @@ def _mistral(lark: _Lark, tools: Sequence[Schema], is_several: bool) -> tuple[st
     return start, lark.rule(f"{call} ({lark.text(start)} {call})*" if is_several else call)
 
 
-def _lfm2(lark: _Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, str]:
+def _lfm2(lark: Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, str]:
     if all(_is_pythonic(name, schema) for name, schema in tools):
         called = [f'{lark.text(f"{name}(")} {_arguments(lark, schema)} ")"' for name, schema in tools]
         call = lark.rule(" | ".join(called))
@@ -193,7 +159,7 @@ def _lfm2(lark: _Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, 
     return "<|tool_call_start|>", f"{_in_list(lark, call, is_several)} {lark.text('<|tool_call_end|>')}"
 
 
-def _in_list(lark: _Lark, call: str, is_several: bool) -> str:
+def _in_list(lark: Lark, call: str, is_several: bool) -> str:
     return lark.rule(f'"[" {call} (", " {call})* "]"' if is_several else f'"[" {call} "]"')
 
 
@@ -211,13 +177,13 @@ def _is_pythonic(name: str, schema: Mapping[str, Any]) -> bool:
     return _is_plain(schema) and has_all and all(_PYTHON_NAME.fullmatch(one) for one in names)
 
 
-def _arguments(lark: _Lark, schema: Mapping[str, Any]) -> str:
+def _arguments(lark: Lark, schema: Mapping[str, Any]) -> str:
     """`a=1, b="x"` in the schema's order, without some of those that are not required. Values are JSON, of which all is
     read that the grammar allows."""
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     required = set(schema.get("required", ()))
     # From the last property on: what may come where none has been written, and where some have.
-    first = after = _NOTHING
+    first = after = NOTHING
     for name, value in reversed(schema.get("properties", {}).items()):
         given = {**value, **shared} if isinstance(value, dict) else value
         written = f"{lark.text(f'{name}=')} {lark.json(given)}"
@@ -251,7 +217,7 @@ def _choices(value: Mapping[str, Any]) -> list[str]:
     return choices
 
 
-def _parameters(lark: _Lark, schema: Mapping[str, Any]) -> str:
+def _parameters(lark: Lark, schema: Mapping[str, Any]) -> str:
     """Each in its own lines, in the schema's order, without some of those that are not required."""
     required = set(schema.get("required", ()))
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -263,10 +229,10 @@ def _parameters(lark: _Lark, schema: Mapping[str, Any]) -> str:
             text = f"{lark.json({**value, **shared} if isinstance(value, dict) else value)} {_END_OF_VALUE}"
         one = lark.rule(rf'{json.dumps(f"<parameter={name}>", ensure_ascii=False)} "\n" {text} "\n"')
         parts.append(one if name in required else f"{one}?")
-    return " ".join(parts) or _NOTHING
+    return " ".join(parts) or NOTHING
 
 
-def _text(lark: _Lark, value: Mapping[str, Any]) -> str:
+def _text(lark: Lark, value: Mapping[str, Any]) -> str:
     """A text as it is, and the mark behind it."""
     choices = _choices(value)
     if choices:

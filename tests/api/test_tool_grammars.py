@@ -16,7 +16,7 @@ import transformers
 
 from service.grammars.constraints import grammar_of, text_constraint
 from service.grammars.matching import TokenTable, compile_grammar
-from service.grammars.tool_calls import HAS_MARK, lark_of_calls
+from service.grammars.tool_calls import lark_of_calls
 from service.text.answer_reader import AnswerReader, Reading, Said, Thought
 from service.text.calls.call import Call
 from service.text.calls.formats import FORMATS
@@ -146,7 +146,7 @@ def test_thoughts_come_first(tokenizers: dict[tuple[str, bool], TextTokenizer], 
 
 
 @pytest.mark.parametrize("is_special", [False, True], ids=["text", "special tokens"])
-@pytest.mark.parametrize("name", sorted(HAS_MARK))
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_free_answer_holds_no_wrong_call(
     tokenizers: dict[tuple[str, bool], TextTokenizer], name: str, is_special: bool
 ) -> None:
@@ -173,6 +173,51 @@ def follows(tokenizer: TextTokenizer, lark: str, text: str) -> bool:
         and matcher.consume_tokens(token_ids)
         and matcher.is_accepting()
     )
+
+
+_CALL = '{"name": "calculate", "parameters": {"a": 1, "how": {}}}'
+_NO_CALL = '{"name": "calculate", "parameters": {"a": "x"}}'
+
+
+@pytest.mark.parametrize("is_special", [False, True], ids=["text", "special tokens"])
+@pytest.mark.parametrize(
+    ("text", "num_calls"),
+    [
+        (f"Wait: {_CALL} done", 1),
+        (f"<|python_tag|>{_CALL}; {_CALL}", 2),
+        ('{"name":"now","arguments":{}}', 1),
+        ('{\n  "type": "function",\n  "name": "now",\n  "parameters": {}\n}', 1),
+        ('{"name": "Bob", "name": "now", "parameters": {}} and {"a": {"name": 1}}', 0),
+        ("As {JSON} has it: {} and { and", 0),
+        (_NO_CALL, None),
+        (f"Wait: {_NO_CALL}", None),
+        (f"<|python_tag|>{_NO_CALL}", None),
+        ('<|python_tag|>{"name": "Bob", "parameters": {}}', None),
+        ('<|python_tag|>print("x")', None),
+        (_NO_CALL.replace("cal", "c\\u0061l"), None),
+        (_NO_CALL.replace('{"name', '{ \n"name'), None),
+        ('{"parameters": {"a": "x"}, "name": "calculate"}', None),
+        ('{"arguments":{"a": "x"}, "name": "calculate"}', None),
+        ('{"function": "calculate", "parameters": {"a": "x"}}', None),
+        ('{"type": "function", "name": "calculate", "parameters": {"a": "x"}}', None),
+        ('{"type": "x", "name": "calculate", "parameters": {"a": "x"}}', None),
+    ],
+)  # fmt: skip
+def test_calls_without_a_mark_are_enforced_among_texts(
+    tokenizers: dict[tuple[str, bool], TextTokenizer], text: str, num_calls: int | None, is_special: bool
+) -> None:
+    tokenizer = tokenizers["llama3_json", is_special]
+    tools = list(SCHEMAS.items())
+    for is_several in (False, True):
+        lark = lark_of_calls("llama3_json", tools, tokenizer.special_id_of, beside="text", is_several=is_several)
+        may_come = num_calls is not None and (is_several or num_calls < 2)
+        assert follows(tokenizer, lark, text) == may_come
+    calls = [one for one in read(text, "llama3_json", SCHEMAS) if isinstance(one, Call)]
+    if num_calls is None:
+        assert "print" in text or calls  # what is forbidden would have been one
+    else:
+        assert len(calls) == num_calls
+        check(calls, SCHEMAS)
 
 
 _TEXT = {"type": "string"}
@@ -366,6 +411,18 @@ def test_a_schema_that_cannot_be_followed_is_refused(talk: openai.OpenAI, speake
         talk.chat.completions.create(model=speaker, messages=ASK, tools=tools_of({"f": schema}), tool_choice="required")
     assert caught.value.param == "tools"
     assert caught.value.body["message"].startswith("`tools` ")  # type: ignore[index]
+
+
+@each_format
+def test_strict_is_looked_at_where_the_model_chooses(talk: openai.OpenAI, speaker: str) -> None:
+    """Only what is enforced can be refused for that it cannot be."""
+    asked: Any = {"model": speaker, "messages": ASK, "max_tokens": 2}
+    backwards = {
+        "f": {"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)"}}, "required": ["a"]}
+    }
+    assert talk.chat.completions.create(**asked, tools=tools_of(backwards)).choices
+    with pytest.raises(openai.BadRequestError, match="`tools` "):
+        talk.chat.completions.create(**asked, tools=tools_of(backwards, strict=True))
 
 
 ANSWER: dict[str, Any] = {

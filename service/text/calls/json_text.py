@@ -97,7 +97,7 @@ def _list_items(text: str) -> list[tuple[int, int]]:
 
 
 def _members(text: str) -> dict[str, str]:
-    """The texts of an object's values. ValueError if the text is no object."""
+    """The texts of an object's values, the first where a key comes twice. ValueError if the text is no object."""
     members: dict[str, str] = {}
     at = _skip(text, _expect(text, 0, "{"))
     while not text.startswith("}", at):
@@ -107,7 +107,7 @@ def _members(text: str) -> dict[str, str]:
         if not isinstance(key, str):
             raise ValueError("a key is no text")
         start, at = _span(text, _skip(text, _expect(text, _skip(text, end), ":")))
-        members[key] = text[start:at]
+        members.setdefault(key, text[start:at])
         at = _skip(text, at)
     _expect_end(text, at + 1)
     return members

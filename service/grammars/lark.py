@@ -1,0 +1,76 @@
+"""A grammar of Lark in the making, as llguidance reads it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from service.grammars.constraints import json_rule
+
+NOTHING = '""'
+_ANY = r"/(.|\n)*/"
+_THINK, _END_OF_THOUGHT = "<think>", "</think>"
+# A tool: its name, and the JSON schema of its arguments.
+Schema = tuple[str, Mapping[str, Any]]
+
+
+class Lark:
+    """Rules of a grammar in the making."""
+
+    def __init__(self, special_ids: Mapping[str, int]) -> None:
+        self.rules: list[str] = []
+        self.special_ids = special_ids
+
+    def rule(self, body: str, options: str = "") -> str:
+        """A new rule; its name."""
+        name = f"part_{len(self.rules)}"
+        self.rules.append(f"{name}{options}: {body}")
+        return name
+
+    def text(self, text: str) -> str:
+        """A text, or the special token that it is."""
+        return f"<[{self.special_ids[text]}]>" if text in self.special_ids else json.dumps(text, ensure_ascii=False)
+
+    def json(self, schema: Mapping[str, Any]) -> str:
+        """A JSON value that is valid for a schema."""
+        return self.rule(json_rule(schema))
+
+    def object_with_name(self, tools: Sequence[Schema], arguments: str) -> str:
+        """`{"name": "f", "arguments": {...}}` of any of the tools."""
+        named = [
+            f"{json.dumps(f'{json.dumps(name)}, {json.dumps(arguments)}: ')} {self.json(schema)}"
+            for name, schema in tools
+        ]
+        return self.rule(f'"{{\\"name\\": " ({" | ".join(named)}) "}}"')
+
+    def up_to(self, mark: str) -> str:
+        """Any text, and the first mark after it."""
+        if mark in self.special_ids:  # no special token is part of any text
+            return f"{self.rule(_ANY)} {self.text(mark)}"
+        return self.rule(f"{_ANY} {self.text(mark)}", "[lazy]")
+
+    def free(self, mark: str, calls: str, *, is_several: bool) -> str:
+        """Texts, and calls behind marks."""
+        call = self.rule(f"{self.up_to(mark)} {calls}")
+        rest = self.rule(_ANY) if mark in self.special_ids else self.without(mark)
+        return f"({call}){'*' if is_several else '?'} {rest}"
+
+    def thought(self, *, is_thinking: bool) -> str:
+        """What the model thinks before anything else, to the end of the line breaks behind it."""
+        rest = rf"{self.up_to(_END_OF_THOUGHT)} /\n{{0,2}}/"
+        begun = rest if is_thinking else f"{self.text(_THINK)} {rest}"
+        return self.rule(begun) if is_thinking else f"({self.rule(begun)})?"
+
+    def without(self, mark: str, least: int = 0, most: int | None = None) -> str:
+        """Any text without a mark, of so many characters."""
+        inside = re.escape(mark).replace("/", r"\/")
+        length = "*" if not least and most is None else f"{{{least},{'' if most is None else most}}}"
+        return self.terminal(rf"/(.|\n){length}/ & ~/(.|\n)*{inside}(.|\n)*/")
+
+    def terminal(self, body: str) -> str:
+        """A new terminal, a regular expression; its name."""
+        name = f"TEXT_{len(self.rules)}"
+        self.rules.append(f"{name}: {body}")
+        return name
