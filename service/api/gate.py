@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from service.api.errors import QueueFull
+from service.payer import PAYER
 
 
 class Gate:
@@ -44,9 +45,9 @@ class Gate:
             self._held[payer] = held
 
     @contextmanager
-    def places(self, num_places: int = 1, payer: str = "") -> Iterator[None]:
-        """Held inside; all there are, if that is fewer. QueueFull if they are not free."""
-        num_places = min(num_places, self.limit)
+    def places(self, num_places: int = 1) -> Iterator[None]:
+        """Held inside by who pays for the request; all there are, if that is fewer. QueueFull if they are not free."""
+        payer, num_places = PAYER.get(), min(num_places, self.limit)
         self.enter(num_places, payer)
         try:
             yield

@@ -17,6 +17,7 @@ from service.api.gate import Gate
 from service.api.metrics import Metrics
 from service.api.schemas import DetokenizeRequest, TokenizeRequest
 from service.api.state import Services
+from service.payer import PAYER
 from service.tenants.tenants import Tenants
 from tests.support.server import Server
 
@@ -117,6 +118,29 @@ def test_they_have_places_and_no_more_run_than_there_are(
     assert (parts.calls.num_open, parts.gate.num_open) == (0, 0)
     assert slow.threads
     assert threading.main_thread() not in slow.threads
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_one_payer_that_has_all_places_keeps_nobody_out(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[Any], Any]
+) -> None:
+    slow = Slow()
+    request, parts = a_request(monkeypatch, slow)
+
+    async def run() -> None:
+        PAYER.set("flood")
+        running = [asyncio.create_task(call(request)) for _ in range(NUM_PLACES)]
+        await asyncio.sleep(0)
+        assert parts.calls.num_open == NUM_PLACES
+        PAYER.set("another")
+        late = asyncio.create_task(call(request))
+        await asyncio.sleep(0)
+        assert parts.calls.num_open == NUM_PLACES + 1
+        slow.go.set()
+        for answer in await asyncio.gather(*running, late):
+            await sent(answer)
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 @pytest.mark.parametrize(
