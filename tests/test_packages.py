@@ -83,7 +83,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "service/api": (
         *("service.engine", "service.models", "service.tenants", "service.text", "service.grammars"),
         *("adapters", "kernels"),
-        *("service.settings", "service.logs", "service.version", "service.payer"),
+        *("service.settings", "service.logs", "service.version", "service.payer", "service.fair_pool"),
     ),
     # A client of a server that runs elsewhere.
     "service/client.py": ("service.version",),

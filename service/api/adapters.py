@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import ExitStack
 from typing import Annotated, Any
 
@@ -24,6 +23,7 @@ from service.api.openapi import DELETE_ERRORS, UPLOAD_BODY, UPLOAD_ERRORS, error
 from service.api.probe import probe
 from service.api.requestlog import note
 from service.api.state import Services, services_of
+from service.api.threads import in_turn
 from service.api.upload import UploadQuery, in_upload_thread, receive_upload
 from service.logs import audit
 from service.payer import PAYER
@@ -156,7 +156,7 @@ async def remove_adapter(request: Request, name: str, condition: Condition) -> s
     services, caller = services_of(request), caller_of(request)
     store = require_store(services)
     full_name = namespace_of(request, store).find_own(name)
-    digest = await asyncio.to_thread(store.delete, full_name, condition)
+    digest = await in_turn(store.delete, full_name, condition)
     services.changed(full_name)
     note(request, adapter=full_name, digest=digest[:12])
     audit("deletion", tenant=caller.tenant.name, key=caller.key_id or None, adapter=full_name, digest=digest)

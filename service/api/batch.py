@@ -25,6 +25,7 @@ from service.api.schemas import MAX_PROMPT_LOGPROBS, BatchRequest, ChatRequest, 
 from service.api.sse import until_disconnect
 from service.api.state import Services, services_of
 from service.api.targets import resolve_name
+from service.api.threads import in_turn
 from service.api.validation import bad_request
 from service.logs import LOGGER
 from service.tenants.limits import Tenant
@@ -75,7 +76,7 @@ async def _admit_all(services: Services, caller: Caller, body: BatchRequest) -> 
     room for all of them."""
     tenant = caller.tenant
     # A thread: all items together may be as large as a body.
-    parsed = await asyncio.to_thread(lambda: [_parse(services, tenant, item) for item in body.items])
+    parsed = await in_turn(lambda: [_parse(services, tenant, item) for item in body.items])
     shares = [0 if isinstance(one, Exception) else num_sequences(services, tenant, one) for one in parsed]
     _check_size(sum(shares), most_sequences(services, tenant), "sequences")
     first = next((_model_of(services, one) for one in parsed if not isinstance(one, Exception)), "")

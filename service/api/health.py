@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -13,6 +12,7 @@ from service.api.answers import HealthResponse, ReadyResponse, VersionResponse
 from service.api.errors import NotReady
 from service.api.openapi import errors
 from service.api.state import engine_sentence, services_of
+from service.api.threads import in_turn
 from service.version import server_version
 
 router = APIRouter(tags=["operation"])
@@ -92,5 +92,5 @@ async def metrics(request: Request, query: Annotated[_Query, Query()]) -> PlainT
     shown.adapters.labels("store").set(0 if store is None else store.num_names())
     shown.adapters_on_disk.set(0 if store is None else store.num_on_disk())
     with services.calls.places():
-        text = await asyncio.to_thread(shown.render, query.adapter)
+        text = await in_turn(shown.render, query.adapter)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -5,12 +5,10 @@ Small bodies take FastAPI's way, in the event loop; their size bounds what they 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi import Request, Response
@@ -18,7 +16,9 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
 from service.api.errors import BodyTooLarge, QueueFull
+from service.api.threads import in_turn
 from service.api.validation import bad_request
+from service.fair_pool import FairPool
 
 # Larger ones are parsed and validated in a thread.
 LARGE_BODY_BYTES = 1 << 16
@@ -31,7 +31,7 @@ _WINDOW_BYTES = 1 << 18
 _INSIDE_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _QUOTE, _BACKSLASH = b'"'[0], b"\\"[0]
 # One after the other, since parsed they take many times their size.
-_large_bodies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="large-body")
+_large_bodies = FairPool(1, "large-body")
 
 
 class BodyBudget:
@@ -97,8 +97,7 @@ class _JsonRequest(Request):
         try:
             if len(body) <= LARGE_BODY_BYTES:
                 return _parsed(body)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(_large_bodies, _validated, self._model, body)
+            return await in_turn(_validated, self._model, body, pool=_large_bodies)
         finally:
             # Nobody reads it again, and an answer may take minutes.
             self._body = b""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from adapters.index import Query, Row
 from service.api.errors import BadRequest, quoted
 from service.api.namespace import Namespace
 from service.api.state import Services
+from service.api.threads import in_turn
 from service.engine.messages import Tier
 
 MOST_PER_PAGE = 1000
@@ -55,7 +55,7 @@ def rows(services: Services, namespace: Namespace, filters: Filters, limit: int)
 async def listing(build: Callable[[], Any]) -> Response:
     """What `build` returns, built and written in a thread: other requests' streams go on meanwhile. Plain data, which
     is by far the quickest for a long list, or an answer's model."""
-    text = await asyncio.to_thread(lambda: msgspec.json.encode(build(), enc_hook=BaseModel.model_dump))
+    text = await in_turn(lambda: msgspec.json.encode(build(), enc_hook=BaseModel.model_dump))
     return Response(text, media_type="application/json")
 
 

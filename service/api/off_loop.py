@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
+
+from service.api.threads import in_turn
+from service.fair_pool import FairPool
 
 # Longer texts are tokenised in a thread, so that they do not hold up the streams of other requests.
 LONG_TEXT_CHARS = 20_000
 # Even longer ones one after another, as tokenising takes two hundred times their memory.
 _HUGE_TEXT_CHARS = 1 << 20
-_huge_texts = ThreadPoolExecutor(max_workers=1, thread_name_prefix="huge-text")
+_huge_texts = FairPool(1, "huge-text")
 
 T = TypeVar("T")
 
@@ -21,5 +22,5 @@ async def off_loop(work: Callable[[], T], *, size_chars: int) -> T:
     if size_chars < LONG_TEXT_CHARS:
         return work()
     if size_chars < _HUGE_TEXT_CHARS:
-        return await asyncio.to_thread(work)
-    return await asyncio.get_running_loop().run_in_executor(_huge_texts, work)
+        return await in_turn(work)
+    return await in_turn(work, pool=_huge_texts)

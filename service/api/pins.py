@@ -15,6 +15,7 @@ from service.api.auth import namespace_of
 from service.api.listing import no_query
 from service.api.openapi import DELETE_ERRORS, errors
 from service.api.state import Services, services_of
+from service.api.threads import in_turn
 from service.logs import LOGGER
 
 router = APIRouter(tags=["adapters"])
@@ -53,7 +54,7 @@ async def _set_pinned(request: Request, name: str, is_pinned: bool) -> AdapterRe
     services = services_of(request)
     store = require_open_store(services)
     full_name = namespace_of(request, store).find_own(name)
-    await asyncio.to_thread(store.set_pinned, full_name, is_pinned)
+    await in_turn(store.set_pinned, full_name, is_pinned)
     services.changed(full_name)
     record = store.get(full_name)
     audit_change(request, "pin" if is_pinned else "unpin", record)
@@ -67,7 +68,7 @@ async def follow_pins(services: Services, store: AdapterStore) -> None:
     while True:
         retry_seconds = None
         try:
-            found = await asyncio.to_thread(store.pins)
+            found = await in_turn(store.pins)
         except Exception:
             LOGGER.exception("what is pinned cannot be told; the next attempt is soon")
             found, retry_seconds = told, _RETRY_SECONDS

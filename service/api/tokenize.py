@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import ExitStack
 
 from fastapi import APIRouter, Request, Response
@@ -21,6 +20,7 @@ from service.api.schemas import DetokenizeRequest, TokenizeRequest
 from service.api.sse import until_disconnect
 from service.api.state import Services, services_of
 from service.api.targets import resolve
+from service.api.threads import in_turn
 from service.tenants.tenants import Caller
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)
@@ -115,5 +115,5 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         raise BadRequest(f"`tokens` holds {highest}, but the vocabulary ends at {vocab_size - 1}.", param="tokens")
     with ExitStack() as held:
         held.enter_context(services.calls.places(_num_places(len(body.tokens), _TOKENS_PER_PLACE)))
-        text = await asyncio.to_thread(services.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        text = await in_turn(services.tokenizer.decode, body.tokens, skip_special_tokens=False)
         return json_answer({"prompt": text}, held.pop_all().close)

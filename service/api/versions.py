@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
@@ -19,6 +18,7 @@ from service.api.openapi import DELETE_ERRORS, REPLACE_BODY, UPLOAD_ERRORS, erro
 from service.api.requestlog import note
 from service.api.schemas import RollbackRequest, VisibilityRequest
 from service.api.state import services_of
+from service.api.threads import in_turn
 from service.api.upload import UploadQuery, visible_to
 
 router = APIRouter(tags=["adapters"])
@@ -93,9 +93,7 @@ async def roll_back(request: Request, name: str, body: RollbackRequest) -> JSONR
     full_name = namespace_of(request, store).find_own(name)
     change = Change(caller_of(request).by, body.note)
     selector = "" if body.version is None else str(body.version)
-    record, created = await asyncio.to_thread(
-        store.rollback, full_name, selector, change, condition=condition_of(request)
-    )
+    record, created = await in_turn(store.rollback, full_name, selector, change, condition=condition_of(request))
     services.published(record)
     note(request, adapter=record.reference, digest=record.digest[:12], created=created)
     audit_change(request, "rollback", record, created=created)
@@ -115,7 +113,7 @@ async def change_visibility(request: Request, name: str, body: VisibilityRequest
     full_name = namespace_of(request, store).find_own(name)
     visibility, shared_with = visible_to(body.visibility, ",".join(body.shared_with))
     assert visibility is not None, "a field that must be there"
-    await asyncio.to_thread(store.set_visibility, full_name, visibility, shared_with)
+    await in_turn(store.set_visibility, full_name, visibility, shared_with)
     record = store.get(full_name)
     audit_change(request, "visibility", record, shared_with=",".join(shared_with) or None)
     return _answer(request, record)

@@ -1,0 +1,29 @@
+"""Threads for what would hold up the event loop: the payers take turns in them.
+
+With asyncio's own, whoever sends many long texts has others' deletions and listings wait behind all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextvars import copy_context
+from functools import partial
+from typing import Any, TypeVar
+
+from service.fair_pool import FairPool
+from service.payer import PAYER
+
+T = TypeVar("T")
+
+# As many as asyncio would have.
+NUM_THREADS = min(32, (os.cpu_count() or 1) + 4)
+_USUAL = FairPool(NUM_THREADS, "api")
+
+
+async def in_turn(work: Callable[..., T], *arguments: Any, pool: FairPool = _USUAL, **named: Any) -> T:
+    """What `work` returns or raises, run in a thread when it is the payer's turn. The request's context is known there
+    as it is here. Cancelled before its turn, it never runs."""
+    here = copy_context()
+    return await asyncio.wrap_future(pool.submit(PAYER.get(), partial(here.run, work, *arguments, **named)))
