@@ -52,7 +52,8 @@ class BaseLayout:
                  bases of one shape are kept apart by it
     unadapted    modules whose adapters are not served, what is below them included: experts and their routers
     ties_head    the head is the token embedding
-    norms        of the hidden states: the modules whose weights an adapter may replace, and their widths
+    norms        of the hidden states and of the heads of attention: the modules whose weights an adapter may replace,
+                 and their widths
     """
 
     model_type: str

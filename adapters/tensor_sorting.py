@@ -124,7 +124,10 @@ def _sort_in_other(tensor: Tensor, known: KnownModules, others: OtherTensors) ->
         return _add_bias(tensor, *known.slices[module], others)
     if module is None and norm is None:
         if config.modules_to_save:
-            return "of whole modules (modules_to_save), norms of hidden states, the embedding and the head are applied"
+            return (
+                "of whole modules (modules_to_save), norms of hidden states and of attention heads, the embedding and "
+                "the head are applied"
+            )
         return "it is neither lora_A nor lora_B of a projection of this base model"
     is_saved = bool(config.modules_to_save) and wrapper not in ("base_layer", "original_module")
     if wrapper.startswith("modules_to_save") and not is_saved:

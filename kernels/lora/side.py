@@ -5,6 +5,7 @@ captured. A *line* of a tensor belongs to one adapter; line 0 is the base's own 
 
     scale_and_shift   out[t] = scale[line[t]] * out[t] + shift[line[t]]
     own_norm          out[t] = unit[t] * weights[line[t]]
+    own_head_norms    out[t, h] = unit(qkv[t, h]) * weights[line[t]]           of query and of key heads
     own_embedding     out[t] = tables[line[t] - 1][token_ids[t]]               where line[t] > 0
     own_head          out[t] = x[t] @ tables[line[t] - 1].T                    where line[t] > 0
 """
@@ -52,6 +53,27 @@ def scale_and_shift(out: torch.Tensor, vectors: SideVectors, lines: torch.Tensor
 def own_norm(unit: torch.Tensor, weights: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:
     """unit [tokens, width], normed without a weight, times weights [lines, width] float32; fresh, in unit's dtype."""
     return (unit.float() * weights.index_select(0, lines)).to(unit.dtype)
+
+
+def own_head_norms(
+    qkv: torch.Tensor,
+    weights: tuple[torch.Tensor, torch.Tensor],
+    num_heads: tuple[int, int],
+    lines: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """qkv [tokens, heads + 2 * kv_heads, head_dim] with its query and key heads x / sqrt(mean(x ** 2) + eps) times
+    weights [lines, head_dim] float32 of each; fresh. The values are as they were.
+
+    num_heads  (heads, kv_heads)
+    """
+    num_query, num_key = num_heads
+    parts = qkv.split((num_query, num_key, num_key), dim=1)
+    normed = [
+        functional.rms_norm(part.float(), part.shape[-1:], None, eps) * own.index_select(0, lines).unsqueeze(1)
+        for part, own in zip(parts, weights, strict=False)
+    ]
+    return torch.cat((*(part.to(qkv.dtype) for part in normed), parts[2]), dim=1)
 
 
 def own_embedding(

@@ -13,6 +13,7 @@ from kernels.platform import in_use
 from service.models.batch import StepBatch
 from service.models.caches import Caches, LayerCache
 from service.models.feed_forward import FeedForwardLayer, build_feed_forward
+from service.models.head_norms import HeadNorm
 from service.models.layers import Attention, GatedDeltaNet, RmsNorm, ShortConv
 from service.models.projection import RowSource, TokenEmbedding
 from service.models.rope import RotaryEmbedding, Rotation
@@ -46,10 +47,11 @@ class DecoderLayer:
         return self._end(self.mlp(normed, lora, window_rows), self.mlp_end_norm, lora)
 
     @property
-    def norms(self) -> list[RmsNorm]:
-        """Of the hidden states, in their order."""
+    def norms(self) -> list[RmsNorm | HeadNorm]:
+        """Whose weights adapters may replace: of the hidden states, and of the heads of attention."""
+        of_heads = self.mixer.head_norms if isinstance(self.mixer, Attention) else None
         each = (self.mixer_norm, self.mixer_end_norm, self.mlp_norm, self.mlp_end_norm)
-        return [norm for norm in each if norm is not None]
+        return [norm for norm in each if norm is not None] + list(of_heads.each if of_heads is not None else ())
 
     def _end(self, x: torch.Tensor, norm: RmsNorm | None, lora: LoraMaps | None) -> torch.Tensor:
         if norm is not None:
@@ -98,7 +100,7 @@ class Decoder:
         return None if bias is None else bias.float()
 
     def norm_weight(self, name: str) -> torch.Tensor:
-        """[hidden_size], as it multiplies."""
+        """[width], as it multiplies."""
         return self._norms[name].weight
 
     @property

@@ -22,6 +22,7 @@ from kernels.rotary_kv import ops as rotary_kv_ops
 from kernels.rotary_kv.ops import rotary_kv
 from service.models.batch import StepBatch
 from service.models.caches import ConvStates, DeltaStates, KvCache
+from service.models.head_norms import HeadNorms
 from service.models.projection import RowSource, side_of
 from service.models.rope import Rotation
 from service.models.spec import AttentionSpec, GatedDeltaSpec, ModelSpec, ShortConvSpec
@@ -75,15 +76,7 @@ class Attention:
         self._qkv = weights.projection(f"{prefix}.qkv_proj", bias=attention.input_bias)
         self._out = weights.projection(f"{prefix}.{attention.output}", bias=attention.output_bias)
         self._spec, self._head_eps = attention, spec.norm_eps
-        self._head_weight = None
-        if attention.head_norms is not None:
-            each = [
-                weights.norm(f"{prefix}.{name}", attention.head_dim, zero_centred=spec.zero_centred_norms)
-                for name in attention.head_norms
-            ]
-            # [num_heads + kv_heads, head_dim]
-            counts = (attention.num_heads, attention.num_kv_heads)
-            self._head_weight = torch.cat([w.expand(num, -1) for w, num in zip(each, counts, strict=True)])
+        self.head_norms = HeadNorms(weights, prefix, attention, spec) if attention.head_norms is not None else None
 
     @property
     def form(self) -> object:
@@ -92,8 +85,11 @@ class Attention:
 
     def warm_up(self, cache: KvCache, rotary_dim: int) -> None:
         """Compile what steps of any size need here."""
-        num_heads = self._spec.num_heads
-        rotary_kv_ops.warm_up(cache.k, num_heads, head_weight=self._head_weight, rotary_dim=rotary_dim)
+        num_heads, norms = self._spec.num_heads, self.head_norms
+        head_weight = None if norms is None else norms.weight
+        rotary_kv_ops.warm_up(cache.k, num_heads, head_weight=head_weight, rotary_dim=rotary_dim)
+        if norms is not None and norms.has_own:
+            rotary_kv_ops.warm_up(cache.k, num_heads, rotary_dim=rotary_dim)
         paged_attention_ops.warm_up(cache.k, num_heads, sliding_window=self._spec.sliding_window)
 
     def __call__(
@@ -106,6 +102,7 @@ class Attention:
         if spec.has_output_gate:
             query, gate = qkv[:, : 2 * spec.num_heads].unflatten(1, (-1, 2)).unbind(2)
             qkv = torch.cat((query, qkv[:, 2 * spec.num_heads :]), dim=1)
+        qkv, head_weight = (qkv, None) if self.head_norms is None else self.head_norms.apply(qkv, batch.lora)
         q = rotary_kv(
             qkv,
             rotation.cos,
@@ -113,7 +110,7 @@ class Attention:
             cache.k,
             cache.v,
             batch.attention.slot_mapping,
-            head_weight=self._head_weight,
+            head_weight=head_weight,
             eps=self._head_eps,
         )
         scale = rotation.score_factor * spec.scale

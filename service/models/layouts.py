@@ -7,7 +7,7 @@ projection, in the order in which the model multiplies them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,16 @@ from adapters.layout import BaseLayout, Group, Projection, Slice
 from service.models.config_json import read_config
 from service.models.errors import ModelError
 from service.models.families import model_spec
-from service.models.spec import FeedForward, GatedDeltaSpec, Mixer, MlpSpec, ModelSpec, MoeSpec, ShortConvSpec
+from service.models.spec import (
+    AttentionSpec,
+    FeedForward,
+    GatedDeltaSpec,
+    Mixer,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    ShortConvSpec,
+)
 
 __all__ = ["ModelError", "ModelSpec", "layout_in", "layout_of", "layout_of_spec", "model_spec"]
 
@@ -67,25 +76,28 @@ def layout_of_spec(spec: ModelSpec) -> BaseLayout:
         if isinstance(layer.mlp, MoeSpec)
         for module in layer.mlp.unadapted
     )
-    norms = tuple(Slice(name, spec.hidden_size) for name in _norms(spec))
     return BaseLayout(
         spec.model_type,
         spec.num_layers,
         spec.layer_prefix,
         tuple(projections),
         unadapted=unadapted,
-        norms=norms,
+        norms=tuple(_norms(spec)),
         ties_head=spec.tie_word_embeddings,
     )
 
 
-def _norms(spec: ModelSpec) -> list[str]:
-    """Of the hidden states, in the order of the forward pass."""
-    names = []
+def _norms(spec: ModelSpec) -> Iterator[Slice]:
+    """Of the hidden states, and of the heads of attention."""
     for index, layer in enumerate(spec.layers):
-        each = (layer.mixer_norm, layer.mixer_end_norm, layer.mlp_norm, layer.mlp_end_norm)
-        names += [f"{spec.layer_prefix}{index}.{name}" for name in each if name is not None]
-    return [*names, f"{spec.prefix}{spec.final_norm}"]
+        prefix, mixer = f"{spec.layer_prefix}{index}.", layer.mixer
+        for name in (layer.mixer_norm, layer.mixer_end_norm, layer.mlp_norm, layer.mlp_end_norm):
+            if name is not None:
+                yield Slice(prefix + name, spec.hidden_size)
+        if isinstance(mixer, AttentionSpec):
+            for name in mixer.head_norms or ():
+                yield Slice(f"{prefix}{mixer.name}.{name}", mixer.head_dim)
+    yield Slice(f"{spec.prefix}{spec.final_norm}", spec.hidden_size)
 
 
 # Name, group, width of the input, and widths of the outputs by module, all relative to the layer.

@@ -67,6 +67,40 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make_world(family, tmp_path_factory.mktemp(family), device, specs=specs)
 
 
+@pytest.mark.parametrize(
+    ("family", "norms"),
+    [
+        ("qwen3", ["q_norm", "k_norm"]),
+        ("gemma3_text", ["k_norm", "q_norm"]),
+        ("lfm2", ["q_layernorm", "k_layernorm"]),
+        ("qwen3_5_text", ["q_norm"]),
+    ],
+)
+def test_norms_of_attention_heads_equal_peft_in_mixed_steps(
+    family: str, norms: list[str], tmp_path: Path, device: str
+) -> None:
+    inputs = ATTENTION_INPUTS[family]
+    specs: dict[str, dict[str, Any]] = {
+        "plain": {"rank": 4, "target_modules": inputs},
+        "heads": {"rank": 2, "target_modules": inputs, "modules_to_save": norms},
+        "more-norms": {"rank": 2, "target_modules": inputs, "modules_to_save": [norms[0], "model.norm"]},
+    }
+    world = make_world(family, tmp_path, device, specs=specs)
+    assert {"norms"} <= world.rows["heads"].keys()
+    requests = make_requests(world, 2 * (len(world.adapters) + 1))
+    engine = build_engine(config_of(world, token_budget=24, max_sequences=8, side_bytes=4 << 20))
+    answers = run_engine(engine, [request.submit(world, logprobs=1) for request in requests], joins_per_step=3)
+    engine.close()
+    oracle = Oracle(world)
+    for request in requests:
+        answer = answers[request.name]
+        assert_greedy(oracle, request, answer.tokens)
+        logits = oracle.logits(request.adapter, [*request.prompt, *answer.tokens])[len(request.prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).max(-1).values.tolist()
+        found = [entry.logprob for entry in answer.logprobs]
+        assert found == pytest.approx(expected, abs=LOGITS[world.dtype]), request.name
+
+
 def few_lines(world: World, monkeypatch: pytest.MonkeyPatch) -> int:
     """A side budget for fewer adapters than there are with vectors, and for one table of each kind: they take turns."""
     monkeypatch.setattr(side_plan, "MAX_LINES", 3)

@@ -228,10 +228,16 @@ def test_replayed_steps_of_adapters_with_more_than_rows_equal_eager_ones(
 ) -> None:
     """Magnitudes, norms, embeddings and heads of their own: all that a step reads of them lies in tensors."""
     specs: dict[str, dict[str, Any]] = {
-        "dora": {"rank": 2, "target_modules": LINEAR_MODULES["llama"], "use_dora": True},
-        "whole": {"rank": 2, "target_modules": ["q_proj"], "modules_to_save": ["norm", "embed_tokens", "lm_head"]},
+        "dora": {"rank": 2, "target_modules": LINEAR_MODULES["qwen3"], "use_dora": True},
+        "whole": {
+            "rank": 2,
+            "target_modules": ["q_proj"],
+            "modules_to_save": ["norm", "q_norm", "embed_tokens", "lm_head"],
+        },
     }
-    world = make_world("llama", tmp_path_factory.mktemp("more"), device, specs=specs, num_hidden_layers=1)
+    world = make_world(
+        "qwen3", tmp_path_factory.mktemp("more"), device, specs=specs, num_hidden_layers=1, tie_word_embeddings=False
+    )
     # Their lines change places: the second of either replays what the first captured.
     requests = [Request(f"r{i}", name, (7 + i,), 2) for i, name in enumerate(("dora", "whole", "dora", "whole"))]
     with kernels_of_a_gpu(device, monkeypatch):
