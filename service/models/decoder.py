@@ -27,10 +27,10 @@ LayerMixer = Attention | ShortConv | GatedDeltaNet
 class DecoderLayer:
     """What mixes the tokens, then what works on each token; see `LayerSpec` for the norms around the two."""
 
-    mixer_norm: RmsNorm
+    mixer_norm: RmsNorm | None
     mixer: LayerMixer
     mixer_end_norm: RmsNorm | None
-    mlp_norm: RmsNorm
+    mlp_norm: RmsNorm | None
     mlp: FeedForwardLayer
     mlp_end_norm: RmsNorm | None
     residual_scale: float
@@ -38,7 +38,7 @@ class DecoderLayer:
     def mix(
         self, normed: torch.Tensor, batch: StepBatch, rotations: tuple[Rotation, ...], cache: LayerCache
     ) -> torch.Tensor:
-        """normed [tokens, hidden_size] -> fresh, same shape, to be added to the residual stream."""
+        """normed [tokens, hidden_size], read only -> fresh, same shape, to be added to the residual stream."""
         mixed = self.mixer(normed, batch, rotations, cache)  # type: ignore[arg-type]
         return self._end(mixed, self.mixer_end_norm, batch.lora)
 
@@ -197,12 +197,13 @@ class Decoder:
             stream *= self._embedding_scale
         rotations = tuple(rope.rotation(batch.positions, batch.rope_limits, stream.dtype) for rope in self._ropes)
         *inner, last = self._layers
-        normed = self._layers[0].mixer_norm(stream, batch.lora)
+        first = self._layers[0].mixer_norm
+        normed = stream if first is None else first(stream, batch.lora)
         # Each sum on the residual stream is taken together with the norm that reads it next.
         for layer, following, cache in zip(inner, self._layers[1:], caches.layers[:-1], strict=True):
-            normed, stream = layer.mlp_norm.add(layer.mix(normed, batch, rotations, cache), stream, batch.lora)
+            normed, stream = _add(layer.mlp_norm, layer.mix(normed, batch, rotations, cache), stream, batch.lora)
             fed = layer.feed(normed, batch.lora, batch.window_rows)
-            normed, stream = following.mixer_norm.add(fed, stream, batch.lora)
+            normed, stream = _add(following.mixer_norm, fed, stream, batch.lora)
         mixed = last.mix(normed, batch, rotations, caches.layers[-1])
         lora = batch.lora
         if rows is not None:
@@ -210,7 +211,7 @@ class Decoder:
             if rows.shape[0] == 0:
                 return mixed.new_empty(0, mixed.shape[1])
             mixed, stream, lora = mixed.index_select(0, rows), stream.index_select(0, rows), batch.logits_lora
-        normed, stream = last.mlp_norm.add(mixed, stream, lora)
+        normed, stream = _add(last.mlp_norm, mixed, stream, lora)
         normed, _ = self._norm.add(last.feed(normed, lora, batch.window_rows), stream, lora)
         return normed
 
@@ -221,6 +222,16 @@ class Decoder:
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
+def _add(
+    norm: RmsNorm | None, x: torch.Tensor, stream: torch.Tensor, lora: LoraMaps | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`RmsNorm.add`; without a norm the sum takes its place, fresh, since both are read later."""
+    if norm is not None:
+        return norm.add(x, stream, lora)
+    total = x + stream
+    return total, total
+
+
 def _build_layer(weights: Weights, spec: ModelSpec, index: int) -> DecoderLayer:
     layer, prefix = spec.layers[index], f"{spec.layer_prefix}{index}."
 
@@ -228,10 +239,10 @@ def _build_layer(weights: Weights, spec: ModelSpec, index: int) -> DecoderLayer:
         return None if name is None else RmsNorm(weights, prefix + name, spec)
 
     return DecoderLayer(
-        mixer_norm=RmsNorm(weights, prefix + layer.mixer_norm, spec),
+        mixer_norm=norm(layer.mixer_norm),
         mixer=_build_mixer(weights, prefix + layer.mixer.name, layer.mixer, spec),
         mixer_end_norm=norm(layer.mixer_end_norm),
-        mlp_norm=RmsNorm(weights, prefix + layer.mlp_norm, spec),
+        mlp_norm=norm(layer.mlp_norm),
         mlp=build_feed_forward(weights, prefix, layer.mlp, spec),
         mlp_end_norm=norm(layer.mlp_end_norm),
         residual_scale=spec.residual_scale,

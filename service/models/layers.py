@@ -29,12 +29,17 @@ from service.models.spec import AttentionSpec, GatedDeltaSpec, ModelSpec, ShortC
 from service.models.weights import Weights
 
 
+def _norm_weight(weights: Weights, name: str, size: int, spec: ModelSpec) -> torch.Tensor:
+    """[size], as it multiplies."""
+    return weights.norm(name, size, zero_centred=spec.zero_centred_norms, exact=spec.exact_norms)
+
+
 class RmsNorm:
     """x / sqrt(mean(x ** 2) + eps) * weight, over the last dimension."""
 
     def __init__(self, weights: Weights, name: str, spec: ModelSpec) -> None:
         self.name = name
-        self.weight = weights.norm(name, spec.hidden_size, zero_centred=spec.zero_centred_norms)
+        self.weight = _norm_weight(weights, name, spec.hidden_size, spec)
         self._eps = spec.norm_eps
         # Of adapters, by line, and the weight that a norm has before theirs; see `kernels.lora.side`.
         self._own: torch.Tensor | None = None
@@ -77,20 +82,30 @@ class Attention:
         self._out = weights.projection(f"{prefix}.{attention.output}", bias=attention.output_bias)
         self._spec, self._head_eps = attention, spec.norm_eps
         self.head_norms = HeadNorms(weights, prefix, attention, spec) if attention.head_norms is not None else None
+        self._whole_weights: list[torch.Tensor] = []  # of all queries, of all keys
+        if attention.whole_norms is not None:
+            sizes = (attention.num_heads * attention.head_dim, attention.kv_size)
+            self._whole_weights = [
+                _norm_weight(weights, f"{prefix}.{name}", size, spec)
+                for name, size in zip(attention.whole_norms, sizes, strict=True)
+            ]
 
     @property
     def form(self) -> object:
         """Equal for layers that need the same kernels."""
-        return "attention", self._spec.sliding_window, self._spec.rotary
+        return "attention", self._spec.sliding_window, self._spec.score_cap, self._spec.rotary
 
     def warm_up(self, cache: KvCache, rotary_dim: int) -> None:
         """Compile what steps of any size need here."""
         num_heads, norms = self._spec.num_heads, self.head_norms
+        for weight in self._whole_weights:
+            rms_norm_ops.warm_up(weight, cache.k.dtype)
         head_weight = None if norms is None else norms.weight
         rotary_kv_ops.warm_up(cache.k, num_heads, head_weight=head_weight, rotary_dim=rotary_dim)
         if norms is not None and norms.has_own:
             rotary_kv_ops.warm_up(cache.k, num_heads, rotary_dim=rotary_dim)
-        paged_attention_ops.warm_up(cache.k, num_heads, sliding_window=self._spec.sliding_window)
+        window, cap = self._spec.sliding_window, self._spec.score_cap
+        paged_attention_ops.warm_up(cache.k, num_heads, sliding_window=window, score_cap=cap)
 
     def __call__(
         self, x: torch.Tensor, batch: StepBatch, rotations: tuple[Rotation, ...], cache: KvCache
@@ -102,6 +117,8 @@ class Attention:
         if spec.has_output_gate:
             query, gate = qkv[:, : 2 * spec.num_heads].unflatten(1, (-1, 2)).unbind(2)
             qkv = torch.cat((query, qkv[:, 2 * spec.num_heads :]), dim=1)
+        if self._whole_weights:
+            self._norm_whole(qkv)
         qkv, head_weight = (qkv, None) if self.head_norms is None else self.head_norms.apply(qkv, batch.lora)
         q = rotary_kv(
             qkv,
@@ -114,10 +131,26 @@ class Attention:
             eps=self._head_eps,
         )
         scale = rotation.score_factor * spec.scale
-        mixed = paged_attention(q, cache.k, cache.v, batch.attention, scale=scale, sliding_window=spec.sliding_window)
+        mixed = paged_attention(
+            q,
+            cache.k,
+            cache.v,
+            batch.attention,
+            scale=scale,
+            sliding_window=spec.sliding_window,
+            score_cap=spec.score_cap,
+        )
         if gate is not None:
             mixed = mixed * torch.sigmoid(gate)
         return self._out(mixed.view(x.shape[0], -1), batch.lora, batch.window_rows)
+
+    def _norm_whole(self, qkv: torch.Tensor) -> None:
+        """Queries and keys of each token, in place; qkv [tokens, heads + kv_heads + kv_heads, head_dim], contiguous."""
+        flat, first = qkv.view(qkv.shape[0], -1), 0
+        for weight in self._whole_weights:
+            part = flat[:, first : first + weight.shape[0]]
+            part.copy_(rms_norm(part, weight, self._head_eps))
+            first += weight.shape[0]
 
 
 class ShortConv:

@@ -21,7 +21,9 @@ class AttentionSpec:
     scale            of the scores
     rotary           which of the model's rotations turns queries and keys
     sliding_window   number of latest tokens a query sees, itself included; None: all of them
+    score_cap        scores come out as cap * tanh(score / cap); None: as they are
     head_norms       modules of the norms of each query and each key head before rotation
+    whole_norms      modules of the norms of all queries and of all keys of a token, taken together, before rotation
     has_output_gate  the query module yields for each head its query, then a gate: the head's output is multiplied with
                      the gate's sigmoid
     """
@@ -37,7 +39,9 @@ class AttentionSpec:
     output_bias: bool = False
     rotary: int = 0
     sliding_window: int | None = None
+    score_cap: float | None = None
     head_norms: tuple[str, str] | None = None
+    whole_norms: tuple[str, str] | None = None
     has_output_gate: bool = False
 
     @property
@@ -143,13 +147,13 @@ Mixer = AttentionSpec | ShortConvSpec | GatedDeltaSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """What mixes the tokens, then what works on each token. Each reads the residual stream, normed, and is added to it;
-    normed once more before that where a module is named for it (`..._end_norm`)."""
+    """What mixes the tokens, then what works on each token. Each reads the residual stream, normed where a module is
+    named for it, and is added to it; normed before that where a module is named for it (`..._end_norm`)."""
 
     mixer: Mixer
     mlp: FeedForward
-    mixer_norm: str = "input_layernorm"
-    mlp_norm: str = "post_attention_layernorm"
+    mixer_norm: str | None = "input_layernorm"
+    mlp_norm: str | None = "post_attention_layernorm"
     mixer_end_norm: str | None = None
     mlp_end_norm: str | None = None
 
@@ -161,7 +165,8 @@ class ModelSpec:
     prefix               before the names of its modules, "model." say
     rotations            of queries and keys, by position: attention layers say which is theirs
     final_norm           before the head
-    zero_centred_norms   norms multiply with 1 + weight
+    zero_centred_norms   norms multiply with 1 + weight, and are rounded once
+    exact_norms          norms are rounded once, behind the product with their weight
     embedding_scale, residual_scale, logits_scale
                          factors of the embedded tokens, of what is added to the residual stream, of the logits
     logits_cap           logits come out as cap * tanh(logits / cap); None: as they are
@@ -186,6 +191,7 @@ class ModelSpec:
     prefix: str = "model."
     final_norm: str = "norm"
     zero_centred_norms: bool = False
+    exact_norms: bool = False
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0

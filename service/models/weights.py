@@ -42,12 +42,12 @@ class Weights:
         self.num_bytes += tensor.nbytes
         return tensor
 
-    def norm(self, name: str, size: int, *, zero_centred: bool) -> torch.Tensor:
+    def norm(self, name: str, size: int, *, zero_centred: bool, exact: bool = False) -> torch.Tensor:
         """The weight of a norm. One that is stored as its distance from 1 is held in float32, in which nothing of it is
-        lost. Raises ModelError."""
-        if not zero_centred:
-            return self.tensor(f"{name}.weight", size)
-        return self.exact(f"{name}.weight", size).add_(1)
+        lost, and so is an exact one. Raises ModelError."""
+        if zero_centred:
+            return self.exact(f"{name}.weight", size).add_(1)
+        return self.exact(f"{name}.weight", size) if exact else self.tensor(f"{name}.weight", size)
 
     def taps(self, name: str, size: int, width: int) -> torch.Tensor:
         """Of a depthwise convolution over `size` channels. Checkpoints hold [size, 1, width]; the kernels read

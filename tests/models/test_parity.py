@@ -61,6 +61,25 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         "phi3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0}},
     ),
+    "gemma2-tied": ("gemma2", {"tie_word_embeddings": True, "attn_logit_softcapping": 0.7}),
+    "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "olmo3-rope": (
+        "olmo3",
+        {
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "rope_theta": 1000.0,
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 64,
+                    "attention_factor": 1.2,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            },
+        },
+    ),
     "gemma3-rope": (
         "gemma3_text",
         {

@@ -16,8 +16,8 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 FAMILIES = (
-    *("llama", "mistral", "qwen2", "qwen3", "lfm2", "phi3", "gemma3_text", "smollm3", "granite", "qwen3_5_text"),
-    *("qwen3_moe", "qwen3_5_moe_text"),
+    *("llama", "mistral", "qwen2", "qwen3", "lfm2", "phi3", "gemma2", "gemma3_text", "smollm3", "granite"),
+    *("olmo3", "qwen3_5_text", "qwen3_moe", "qwen3_5_moe_text"),
 )
 VOCAB_SIZE = 304
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
@@ -67,6 +67,15 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
         "sliding_window": 24,
         "tie_word_embeddings": False,
     },
+    "gemma2": {
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 6.0,
+        "tie_word_embeddings": False,
+    },
     "gemma3_text": {
         "num_attention_heads": 4,
         "head_dim": 16,
@@ -76,6 +85,12 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
         "final_logit_softcapping": 6.0,
         "tie_word_embeddings": True,
+    },
+    "olmo3": {
+        "num_attention_heads": 4,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "tie_word_embeddings": False,
     },
     "smollm3": {
         "num_hidden_layers": 4,

@@ -10,7 +10,20 @@ from types import MappingProxyType
 from typing import Any
 
 from service.models.errors import ModelError
-from service.models.families import gemma3, granite, lfm2, llama, mistral, phi3, qwen2, qwen3, qwen3_5, smollm3
+from service.models.families import (
+    gemma2,
+    gemma3,
+    granite,
+    lfm2,
+    llama,
+    mistral,
+    olmo3,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_5,
+    smollm3,
+)
 from service.models.spec import ModelSpec
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = MappingProxyType(
@@ -22,8 +35,10 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = MappingProxyT
         "qwen3_moe": qwen3.read_moe,
         "lfm2": lfm2.read,
         "phi3": phi3.read,
+        "gemma2": gemma2.read,
         "gemma3_text": gemma3.read,
         "smollm3": smollm3.read,
+        "olmo3": olmo3.read,
         "granite": granite.read,
         "qwen3_5": qwen3_5.read_whole,
         "qwen3_5_text": qwen3_5.read_text,
