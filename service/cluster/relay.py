@@ -20,7 +20,7 @@ from typing import assert_never
 
 import msgspec
 
-from service.cluster.engines import expected_tokens
+from service.cluster.dispatch import expected_tokens
 from service.engine.client import EngineClient
 from service.engine.messages import (
     Abort,

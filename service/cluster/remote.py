@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from service.cluster.engines import Engines, Member
+from service.cluster.engines import Engines
+from service.cluster.rotation import Member
 from service.cluster.routing import DEFAULT_RULE, Rule
 from service.engine.link import EngineLink
 from service.engine.messages import EngineSaid, Ready

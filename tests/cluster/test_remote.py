@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from service.api.metrics import Metrics
-from service.cluster.engines import Routed
+from service.cluster.dispatch import Routed
 from service.cluster.relay import TOKEN_BYTES, Relay
 from service.cluster.remote import Address, RemoteEngine, RemoteEngines
 from service.engine.client import EngineClient

@@ -1,0 +1,177 @@
+"""Sends each request to one of several engines, and once more to another if that one is lost before the first token."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+
+from service.cluster.rotation import Member
+from service.cluster.routing import Demand, Replica, Rule, choose
+from service.engine.messages import Finished, Submit, Tokens
+from service.engine.streams import EngineDied, NeverSent, TokenStream
+
+# Most output of a request that counts as load before it is there: what clients allow says little of what comes.
+MOST_EXPECTED_TOKENS = 256
+
+
+class Routed:
+    """The messages of one request, whichever engine they come from; see `service.api.state.Messages`."""
+
+    def __init__(self, dispatch: Dispatch, request: Submit) -> None:
+        self.request = request
+        self.has_begun = self.was_resent = False
+        self.left_tokens = 0
+        self.member: Member | None = None
+        self._dispatch = dispatch
+        self._inner: TokenStream | None = None
+        self._listener: Callable[[], None] | None = None
+
+    def take(self, member: Member, inner: TokenStream) -> None:
+        """It is this engine's from now on."""
+        self.member, self._inner = member, inner
+        if self._listener is not None:
+            inner.listen(self._listener)
+
+    def lose(self, error: EngineDied) -> None:
+        """It is no engine's."""
+        self._inner = TokenStream(self.request.request_id, lambda _request_id: None)
+        self._inner.die(error)
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """See `TokenStream.listen`."""
+        self._listener = listener
+        assert self._inner is not None, "listened to before it was sent"
+        self._inner.listen(listener)
+
+    def poll(self) -> Tokens | Finished | None:
+        """See `TokenStream.poll`."""
+        assert self._inner is not None, "polled before it was sent"
+        try:
+            message = self._inner.poll()
+        except EngineDied as death:
+            if self._dispatch.send_again(self, death):
+                return self.poll()
+            raise
+        if isinstance(message, Tokens):
+            self.has_begun = True
+            self._dispatch.progressed(self, len(message.token_ids))
+        elif message is not None:
+            self._dispatch.over(self)
+        return message
+
+
+class Dispatch:
+    """Requests that are open, and which engine has each.
+
+    members  engines that are there now; the list is changed by its owner
+    """
+
+    def __init__(self, members: list[Member], rule: Rule) -> None:
+        self._members, self._rule = members, rule
+        self._demand = Demand()
+        self._routed: dict[str, Routed] = {}
+
+    def submit(self, request: Submit) -> Routed:
+        """Send a request to one of the engines, now. The stream says how it went, also if none is there."""
+        routed = Routed(self, request)
+        self._routed[request.request_id] = routed
+        homes = self._demand.ask(
+            request.adapter, expected_tokens(request), len(self._members), time.monotonic(), self._rule
+        )
+        order = self._order(request, homes)
+        if order:
+            self._send(routed, order[0])
+        else:
+            routed.lose(NeverSent("No engine is there."))
+        return routed
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; unknown ids are ignored."""
+        routed = self._routed.get(request_id)
+        if routed is not None and routed.member is not None:
+            routed.member.client.abort(request_id)
+            self.over(routed)
+
+    def home_of(self, digest: str) -> Member | None:
+        """Where an adapter that nobody has asked for yet would be; None where nobody is ready."""
+        ready = [one for one in self._members if one.takes_requests]
+        if not ready:
+            return None
+        home = choose(digest, 0, 0, [Replica(one.name) for one in ready], rule=self._rule)[0]
+        return next(one for one in ready if one.name == home)
+
+    def send_again(self, routed: Routed, death: EngineDied) -> bool:
+        """To another engine, if it has not begun and was not sent again before. False if that cannot be."""
+        lost = routed.member
+        self._forget(routed)
+        was_sent = not isinstance(death, NeverSent)
+        others = [one for one in self._order(routed.request, 1) if one is not lost and one.takes_requests]
+        if routed.has_begun or routed.was_resent or not others or routed.request.request_id not in self._routed:
+            self.over(routed)
+            return False
+        routed.was_resent |= was_sent
+        if lost is not None:
+            lost.num_sent_again += was_sent
+        self._send(routed, others[0])
+        return True
+
+    def progressed(self, routed: Routed, num_tokens: int) -> None:
+        """Tokens have come: what is left of it is less, and no more than all that may come."""
+        most = min(routed.request.sampling.max_tokens, MOST_EXPECTED_TOKENS)
+        assert routed.member is not None, "tokens of no engine"
+        left = max(min(routed.left_tokens, most) - num_tokens, 0)
+        routed.member.queued_tokens += left - routed.left_tokens
+        routed.left_tokens = left
+
+    def over(self, routed: Routed) -> None:
+        """Nothing more comes."""
+        self._forget(routed)
+        self._routed.pop(routed.request.request_id, None)
+
+    def move_waiting(self, member: Member) -> None:
+        """Requests of an engine that does not answer, and that have had nothing, go to others."""
+        for request_id, routed in list(member.open.items()):
+            can_move = any(one.takes_requests for one in self._members if one is not member)
+            if can_move and not routed.has_begun and not routed.was_resent:
+                member.client.abort(request_id)
+                with contextlib.suppress(EngineDied):
+                    self.send_again(routed, EngineDied(f"{member.name} does not answer."))
+
+    # ---- inner parts
+
+    def _order(self, request: Submit, homes: int) -> list[Member]:
+        """All engines, the best first, those that take no requests last."""
+        by_name = {one.name: one for one in self._members}
+        taking = [one for one in self._members if one.takes_requests]
+        known = [one.as_replica() for one in taking]
+        num_rows = max(request.adapter_rows.values(), default=0)
+        names = choose(
+            *(request.adapter, num_rows, expected_tokens(request), known),
+            key=request.request_id,
+            num_homes=homes,
+            rule=self._rule,
+        )
+        chosen = [by_name[name] for name in names]
+        return [*chosen, *(one for one in self._members if one not in chosen)]
+
+    def _send(self, routed: Routed, member: Member) -> None:
+        request = routed.request
+        routed.left_tokens = expected_tokens(request)
+        member.queued_tokens += routed.left_tokens
+        member.open[request.request_id] = routed
+        if request.adapter is not None:
+            member.num_sent[member.client.tiers.get(request.adapter, "disk")] += 1
+        routed.take(member, member.client.submit(request))
+
+    def _forget(self, routed: Routed) -> None:
+        """It is no engine's any more."""
+        member, routed.member = routed.member, None
+        if member is not None and member.open.pop(routed.request.request_id, None) is not None:
+            member.queued_tokens -= routed.left_tokens
+            routed.left_tokens = 0
+
+
+def expected_tokens(request: Submit) -> int:
+    """What a request counts as load before anything of it is computed."""
+    return len(request.prompt_token_ids) + min(request.sampling.max_tokens, MOST_EXPECTED_TOKENS)
