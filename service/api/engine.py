@@ -11,8 +11,12 @@ from service.engine.messages import EngineSaid, Finished, Ready, Stats, Submit, 
 class Messages(Protocol):
     """What an engine says of one request; `service.engine.streams.TokenStream` is the real one."""
 
-    def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever there is something to `poll`, now if there is already."""
+    def listen(self, listener: Callable[[], None], begin_anew: Callable[[], bool] | None = None) -> None:
+        """Call `listener` whenever there is something to `poll`, now if there is already.
+
+        begin_anew  called where the engine is lost that has begun with the request, and another one can do it from the
+                    start: forgets all that was polled, and True; False if some of that has been told to the client
+        """
 
     def poll(self) -> Tokens | Finished | None:
         """The next message, None while there is none. Raises EngineDied."""

@@ -72,17 +72,8 @@ class SequenceRun:
         self._plan = plan
         self._is_streamed, self._on_news, self._on_end = is_streamed, on_news, on_end
         self._stop_token_ids = frozenset(plan.sampling.stop_token_ids)
-        self._detokenizer = detokenizer_of(
-            services.tokenizer,
-            plan.prompt.token_ids,
-            skip_special_tokens=plan.skip_special_tokens,
-            seen_ids=plan.prompt.reading.seen_ids,
-        )
-        self._stop = StopStrings(plan.stop)
-        self._num_chars = 0
-        # What nobody has taken yet. Its text is joined when it is taken: it may have thousands of parts.
-        self._waiting, self._texts, self._num_waiting, self._has_news = Piece(), list[str](), 0, False
-        self.is_over = False
+        self._forget_all()
+        self.is_over = self._was_taken = False
         self.failure: Exception | None = None
         self.timer = SequenceTimer(services.metrics, target.name, len(plan.prompt.token_ids))
         prompt, start = plan.prompt.token_ids, target.start_in(plan.prompt.token_ids)
@@ -99,7 +90,29 @@ class SequenceRun:
                 adapter_start=start or 0,
             )
         )
-        self._messages.listen(self._work)
+        self._messages.listen(self._work, self._begin_anew)
+
+    def _forget_all(self) -> None:
+        """As if nothing had come."""
+        services, plan = self._services, self._plan
+        self._detokenizer = detokenizer_of(
+            services.tokenizer,
+            plan.prompt.token_ids,
+            skip_special_tokens=plan.skip_special_tokens,
+            seen_ids=plan.prompt.reading.seen_ids,
+        )
+        self._stop = StopStrings(plan.stop)
+        self._num_chars = 0
+        # What nobody has taken yet. Its text is joined when it is taken: it may have thousands of parts.
+        self._waiting, self._texts, self._num_waiting, self._has_news = Piece(), list[str](), 0, False
+
+    def _begin_anew(self) -> bool:
+        """See `service.api.engine.Messages.listen`."""
+        if self._was_taken or self.is_over:
+            return False
+        self._forget_all()
+        self.timer.begin_anew()
+        return True
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -118,6 +131,7 @@ class SequenceRun:
             return None
         piece, texts = self._waiting, self._texts
         self._waiting, self._texts, self._num_waiting, self._has_news = Piece(), [], 0, False
+        self._was_taken = True
         piece.text = "".join(texts)
         if self.failure is not None:
             self._on_news()

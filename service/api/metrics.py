@@ -269,6 +269,10 @@ class SequenceTimer:
             self._metrics.by_adapter.first_token(self._adapter)
         self.num_tokens += count
 
+    def begin_anew(self) -> None:
+        """The tokens so far count for nothing: their engine was lost. Their time was spent, and stays."""
+        self.num_tokens = 0
+
     def end(self, outcome: str) -> None:
         """The sequence ended: stop, length, abort or error. Only the first call counts."""
         if self.outcome is not None:

@@ -1,4 +1,5 @@
-"""Sends each request to one of several engines, and once more to another if that one is lost before the first token."""
+"""Sends each request to one of several engines, and once more to another if that one is lost before the client has had
+anything of the answer."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ MOST_EXPECTED_TOKENS = 256
 
 
 class Routed:
-    """The messages of one request, whichever engine they come from; see `service.api.state.Messages`."""
+    """The messages of one request, whichever engine they come from; see `service.api.engine.Messages`."""
 
     def __init__(self, dispatch: Dispatch, request: Submit) -> None:
         self.request = request
@@ -26,6 +27,7 @@ class Routed:
         self._dispatch = dispatch
         self._inner: TokenStream | None = None
         self._listener: Callable[[], None] | None = None
+        self._begin_anew: Callable[[], bool] | None = None
 
     def take(self, member: Member, inner: TokenStream) -> None:
         """It is this engine's from now on."""
@@ -38,9 +40,15 @@ class Routed:
         self._inner = TokenStream(self.request.request_id, lambda _request_id: None)
         self._inner.die(error)
 
-    def listen(self, listener: Callable[[], None]) -> None:
-        """See `TokenStream.listen`."""
-        self._listener = listener
+    def begins_anew(self) -> bool:
+        """Whether the client has had nothing yet. What has been polled is forgotten then."""
+        if self.has_begun and self._begin_anew is not None and self._begin_anew():
+            self.has_begun = False
+        return not self.has_begun
+
+    def listen(self, listener: Callable[[], None], begin_anew: Callable[[], bool] | None = None) -> None:
+        """See `service.api.engine.Messages`."""
+        self._listener, self._begin_anew = listener, begin_anew
         assert self._inner is not None, "listened to before it was sent"
         self._inner.listen(listener)
 
@@ -102,12 +110,13 @@ class Dispatch:
         return next(one for one in ready if one.name == home)
 
     def send_again(self, routed: Routed, death: EngineDied) -> bool:
-        """To another engine, if it has not begun and was not sent again before. False if that cannot be."""
+        """To another engine, if the client has had nothing and it was not sent again before. False if not."""
         lost = routed.member
         self._forget(routed)
         was_sent = not isinstance(death, NeverSent)
         others = [one for one in self._order(routed.request, 1) if one is not lost and one.takes_requests]
-        if routed.has_begun or routed.was_resent or not others or routed.request.request_id not in self._routed:
+        is_open = routed.request.request_id in self._routed
+        if routed.was_resent or not others or not is_open or not routed.begins_anew():
             self.over(routed)
             return False
         routed.was_resent |= was_sent
@@ -130,10 +139,10 @@ class Dispatch:
         self._routed.pop(routed.request.request_id, None)
 
     def move_waiting(self, member: Member) -> None:
-        """Requests of an engine that does not answer, and that have had nothing, go to others."""
+        """Requests of an engine that does not answer, whose clients have had nothing, go to others."""
         for request_id, routed in list(member.open.items()):
             can_move = any(one.takes_requests for one in self._members if one is not member)
-            if can_move and not routed.has_begun and not routed.was_resent:
+            if can_move and not routed.was_resent and routed.begins_anew():
                 member.client.abort(request_id)
                 with contextlib.suppress(EngineDied):
                     self.send_again(routed, EngineDied(f"{member.name} does not answer."))

@@ -1,9 +1,9 @@
 """Several engines behind one API process, each with a device of its own; to the routers they are one.
 
 Each is behind an `EngineLink` of its own: a process of this one's, or somewhere else (`service.cluster.remote`). A
-request goes where `service.cluster.routing` says; one whose engine dies, or stops answering, before its first token is
-sent again once, to another (`service.cluster.dispatch`). That repeats nothing: who asked has had nothing yet. A stream
-that had begun ends with EngineDied, as with one engine.
+request goes where `service.cluster.routing` says; one whose engine dies, or stops answering, before its client has
+had anything of the answer is sent again once, to another (`service.cluster.dispatch`): an answer that is not streamed
+begins anew. A stream that had begun ends with EngineDied, as with one engine.
 
 Everything is in one event loop. Loads are what was sent from here, which is all where nobody else sends to these
 engines; tiers and free rows are as the engines reported last.

@@ -43,8 +43,9 @@ class TokenStream(AsyncIterator[Tokens | Finished]):
         self._death = error
         self._tell()
 
-    def listen(self, listener: Callable[[], None]) -> None:
-        """Call `listener` whenever `poll` has something to give or to raise, now if it has already. It never raises."""
+    def listen(self, listener: Callable[[], None], _begin_anew: Callable[[], bool] | None = None) -> None:
+        """Call `listener` whenever `poll` has something to give or to raise, now if it has already. It never raises.
+        Of one engine alone, nothing is ever begun anew."""
         self._listener = listener
         if self._messages or self._death is not None:
             listener()

@@ -17,8 +17,10 @@ from service.api.plans import Plan
 from service.api.prompts import Prompt
 from service.api.state import Services
 from service.api.targets import Target
+from service.cluster.engines import Engines
 from service.engine.client import EngineClient
-from service.engine.messages import Finished, Sampling, Submit, TokenLogprob, Tokens
+from service.engine.link import EngineLink
+from service.engine.messages import Finished, FromEngine, Sampling, Submit, TokenLogprob, Tokens
 from service.engine.streams import EngineDied, NeverSent, TokenStream
 from service.tenants.keys_file import Limits
 from service.tenants.limits import Tenant
@@ -252,3 +254,96 @@ def test_nothing_is_sent_to_an_engine_that_is_not_there() -> None:
             await anext(client.submit(Submit("r", (1,), Sampling(max_tokens=1), None)))
 
     asyncio.run(run())
+
+
+class Link(EngineLink):
+    """One of several engines, which says what it is told to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = "ready"
+
+    async def start(self) -> None:
+        """It is there."""
+
+    async def drain(self, limit_seconds: float) -> None:
+        """Nothing is to be let go."""
+
+    async def close(self) -> None:
+        """Likewise."""
+
+    def kill(self) -> None:
+        """It is lost, with all its requests."""
+        self.state = "restarting"
+        self._lose_all("It was killed.")
+
+    def says(self, message: FromEngine) -> None:
+        self._take(message)
+
+
+def _two_engines(parts: Services) -> dict[str, Link]:
+    links = [Link(), Link()]
+    engines = Engines(links)
+    cast(Any, parts).engine = engines
+    return dict(zip(engines.replicas(), links, strict=True))
+
+
+def _who_has_one(parts: Services) -> str:
+    (name,) = [name for name, one in parts.engine.replicas().items() if one.num_open]
+    return name
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_an_answer_of_which_nothing_was_told_begins_anew_elsewhere(
+    parts: Services, places: Places, is_streamed: bool
+) -> None:
+    """All of it, and what the lost engine had computed is no part of it."""
+    links = _two_engines(parts)
+    job = a_job(parts, places, [plan("r")], is_streamed=is_streamed)
+    lost = _who_has_one(parts)
+    for token_id in parts.tokenizer.encode("in th"):  # the beginning of what ends the answer
+        links[lost].says(Tokens("r", (token_id,)))
+    links[lost].kill()
+    other = _who_has_one(parts)
+    assert other != lost
+    tokens = parts.tokenizer.encode("e and")
+    for token_id in tokens:
+        links[other].says(Tokens("r", (token_id,)))
+    links[other].says(Finished("r", "length"))
+    if is_streamed:
+        assert asyncio.run(streamed(job)) == [(0, "e and", "length")]
+    else:
+        (piece,) = asyncio.run(job.collect())
+        assert (piece.text, piece.token_ids, piece.text_offsets[0]) == ("e and", list(tokens), 0)
+    assert job.num_completion_tokens == len(tokens)
+    assert (places.num_open, places.has_adapter) == (0, False)
+    assert parts.engine.replicas()[lost].num_sent_again == 1
+
+
+def test_a_stream_of_which_something_was_told_ends(parts: Services, places: Places) -> None:
+    links = _two_engines(parts)
+    job = a_job(parts, places, [plan("r")])
+    lost = _who_has_one(parts)
+    links[lost].says(Tokens("r", tuple(parts.tokenizer.encode("in"))))
+
+    async def read() -> str:
+        pieces = job.stream()
+        _, piece = await anext(pieces)
+        links[lost].kill()
+        with pytest.raises(EngineFailed, match="It was killed"):
+            await anext(pieces)
+        return piece.text
+
+    assert asyncio.run(read()) == "in"
+
+
+def test_an_answer_is_begun_anew_once(parts: Services, places: Places) -> None:
+    links = _two_engines(parts)
+    job = a_job(parts, places, [plan("r")], is_streamed=False)
+    for _ in range(2):
+        name = _who_has_one(parts)
+        links[name].says(Tokens("r", tuple(parts.tokenizer.encode("in"))))
+        links[name].kill()
+        links[name].state = "ready"
+    with pytest.raises(EngineFailed, match="It was killed"):
+        asyncio.run(job.collect())

@@ -40,7 +40,7 @@ class _Messages:
             self._messages.append(Tokens(name, (), (), prompt))
         self._messages.append(Finished(name, "length"))
 
-    def listen(self, listener: Callable[[], None]) -> None:
+    def listen(self, listener: Callable[[], None], _begin_anew: Callable[[], bool]) -> None:
         asyncio.get_running_loop().call_soon(listener)
 
     def poll(self) -> Tokens | Finished | None:
