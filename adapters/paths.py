@@ -10,6 +10,7 @@ Where several servers share the store (`adapters.sharing`), beside these:
                             staging/<server>/        each server's own
                             changes, change-lock     the log of changes, and the turn to change anything
                             members/<server>         signs of life, and what each server's requests hold
+<root>/tenants/<server>     what tenants have taken on each server (`service.tenants.usage`)
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ from service.start_check import StartError
 from service.tenants.keys_file import KeysFileError
 from service.tenants.limits import RATE_HEADERS
 from service.tenants.tenants import Tenants
+from service.tenants.usage import follow_usage
 from service.text.chat_template import ChatTemplate, template_source
 from service.text.template_worker import AdapterTemplate
 from service.text.tokenizer import TextTokenizer
@@ -245,6 +246,9 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     tasks = [asyncio.create_task(_prepare(services, engine), name="prepare")]
     if services.store is not None:
         tasks.append(asyncio.create_task(pins.follow_pins(services, services.store), name="pins"))
+    if services.settings.store_shared and services.tenants.has_file:
+        directory = services.settings.store_root / "tenants"
+        tasks.append(asyncio.create_task(follow_usage(services.tenants, directory), name="usage"))
     try:
         yield
     finally:

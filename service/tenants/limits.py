@@ -1,4 +1,7 @@
-"""What a tenant has taken of what it may have. One thread, the event loop's: what is asked and taken is one step."""
+"""What a tenant has taken of what it may have. One thread, the event loop's: what is asked and taken is one step.
+
+What it has taken on other servers (`service.tenants.usage`) counts as it was when they were heard last.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from service.tenants.keys_file import Limits
+from service.tenants.usage import Taken, Usage
 
 _MINUTE_SECONDS = 60
 # All that tell where a tenant stands.
@@ -46,17 +50,30 @@ class Minute:
         self._clock = clock
         self._charges: deque[Charge] = deque()
         self._used = 0
+        # On other servers, by this one's clock; never changed here but for what is too old.
+        self._elsewhere: deque[Charge] = deque()
 
     @property
     def used(self) -> int:
         """What counts now."""
         self._forget()
-        return self._used
+        return self._used + sum(charge.amount for charge in self._elsewhere)
+
+    def taken(self) -> Taken:
+        """What was taken here and counts now, with its age."""
+        self._forget()
+        now_seconds = self._clock()
+        return tuple((now_seconds - charge.second, charge.amount) for charge in self._charges if charge.amount)
+
+    def learn(self, taken: Taken) -> None:
+        """All that was taken elsewhere, in place of what was known of that."""
+        now_seconds = self._clock()
+        self._elsewhere = deque(Charge(math.floor(now_seconds - ago), amount) for ago, amount in taken)
 
     def seconds_until(self, amount: int) -> int:
         """In how many seconds no more than `amount` counts, if nothing more is taken; 0 for now."""
         left = self.used
-        for charge in self._charges:
+        for charge in sorted((*self._charges, *self._elsewhere), key=lambda one: one.second):
             if left <= amount:
                 break
             left -= charge.amount
@@ -86,6 +103,8 @@ class Minute:
         oldest = math.floor(self._clock()) - _MINUTE_SECONDS
         while self._charges and self._charges[0].second < oldest:
             self._used -= self._charges.popleft().amount
+        while self._elsewhere and self._elsewhere[0].second < oldest:
+            self._elsewhere.popleft()
 
 
 class Tenant:
@@ -93,21 +112,21 @@ class Tenant:
 
     name    of the keys file, or DEFAULT
     limits  replaced when the keys file is read again; what was taken stays
-    num_in_flight  sequences that run or wait
+    num_in_flight  sequences that run or wait here
     """
 
     def __init__(self, name: str, limits: Limits, clock: Callable[[], float]) -> None:
         self.name = name
         self.limits = limits
-        self.num_in_flight = 0
+        self.num_in_flight = self._num_elsewhere = 0
         self._tokens, self._uploads = Minute(clock), Minute(clock)
 
     def enter(self, num_sequences: int) -> None:
         """Take places. LimitReached if the tenant may not have all of them now."""
         limit = self.limits.requests_in_flight
-        if limit is not None and self.num_in_flight + num_sequences > limit:
+        if limit is not None and self._num_everywhere + num_sequences > limit:
             raise LimitReached(
-                f"{self.num_in_flight} of your {limit} requests in flight are taken and this one needs "
+                f"{self._num_everywhere} of your {limit} requests in flight are taken and this one needs "
                 f"{num_sequences}; send it again when others have ended.",
                 1,
             )
@@ -143,12 +162,27 @@ class Tenant:
             raise LimitReached(f"You have begun {limit} uploads within a minute, which is your limit.", wait_seconds)
         self._uploads.take(1)
 
+    def usage(self) -> Usage:
+        """What it has taken here."""
+        return Usage(self.num_in_flight, self._tokens.taken(), self._uploads.taken())
+
+    def learn(self, elsewhere: Usage) -> None:
+        """What it has taken on other servers, all in all."""
+        self._num_elsewhere = elsewhere.num_in_flight
+        self._tokens.learn(elsewhere.tokens)
+        self._uploads.learn(elsewhere.uploads)
+
+    @property
+    def _num_everywhere(self) -> int:
+        return self.num_in_flight + self._num_elsewhere
+
     def headers(self) -> dict[str, str]:
         """Where the tenant stands, as OpenAI says it; nothing of what has no limit."""
         limits, told = self.limits, dict[str, str]()
         if limits.requests_in_flight is not None:
             # When another request ends nobody knows.
-            told |= _told("requests", limits.requests_in_flight, self.num_in_flight, 1 if self.num_in_flight else 0)
+            num_open = self._num_everywhere
+            told |= _told("requests", limits.requests_in_flight, num_open, 1 if num_open else 0)
         for name, limit, minute in (
             ("tokens", limits.tokens_per_minute, self._tokens),
             ("uploads", limits.uploads_per_minute, self._uploads),

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 from service.logs import LOGGER, audit
 from service.tenants.keys_file import SCOPES, Key, KeysFile, KeysFileError, Limits, Scope, hash_of, read_keys
 from service.tenants.limits import Tenant
+from service.tenants.usage import Usage
 
 # Whose everything is without a keys file, and with one the keys of the settings.
 DEFAULT = "default"
@@ -129,6 +130,15 @@ class Tenants:
         # That one may have begun before the change. The next has not.
         if _signature(self._path) != self._signature:
             await asyncio.shield(self._read_soon())
+
+    def usage(self) -> dict[str, Usage]:
+        """What tenants have taken here, of those that have taken anything."""
+        return {name: usage for name, one in self._tenants.items() if (usage := one.usage()) != Usage()}
+
+    def learn(self, elsewhere: Mapping[str, Usage]) -> None:
+        """What they have taken on other servers."""
+        for name, one in self._tenants.items():
+            one.learn(elsewhere.get(name, Usage()))
 
     def reread(self) -> None:
         """Have the keys file read, whether it looks like another one or not."""

@@ -8,14 +8,27 @@ from pathlib import Path
 
 import pytest
 
+from service.tenants.keys_file import hash_of
 from tests.support.server import Server, posted, running_server, start_server, wait_for
 from tests.support.tiny_models import make_adapter, make_tiny_model
+
+# Of a tenant whose key is "limited".
+KEYS = f"""
+[tenants.acme]
+tokens_per_minute = 20000
+requests_in_flight = 2
+
+[[keys]]
+tenant = "acme"
+sha256 = "{hash_of("limited").hex()}"
+scopes = ["infer"]
+"""
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("shared")
-    make_tiny_model("llama", root / "base")
+    make_tiny_model("llama", root / "base", max_position_embeddings=16_384)
     for seed in range(3):
         make_adapter(root / "base", root / f"adapter-{seed}", rank=4, target_modules=["q_proj", "v_proj"], seed=seed)
     return root
@@ -23,11 +36,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def servers(checkpoints: Path) -> Iterator[tuple[Server, Server]]:
+    (checkpoints / "keys.toml").write_text(KEYS)
     settings = {"model_name": "tiny", "store_shared": True, "store_dir": checkpoints / "store"}
+    settings |= {"kv_bytes": "24MiB", "admin_api_keys": "operator", "keys_file": checkpoints / "keys.toml"}
     with (
         running_server(checkpoints / "base", checkpoints / "one", **settings) as one,
         running_server(checkpoints / "base", checkpoints / "other", **settings) as other,
     ):
+        for server in (one, other):
+            server.http.headers["Authorization"] = "Bearer operator"
         yield one, other
 
 
@@ -97,6 +114,30 @@ def test_a_stream_goes_on_while_its_adapter_is_deleted_on_the_other(
         events = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     assert events[-1] == "[DONE]"
     assert "error" not in "".join(events)
+
+
+def test_a_tenant_s_limits_count_on_both(servers: tuple[Server, Server]) -> None:
+    one, other = servers
+    key = {"Authorization": "Bearer limited"}
+
+    def left(server: Server, what: str) -> int:
+        return int(server.get("/v1/models", headers=key).headers[f"x-ratelimit-remaining-{what}"])
+
+    body = {"model": "tiny", "prompt": "the", "ignore_eos": True, "stream": True}
+
+    def refused(**fields: int) -> str:
+        answer = other.post("/v1/completions", json=body | fields, headers=key)
+        assert answer.status_code == 429
+        message: str = answer.json()["error"]["message"]
+        return message
+
+    endless = body | {"max_tokens": 15_000}
+    with one.http.stream("POST", f"{one.url}/v1/completions", json=endless, headers=key) as stream:
+        assert stream.status_code == 200
+        wait_for(lambda: left(other, "requests") == 1, "the request in flight being known")
+        assert "1 of your 2 requests" in refused(n=2, max_tokens=1)
+        assert "tokens per minute" in refused(max_tokens=6000)
+    wait_for(lambda: left(other, "requests") == 2, "its end being known")
 
 
 def test_nothing_that_was_answered_is_lost_when_a_server_is_killed(
