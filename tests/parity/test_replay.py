@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from kernels.experts import grouped
 from kernels.platform import IMPLEMENTATIONS, detect, installed
 from kernels.probe.results import OpReport
 from service.engine import build
@@ -29,6 +30,7 @@ from service.text.tokenizer import TextTokenizer
 from tests.support.engine_parity import BASE, Request, World, build_engine, config_of, make_world, run_engine
 from tests.support.replay import TwinGraphs
 from tests.support.tiny_models import LINEAR_MODULES, VOCAB_SIZE
+from tests.support.triton_interpreter import multiply_bfloat16
 
 # Adapters of several ranks, of all projections and of some, and the base.
 MIX = ("all", "attention", BASE, "rs", "pattern", BASE, "one")
@@ -102,7 +104,7 @@ def assert_replays_as_eager(world: World, requests: list[Request], **config: Any
     captured, engine = run(world, requests, eager=False, **config)
     counts, states = engine._runner.captured, states_of(engine)
     engine.close()
-    if counts.is_off and world.device != "cpu":
+    if counts.is_off and world.device != "cpu" and world.dtype == torch.float32:
         pytest.skip(f"NOT RUN: on this device no step of {world.family} in float32 is captured")
     eager, other = run(world, requests, eager=True, **config)
     states_of_eager = states_of(other)
@@ -122,6 +124,32 @@ def test_replayed_steps_equal_eager_ones(world: World, device: str, monkeypatch:
     with kernels_of_a_gpu(device, monkeypatch):
         # Experts and states take the interpreter long.
         assert_replays_as_eager(world, mixed_requests(1, num=3 if world.family in FEWER_LAYERS else 6))
+
+
+def test_replayed_steps_of_experts_in_bfloat16_equal_eager_ones(
+    tmp_path_factory: pytest.TempPathFactory, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The dtype in which a GPU of compute capability 9.0 has grouped products, and captures them."""
+    if device != "cpu" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("NOT RUN: this GPU has no grouped products, so that steps with experts are not captured")
+    one_layer = {"num_hidden_layers": 1, "mlp_only_layers": []}
+    directory = tmp_path_factory.mktemp("experts")
+    world = make_world("qwen3_moe", directory, device, dtype=torch.bfloat16, **one_layer)
+    if device == "cpu":
+        multiply_bfloat16(monkeypatch)
+    products: list[torch.dtype] = []
+
+    def noted(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        products.append(x.dtype)
+        return experts(x, *arguments)
+
+    experts = grouped.experts
+    monkeypatch.setattr(grouped, "experts", noted)
+    with kernels_of_a_gpu(device, monkeypatch):
+        # Rows of adapters are float32 on a CPU, and cannot stand behind weights in bfloat16.
+        captured = assert_replays_as_eager(world, mixed_requests(1, num=2), lora_window=device != "cpu")
+    assert captured, "steps with experts are captured"
+    assert set(products) == {torch.bfloat16}
 
 
 def a_tensor_made_anew(patch: pytest.MonkeyPatch) -> None:
