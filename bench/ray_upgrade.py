@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import tempfile
 import threading
 import time
 from typing import Any
 
 import httpx
-import ray
-from ray import serve
 
-from service.ray_app import RayArgs, build
+from bench.ray_server import deploy, running_ray
 
 _BODY = {"model": "calculator", "prompt": "12 + 30", "max_tokens": 8, "temperature": 0}
 _AFTER_SECONDS = 5.0
@@ -61,29 +58,19 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=3)
     given = parser.parse_args()
     url = f"http://127.0.0.1:{given.port}"
-    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as root:
-        ray.init(address="local", num_cpus=8, num_gpus=0, include_dashboard=False, log_to_driver=False, _temp_dir=root)
+    with running_ray(given.port) as root:
+        settings: dict[str, Any] = {"store_dir": str(root / "store"), "kv_bytes": "24MiB"}
+        deploy(settings, engines=2)
+        traffic = Traffic(url, given.clients)
         try:
-            serve.start(http_options={"host": "127.0.0.1", "port": given.port})
-            settings: dict[str, Any] = {"store_dir": f"{root}/store", "kv_bytes": "24MiB"}
-            _deploy(settings)
-            traffic = Traffic(url, given.clients)
-            try:
-                began_seconds = time.monotonic()
-                _deploy({**settings, "token_budget": 128})
-                upgrade_seconds = time.monotonic() - began_seconds
-                time.sleep(_AFTER_SECONDS)
-            finally:
-                traffic.stop()
-            print(f"upgrade: {upgrade_seconds:.0f} s, {len(traffic.seconds)} requests, {len(traffic.failed)} failed")
-            print(f"p50 {1e3 * statistics.median(traffic.seconds):.0f} ms", *traffic.failed[:10], sep="\n")
+            began_seconds = time.monotonic()
+            deploy({**settings, "token_budget": 128}, engines=2)
+            upgrade_seconds = time.monotonic() - began_seconds
+            time.sleep(_AFTER_SECONDS)
         finally:
-            serve.shutdown()
-            ray.shutdown()
-
-
-def _deploy(settings: dict[str, Any]) -> None:
-    serve.run(build(RayArgs(settings=settings, engines=2, drain_seconds=20)), name="multilora", route_prefix="/")
+            traffic.stop()
+        print(f"upgrade: {upgrade_seconds:.0f} s, {len(traffic.seconds)} requests, {len(traffic.failed)} failed")
+        print(f"p50 {1e3 * statistics.median(traffic.seconds):.0f} ms", *traffic.failed[:10], sep="\n")
 
 
 if __name__ == "__main__":
