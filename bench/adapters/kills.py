@@ -1,12 +1,18 @@
-"""Kills the API process, the engine or a process for chat templates of a real server at random, while adapters are
-uploaded, replaced, rolled back, pruned, deleted and loaded, and compares what is there afterwards with what was
-acknowledged.
+"""Kills processes of real servers at random, while adapters are uploaded, replaced, rolled back, pruned, deleted and
+loaded, and compares what is there afterwards with what was acknowledged.
 
     .venv/bin/python -m bench.adapters.kills [--kills 200] [--seed 0]        # also `make test-kills`
+                                             [--replicas 1] [--servers 1]
 
-Nothing acknowledged may be missing; the one change that was under way when the API process died may have happened or
-not; an upload that is refused, since the process for its template was killed, has changed nothing. Every version must
-serve a request, which has the engine read it, and nothing may lie in staging. Prints a JSON line.
+A victim is an API process, an engine or a process for chat templates; with several engines behind a server also an
+engine that stands still (SIGSTOP) until the server has noticed. With several servers, which share the store, the one
+whose process is killed has clients, and so has another one.
+
+Nothing acknowledged may be missing, on any server; the one change that was under way when the API process died may have
+happened or not; an upload that is refused, since the process for its template was killed, has changed nothing. With
+several engines, and on a server that is not killed, no request may fail that is not streamed; every stream must end as
+a whole or with an error event, and none may hang. Every version must serve a request, which has an engine read it, and
+nothing may lie in staging. Prints a JSON line, with the longest time from a kill until all serve again.
 """
 
 from __future__ import annotations
@@ -17,104 +23,155 @@ import os
 import random
 import signal
 import tempfile
-import threading
+import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from bench.adapters.changes import Change, State, after, changes
-from bench.adapters.made_up import Files, adapter_files
-from bench.limits import LIMIT_SECONDS
+from bench.adapters.changes import State, after
+from bench.adapters.kill_clients import NUM_CONTENTS, Asker, KillClient, Mover, Streamer, upload_files
 from bench.server_process import Server, start_server, wait_for
 from service.engine.client import MAX_DEATHS
 from service.settings import BUNDLED_MODEL_DIR
 
-NAMES = ("one", "two", "three")
-NUM_CONTENTS = 4
-WITH_TEMPLATE = (1, 3)  # of the contents
 MAX_VERSIONS = 3
-TEMPLATE = ("file", ("chat_template.jinja", b"{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"))
 # Module of each process but the API's, which is the server's own.
 MODULES = {"engine": "service.engine.process", "template": "service.text.template_worker"}
 
 
-class Mover(threading.Thread):
-    """Makes changes over HTTP until it is told to stop, or the server is gone. `acknowledged` are those answered;
-    `failure` what came of them that may not."""
+class Run:
+    """Servers of one store, and what must be in it."""
 
-    def __init__(self, url: str, seed: int) -> None:
-        super().__init__(daemon=True)
-        self._url = url
-        self._changes = changes(seed, NAMES, NUM_CONTENTS)
-        self.acknowledged: list[Change] = []
-        self.num_refused = 0
-        self.failure: BaseException | None = None
-        self.under_way: Change | None = None
-        self.stop = threading.Event()
+    def __init__(self, work_dir: Path, *, num_servers: int, num_replicas: int, seed: int) -> None:
+        self._work_dir, self._num_replicas = work_dir, num_replicas
+        self._is_shared = num_servers > 1
+        self._random = random.Random(seed)
+        (work_dir / "none").mkdir()
+        self.counts = Counter[str]()
+        self.back_seconds: list[float] = []
+        self._state: State = {}
+        self.servers: list[Server] = []
+        # Engines that died under each server: one whose engine died three times within a minute starts no other.
+        self._num_deaths = [0] * num_servers
+        for _ in range(num_servers):
+            self.servers.append(self._start())
+        self._digests = _digests(self.servers[0])
 
-    def run(self) -> None:
-        try:
-            with httpx.Client(base_url=self._url, timeout=LIMIT_SECONDS) as client:
-                while not self.stop.is_set():
-                    self.under_way = next(self._changes)
-                    if _make(client, self.under_way):
-                        self.acknowledged.append(self.under_way)
-                    else:
-                        self.num_refused += 1
-                    self.under_way = None
-        except httpx.TransportError:
-            return  # the server has been killed
-        except BaseException as error:
-            self.failure = error
+    def _start(self) -> Server:
+        settings: dict[str, Any] = {"store_dir": self._work_dir / "store", "store_shared": self._is_shared}
+        settings |= {"preload_adapters_dir": self._work_dir / "none", "replicas": self._num_replicas}
+        return start_server(BUNDLED_MODEL_DIR, self._work_dir, max_versions=MAX_VERSIONS, model_name="base", **settings)
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.process.kill()
+            server.process.wait()
+
+    def kill_one(self, victim: str | None = None) -> None:
+        """One victim beside clients, at random unless it is named; AssertionError if anything is as it may not be
+        afterwards."""
+        which = self._random.randrange(len(self.servers))
+        victims = ("api", "engine", "template", "stopped")[: 4 if self._num_replicas > 1 else 3]
+        victim = victim or self._random.choice(victims)
+        if victim == "engine" and self._num_deaths[which] == MAX_DEATHS - 1:
+            victim = "api"
+        server = self.servers[which]
+        mover = Mover(server.url, self._random.randrange(2**32))
+        has_other = self._num_replicas > 1
+        askers = [
+            Asker(one.url, self._random.randrange(2**32), may_fail=one is server and not has_other)
+            for one in self.servers
+        ]
+        streamer = Streamer(server.url)
+        self._kill_beside(which, victim, mover, [*askers, streamer])
+        self.counts.update(
+            {
+                f"kills: {victim}": 1,
+                "changes acknowledged": len(mover.acknowledged),
+                "uploads refused": mover.num_refused,
+                "requests answered": sum(one.num_answered for one in askers),
+                "streams whole": streamer.num_whole,
+                "streams ended by an error event": streamer.num_ended,
+            }
+        )
+        self._compare(mover)
+
+    def _kill_beside(self, which: int, victim: str, mover: Mover, others: Sequence[KillClient]) -> None:
+        """Kill a process once some changes are made, while they go on; return when all serve again."""
+        server, num_changes = self.servers[which], self._random.randrange(1, 20)
+        for client in (mover, *others):
+            client.start()
+        wait_for(lambda: len(mover.acknowledged) >= num_changes or not mover.is_alive(), "changes to be made")
+        since_seconds = time.monotonic()
+        if victim == "api":
+            os.kill(server.process.pid, signal.SIGKILL)
+            server.process.wait()
+        else:
+            self._kill_child(server, victim)
+            if victim == "engine":
+                self._num_deaths[which] += 1
+                wait_for(lambda: server.metric("engine_restarts_total") == self._num_deaths[which], "its death seen")
+            wait_for(lambda: _is_whole(server), "the server to be whole")
+        for client in (mover, *others):
+            if victim != "api" or client.url != server.url:
+                client.stop.set()
+        for client in (mover, *others):
+            client.end()
+        if victim == "api":
+            for one in self.servers:
+                if one is not server:
+                    self._found_as(one, mover)
+            self.servers[which] = self._start()
+            self._num_deaths[which] = 0
+            left = [] if self._is_shared else list((self._work_dir / "store").glob("*/staging/*"))
+            assert not left, f"left over: {left}"
+            wait_for(lambda: _is_whole(self.servers[which]), "the server to be whole")
+        self.back_seconds.append(time.monotonic() - since_seconds)
+
+    def _kill_child(self, server: Server, victim: str) -> None:
+        module = MODULES["engine" if victim == "stopped" else victim]
+        pids = wait_for(lambda: server.child_pids_of(module), f"the process for {victim}")
+        pid = self._random.choice(pids)
+        if victim == "stopped":
+            since_seconds = time.monotonic()
+            os.kill(pid, signal.SIGSTOP)
+            wait_for(lambda: "silent" in server.get("/health").json()["replicas"].values(), "it to be noticed")
+            self.counts["longest ms until noticed"] = max(
+                self.counts["longest ms until noticed"], round(1e3 * (time.monotonic() - since_seconds))
+            )
+            os.kill(pid, signal.SIGCONT)
+        else:
+            with suppress(ProcessLookupError):  # those for templates come and go
+                os.kill(pid, signal.SIGKILL)
+
+    def _compare(self, mover: Mover) -> None:
+        found = {one.url: self._found_as(one, mover) for one in self.servers}
+        state = found[self.servers[0].url]
+        assert all(one == state for one in found.values()), found
+        expected = self._after_acknowledged(mover)
+        self.counts["changes under way that were made"] += state != expected
+        self._state = state
+
+    def _after_acknowledged(self, mover: Mover) -> State:
+        state = self._state
+        for change in mover.acknowledged:
+            state = after(state, change, MAX_VERSIONS)
+        return state
+
+    def _found_as(self, server: Server, mover: Mover) -> State:
+        """What a server has, which must be what was acknowledged."""
+        state = self._after_acknowledged(mover)
+        may_be = state if mover.under_way is None else after(state, mover.under_way, MAX_VERSIONS)
+        found = _found(server, self._digests)
+        assert found in (state, may_be), (found, state, mover.under_way)
+        return found
 
 
-def _make(client: httpx.Client, change: Change) -> bool:
-    """Whether it was made."""
-    what, name, content = change
-    path = f"/v1/adapters/{name}"
-    if what == "put":
-        answer = client.put(path, files=_files(content))
-        if answer.status_code == 400 and "template" in answer.text and content in WITH_TEMPLATE:
-            return False
-        answer.raise_for_status()
-        return True
-    answer = client.delete(path) if what == "delete" else client.post(f"{path}/rollback", json={})
-    assert answer.is_success or answer.status_code == 404, answer.text
-    return True
-
-
-def _files(content: int) -> Files:
-    files = adapter_files(content)
-    return [*files, TEMPLATE] if content in WITH_TEMPLATE else files
-
-
-class Asker(threading.Thread):
-    """Sends requests for what the names stand for, so that the engine reads and loads it, as `Mover` changes it."""
-
-    def __init__(self, url: str, seed: int) -> None:
-        super().__init__(daemon=True)
-        self._url = url
-        self._generator = random.Random(seed)
-        self.num_answered = 0
-        self.failure: BaseException | None = None
-        self.stop = threading.Event()
-
-    def run(self) -> None:
-        try:
-            with httpx.Client(base_url=self._url, timeout=LIMIT_SECONDS) as client:
-                while not self.stop.is_set():
-                    body = {"model": self._generator.choice(NAMES), "prompt": "the", "max_tokens": 2}
-                    answer = client.post("/v1/completions", json=body)
-                    # No such name just now; the engine was killed under the request; there is none.
-                    assert answer.status_code in (200, 404, 500, 503), answer.text
-                    self.num_answered += answer.is_success
-        except httpx.TransportError:
-            return
-        except BaseException as error:
-            self.failure = error
+def _is_whole(server: Server) -> bool:
+    replicas = server.get("/health").json().get("replicas", {})
+    return server.get("/ready").status_code == 200 and set(replicas.values()) <= {"ready"}
 
 
 def _found(server: Server, digests: dict[str, int]) -> State:
@@ -130,100 +187,36 @@ def _found(server: Server, digests: dict[str, int]) -> State:
     return state
 
 
-def run(work_dir: Path, num_kills: int, seed: int) -> dict[str, int]:
-    """Counts of kills and changes, and of how the change under way ended."""
-    generator, counts = random.Random(seed), Counter[str]()
-    settings: dict[str, Any] = {"store_dir": work_dir / "store", "preload_adapters_dir": work_dir / "none"}
-    (work_dir / "none").mkdir()
-
-    def start() -> Server:
-        return start_server(BUNDLED_MODEL_DIR, work_dir, max_versions=MAX_VERSIONS, **settings)
-
-    server = start()
-    try:
-        digests = _digests(server)
-        state: State = {}
-        num_engines = 0  # that died under this server
-        for _ in range(num_kills):
-            # A server whose engine died three times within a minute starts no other.
-            victim = generator.choice(("api", "engine", "template"))
-            victim = "api" if victim == "engine" and num_engines == MAX_DEATHS - 1 else victim
-            mover = Mover(server.url, generator.randrange(2**32))
-            asker = Asker(server.url, generator.randrange(2**32))
-            _kill_beside(server, victim, mover, asker, generator.randrange(1, 20))
-            for change in mover.acknowledged:
-                state = after(state, change, MAX_VERSIONS)
-            may_be = state if mover.under_way is None else after(state, mover.under_way, MAX_VERSIONS)
-            if victim == "api":
-                server.process.wait()
-                server, num_engines = start(), 0
-                left = list((work_dir / "store").glob("*/staging/*"))
-                assert not left, f"left over: {left}"
-            elif victim == "engine":
-                num_engines += 1
-                _wait_for_engine(server, num_engines)
-            found = _found(server, digests)
-            assert found in (state, may_be), (found, state, mover.under_way)
-            counts[f"kills of the {victim}"] += 1
-            counts["changes acknowledged"] += len(mover.acknowledged)
-            counts["uploads refused"] += mover.num_refused
-            counts["requests answered"] += asker.num_answered
-            counts["changes under way that were made"] += found != state
-            state = found
-        return dict(counts)
-    finally:
-        server.process.kill()
-        server.process.wait()
-
-
-def _kill_beside(server: Server, victim: str, mover: Mover, asker: Asker, num_changes: int) -> None:
-    """Kill a process once so many changes are made, while they go on; return when both threads have ended."""
-    mover.start()
-    asker.start()
-
-    def are_made() -> bool:
-        return len(mover.acknowledged) >= num_changes or not mover.is_alive()
-
-    wait_for(are_made, "changes to be made")
-    if victim == "api":
-        os.kill(server.process.pid, signal.SIGKILL)
-    else:
-        pids = wait_for(lambda: server.child_pids_of(MODULES[victim]), f"the process for {victim}")
-        with suppress(ProcessLookupError):  # those for templates come and go
-            os.kill(pids[0], signal.SIGKILL)
-    threads: tuple[Mover | Asker, ...] = mover, asker
-    for thread in threads:
-        if victim != "api":
-            thread.stop.set()
-        thread.join(LIMIT_SECONDS)
-        assert not thread.is_alive(), "a request is not answered"
-        if thread.failure is not None:
-            raise thread.failure
-
-
-def _wait_for_engine(server: Server, num_restarts: int) -> None:
-    wait_for(lambda: server.metric("engine_restarts_total") == num_restarts, "the engine's death to be seen")
-    wait_for(lambda: server.get("/ready").status_code == 200, "the next engine")
-
-
 def _digests(server: Server) -> dict[str, int]:
     """Digest of each content."""
     digests = {}
     for content in range(NUM_CONTENTS):
         path = f"{server.url}/v1/adapters/content"
-        report = server.http.put(path, files=_files(content)).raise_for_status().json()
+        report = server.http.put(path, files=upload_files(content)).raise_for_status().json()
         digests[report["digest"]] = content
         server.http.delete(path).raise_for_status()
     return digests
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.adapters.kills", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.adapters.kills", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+    parser.add_argument("--replicas", type=int, default=1, help="engines of a server")
+    parser.add_argument("--servers", type=int, default=1, help="that share the store")
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        print(json.dumps(run(Path(scratch), arguments.kills, arguments.seed)))
+        run = Run(Path(scratch), num_servers=given.servers, num_replicas=given.replicas, seed=given.seed)
+        try:
+            for _ in range(given.kills):
+                run.kill_one()
+        finally:
+            print(
+                json.dumps(run.counts | {"longest seconds until all serve": round(max(run.back_seconds, default=0), 1)})
+            )
+            run.close()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,133 @@
+"""Clients of a server that is killed beside them: each goes on until it is told to stop, or the server is gone."""
+
+from __future__ import annotations
+
+import abc
+import json
+import random
+import threading
+
+import httpx
+
+from bench.adapters.changes import Change, changes
+from bench.adapters.made_up import Files, adapter_files
+from bench.limits import LIMIT_SECONDS
+
+NAMES = ("one", "two", "three")
+NUM_CONTENTS = 4
+WITH_TEMPLATE = (1, 3)  # of the contents
+TEMPLATE = ("file", ("chat_template.jinja", b"{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"))
+_ENDLESS_TOKENS = 400
+
+
+class KillClient(threading.Thread, abc.ABC):
+    """`failure` is what came of its requests that may not."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self.url = url
+        self.failure: BaseException | None = None
+        self.stop = threading.Event()
+
+    def run(self) -> None:
+        try:
+            with httpx.Client(base_url=self.url, timeout=LIMIT_SECONDS) as client:
+                while not self.stop.is_set():
+                    self.ask(client)
+        except httpx.TransportError as error:
+            if self.stop.is_set():
+                self.failure = error  # told to stop: nobody has killed the server
+        except BaseException as error:
+            self.failure = error
+
+    @abc.abstractmethod
+    def ask(self, client: httpx.Client) -> None:
+        """One request."""
+
+    def end(self) -> None:
+        """Wait for it; raises its failure."""
+        self.join(LIMIT_SECONDS)
+        assert not self.is_alive(), "a request is not answered"
+        if self.failure is not None:
+            raise self.failure
+
+
+class Mover(KillClient):
+    """Makes changes of adapters. `acknowledged` are those answered; `under_way` the one that was not."""
+
+    def __init__(self, url: str, seed: int) -> None:
+        super().__init__(url)
+        self._changes = changes(seed, NAMES, NUM_CONTENTS)
+        self.acknowledged: list[Change] = []
+        self.num_refused = 0
+        self.under_way: Change | None = None
+
+    def ask(self, client: httpx.Client) -> None:
+        self.under_way = next(self._changes)
+        if _make(client, self.under_way):
+            self.acknowledged.append(self.under_way)
+        else:
+            self.num_refused += 1
+        self.under_way = None
+
+
+def _make(client: httpx.Client, change: Change) -> bool:
+    """Whether it was made."""
+    what, name, content = change
+    path = f"/v1/adapters/{name}"
+    if what == "put":
+        answer = client.put(path, files=upload_files(content))
+        if answer.status_code == 400 and "template" in answer.text and content in WITH_TEMPLATE:
+            return False
+        answer.raise_for_status()
+        return True
+    answer = client.delete(path) if what == "delete" else client.post(f"{path}/rollback", json={})
+    assert answer.is_success or answer.status_code == 404, answer.text
+    return True
+
+
+def upload_files(content: int) -> Files:
+    """Parts of an upload."""
+    files = adapter_files(content)
+    return [*files, TEMPLATE] if content in WITH_TEMPLATE else files
+
+
+class Asker(KillClient):
+    """Sends requests for what the names stand for, so that an engine reads and loads it, as `Mover` changes it.
+
+    may_fail  whether a request may be lost, since there is no other engine to send it to
+    """
+
+    def __init__(self, url: str, seed: int, *, may_fail: bool) -> None:
+        super().__init__(url)
+        self._generator = random.Random(seed)
+        # No such name just now; the engine was killed under the request; there is none.
+        self._may_be = (200, 404, 500, 503) if may_fail else (200, 404)
+        self.num_answered = 0
+
+    def ask(self, client: httpx.Client) -> None:
+        num_tokens = self._generator.choice((2, 100))
+        model = self._generator.choice((*NAMES, "base"))
+        body = {"model": model, "prompt": "the", "max_tokens": num_tokens, "ignore_eos": True}
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code in self._may_be, answer.text
+        self.num_answered += answer.is_success
+
+
+class Streamer(KillClient):
+    """Reads long streams of the base, each of which must end as a whole or with an error event."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        self.num_whole = self.num_ended = 0
+
+    def ask(self, client: httpx.Client) -> None:
+        body = {"model": "base", "prompt": "the", "max_tokens": _ENDLESS_TOKENS, "ignore_eos": True, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            if not answer.is_success:  # there is no engine, which is for Asker to judge
+                return
+            events = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+        assert events and events[-1] == "[DONE]", f"a stream broke off: {events[-3:]}"
+        has_error = len(events) > 1 and "error" in json.loads(events[-2])
+        self.num_ended += has_error
+        self.num_whole += not has_error
