@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -137,6 +138,19 @@ def test_an_engine_that_stands_still_gets_nothing_and_its_waiting_requests_go_el
         assert server.get("/ready").status_code == 200
     wait_for(lambda: _is_whole(server), "both engines")
     assert server.metric("requests_sent_again_total") > 0
+
+
+def test_an_engine_that_cannot_be_started_again_is_left_out(tmp_path: Path) -> None:
+    """As when its device is gone: here nobody can read the model any more."""
+    base = make_tiny_model("llama", tmp_path / "base")
+    with running_server(base, tmp_path / "server", model_name="tiny", replicas=2) as server:
+        base.rename(tmp_path / "gone")
+        os.kill(_engines(server)[0], signal.SIGKILL)
+        wait_for(lambda: "down" in _replicas(server).values(), "it to be given up")
+        assert sorted(_replicas(server).values()) == ["down", "ready"]
+        assert len({_text(server, "tiny") for _ in range(8)}) == 1
+        assert server.get("/ready").status_code == server.get("/health").status_code == 200
+        assert server.metric("replica_up") == 1
 
 
 def test_each_engine_sees_one_device_of_those_that_the_server_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
