@@ -75,15 +75,17 @@ def _cost_chars(variables: Any) -> int:
     return num_chars
 
 
-def chat_template_of(services: Services, target: Target) -> ChatTemplate | AdapterTemplate:
-    """The adapter's own template, or else the base's. BadRequest if neither has one."""
-    if target.digest is not None and target.has_template:
-        own = services.adapter_template(target.digest)
-        if own is not None:
-            return own
-    if services.template is None:
+def template_of(services: Services, target: Target) -> ChatTemplate | AdapterTemplate | None:
+    """The adapter's own template, or else the base's; None if neither has one. Reads a file."""
+    own = services.adapter_template(target.digest) if target.digest is not None and target.has_template else None
+    return services.template if own is None else own
+
+
+def _required_template(services: Services, target: Target) -> ChatTemplate | AdapterTemplate:
+    template = template_of(services, target)
+    if template is None:
         raise BadRequest("This model has no chat template; send the prompt to /v1/completions instead of messages.")
-    return services.template
+    return template
 
 
 async def chat_prompt(services: Services, target: Target, request: ChatRequest | TokenizeRequest) -> Prompt:
@@ -101,7 +103,7 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
     def render() -> tuple[str, Reading]:
         check_inner_counts([text for message in messages for text in message.json_texts])
         plain = [message.for_template() for message in messages]
-        template = chat_template_of(services, target)
+        template = _required_template(services, target)
         if tools:
             check_template_takes_tools(template.source)
         variables = _reasoning_variables(template, request.reasoning_effort) | (given or {})

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel, Field
 
 from service.api.answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo
 from service.api.auth import caller_of
@@ -15,7 +17,7 @@ from service.api.listing import listing
 from service.api.long_answers import json_answer
 from service.api.off_loop import off_loop
 from service.api.openapi import TEXT_ERRORS, errors
-from service.api.prompts import Prompt, chat_prompt, encoded
+from service.api.prompts import Prompt, chat_prompt, encoded, template_of
 from service.api.schemas import DetokenizeRequest, TokenizeRequest
 from service.api.sse import until_disconnect
 from service.api.state import Services, services_of
@@ -86,21 +88,37 @@ async def _prompt(services: Services, caller: Caller, body: TokenizeRequest) -> 
         target.release()
 
 
+class _WhoseTokenizer(BaseModel, extra="forbid"):
+    model: str | None = Field(None, description="the base, or an adapter; default: the base")
+
+
 @router.get(
-    "/tokenizer_info", response_model=TokenizerInfo, responses=errors((401, 429)), summary="The base's tokenizer"
+    "/tokenizer_info",
+    response_model=TokenizerInfo,
+    responses=errors((400, 401, 404, 429, 500)),
+    summary="A model's tokenizer",
 )
-async def tokenizer_info(request: Request) -> Response:
-    """The model's tokenizer_config.json, with its special tokens as texts and its chat template: what clients need who
-    count tokens and render chats by themselves, as lm-eval does."""
+async def tokenizer_info(request: Request, query: Annotated[_WhoseTokenizer, Query()]) -> Response:
+    """The model's tokenizer_config.json, with its special tokens as texts and its chat template, which of an adapter is
+    its own if it ships one: what clients need who count tokens and render chats by themselves, as lm-eval does."""
     services = services_of(request)
-    tokenizer, template = services.tokenizer, services.template
-    info = {
-        **{name: value for name, value in tokenizer.config.items() if name not in _PATHS},
-        **tokenizer.special_tokens,
-        "chat_template": None if template is None else template.source,
-    }
-    with services.calls.places():
-        return await listing(lambda: TokenizerInfo.model_validate(info))
+    target = resolve(services, caller_of(request), query.model)
+
+    def info() -> TokenizerInfo:
+        template = template_of(services, target)
+        return TokenizerInfo.model_validate(
+            {
+                **{name: value for name, value in services.tokenizer.config.items() if name not in _PATHS},
+                **services.tokenizer.special_tokens,
+                "chat_template": None if template is None else template.source,
+            }
+        )
+
+    try:
+        with services.calls.places():
+            return await listing(info)
+    finally:
+        target.release()
 
 
 @router.post("/detokenize", response_model=DetokenizeResponse, responses=TEXT_ERRORS, summary="Token ids to text")

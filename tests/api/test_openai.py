@@ -12,6 +12,7 @@ import transformers
 from tests.api.conftest import ADAPTERS, BASE, Checkpoints
 from tests.support.server import Server
 from tests.support.tiny_models import VOCAB_SIZE
+from tests.support.uploads import parts_of
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
 CHAT: list[Any] = [{"role": "user", "content": "the thing in the tin"}]
@@ -389,6 +390,21 @@ class TestTokenize:
         # As lm-eval does: the id of the end token is what its text is cut into.
         ids = server.post("/tokenize", json={"prompt": info["eos_token"], "add_special_tokens": False}).json()["tokens"]
         assert ids == [tokenizer.eos_token_id]
+
+    def test_an_adapter_s_own_template_is_told_and_what_is_unknown_refused(
+        self, server: Server, checkpoints: Checkpoints
+    ) -> None:
+        own = "{{ messages[0].content }}"
+        files = {**parts_of(checkpoints.spare), "chat_template": ("chat_template.jinja", own.encode())}
+        server.post("/v1/adapters", data={"name": "own-words"}, files=files).raise_for_status()
+        base = server.get("/tokenizer_info").json()
+        assert server.get("/tokenizer_info", params={"model": BASE}).json() == base
+        assert server.get("/tokenizer_info", params={"model": "alpha"}).json() == base
+        assert server.get("/tokenizer_info", params={"model": "own-words"}).json() == base | {"chat_template": own}
+        for params, status in ({"model": "nobody"}, 404), ({"model": ""}, 400), ({"modle": BASE}, 400):
+            refused = server.get("/tokenizer_info", params=params)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (status, next(iter(params)))
+        server.http.delete(f"{server.url}/v1/adapters/own-words").raise_for_status()
 
     def test_detokenize_is_the_way_back(self, server: Server) -> None:
         ids = server.post("/tokenize", json={"prompt": "the tin ü"}).json()["tokens"]

@@ -69,7 +69,7 @@ STATUSES: dict[str, tuple[str, str]] = {
     "post /v1/embeddings": ("200 400 404 413 429 500 503", "401 403"),
     "post /tokenize": ("200 400 404 413 429 500", "401 403"),
     "post /detokenize": ("200 400 404 413 429 500", "401 403"),
-    "get /tokenizer_info": ("200 429", "401 403"),
+    "get /tokenizer_info": ("200 400 404 429 500", "401 403"),
     "get /v1/models": ("200 400 429", "401"),
     "get /v1/models/{model}": ("200 400 404 500", "401"),
     "get /v1/adapters": ("200 400 429", "401"),
