@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from bench import loop_stretches
 from bench.server_process import running_server
 
 MIB = 1 << 20
+# Who asks for GET /health comes from another one: what is bounded is what one client does to others.
+HOSTILE_ADDRESS = "127.0.0.66"
 JSON = {"Content-Type": "application/json"}
 Attack = Callable[[], object]
 
@@ -67,6 +70,17 @@ class Target:
                     return connection.recv(1 << 16)[:12].decode("ascii", "replace")
                 except OSError as error:
                     return type(error).__name__
+
+        return attack
+
+    def send_on_many(self, num_connections: int, *pieces: bytes) -> Attack:
+        """An attack that is the same raw bytes on many connections at once; tells how many of them had an answer."""
+        one = self.send(*pieces)
+
+        def attack() -> object:
+            with ThreadPoolExecutor(num_connections) as pool:
+                answers = pool.map(lambda _: str(one()), range(num_connections))
+                return sum(answer.startswith("HTTP") for answer in answers)
 
         return attack
 
@@ -117,6 +131,8 @@ def attacks(target: Target) -> dict[str, Attack]:
     lists = b"[" + b"[]," * (16 * MIB // 3 - 2) + b"[]]"
     user = {"role": "user"}
     chunked = target.head("POST", "/tokenize", "Content-Type: application/json", "Transfer-Encoding: chunked")
+    small = target.head("POST", "/tokenize", "Content-Type: application/json", "Content-Length: 63003")
+    small += b"\r\n["
     called = {"function": {"name": "f", "arguments": "[" + "[]," * 20_000 + "[]]"}}
     return {
         "16 choices, nothing else": target.post("/v1/completions", long),
@@ -144,6 +160,13 @@ def attacks(target: Target) -> dict[str, Attack]:
         ),
         "2,000 requests on one connection at once": target.send(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" * 2000),
         "500,000 chunks of a byte": target.send(chunked + b"\r\n", b"1\r\n \r\n" * 500_000),
+        "200 connections with 40,000 chunks of a byte each": target.send_on_many(
+            200, chunked + b"\r\n", b"1\r\n \r\n" * 40_000, b"0\r\n\r\n"
+        ),
+        "200 connections with a long head each": target.send_on_many(
+            200, b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 3900 + b"\r\n"
+        ),
+        "200 connections with 64 KiB of empty lists each": target.send_on_many(200, small + b"[]," * 21_000 + b"[]]"),
         "a head of 3,900 headers": target.send(b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 3900 + b"\r\n"),
         "1,500 idle connections": target.hold_connections,
     }
@@ -154,21 +177,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Longest wait of GET /health while hostile requests are served.")
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="base")
+    parser.add_argument("--only", default="", help="those attacks whose names have this in them")
     parser.add_argument("--own-server", action="store_true", help="start one, see bench.loop_stretches")
     given = parser.parse_args()
     if not given.own_server:
-        run(Target(given.url, given.model), None)
+        run(Target(given.url, given.model, HOSTILE_ADDRESS), None, given.only)
         return
     with tempfile.TemporaryDirectory(prefix="hostile-") as root:
         stretches = Path(root) / "stretches"
         os.environ[loop_stretches.VARIABLE] = str(stretches)
         with running_server(None, Path(root), module="bench.loop_stretches", min_free_disk_bytes=0) as server:
-            run(Target(server.url, given.model), stretches)
+            run(Target(server.url, given.model, HOSTILE_ADDRESS), stretches, given.only)
 
 
-def run(target: Target, stretches: Path | None) -> None:
-    """A line for each attack; with the file of `bench.loop_stretches` the longest of them too."""
+def run(target: Target, stretches: Path | None, only: str) -> None:
+    """A line for each attack whose name has `only` in it; with the file of `bench.loop_stretches` the longest of
+    them too."""
     for name, attack in attacks(target).items():
+        if only not in name:
+            continue
         begun = time.monotonic()
         with worst_wait(target.url) as waits:
             started = time.perf_counter()

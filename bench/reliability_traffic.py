@@ -25,11 +25,10 @@ from typing import Any
 import httpx
 import msgspec
 
-from bench.hostile import Target, attacks
+from bench.hostile import HOSTILE_ADDRESS, Target, attacks
 from service.settings import BUNDLED_ADAPTERS_DIR
 
 ADAPTERS = ("default/shout", "default/reverse")
-_HOSTILE_ADDRESS = "127.0.0.66"
 _FLOOD = 64
 _LEAST_CLAIM = 19
 
@@ -119,7 +118,7 @@ class Hostile:
     """
 
     def __init__(self, url: str, key: str, first: int = 0) -> None:
-        self._target = Target(url, "base", _HOSTILE_ADDRESS, key)
+        self._target = Target(url, "base", HOSTILE_ADDRESS, key)
         self._attacks: dict[str, Callable[[], object]] = {
             **attacks(self._target),
             "a flood of 512 sequences": self._flood,

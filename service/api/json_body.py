@@ -21,7 +21,7 @@ from service.api.validation import bad_request
 from service.fair_pool import FairPool
 
 # Larger ones are parsed and validated in a thread.
-LARGE_BODY_BYTES = 1 << 16
+LARGE_BODY_BYTES = 1 << 14
 # Of one body. An object or list takes a few hundred bytes once parsed, a text or number up to a hundred.
 MAX_CONTAINERS = 1 << 16
 MAX_STRINGS = 1 << 18

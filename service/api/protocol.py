@@ -5,6 +5,7 @@ other error; no application has seen it."""
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any, NamedTuple, cast
 
 import h11
@@ -13,89 +14,17 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from service.api.connections import ConnectionShares
 from service.api.errors import ApiError, BadRequest, QueueFull, RequestTimeout, error_body, status_of
+from service.api.http_bounds import NO_HTTP, BoundedConnection
+from service.api.reading_turns import ReadingTurns
 from service.logs import LOGGER
 
 # A client that moves less than this of what waits for it, or of what it sends, counts as stalled after a time.
 MIN_BYTES_PER_SECOND = 1024
-# Of a head that is not complete. One that comes whole with a single read may be that much longer.
-MAX_HEAD_BYTES = 1 << 14
-MAX_HEADERS = 100
-# What the framing of a chunked body may take: each chunk costs as much as a kilobyte, however small it is.
-_FREE_FRAMING_BYTES = 1 << 18
-_BODY_BYTES_PER_FRAMING_BYTE = 32
 # Read at a time, hence worked on without a break; bodies of announced length cost little for each byte.
-_READ_BYTES = 1 << 14
+_READ_BYTES = 1 << 12
 _BODY_READ_BYTES = 1 << 18
 
 _LINGER_SECONDS = 2.0
-
-_NO_HTTP = (
-    "This is no HTTP/1.1 request, or its head is longer than the server takes; look at the client, or at the proxy "
-    "before this server."
-)
-_TWO_LENGTHS = "The request has both Content-Length and Transfer-Encoding; send one of them."
-_MANY_HEADERS = f"The request has more than {MAX_HEADERS} headers; send fewer."
-_SMALL_CHUNKS = "The chunks of the body are too small for so many; send larger ones, or announce a Content-Length."
-
-
-class _Connection(h11.Connection):
-    """h11's, which refuses what proxies read otherwise and what costs more than it says.
-
-    refusal  why the last error was raised, if it was raised here
-    """
-
-    def __init__(self) -> None:
-        super().__init__(h11.SERVER, MAX_HEAD_BYTES)
-        self.refusal: str | None = None
-        self.has_plain_body = self.is_head = False
-        self.num_received = 0
-        self._is_chunked = self._is_answer_chunked = False
-        self._num_framing = 0
-
-    def send(self, event: Any) -> Any:
-        """As h11's. A piece of a chunked body is written at once: it changes no state, and streams have many."""
-        if isinstance(event, h11.Data) and event.data and self._is_answer_chunked and self.our_state is h11.SEND_BODY:
-            return b"%x\r\n%b\r\n" % (len(event.data), event.data)
-        if isinstance(event, h11.Response):
-            output = super().send(event)
-            self._is_answer_chunked = not self.is_head and b"\r\ntransfer-encoding: chunked\r\n" in output.lower()
-            return output
-        return super().send(event)
-
-    def receive_data(self, data: bytes) -> None:
-        """More from the client."""
-        self.num_received += len(data)
-        self._num_framing += len(data)
-        super().receive_data(data)
-
-    def next_event(self) -> Any:
-        """As h11's; RemoteProtocolError for what is refused."""
-        event = super().next_event()
-        if isinstance(event, h11.Request):
-            self._check_head(event)
-        elif isinstance(event, h11.Data):
-            self._num_framing -= len(event.data) + len(event.data) // _BODY_BYTES_PER_FRAMING_BYTE
-            if self._is_chunked and self._num_framing > _FREE_FRAMING_BYTES:
-                self._refuse(_SMALL_CHUNKS)
-        elif isinstance(event, h11.EndOfMessage):
-            self.has_plain_body = False
-        return event
-
-    def _check_head(self, head: h11.Request) -> None:
-        names = {name for name, _ in head.headers}
-        self.is_head = head.method == b"HEAD"
-        self._is_chunked, self.has_plain_body = b"transfer-encoding" in names, b"content-length" in names
-        self._num_framing = 0
-        if self._is_chunked and self.has_plain_body:
-            self._refuse(_TWO_LENGTHS)
-        if head.http_version not in (b"1.0", b"1.1"):
-            self._refuse(_NO_HTTP)
-        if len(head.headers) > MAX_HEADERS:
-            self._refuse(_MANY_HEADERS)
-
-    def _refuse(self, sentence: str) -> None:
-        self.refusal = sentence
-        raise h11.RemoteProtocolError(sentence)
 
 
 class _WithConnection:
@@ -119,11 +48,12 @@ class _Mark(NamedTuple):
 class Protocol(H11Protocol):
     """One connection. The server calls `look` now and then; requests find it in their scopes, for `belong_to`."""
 
-    def __init__(self, shares: ConnectionShares, **named: Any) -> None:
+    def __init__(self, shares: ConnectionShares, turns: ReadingTurns, **named: Any) -> None:
         super().__init__(**named)
-        self.conn: _Connection = _Connection()
+        self.conn: BoundedConnection = BoundedConnection()
         self.app = _WithConnection(self.app, self)
-        self._shares = shares
+        self._shares, self._turns = shares, turns
+        self._held = b""  # what came before it was this network's turn
         self._network: str | None = None  # None for one that was one too many
         self._tenant = ""
         self._is_answered = False
@@ -162,9 +92,30 @@ class Protocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """A piece of a head or a body."""
-        if self._is_answered:
+        if self._is_answered or self._network is None:
             return
+        if self._held:  # the application wants more of a body
+            self._held += data
+            self.transport.pause_reading()
+        elif self._network and not self._turns.take(self._network, self._read_held):
+            self._held = data
+            self.transport.pause_reading()
+        else:
+            self._read(data)
+
+    def _read_held(self) -> None:
+        data, self._held = self._held, b""
+        if self.transport.is_closing() or self._is_answered:
+            return
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
+        self._read(data)
+
+    def _read(self, data: bytes) -> None:
+        started = time.thread_time()
         super().data_received(data)
+        if self._network:
+            self._turns.charge(self._network, time.thread_time() - started)
         if self.conn.their_state is not h11.IDLE:
             self._head_since = None
         elif self._head_since is None:
@@ -205,7 +156,7 @@ class Protocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
         """Answer what h11 cannot read, or what is refused here. uvicorn has logged it."""
-        self._answer(BadRequest(self.conn.refusal or _NO_HTTP))
+        self._answer(BadRequest(self.conn.refusal or NO_HTTP))
 
     def _time_out(self, part: str) -> None:
         self._head_since = None

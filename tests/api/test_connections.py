@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from service.api.protocol import MAX_HEADERS
+from service.api.http_bounds import MAX_HEADERS
 from service.serve import _make_server
 from service.settings import Settings, SettingsError, load_settings
 from tests.api.conftest import BASE, Checkpoints

@@ -21,7 +21,7 @@ from adapters.store import AdapterStore, StoreLimits
 from adapters.upload import Staging
 from adapters.validate import check_headers
 from service.api.errors import ApiError
-from service.api.protocol import _Connection
+from service.api.http_bounds import BoundedConnection
 from service.api.upload import MultipartUpload
 from service.tenants.keys_file import KeysFileError, parse_keys
 from service.text.chat_template import TemplateError
@@ -196,7 +196,7 @@ class Targets:
         """Only h11's own error, or ours, which is one; heads and bodies that it takes are bounded."""
         import h11
 
-        connection = _Connection()
+        connection = BoundedConnection()
         try:
             for at in range(0, len(data), 50):
                 connection.receive_data(data[at : at + 50])

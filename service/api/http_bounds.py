@@ -1,0 +1,82 @@
+"""HTTP/1.1 as h11 reads it, bounded in the size of heads and in what a body costs beside its bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import h11
+
+# Of a head that is not complete. One that comes whole with a single read may be that much longer.
+MAX_HEAD_BYTES = 1 << 14
+MAX_HEADERS = 100
+# What the framing of a chunked body may take: each chunk costs as much as a kilobyte, however small it is.
+_FREE_FRAMING_BYTES = 1 << 18
+_BODY_BYTES_PER_FRAMING_BYTE = 32
+
+NO_HTTP = (
+    "This is no HTTP/1.1 request, or its head is longer than the server takes; look at the client, or at the proxy "
+    "before this server."
+)
+_TWO_LENGTHS = "The request has both Content-Length and Transfer-Encoding; send one of them."
+_MANY_HEADERS = f"The request has more than {MAX_HEADERS} headers; send fewer."
+_SMALL_CHUNKS = "The chunks of the body are too small for so many; send larger ones, or announce a Content-Length."
+
+
+class BoundedConnection(h11.Connection):
+    """h11's, which refuses what proxies read otherwise and what costs more than it says.
+
+    refusal  why the last error was raised, if it was raised here
+    """
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MAX_HEAD_BYTES)
+        self.refusal: str | None = None
+        self.has_plain_body = self.is_head = False
+        self.num_received = 0
+        self._is_chunked = self._is_answer_chunked = False
+        self._num_framing = 0
+
+    def send(self, event: Any) -> Any:
+        """As h11's. A piece of a chunked body is written at once: it changes no state, and streams have many."""
+        if isinstance(event, h11.Data) and event.data and self._is_answer_chunked and self.our_state is h11.SEND_BODY:
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data)
+        if isinstance(event, h11.Response):
+            output = super().send(event)
+            self._is_answer_chunked = not self.is_head and b"\r\ntransfer-encoding: chunked\r\n" in output.lower()
+            return output
+        return super().send(event)
+
+    def receive_data(self, data: bytes) -> None:
+        """More from the client."""
+        self.num_received += len(data)
+        self._num_framing += len(data)
+        super().receive_data(data)
+
+    def next_event(self) -> Any:
+        """As h11's; RemoteProtocolError for what is refused."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._check_head(event)
+        elif isinstance(event, h11.Data):
+            self._num_framing -= len(event.data) + len(event.data) // _BODY_BYTES_PER_FRAMING_BYTE
+            if self._is_chunked and self._num_framing > _FREE_FRAMING_BYTES:
+                self._refuse(_SMALL_CHUNKS)
+        elif isinstance(event, h11.EndOfMessage):
+            self.has_plain_body = False
+        return event
+
+    def _check_head(self, head: h11.Request) -> None:
+        names = {name for name, _ in head.headers}
+        self.is_head = head.method == b"HEAD"
+        self._is_chunked, self.has_plain_body = b"transfer-encoding" in names, b"content-length" in names
+        self._num_framing = 0
+        if self._is_chunked and self.has_plain_body:
+            self._refuse(_TWO_LENGTHS)
+        if head.http_version not in (b"1.0", b"1.1"):
+            self._refuse(NO_HTTP)
+        if len(head.headers) > MAX_HEADERS:
+            self._refuse(_MANY_HEADERS)
+
+    def _refuse(self, sentence: str) -> None:
+        self.refusal = sentence
+        raise h11.RemoteProtocolError(sentence)

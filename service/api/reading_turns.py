@@ -1,0 +1,72 @@
+"""Whose turn it is to have what it sent read: heads and bodies cost time of the event loop, which is everybody's.
+
+A read is bounded by itself (`protocol.py`), and so is what it begins. A client with hundreds of connections would still
+have all of them served between two turns of everybody else: so one network has a few reads in each pass of the loop,
+and where its reads are costly, as those of tiny chunks and of long heads are, it pauses for a multiple of what they
+took. Its connections wait for each other, in the order they came, and nobody else's do. What is not read stays in the
+kernel, but for one piece of each connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+# Of one network in one pass of the loop.
+READS_PER_PASS = 4
+# A read that takes the loop's thread longer is costly; usual ones take a fifth of that.
+USUAL_SECONDS = 0.001
+# For each second beyond that, so many seconds until the network's next read.
+PAUSE_PER_SECOND = 4.0
+
+
+@dataclass
+class _Network:
+    """What one has had in this pass, when it may go on, and what waits for that."""
+
+    num_reads: int = 0
+    free_at_seconds: float = 0.0
+    waiting: deque[Callable[[], None]] = field(default_factory=deque)
+
+
+class ReadingTurns:
+    """One thread, the loop's."""
+
+    def __init__(self) -> None:
+        self._networks: dict[str, _Network] = {}  # those that have read in this pass, pause or wait
+
+    def take(self, network: str, read: Callable[[], None]) -> bool:
+        """Whether a connection of the network may read now; if not, `read` is called when it may."""
+        one = self._networks.get(network)
+        if one is None:
+            one = self._networks[network] = _Network()
+            asyncio.get_running_loop().call_soon(self._next_pass, network, one)
+        elif one.waiting or one.num_reads >= READS_PER_PASS or one.free_at_seconds > asyncio.get_running_loop().time():
+            one.waiting.append(read)
+            return False
+        one.num_reads += 1
+        return True
+
+    def charge(self, network: str, seconds: float) -> None:
+        """A read has taken so long of the loop's thread."""
+        one = self._networks.get(network)
+        if one is not None and seconds > USUAL_SECONDS:
+            now = asyncio.get_running_loop().time()
+            pause_seconds = PAUSE_PER_SECOND * (seconds - USUAL_SECONDS)
+            one.free_at_seconds = max(one.free_at_seconds, now) + pause_seconds
+
+    def _next_pass(self, network: str, one: _Network) -> None:
+        """What waits goes on, as far as it may."""
+        loop = asyncio.get_running_loop()
+        one.num_reads = 0
+        while one.waiting and one.num_reads < READS_PER_PASS and one.free_at_seconds <= loop.time():
+            one.num_reads += 1
+            one.waiting.popleft()()
+        if one.free_at_seconds > loop.time():
+            loop.call_at(one.free_at_seconds, self._next_pass, network, one)
+        elif one.num_reads:
+            loop.call_soon(self._next_pass, network, one)
+        else:
+            del self._networks[network]

@@ -1,0 +1,88 @@
+"""Whose sent bytes are read when: counted in passes of the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from service.api.reading_turns import READS_PER_PASS, USUAL_SECONDS, ReadingTurns
+from tests.api.conftest import BASE
+from tests.support.limits import LIMIT_SECONDS
+from tests.support.server import Server
+
+
+def test_one_network_reads_a_few_times_in_each_pass_in_the_order_it_came() -> None:
+    async def run() -> list[list[int]]:
+        turns, now, passes = ReadingTurns(), list[int](), []
+        for number in range(3 * READS_PER_PASS + 1):
+            if turns.take("flood", lambda number=number: now.append(number)):
+                now.append(number)
+        while now:
+            passes.append(now.copy())
+            now.clear()
+            await asyncio.sleep(0)
+        return passes
+
+    passes = asyncio.run(run())
+    assert [len(one) for one in passes] == [READS_PER_PASS] * 3 + [1]
+    assert [number for one in passes for number in one] == list(range(3 * READS_PER_PASS + 1))
+
+
+def test_others_read_at_once_whatever_waits() -> None:
+    async def run() -> None:
+        turns = ReadingTurns()
+        taken = [turns.take("flood", lambda: None) for _ in range(1000)]
+        assert taken.count(True) == READS_PER_PASS
+        assert turns.take("another", pytest.fail)
+
+    asyncio.run(run())
+
+
+def test_a_network_whose_reads_are_costly_pauses_and_no_other_does() -> None:
+    async def run() -> None:
+        turns, late = ReadingTurns(), list[str]()
+        assert turns.take("costly", pytest.fail)
+        turns.charge("costly", 1e6)
+        assert turns.take("usual", pytest.fail)
+        turns.charge("usual", USUAL_SECONDS)
+        assert not turns.take("costly", pytest.fail)
+        assert turns.take("usual", lambda: late.append("usual"))
+        for _ in range(9):
+            await asyncio.sleep(0)
+        assert turns.take("usual", pytest.fail)
+        assert not turns.take("costly", pytest.fail)
+
+    asyncio.run(run())
+
+
+def test_who_paused_goes_on() -> None:
+    async def run() -> None:
+        turns, went_on = ReadingTurns(), asyncio.Event()
+        turns.take("costly", pytest.fail)
+        turns.charge("costly", 2 * USUAL_SECONDS)
+        assert not turns.take("costly", went_on.set)
+        await asyncio.wait_for(went_on.wait(), LIMIT_SECONDS)
+
+    asyncio.run(run())
+
+
+def test_bodies_come_whole_from_many_connections_whose_reads_are_costly(server: Server) -> None:
+    """In chunks of a few bytes, which take several reads: what was held back is read in its order, and once."""
+
+    def ask(number: int) -> None:
+        prompt = " ".join(str(number + at) for at in range(1_000))
+        body = json.dumps({"model": BASE, "prompt": prompt}).encode()
+        headers = {"Content-Type": "application/json"}
+        whole, in_pieces = (
+            httpx.post(f"{server.url}/tokenize", content=content, headers=headers, timeout=LIMIT_SECONDS).json()
+            for content in (body, (body[at : at + 9] for at in range(0, len(body), 9)))
+        )
+        assert in_pieces == whole
+        assert whole["count"] > 1_000
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(8)))
