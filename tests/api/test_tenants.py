@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import httpx
 import openai
@@ -173,6 +174,16 @@ ABOUT_A_NAME: dict[str, Callable[[str], tuple[str, str, dict[str, Any]]]] = {
     "of the base": lambda name: ("POST", "/v1/completions", {"json": {"model": f"{BASE}:{name}", "prompt": "a"}}),
     "stream": lambda name: ("POST", "/v1/completions", {"json": {"model": name, "prompt": "a", "stream": True}}),
     "batch": lambda name: ("POST", "/v1/completions/batch", {"json": {"items": [{"model": name, "prompt": "a"}]}}),
+    "batch of several": lambda name: (
+        "POST",
+        "/v1/completions/batch",
+        {"json": {"items": [{"model": name, "prompt": "a"}, {"model": f"{BASE}:{name}", "messages": CHAT}] * 2}},
+    ),
+    "response": lambda name: ("POST", "/v1/responses", {"json": {"model": name, "input": "a"}}),
+    "embedding": lambda name: ("POST", "/v1/embeddings", {"json": {"model": name, "input": "a"}}),
+    "what is wrong otherwise": lambda name: ("POST", "/v1/completions", {"json": {"model": name, "prompt": [10**6]}}),
+    "too long": lambda name: ("POST", "/v1/completions", {"json": {"model": name, "prompt": "a " * 50_000}}),
+    "several choices": lambda name: ("POST", "/v1/completions", {"json": {"model": name, "prompt": "a", "n": 999}}),
     "tokenize": lambda name: ("POST", "/tokenize", {"json": {"model": name, "prompt": "a"}}),
     "tokenize a chat": lambda name: ("POST", "/tokenize", {"json": {"model": name, "messages": CHAT}}),
     "detokenize": lambda name: ("POST", "/detokenize", {"json": {"model": name, "tokens": [1]}}),
@@ -191,16 +202,38 @@ CHANGES: dict[str, Callable[[str], tuple[str, str, dict[str, Any]]]] = {
     "replace": lambda name: ("PUT", f"/v1/adapters/{name}", {"files": {"adapter_config": b"{}"}}),
     "replace if": lambda name: ("PUT", f"/v1/adapters/{name}", {"headers": {"If-Match": "1"}}),
     "replace if there": lambda name: ("PUT", f"/v1/adapters/{name}", {"headers": {"If-None-Match": "*"}}),
+    "load": lambda name: ("POST", "/v1/load_lora_adapter", {"json": {"lora_name": name, "lora_path": "/"}}),
+    "unload": lambda name: ("POST", "/v1/unload_lora_adapter", {"json": {"lora_name": name}}),
+    "probe": lambda name: ("PUT", f"/v1/adapters/{name}?probe=true", {"files": {"adapter_config": b"{}"}}),
     "upload": lambda name: ("POST", "/v1/adapters", {"data": {"name": name}, "files": {"adapter_config": b"{}"}}),
 }
 
 
-def told(keyed: Keyed, headers: dict[str, str], about: Any, name: str) -> tuple[int, str, set[str]]:
-    """All that an answer tells, but for the name that was asked for."""
+# Lists and the like, where a name only says which part is wanted.
+LISTS: dict[str, Callable[[str], tuple[str, str, dict[str, Any]]]] = {
+    "after": lambda name: ("GET", f"/v1/adapters?after={name}", {}),
+    "prefix": lambda name: ("GET", f"/v1/adapters?prefix={name[:-2]}", {}),
+    "owner": lambda name: ("GET", f"/v1/adapters?owner={name.partition('/')[0]}", {}),
+    "models after": lambda name: ("GET", f"/v1/models?after={name}", {}),
+    "metrics": lambda name: ("GET", f"/metrics?adapter={name}", {}),
+    "tokenizer": lambda name: ("GET", f"/tokenizer_info?model={name}", {}),
+}
+
+
+def told(keyed: Keyed, headers: dict[str, str], about: Any, name: str) -> tuple[int, str, dict[str, str], list[Any]]:
+    """All that an answer tells, and the log of it, but for the name that was asked for and times."""
     method, path, options = about(name)
-    more = options.pop("headers", {})
-    answer = keyed.ask(method, path, {**headers, **more, "X-Request-Id": "same"}, **options)
-    return answer.status_code, answer.text.replace(name, "NAME"), set(answer.headers)
+    more, request_id = options.pop("headers", {}), uuid4().hex
+    answer = keyed.ask(method, path, {**headers, **more, "X-Request-Id": request_id}, **options)
+    lines = wait_for(lambda: keyed.server.log_lines(request_id), "the request's line in the log")
+    logged = [{field: value for field, value in line.items() if field not in ("ms", "time")} for line in lines]
+    whole = json.dumps([answer.text, {**answer.headers, "date": ""}, logged])
+    for spelling in (name, name.replace("/", "%2F")):
+        whole = whole.replace(spelling, "NAME")
+    text, all_headers, logged = json.loads(whole.replace(request_id, "ID"))
+    for quoted in (all_headers, *logged):
+        quoted.pop("content-length", None)
+    return answer.status_code, text, all_headers, logged
 
 
 class TestSecrets:
@@ -215,6 +248,13 @@ class TestSecrets:
         assert "mine" in keyed.names(acme)
         assert "acme/mine" not in keyed.names(zeta)
         assert keyed.ask("GET", "/v1/adapters/mine", acme).json()["visibility"] == "private"
+
+    @pytest.mark.parametrize("about", LISTS.values(), ids=LISTS)
+    def test_no_list_tells_of_it(self, keyed: Keyed, acme: dict[str, str], zeta: dict[str, str], about: Any) -> None:
+        theirs, nothing = (told(keyed, zeta, about, name) for name in ("acme/mine", "acme/none"))
+        assert theirs == nothing
+        digest = keyed.ask("GET", "/v1/adapters/mine", acme).json()["digest"]
+        assert not {"acme/mine", digest} & set(re.findall(r"[\w/:-]+", theirs[1]))
 
     @pytest.mark.parametrize("about", CHANGES.values(), ids=CHANGES)
     def test_what_all_may_use_only_its_owner_changes(self, keyed: Keyed, zeta: dict[str, str], about: Any) -> None:
