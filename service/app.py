@@ -13,6 +13,7 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -288,6 +289,8 @@ async def _prepare(services: Services, engine: EngineClient | Engines) -> None:
             )
             services.metrics.by_adapter.max_adapters = max(services.store.row_plan.rows.values()) // RANK_OF_MOST
             await asyncio.to_thread(preload, services)
+        # Starlette's streams import what they need of this kind of event loop at their first use: 8 ms on the loop.
+        await run_in_threadpool(lambda: None)
     except Exception as error:
         services.fail_start(str(error))
         return

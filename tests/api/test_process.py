@@ -70,6 +70,19 @@ print(sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "transf
         assert "llguidance" not in maps
         assert "libtorch" in Path(f"/proc/{server.engine_pid()}/maps").read_text()
 
+    def test_a_server_that_is_ready_imports_nothing_for_its_first_stream(
+        self, checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It would be done on the event loop, and hold up everybody's tokens."""
+        monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+        with running_server(checkpoints.base, tmp_path) as server:
+            wait_for(lambda: server.get("/ready").status_code == 200, "the server to be ready")
+            base, num_before = server.get("/v1/models").json()["data"][0]["id"], len(server.log)
+            answer = server.post("/v1/completions", json={**SHORT, "model": base, "stream": True})
+            assert answer.text.endswith("data: [DONE]\n\n")
+            imported = re.findall(r"^import time:.*\| +(\S+)$", server.log[num_before:], re.MULTILINE)
+        assert {name.partition(".")[0] for name in imported} <= {"encodings"}  # by json, of the standard library
+
 
 class TestRefusalToStart:
     def serve(self, *flags: str, prelude: str = "") -> subprocess.CompletedProcess[str]:
