@@ -4,10 +4,10 @@
 
 Needs no NPU: runs in the environment of `scripts/test-ascend.sh`. Three parts, none of which a device would change:
 
-- the Python of LoRA, microseconds of this process for each launch, over the projections of an 8B model (36 layers,
-  q/k/v packed, gate/up packed), with triton-ascend's driver made up (`tests/support/made_up_launches.py`);
+- the Python of LoRA and of the rotation, microseconds of this process for each launch, over the layers of an 8B model
+  (36, q/k/v packed, gate/up packed), with triton-ascend's driver made up (`tests/support/made_up_launches.py`);
 - Triton launches of a layer in that step;
-- torch operators of a layer of Qwen3, without LoRA's launches: counted in the twin (`tests/ascend/twin`) as the
+- torch operators of a layer of Qwen3, without Triton's launches: counted in the twin (`tests/ascend/twin`) as the
   difference between a model of three layers and one of two; views and fresh memory, which the device never sees, apart.
 """
 
@@ -41,28 +41,33 @@ VIEWS = frozenset({"view", "_unsafe_view", "reshape", "slice", "select", "transp
                    "unfold", "new_empty", "empty", "narrow"})  # fmt: skip
 
 
-def measure_lora(num_tokens: int) -> dict[str, float]:
+def measure_launches(num_tokens: int) -> dict[str, float]:
     """Launches of a layer, and the least Python microseconds for one of them, checks included."""
     from kernels import ascend_runtime, platform
     from kernels.lora import ops, triton_ascend, triton_ascend_kernels
+    from kernels.rotary_kv import triton_ascend as rotary
+    from kernels.rotary_kv.ops import rotary_kv
     from tests.ascend.lora_cases import NUM_VECTOR_CORES, ON_CHIP_BYTES, Step, make_data
     from tests.support.made_up_launches import made_up_launches
 
     kernels = [kernel for name, kernel in vars(triton_ascend_kernels).items() if name.startswith("lora_")]
+    kernels.append(rotary.rotary_kv_kernel)
     with (
         mock.patch.object(triton_ascend, "_chip", return_value=(NUM_VECTOR_CORES, ON_CHIP_BYTES)),
         mock.patch.object(ascend_runtime, "_launch_device_type", return_value="cpu"),
-        mock.patch.dict(platform._modules, {("lora", "cpu"): triton_ascend}),
+        mock.patch.dict(platform._modules, {("lora", "cpu"): triton_ascend, ("rotary_kv", "cpu"): rotary}),
         made_up_launches(*kernels) as launches,
     ):
         steps = [Step([1] * num_tokens, [[16] * num_tokens] * len(widths), inputs, widths)
                  for inputs, widths in PROJECTIONS_8B.values()]  # fmt: skip
         projections = [make_data(step) for step in steps]
+        rotation = _rotation(num_tokens)
 
         def run_step() -> None:
             for _ in range(NUM_LAYERS):
                 for data in projections:
                     ops.lora_linear(data.x, data.out, data.stack, data.maps)
+                rotary_kv(**rotation)
 
         run_step()
         launches.made.clear()
@@ -78,6 +83,25 @@ def measure_lora(num_tokens: int) -> dict[str, float]:
         "launches_per_layer": num_launches / NUM_LAYERS,
         "microseconds_per_launch": round(min(seconds) / num_launches * 1e6, 2),
         "microseconds_per_step": round(min(seconds) * 1e6),
+    }
+
+
+def _rotation(num_tokens: int) -> dict[str, Any]:
+    """Arguments of `rotary_kv`: 32 heads and 8 of keys and values, normed."""
+    num_heads, kv_heads, head_dim = 32, 8, 128
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.bfloat16)
+
+    return {
+        "qkv": zeros(num_tokens, num_heads + 2 * kv_heads, head_dim),
+        "cos": zeros(num_tokens, 1, head_dim),
+        "sin": zeros(num_tokens, 1, head_dim),
+        "k_cache": zeros(2, 128, kv_heads, head_dim),
+        "v_cache": zeros(2, 128, kv_heads, head_dim),
+        "slot_mapping": torch.arange(num_tokens),
+        "head_weight": zeros(num_heads + kv_heads, head_dim),
+        "eps": 1e-6,
     }
 
 
@@ -110,6 +134,7 @@ def _operators_of_a_step(num_layers: int) -> Counter[str]:
     import_torch_npu()
     prepare_interpreter()
     from kernels.lora import triton_ascend
+    from kernels.rotary_kv import triton_ascend as rotary
     from tests.ascend.twin.test_service import SIZES, config
     from tests.support.engine_parity import Request, build_engine, make_world
 
@@ -122,7 +147,8 @@ def _operators_of_a_step(num_layers: int) -> Counter[str]:
                 engine.submit(Request(f"r{i}", "all", (5 + i, 9, 8, 7), 12).submit(world))
             for _ in range(4):
                 engine.step()
-            with mock.patch.object(triton_ascend.Launch, "run", return_value=None), _Counted() as counted:
+            no_launches = [mock.patch.object(one.Launch, "run", return_value=None) for one in (triton_ascend, rotary)]
+            with no_launches[0], no_launches[1], _Counted() as counted:
                 engine.step()
         finally:
             engine.close()
@@ -140,7 +166,7 @@ def main() -> None:
     if arguments.count_operators:
         print(json.dumps(count_operators()))
         return
-    result: dict[str, Any] = {f"{tokens} tokens": measure_lora(tokens) for tokens in arguments.tokens}
+    result: dict[str, Any] = {f"{tokens} tokens": measure_launches(tokens) for tokens in arguments.tokens}
     result["a layer of Qwen3"] = _counted_elsewhere()
     for name, figures in result.items():
         for what, value in figures.items():

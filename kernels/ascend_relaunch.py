@@ -54,8 +54,8 @@ class Relaunch:
         self._changing = _NUM_BEFORE + list(names).index(changing)
         self._following = slice(first, first + len(following))
 
-    def __call__(self, stream: int, address: int, following: tuple[int, ...]) -> None:
-        """Launch on a stream, with the addresses of the tensors that are given anew."""
+    def __call__(self, stream: int, address: int, following: tuple[int | None, ...]) -> None:
+        """Launch on a stream, with the addresses of the tensors that are given anew; None stays None."""
         arguments = self._arguments
         arguments[_STREAM] = stream
         arguments[self._changing] = address

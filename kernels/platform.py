@@ -67,7 +67,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "linear": ("reference",),
         "sampling": ("any_device", "reference"),
         "rms_norm": ("npu", "reference"),
-        "rotary_kv": ("npu", "reference"),
+        "rotary_kv": ("triton_ascend", "npu", "reference"),
         "swiglu": ("npu", "reference"),
     },
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +12,19 @@ from triton.runtime.driver import driver
 
 from kernels.lora import triton_ascend, triton_ascend_kernels
 from kernels.lora.idle import launch_idle
+from kernels.rotary_kv import triton_ascend as rotary
 from tests.ascend.lora_cases import NUM_VECTOR_CORES, ON_CHIP_BYTES, Step, make_data
 from tests.support.made_up_launches import STREAM, Launches, made_up_launches
 
 KERNELS = [kernel for name, kernel in vars(triton_ascend_kernels).items() if name.startswith("lora_")]
+KERNELS.append(rotary.rotary_kv_kernel)
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(triton_ascend, "_chip", lambda _device: (NUM_VECTOR_CORES, ON_CHIP_BYTES))
     monkeypatch.setattr("kernels.ascend_runtime._launch_device_type", lambda: "cpu")
+    monkeypatch.setattr(rotary, "_kept", {})
     with made_up_launches(*KERNELS) as made:
         yield made
 
@@ -117,3 +121,57 @@ def test_no_step_makes_what_a_warm_up_has_left_out(widths: list[int]) -> None:
     for num_tokens in range(1, 301):
         launch_idle(triton_ascend.lora_linear, stack, [num_tokens], torch.bfloat16, 4, is_embedding=False)
     assert {key for key in stack.kept if key[0] != triton_ascend.LINEAR} == tables
+
+
+def rotation(seed: int, *, num_tokens: int = 3, is_normed: bool = True, heads: int = 4) -> dict[str, Any]:
+    """Arguments of the rotation; each call's tensors lie elsewhere."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"qkv": (num_tokens, heads + 4, 64), "cos": (num_tokens, 1, 64), "sin": (num_tokens, 1, 64),
+              "k_cache": (3, 16, 2, 64), "v_cache": (3, 16, 2, 64), "head_weight": (heads + 2, 64)}  # fmt: skip
+    tensors: dict[str, Any] = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    if not is_normed:
+        tensors["head_weight"] = None
+    return tensors | {"slot_mapping": torch.arange(16, 16 + num_tokens), "eps": 1e-6}
+
+
+@pytest.mark.parametrize("is_normed", [False, True], ids=["plain", "normed"])
+def test_a_repeated_rotation_is_what_triton_would_launch(launches: Launches, is_normed: bool) -> None:
+    first, second = rotation(0, is_normed=is_normed), rotation(1, is_normed=is_normed)
+    for _ in range(2):
+        rotary.rotary_kv(**first)
+    launches.made.clear()
+    launches.asked.clear()
+    q = rotary.rotary_kv(**second)
+    assert launches.asked == {"stream": 1}
+    (repeated,) = launches.made
+    assert repeated[3] == STREAM
+    launches.made.clear()
+    tensors = [second[name] for name in ("qkv", "cos", "sin", "head_weight", "slot_mapping")]
+    rotary.plan(*tensors, q, second["k_cache"], second["v_cache"], second["eps"]).run()
+    assert launches.asked["target"] == 1, "this time by Triton"
+    assert launches.made == [repeated]
+
+
+def test_other_rotations_are_launches_of_their_own(launches: Launches) -> None:
+    """Each of these calls differs from the first in one thing that a launch depends on."""
+    rotary.rotary_kv(**rotation(0))
+    wide = torch.zeros(3, 9, 64)[:, :8]
+    calls = {
+        "tokens": rotation(0, num_tokens=4),
+        "heads": rotation(0, heads=6),
+        "no norm": rotation(0, is_normed=False),
+        "eps": rotation(0) | {"eps": 1e-5},
+        "stride": rotation(0) | {"qkv": wide},
+        "type": {name: value.half() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+                 for name, value in rotation(0).items()},
+        "type of the weights": rotation(0) | {"head_weight": torch.zeros(6, 64, dtype=torch.float16)},
+        "share": rotation(0) | {"cos": torch.zeros(3, 1, 32), "sin": torch.zeros(3, 1, 32)},
+        "large": rotation(0, num_tokens=rotary.KEPT_TOKENS + 1) ,
+    }  # fmt: skip
+    for name, call in calls.items():
+        launches.asked.clear()
+        rotary.rotary_kv(**call)
+        assert launches.asked["target"] == 1, f"{name}: was launched by Triton"
+    launches.asked.clear()
+    rotary.rotary_kv(**calls["large"])
+    assert launches.asked["target"] == 1, "what large steps launch is not kept"

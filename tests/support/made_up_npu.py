@@ -127,7 +127,8 @@ def _finder(site: Path, triton: TritonKind) -> Callable[[str], ModuleSpec | None
     return find_spec
 
 
-TRITON_OPS = ("lora", "causal_conv1d")
+# What serves without Triton.
+TRITON_OPS = {"lora": "any_device", "causal_conv1d": "any_device", "rotary_kv": "npu"}
 NO_TRITON = "Triton kernels are off: triton-ascend is not installed (see docs/ascend.md)."
 NO_310P = "Triton kernels are off: triton-ascend 3.2.x does not serve Ascend310P3."
 UPSTREAM = (
@@ -144,7 +145,7 @@ SERVED = {
     "linear": "reference",
     "sampling": "any_device",
     "rms_norm": "npu",
-    "rotary_kv": "npu",
+    "rotary_kv": "triton_ascend",
     "swiglu": "npu",
 }
 
@@ -161,7 +162,7 @@ def check_platform(
         num_cores,
         buffer_kib * KIB,
         16,
-        SERVED if fault is None else {**SERVED, **dict.fromkeys(TRITON_OPS, "any_device")},
+        SERVED if fault is None else {**SERVED, **TRITON_OPS},
         () if fault is None else (fault,),
         passed_over={} if fault is None else dict.fromkeys(TRITON_OPS, fault),
         native_bfloat16=bfloat16,

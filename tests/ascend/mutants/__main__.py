@@ -2,9 +2,10 @@
 
     .venv-ascend/bin/python -m tests.ascend.mutants [--count 200] [--seed 0] [--processes 2] [--minutes 60]
 
-Draws mutants of the LoRA and convolution kernels, all kinds in turn, until `--count` of them have compiled; prints each
-that survived, and whether `equivalent.py` lists it with a reason. Ends with 1 if one does that is not listed, or if
-fewer than 95 % of the others were caught. Takes seconds for each that is caught and minutes for one that survives.
+Draws mutants of the LoRA, convolution and rotation kernels, all kinds in turn, until `--count` of them have compiled;
+prints each that survived, and whether `equivalent.py` lists it with a reason. Ends with 1 if one does that is not
+listed, or if fewer than 95 % of the others were caught. Takes seconds for each that is caught and minutes for one that
+survives.
 """
 
 from __future__ import annotations

@@ -16,12 +16,14 @@ import torch
 
 from kernels.causal_conv1d import triton_ascend as conv
 from kernels.lora import triton_ascend_kernels as lora
-from tests.ascend import conv_cases, lora_cases
+from kernels.rotary_kv import triton_ascend as rotary
+from tests.ascend import conv_cases, lora_cases, rotary_cases
 from tests.ascend.gate import checks, compiler, linalg_cpu
 from tests.ascend.gate.cases import REQUIRED_TARGETS, Case
 from tests.ascend.mutants.changes import Mutant, kernels_with
 
-MODULES: tuple[ModuleType, ...] = (lora, conv)
+_CASES = {lora: lora_cases.CASES, conv: conv_cases.CASES, rotary: rotary_cases.CASES}
+MODULES: tuple[ModuleType, ...] = tuple(_CASES)
 # A launch takes seconds; one that takes so long has lost its way out of a loop.
 LAUNCH_SECONDS = 150
 _LARGE = {
@@ -97,7 +99,7 @@ def _launches(module: ModuleType, mutant: Mutant) -> list[tuple[str, Case, str]]
 def launches_of(module: ModuleType) -> list[tuple[str, Case, str]]:
     """(kernel, case, launch) for all launches of a module's kernels; those judged by bytes are large, so last."""
     small, large = [], []
-    for case in lora_cases.CASES if module is lora else conv_cases.CASES:
+    for case in _CASES[module]:
         for launch_name, make in case.launches.items():
             is_large = getattr(make, "keywords", {}).get("judge_traffic") or launch_name in _LARGE
             (large if is_large else small).append((case.kernel.fn.__name__, case, launch_name))

@@ -1,0 +1,101 @@
+"""The kernel of rotation and cache write in the forms that its launcher can choose, for the gate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from kernels.platform import detect, installed
+from kernels.rotary_kv import reference, triton_ascend
+from tests.ascend.far import far_apart
+from tests.ascend.gate.cases import MAX_TRAFFIC, Case, Launch
+from tests.tolerances import OP
+
+NUM_VECTOR_CORES = 40
+BLOCK_SIZE = 4
+EPS = 1e-6
+
+
+def rotary_kv(
+    num_tokens: int,
+    heads: tuple[int, int],
+    head_dim: int = 128,
+    *,
+    rotary_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    weight_dtype: torch.dtype | None = None,
+    is_normed: bool = True,
+    padding: tuple[int, ...] = (),
+    num_behind: int = 0,
+    judge_traffic: bool = False,
+    max_traffic: float = MAX_TRAFFIC,
+    far: bool = False,
+) -> Launch:
+    """Tokens in no order of slots; those in `padding` have none, and rows of NaN."""
+    (num_heads, kv_heads), rotary_dim = heads, rotary_dim or head_dim
+    generator = torch.Generator().manual_seed(num_tokens + head_dim)
+
+    def values(*shape: int, of: torch.dtype = dtype) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(of)
+
+    num_all_heads = num_heads + 2 * kv_heads
+    packed = values(num_tokens, num_all_heads * head_dim + num_behind)
+    packed[list(padding)] = torch.nan
+    packed[:, num_all_heads * head_dim :] = torch.nan
+    if far:
+        packed = far_apart(packed, 2**32 // num_tokens + 16)
+    qkv = packed[:, : num_all_heads * head_dim].unflatten(1, (num_all_heads, head_dim))
+    angles = torch.cat([4.0 * values(num_tokens, 1, rotary_dim // 2, of=torch.float32)] * 2, -1)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    weight = values(num_heads + kv_heads, head_dim, of=weight_dtype or dtype) if is_normed else None
+    caches = [values(num_tokens // BLOCK_SIZE + 3, BLOCK_SIZE, kv_heads, head_dim) for _ in range(2)]
+    slots = torch.randperm(num_tokens + BLOCK_SIZE - 1, generator=generator)[:num_tokens] + BLOCK_SIZE
+    slots[list(padding)] = -1
+    truth = [cache.double() for cache in caches]
+    exact_weight = None if weight is None else weight.double()
+    expected_q = reference.rotary_kv(qkv.double(), cos.double(), sin.double(), *truth, slots, exact_weight, EPS)
+    q = torch.full((num_tokens, num_heads, head_dim), torch.nan, dtype=dtype)
+    with installed(replace(detect("cpu"), num_cores=NUM_VECTOR_CORES)):
+        launch = triton_ascend.plan(qkv, cos, sin, weight, slots, q, *caches, EPS)
+    num_kept = num_tokens - len(padding)
+    written = q.nbytes + num_kept * 2 * kv_heads * head_dim * dtype.itemsize
+    read = written + num_tokens * rotary_dim * dtype.itemsize + (0 if weight is None else weight.nbytes)
+    return Launch(
+        launch.arguments,
+        launch.grid,
+        {"q_ptr": expected_q.to(dtype), "k_cache_ptr": truth[0].to(dtype), "v_cache_ptr": truth[1].to(dtype)},
+        frozenset({"slots_ptr"}),
+        minimum_bytes=read + written if judge_traffic else None,
+        max_traffic=max_traffic,
+        minimum_load_bytes=read if judge_traffic else None,
+        tolerance=OP[dtype],
+        exact=frozenset({"v_cache_ptr"}),
+    )
+
+
+_PLAIN = {
+    "llama 8B, one token": partial(rotary_kv, 1, (32, 8), is_normed=False, judge_traffic=True),
+    "llama 8B, 64 tokens": partial(rotary_kv, 64, (32, 8), is_normed=False, judge_traffic=True),
+    "padding": partial(rotary_kv, 5, (6, 2), 64, is_normed=False, padding=(0, 4), num_behind=16),
+    "fp32": partial(rotary_kv, 3, (7, 1), 32, is_normed=False, dtype=torch.float32),
+    "far": partial(rotary_kv, 4, (4, 2), 64, is_normed=False, far=True),
+}
+_NORMED = {
+    "qwen3 8B, one token": partial(rotary_kv, 1, (32, 8), judge_traffic=True),
+    # Each core reads the weights of its own block of heads.
+    "qwen3 8B, 64 tokens": partial(rotary_kv, 64, (32, 8), judge_traffic=True, max_traffic=1.2),
+    "heads of odd numbers, padding": partial(rotary_kv, 5, (14, 3), 96, padding=(2,), num_behind=16),
+    "weights of fp32, fp16": partial(rotary_kv, 3, (4, 4), 64, dtype=torch.float16, weight_dtype=torch.float32),
+}
+_PARTIAL = {
+    "qwen3.5, a quarter is turned": partial(rotary_kv, 5, (8, 2), 256, rotary_dim=64, padding=(1,)),
+    "not normed": partial(rotary_kv, 3, (6, 2), 96, rotary_dim=64, is_normed=False, num_behind=16),
+}
+
+# Around an item stand the loops over blocks of heads and over tokens.
+CASES = [
+    Case(name, triton_ascend.rotary_kv_kernel, launches, work_loop_depth=2, on_chip_fraction=0.85)
+    for name, launches in (("rotary_kv", _PLAIN), ("rotary_kv_normed", _NORMED), ("rotary_kv_partial", _PARTIAL))
+]
