@@ -13,6 +13,7 @@ from pathlib import Path
 
 from service.doctor.host import Host
 from service.doctor.report import Finding, Level
+from service.doctor.visible_npus import visible_npus
 
 _SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 _REINSTALL_TRITON = (
@@ -191,9 +192,6 @@ def _environment(host: Host, device_type: str) -> Iterator[Finding]:
         if have.get(name) not in (None, "", "0") and device_type != "cpu":
             yield Finding("warning", "triton-debugging", f"{name} is set: Triton's kernels are very slow.",
                           f"Unset {name}.")  # fmt: skip
-    if "ASCEND_RT_VISIBLE_DEVICES" in have and not have["ASCEND_RT_VISIBLE_DEVICES"] and device_type == "npu":
-        yield Finding("error", "no-visible-device", "ASCEND_RT_VISIBLE_DEVICES is empty: it hides every NPU.",
-                      "Unset it, or name devices, such as 0.")  # fmt: skip
     cache = have.get("TRITON_CACHE_DIR")
     if cache and device_type != "cpu" and not _is_writable(Path(cache)):
         yield Finding("warning", "triton-cache", "TRITON_CACHE_DIR cannot be written: kernels cannot be compiled.",
@@ -213,6 +211,7 @@ _CHECKS: tuple[Callable[[Host, str], Iterator[Finding]], ...] = (
     _versions,
     _triton,
     _environment,
+    visible_npus,
     _libatb,
 )
 

@@ -85,6 +85,9 @@ def test_a_good_host_has_none(tmp_path: Path) -> None:
         ({"environment": {"TRITON_ENABLE_TASKQUEUE": ""}}, "triton-task-queue-off", "warning"),
         ({"environment": {"TRITON_INTERPRET": "1"}}, "triton-debugging", "warning"),
         ({"environment": {"ASCEND_RT_VISIBLE_DEVICES": ""}}, "no-visible-device", "error"),
+        ({"environment": {"ASCEND_RT_VISIBLE_DEVICES": "0-3"}}, "visible-devices-wrong", "error"),
+        ({"environment": {"ASCEND_RT_VISIBLE_DEVICES": "0,0"}}, "visible-devices-wrong", "error"),
+        ({"environment": {"ASCEND_RT_VISIBLE_DEVICES": "0, 3"}}, "visible-device-absent", "warning"),
         ({"environment": {"TRITON_CACHE_DIR": "/proc/nowhere"}}, "triton-cache", "warning"),
         ({"has_libatb": False}, "libatb-missing", "note"),
     ],
@@ -106,6 +109,15 @@ def test_an_unpatched_triton_ascend_matters_from_cann_9_on(tmp_path: Path) -> No
 def test_a_task_queue_that_is_on_is_no_problem(value: str, tmp_path: Path) -> None:
     environment = {"TRITON_ENABLE_TASKQUEUE": value}
     assert codes("npu", triton_dir=patched_triton(tmp_path / "triton"), environment=environment) == {}
+
+
+def test_npus_of_a_container_are_counted_from_0(tmp_path: Path) -> None:
+    """The host's number 3, alone in the container, is NPU 0 there."""
+    traces = {"triton_dir": patched_triton(tmp_path / "triton"), "device_nodes": {"/dev/davinci3": True}}
+    assert codes("npu", **traces, environment={"ASCEND_RT_VISIBLE_DEVICES": "0"}) == {}
+    found = codes("npu", **traces, environment={"ASCEND_RT_VISIBLE_DEVICES": "3"})
+    assert found == {"visible-device-absent": "warning"}
+    assert codes("cpu", **traces, environment={"ASCEND_RT_VISIBLE_DEVICES": "3"}) == {}
 
 
 def test_cann_s_pairing_is_told_as_it_is_known() -> None:
