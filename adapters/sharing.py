@@ -35,6 +35,8 @@ DEAD_SECONDS = 60.0
 LOG_BYTES = 1 << 20
 _HEADER_BYTES = 17
 _READ_BYTES = 1 << 16
+# A server's file is filled up to as much: most of what it may have to say later fits without a further byte of disk.
+_SAID_BYTES = 1 << 12
 
 # A place in the log: the number of the log, and of the byte in it.
 Position = tuple[int, int]
@@ -186,8 +188,18 @@ class Sharing:
         """A sign of life: which digests that no name keeps this server's requests use, as of the last `news`."""
         path = self._members / self.member
         new = path.with_name(f".{self.member}")
-        new.write_bytes(msgspec.json.encode(_Member(self._read, tuple(sorted(held)))))
-        new.rename(path)
+        said = msgspec.json.encode(_Member(self._read, tuple(sorted(held))))
+        said += b" " * (-len(said) % _SAID_BYTES)
+        try:
+            new.write_bytes(said)
+            new.rename(path)
+        except OSError:
+            # On a full disk in what the file has already: else it would be taken for dead, and no file could go.
+            has_bytes = path.stat().st_size if path.exists() else 0
+            if len(said) > has_bytes:
+                raise
+            with path.open("r+b", buffering=0) as file:
+                file.write(said.ljust(has_bytes))
 
     def removable(self, unused: set[str]) -> list[str]:
         """In a turn, after `say`: of the digests that no name keeps, those that no server uses: each has read that the
@@ -204,16 +216,24 @@ class Sharing:
         now_seconds = (self._members / self.member).stat().st_mtime  # by the clock of whoever keeps the files
         alive = set()
         for path in self._members.iterdir():
-            with suppress(FileNotFoundError, *UNREADABLE):
+            with suppress(FileNotFoundError):
                 if path.stat().st_mtime < now_seconds - DEAD_SECONDS:
                     path.unlink()
                 elif not path.name.startswith("."):
                     alive.add(path.name)
-                    yield msgspec.json.decode(path.read_bytes(), type=_Member)
+                    yield _said_in(path.read_bytes())
         for path in self._staging.iterdir():
             with suppress(FileNotFoundError):
                 if path.name not in alive and path.stat().st_mtime < now_seconds - DEAD_SECONDS:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _said_in(data: bytes) -> _Member:
+    """What a server's file says; of one that is being written, that it has read nothing, so that nothing may go."""
+    try:
+        return msgspec.json.decode(data, type=_Member)
+    except UNREADABLE:
+        return _Member((0, 0), ())
 
 
 def _whole_lines(data: bytes) -> bytes:

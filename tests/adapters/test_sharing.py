@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -153,6 +154,23 @@ def test_a_server_that_died_keeps_nothing_and_leaves_no_name_untold(root: Path, 
     os.utime(members / dead.member, (long_ago, long_ago))
     one.sweep()
     assert {path.name for path in members.iterdir()} == {store._sharing.member for store in stores if store._sharing}
+
+
+def test_files_of_deleted_adapters_go_on_a_full_disk(stores: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = stores
+    record, _ = upload_small(one, LAYOUT, "mine", seed=1)
+    for store in stores:
+        store.sweep()  # each has said something before
+
+    def full(path: Path, _data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    other.delete("mine")
+    for store in (one, other, one):
+        store.sweep()
+    with pytest.raises(NotFound):
+        one.path_of(record.digest)
 
 
 def test_a_server_that_stands_still_in_its_turn_blocks_changes_and_no_look_up(
