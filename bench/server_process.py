@@ -3,7 +3,8 @@
     with running_server(model_dir, tmp_path, token_budget=64) as server:
         httpx.get(f"{server.url}/v1/models")
 
-Settings are given by name; everything the process writes goes to `server.log_path`.
+Settings are given by name; everything the process writes goes to `server.log_path`. With TEST_REPLICAS=2 in the
+environment each server has two engines where nothing else is said, so that any test runs against them unchanged.
 """
 
 from __future__ import annotations
@@ -134,6 +135,7 @@ def start_server(
         "kv_bytes": "8MiB",
         "adapter_row_bytes": "32MiB",
         "host_tier_bytes": "32MiB",
+        "replicas": os.environ.get("TEST_REPLICAS"),
         **settings,
     }
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
