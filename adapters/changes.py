@@ -10,9 +10,10 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from adapters.catalog import Catalog
-from adapters.disk import StoreFiles, delete
+from adapters.disk import StoreFiles
 from adapters.names import NameRecord
 from adapters.sharing import Sharing
+from adapters.synced_files import delete
 
 log = logging.getLogger(__name__)
 

@@ -6,38 +6,27 @@ What a kill can leave (staging directories, adapters without a name) is removed 
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import logging
-import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from filecmp import cmp
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 from urllib.parse import quote, unquote
 
 import msgspec
 
 from adapters.errors import Damaged, NotFound, StoreBusy
-from adapters.names import NameRecord, Version, uses
-from adapters.paths import CONFIG_FILE, DIGEST, MANIFEST_FILE, TEMPLATE_FILE, TENSOR_FILE, is_name
+from adapters.name_files import decode_name, is_ours
+from adapters.names import NameRecord, uses
+from adapters.paths import CONFIG_FILE, DIGEST, MANIFEST_FILE, TEMPLATE_FILE, TENSOR_FILE
 from adapters.records import UNREADABLE, Manifest, Summary
+from adapters.synced_files import delete, refuse_shortage, sync_directory, sync_renamed, unless_gone, write_synced
 
 _Read = TypeVar("_Read", Manifest, Summary)
 log = logging.getLogger(__name__)
-
-# Faults of the process or the machine: they say nothing of the file that was to be read, and pass.
-_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-
-
-class _FirstForm(msgspec.Struct, frozen=True):
-    """What a name's file held before names had versions."""
-
-    digest: str
-    created_at_seconds: float
 
 
 class StoreFiles:
@@ -78,7 +67,7 @@ class StoreFiles:
         Of a store that is shared only names are read: what lies there without one may be of another server."""
         for leftover in self.staging.iterdir():
             # A server that has closed the store may still be deleting what it took out.
-            shutil.rmtree(leftover, onerror=_unless_gone) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+            shutil.rmtree(leftover, onerror=unless_gone) if leftover.is_dir() else leftover.unlink(missing_ok=True)
         names, unreadable = self._read_names()
         for name, record in list(names.items()):
             missing = [version.number for version in record.versions if self._is_missing(version.digest)]
@@ -104,15 +93,15 @@ class StoreFiles:
         """What a name's file says now, None if there is none. What is damaged or cannot be read is logged."""
         path = self._name_path(name)
         try:
-            record = _decode_name(path.read_bytes())
+            record = decode_name(path.read_bytes())
         except FileNotFoundError:
             return None
         except (OSError, *UNREADABLE) as error:
             if isinstance(error, OSError):
-                _refuse_shortage(error)
+                refuse_shortage(error)
             log.error("the adapter store's file names/%s is ignored: %s", path.name, error)
             return None
-        return record if _is_ours(name, record) else None
+        return record if is_ours(name, record) else None
 
     def _read_names(self) -> tuple[dict[str, NameRecord], list[str]]:
         """The names on disk, and the files among them that cannot be read."""
@@ -121,14 +110,14 @@ class StoreFiles:
             try:
                 if not path.is_file():  # to open a pipe would wait for ever
                     raise msgspec.DecodeError("not a file")
-                name, record = unquote(path.name), _decode_name(path.read_bytes())
-                if self._name_path(name) != path or not _is_ours(name, record):
+                name, record = unquote(path.name), decode_name(path.read_bytes())
+                if self._name_path(name) != path or not is_ours(name, record):
                     raise msgspec.DecodeError("not a name of this store")
                 names[name] = record
             except UNREADABLE as error:
                 log.error("the adapter store's file names/%s is ignored: %s", path.name, error)
             except OSError as error:
-                _refuse_shortage(error)
+                refuse_shortage(error)
                 log.error("the adapter store's file names/%s cannot be read: %s", path.name, error)
                 unreadable.append(path.name)
         return names, unreadable
@@ -183,18 +172,18 @@ class StoreFiles:
         try:
             return msgspec.json.decode(path.read_bytes(), type=kind)
         except (*UNREADABLE, OSError) as error:
-            _refuse_shortage(error)
+            refuse_shortage(error)
             raise Damaged(f"The files of adapter {digest[:12]} are damaged; delete it and upload it again.") from error
 
     @staticmethod
     def complete(ready: Path, config: bytes, template: bytes | None, manifest: Manifest) -> None:
         """Write what stands beside the tensors, and sync the directory: it can be published then."""
         assert (ready / TENSOR_FILE).is_file()
-        _write_synced(ready / CONFIG_FILE, config)
+        write_synced(ready / CONFIG_FILE, config)
         if template is not None:
-            _write_synced(ready / TEMPLATE_FILE, template)
-        _write_synced(ready / MANIFEST_FILE, msgspec.json.encode(manifest))
-        _sync_directory(ready)
+            write_synced(ready / TEMPLATE_FILE, template)
+        write_synced(ready / MANIFEST_FILE, msgspec.json.encode(manifest))
+        sync_directory(ready)
 
     def publish(self, ready: Path, digest: str) -> None:
         """Move a complete directory to its digest, in the place of a damaged one if there is one. After an OSError all
@@ -206,7 +195,7 @@ class StoreFiles:
             if damaged is not None:
                 damaged.rename(self._adapters / digest)
             raise
-        _sync_renamed(self._adapters)
+        sync_renamed(self._adapters)
         if damaged is not None:
             self._taken_out.append(damaged)
 
@@ -228,13 +217,13 @@ class StoreFiles:
 
     def write_name(self, name: str, record: NameRecord) -> None:
         temporary = self.staging / f"name-{uuid.uuid4().hex}"
-        _write_synced(temporary, msgspec.json.encode(record))
+        write_synced(temporary, msgspec.json.encode(record))
         temporary.rename(self._name_path(name))
-        _sync_renamed(self._names)
+        sync_renamed(self._names)
 
     def remove_name(self, name: str) -> None:
         self._name_path(name).unlink(missing_ok=True)  # somebody else's removal of it is as good
-        _sync_directory(self._names)
+        sync_directory(self._names)
 
     def remove_adapter(self, digest: str) -> bool:
         """Out of sight by one rename, and among what is taken out. False when it is not there."""
@@ -257,66 +246,6 @@ class StoreFiles:
             return None
 
 
-def delete(directories: Iterable[Path]) -> None:
-    """Remove them with all that is in them. What cannot be removed is left to the next start."""
-    for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _unless_gone(_call: object, _path: str, error: tuple[type[BaseException], BaseException, TracebackType]) -> None:
-    """For `shutil.rmtree`: raise the error, but for what somebody else has removed."""
-    if not isinstance(error[1], FileNotFoundError):
-        raise error[1]
-
-
-def _decode_name(data: bytes) -> NameRecord:
-    """Raises UNREADABLE. A file of the first form is a name with one version."""
-    try:
-        return msgspec.json.decode(data, type=NameRecord)
-    except msgspec.ValidationError:
-        first = msgspec.json.decode(data, type=_FirstForm)
-        return NameRecord((Version(1, first.digest, first.created_at_seconds),))
-
-
-def _is_ours(name: str, record: NameRecord) -> bool:
-    numbers = [version.number for version in record.versions]
-    return (
-        is_name(name, record.owner)
-        and bool(numbers)
-        and numbers == sorted(set(numbers))
-        and all(DIGEST.fullmatch(version.digest) for version in record.versions)
-    )
-
-
-def _refuse_shortage(error: Exception) -> None:
-    """Raise the error if it is none of the one file's."""
-    if isinstance(error, OSError) and error.errno in _SHORTAGES:
-        raise error
-
-
 def _without_notes(manifest: Manifest) -> Manifest:
     """What the digest stands for: the rest follows from the adapter, the notes from how it was uploaded."""
     return msgspec.structs.replace(manifest, notes=())
-
-
-def _write_synced(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_renamed(path: Path) -> None:
-    """After a rename into `path`, which holds whether this works or not: only a failure of power could undo it."""
-    try:
-        _sync_directory(path)
-    except OSError:
-        log.exception("what was written to the store may not outlast a failure of power")
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

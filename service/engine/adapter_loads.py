@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 
 from adapters.errors import AdapterError, NotFound, RowsExceeded, Unsupported
 from service.engine.messages import Tier
-from service.engine.residency import HostSource, Loader, ReadEnd, Residency, Rows, State
+from service.engine.residency import ReadEnd, Residency, State
+from service.engine.residency_parts import HostSource, Loader, Rows
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from kernels.sampling.parameters import row_of
 from service.engine.adapter_loads import LORA_IS_OFF
 from service.engine.grammars import NO_GRAMMARS
 from service.engine.messages import MAX_WEIGHT, MIN_WEIGHT, Sampling, Submit
-from service.engine.residency import Rows
+from service.engine.residency_parts import Rows
 from service.engine.sequence import Sequence
 
 if TYPE_CHECKING:

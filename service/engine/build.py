@@ -28,7 +28,7 @@ from service.engine.config import EngineConfig, EngineOptions
 from service.engine.engine import Engine
 from service.engine.graph_memory import TRIAL_BLOCKS, measure_graphs
 from service.engine.messages import OpInUse
-from service.engine.residency import HostSource, Loader
+from service.engine.residency_parts import HostSource, Loader
 from service.engine.runner import ModelRunner
 from service.grammars.matching import GrammarError, TokenTable
 from service.machine import memory_bytes

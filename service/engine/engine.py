@@ -50,7 +50,7 @@ from service.engine.grammars import Worker
 from service.engine.messages import Abort, Evict, Finished, Keep, Load, OpInUse, Ready, Stats, Submit, Tokens
 from service.engine.pooling import PooledStep
 from service.engine.records import StepRecord, StepRecords, record_of
-from service.engine.residency import HostSource, Loader, Rows
+from service.engine.residency_parts import HostSource, Loader, Rows
 from service.engine.results import StepResult
 from service.engine.runner import Runner
 from service.engine.sampled import StepSampling, read_sampled, tokens_message

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from service.engine.block_pool import BlockPool
 from service.engine.config import EngineConfig
-from service.engine.residency import Rows
+from service.engine.residency_parts import Rows
 from service.engine.runner import ModelRunner
 from service.engine.step_launcher import StepLauncher
 from service.engine.step_sizes import StepSizes

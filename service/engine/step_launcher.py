@@ -21,7 +21,7 @@ from service.engine.config import EngineConfig
 from service.engine.maps import BASE, IN_FLIGHT, ChunkInput, adapter_order, is_all_decode, side_lines
 from service.engine.pooling import PooledStep, Pools
 from service.engine.request_table import RequestTable
-from service.engine.residency import Rows
+from service.engine.residency_parts import Rows
 from service.engine.results import ResultBuffers, StepResult
 from service.engine.runner import Runner
 from service.engine.sampled import StepSampling, sampling_of

@@ -1163,7 +1163,9 @@ def test_a_directory_that_cannot_be_synced_undoes_no_rename(
 
     upload_small(store, LAYOUT, "x", rank=2)
     with monkeypatch.context() as patched:
-        patched.setattr("adapters.disk._sync_directory", lambda path: None if "staging" in str(path) else fail(path))
+        patched.setattr(
+            "adapters.synced_files.sync_directory", lambda path: None if "staging" in str(path) else fail(path)
+        )
         record, _ = upload_small(store, LAYOUT, "y", rank=3)
     assert "failure of power" in caplog.text
     assert store.get("y") == record

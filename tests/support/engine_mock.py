@@ -27,7 +27,7 @@ from service.engine.captured_steps import CapturedSteps
 from service.engine.config import EngineConfig
 from service.engine.engine import Engine, Event
 from service.engine.messages import Finished, Sampling, Submit, Tokens
-from service.engine.residency import CopyMark
+from service.engine.residency_parts import CopyMark
 from service.engine.runner import Capacity
 from service.engine.step_sizes import StepSizes
 from service.grammars.matching import TokenTable

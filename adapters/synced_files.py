@@ -1,0 +1,57 @@
+"""Files that outlast a failure of power once a call returns, and directories that go."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+log = logging.getLogger(__name__)
+
+# Faults of the process or the machine: they say nothing of the file that was to be read, and pass.
+_SHORTAGES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_renamed(path: Path) -> None:
+    """After a rename into `path`, which holds whether this works or not: only a failure of power could undo it."""
+    try:
+        sync_directory(path)
+    except OSError:
+        log.exception("what was written to the store may not outlast a failure of power")
+
+
+def sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def delete(directories: Iterable[Path]) -> None:
+    """Remove them with all that is in them. What cannot be removed is left to the next start."""
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def unless_gone(_call: object, _path: str, error: tuple[type[BaseException], BaseException, TracebackType]) -> None:
+    """For `shutil.rmtree`: raise the error, but for what somebody else has removed."""
+    if not isinstance(error[1], FileNotFoundError):
+        raise error[1]
+
+
+def refuse_shortage(error: Exception) -> None:
+    """Raise the error if it is none of the one file's."""
+    if isinstance(error, OSError) and error.errno in _SHORTAGES:
+        raise error
