@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
@@ -51,14 +50,13 @@ from service.api.response_answers import ResponseEvent
 from service.api.sampling import SamplingDefaults, model_defaults
 from service.api.state import Services
 from service.api.validation import bad_request
-from service.cluster.devices import environment_of
 from service.cluster.engines import Engines
 from service.engine.client import EngineClient
 from service.engine.link import EngineLink
 from service.engine.streams import EngineDied
 from service.logs import LOGGER, audit
-from service.machine import num_usable_cpus
 from service.models.layouts import layout_in
+from service.own_engines import own_engines
 from service.settings import Settings
 from service.start_check import StartError
 from service.tenants.keys_file import KeysFileError
@@ -90,14 +88,14 @@ ROUTERS = (
 
 
 def create_app(settings: Settings, engine: EngineClient | Engines | None = None) -> FastAPI:
-    """The application. The engine process starts with the application's lifespan.
+    """The application. The engine process starts with the application's lifespan, if it has not been started before.
 
     engine  another client, or several engines, than the settings' own, for tests
 
     Raises StartError and the ValueErrors of the parts, each one sentence, if something is wrong with the model or the
     store.
     """
-    engine = engine if engine is not None else _engine(settings)
+    engine = engine if engine is not None else own_engines(settings)
     services = _build_services(settings, engine)
     app = FastAPI(title="multilora", lifespan=_lifespan, redoc_url=None, redirect_slashes=False)
     app.state.services, app.state.engine = services, engine
@@ -114,16 +112,6 @@ def create_app(settings: Settings, engine: EngineClient | Engines | None = None)
         _allow_pages(app, settings.cors_origins)
     app.openapi = _openapi(app, access if services.tenants.need_keys else None)  # type: ignore[method-assign]
     return app
-
-
-def _engine(settings: Settings) -> EngineClient | Engines:
-    """The settings' own. Of several each sees one device: of those that this process may use, the next one."""
-    options = settings.engine_options()
-    if settings.replicas == 1:
-        return EngineClient(options)
-    if options.num_threads is None and options.device == "cpu":
-        options = msgspec.structs.replace(options, num_threads=max(1, num_usable_cpus() // settings.replicas))
-    return Engines([EngineClient(options, environment_of(number)) for number in range(settings.replicas)])
 
 
 def _allow_pages(app: FastAPI, origins: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import importlib
 import os
 import resource
 import signal
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from service.logs import LOGGER, configure
 from service.models.heap import trim_heap
+from service.own_engines import own_engines
 from service.settings import Settings, SettingsError, load_settings
 from service.start_check import StartError, check_kernels_package
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
     import uvicorn
 
     from service.api.state import Services
+    from service.cluster.engines import Engines
+    from service.engine.client import EngineClient
 
 # Environment variables of our prefix that are no settings of the server.
 _OTHER_VARIABLES = {"MULTILORA_URL", "MULTILORA_API_KEY"}
@@ -100,14 +104,36 @@ def _run(settings: Settings) -> int:
     _allow_files(settings.max_connections + _OTHER_FILES)
     sys.setswitchinterval(_SWITCH_SECONDS)
     check_kernels_package()
+    return asyncio.run(_start_and_serve(settings, listener))
+
+
+async def _start_and_serve(settings: Settings, listener: socket.socket) -> int:
+    """The engine process begins first, since what it imports takes longest: the application is imported beside it."""
+    engine = own_engines(settings)
+    await engine.start()
+    try:
+        await asyncio.to_thread(importlib.import_module, "service.app")
+        app = _make_app(settings, engine)
+    except BaseException:
+        await engine.close()
+        raise
+    return await _serve_app(app, settings, listener)
+
+
+def _make_app(settings: Settings, engine: EngineClient | Engines) -> Any:
+    """Raises StartError and the ValueErrors of the application's parts."""
     from service.app import create_app
 
     try:
-        app = create_app(settings)
+        return create_app(settings, engine)
     except OSError as fault:
         raise StartError(
             f"{fault.filename or 'A file of the model'} cannot be used: {fault.strerror or fault}."
         ) from fault
+
+
+async def _serve_app(app: Any, settings: Settings, listener: socket.socket) -> int:
+    """Until the server ends; the exit code."""
     server = _make_server(app, settings)
     app.state.services.stop = server.stop
     _reread_keys_on_hangup(app.state.services)
@@ -116,7 +142,7 @@ def _run(settings: Settings) -> int:
     gc.collect()
     gc.freeze()
     LOGGER.info("listening", extra={"fields": {"url": f"http://{f'[{host}]' if ':' in host else host}:{port}"}})
-    server.run(sockets=[listener])
+    await server.serve(sockets=[listener])
     error = app.state.services.start_error
     if error is not None:
         print(f"multilora: {error}", file=sys.stderr)

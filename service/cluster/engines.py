@@ -47,10 +47,11 @@ class Engines:
             listener(number, one.client)
 
     async def start(self) -> None:
-        """Start all and keep them running; returns at once."""
-        for one in self.clients:
-            await one.start()
-        self._watch = asyncio.create_task(self._watch_all(), name="engines-watch")
+        """Start all and keep them running; returns at once. Does nothing the second time."""
+        if self._watch is None:
+            for one in self.clients:
+                await one.start()
+            self._watch = asyncio.create_task(self._watch_all(), name="engines-watch")
 
     async def wait_ready(self) -> Ready:
         """Wait until each is ready or down. Raises EngineDied when all are down for good."""

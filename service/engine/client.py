@@ -49,9 +49,9 @@ class EngineClient(EngineLink):
     # ---- life
 
     async def start(self) -> None:
-        """Start the engine process and keep it running; returns at once."""
-        assert self._supervisor is None, "started twice"
-        self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+        """Start the engine process and keep it running; returns at once. Does nothing the second time."""
+        if self._supervisor is None:
+            self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
 
     async def drain(self, limit_seconds: float) -> None:
         """Let running requests finish, up to `limit_seconds`, and wait for the engine's end. New ones are refused."""
@@ -116,7 +116,7 @@ class EngineClient(EngineLink):
         while True:
             was_ready, error = await self._live()
             was_ever_ready |= was_ready
-            self._lose_all(error)
+            self._lose_all(error, was_ready=was_ready)
             if self.state == "draining":
                 self._set_state("down", "The server is shutting down.")
                 return

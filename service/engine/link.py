@@ -170,9 +170,10 @@ class EngineLink(abc.ABC):
             else:
                 self.tiers[digest] = tier
 
-    def _lose_all(self, error: str) -> None:
-        """The engine is gone, and with it all requests."""
-        log.log(logging.INFO if self.state == "draining" else logging.ERROR, "engine: %s", error)
+    def _lose_all(self, error: str, *, was_ready: bool = True) -> None:
+        """The engine is gone, and with it all requests. That is no news where it was told to go before it was ready."""
+        told_level = logging.INFO if was_ready else logging.DEBUG
+        log.log(told_level if self.state == "draining" else logging.ERROR, "engine: %s", error)
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.die(EngineDied(error))

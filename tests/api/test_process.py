@@ -154,7 +154,7 @@ class TestRefusalToStart:
     def test_a_file_of_the_model_that_cannot_be_read_is_named(
         self, checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
     ) -> None:
-        def refuse(_settings: Settings) -> None:
+        def refuse(_settings: Settings, _engine: object) -> None:
             raise PermissionError(13, "Permission denied", "/models/base/config.json")
 
         monkeypatch.setattr("service.app.create_app", refuse)

@@ -1,0 +1,21 @@
+"""The engines of a server's own, as its settings have them. Imports little, since they start before all else."""
+
+from __future__ import annotations
+
+import msgspec
+
+from service.cluster.devices import environment_of
+from service.cluster.engines import Engines
+from service.engine.client import EngineClient
+from service.machine import num_usable_cpus
+from service.settings import Settings
+
+
+def own_engines(settings: Settings) -> EngineClient | Engines:
+    """None is started. Of several each sees one device: of those that this process may use, the next one."""
+    options = settings.engine_options()
+    if settings.replicas == 1:
+        return EngineClient(options)
+    if options.num_threads is None and options.device == "cpu":
+        options = msgspec.structs.replace(options, num_threads=max(1, num_usable_cpus() // settings.replicas))
+    return Engines([EngineClient(options, environment_of(number)) for number in range(settings.replicas)])
