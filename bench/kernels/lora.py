@@ -1,6 +1,6 @@
 """The rows of LoRA shrink + expand: our kernels against the floor, and on an H200 against the best peer.
 
-    python -m bench.kernels.lora [--isolated] [--json FILE] [--plot FILE]
+    python -m bench.kernels.lora [--isolated] [--seed N] [--json FILE] [--plot FILE]
 
 Each row is checked against the reference before it is timed. Floor: bytes that must move (rows of each active adapter
 once, x once, output read and written once) at 4.3 TB/s, or arithmetic at 790 TFLOP/s, whichever is longer. Peers' times
@@ -9,6 +9,8 @@ one adapter fills the step; the best stands here), so ratios to them mean someth
 
 Calls follow one another directly, so with dependent launch each begins while the one before it ends. `--isolated` lets
 a call begin only when the one before is complete, as it is in a model after a kernel that knows nothing of this.
+
+Then come 12 rows drawn at random, from a seed that is printed, beside cuBLAS grouped by adapter in the same run.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import json
 import math
 import multiprocessing
 import os
+import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -141,14 +144,14 @@ def make_set(row: Row, device: str = "cuda") -> tuple[torch.Tensor, torch.Tensor
     num_places = max(row.num_places, row.num_adapters)
     num_rows = num_places * -(-row.rank // 16) * 16
 
-    def random(*shape: int) -> torch.Tensor:
+    def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, dtype=torch.bfloat16, device=device)
 
     starts = tuple(sum(row.widths[:i]) for i in range(len(row.widths)))
     shape = (len(row.widths), num_places)
     stack = LoraStack(
-        a=tuple(random(num_rows, row.in_features) / row.in_features**0.5 for _ in row.widths),
-        b=tuple(random(num_rows, width) for width in row.widths),
+        a=tuple(normal(num_rows, row.in_features) / row.in_features**0.5 for _ in row.widths),
+        b=tuple(normal(num_rows, width) for width in row.widths),
         ranks=torch.full(shape, row.rank, dtype=torch.int32, device=device),
         scalings=torch.full(shape, 0.5, device=device),
         group=0,
@@ -156,7 +159,7 @@ def make_set(row: Row, device: str = "cuda") -> tuple[torch.Tensor, torch.Tensor
         host_ranks=[[row.rank] * num_places for _ in row.widths],
         host_scalings=[[0.5] * num_places for _ in row.widths],
     )
-    return random(row.num_tokens, row.in_features), random(row.num_tokens, sum(row.widths)), stack
+    return normal(row.num_tokens, row.in_features), normal(row.num_tokens, sum(row.widths)), stack
 
 
 Linear = Callable[[torch.Tensor, torch.Tensor, LoraStack, LoraMaps], None]
@@ -254,12 +257,27 @@ def plot(curves: dict[int, list[tuple[int, float]]], file: Path) -> None:
     figure.savefig(file, dpi=120, bbox_inches="tight")
 
 
+def measure_unseen(seed: int, linear: Linear) -> list[Result]:
+    """Rows of no table, whose peer is cuBLAS, an adapter after the other, in the same run."""
+    from bench.kernels.lora_unseen import grouped_by_adapter, unseen_rows
+
+    results = []
+    print(f"rows drawn with --seed {seed}, beside cuBLAS grouped by adapter")
+    for row in unseen_rows(seed):
+        peer = measure(row, grouped_by_adapter)
+        results.append(replace(measure(row, linear), peer_microseconds=peer.microseconds))
+        print(f"{row.name:28} {results[-1].microseconds:9.2f} us, cuBLAS {peer.microseconds:9.2f}")
+    print(summary(results))
+    return results
+
+
 def main() -> None:
     """Print the table; write it as JSON and the sweep as a plot on request."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--isolated", action="store_true", help="no overlap between one call and the next")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--seed", type=int, help="of 12 further rows, beside cuBLAS; default: a random one, printed")
     arguments = parser.parse_args()
     linear: Linear = ops.lora_linear
     if arguments.isolated:
@@ -275,11 +293,14 @@ def main() -> None:
         peer = f"{result.of_peer:8.2f}" if result.of_peer else "       -"
         print(f"{row.name:24} {row.floor_microseconds:9.1f} {result.microseconds:9.2f} {result.of_floor:9.2f} {peer}")
     print(summary(results))
+    seed = random.randrange(2**31) if arguments.seed is None else arguments.seed
+    unseen = measure_unseen(seed, linear)
     curves = sweep() if arguments.plot else {}
     if arguments.plot:
         plot(curves, arguments.plot)
     if arguments.json:
         report = {"device": torch.cuda.get_device_name(), "rows": [asdict(r) for r in results], "sweep": curves}
+        report |= {"seed": seed, "unseen": [asdict(r) for r in unseen]}
         arguments.json.write_text(json.dumps(report, indent=1))
 
 
