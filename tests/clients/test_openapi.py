@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from tests.support.blocks import ROOT, run
@@ -21,9 +22,11 @@ def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
         header = ["--header", "Authorization: Bearer admin"]
         variables = {"ADAPTER_DIR": str(ADAPTERS / "pig-latin"), "SCHEMATHESIS_HOOKS": str(PINS / "hooks.py")}
         print(run([str(program), *flags, *header], server, cwd=tmp_path, **variables))
-        # That it came to where adapters are uploaded and asked, and was not refused at the door.
-        server.http.headers["Authorization"] = "Bearer admin"
-        assert server.metric("requests_total", adapter="shout", outcome="length") > 0
         log = server.log
+    # That it came to where adapters are uploaded and asked, and was not refused at the door: the hooks have the first
+    # requests be some that can only end by their length. Of metrics nothing is certain: an adapter's are folded into
+    # others when it is deleted, which is one of the things that are tried.
     for call in ("POST path=/v1/adapters status=201", "DELETE path=/v1/adapters/0 status=200"):
         assert f"method={call}" in log, call
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert re.search(rf"path={path} status=200 .* model=shout .* ended=length", log), path
