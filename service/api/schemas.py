@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from service.api.chat_messages import ChatMessage
 from service.api.fields import EMBEDDING_FIELDS, GENERATION_FIELDS, STREAM_FIELDS, TOKENIZE_FIELDS
 from service.api.formats import JsonSchema, ResponseFormat, StructuredOutputs
-from service.api.request_body import FIRST, Request, bounded
+from service.api.request_body import FIRST, Request, bounded, field_error
 from service.api.tools import MAX_TOOLS, ToolChoice, Tools, check_tool_choice, check_tools
 
 MAX_LOGPROBS = 20
@@ -118,7 +118,7 @@ class Decoding(Request):
     @model_validator(mode="after")
     def _check_stop(self) -> Decoding:
         if isinstance(self.stop, list) and len(self.stop) > MAX_STOP_STRINGS:
-            raise ValueError(f"`stop` takes at most {MAX_STOP_STRINGS} texts")
+            raise field_error("stop", f"`stop` takes at most {MAX_STOP_STRINGS} texts.")
         return self
 
 
@@ -155,11 +155,13 @@ class Generation(Decoding):
     def _check_stream(self) -> Generation:
         options = self.stream_options
         if options is not None and (options.include_usage or options.continuous_usage_stats) and not self.stream:
-            raise ValueError("`stream_options` is only allowed with `stream`: true")
+            raise field_error("stream_options", "`stream_options` is only allowed with `stream`: true.")
         if self.prompt_logprobs is not None and self.stream:
-            raise ValueError("`prompt_logprobs` is not available with `stream`; leave one of them out")
+            raise field_error(
+                "prompt_logprobs", "`prompt_logprobs` is not available with `stream`; leave one of them out."
+            )
         if self.truncate_prompt_tokens == 0:
-            raise ValueError("`truncate_prompt_tokens` must be at least 1, or -1")
+            raise field_error("truncate_prompt_tokens", "`truncate_prompt_tokens` must be at least 1, or -1.")
         return self
 
 
@@ -222,15 +224,16 @@ class ChatRequest(Generation):
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatRequest:
         if self.max_tokens == 0:
-            raise ValueError("`max_tokens` must be at least 1")
+            raise field_error("max_tokens", "`max_tokens` must be at least 1.")
         given = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(given) > 1:
-            raise ValueError("`max_tokens` and `max_completion_tokens` differ; send one of them")
+            raise field_error("max_tokens", "`max_tokens` and `max_completion_tokens` differ; send one of them.")
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("`top_logprobs` is only allowed with `logprobs`: true")
+            raise field_error("top_logprobs", "`top_logprobs` is only allowed with `logprobs`: true.")
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError(
-                "`continue_final_message` and `add_generation_prompt` exclude each other; send one of them"
+            raise field_error(
+                "continue_final_message",
+                "`continue_final_message` and `add_generation_prompt` exclude each other; send one of them.",
             )
         return self
 
@@ -267,7 +270,7 @@ class EmbeddingRequest(Request):
     @model_validator(mode="after")
     def _check_truncation(self) -> EmbeddingRequest:
         if self.truncate_prompt_tokens == 0:
-            raise ValueError("`truncate_prompt_tokens` must be at least 1, or -1")
+            raise field_error("truncate_prompt_tokens", "`truncate_prompt_tokens` must be at least 1, or -1.")
         return self
 
 
@@ -305,8 +308,9 @@ class TokenizeRequest(Request):
         if self.messages is None and any(getattr(self, name) for name in names):
             raise ValueError(f"{', '.join(f'`{name}`' for name in names)} are only allowed with `messages`")
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError(
-                "`continue_final_message` and `add_generation_prompt` exclude each other; send one of them"
+            raise field_error(
+                "continue_final_message",
+                "`continue_final_message` and `add_generation_prompt` exclude each other; send one of them.",
             )
         return self
 
