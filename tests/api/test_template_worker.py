@@ -170,6 +170,13 @@ def test_the_child_knows_no_settings(worker: TemplateWorker, monkeypatch: pytest
     assert b"a-secret" not in Path(f"/proc/{worker._child.pid}/environ").read_bytes()
 
 
+def test_the_child_has_less_claim_to_processors(worker: TemplateWorker) -> None:
+    """Than the event loop and the engine, which have this process's."""
+    AdapterTemplate(worker, ORDINARY, {}).render(HELLO)
+    assert worker._child is not None
+    assert os.getpriority(os.PRIO_PROCESS, worker._child.pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + 5, 19)
+
+
 def test_no_child_gets_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine needs what its libraries read from the environment, and nothing that opens a door."""
     kept = {"CUDA_VISIBLE_DEVICES": "0", "TRITON_CACHE_DIR": "x", "TOKENIZERS_PARALLELISM": "true", "KEYBOARD": "x"}
