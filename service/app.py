@@ -42,7 +42,7 @@ from service.api import (
 from service.api.auth import Access
 from service.api.errors import HANDLED, BadRequest, UnknownRoute, WrongMethod
 from service.api.generated_answers import ChatChunk
-from service.api.json_body import LARGE_BODY_BYTES, BodyBudget
+from service.api.json_body import BodyBudget
 from service.api.metrics import Metrics
 from service.api.middleware import METHODS, BodyRule, Door, Refusal
 from service.api.openapi import finish
@@ -85,6 +85,9 @@ ROUTERS = (
     lora_compat.router,
     health.router,
 )
+
+# Of paths that take a name and little else.
+_SMALL_BODY_BYTES = 1 << 16
 
 
 def create_app(settings: Settings, engine: EngineClient | Engines | None = None) -> FastAPI:
@@ -324,7 +327,7 @@ def _body_rule(settings: Settings) -> Callable[[str, str], BodyRule]:
     """Uploads may be large and go to disk, other bodies not. Multipart framing comes on top of the upload's own bytes.
     Those of the vLLM paths and of rollbacks are a name or two, and parsed in the loop."""
     upload = BodyRule(int(settings.max_upload_bytes) + (1 << 16), is_buffered=False)
-    small = BodyRule(min(LARGE_BODY_BYTES, int(settings.max_body_bytes)))
+    small = BodyRule(min(_SMALL_BODY_BYTES, int(settings.max_body_bytes)))
     rules = {"/v1/adapters": upload} | dict.fromkeys(lora_compat.PATHS, small)
     other = BodyRule(int(settings.max_body_bytes))
 
