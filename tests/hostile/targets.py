@@ -151,12 +151,12 @@ class Targets:
 
     def multipart(self, body: bytes) -> None:
         with self.store.begin() as upload:
-            parts = MultipartUpload(self.store, upload, b"frontier")
+            parts = MultipartUpload(lambda name: self.store.check_name(name, ""), upload, b"frontier")
             try:
                 with suppress(ApiError, AdapterError):
                     for at in range(0, len(body), 100):
                         parts.feed(body[at : at + 100])
-                    upload.finish(parts.finish())
+                    upload.finish(parts.finish().name_for(None))
             finally:
                 parts.close()
 
