@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from adapters.base_weights import BaseWeights
@@ -21,6 +21,9 @@ from adapters.records import ModuleReport
 from adapters.row_plan import RowPlan
 
 IDLE = "The adapter changes nothing: lora_A or lora_B is zero in all of its modules."
+LARGE = "Weights are so large that answers may not be finite"
+# No training comes near: products of a few such overflow float32.
+LARGE_DELTA = 1e6
 # Exponent bits all ones: NaN or infinity.
 _EXPONENT = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
 
@@ -67,19 +70,28 @@ def write_canonical(
     """
     entries = _canonical_order(binding)
     digest = hashlib.sha256(_canonical_header(binding, chat_template))
-    changing = {extra.tensor.name for extra in binding.extras}
+    largest: dict[str, float] = {}  # magnitude, by tensor
     with target.open("wb") as file:
         write_header(file, ((name, tensor.dtype, tensor.shape) for name, tensor in entries))
         for _, tensor in entries:
             for chunk in read_chunks(source, tensor):
-                if _refuse_non_finite(tensor, chunk):
-                    changing.add(tensor.name)
+                found = _refuse_non_finite(tensor, chunk)
+                largest[tensor.name] = max(found, largest.get(tensor.name, 0.0))
                 digest.update(chunk)
                 file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
-    has_delta = any({bound.a.name, bound.b.name} <= changing and bound.scaling for bound in binding.slices)
-    return digest.hexdigest(), () if has_delta or binding.extras or binding.tokens else (IDLE,)
+    return digest.hexdigest(), tuple(_warnings(binding, largest))
+
+
+def _warnings(binding: Binding, largest: Mapping[str, float]) -> Iterator[str]:
+    """What a probe would refuse, as far as the weights tell."""
+    has_delta = any(bound.scaling and largest[bound.a.name] and largest[bound.b.name] for bound in binding.slices)
+    if not (has_delta or binding.extras or binding.tokens):
+        yield IDLE
+    large = next((bound.slice.module for bound in binding.slices if _too_large(bound, largest)), None)
+    if large is not None:
+        yield f"{LARGE}, as those of {large}; upload it with ?probe=true to find out."
 
 
 def module_reports(binding: Binding) -> tuple[ModuleReport, ...]:
@@ -150,12 +162,21 @@ def _canonical_header(binding: Binding, chat_template: bytes | None) -> bytes:
     return json.dumps(described, separators=(",", ":")).encode() + b"\n"
 
 
-def _refuse_non_finite(tensor: Tensor, chunk: bytes) -> bool:
-    """Whether any value is not zero."""
+def _refuse_non_finite(tensor: Tensor, chunk: bytes) -> float:
+    """The largest magnitude among the values."""
     import numpy as np
 
     unsigned, exponent = _EXPONENT[tensor.dtype]
     bits = np.frombuffer(chunk, unsigned)
-    if ((bits & exponent) == exponent).any():
+    without_sign = (1 << (8 * bits.itemsize - 1)) - 1
+    largest = (bits & bits.dtype.type(without_sign)).max(initial=0)
+    if largest >= exponent:
         raise Malformed(f"Tensor {tensor.name[:200]!r} holds NaN or infinity; the training has diverged.")
-    return bool((bits << 1).any())  # without the sign
+    if tensor.dtype == "F16":
+        return float(largest.view("<f2"))
+    return float((np.uint32(largest) << (32 - 8 * bits.itemsize)).view("<f4"))
+
+
+def _too_large(bound: BoundSlice, largest: Mapping[str, float]) -> bool:
+    """Whether an element of the delta could be LARGE_DELTA."""
+    return bound.rank * abs(bound.scaling) * largest[bound.a.name] * largest[bound.b.name] > LARGE_DELTA

@@ -1172,6 +1172,25 @@ def test_a_directory_that_cannot_be_synced_undoes_no_rename(
     store.check_integrity()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "factor", "alpha", "is_large"),
+    [
+        ("<f4", 1, 8, False),
+        ("<f4", 1e5, 8, True),
+        ("<f4", -1e5, 8, True),
+        ("<f4", 1, 1e9, True),
+        ("<f2", 1, 8, False),
+        ("<f2", -1e3, 8, True),
+    ],
+)
+def test_weights_that_overflow_are_taken_with_a_warning(
+    store: AdapterStore, dtype: str, factor: float, alpha: float, is_large: bool
+) -> None:
+    tensors = {name: (data * factor).astype(dtype) for name, data in good_tensors().items()}
+    record, _ = upload_bytes(store, "x", config_bytes(lora_alpha=alpha), safetensors_bytes(tensors))
+    assert any("so large" in note and "probe" in note for note in record.manifest.notes) == is_large
+
+
 # ---- copies of base weights
 
 
