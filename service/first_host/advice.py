@@ -27,6 +27,9 @@ def conclude(report: Report) -> None:
 
 
 def _settings(report: Report) -> Iterator[Setting]:
+    needed = {step.name for step in STEPS if step.is_needed}
+    if any(step.status == "failed" and step.name in needed for step in report.steps):
+        return  # there is nothing to use them on
     if not any(step.status == "ok" for step in report.steps):
         return
     yield Setting(setting=f"--device {report.device}", why="the device that was looked at")

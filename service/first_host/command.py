@@ -100,6 +100,10 @@ def _report(journal: Journal, settings: Settings, steps: Sequence[Step], *, is_r
         )
     if [step.name for step in known.steps] != [step.name for step in steps]:
         raise _Refused(f"The report in {journal.directory} has other steps; name another --report-dir.")
+    for index, (step, outcome) in enumerate(zip(steps, known.steps, strict=True)):
+        if step.is_needed and outcome.status == "failed":  # the host may have been mended since
+            known.steps[: index + 1] = [Outcome(name=one.name, title=one.title, asks=one.asks)
+                                        for one in steps[: index + 1]]  # fmt: skip
     return known
 
 
@@ -123,13 +127,23 @@ class _Run:
         self._journal.write(self._report)
         try:
             for number, (step, outcome) in enumerate(zip(self._steps, self._report.steps, strict=True), 1):
-                if outcome.status not in ENDED:
+                failed = self._failed_before(number - 1)
+                if outcome.status not in ENDED and failed:
+                    outcome.status, outcome.reason = "not run", f"{failed} failed, without which there is no answer"
+                elif outcome.status not in ENDED:
                     self._one(step, outcome, f"[{number}/{len(self._steps)}] {step.name}")
         except KeyboardInterrupt:
             self._interrupted()
             return INTERRUPTED
+        conclude(self._report)
+        self._journal.write(self._report)
         self._tell_of_all()
         return 1 if self._report.faults else 0
+
+    def _failed_before(self, index: int) -> str | None:
+        """Name of a step before this one that it needs, and that has failed."""
+        before = zip(self._steps[:index], self._report.steps, strict=False)
+        return next((step.name for step, outcome in before if step.is_needed and outcome.status == "failed"), None)
 
     def _one(self, step: Step, outcome: Outcome, shown: str) -> None:
         if self._report.device_type not in ("auto", *step.devices):

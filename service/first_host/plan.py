@@ -22,6 +22,7 @@ class Step:
     devices        where it means something
     environment    variables that its process has beside the command's own
     options        fields of EngineOptions that it runs an engine with, beside the command's own
+    is_needed      where it fails no later step can have an answer, so none is run
     """
 
     name: str
@@ -32,9 +33,17 @@ class Step:
     devices: tuple[str, ...] = EVERYWHERE
     environment: Mapping[str, str] = field(default_factory=lambda: NOTHING)
     options: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
+    is_needed: bool = False
 
 
-def _trial(name: str, shown: str, device: str, **changed: Mapping[str, Any]) -> Step:
+def _trial(
+    name: str,
+    shown: str,
+    device: str,
+    *,
+    environment: Mapping[str, str] = NOTHING,
+    options: Mapping[str, Any] = NOTHING,
+) -> Step:
     """A setting tried: `shown` is how a user would write it."""
     return Step(
         name=f"setting-{name}",
@@ -43,7 +52,8 @@ def _trial(name: str, shown: str, device: str, **changed: Mapping[str, Any]) -> 
         work="service.first_host.serving:try_setting",
         limit_seconds=100.0,
         devices=(device,),
-        **changed,
+        environment=environment,
+        options=options,
     )
 
 
@@ -63,6 +73,7 @@ STEPS: Sequence[Step] = (
         work="service.first_host.host:permissions",
         limit_seconds=110.0,
         devices=ACCELERATORS,
+        is_needed=True,
     ),
     Step(
         name="doctor",

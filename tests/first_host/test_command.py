@@ -85,6 +85,21 @@ def test_a_step_that_fails_costs_no_other(meeting: Meeting) -> None:
     assert meeting.report["summary"] == "2 of 6 steps have an answer; 4 failed (fails, raises, aborts, exits)."
 
 
+def test_without_a_device_that_can_be_used_the_rest_waits_until_that_is_mended(meeting: Meeting) -> None:
+    """One fault, and not one for each step; `--resume` asks again, with what the step before had found."""
+    code, out, _ = meeting.run("works,is_mended,warns,fails")
+    assert code == 1
+    assert [step["status"] for step in meeting.report["steps"]] == ["ok", "failed", "not run", "not run"]
+    assert meeting.step("warns")["reason"] == "is_mended failed, without which there is no answer"
+    assert [fault["message"] for fault in meeting.report["faults"]] == ["The step failed: The device cannot be used."]
+    assert "1 failed (is_mended); 2 were not run." in out
+    (meeting.directory / "mended").touch()
+    meeting.run("works,is_mended,warns,fails", "--resume")
+    assert [step["status"] for step in meeting.report["steps"]] == ["ok", "ok", "ok", "failed"]
+    assert meeting.step("warns")["reason"] is None
+    assert (meeting.directory / "begun").read_text().split() == ["works", "works"], "what was found first is stale"
+
+
 def test_a_step_that_hangs_is_killed_with_all_that_it_started(meeting: Meeting) -> None:
     with meeting.start("hangs,works", limit="3") as command, (meeting.directory / "gate").open() as gate:
         assert gate.read() == ""  # its writer, a process of the step's, is gone

@@ -51,6 +51,12 @@ def exits(_host: Host) -> None:
     os._exit(7)
 
 
+def is_mended(_host: Host) -> None:
+    """Fails, until somebody has mended the host."""
+    if not (_meeting() / "mended").exists():
+        raise StepFailed("The device cannot be used.")
+
+
 def hangs(host: Host) -> None:
     """With a process of its own that hangs too, and holds the pipe open."""
     host.facts(before="kept")
@@ -100,6 +106,7 @@ def main() -> int:
             work=f"tests.support.first_host_steps:{name}",
             limit_seconds=float(os.environ.get("FIRST_HOST_LIMIT", "60")),
             devices=("npu",) if name == "fails_on_npu" else ("cpu", "cuda", "npu"),
+            is_needed=name == "is_mended",
         )
         for name in sys.argv[1].split(",")
     ]
