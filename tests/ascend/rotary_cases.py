@@ -87,6 +87,7 @@ _NORMED = {
     # Each core reads the weights of its own block of heads.
     "qwen3 8B, 64 tokens": partial(rotary_kv, 64, (32, 8), judge_traffic=True, max_traffic=1.2),
     "heads of odd numbers, padding": partial(rotary_kv, 5, (14, 3), 96, padding=(2,), num_behind=16),
+    "several blocks of keys": partial(rotary_kv, 3, (20, 20), 64, padding=(1,)),
     "weights of fp32, fp16": partial(rotary_kv, 3, (4, 4), 64, dtype=torch.float16, weight_dtype=torch.float32),
 }
 _PARTIAL = {
