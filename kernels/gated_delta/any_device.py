@@ -91,12 +91,23 @@ def _advance(
     lines: torch.Tensor,
     continued: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One token of each sequence; [sequences, num_value_heads, value_dim]."""
-    state = _state_at(states, lines, continued) * decay_log.exp()[..., None, None]
-    kept = (k.unsqueeze(2) @ state).squeeze(2)
-    state += k.unsqueeze(3) * ((v - kept) * beta.unsqueeze(2)).unsqueeze(2)
-    _write(states, lines, state)
-    return (q.unsqueeze(2) @ state).squeeze(2)
+    """One token of each sequence; [sequences, num_value_heads, value_dim].
+
+    The states are most of the bytes, and are changed in place between being taken out and put back. Padding decays
+    nothing and adds nothing, so that the null line gets what it held.
+    """
+    is_real = (lines > 0)[:, None]
+    state = states.index_select(0, lines.long().clamp(min=0))
+    if continued is not None:
+        state.masked_fill_((is_real & ~continued[:, None])[..., None, None], 0.0)
+    state.mul_(torch.where(is_real, decay_log.exp(), 1.0)[..., None, None])
+    # [sequences * heads, ...]
+    matrices, keys = state.flatten(0, 1), torch.where(is_real[..., None], k, 0.0).flatten(0, 1)
+    kept = torch.bmm(keys.unsqueeze(1), matrices).view(v.shape)
+    change = torch.where(is_real[..., None], (v - kept) * beta.unsqueeze(2), 0.0)
+    matrices.baddbmm_(keys.unsqueeze(2), change.flatten(0, 1).unsqueeze(1))
+    states.index_copy_(0, lines.long().clamp(min=0), state)
+    return torch.bmm(q.flatten(0, 1).unsqueeze(1), matrices).view(v.shape)
 
 
 def _in_chunks(
