@@ -55,7 +55,8 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
     read = _READERS.get(str(family))
     if read is None:
         raise ModelError(f"config.json names the model_type {family!r}; served are {', '.join(FAMILIES)}")
-    if config.get("quantization_config"):
+    inner = config.get("text_config")
+    if config.get("quantization_config") or (isinstance(inner, dict) and inner.get("quantization_config")):
         raise ModelError("config.json has a quantization_config; quantised checkpoints are not served")
     spec = read(config)
     if not spec.attentions:

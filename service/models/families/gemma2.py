@@ -35,25 +35,25 @@ _DEFAULTS: Config = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
-CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 def read(config: Config) -> ModelSpec:
     """See `families`."""
-    config = completed(config, _DEFAULTS, nullable=CAPS)
+    config = completed(config, _DEFAULTS, nullable=_CAPS)
     attention = attention_of(config)
     return spec_of(config, attention, attention, (rope_facts(config),))
 
 
 def attention_of(config: Config) -> dict[str, Any]:
     """Fields of an `AttentionSpec` that all layers share."""
-    bias, cap = bool(config.get("attention_bias", False)), config["attn_logit_softcapping"]
+    bias = bool(config.get("attention_bias", False))
     return {
         **attention_sizes(config),
         "scale": config["query_pre_attn_scalar"] ** -0.5,
         "input_bias": bias,
         "output_bias": bias,
-        "score_cap": None if cap is None else float(cap),
+        "score_cap": _cap(config, "attn_logit_softcapping"),
     }
 
 
@@ -67,7 +67,6 @@ def spec_of(
     check_activation(config, ("gelu_pytorch_tanh",), key="hidden_activation")
     if config.get("use_bidirectional_attention"):
         raise ModelError("config.json asks for use_bidirectional_attention; served are models that look back only")
-    cap = config["final_logit_softcapping"]
     mlp = MlpSpec(size=count(config, "intermediate_size"), activation="gelu_tanh")
     kinds = {
         False: AttentionSpec(**everywhere),
@@ -89,8 +88,17 @@ def spec_of(
         rotations=rotations,
         zero_centred_norms=True,
         embedding_scale=count(config, "hidden_size") ** 0.5,
-        logits_cap=None if cap is None else float(cap),
+        logits_cap=_cap(config, "final_logit_softcapping"),
     )
+
+
+def _cap(config: Config, key: str) -> float | None:
+    cap = config[key]
+    if cap is None:
+        return None
+    if not isinstance(cap, int | float) or isinstance(cap, bool) or not 0 < cap < float("inf"):
+        raise ModelError(f"config.json must give {key} as a number above 0, or null for none, and has {cap!r}")
+    return float(cap)
 
 
 def _local_layers(config: Config) -> list[bool]:
