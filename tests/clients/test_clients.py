@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.blocks import ROOT, blocks, run
 from tests.support.client_environments import environment
-from tests.support.server import Server, wait_for
+from tests.support.server import Server, running_server, wait_for
 
 PAGE = "docs/clients.md"
 # What clients ask the network for, though they are told all that they need.
@@ -35,8 +35,10 @@ def _block(heading: str, language: str) -> str:
     return block
 
 
-def test_openai(server: Server) -> None:
-    said = run([sys.executable, "-c", _block("### openai", "python")], server)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_openai(replicas: int, server: Server, tmp_path: Path) -> None:
+    with contextlib.nullcontext(server) if replicas == 1 else running_server(None, tmp_path, replicas=2) as asked:
+        said = run([sys.executable, "-c", _block("### openai", "python")], asked)
     assert said == "LAMP TIGER MOSS!\nmoss tiger lamp"
 
 
