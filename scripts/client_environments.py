@@ -1,7 +1,7 @@
 r"""Make the environments that the tests run clients in: `python scripts/client_environments.py [NAME ...]`.
 
 Each folder below tests that pins packages has one, .venv-clients/NAME: of Python by requirements.txt, of Node by
-package-lock.json. Without names all are made but for the largest, which are some clients and Ray (tests/cluster/ray).
+package-lock.json. Ray is one (tests/cluster/ray). Without names all are made but for the largest.
 They need the package indexes; what cannot be made is told here, and by the tests that were not run. Pins are renewed
 with
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PINS, _TARGET = _ROOT / "tests", _ROOT / ".venv-clients"
-_LARGE = {"guidellm", "open-webui", "ray"}
+_LARGE = {"guidellm", "open-webui"}
 _LIMIT_SECONDS = 1800
 
 

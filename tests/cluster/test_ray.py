@@ -1,4 +1,4 @@
-"""The server on Ray Serve: an ingress and two engines on CPUs. Ray has an environment: make clients CLIENTS=ray."""
+"""The server on Ray Serve: an ingress and two engines on CPUs. Ray has an environment: make clients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import pytest
 from tests.support.blocks import ROOT
 from tests.support.client_environments import environment
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.server import running_server, wait_for
+from tests.support.server import is_alive, running_server, standing_still, wait_for
 from tests.support.tiny_models import make_adapter, make_tiny_model
 
 NAMES = [f"adapter-{seed}" for seed in range(4)]
@@ -50,7 +50,18 @@ class RayServer:
         return list(self.replicas().values()) == ["ready", "ready"]
 
     def engine_pids(self) -> list[int]:
-        return [pid for pid in _descendants(self.process.pid) if b"service.engine.process" in _command(pid)]
+        return self.pids_of(b"service.engine.process")
+
+    def pids_of(self, title: bytes) -> list[int]:
+        return [pid for pid in _descendants(self.process.pid) if title in _command(pid)]
+
+    def is_back(self) -> bool:
+        """Whole, by whatever ingress there is: while there is none, Ray's proxy lets who asks wait, or says 503."""
+        try:
+            answer = self.http.get("/health")
+        except httpx.TransportError:
+            return False
+        return answer.is_success and list(answer.json()["replicas"].values()) == ["ready", "ready"]
 
 
 def _body(model: str, **fields: Any) -> dict[str, Any]:
@@ -198,6 +209,31 @@ def test_a_replica_that_is_killed_is_named_and_replaced(server: RayServer) -> No
     _lose(server, _parent(server.engine_pids()[0]))
     wait_for(server.is_whole, "both engines")
     assert len(names & set(server.replicas())) == 1
+
+
+def test_a_replica_that_stands_still_gets_nothing(server: RayServer) -> None:
+    wait_for(server.is_whole, "both engines")
+    expected = {name: server.text(name, max_tokens=60) for name in NAMES}
+    with standing_still(_parent(server.engine_pids()[0])), ThreadPoolExecutor(len(NAMES)) as pool:
+        texts = list(pool.map(lambda name: server.text(name, max_tokens=60), NAMES))
+        assert dict(zip(NAMES, texts, strict=True)) == expected
+        wait_for(lambda: "ready" in server.replicas().values() and not server.is_whole(), "it to leave the rotation")
+    wait_for(server.is_whole, "both engines")
+
+
+@pytest.mark.parametrize("title", [b"ray::ServeReplica:multilora:Ingress", b"ray::ServeController"])
+def test_what_was_acknowledged_outlives_ray_s_processes(server: RayServer, checkpoints: Path, title: bytes) -> None:
+    wait_for(server.is_whole, "both engines")
+    names = "adapter_config.json", "adapter_model.safetensors"
+    files = {name.partition(".")[0]: (checkpoints / "uploaded" / name).read_bytes() for name in names}
+    answer = server.http.put("/v1/adapters/kept", files=files)
+    assert answer.is_success, answer.text
+    (pid,) = server.pids_of(title)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not is_alive(pid) and server.pids_of(title), "the next one")
+    wait_for(server.is_back, "full service")
+    assert server.text("kept") == server.text(f"kept@{answer.json()['version']}")
+    assert server.http.delete("/v1/adapters/kept").status_code == 200
 
 
 def test_a_stream_that_had_begun_ends_with_an_error_event(server: RayServer) -> None:
