@@ -101,17 +101,16 @@ def build_engine(
         )
         loaded.model.bind_rows(rows)
     ops = tuple(one for report in reports for one in _in_use(report))
-    is_warm = False
     if options.kv_bytes is None:
         trial = ModelRunner(loaded, config, platform, graphs, num_kv_blocks=TRIAL_BLOCKS)
-        is_warm = not trial.captured.is_off
-        graph_bytes = _graph_bytes(trial, rows, config, partial(free_bytes, device)) if is_warm else 0
+        is_capturing = not trial.captured.is_off
+        graph_bytes = _graph_bytes(trial, rows, config, partial(free_bytes, device)) if is_capturing else 0
         del trial  # with its graphs and caches
-        if is_warm:
+        if is_capturing:
             config, reasons = _decide_behind_graphs(options, config, free_bytes(device), graph_bytes)
     for reason in reasons:
         log.info("%s", reason)
-    runner = ModelRunner(loaded, config, platform, graphs, is_warm=is_warm)
+    runner = ModelRunner(loaded, config, platform, graphs)
     tokens = _token_table(Path(options.model_dir))
     adapter_loader = loader or BriefThread("adapter-loader")
     return Engine(runner, rows, host, config, ops, loader=adapter_loader, tokens=tokens, compiler=loader)
@@ -176,7 +175,7 @@ def _decide_behind_graphs(
 
 
 def _graph_bytes(trial: ModelRunner, rows: RowPool | None, config: EngineConfig, free_bytes: Callable[[], int]) -> int:
-    """That captured steps will take; all kernels are compiled on the way."""
+    """That captured steps will take; what they compile, the engine finds."""
     warm_up_ahead(lambda: trial.warm_up(config), config.device.partition(":")[0])
     return measure_graphs(trial, rows, config, free_bytes)
 

@@ -85,7 +85,6 @@ class ModelRunner:
 
     graphs          None: the device's own, if it has such
     num_kv_blocks   of the KV cache, of a trial that writes to none but the null block; None: what the budget holds
-    is_warm         all that `warm_up` compiles is compiled
     """
 
     def __init__(
@@ -96,7 +95,6 @@ class ModelRunner:
         graphs: Graphs | None = None,
         *,
         num_kv_blocks: int | None = None,
-        is_warm: bool = False,
     ) -> None:
         from service.models.caches import allocate_caches
 
@@ -110,7 +108,6 @@ class ModelRunner:
             loaded.dtype,
             loaded.device,
         )
-        self._is_warm = is_warm
         self._token_budget = config.token_budget
         self._has_lora = config.row_bytes > 0
         self._padding: Padding | None = None
@@ -129,9 +126,6 @@ class ModelRunner:
 
     def warm_up(self, config: EngineConfig) -> None:
         """See `Runner.warm_up`; the model's LoRA rows are bound by now."""
-        if self._is_warm:
-            return
-        self._is_warm = True
         self._model.warm_up(self._caches, padded_tokens(config.token_budget), config.max_sequences)
 
     def sizes_to_capture(self) -> tuple[Sequence[StepSizes], Sequence[StepSizes]]:
