@@ -44,14 +44,20 @@ def _ask(server: Server) -> None:
     server.post("/v1/completions", json=body).raise_for_status()
 
 
+def _exported(server: Server) -> set[str]:
+    families = text_string_to_metric_families(server.get("/metrics").text)
+    return {sample.name for family in families for sample in family.samples}
+
+
 def _names(query: str) -> set[str]:
     return set(re.findall(r"\bmultilora_\w+", query))
 
 
 def test_every_query_names_what_the_server_exports(server: Server) -> None:
     _ask(server)
-    families = text_string_to_metric_families(server.get("/metrics").text)
-    exported = {sample.name for family in families for sample in family.samples}
+    # Engines tell of loads when they tell of their state, which is now and then.
+    wait_for(lambda: "multilora_adapter_load_seconds_sum" in _exported(server), "an engine to tell of the load")
+    exported = _exported(server)
     for title, query in QUERIES.items():
         assert _names(query), title
         assert _names(query) <= exported, title
