@@ -106,8 +106,9 @@ class TextTokenizer:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise TextError("The text holds half of a surrogate pair; send valid Unicode.") from error
-        # As a batch of one: that lets other threads run meanwhile, which `encode` does not.
-        return self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        # As a batch of one: that lets other threads run meanwhile, which `encode` does not. "Fast" leaves out where
+        # in the text each token is, which nobody asks for and which takes three quarters of the time.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are not UTF-8 come out as U+FFFD."""
