@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -13,6 +14,9 @@ LONG_TEXT_CHARS = 20_000
 # Even longer ones one after another, as tokenising takes two hundred times their memory.
 _HUGE_TEXT_CHARS = 1 << 20
 _huge_texts = FairPool(1, "huge-text")
+# These compute without Python's lock: with a thread for each that came, one payer's would have all processors. Of two
+# threads it has one.
+LONG_TEXTS = FairPool(max(2, (os.cpu_count() or 1) // 2), "long-text")
 
 T = TypeVar("T")
 
@@ -22,5 +26,5 @@ async def off_loop(work: Callable[[], T], *, size_chars: int) -> T:
     if size_chars < LONG_TEXT_CHARS:
         return work()
     if size_chars < _HUGE_TEXT_CHARS:
-        return await in_turn(work)
+        return await in_turn(work, pool=LONG_TEXTS)
     return await in_turn(work, pool=_huge_texts)

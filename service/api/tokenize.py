@@ -15,7 +15,7 @@ from service.api.json_body import JsonRoute
 from service.api.lengths import MAX_TEXT_CHARS
 from service.api.listing import listing
 from service.api.long_answers import json_answer
-from service.api.off_loop import off_loop
+from service.api.off_loop import LONG_TEXTS, off_loop
 from service.api.openapi import TEXT_ERRORS, errors
 from service.api.prompts import Prompt, chat_prompt, encoded, template_of
 from service.api.schemas import DetokenizeRequest, TokenizeRequest
@@ -133,5 +133,5 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         raise BadRequest(f"`tokens` holds {highest}, but the vocabulary ends at {vocab_size - 1}.", param="tokens")
     with ExitStack() as held:
         held.enter_context(services.calls.places(_num_places(len(body.tokens), _TOKENS_PER_PLACE)))
-        text = await in_turn(services.tokenizer.decode, body.tokens, skip_special_tokens=False)
+        text = await in_turn(services.tokenizer.decode, body.tokens, pool=LONG_TEXTS, skip_special_tokens=False)
         return json_answer({"prompt": text}, held.pop_all().close)

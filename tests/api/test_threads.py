@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 
+from service.api.off_loop import LONG_TEXT_CHARS, off_loop
 from service.api.threads import in_turn
 from service.fair_pool import FairPool
 from service.payer import PAYER
@@ -52,3 +54,30 @@ def test_errors_come_out_as_they_were_raised() -> None:
         return "nothing"
 
     assert asyncio.run(run()) == "'what'"
+
+
+def test_long_texts_of_one_payer_leave_processors_to_others() -> None:
+    """However many it sends: half of the processors at most have them, and another's text waits for none of them."""
+    go, lock, num_begun = threading.Event(), threading.Lock(), 0
+    most = max(1, (os.cpu_count() or 1) // 2)
+
+    def work() -> None:
+        nonlocal num_begun
+        with lock:
+            num_begun += 1
+        assert go.wait(60)
+
+    async def run() -> int:
+        PAYER.set("flood")
+        flood = [asyncio.create_task(off_loop(work, size_chars=LONG_TEXT_CHARS)) for _ in range(most + 8)]
+        await asyncio.sleep(0)
+        PAYER.set("other")
+        assert await off_loop(lambda: "other's", size_chars=LONG_TEXT_CHARS) == "other's"
+        # All threads of the usual pool but for one would have begun before this, had they been given the texts.
+        num_before = num_begun
+        go.set()
+        await asyncio.gather(*flood)
+        return num_before
+
+    assert asyncio.run(run()) <= most
+    assert num_begun == most + 8
