@@ -27,6 +27,7 @@ class Housekeeping:
         self._changes = changes
         self._sharing = sharing
         self._closing = threading.Event()
+        self._is_refused = False
         changes.say()
         threading.Thread(target=self._run, name="adapter-store", daemon=True).start()
 
@@ -44,13 +45,30 @@ class Housekeeping:
             for digest in self._sharing.removable(unused):
                 self._files.remove_adapter(digest)
 
+    def attempt(self, *, sweeps: bool) -> None:
+        """A sign of life, and a sweep if `sweeps`. What fails is logged, and does not end the thread: a sentence when
+        the disk begins to refuse and one when it no longer does, not a traceback for each attempt meanwhile."""
+        try:
+            self._changes.say()
+            if sweeps:
+                self.sweep()
+        except OSError as error:
+            if not self._is_refused:
+                log.error(
+                    "the adapter store cannot be tidied up: %s; look at its disk. Tried again every %.0f s.",
+                    error,
+                    HOUSE_SECONDS,
+                )
+            self._is_refused = True
+        except Exception:
+            log.exception("the adapter store is not tidied up; the next attempt is soon")
+        else:
+            if self._is_refused:
+                log.info("the adapter store is tidied up again")
+            self._is_refused = False
+
     def _run(self) -> None:
         for number in count(1):
             if self._closing.wait(HOUSE_SECONDS):
                 return
-            try:
-                self._changes.say()
-                if number % _SIGNS_PER_SWEEP == 0:
-                    self.sweep()
-            except Exception:
-                log.exception("the adapter store is not tidied up; the next attempt is soon")
+            self.attempt(sweeps=number % _SIGNS_PER_SWEEP == 0)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from adapters import sharing
+from adapters import housekeeping, sharing
 from adapters.errors import Conflict, NotFound, StoreBusy
 from adapters.index import Query
 from adapters.names import Change
@@ -171,6 +172,37 @@ def test_files_of_deleted_adapters_go_on_a_full_disk(stores: Two, monkeypatch: p
         store.sweep()
     with pytest.raises(NotFound):
         one.path_of(record.digest)
+
+
+def test_a_disk_that_refuses_signs_of_life_is_told_of_once(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    say, attempts, is_full = Sharing.say, threading.Semaphore(0), threading.Event()
+
+    def say_on_that_disk(self: Sharing, held: Iterable[str]) -> None:
+        attempts.release()
+        if is_full.is_set():
+            raise OSError(errno.ENOSPC, "No space left on device", "members")
+        say(self, held)
+
+    def wait_for_attempts() -> None:
+        for _ in range(4):
+            assert attempts.acquire(timeout=LIMIT_SECONDS)
+
+    monkeypatch.setattr(Sharing, "say", say_on_that_disk)
+    monkeypatch.setattr(housekeeping, "HOUSE_SECONDS", 0.001)
+    caplog.set_level(logging.INFO, logger=housekeeping.log.name)
+    store = _open(root)
+    for change in (is_full.set, is_full.clear):
+        change()
+        while attempts.acquire(blocking=False):
+            pass
+        wait_for_attempts()
+    store.close()
+    refused, again = (record for record in caplog.records if record.name == housekeeping.log.name)
+    assert "No space left on device" in refused.getMessage()
+    assert refused.exc_info is None
+    assert "again" in again.getMessage()
 
 
 def test_a_server_that_stands_still_in_its_turn_blocks_changes_and_no_look_up(
