@@ -49,6 +49,17 @@ class _Known:
     key_id: str
 
 
+# In the order of settings and file, which says whose a key is that stands in several places.
+_KnownByDigest = dict[bytes, list[_Known]]
+
+
+def _by_digest(known: Iterable[_Known]) -> _KnownByDigest:
+    found: _KnownByDigest = {}
+    for one in known:
+        found.setdefault(one.digest, []).append(one)
+    return found
+
+
 class Tenants:
     """Keys to callers. Everything happens in the event loop, but for reading the file, which takes a thread of its own
     0.3 s for the largest: until it has been read the keys that were there are known.
@@ -81,7 +92,7 @@ class Tenants:
         if keys_file is not None:
             self._signature = _signature(keys_file)
             file = read_keys(keys_file)
-        self._file, self._known = KeysFile(), self._own
+        self._file, self._known = KeysFile(), _by_digest(self._own)
         self._apply(file, self._known_of(file))
 
     @property
@@ -110,10 +121,14 @@ class Tenants:
         return Caller(self.default, frozenset(SCOPES))
 
     def caller(self, key: str) -> Caller | None:
-        """Who has this key, None if nobody, as of the last `refresh`. The key is compared with all that there are, so
-        that the time tells nothing about which one it was."""
+        """Who has this key, None if nobody, as of the last `refresh`.
+
+        However many keys there are, one look-up by the key's hash: where it leads follows from a secret of the process
+        that Python mixes into it, so that its time tells nothing of a key that is nearly one. What it finds is compared
+        in constant time.
+        """
         digest = hash_of(key)
-        found = [known for known in self._known if hmac.compare_digest(known.digest, digest)]
+        found = [known for known in self._known.get(digest, ()) if hmac.compare_digest(known.digest, digest)]
         if not found:
             return None
         # The same key may stand in both settings, and in the file too: then it is the operator's.
@@ -164,18 +179,18 @@ class Tenants:
             await loop.run_in_executor(self._thread, _tell_changes, before, file)
         self._signature = signature
 
-    def _read_other(self, path: Path, before: KeysFile) -> tuple[KeysFile, tuple[_Known, ...]]:
+    def _read_other(self, path: Path, before: KeysFile) -> tuple[KeysFile, _KnownByDigest]:
         """What the file says, and all keys of then. KeysFileError. Any thread."""
         file = read_keys(path)
         if file == KeysFile() != before:  # as it is for a moment when it is written in place
             raise KeysFileError(f"The keys file {path} is empty; to revoke all keys, leave a tenant's table.")
         return file, self._known_of(file)
 
-    def _known_of(self, file: KeysFile) -> tuple[_Known, ...]:
+    def _known_of(self, file: KeysFile) -> _KnownByDigest:
         known = (_Known(bytes.fromhex(key.sha256), key.tenant, frozenset(key.scopes), key.key_id) for key in file.keys)
-        return (*self._own, *known)
+        return _by_digest((*self._own, *known))
 
-    def _apply(self, file: KeysFile, known: tuple[_Known, ...]) -> None:
+    def _apply(self, file: KeysFile, known: _KnownByDigest) -> None:
         """From now on this is so, all of it at once."""
         # Tenants that are gone stay in memory: requests of theirs may run, and they may come back within the minute.
         for name, limits in ({DEFAULT: Limits()} | file.tenants).items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from service.tenants.edit import add_key, revoke_key
-from service.tenants.keys_file import SCOPES, KeysFileError
+from service.tenants.keys_file import SCOPES, KeysFileError, hash_of
 from service.tenants.tenants import DEFAULT, Caller, Tenants
 
 
@@ -64,6 +65,24 @@ def test_admin_has_all_and_others_only_theirs(path: Path) -> None:
     for key, may in ((upload, {"upload"}), (admin, set(SCOPES))):
         caller = known(tenants, key)
         assert {scope for scope in SCOPES if caller.may(scope)} == may
+
+
+def test_a_key_costs_one_look_up_however_many_there_are(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the event loop, and for whoever sends a wrong one."""
+    hashes = [hash_of(f"key-{number}").hex() for number in range(5000)]
+    entries = (f'[[keys]]\ntenant = "acme"\nsha256 = "{one}"\nscopes = ["infer"]\n' for one in hashes)
+    path.write_text("[tenants.acme]\n" + "".join(entries))
+    tenants, compared = Tenants(["key-17"], keys_file=path), list[bytes]()
+
+    def compare(known: bytes, sent: bytes) -> bool:
+        compared.append(known)
+        return known == sent
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    assert known(tenants, "key-4999").tenant.name == "acme"
+    assert known(tenants, "key-17").tenant.name == DEFAULT  # which the settings have too
+    assert tenants.caller("key-5000") is None
+    assert compared == [hash_of("key-4999"), hash_of("key-17"), hash_of("key-17")]
 
 
 def test_a_key_counts_from_its_being_added_to_its_being_revoked(path: Path) -> None:
