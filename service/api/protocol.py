@@ -15,13 +15,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from service.api.connections import ConnectionShares
 from service.api.errors import ApiError, BadRequest, QueueFull, RequestTimeout, error_body, status_of
 from service.api.http_bounds import NO_HTTP, BoundedConnection
-from service.api.reading_turns import ReadingTurns
+from service.api.reading_turns import FIRST_READ_BYTES, ReadingTurns, next_read_bytes
 from service.logs import LOGGER
 
 # A client that moves less than this of what waits for it, or of what it sends, counts as stalled after a time.
 MIN_BYTES_PER_SECOND = 1024
 # Read at a time, hence worked on without a break; bodies of announced length cost little for each byte.
-_READ_BYTES = 1 << 12
 _BODY_READ_BYTES = 1 << 18
 
 _LINGER_SECONDS = 2.0
@@ -65,7 +64,7 @@ class Protocol(H11Protocol):
         """What the kernel does not take waits alone: nothing is added to it before it is gone."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
-        cast(Any, transport).max_size = _READ_BYTES
+        cast(Any, transport).max_size = FIRST_READ_BYTES
         self._head_since = self.loop.time()
         self._network = self._shares.open(self.client[0] if self.client else "")
         if self._network is None:
@@ -114,13 +113,15 @@ class Protocol(H11Protocol):
     def _read(self, data: bytes) -> None:
         started = time.thread_time()
         super().data_received(data)
+        seconds = time.thread_time() - started
         if self._network:
-            self._turns.charge(self._network, time.thread_time() - started)
+            self._turns.charge(self._network, seconds)
         if self.conn.their_state is not h11.IDLE:
             self._head_since = None
         elif self._head_since is None:
             self._head_since = self.loop.time()
-        cast(Any, self.transport).max_size = _BODY_READ_BYTES if self.conn.has_plain_body else _READ_BYTES
+        size = _BODY_READ_BYTES if self.conn.has_plain_body else next_read_bytes(len(data), seconds)
+        cast(Any, self.transport).max_size = size
 
     def pause_writing(self) -> None:
         """Something waits to be written."""

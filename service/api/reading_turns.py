@@ -16,10 +16,21 @@ from dataclasses import dataclass, field
 
 # Of one network in one pass of the loop.
 READS_PER_PASS = 4
-# A read that takes the loop's thread longer is costly; usual ones take a fifth of that.
-USUAL_SECONDS = 0.001
+# A read that takes the loop's thread longer is costly; usual ones take less than half of that.
+USUAL_SECONDS = 0.0005
 # For each second beyond that, so many seconds until the network's next read.
-PAUSE_PER_SECOND = 4.0
+PAUSE_PER_SECOND = 16.0
+# Of a head or a chunked body, at a time. How costly its bytes are is not known at first.
+FIRST_READ_BYTES, LEAST_READ_BYTES, MOST_READ_BYTES = 1 << 10, 1 << 9, 1 << 12
+_LONG_READ_SECONDS = 2 * USUAL_SECONDS
+
+
+def next_read_bytes(num_bytes: int, seconds: float) -> int:
+    """How many to read after so many took so long: costly ones in short reads. On busy processors a thread that
+    computes for milliseconds is made to wait for its next turn, and the loop with it."""
+    if seconds <= _LONG_READ_SECONDS * num_bytes / MOST_READ_BYTES:
+        return MOST_READ_BYTES
+    return max(int(num_bytes * _LONG_READ_SECONDS / seconds), LEAST_READ_BYTES)
 
 
 @dataclass

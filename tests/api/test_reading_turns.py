@@ -9,7 +9,14 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from service.api.reading_turns import READS_PER_PASS, USUAL_SECONDS, ReadingTurns
+from service.api.reading_turns import (
+    LEAST_READ_BYTES,
+    MOST_READ_BYTES,
+    READS_PER_PASS,
+    USUAL_SECONDS,
+    ReadingTurns,
+    next_read_bytes,
+)
 from tests.api.conftest import BASE
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server
@@ -68,6 +75,19 @@ def test_who_paused_goes_on() -> None:
         await asyncio.wait_for(went_on.wait(), LIMIT_SECONDS)
 
     asyncio.run(run())
+
+
+def test_reads_of_costly_bytes_are_short() -> None:
+    """Seconds for each byte, from those of large bodies to those of chunks of a byte and worse."""
+    for byte_seconds in (1e-9, 1e-7, 1e-6, 1.5e-6, 4e-6):
+        size = MOST_READ_BYTES
+        for _ in range(4):  # it settles
+            size = next_read_bytes(size, size * byte_seconds)
+        seconds = size * byte_seconds
+        assert size == MOST_READ_BYTES if byte_seconds < 1e-7 else LEAST_READ_BYTES <= size <= MOST_READ_BYTES
+        assert seconds <= max(2 * USUAL_SECONDS, LEAST_READ_BYTES * byte_seconds) * 1.01
+        assert next_read_bytes(size, size * 1e-9) == MOST_READ_BYTES
+    assert next_read_bytes(1, 1.0) == LEAST_READ_BYTES
 
 
 def test_bodies_come_whole_from_many_connections_whose_reads_are_costly(server: Server) -> None:
