@@ -74,6 +74,28 @@ def test_one_of_another_tenant_or_adapter_does_not_wait_behind_a_flood(
     mock.engine.close()
 
 
+@pytest.mark.parametrize("tenant", ["other", "flood"], ids=["another-tenant", "another-adapter"])
+def test_a_newcomer_s_first_token_takes_few_tokens_beside_its_own(tenant: str) -> None:
+    """What steps compute from its coming, in the middle of one, to its first token, in units of what an idle server
+    computes: the flood's decoding tokens are beside its prompt, and now and then a prompt of the flood's."""
+    chance = random.Random(1)
+    steps = CountedSteps(64, max_sequences=32, num_blocks=2048)
+    num_prompt, costs = 64, list[float]()
+    for number in range(200):
+        for _ in range(chance.randrange(5, 30) if number else 200):
+            while steps.num_open < 96:
+                steps.submit(f"flood-{len(steps.requests)}", num_prompt, 96, "a1", tenant="flood")
+            in_flight = sum(chunk.num_tokens for chunk in steps.step())
+        other = steps.submit(f"other-{number}", num_prompt, 1, "a2", tenant=tenant)
+        num_tokens = in_flight / 2
+        while other.first_token < 0:
+            num_tokens += sum(chunk.num_tokens for chunk in steps.step())
+        costs.append(num_tokens / num_prompt)
+    costs.sort()
+    assert costs[100] <= 1.8
+    assert costs[180] <= 4.0
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_who_yields_to_others_tells_the_same_tokens(overlap: bool) -> None:
     """All of the flood, whenever it was preempted, with a token in flight or without."""
