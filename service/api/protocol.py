@@ -188,7 +188,10 @@ class Protocol(H11Protocol):
             has_body = self.conn.our_state is h11.IDLE or not self.conn.is_head
             events = (response, *((h11.Data(data=body),) if has_body else ()), h11.EndOfMessage())
             self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
-            self.transport.write_eof()
+            try:
+                self.transport.write_eof()
+            except OSError:  # the client has gone, which is not seen while nothing is read of it
+                self.transport.abort()
             self.loop.call_later(linger_seconds, self.transport.abort)
         else:
             self.transport.abort()

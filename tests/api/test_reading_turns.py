@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
+import uvicorn
+from uvicorn.server import ServerState
 
+from service.api.connections import ConnectionShares
+from service.api.protocol import Protocol
 from service.api.reading_turns import (
     LEAST_READ_BYTES,
     MOST_READ_BYTES,
@@ -88,6 +94,41 @@ def test_reads_of_costly_bytes_are_short() -> None:
         assert seconds <= max(2 * USUAL_SECONDS, LEAST_READ_BYTES * byte_seconds) * 1.01
         assert next_read_bytes(size, size * 1e-9) == MOST_READ_BYTES
     assert next_read_bytes(1, 1.0) == LEAST_READ_BYTES
+
+
+def test_who_has_gone_while_it_waited_to_be_read_is_timed_out_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody has seen that it closed, and the kernel resets the connection when the answer is written: it is looked at
+    beside all others, so that what goes wrong with it must end nothing else."""
+
+    async def run() -> None:
+        async def application(_scope: object, _receive: object, _send: object) -> None:
+            pytest.fail("no request has come whole")
+
+        config, turns, made = uvicorn.Config(application, log_config=None), ReadingTurns(), list[Protocol]()
+        config.load()
+
+        def make() -> Protocol:
+            made.append(Protocol(ConnectionShares(4), turns, config=config, server_state=ServerState(), app_state={}))
+            return made[0]
+
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(make, "127.0.0.1", 0)
+        client = socket.create_connection(server.sockets[0].getsockname())
+        client.sendall(b"GET /version HTTP/1.1\r\n")
+        while not (made and made[0].conn.num_received):
+            await asyncio.sleep(0)
+        assert turns.take("127.0.0.1", pytest.fail)
+        turns.charge("127.0.0.1", 1e6)
+        client.sendall(b"Host: x\r\n")
+        while made[0].transport.is_reading():
+            await asyncio.sleep(0)
+        client.close()
+        made[0].look(0.0)
+        assert made[0].transport.is_closing()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
+    assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
 
 
 def test_bodies_come_whole_from_many_connections_whose_reads_are_costly(server: Server) -> None:
