@@ -242,7 +242,11 @@ def _server_class(base: type[uvicorn.Server]) -> Any:
             """Ten times a second, until the server ends."""
             if counter % _TICKS_PER_LOOK == 0:
                 for connection in tuple(self.server_state.connections):
-                    connection.look(self._settings.stall_limit_seconds)
+                    try:
+                        connection.look(self._settings.stall_limit_seconds)
+                    except Exception:  # in this task it would end the server
+                        LOGGER.exception("A connection is closed: it could not be looked at.")
+                        connection.transport.abort()
             if counter % _TICKS_PER_TRIM == 0:
                 self._trimming = asyncio.get_running_loop().run_in_executor(None, trim_heap)
             return bool(await super().on_tick(counter))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
@@ -348,3 +349,22 @@ def test_only_trusted_proxies_say_who_the_client_is() -> None:
     assert (config.proxy_headers, config.forwarded_allow_ips) == (True, ["10.0.0.7", "10.1.0.0/16"])
     with pytest.raises(SettingsError, match="write addresses or networks"):
         load_settings(trusted_proxies="proxy.example")
+
+
+def test_a_fault_with_one_connection_is_that_one_s_end_alone() -> None:
+    app, ended, looked_at = SimpleNamespace(state=SimpleNamespace(services=None, engine=None)), list[str](), list[str]()
+
+    class Connection:
+        def __init__(self, name: str) -> None:
+            self._name, self.transport = name, SimpleNamespace(abort=lambda: ended.append(name))
+
+        def look(self, _stall_limit_seconds: float) -> None:
+            looked_at.append(self._name)
+            if self._name == "strange":
+                raise OSError(107, "Transport endpoint is not connected")
+
+    server = _make_server(app, Settings())
+    server.config.load()
+    server.server_state.connections.update(map(Connection, ("usual", "strange", "another")))
+    assert not asyncio.run(server.on_tick(0))
+    assert (sorted(looked_at), ended) == (["another", "strange", "usual"], ["strange"])
