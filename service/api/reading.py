@@ -5,7 +5,7 @@ from __future__ import annotations
 from service.api.errors import BadRequest
 from service.api.schemas import ChatRequest, TokenizeRequest
 from service.api.state import Services
-from service.api.tools import NamedTool, Tool
+from service.api.tools import NamedTool, Tool, callable_tools
 from service.text.answer_reader import END_OF_THOUGHT, THINK, Reading
 from service.text.calls.formats import FORMATS, CallFormat, format_of_template
 
@@ -38,7 +38,7 @@ def reading_of(services: Services, request: ChatRequest, source: str, prompt: st
     one = request.parallel_tool_calls is False or isinstance(request.tool_choice, NamedTool)
     return Reading(
         calls=form,
-        tools={tool.function.name: tool.schema_of_arguments for tool in tools},
+        tools={tool.function.name: tool.schema_of_arguments for tool in callable_tools(tools, request.tool_choice)},
         max_calls=1 if one else None,
         thinks=thinks,
         is_thinking=thinks and _is_thinking(request, prompt),

@@ -36,6 +36,7 @@ _NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
+    "tool_choice.allowed_tools": "tool_choice",
 }
 
 
@@ -153,7 +154,7 @@ def chat_of(request: ResponsesRequest) -> ChatRequest:
     if request.tools:
         fields["tools"] = [_nested(tool, "function") for tool in request.tools]
     if isinstance(request.tool_choice, dict):
-        fields["tool_choice"] = _nested(request.tool_choice, "function")
+        fields["tool_choice"] = _nested_choice(request.tool_choice)
     try:
         return ChatRequest.model_validate(fields)
     except ValidationError as error:
@@ -180,6 +181,14 @@ def _nested(flat: dict[str, Any], kind: str) -> dict[str, Any]:
     if flat.get("type") != kind or kind in flat:
         return flat
     return {"type": kind, kind: {name: value for name, value in flat.items() if name != "type"}}
+
+
+def _nested_choice(flat: dict[str, Any]) -> dict[str, Any]:
+    """A choice of tools as chats have it, the tools that it allows too."""
+    tools = flat.get("tools")
+    if flat.get("type") == "allowed_tools" and isinstance(tools, list):
+        flat = {**flat, "tools": [_nested(tool, "function") if isinstance(tool, dict) else tool for tool in tools]}
+    return _nested(_nested(flat, "function"), "allowed_tools")
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:

@@ -206,7 +206,7 @@ class ChatRequest(Generation):
     tool_choice: ToolChoice | None = Field(
         None,
         description="`auto`, the default where there are `tools`: the model chooses; `none`; `required`: one at least; "
-        "or the one that is named",
+        "the one that is named; or `allowed_tools`: some of them, with `mode` `auto` or `required`",
     )
     parallel_tool_calls: bool | None = Field(None, description="false: one call at most; true by default")
     separate_reasoning: bool | None = Field(

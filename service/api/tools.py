@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from service.api.fields import TOOL_FIELDS
 from service.api.request_body import FIRST, Request, field_error
@@ -18,6 +18,7 @@ MAX_TOOLS_CHARS = 1 << 18
 MAX_SCHEMA_DEPTH = 64
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+_NO_SUCH_TOOL = "`tool_choice` names a function that is not among the `tools`."
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
@@ -85,7 +86,39 @@ class NamedTool(Request):
     function: NamedFunction
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedTools(Request):
+    """The tools that the model may call, of those that it is told of."""
+
+    mode: Literal["auto", "required"] = Field(description="whether it may answer without a call, or must call one")
+    tools: Annotated[list[NamedTool], FIRST, Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(Request):
+    """A choice among some of the tools, which leaves the prompt as all of them make it."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+    @property
+    def names(self) -> set[str]:
+        """Of the tools that may be called."""
+        return {tool.function.name for tool in self.allowed_tools.tools}
+
+
+# In pydantic's paths, which do not tell it to clients: what is no choice among some of the tools.
+PLAIN_CHOICE = "none|auto|required|function"
+
+
+def _kind_of_choice(choice: Any) -> str:
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+    return "allowed_tools" if kind == "allowed_tools" else PLAIN_CHOICE
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"] | NamedTool, Tag(PLAIN_CHOICE)]
+    | Annotated[AllowedToolsChoice, Tag("allowed_tools")],
+    Discriminator(_kind_of_choice),
+]
 Tools = Annotated[list[Tool], FIRST]
 
 
@@ -117,7 +150,25 @@ def check_tool_choice(choice: ToolChoice | None, tools: list[Tool] | None) -> No
     if not tools:
         raise field_error("tool_choice", "`tool_choice` asks for a call, but there are no `tools`; send some.")
     if isinstance(choice, NamedTool) and choice.function.name not in {tool.function.name for tool in tools}:
-        raise field_error("tool_choice", "`tool_choice` names a function that is not among the `tools`.")
+        raise field_error("tool_choice", _NO_SUCH_TOOL)
+    if isinstance(choice, AllowedToolsChoice) and choice.names - {tool.function.name for tool in tools}:
+        raise field_error("tool_choice", _NO_SUCH_TOOL)
+
+
+def may_skip_calls(choice: ToolChoice | None) -> bool:
+    """Whether the model chooses to call or to answer in words."""
+    if isinstance(choice, AllowedToolsChoice):
+        return choice.allowed_tools.mode == "auto"
+    return choice in (None, "auto")
+
+
+def callable_tools(tools: list[Tool], choice: ToolChoice | None) -> list[Tool]:
+    """Those that the choice leaves."""
+    if isinstance(choice, NamedTool):
+        return [tool for tool in tools if tool.function.name == choice.function.name]
+    if isinstance(choice, AllowedToolsChoice):
+        return [tool for tool in tools if tool.function.name in choice.names]
+    return tools
 
 
 def _inner(value: Any) -> list[Any]:

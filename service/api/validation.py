@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from service.api.errors import BadRequest, quoted
+from service.api.tools import PLAIN_CHOICE
 
 _PROMPT = "`prompt` must be a text, a list of texts, a list of token ids or a list of lists of token ids."
 _INPUT = "`input` must be a text, or a list that is neither empty nor too long; /openapi.json says of what."
@@ -28,6 +29,7 @@ _UNIONS = frozenset(
         "output",
         "response_format",
         "tool_choice",
+        PLAIN_CHOICE,
         "version",
         *_SCHEMAS,
     }
@@ -36,7 +38,11 @@ _UNIONS = frozenset(
 _SHOULD = re.compile(r"^(Input|String|List|Dictionary|Value|Data) should")
 _TOOL_CHOICE = (
     '`tool_choice` must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}, which names '
-    "one of the `tools`."
+    'one of the `tools`, or {"type": "allowed_tools", "allowed_tools": ...}, which names some.'
+)
+_ALLOWED_TOOLS = (
+    '`tool_choice.allowed_tools` must be {"mode": "auto" or "required", "tools": [{"type": "function", "function": '
+    '{"name": ...}}, ...]}, which names some of the `tools`.'
 )
 
 
@@ -84,7 +90,7 @@ def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mappin
     if kind == "json_invalid":
         return f"The body is not valid JSON: {fault.get('ctx', {}).get('error', 'it cannot be parsed')}."
     if path[:1] == ["tool_choice"]:
-        return _TOOL_CHOICE
+        return _ALLOWED_TOOLS if path[1:2] == ["allowed_tools"] else _TOOL_CHOICE
     if path == ["response_format"]:
         return _FORMATS
     if path and (path[-1] in _SCHEMAS or path == ["json_schema"]):

@@ -26,6 +26,12 @@ def nested(depth: int, key: str = "items") -> dict[str, Any]:
 
 
 F, NAMED = [tool()], {"type": "function", "function": {"name": "f"}}
+
+
+def allowed(**fields: Any) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED], **fields}}
+
+
 # What is sent beside the chat, the field that is named, words of the sentence.
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": {}}, "tools", "valid list"),
@@ -91,7 +97,16 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": F, "tool_choice": "f"}, "tool_choice", '"required" or {"type"'),
     ({"tools": F, "tool_choice": {"type": "function", "name": "f"}}, "tool_choice.name", "not a field"),
     ({"tools": F, "tool_choice": {"type": "function"}}, "tool_choice", '"required" or {"type"'),
-    ({"tools": F, "tool_choice": {"type": "allowed_tools"}}, "tool_choice", '"required" or {"type"'),
+    ({"tools": F, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools", '{"mode"'),
+    ({"tools": F, "tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice.mode", "not a field"),
+    ({"tools": F, "tool_choice": {"type": "allowed_tools", "allowed_tools": []}}, "tool_choice.allowed", '{"mode"'),
+    ({"tools": F, "tool_choice": allowed(mode="none")}, "tool_choice.allowed_tools.mode", '{"mode"'),
+    ({"tools": F, "tool_choice": allowed(tools=[])}, "tool_choice.allowed_tools.tools", '{"mode"'),
+    ({"tools": F, "tool_choice": allowed(tools=["f"])}, "tool_choice.allowed_tools.tools[0]", '{"mode"'),
+    ({"tools": F, "tool_choice": allowed(tools=[{"type": "mcp"}])}, "tool_choice.allowed_tools.tools[0]", '{"mode"'),
+    ({"tools": F, "tool_choice": allowed(tools=[NAMED, tool("g")])}, "tool_choice", "not among"),
+    ({"tool_choice": allowed()}, "tool_choice", "no `tools`"),
+    ({"tools": F, "tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice", '"required" or {"type"'),
     ({"tools": F, "tool_choice": {**NAMED, "x": 1}}, "tool_choice.x", "not a field"),
     ({"tools": F, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "not among"),
     ({"tool_choice": "required"}, "tool_choice", "no `tools`"),

@@ -331,6 +331,17 @@ class TestTools:
             assert "".join(deltas) == event.arguments == item.arguments  # type: ignore[union-attr]
             assert item.id == event.item_id
 
+    def test_some_of_the_tools_may_be_allowed(self, speaker: ScriptedServer) -> None:
+        choice: Any = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "add"}]}
+        other: Any = {"type": "function", "name": "other", "description": "another one", "parameters": None}
+        speaker.says(self.CALL)
+        answer = speaker.client.responses.create(
+            model=BASE, input="What is 1 + 2?", tools=[self.ADD, other], tool_choice=choice
+        )
+        assert "another one" in speaker.engine.last_prompt
+        assert [item.type for item in answer.output] == ["function_call"]
+        assert answer.tool_choice.model_dump() == choice  # type: ignore[union-attr]
+
     @pytest.mark.parametrize(
         ("fields", "param"),
         [
@@ -341,6 +352,11 @@ class TestTools:
             ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
             ({"tool_choice": "required"}, "tool_choice"),
             ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
+            ({"tool_choice": {"type": "allowed_tools", "mode": "all", "tools": []}}, "tool_choice.mode"),
+            (
+                {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}},
+                "tool_choice.tools[0].type",
+            ),
         ],
         ids=str,
     )

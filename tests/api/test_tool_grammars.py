@@ -14,6 +14,8 @@ import openai
 import pytest
 import transformers
 
+from service.api.schemas import ChatRequest
+from service.api.tool_grammars import chat_constraint
 from service.grammars.constraints import grammar_of, text_constraint
 from service.grammars.matching import TokenTable, compile_grammar
 from service.grammars.tool_calls import lark_of_calls
@@ -353,6 +355,36 @@ def test_a_named_tool_is_called_once(talk: openai.OpenAI, speaker: str) -> None:
             assert choice.finish_reason == "stop"
             assert [call.name for call in called(choice.message)] == [name]
             check(called(choice.message), SCHEMAS)
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    """The choice among these tools."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@each_format
+def test_one_of_the_allowed_tools_is_called_though_the_template_shows_all(talk: openai.OpenAI, speaker: str) -> None:
+    asked: Any = {
+        "model": speaker, "messages": ASK, "tools": tools_of(SCHEMAS), "max_tokens": 300, "temperature": 1, "seed": 1,
+        "parallel_tool_calls": False,
+    }  # fmt: skip
+    among_all = talk.chat.completions.create(**asked | {"max_tokens": 1}, tool_choice="required")
+    for name in SCHEMAS:
+        answer: Any = talk.chat.completions.create(**asked, tool_choice=allowed("required", name))
+        assert answer.usage.prompt_tokens == among_all.usage.prompt_tokens
+        (choice,) = answer.choices
+        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+        assert [call.name for call in called(choice.message)] == [name]
+        check(called(choice.message), SCHEMAS)
+
+
+@each_format
+def test_beside_text_no_tools_but_those_that_are_allowed_can_be_called(speaker: str) -> None:
+    fields: Any = {"messages": ASK, "tools": tools_of(SCHEMAS), "tool_choice": allowed("auto", "now")}
+    given = chat_constraint(ChatRequest(**fields), Reading(calls=FORMATS[speaker]), None, {})
+    among_one = lark_of_calls(speaker, [("now", SCHEMAS["now"])], {}, beside="text")
+    assert given == text_constraint("lark", among_one)
 
 
 @each_format
