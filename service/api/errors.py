@@ -26,7 +26,7 @@ from adapters import errors as store_errors
 from service.tenants.limits import LimitReached
 from service.text.chat_template import TemplateError
 from service.text.template_worker import LimitError
-from service.text.tokenizer import TextError
+from service.text.tokenizer import NotUnicode, TextError
 
 
 class ApiError(Exception):
@@ -113,6 +113,7 @@ TABLE: dict[type[Exception], Answer] = {
     LimitReached: Answer(429, "rate_limit_error", "rate_limit_exceeded"),
     NotReady: Answer(503, "service_unavailable_error", "not_ready"),
     EngineFailed: Answer(500, "server_error", "engine_failed"),
+    NotUnicode: Answer(400, _INVALID, "bad_request"),
     TextError: Answer(400, _INVALID, "unusable_text_files"),
     TemplateError: Answer(400, _INVALID, "chat_template_refused"),
     LimitError: Answer(400, _INVALID, "chat_template_refused"),

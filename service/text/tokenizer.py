@@ -22,6 +22,10 @@ class TextError(ValueError):
     """A model directory or an adapter has text files that cannot be used; the message says which and why."""
 
 
+class NotUnicode(TextError):
+    """A client's text cannot be read as Unicode."""
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`, empty if there is no such file. TextError if it is not a JSON object."""
     if not path.is_file():
@@ -99,13 +103,13 @@ class TextTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with what the model's post-processor adds (a BOS, say) if `add_special_tokens`.
 
-        TextError if the text is not Unicode: half of a surrogate pair, which JSON can spell.
+        NotUnicode for half of a surrogate pair, which JSON can spell.
         """
         if not text.isascii():
             try:
                 text.encode()
             except UnicodeEncodeError as error:
-                raise TextError("The text holds half of a surrogate pair; send valid Unicode.") from error
+                raise NotUnicode("The text holds half of a surrogate pair; send valid Unicode.") from error
         # As a batch of one: that lets other threads run meanwhile, which `encode` does not. "Fast" leaves out where
         # in the text each token is, which nobody asks for and which takes three quarters of the time.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids

@@ -338,6 +338,12 @@ def test_a_template_variable_may_have_any_name(server: Server) -> None:
     assert server.post("/v1/chat/completions", json=body).status_code == 200
 
 
+def test_half_a_surrogate_pair_is_the_request_s_own_fault(server: Server) -> None:
+    body = json.dumps({**COMPLETION, "prompt": "\ud800"})
+    answer = server.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_request")
+
+
 def test_an_image_is_refused_by_name(server: Server) -> None:
     parts = [{"type": "image_url", "image_url": {"url": "data:,"}}]
     body = {"model": BASE, "messages": [{"role": "user", "content": parts}]}
