@@ -116,13 +116,14 @@ def start_server(
     wait: bool = True,
     installed: Path | None = None,
     module: str = "service.cli",
+    tree: Path = _ROOT,
     **settings: Any,
 ) -> Server:
     """Start a server on a free port; with `wait` it is ready on return. End it with `Server.stop` or kill it.
 
-    A model directory or a setting that is None has the server's own default. The server is this tree's; with
-    `installed`, the path of a command `multilora`, it is that one, started in `work_dir`. `module` takes the arguments
-    of that command.
+    A model directory or a setting that is None has the server's own default. The server is this tree's, or
+    another one's; with `installed`, the path of a command `multilora`, it is that one, started in `work_dir`. `module`
+    takes the arguments of that command.
     """
     work_dir.mkdir(parents=True, exist_ok=True)
     store_dir = Path(settings.pop("store_dir", work_dir / "store"))
@@ -145,7 +146,7 @@ def start_server(
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             [*command, "serve", *flags],
-            cwd=_ROOT if installed is None else work_dir,
+            cwd=tree if installed is None else work_dir,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=log,

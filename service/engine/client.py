@@ -30,6 +30,8 @@ DEATHS_WITHIN_SECONDS = 60.0
 EXIT_GRACE_SECONDS = 5.0
 # An engine that could not even begin is tried again after this time, and twice it: what it lacked may come back.
 RETRY_SECONDS = 2.0
+# What the engine process runs; benchmarks have another.
+ENGINE_MODULE = "service.engine.process"
 
 
 class EngineClient(EngineLink):
@@ -182,7 +184,7 @@ async def _spawn(
         # fd 2 for its stdout: nothing but logs may come out of the engine.
         process = await asyncio.create_subprocess_exec(
             # -P: what lies in the directory that the server was started in is none of ours.
-            *(sys.executable, "-P", "-m", "service.engine.process", str(theirs.fileno())),
+            *(sys.executable, "-P", "-m", ENGINE_MODULE, str(theirs.fileno())),
             pass_fds=(theirs.fileno(),),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=2,
