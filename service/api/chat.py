@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -13,6 +13,7 @@ from fastapi.responses import Response
 
 from service.api.admission import Admitted, admit
 from service.api.auth import caller_of
+from service.api.event_stream import EventStream
 from service.api.generated_answers import ChatResponse
 from service.api.generation import Job, Piece
 from service.api.json_body import JsonRoute
@@ -23,7 +24,7 @@ from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.requestlog import note_job
 from service.api.said import Speaker
 from service.api.schemas import ChatRequest, StreamOptions
-from service.api.sse import EventStream, until_disconnect
+from service.api.sse import until_disconnect
 from service.api.state import Services, services_of
 from service.api.tools import NamedTool
 
@@ -42,7 +43,7 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
     answer = ChatAnswer(services, body, await until_disconnect(request, admit(services, caller_of(request), body)))
     note_job(request, answer.job)
     if body.stream:
-        return EventStream(answer.chunks(), answer.job.close)
+        return EventStream(answer.job, answer)
     try:
         return json_answer(await until_disconnect(request, answer.whole()))
     finally:
@@ -61,6 +62,8 @@ class ChatAnswer:
         last = request.messages[-1]
         self._echoed = last.text if request.echo and last.role == "assistant" else ""
         self.job = Job(services, admitted, bool(request.stream))
+        self._options = request.stream_options or StreamOptions()
+        self._chunk_head = self._head("chat.completion.chunk")
         self._speakers = [
             Speaker(
                 plan.prompt.reading,
@@ -86,28 +89,30 @@ class ChatAnswer:
             answer["prompt_token_ids"] = list(self.job.plans[0].prompt.token_ids)
         return answer
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """The answer as chunks: for each choice the role first, then what comes."""
-        head = self._head("chat.completion.chunk")
-        options = self._request.stream_options or StreamOptions()
-
-        def so_far() -> dict[str, Any]:
-            return {"usage": self._usage()} if options.continuous_usage_stats else {}
-
+    def first(self) -> Iterator[dict[str, Any]]:
+        """For each choice the role, before what comes."""
         for index in range(len(self.job.runs)):
             delta = {"role": "assistant", "content": ""}
-            first = {**head, "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]}
+            prompt: dict[str, Any] = {}
             if index == 0 and self._request.return_token_ids:
-                first["prompt_token_ids"] = list(self.job.plans[0].prompt.token_ids)
-            yield first | so_far()
+                prompt = {"prompt_token_ids": list(self.job.plans[0].prompt.token_ids)}
+            yield self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}, **prompt)
             if self._echoed:
-                choice = self._choice(index, Piece(), delta={"content": self._echoed})
-                yield {**head, "choices": [choice]} | so_far()
-        async for index, piece in self.job.stream():
-            for choice in self._chunk_choices(index, piece):
-                yield {**head, "choices": [choice]} | so_far()
-        if options.include_usage:
-            yield {**head, "choices": [], "usage": self._usage()}
+                yield self._chunk(self._choice(index, Piece(), delta={"content": self._echoed}))
+
+    def added(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        """The chunks of a piece, possibly none."""
+        for choice in self._chunk_choices(index, piece):
+            yield self._chunk(choice)
+
+    def last(self) -> Iterator[dict[str, Any]]:
+        """Token counts, if they are asked for."""
+        if self._options.include_usage:
+            yield {**self._chunk_head, "choices": [], "usage": self._usage()}
+
+    def _chunk(self, choice: dict[str, Any], **more: Any) -> dict[str, Any]:
+        so_far = {"usage": self._usage()} if self._options.continuous_usage_stats else {}
+        return {**self._chunk_head, "choices": [choice], **more, **so_far}
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {

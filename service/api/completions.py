@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -13,6 +13,7 @@ from fastapi.responses import Response
 
 from service.api.admission import Admitted, admit
 from service.api.auth import caller_of
+from service.api.event_stream import EventStream
 from service.api.generated_answers import CompletionResponse
 from service.api.generation import Job, Piece
 from service.api.json_body import JsonRoute
@@ -31,7 +32,7 @@ from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.plans import Plan
 from service.api.requestlog import note_job
 from service.api.schemas import CompletionRequest, StreamOptions
-from service.api.sse import EventStream, until_disconnect
+from service.api.sse import until_disconnect
 from service.api.state import Services, services_of
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
@@ -51,7 +52,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     )
     note_job(request, answer.job)
     if body.stream:
-        return EventStream(answer.chunks(), answer.job.close)
+        return EventStream(answer.job, answer)
     try:
         return json_answer(await until_disconnect(request, answer.whole()))
     finally:
@@ -64,6 +65,8 @@ class CompletionAnswer:
     def __init__(self, services: Services, request: CompletionRequest, admitted: Admitted) -> None:
         self._services = services
         self._request = request
+        self._options = request.stream_options or StreamOptions()
+        self._begun: set[int] = set()
         self.job = Job(services, admitted, bool(request.stream))
         self._head: dict[str, Any] = {
             "id": f"cmpl-{uuid4().hex}",
@@ -85,23 +88,24 @@ class CompletionAnswer:
         ]
         return {**self._head, "choices": choices, "usage": self._usage()}
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """The answer as chunks. A choice's first chunk has the prompt if `echo` is asked."""
-        begun: set[int] = set()
-        options = self._request.stream_options or StreamOptions()
-        async for index, piece in self.job.stream():
-            first = index not in begun
-            begun.add(index)
-            if first and piece.finish_reason is None and self._waits_for_prompt(piece):
-                begun.discard(index)
-                continue
-            work = partial(self._choice, index, self.job.plans[index], piece, first=first)
-            size_chars = cost_chars([piece])
-            choice = await off_loop(work, size_chars=size_chars) if size_chars else work()
-            if _is_worth_sending(choice):
-                so_far = {"usage": self._usage()} if options.continuous_usage_stats else {}
-                yield {**self._head, "choices": [choice]} | so_far
-        if options.include_usage:
+    def first(self) -> Iterator[dict[str, Any]]:
+        """The stream begins with what comes."""
+        yield from ()
+
+    def added(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        """The chunk of a piece. A choice's first chunk has the prompt if `echo` is asked."""
+        first = index not in self._begun
+        if first and piece.finish_reason is None and self._waits_for_prompt(piece):
+            return
+        self._begun.add(index)
+        choice = self._choice(index, self.job.plans[index], piece, first=first)
+        if _is_worth_sending(choice):
+            so_far = {"usage": self._usage()} if self._options.continuous_usage_stats else {}
+            yield {**self._head, "choices": [choice]} | so_far
+
+    def last(self) -> Iterator[dict[str, Any]]:
+        """Token counts, if they are asked for."""
+        if self._options.include_usage:
             yield {**self._head, "choices": [], "usage": self._usage()}
 
     def _waits_for_prompt(self, piece: Piece) -> bool:

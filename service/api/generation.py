@@ -7,7 +7,7 @@ a place nor an adapter when the engine is done.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
@@ -229,7 +229,7 @@ class Job:
     Takes over the lease and the places in the queue of `admitted`: each place is given back when its sequence ends, the
     lease with the last, and all that is left by `close`. If it cannot be built, everything is given back at once.
 
-    is_streamed  the answer is read by `stream`, not by `collect`
+    is_streamed  the answer is read by `listen` and `poll`, not by `collect`
     """
 
     def __init__(self, services: Services, admitted: Held, is_streamed: bool = False) -> None:
@@ -239,9 +239,11 @@ class Job:
         self._closed = False
         # Indices of the runs that have something to take, in the order in which they got it.
         self._fresh: dict[int, None] = {}
-        self._news, self._ended = asyncio.Event(), asyncio.Event()
+        self._listener: Callable[[], object] | None = None
+        self._ended = asyncio.Event()
         self.plans = admitted.plans
         self.runs: list[SequenceRun] = []
+        self._num_untold = len(self.plans)
         if self._target.lease is not None:
             services.used(self._target.name)
         try:
@@ -313,19 +315,28 @@ class Job:
                 raise run.failure
         return [run.take() or Piece() for run in self.runs]
 
-    async def stream(self) -> AsyncIterator[tuple[int, Piece]]:
-        """(index of the choice, piece) as they come."""
-        num_open = len(self.runs)
-        while num_open:
-            while not self._fresh:
-                self._news.clear()
-                await self._news.wait()
+    @property
+    def is_told(self) -> bool:
+        """Whether `poll` has given the last piece of each sequence."""
+        return not self._num_untold
+
+    def listen(self, listener: Callable[[], object]) -> None:
+        """Call `listener` whenever `poll` has something to give or to raise, now if it has already; it never raises."""
+        self._listener = listener
+        if self._fresh:
+            listener()
+
+    def poll(self) -> tuple[int, Piece] | None:
+        """(index of the choice, piece) of the sequence that has waited longest, None while there is nothing new.
+        Raises as `SequenceRun.take` does."""
+        while self._fresh:
             index = next(iter(self._fresh))
             del self._fresh[index]
             piece = self.runs[index].take()
             if piece is not None:
-                num_open -= piece.finish_reason is not None
-                yield index, piece
+                self._num_untold -= piece.finish_reason is not None
+                return index, piece
+        return None
 
     def close(self, outcome: str = "abort") -> None:
         """Abort what still runs and give everything back; once is enough, more does nothing."""
@@ -337,9 +348,9 @@ class Job:
         self._admitted.release()
 
     def _note(self, index: int) -> None:
-        if not self._fresh:
-            self._news.set()
         self._fresh[index] = None
+        if self._listener is not None:
+            self._listener()
 
     def _end_one(self, plan: Plan, num_generated: int) -> None:
         self._admitted.end_one(plan, num_generated)

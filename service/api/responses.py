@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from uuid import uuid4
 
@@ -14,6 +14,8 @@ from service.api.admission import Admitted, admit
 from service.api.auth import caller_of
 from service.api.chat import ChatAnswer
 from service.api.errors import ApiError, error_body
+from service.api.event_stream import EventStream
+from service.api.generation import Piece
 from service.api.json_body import JsonRoute
 from service.api.off_loop import off_loop
 from service.api.openapi import GENERATION_ERRORS, streamed
@@ -22,7 +24,7 @@ from service.api.response_answers import ResponseObject
 from service.api.response_output import ResponseOutput
 from service.api.response_request import ResponsesRequest, chat_of, renamed
 from service.api.schemas import ChatRequest
-from service.api.sse import EventStream, JsonResponse, encode_typed_event, until_disconnect
+from service.api.sse import JsonResponse, encode_typed_event, until_disconnect
 from service.api.state import Services, services_of
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
@@ -45,9 +47,7 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
     answer = ResponseAnswer(services, body, chat, admitted)
     note_job(request, answer.job)
     if body.stream:
-        return EventStream(
-            answer.events(), answer.job.close, encode=encode_typed_event, told=answer.failure_event, last=b""
-        )
+        return EventStream(answer.job, answer, encode=encode_typed_event, told=answer.failure_event, last=b"")
     try:
         return JsonResponse(await until_disconnect(request, answer.whole()))
     finally:
@@ -64,6 +64,7 @@ class ResponseAnswer:
         self._output = ResponseOutput()
         self._id, self._created = f"resp_{uuid4().hex}", int(time.time())
         self._num_events = 0
+        self._status, self._usage = "completed", None
         self.job = self._chat.job
 
     async def whole(self) -> dict[str, Any]:
@@ -76,21 +77,33 @@ class ResponseAnswer:
             pass
         return self._response(_status(choice["finish_reason"]), chat["usage"])
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
-        """The answer as it comes, with the whole of it in the last event."""
-        status, usage = "completed", None
+    def first(self) -> Iterator[dict[str, Any]]:
+        """What is asked for, and that it has begun."""
         for kind in ("created", "in_progress"):
             yield self._numbered({"type": f"response.{kind}", "response": self._response("in_progress", None)})
-        async for chunk in self._chat.chunks():
-            usage = chunk.get("usage", usage)
+        yield from self._events(self._chat.first())
+
+    def added(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        """The events of a piece, possibly none."""
+        yield from self._events(self._chat.added(index, piece))
+
+    def last(self) -> Iterator[dict[str, Any]]:
+        """The end of the last item, and the whole answer."""
+        yield from self._events(self._chat.last())
+        for event in self._output.finish(self._status):
+            yield self._numbered(event)
+        response = self._response(self._status, self._usage)
+        yield self._numbered({"type": f"response.{self._status}", "response": response})
+
+    def _events(self, chunks: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The chat's chunks as this API tells them."""
+        for chunk in chunks:
+            self._usage = chunk.get("usage", self._usage)
             for choice in chunk["choices"]:
                 for event in self._output.add(choice["delta"], _logprobs(choice)):
                     yield self._numbered(event)
                 if choice["finish_reason"] is not None:
-                    status = _status(choice["finish_reason"])
-        for event in self._output.finish(status):
-            yield self._numbered(event)
-        yield self._numbered({"type": f"response.{status}", "response": self._response(status, usage)})
+                    self._status = _status(choice["finish_reason"])
 
     def failure_event(self, error: Exception) -> dict[str, Any]:
         """An error that ends the stream: as this API writes it, and under `error` as all others do, where its clients

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,7 +12,7 @@ import pytest
 
 from service.api.admission import Admitted
 from service.api.errors import BadRequest, EngineFailed, NotReady, status_of
-from service.api.generation import Job
+from service.api.generation import Job, Piece
 from service.api.metrics import Metrics
 from service.api.plans import Plan
 from service.api.prompts import Prompt
@@ -106,9 +107,21 @@ def plan(request_id: str, stop: str = "the", **sampling: Any) -> Plan:
     return Plan(request_id, Prompt((1,), ""), Sampling(max_tokens=100, **sampling), StopAutomaton([stop]), True, False)
 
 
+async def pieces_of(job: Job) -> AsyncIterator[tuple[int, Piece]]:
+    """(choice, piece) as they come."""
+    news = asyncio.Event()
+    job.listen(news.set)
+    while not job.is_told:
+        news.clear()
+        while (one := job.poll()) is not None:
+            yield one
+        if not job.is_told:
+            await news.wait()
+
+
 async def streamed(job: Job) -> list[tuple[int, str, str | None]]:
     """(choice, text, finish_reason) of what comes."""
-    return [(index, piece.text, piece.finish_reason) async for index, piece in job.stream()]
+    return [(index, piece.text, piece.finish_reason) async for index, piece in pieces_of(job)]
 
 
 def test_a_stop_string_ends_the_engine_s_work_although_nobody_reads(parts: Services, places: Places) -> None:
@@ -199,7 +212,7 @@ def test_a_reader_that_keeps_up_may_have_as_much_as_comes(
     async def run() -> None:
         stream["r"].push(Tokens("r", (token_id,)))
         text = ""
-        async for _, piece in job.stream():
+        async for _, piece in pieces_of(job):
             text += piece.text
             if len(text) == 9:
                 stream["r"].push(Finished("r", "length"))
@@ -327,7 +340,7 @@ def test_a_stream_of_which_something_was_told_ends(parts: Services, places: Plac
     links[lost].says(Tokens("r", tuple(parts.tokenizer.encode("in"))))
 
     async def read() -> str:
-        pieces = job.stream()
+        pieces = pieces_of(job)
         _, piece = await anext(pieces)
         links[lost].kill()
         with pytest.raises(EngineFailed, match="It was killed"):

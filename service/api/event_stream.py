@@ -1,0 +1,123 @@
+"""Answers that stream: what the sequences of a request bring, as events, to the last or until the client goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Protocol
+
+from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from service.api.errors import HANDLED, error_body
+from service.api.generation import Job, Piece
+from service.api.logprobs import cost_chars
+from service.api.off_loop import off_loop
+from service.api.sse import DONE, encode_event
+from service.logs import LOGGER
+
+
+class Chunks(Protocol):
+    """How an answer is told: plain data, an event each."""
+
+    def first(self) -> Iterable[Any]:
+        """Before anything has come."""
+
+    def added(self, index: int, piece: Piece) -> Iterable[Any]:
+        """Of a piece of the choice `index`; what it costs grows with the piece's log probabilities."""
+
+    def last(self) -> Iterable[Any]:
+        """When all choices have ended."""
+
+
+class EventStream(Response):
+    """The chunks of a job, then `last`; an error becomes an event of its own, since the status is sent by then.
+
+    The job is closed exactly once, however the stream ends; also if it never starts.
+
+    encode  a chunk, or what was told of an error, to an event
+    told    what is said of an error
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        job: Job,
+        chunks: Chunks,
+        *,
+        encode: Callable[[Any], bytes] = encode_event,
+        told: Callable[[Exception], Any] = error_body,
+        last: bytes = DONE,
+    ) -> None:
+        self._job, self._chunks = job, chunks
+        self._encode, self._told, self._last = encode, told, last
+        self.status_code, self.background = 200, None
+        self.init_headers({"Cache-Control": "no-cache"})
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+        self._is_gone = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer. ClientDisconnect where what is sent says that the client has gone."""
+        watching = asyncio.create_task(self._watch(receive))
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await self._tell_all(send)
+            if not self._is_gone:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            watching.cancel()
+            self._job.close()
+            if self._error is not None:
+                scope["multilora.notes"].failed(self._error)
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _watch(self, receive: Receive) -> None:
+        """Until the client goes."""
+        try:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        finally:
+            self._is_gone = True
+            self._news.set()
+
+    async def _tell_all(self, send: Send) -> None:
+        try:
+            await self._tell(send, self._chunks.first())
+            self._job.listen(self._news.set)
+            while not self._is_gone and not self._job.is_told:
+                self._news.clear()
+                while not self._is_gone and (news := self._job.poll()) is not None:
+                    await self._tell(send, await self._added(*news))
+                if not self._job.is_told:
+                    await self._news.wait()
+            await self._tell(send, self._chunks.last())
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            if not isinstance(error, HANDLED):
+                LOGGER.exception("A stream failed unexpectedly.")
+            self._error = error
+            await self._tell(send, [self._told(error)])
+        if self._last:
+            await self._write(send, self._last)
+
+    async def _added(self, index: int, piece: Piece) -> Iterable[Any]:
+        chunks = self._chunks.added(index, piece)
+        size_chars = cost_chars([piece])
+        return await off_loop(partial(list, chunks), size_chars=size_chars) if size_chars else chunks
+
+    async def _tell(self, send: Send, chunks: Iterable[Any]) -> None:
+        for chunk in chunks:
+            await self._write(send, self._encode(chunk))
+
+    async def _write(self, send: Send, event: bytes) -> None:
+        if self._is_gone:
+            return
+        try:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        except OSError as error:
+            raise ClientDisconnect from error
