@@ -32,10 +32,24 @@ class Chunks(Protocol):
         """When all choices have ended."""
 
 
+class Connection(Protocol):
+    """What `service.api.protocol.Protocol` has for streams."""
+
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether `write_pieces` may be called now."""
+
+    def write_pieces(self, pieces: Iterable[bytes]) -> None:
+        """Write pieces of the answer's body at once."""
+
+
 class EventStream(Response):
     """The chunks of a job, then `last`; an error becomes an event of its own, since the status is sent by then.
 
     The job is closed exactly once, however the stream ends; also if it never starts.
+
+    What the engine says is written by who brings it, without a turn of the response's task. The task does what may have
+    to wait: the beginning, the end, what is long, and all that comes while the client has not read what was written.
 
     encode  a chunk, or what was told of an error, to an event
     told    what is said of an error
@@ -58,10 +72,15 @@ class EventStream(Response):
         self.init_headers({"Cache-Control": "no-cache"})
         self._error: Exception | None = None
         self._news = asyncio.Event()
-        self._is_gone = False
+        self._is_gone = self._is_idle = False
+        # Of the task: what was polled but is long, and why polling failed.
+        self._long: tuple[int, Piece] | None = None
+        self._failure: Exception | None = None
+        self._connection: Connection | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer. ClientDisconnect where what is sent says that the client has gone."""
+        self._connection = scope.get("multilora.connection")
         watching = asyncio.create_task(self._watch(receive))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -69,6 +88,7 @@ class EventStream(Response):
             if not self._is_gone:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
+            self._is_idle = False
             watching.cancel()
             self._job.close()
             if self._error is not None:
@@ -87,13 +107,15 @@ class EventStream(Response):
     async def _tell_all(self, send: Send) -> None:
         try:
             await self._tell(send, self._chunks.first())
-            self._job.listen(self._news.set)
+            self._job.listen(self._take_news)
             while not self._is_gone and not self._job.is_told:
                 self._news.clear()
-                while not self._is_gone and (news := self._job.poll()) is not None:
+                while not self._is_gone and (news := self._poll()) is not None:
                     await self._tell(send, await self._added(*news))
                 if not self._job.is_told:
+                    self._is_idle = True
                     await self._news.wait()
+                    self._is_idle = False
             await self._tell(send, self._chunks.last())
         except ClientDisconnect:
             raise
@@ -104,6 +126,37 @@ class EventStream(Response):
             await self._tell(send, [self._told(error)])
         if self._last:
             await self._write(send, self._last)
+
+    def _take_news(self) -> None:
+        """Write what is new if that can be done at once; leave it to the task otherwise."""
+        connection = self._connection
+        if connection is None or not self._is_idle:
+            self._news.set()
+            return
+        self._is_idle = False
+        try:
+            while self._job.has_news and connection.takes_pieces:
+                news = self._job.poll()
+                if news is None:
+                    continue
+                if news[1].logprobs or news[1].prompt_logprobs:
+                    self._long = news
+                    break
+                connection.write_pieces([self._encode(chunk) for chunk in self._chunks.added(*news)])
+            else:
+                self._is_idle = not self._job.has_news and not self._job.is_told
+        except Exception as error:
+            self._failure = error
+        if not self._is_idle:
+            self._news.set()
+
+    def _poll(self) -> tuple[int, Piece] | None:
+        if self._failure is not None:
+            raise self._failure
+        if self._long is None:
+            return self._job.poll()
+        news, self._long = self._long, None
+        return news
 
     async def _added(self, index: int, piece: Piece) -> Iterable[Any]:
         chunks = self._chunks.added(index, piece)

@@ -157,8 +157,8 @@ class SequenceRun:
                 self._bound_waiting()
         except Exception as error:  # raised by `take`
             self.failure = self._told(error)
-        self._on_news()
         outcome = "error" if self.failure is not None else self._waiting.finish_reason
+        self._on_news()  # which may take what waits
         if outcome is not None:
             self.close(outcome)
 
@@ -319,6 +319,11 @@ class Job:
     def is_told(self) -> bool:
         """Whether `poll` has given the last piece of each sequence."""
         return not self._num_untold
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `poll` may have something to give or to raise."""
+        return bool(self._fresh)
 
     def listen(self, listener: Callable[[], object]) -> None:
         """Call `listener` whenever `poll` has something to give or to raise, now if it has already; it never raises."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
 from typing import Any, NamedTuple, cast
 
 import h11
@@ -122,6 +123,16 @@ class Protocol(H11Protocol):
             self._head_since = self.loop.time()
         size = _BODY_READ_BYTES if self.conn.has_plain_body else next_read_bytes(len(data), seconds)
         cast(Any, self.transport).max_size = size
+
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether `write_pieces` may be called: the answer is sent in chunks, and what was written is gone."""
+        return self.conn.sends_chunks and not self.flow.write_paused and not self.cycle.disconnected
+
+    def write_pieces(self, pieces: Iterable[bytes]) -> None:
+        """Write pieces of the answer's body, none of them empty, past the application's layers and at once."""
+        if written := b"".join([self.conn.chunk(piece) for piece in pieces]):
+            self.transport.write(written)
 
     def pause_writing(self) -> None:
         """Something waits to be written."""

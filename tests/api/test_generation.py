@@ -134,6 +134,16 @@ def test_a_stop_string_ends_the_engine_s_work_although_nobody_reads(parts: Servi
     assert engine.aborted == ["r"]
 
 
+def test_who_takes_what_comes_at_once_hears_the_end_too(parts: Services, places: Places) -> None:
+    job, taken = a_job(parts, places, [plan("r")]), list[tuple[int, Piece] | None]()
+    job.listen(lambda: taken.append(job.poll()))
+    stream = cast(Any, parts.engine).streams["r"]
+    stream.push(Tokens("r", tuple(parts.tokenizer.encode("a"))))
+    stream.push(Finished("r", "length"))
+    assert [one and one[1].finish_reason for one in taken] == [None, "length"]
+    assert (job.is_told, job.outcomes, places.num_open, places.has_adapter) == (True, ["length"], 0, False)
+
+
 def test_the_engine_is_told_whose_a_sequence_is_and_unused_tokens_come_back(parts: Services, places: Places) -> None:
     tenant = Tenant("acme", Limits(weight=2.5, tokens_per_minute=1000, requests_in_flight=5), lambda: 0.0)
     engine = cast(Any, parts.engine)
