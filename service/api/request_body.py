@@ -11,6 +11,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from service.api.fields import UnservedField
 
 MAX_FIELDS = 256  # of any object of a request
+_MAX_WHOLE = 2.0**53  # beyond it floats leave integers out
 
 # For every list that may be long: the first wrong item tells all that a client needs.
 FIRST = Field(fail_fast=True)
@@ -28,6 +29,12 @@ def field_error(field: str, sentence: str) -> PydanticCustomError:
     return PydanticCustomError("field", "{sentence}", {"field": field, "sentence": sentence})
 
 
+def _whole(value: Any) -> Any:
+    """1.0 as 1: to JSON both are the integer, and some clients' languages know floats alone."""
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_WHOLE
+    return int(value) if is_whole else value
+
+
 class Request(BaseModel):
     """Base of all request bodies: unknown fields, wrong types, NaN and infinity are refused.
 
@@ -43,10 +50,11 @@ class Request(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_out_unserved(cls, value: Any) -> Any:
+    def _prepare(cls, value: Any) -> Any:
         bounded(value, MAX_FIELDS)
-        if not isinstance(value, dict) or not cls.unserved:
+        if not isinstance(value, dict):
             return value
+        value = {name: _whole(sent) for name, sent in value.items()}
         rows = {name: row for name in value if (row := cls._unserved_field(name)) is not None}
         for name, row in rows.items():
             if row.asks(value[name]):

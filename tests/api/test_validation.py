@@ -141,3 +141,13 @@ def test_a_large_wrong_body_has_few_errors(schema: type[Request], body: dict[str
         schema.model_validate(body)
     assert caught.value.error_count() < 10
     assert len(refusal(schema, body).message) < 500
+
+
+def test_a_whole_number_is_an_integer_however_it_is_written() -> None:
+    asked = CompletionRequest.model_validate({**COMPLETION, "max_tokens": 16.0, "top_k": -1.0, "seed": 3.0, "n": 1.0})
+    assert (repr(asked.max_tokens), repr(asked.top_k), repr(asked.seed), repr(asked.n)) == ("16", "-1", "3", "1")
+    for number in (1.5, 2.0**60):
+        assert "valid integer" in refusal(CompletionRequest, {**COMPLETION, "max_tokens": number}).message
+    # Names and values that are the client's own stay what they are.
+    variables = {"chat_template_kwargs": {"a": 1.0}}
+    assert repr(ChatRequest.model_validate({**chat("hi"), **variables}).chat_template_kwargs) == "{'a': 1.0}"
