@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
@@ -105,7 +106,18 @@ class _JsonRequest(Request):
 
 
 def _parsed(body: bytes) -> Any:
-    return json.loads(body.decode("utf-8-sig", "surrogatepass"))
+    """JSONDecodeError for all that cannot be parsed, whose message says why."""
+    try:
+        return json.loads(body.decode("utf-8-sig", "surrogatepass"))
+    except UnicodeDecodeError as error:
+        raise json.JSONDecodeError("it is not in UTF-8", "", error.start) from error
+    except RecursionError as error:
+        raise json.JSONDecodeError("its lists and objects are nested too deeply", "", 0) from error
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:  # Python's bound on the time that a number takes
+        most = sys.get_int_max_str_digits()
+        raise json.JSONDecodeError(f"a number has more than {most} digits", "", 0) from error
 
 
 def _validated(model: type[BaseModel], body: bytes) -> BaseModel:

@@ -67,7 +67,7 @@ def _rank(fault: Mapping[str, Any]) -> int:
 
 def _path(fault: Mapping[str, Any]) -> list[Any]:
     """Where the fault is in the client's body: without FastAPI's own first part, and without the types of unions."""
-    loc = list(fault["loc"])
+    loc = [] if fault["type"] == "json_invalid" else list(fault["loc"])  # there it would be a place in the body
     if fault["type"] == "field":
         loc.append(fault["ctx"]["field"])
     # A batch's item has no first part of FastAPI's; there, `body` by itself is a field that the client made up.

@@ -191,3 +191,21 @@ def test_a_large_body_that_is_wrong_is_told_as_a_small_one(server: Server, size:
     assert "not valid JSON" in broken.json()["error"]["message"]
     lists = server.post("/v1/completions", content=b"[" + b"[]," * size + b"[]]", headers=JSON)
     assert lists.status_code == (400 if size == 1 else 413)
+
+
+@pytest.mark.parametrize("padding", [0, 100_000], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"prompt": ', "Expecting value"),
+        (b'{"prompt": "\xff"}', "it is not in UTF-8"),
+        (b'{"max_tokens": 1' + b"0" * 5000 + b"}", "a number has more than 4300 digits"),
+        (b'{"prompt": ' + b"[" * 30_000 + b"]" * 30_000 + b"}", "its lists and objects are nested too deeply"),
+    ],
+    ids=["cut off", "not UTF-8", "long number", "deep"],
+)
+def test_what_is_no_json_is_told_why(server: Server, body: bytes, words: str, padding: int) -> None:
+    answer = server.post("/v1/completions", content=b" " * padding + body, headers=JSON)
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert (error["message"], error["param"]) == (f"The body is not valid JSON: {words}.", None)
