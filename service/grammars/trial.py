@@ -17,7 +17,7 @@ import signal
 import sys
 from collections import OrderedDict
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -114,6 +114,8 @@ def _tried(table: TokenTable, constraint: Constraint) -> dict[str, str]:
     try:
         grammar = grammar_of(constraint, table.special_ids)
         compile_grammar(table, grammar)
+        if constraint.around is not None:  # whose first mask is not the answer's
+            compile_grammar(table, grammar_of(replace(constraint, around=None), table.special_ids))
     except ConstraintError as error:
         return {"error": str(error)}
     except GrammarError as error:

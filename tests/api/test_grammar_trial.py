@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from service.grammars.constraints import (
 )
 from service.grammars.matching import GrammarError, TokenTable, compile_grammar
 from service.grammars.structural_tags import text_rule
+from service.grammars.tool_calls import lark_of_thoughts
 from service.grammars.trial import ENGINE_STACK_BYTES, GrammarTrial
 from service.payer import PAYER
 from tests.support.limits import LIMIT_SECONDS
@@ -66,6 +68,14 @@ def test_what_is_not_says_why_and_hurts_nobody(trial: GrammarTrial, hostile: Con
             trial.compile(hostile)
         assert trial.known(hostile) is None
         assert trial.compile(choice_constraint([words]))
+
+
+@pytest.mark.parametrize("is_thinking", [False, True], ids=["may think", "is thinking"])
+def test_an_answer_behind_thoughts_is_tried_before_they_are_thought(trial: GrammarTrial, is_thinking: bool) -> None:
+    around = lark_of_thoughts({}, is_thinking=is_thinking)
+    with pytest.raises(ConstraintError, match="refers to itself"):
+        trial.compile(replace(schema_constraint({"$ref": "#"}), around=around))
+    assert trial.compile(replace(FINE, around=around))
 
 
 def test_the_child_is_confined(trial: GrammarTrial) -> None:
