@@ -70,8 +70,7 @@ class TestChatWithAServer:
             chat.type("/help\n")
             chat.read_until("/quit")
             chat.read_until(PROMPT)
-            chat.type("\x03")
-            assert chat.read_to_end()[0] == 130
+            assert chat.interrupt_to_end()[0] == 130
 
     def test_the_end_of_the_input_ends_the_chat(self, server: Server) -> None:
         with chatting(server.url) as chat:

@@ -41,6 +41,20 @@ class Terminal:
             pass
         return self.process.wait(_LIMIT_SECONDS), self._unread
 
+    def interrupt_to_end(self) -> tuple[int, str]:
+        """`read_to_end` after Ctrl-C, pressed once a second, as a person presses it again who sees nothing happen.
+
+        Python's readline prints its prompt, then waits for a key; an interrupt that comes between the two is seen with
+        the next key.
+        """
+        deadline = time.monotonic() + _LIMIT_SECONDS
+        while time.monotonic() < deadline:
+            self.type("\x03")
+            while select.select([self._descriptor], [], [], 1.0)[0]:
+                if not self._read(deadline):
+                    return self.process.wait(_LIMIT_SECONDS), self._unread
+        raise AssertionError(f"Ctrl-C has not ended it:\n{self._unread}")
+
     def _read(self, deadline: float) -> bool:
         """Whether something came, before the process ended."""
         ready, _, _ = select.select([self._descriptor], [], [], max(0.0, deadline - time.monotonic()))
