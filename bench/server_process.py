@@ -25,6 +25,7 @@ from typing import Any
 import httpx
 
 from bench.limits import LIMIT_SECONDS
+from bench.processes import children, command_line
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -93,15 +94,11 @@ class Server:
 
     def child_pids_of(self, module: str) -> list[int]:
         """Process ids of the children that run this module."""
-        return [pid for pid in self.child_pids() if module.encode() in _command_line(pid)]
+        return [pid for pid in self.child_pids() if module.encode() in command_line(pid)]
 
     def child_pids(self) -> list[int]:
         """Process ids of all children."""
-        pids: list[int] = []
-        for task in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
-                pids += [int(pid) for pid in task.read_text().split()]
-        return pids
+        return children(self.process.pid)
 
     def stop(self) -> int:
         """SIGTERM; the exit code."""
@@ -180,13 +177,6 @@ def _listening_url(server: Server) -> str | None:
     assert server.process.poll() is None, f"the server has ended with {server.process.returncode}:\n{server.log}"
     found = re.search(r"listening.*?(http://[^\s\"]+)", server.log)
     return None if found is None else found.group(1)
-
-
-def _command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
 
 
 def _is_ready(server: Server) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.processes import command_line, descendants, parent
 from tests.support.blocks import ROOT
 from tests.support.client_environments import environment
 from tests.support.limits import LIMIT_SECONDS
@@ -53,7 +54,7 @@ class RayServer:
         return self.pids_of(b"service.engine.process")
 
     def pids_of(self, title: bytes) -> list[int]:
-        return [pid for pid in _descendants(self.process.pid) if title in _command(pid)]
+        return [pid for pid in descendants(self.process.pid) if title in command_line(pid)]
 
     def is_back(self) -> bool:
         """Whole, by whatever ingress there is: while there is none, Ray's proxy lets who asks wait, or says 503."""
@@ -66,28 +67,6 @@ class RayServer:
 
 def _body(model: str, **fields: Any) -> dict[str, Any]:
     return {"model": model, "prompt": "the cat", "max_tokens": 8, "temperature": 0, "ignore_eos": True, **fields}
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
-
-
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-
-
-def _descendants(root: int) -> list[int]:
-    parents = {int(path.name): _parent(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
-    found = [root]
-    for one in found:
-        found += [pid for pid, parent in parents.items() if parent == one]
-    return found[1:]
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +185,7 @@ def test_an_engine_that_is_killed_costs_no_unstreamed_request(server: RayServer)
 def test_a_replica_that_is_killed_is_named_and_replaced(server: RayServer) -> None:
     wait_for(server.is_whole, "both engines")
     names = set(server.replicas())
-    _lose(server, _parent(server.engine_pids()[0]))
+    _lose(server, parent(server.engine_pids()[0]))
     wait_for(server.is_whole, "both engines")
     assert len(names & set(server.replicas())) == 1
 
@@ -214,7 +193,7 @@ def test_a_replica_that_is_killed_is_named_and_replaced(server: RayServer) -> No
 def test_a_replica_that_stands_still_gets_nothing(server: RayServer) -> None:
     wait_for(server.is_whole, "both engines")
     expected = {name: server.text(name, max_tokens=60) for name in NAMES}
-    with standing_still(_parent(server.engine_pids()[0])), ThreadPoolExecutor(len(NAMES)) as pool:
+    with standing_still(parent(server.engine_pids()[0])), ThreadPoolExecutor(len(NAMES)) as pool:
         texts = list(pool.map(lambda name: server.text(name, max_tokens=60), NAMES))
         assert dict(zip(NAMES, texts, strict=True)) == expected
         wait_for(lambda: "ready" in server.replicas().values() and not server.is_whole(), "it to leave the rotation")
