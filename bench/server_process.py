@@ -84,8 +84,13 @@ class Server:
         return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
 
     def engine_pid(self) -> int:
-        """Process id of the engine."""
-        return self.child_pid("service.engine.process")
+        """Process id of the one engine."""
+        (engine,) = self.engine_pids()
+        return engine
+
+    def engine_pids(self) -> list[int]:
+        """Process ids of the engines."""
+        return self.child_pids_of("service.engine.process")
 
     def child_pid(self, module: str) -> int:
         """Process id of the one child that runs this module."""

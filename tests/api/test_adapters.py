@@ -276,7 +276,7 @@ class TestDelete:
         assert min(held) > 0
         stream = client.completions.create(max_tokens=400, stream=True, **options)
         text = next(stream).choices[0].text
-        with standing_still(server.engine_pid()):
+        with standing_still(*server.engine_pids()):
             answer = server.http.delete(f"{server.url}/v1/adapters/doomed")
             assert answer.json() == {"name": "doomed", "object": "adapter.deleted", "digest": digest, "deleted": True}
             assert server.get("/v1/adapters/doomed").status_code == 404

@@ -143,7 +143,7 @@ BAD = [*_PLAIN, *_HOSTILE, *(_spoiled(seed) for seed in range(200 - len(_PLAIN) 
 @pytest.mark.parametrize("num_at_once", [4])
 def test_each_is_a_400_with_a_sentence_and_the_server_goes_on(server: Server, num_at_once: int) -> None:
     assert len(BAD) == 200
-    engine = server.engine_pid()
+    engines = server.engine_pids()
 
     def ask(bad: dict[str, Any]) -> tuple[int, Any]:
         path, text = (
@@ -167,6 +167,6 @@ def test_each_is_a_400_with_a_sentence_and_the_server_goes_on(server: Server, nu
         assert message.endswith(".") and len(message) > 20, (shown, message)
         assert "Traceback" not in message and "0xf0000" not in message, (shown, message)
         assert len(message) < 1000, (shown, message)
-    assert server.engine_pid() == engine
+    assert server.engine_pids() == engines
     good = {"model": BASE, "prompt": "the", "guided_choice": ["fine"]}
     assert server.post("/v1/completions", json=good).json()["choices"][0]["text"] == "fine"

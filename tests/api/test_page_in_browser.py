@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from tests.api.conftest import BASE, Checkpoints
-from tests.support.server import Server, running_server, wait_for
+from tests.support.server import Server, running_server, standing_still, wait_for
 from tests.support.uploads import CONFIG, TENSORS
 
 CHROMIUM, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
@@ -122,16 +120,12 @@ def test_two_columns_stream_side_by_side(page: Page, server: Server) -> None:
 def test_stop_aborts_what_streams(page: Page, server: Server) -> None:
     aborted = server.metric("requests_total", outcome="abort")
     page.choose([BASE, "beta"])
-    engine = server.engine_pid()
-    os.kill(engine, signal.SIGSTOP)  # so that no answer ends before the button is pressed
-    try:
+    with standing_still(*server.engine_pids()):  # so that no answer ends before the button is pressed
         page.find("#send").click()
         page.until(lambda: page.texts(".ending") == ["Waiting …"] * 2)
         wait_for(lambda: server.metric("num_requests_open") == 2, "the server to have both requests")
         page.find("#stop").click()
         page.until(lambda: page.texts(".ending") == ["Stopped."] * 2)
-    finally:
-        os.kill(engine, signal.SIGCONT)
     wait_for(lambda: server.metric("requests_total", outcome="abort") == aborted + 2, "the requests to be aborted")
     assert page.find("#send").is_enabled()
 

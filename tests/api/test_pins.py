@@ -23,7 +23,7 @@ NUM_OTHERS = 12
 
 @pytest.fixture(scope="module")
 def settings(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of a server that has rows for eight adapters of rank 4 at a time, of thirteen."""
+    """Of a server with one engine that has rows for eight adapters of rank 4 at a time, of thirteen."""
     preloaded = tmp_path_factory.mktemp("preloaded")
     for seed in range(NUM_OTHERS + 1):
         name = f"other-{seed}" if seed < NUM_OTHERS else "kept"
@@ -38,6 +38,7 @@ def settings(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory)
         "adapter_row_bytes": budget_bytes,
         "adapter_side_bytes": 0,
         "log_format": "json",
+        "replicas": 1,
     }
 
 
@@ -152,8 +153,10 @@ def test_the_next_engine_and_the_next_server_have_it_before_anybody_asks(
             return {shown(server, name) for name in ("kept", "other-3")} == {(True, "device")}
 
         wait_for(are_there, "both to be brought")
-        os.kill(server.engine_pid(), signal.SIGKILL)
-        wait_for(lambda: server.metric("engine_restarts_total") == 1, "the engine's death to be seen")
+        engines = server.engine_pids()
+        for pid in engines:
+            os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: server.metric("engine_restarts_total") == len(engines), "the engine's death to be seen")
         wait_for(are_there, "the next engine to have both")
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait()

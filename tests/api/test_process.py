@@ -68,7 +68,7 @@ print(sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "transf
         maps = Path(f"/proc/{server.process.pid}/maps").read_text()
         assert "libtorch" not in maps
         assert "llguidance" not in maps
-        assert "libtorch" in Path(f"/proc/{server.engine_pid()}/maps").read_text()
+        assert all("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in server.engine_pids())
 
     def test_a_server_that_is_ready_imports_nothing_for_its_first_stream(
         self, checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -293,6 +293,7 @@ class TestKilledEngine:
             model_name=BASE,
             preload_adapters_dir=checkpoints.adapters,
             log_format="json",
+            replicas=1,
         ) as server:
             whole: list[httpx.Response] = []
             thread = threading.Thread(target=lambda: whole.append(server.post("/v1/completions", json=ENDLESS)))
@@ -457,7 +458,7 @@ class TestSigterm:
                 model="alpha", prompt="the", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
             )
             next(stream)
-            with standing_still(server.engine_pid()):
+            with standing_still(*server.engine_pids()):
                 server.process.send_signal(signal.SIGTERM)
                 wait_for(lambda: server.get("/ready").status_code == 503, "/ready to turn")
                 refused = server.post("/v1/completions", json=SHORT)

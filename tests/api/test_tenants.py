@@ -385,7 +385,7 @@ class TestLimits:
             return keyed.ask("POST", "/v1/completions", headers, json=body)
 
         with ThreadPoolExecutor(MANY) as pool:
-            with standing_still(keyed.server.engine_pid()):  # so that none of them can end
+            with standing_still(*keyed.server.engine_pids()):  # so that none of them can end
                 calls = [pool.submit(call, index) for index in range(MANY)]
                 wait_for(lambda: sum(one.done() for one in calls) >= MANY - 3, "all but three to be refused")
                 refused = [one.result() for one in calls if one.done()]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import BASE
-from tests.support.server import Server, wait_for
+from tests.support.server import Server, standing_still, wait_for
 from tests.support.terminal import Terminal, terminal
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,17 +52,14 @@ class TestChatWithAServer:
     def test_ctrl_c_ends_the_answer_and_then_the_chat(self, server: Server) -> None:
         aborted = {"adapter": BASE, "outcome": "abort"}
         before = server.metric("requests_total", **aborted)
-        engine = server.engine_pid()
         with chatting(server.url) as chat:
-            os.kill(engine, signal.SIGSTOP)  # so that the answer is still awaited when Ctrl-C comes
-            try:
+            # So that the answer is still awaited when Ctrl-C comes.
+            with standing_still(*server.engine_pids()):
                 chat.type("hello\n")
                 wait_for(lambda: server.metric("num_requests_open") == 1, "the request")
                 chat.type("\x03")
                 chat.read_until("ended before it began")
                 wait_for(lambda: server.metric("num_requests_open") == 0, "the end of the request")
-            finally:
-                os.kill(engine, signal.SIGCONT)
             chat.read_until(PROMPT)
             assert server.metric("requests_total", **aborted) == before + 1
             chat.type("/help\n")

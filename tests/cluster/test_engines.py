@@ -51,10 +51,6 @@ def _replicas(server: Server) -> dict[str, Any]:
     return replicas
 
 
-def _engines(server: Server) -> list[int]:
-    return server.child_pids_of("service.engine.process")
-
-
 def _is_whole(server: Server) -> bool:
     return set(_replicas(server).values()) == {"ready"}
 
@@ -117,7 +113,7 @@ def test_what_had_nothing_yet_is_sent_elsewhere_when_an_engine_is_killed(server:
                 assert begun.acquire(timeout=LIMIT_SECONDS)
             asked = [pool.submit(_ask, server, name, is_over) for name in [*ADAPTERS[:3], "tiny"]]
             num_restarts = server.metric("engine_restarts_total")
-            os.kill(_engines(server)[0], signal.SIGKILL)
+            os.kill(server.engine_pids()[0], signal.SIGKILL)
             wait_for(lambda: any(one.done() for one in streams), "the end of a stream")
             wait_for(lambda: server.metric("engine_restarts_total") > num_restarts, "the next engine")
             wait_for(lambda: _is_whole(server), "both engines")
@@ -131,7 +127,7 @@ def test_what_had_nothing_yet_is_sent_elsewhere_when_an_engine_is_killed(server:
 
 def test_an_engine_that_stands_still_gets_nothing_and_its_waiting_requests_go_elsewhere(server: Server) -> None:
     wait_for(lambda: _is_whole(server), "both engines")
-    with standing_still(_engines(server)[0]), ThreadPoolExecutor(len(ADAPTERS)) as pool:
+    with standing_still(server.engine_pids()[0]), ThreadPoolExecutor(len(ADAPTERS)) as pool:
         texts = list(pool.map(lambda name: _text(server, name), ADAPTERS))
         wait_for(lambda: "silent" in _replicas(server).values(), "the engine to leave the rotation")
         assert texts == [_text(server, name) for name in ADAPTERS]
@@ -145,7 +141,7 @@ def test_an_engine_that_cannot_be_started_again_is_left_out(tmp_path: Path) -> N
     base = make_tiny_model("llama", tmp_path / "base")
     with running_server(base, tmp_path / "server", model_name="tiny", replicas=2) as server:
         base.rename(tmp_path / "gone")
-        os.kill(_engines(server)[0], signal.SIGKILL)
+        os.kill(server.engine_pids()[0], signal.SIGKILL)
         wait_for(lambda: "down" in _replicas(server).values(), "it to be given up")
         assert sorted(_replicas(server).values()) == ["down", "ready"]
         assert len({_text(server, "tiny") for _ in range(8)}) == 1

@@ -30,13 +30,15 @@ def posted(server: Server, path: str, body: Any, name: str = "by-hand") -> Itera
 
 
 @contextlib.contextmanager
-def standing_still(pid: int) -> Iterator[None]:
-    """Nothing that the process works on can end meanwhile."""
-    os.kill(pid, signal.SIGSTOP)
+def standing_still(*pids: int) -> Iterator[None]:
+    """Nothing that the processes work on can end meanwhile."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 def is_alive(pid: int) -> bool:
