@@ -13,12 +13,35 @@ from ray import serve
 
 from service.ray_app import RayArgs, build
 
+_STARTS = 5
+
+
+def start_ray(temp_dir: str, *, num_cpus: int) -> None:
+    """Ray of this machine, for CPUs alone. It gives its own processes 30 s, which is not enough beside much other work:
+    then it is started again."""
+    for attempt in range(1, _STARTS + 1):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                num_gpus=0,
+                include_dashboard=False,
+                log_to_driver=False,
+                object_store_memory=80 * 2**20,
+                _temp_dir=temp_dir,
+            )
+            return
+        except Exception as error:
+            ray.shutdown()
+            if attempt == _STARTS or "timed out during startup" not in str(error):
+                raise
+
 
 @contextlib.contextmanager
 def running_ray(port: int) -> Iterator[Path]:
     """Ray of this machine, for CPUs alone, which listens on this port; a directory that goes with it."""
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as root:
-        ray.init(address="local", num_cpus=8, num_gpus=0, include_dashboard=False, log_to_driver=False, _temp_dir=root)
+        start_ray(root, num_cpus=8)
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
             yield Path(root)
@@ -27,6 +50,7 @@ def running_ray(port: int) -> Iterator[Path]:
             ray.shutdown()
 
 
-def deploy(settings: dict[str, Any], engines: int) -> None:
+def deploy(settings: dict[str, Any], engines: int, ingresses: int = 1) -> None:
     """Start the application, or replace it; returns when it serves."""
-    serve.run(build(RayArgs(settings=settings, engines=engines, drain_seconds=20)), name="multilora", route_prefix="/")
+    args = RayArgs(settings=settings, engines=engines, ingresses=ingresses, drain_seconds=20)
+    serve.run(build(args), name="multilora", route_prefix="/")

@@ -20,25 +20,40 @@ TEMPLATE = ("file", ("chat_template.jinja", b"{% for m in messages %}{{ m.role }
 _ENDLESS_TOKENS = 400
 
 
-class KillClient(threading.Thread, abc.ABC):
-    """`failure` is what came of its requests that may not."""
+class CutOff(Exception):
+    """Whatever stands before the server says that it has lost the server."""
 
-    def __init__(self, url: str) -> None:
+
+class KillClient(threading.Thread, abc.ABC):
+    """`failure` is what came of its requests that may not.
+
+    may_be_cut  whether what it is connected to may tell of the server's end, or end a stream where it is
+    """
+
+    def __init__(self, url: str, *, may_be_cut: bool = False) -> None:
         super().__init__(daemon=True)
         self.url = url
+        self.may_be_cut = may_be_cut
+        self.is_cut = False
         self.failure: BaseException | None = None
         self.stop = threading.Event()
 
     def run(self) -> None:
         try:
             with httpx.Client(base_url=self.url, timeout=LIMIT_SECONDS) as client:
+                client.event_hooks["response"] = [self._look]
                 while not self.stop.is_set():
                     self.ask(client)
-        except httpx.TransportError as error:
+        except (httpx.TransportError, CutOff) as error:
+            self.is_cut = True
             if self.stop.is_set():
                 self.failure = error  # told to stop: nobody has killed the server
         except BaseException as error:
             self.failure = error
+
+    def _look(self, answer: httpx.Response) -> None:
+        if self.may_be_cut and answer.status_code >= 500:
+            raise CutOff(f"{answer.status_code}")
 
     @abc.abstractmethod
     def ask(self, client: httpx.Client) -> None:
@@ -55,8 +70,8 @@ class KillClient(threading.Thread, abc.ABC):
 class Mover(KillClient):
     """Makes changes of adapters. `acknowledged` are those answered; `under_way` the one that was not."""
 
-    def __init__(self, url: str, seed: int) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, seed: int, *, may_be_cut: bool = False) -> None:
+        super().__init__(url, may_be_cut=may_be_cut)
         self._changes = changes(seed, NAMES, NUM_CONTENTS)
         self.acknowledged: list[Change] = []
         self.num_refused = 0
@@ -98,8 +113,8 @@ class Asker(KillClient):
     may_fail  whether a request may be lost, since there is no other engine to send it to
     """
 
-    def __init__(self, url: str, seed: int, *, may_fail: bool) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, seed: int, *, may_fail: bool, may_be_cut: bool = False) -> None:
+        super().__init__(url, may_be_cut=may_be_cut)
         self._generator = random.Random(seed)
         # No such name just now; the engine was killed under the request; there is none.
         self._may_be = (200, 404, 500, 503) if may_fail else (200, 404)
@@ -117,8 +132,8 @@ class Asker(KillClient):
 class Streamer(KillClient):
     """Reads long streams of the base, each of which must end as a whole or with an error event."""
 
-    def __init__(self, url: str) -> None:
-        super().__init__(url)
+    def __init__(self, url: str, *, may_be_cut: bool = False) -> None:
+        super().__init__(url, may_be_cut=may_be_cut)
         self.num_whole = self.num_ended = 0
 
     def ask(self, client: httpx.Client) -> None:
@@ -127,6 +142,8 @@ class Streamer(KillClient):
             if not answer.is_success:  # there is no engine, which is for Asker to judge
                 return
             events = [line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: ")]
+        if self.may_be_cut and events[-1:] != ["[DONE]"]:
+            raise CutOff("a stream")
         assert events and events[-1] == "[DONE]", f"a stream broke off: {events[-3:]}"
         has_error = len(events) > 1 and "error" in json.loads(events[-2])
         self.num_ended += has_error

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bench.adapters import __main__ as many
 from bench.adapters import kills
+from bench.adapters.kill_targets import OwnServers
 
 
 def test_many_adapters_are_measured(tmp_path: Path) -> None:
@@ -21,7 +22,8 @@ def test_many_adapters_are_measured(tmp_path: Path) -> None:
 
 def test_kills_of_any_process_lose_no_version_that_was_acknowledged(tmp_path: Path) -> None:
     """`python -m bench.adapters.kills` has 200 kills."""
-    with closing(kills.Run(tmp_path, num_servers=1, num_replicas=1, seed=6)) as run:
+    with closing(OwnServers(tmp_path, num_servers=1, num_replicas=1)) as servers:
+        run = kills.Run(servers, seed=6)
         for victim in ("api", "engine", "template"):
             run.kill_one(victim)
     assert [run.counts[f"kills: {one}"] for one in ("api", "engine", "template")] == [1, 1, 1]
