@@ -31,7 +31,7 @@ class BestTiers(Mapping[str, Tier]):
 
     def __getitem__(self, digest: str) -> Tier:
         held = {one.get(digest, "disk") for one in self._tiers}
-        return next(tier for tier in _TIERS if tier in held)
+        return next((tier for tier in _TIERS if tier in held), "disk")  # there may be no engine
 
     def __contains__(self, digest: object) -> bool:
         return any(digest in one for one in self._tiers)

@@ -193,3 +193,9 @@ def test_of_engines_that_have_left_no_gauge_stays() -> None:
     old = {line.partition("{")[0] for line in lines if 'replica="old"' in line}
     assert old and all(name.endswith(("_total", "_created")) for name in old)
     assert any(line.startswith("multilora_replica_up") and 'replica="kept"' in line for line in lines)
+
+
+def test_with_no_engine_every_adapter_is_on_disk() -> None:
+    engines = RemoteEngines(2)
+    assert (engines.tiers.get("a", "disk"), engines.tiers["a"], len(engines.tiers)) == ("disk", "disk", 0)
+    assert engines.places_of("a") == {}
