@@ -13,7 +13,8 @@ from adapters.catalog import Catalog
 from adapters.disk import StoreFiles
 from adapters.names import NameRecord
 from adapters.sharing import Sharing
-from adapters.synced_files import delete
+from adapters.store_faults import store_faults_are_ours
+from adapters.synced_files import delete, refuse_shortage
 
 log = logging.getLogger(__name__)
 
@@ -40,19 +41,22 @@ class Changes:
         self._catalog = catalog
         self._sharing = sharing
         self._reading = threading.Lock()  # held while the log is read
+        # Names that the log told of and whose files are still to be read: the store may go away in between.
+        self._unread: dict[str, None] = {}
         # Whoever releases the last lease need not wait for the disk.
         self.remover = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-files")
 
     @contextmanager
     def change(self) -> Iterator[None]:
-        """Names and adapters are changed inside, under `disk`, by one thread of all servers. StoreBusy."""
-        with self.changing_files():
+        """Names and adapters are changed inside, under `disk`, by one thread of all servers. StoreBusy, and what
+        `store_fault` says of an OSError."""
+        with store_faults_are_ours(), self.changing_files():
             if self._sharing is None:
                 yield
                 return
             with self._sharing.turn():
                 self._sharing.begin_log()
-                self.catch_up()
+                self._read_news()
                 yield
 
     @contextmanager
@@ -133,23 +137,35 @@ class Changes:
     # ---- servers that share the store
 
     def catch_up(self) -> None:
-        """Know what other servers have changed until now."""
+        """Know what other servers have changed until now; while the store is away, what was known last goes on to be
+        so."""
         if self._sharing is None:
             return
+        try:
+            self._read_news()
+        except OSError as error:
+            refuse_shortage(error)  # Housekeeping tells the others
+
+    def _read_news(self) -> None:
+        """As `catch_up`; raises OSError."""
+        assert self._sharing is not None
+        gone: list[str] = []
         with self._reading:
             news = self._sharing.news()
-            names = news.names
+            self._unread.update(dict.fromkeys(news.names))
             if news.is_all:
-                names = tuple(self._catalog.names().keys() | self._files.names().keys())
-            gone = [digest for name in names for digest in self._read_again(name)]
+                self._unread.update(dict.fromkeys(self._catalog.names().keys() | self._files.names().keys()))
             for digest in news.replaced:
                 self._catalog.forget_manifest(digest)
+            for name in list(self._unread):
+                gone += self._read_again(name)
+                del self._unread[name]
         self.tell_gone((*gone, *news.replaced))
 
     def say(self) -> None:
         """A sign of life, and what requests here hold that no name keeps."""
         assert self._sharing is not None
-        self.catch_up()
+        self._read_news()
         self._files.staging.mkdir(exist_ok=True)  # which is gone if this server stood still and was taken for dead
         with self._reading:
             self._sharing.say(self._catalog.held_by_leases_alone())

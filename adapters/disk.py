@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
 import shutil
 import uuid
 from collections.abc import Callable
 from filecmp import cmp
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -23,8 +24,10 @@ from adapters.name_files import decode_name, is_ours
 from adapters.names import NameRecord, uses
 from adapters.paths import CONFIG_FILE, DIGEST, MANIFEST_FILE, TEMPLATE_FILE, TENSOR_FILE
 from adapters.records import UNREADABLE, Manifest, Summary
+from adapters.store_faults import store_faults_are_ours
 from adapters.synced_files import delete, refuse_shortage, sync_directory, sync_renamed, unless_gone, write_synced
 
+StoreFault = Literal["unreachable", "read-only"]
 _Read = TypeVar("_Read", Manifest, Summary)
 log = logging.getLogger(__name__)
 
@@ -90,15 +93,18 @@ class StoreFiles:
         return self._read_names()[0]
 
     def name(self, name: str) -> NameRecord | None:
-        """What a name's file says now, None if there is none. What is damaged or cannot be read is logged."""
+        """What a name's file says now, None if there is none. What is damaged or cannot be read is logged. Raises
+        OSError where that says nothing of the name, since all names are away."""
         path = self._name_path(name)
         try:
             record = decode_name(path.read_bytes())
         except FileNotFoundError:
+            self._names.stat()
             return None
         except (OSError, *UNREADABLE) as error:
             if isinstance(error, OSError):
                 refuse_shortage(error)
+                self._names.stat()
             log.error("the adapter store's file names/%s is ignored: %s", path.name, error)
             return None
         return record if is_ours(name, record) else None
@@ -139,6 +145,15 @@ class StoreFiles:
     def digests(self) -> set[str]:
         return {path.name for path in self._adapters.iterdir() if DIGEST.fullmatch(path.name)}
 
+    def fault(self) -> StoreFault | None:
+        """What keeps the store from taking changes, as far as one can see without making any."""
+        try:
+            flags = os.statvfs(self._names).f_flag
+        except OSError:
+            return "unreachable"
+        is_writable = not flags & os.ST_RDONLY and os.access(self._names, os.W_OK | os.X_OK)
+        return None if is_writable else "read-only"
+
     def has_adapter(self, digest: str) -> bool:
         """Whether there is anything under the digest, whole or not."""
         return (self._adapters / digest).exists()
@@ -152,10 +167,12 @@ class StoreFiles:
         return found.st_ino, found.st_mtime_ns
 
     def adapter(self, digest: str) -> Path:
-        """Raises NotFound."""
+        """Raises NotFound, and StoreUnreachable where all adapters are away."""
         path = self._adapters / digest
-        if not DIGEST.fullmatch(digest) or not path.is_dir():
-            raise NotFound(f"The store has no adapter {digest[:64]!r}.")
+        with store_faults_are_ours():
+            if not DIGEST.fullmatch(digest) or not path.is_dir():
+                self._adapters.stat()
+                raise NotFound(f"The store has no adapter {digest[:64]!r}.")
         return path
 
     def read_manifest(self, digest: str) -> Manifest:
@@ -173,6 +190,7 @@ class StoreFiles:
             return msgspec.json.decode(path.read_bytes(), type=kind)
         except (*UNREADABLE, OSError) as error:
             refuse_shortage(error)
+            self.adapter(digest)
             raise Damaged(f"The files of adapter {digest[:12]} are damaged; delete it and upload it again.") from error
 
     @staticmethod

@@ -106,6 +106,14 @@ class StagingFull(AdapterError):
     headers = {"Retry-After": "5"}  # noqa: RUF012  of the answer
 
 
+class StoreUnreachable(AdapterError):
+    """The store's files cannot be read or written now: they are away, read-only, or on a file server that does not
+    answer. 503: it may pass."""
+
+    code = "store_unreachable"
+    headers = {"Retry-After": "5"}  # noqa: RUF012  of the answer
+
+
 class StoreBusy(AdapterError):
     """Another process holds the store's lock. The server cannot start."""
 

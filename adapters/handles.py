@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from adapters.names import Change, Condition, keep
 from adapters.records import AdapterRecord, Manifest
-from adapters.upload import Part, Staging, disk_full_is_ours
+from adapters.store_faults import store_faults_are_ours
+from adapters.upload import Part, Staging
 
 if TYPE_CHECKING:
     from adapters.publishing import Publishing
@@ -78,7 +79,7 @@ class Upload:
         keeps its files, which go with it unless `finish` gives them a name before. Raises as `finish` does."""
         with self._at_work:
             staging = self._open_staging()
-            with disk_full_is_ours():
+            with store_faults_are_ours():
                 manifest, ready = self._publishing.intake.prepare(staging)
                 lease = Lease(self._publishing.changes.release, self._publishing.hold(manifest, ready))
             self._held = manifest
@@ -101,7 +102,7 @@ class Upload:
             staging = self._open_staging()
             try:
                 self._publishing.check_name(name, change.owner)
-                with disk_full_is_ours():
+                with store_faults_are_ours():
                     if self._held is not None:
                         return self._publishing.publish(name, self._held, None, change, condition)
                     manifest, ready = self._publishing.intake.prepare(staging)

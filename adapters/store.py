@@ -29,7 +29,7 @@ from adapters import names as rules
 from adapters import pins as pin_rules
 from adapters.catalog import Catalog
 from adapters.changes import Changes
-from adapters.disk import StoreFiles
+from adapters.disk import StoreFault, StoreFiles
 from adapters.errors import Damaged, NotFound, TooLarge
 from adapters.handles import Lease, Upload
 from adapters.housekeeping import Housekeeping
@@ -43,7 +43,8 @@ from adapters.records import AdapterRecord, Manifest
 from adapters.row_plan import RowPlan
 from adapters.sharing import Sharing
 from adapters.staging_bytes import StagingBytes
-from adapters.upload import Account, Budget, Part, Staging, StoreLimits, disk_full_is_ours
+from adapters.store_faults import store_faults_are_ours
+from adapters.upload import Account, Budget, Part, Staging, StoreLimits
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +154,7 @@ class AdapterStore:
             raise TooLarge(f"The upload is larger than the limit of {self.limits.max_upload_bytes} bytes.")
         account = Account(self.staging_bytes, owner)
         Budget(self._files.staging, self.limits, account).check_disk(declared_bytes or 0)
-        with disk_full_is_ours():
+        with store_faults_are_ours():
             staging = Staging(self._files.staging / uuid.uuid4().hex, self.limits, account)
             return Upload(self._publishing, staging)
 
@@ -269,6 +270,10 @@ class AdapterStore:
         if not self.manifest(digest).has_chat_template:
             return None
         return (self.path_of(digest) / TEMPLATE_FILE).read_text(encoding="utf-8")
+
+    def fault(self) -> StoreFault | None:
+        """What keeps the store from taking changes; None where nothing is seen that would. Asks the disk."""
+        return self._files.fault()
 
     # ---- leases
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -19,6 +17,7 @@ from adapters.format import printable
 from adapters.paths import CONFIG_FILE, TENSOR_FILE
 from adapters.shards import join_shards
 from adapters.staging_bytes import StagingBytes
+from adapters.store_faults import store_faults_are_ours
 from adapters.unpack import adapter_root, unpack
 
 COPY_BYTES = 1 << 20
@@ -94,7 +93,8 @@ class Budget:
     def check_disk(self, num_bytes: int) -> None:
         """Raises StorageFull when writing `num_bytes` more would leave less free than the floor."""
         self._checked_at = self._num_bytes
-        stat = os.statvfs(self._directory)
+        with store_faults_are_ours():
+            stat = os.statvfs(self._directory)
         if stat.f_bavail * stat.f_frsize - num_bytes < self._limits.free_disk_floor_bytes:
             raise StorageFull("The store's disk is too full to take this adapter; delete adapters that are not needed.")
 
@@ -104,17 +104,6 @@ class Budget:
             raise TooLarge(f"The upload has more than {self._limits.max_files} files.")
 
 
-@contextmanager
-def disk_full_is_ours() -> Iterator[None]:
-    """Turn the operating system's "disk full" into StorageFull."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageFull("The store's disk is full; delete adapters that are not needed.") from None
-        raise
-
-
 class Part:
     """A file of an upload, open for writing; a context manager. Not thread-safe by itself."""
 
@@ -122,7 +111,7 @@ class Part:
         """`path` None counts the bytes and keeps nothing."""
         self._file: IO[bytes] | None = None
         if path is not None:
-            with disk_full_is_ours():
+            with store_faults_are_ours():
                 self._file = path.open("xb")
         self.role = role
         self._budget = budget
@@ -140,13 +129,13 @@ class Part:
         else:
             data_kept = data
         if self._file is not None and data_kept:
-            with disk_full_is_ours():
+            with store_faults_are_ours():
                 self._file.write(data_kept)
         return len(data)
 
     def close(self) -> None:
         if self._file is not None:
-            with disk_full_is_ours():
+            with store_faults_are_ours():
                 self._file.close()
 
     def __enter__(self) -> Part:
@@ -271,7 +260,7 @@ class Staging:
             raise Malformed(f"The upload holds {TENSOR_FILE} and shards of it; send either.")
         target = self.directory / "part-tensors"
         self.reserve(sum(path.stat().st_size for path in self._shards.values()))
-        with disk_full_is_ours():
+        with store_faults_are_ours():
             join_shards(self._shards, self.read("index"), target)
         self.files["tensors"] = target
         self._shards = {}

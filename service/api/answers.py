@@ -121,11 +121,13 @@ class DetokenizeResponse(Response):
 
 
 class HealthResponse(Response):
-    """The process is up; `engine` tells how the engine is, and where there are several, `replicas` how each is."""
+    """The process is up; `engine` tells how the engine is, and where there are several, `replicas` how each is. `store`
+    is there while the directory of the adapters is not, or cannot be written."""
 
     status: Literal["ok"]
     engine: str
     replicas: dict[str, str] | None = None
+    store: Literal["unreachable", "read-only"] | None = None
 
 
 class ReadyResponse(Response):

@@ -130,6 +130,7 @@ TABLE: dict[type[Exception], Answer] = {
     store_errors.Damaged: Answer(500, "server_error", store_errors.Damaged.code),
     store_errors.StagingFull: Answer(429, "rate_limit_error", store_errors.StagingFull.code),
     store_errors.StorageFull: Answer(507, "server_error", store_errors.StorageFull.code),
+    store_errors.StoreUnreachable: Answer(503, "service_unavailable_error", store_errors.StoreUnreachable.code),
     store_errors.StoreBusy: Answer(503, "service_unavailable_error", store_errors.StoreBusy.code),
 }
 HANDLED = tuple(TABLE)

@@ -31,13 +31,15 @@ class _Query(BaseModel):
 @router.get("/health", responses=errors((503,)), response_model_exclude_none=True, summary="Is the process up?")
 async def health(request: Request) -> HealthResponse:
     """200 while the process can serve or will again, or finishes what it has begun; 503 once the engine stays down. Of
-    several engines one is enough; `replicas` tells how each is."""
+    several engines one is enough; `replicas` tells how each is, and `store` what is the matter with the adapters'
+    directory, without which adapters that are loaded are still served."""
     services = services_of(request)
     engine = services.engine
     if engine.state == "down" and not services.draining:
         raise NotReady(engine_sentence(engine))
     replicas = {name: one.state for name, one in engine.replicas().items()}
-    return HealthResponse(status="ok", engine=engine.state, replicas=replicas or None)
+    fault = None if services.store is None else services.store.fault()
+    return HealthResponse(status="ok", engine=engine.state, replicas=replicas or None, store=fault)
 
 
 @router.get("/ready", responses=errors((503,)), summary="Can it serve now?")

@@ -14,7 +14,7 @@ from fastapi.routing import APIRoute
 from adapters import errors as store_errors
 from adapters.names import keep, move
 from adapters.records import AdapterRecord
-from adapters.upload import disk_full_is_ours
+from adapters.store_faults import store_fault
 from service.api.adapters import audit_change, remove_adapter, require_open_store
 from service.api.auth import caller_of, namespace_of
 from service.api.errors import BadRequest, Forbidden, InvalidUserInput, UnknownModel
@@ -134,12 +134,11 @@ def _load(namespace: Namespace, path: Path, name: str, full_name: str, replace: 
         )
     with namespace.store.begin(owner=PAYER.get()) as upload:
         try:
-            with disk_full_is_ours():
-                upload.add_directory(path)
+            upload.add_directory(path)
         except OSError as error:
-            if not _is_about(error, path):  # the store's own directory fails: no fault of the client's
-                raise
-            raise _unreadable(error) from error
+            if _is_about(error, path):
+                raise _unreadable(error) from error
+            raise store_fault(error) or error from error  # the store's own directory fails: no fault of the client's
         return namespace.finish(upload, full_name, condition=move if replace else keep)[0]
 
 

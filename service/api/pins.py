@@ -42,7 +42,7 @@ async def pin_adapter(request: Request, name: str) -> AdapterResponse:
 @router.delete(
     "/v1/adapters/{name:adapter}/pin",
     dependencies=[no_query],
-    responses={**DELETE_ERRORS, **errors((503,))},
+    responses=DELETE_ERRORS,
     summary="Keep an adapter on the device no longer",
 )
 async def unpin_adapter(request: Request, name: str) -> AdapterResponse:

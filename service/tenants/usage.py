@@ -48,10 +48,13 @@ class Exchange:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._own = directory / uuid.uuid4().hex
+        self._was_made = False
 
     def say_and_hear(self, own: dict[str, Usage]) -> dict[str, Usage]:
         """Write what tenants here have taken; what they have taken on all others together. Raises OSError."""
-        self._directory.mkdir(parents=True, exist_ok=True)
+        if not self._was_made:  # once: where the store is away nothing may be put in its place
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._was_made = True
         new = self._directory / f".{self._own.name}"
         new.write_bytes(msgspec.json.encode(own))
         new.rename(self._own)

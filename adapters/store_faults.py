@@ -1,0 +1,47 @@
+"""What the operating system says of the store's disk, as errors of the store."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from adapters.errors import AdapterError, StorageFull, StoreUnreachable
+
+log = logging.getLogger(__name__)
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+# Unmounted or moved away, read-only, without access, or on a file server that does not answer.
+_AWAY = frozenset(
+    {
+        *(errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.ENODEV, errno.ENXIO),
+        *(errno.ESTALE, errno.EREMOTEIO, errno.ENOLCK, errno.ENOTCONN, errno.ETIMEDOUT),
+        *(errno.EHOSTDOWN, errno.EHOSTUNREACH),
+    }
+)
+
+
+def store_fault(error: OSError) -> AdapterError | None:
+    """StorageFull or StoreUnreachable for what was done to the store's own files, None for any other fault."""
+    if error.errno in _FULL:
+        return StorageFull("The store's disk is full; delete adapters that are not needed.")
+    if error.errno not in _AWAY:
+        return None
+    log.error("the adapter store cannot be used: %s", error)
+    return StoreUnreachable(
+        f"The server's adapter store cannot be read or written now ({error.strerror}); try again in a moment. "
+        "Adapters that are loaded can be used meanwhile."
+    )
+
+
+@contextmanager
+def store_faults_are_ours() -> Iterator[None]:
+    """Raise what `store_fault` says of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        fault = store_fault(error)
+        if fault is None:
+            raise
+        raise fault from error
