@@ -126,7 +126,7 @@ async def list_adapters(request: Request, filters: Annotated[_Filters, Query()])
 @router.get(
     "/v1/adapters/{name:adapter}",
     dependencies=[no_query],
-    responses=errors((400, 401, 404, 500)),
+    responses=errors((400, 401, 404, 500, 503)),
     summary="Show an adapter",
 )
 async def get_adapter(request: Request, name: str) -> AdapterResponse:

@@ -58,7 +58,7 @@ async def list_models(request: Request, filters: Annotated[_Filters, Query()]) -
 @router.get(
     "/v1/models/{model:adapter}",
     dependencies=[no_query],
-    responses=errors((400, 401, 404, 500)),
+    responses=errors((400, 401, 404, 500, 503)),
     summary="One model",
 )
 async def get_model(request: Request, model: str) -> ModelCard:

@@ -29,7 +29,7 @@ def errors(statuses: Iterable[int]) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorResponse, "description": _REASONS[status]} for status in statuses}
 
 
-TEXT_ERRORS = errors((400, 401, 404, 413, 429, 500))
+TEXT_ERRORS = errors((400, 401, 404, 413, 429, 500, 503))
 GENERATION_ERRORS = errors((400, 401, 404, 413, 429, 500, 503))
 # Unknown models and failures are told in the item's place, with 200.
 BATCH_ERRORS = errors((400, 401, 413, 429, 503))

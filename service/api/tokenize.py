@@ -95,7 +95,7 @@ class _WhoseTokenizer(BaseModel, extra="forbid"):
 @router.get(
     "/tokenizer_info",
     response_model=TokenizerInfo,
-    responses=errors((400, 401, 404, 429, 500)),
+    responses=errors((400, 401, 404, 429, 500, 503)),
     summary="A model's tokenizer",
 )
 async def tokenizer_info(request: Request, query: Annotated[_WhoseTokenizer, Query()]) -> Response:
