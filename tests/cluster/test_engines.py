@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,33 @@ def test_an_engine_that_stands_still_gets_nothing_and_its_waiting_requests_go_el
         assert server.get("/ready").status_code == 200
     wait_for(lambda: _is_whole(server), "both engines")
     assert server.metric("requests_sent_again_total") > 0
+
+
+def test_streams_of_both_engines_end_whole_when_the_server_is_told_to_end(tmp_path: Path) -> None:
+    base = make_tiny_model("llama", tmp_path / "base", max_position_embeddings=1024)
+    settings = {"model_name": "tiny", "replicas": 2, "shutdown_limit_seconds": LIMIT_SECONDS}
+    body = _body("tiny", max_tokens=400)
+    with running_server(base, tmp_path / "server", **settings) as server, ExitStack() as stack:
+        streams = []
+        for _ in range(2):  # the second goes to the engine that has less to do
+            opened = httpx.stream("POST", f"{server.url}/v1/completions", json=body | {"stream": True}, timeout=None)
+            lines = stack.enter_context(opened).iter_lines()
+            assert next(lines).startswith("data: {")
+            streams.append(lines)
+        pool = stack.enter_context(ThreadPoolExecutor(1))
+        with standing_still(*server.engine_pids()):
+            num_open = server.metric("num_requests_open")
+            whole = pool.submit(server.post, "/v1/completions", json=body)
+            wait_for(lambda: server.metric("num_requests_open") > num_open, "the request to wait for an engine")
+            server.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: server.get("/ready").status_code == 503, "/ready to turn")
+            assert server.post("/v1/completions", json=body).status_code == 503
+        for lines in streams:
+            *_, last, done = [line for line in lines if line]
+            assert done == "data: [DONE]"
+            assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert whole.result().status_code == 200
+        assert server.process.wait(LIMIT_SECONDS) == 0
 
 
 def test_an_engine_that_cannot_be_started_again_is_left_out(tmp_path: Path) -> None:
