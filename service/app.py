@@ -380,11 +380,12 @@ def _from_http(request: Request, error: HTTPException) -> Exception:
 
 def _methods_of(request: Request) -> list[str]:
     """Those that the path takes, of all its routes: the error itself knows of the first one alone."""
-    return [
-        method
-        for method in sorted(METHODS)
-        if any(route.matches({**request.scope, "method": method})[0] is Match.FULL for route in request.app.routes)
-    ]
+
+    def takes(method: str) -> bool:
+        routed = "GET" if method == "HEAD" else method  # see `Door`
+        return any(route.matches({**request.scope, "method": routed})[0] is Match.FULL for route in request.app.routes)
+
+    return [method for method in sorted(METHODS) if takes(method)]
 
 
 def _openapi(app: FastAPI, access: Access | None) -> Callable[[], dict[str, Any]]:

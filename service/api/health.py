@@ -57,11 +57,6 @@ async def ping(request: Request) -> HealthResponse:
     return await health(request)
 
 
-# Load balancers probe with HEAD; the schema speaks of GET alone.
-router.head("/health", response_model_exclude_none=True, include_in_schema=False)(health)
-router.head("/ready", include_in_schema=False)(ready)
-
-
 @router.get("/version", summary="What runs here")
 async def get_version(request: Request) -> VersionResponse:
     """Version of the server, and how the base is held once it is loaded."""

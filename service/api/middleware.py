@@ -74,8 +74,10 @@ class Door:
             await self._app(scope, receive, send)
             return
         visit = _Visit(scope, receive, send, self._budget)
+        # A HEAD is answered as the GET that it asks about, but for the body, which the HTTP server leaves out.
+        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         try:
-            await self._pass(scope, visit)
+            await self._pass(inner, visit)
         except ClientDisconnect:
             visit.status = CLIENT_GONE
         except Exception as error:
@@ -87,7 +89,7 @@ class Door:
                 raise  # half an answer is out: only a broken connection can tell the client
         finally:
             visit.forget_body()
-            self._write_down(scope, visit)
+            self._write_down(scope["method"], inner, visit)
 
     async def _pass(self, scope: Scope, visit: _Visit) -> None:
         await self._access.refresh()
@@ -101,13 +103,13 @@ class Door:
         visit.limit_body(self._body_rule(scope["method"], scope["path"]))
         await self._app(scope, visit.receive, visit.send)
 
-    def _write_down(self, scope: Scope, visit: _Visit) -> None:
+    def _write_down(self, sent_method: str, scope: Scope, visit: _Visit) -> None:
         status = visit.status if visit.status is not None else CLIENT_GONE
         route = getattr(scope.get("route"), "path", "unknown")
-        method = scope["method"] if scope["method"] in METHODS else "other"  # clients may invent methods without end
+        method = sent_method if sent_method in METHODS else "other"  # clients may invent methods without end
         self._metrics.http_requests.labels(method, route, str(status)).inc()
         fields = {
-            "method": scope["method"],
+            "method": sent_method,
             "path": quoted(scope["path"]),
             "status": status,
             "ms": round((time.perf_counter() - visit.started) * 1e3, 1),

@@ -66,4 +66,4 @@ def _endpoint(file: _File) -> Callable[[Request], Awaitable[Response]]:
 # One route for each file, so that logs and metrics name them and everything else stays an unknown route.
 router = APIRouter(include_in_schema=False)
 for _path, _file in _FILES.items():
-    router.add_api_route(_path, _endpoint(_file), methods=["GET", "HEAD"])
+    router.add_api_route(_path, _endpoint(_file), methods=["GET"])

@@ -220,14 +220,15 @@ def test_unknown_paths_and_methods_have_the_same_shape(server: Server) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
     [
-        ("PUT", "/v1/adapters", ["GET", "POST"]),
-        ("POST", "/v1/adapters/x", ["DELETE", "GET", "PATCH", "PUT"]),
-        ("PUT", "/v1/adapters/x/history", ["GET"]),
+        ("PUT", "/v1/adapters", ["GET", "HEAD", "POST"]),
+        ("POST", "/v1/adapters/x", ["DELETE", "GET", "HEAD", "PATCH", "PUT"]),
+        ("PUT", "/v1/adapters/x/history", ["GET", "HEAD"]),
         ("PUT", "/v1/adapters/x/rollback", ["POST"]),
         ("GET", "/v1/adapters/x/pin", ["DELETE", "PUT"]),
         ("POST", "/health", ["GET", "HEAD"]),
-        ("PUT", "/ping", ["GET", "POST"]),
-        ("BREW", "/v1/models", ["GET"]),
+        ("PUT", "/ping", ["GET", "HEAD", "POST"]),
+        ("BREW", "/v1/models", ["GET", "HEAD"]),
+        ("OPTIONS", "/", ["GET", "HEAD"]),
     ],
 )
 def test_a_wrong_method_is_told_all_that_the_path_takes(

@@ -101,10 +101,16 @@ class TestKeys:
     def test_what_probes_need_is_open(self, strict: Server, anyone: httpx.Client, path: str) -> None:
         assert anyone.get(f"{strict.url}{path}").status_code == 200
 
-    @pytest.mark.parametrize("path", ["/health", "/ready"])
+    @pytest.mark.parametrize("path", ["/", "/health", "/ping", "/ready", "/version"])
     def test_probes_may_ask_for_the_head_alone(self, strict: Server, anyone: httpx.Client, path: str) -> None:
         answer = anyone.head(f"{strict.url}{path}")
         assert (answer.status_code, answer.content) == (200, b"")
+
+    def test_the_head_alone_needs_the_key_that_the_whole_needs(self, strict: Server, anyone: httpx.Client) -> None:
+        url = f"{strict.url}/v1/models"
+        refused = anyone.head(url)
+        assert (refused.status_code, refused.content) == (401, b"")
+        assert anyone.head(url, headers={"Authorization": "Bearer reader"}).status_code == 200
 
     @pytest.mark.parametrize(
         ("method", "path", "open_to"),

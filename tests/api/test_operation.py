@@ -118,6 +118,29 @@ class TestOpenapi:
             if name.startswith("post") and name != "post /ping":
                 assert operation["requestBody"]["required"]
 
+    def test_whatever_answers_a_get_answers_a_head_with_the_same_headers(
+        self, server: Server, openapi: dict[str, Any]
+    ) -> None:
+        labels = {"method": "HEAD", "route": "/version", "status": "200"}
+        before = server.metric("http_requests_total", **labels)
+        gets = [path for path, operations in openapi["paths"].items() if "get" in operations]
+        assert len(gets) >= 11
+        for path in (*gets, "/", "/openapi.json", "/v1/models?prefix=nobody", "/v1/models?bad=1", "/v1/nothing"):
+            url = server.url + path.format(model="alpha", name="alpha")
+            got, head = server.http.get(url), server.http.head(url)
+            assert (head.status_code, head.content) == (got.status_code, b""), path
+            # Of errors the sentence names the method, and counters go up between the two.
+            untold = {"date", "x-request-id"} | (
+                {"content-length"} if not got.is_success or "metrics" in path else set()
+            )
+            told, told_alone = (
+                {name: value for name, value in answer.headers.items() if name not in untold} for answer in (got, head)
+            )
+            assert told_alone == told, path
+        refused = server.http.head(f"{server.url}/v1/completions")
+        assert (refused.status_code, refused.headers["allow"], refused.content) == (405, "POST", b"")
+        assert server.metric("http_requests_total", **labels) == before + 1
+
     def test_answers_are_what_it_says(self, server: Server, openapi: dict[str, Any], checkpoints: Checkpoints) -> None:
         completion = {"model": "alpha", "prompt": "the", "max_tokens": 3}
         chat = {"model": "alpha", "messages": CHAT, "max_tokens": 3}
