@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import math
 import os
 import sys
@@ -31,16 +32,28 @@ def main(argv: list[str] | None = None) -> int:
         if "url" in arguments:
             _refuse_other_than_utf8(arguments)
         code = _command(arguments.command)(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as it is where stdout is closed
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # who reads, `head` say, has had enough; nothing may be written at the exit either
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_no_more()
         return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _write_no_more()
+        print(f"multilora: The output cannot be written: {error.strerror}.", file=sys.stderr)
+        return 1
     except ClientError as error:
         print(f"multilora: {error}", file=sys.stderr)
         return 1
+
+
+def _write_no_more() -> None:
+    """Python writes what it still holds when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _refuse_other_than_utf8(arguments: argparse.Namespace) -> None:
@@ -100,6 +113,13 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Of a sub-parser too nothing stays unknown: argparse would show the usage of all commands, not of this one."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
 
 
 def _completion(arguments: argparse.Namespace) -> int:

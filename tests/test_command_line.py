@@ -66,6 +66,40 @@ def test_whoever_reads_may_stop_reading() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_output_that_cannot_be_written_is_one_sentence() -> None:
+    command = [sys.executable, "-m", "service.cli", "help", "limits"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    sentence = "multilora: The output cannot be written: No space left on device.\n"
+    assert (done.returncode, done.stderr) == (1, sentence)
+
+
+def test_a_closed_stdout_is_no_fault() -> None:
+    command = ["sh", "-c", f"exec {sys.executable} -m service.cli help limits >&-"]
+    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "usage"),
+    [
+        (["ls", "--nope"], "multilora ls "),
+        (["rollback", "shout", "99"], "multilora rollback "),
+        (["keys", "list", "--nope"], "multilora keys list "),
+        (["--nope", "ls"], "multilora "),
+    ],
+)
+def test_an_unknown_word_is_told_with_the_usage_of_its_command(
+    words: list[str], usage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    told = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert told.startswith(f"usage: {usage}[")
+    assert f"error: unrecognized arguments: {next(word for word in words if word in ('--nope', '99'))}\n" in told
+
+
 def _script(shell: str, directory: Path) -> Path:
     done = subprocess.run(
         [sys.executable, "-m", "service.cli", "completion", shell],
