@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from service.grammars.references import endless_reference
+
 Kind = Literal["json_schema", "regex", "choice", "lark", "grammar", "structural_tag"]
 
 # Of one constraint. The schemas of large APIs have 150 KB.
@@ -18,6 +20,7 @@ MAX_SCHEMA_DEPTH = 200
 MAX_SCHEMA_VALUES = 1 << 15
 MAX_CHOICES = 10_000
 MAX_WHITESPACE_PATTERN_CHARS = 200
+_MAX_QUOTED_CHARS = 100
 
 # Between the tokens of JSON: nothing, a blank, or a new line with its indentation. Without an end to it, models that
 # write white space go on with it until the answer is cut off.
@@ -136,16 +139,27 @@ def json_rule(schema: Mapping[str, Any] | bool) -> str:
 
 
 def with_policy(schema: Any, whitespace: str | None = None) -> dict[str, Any]:
-    """The schema with our own options in place of any that it brings.
+    """The schema with our own options in place of any that it brings. ConstraintError for one that refers to itself
+    without end, which the library finds only once an answer has come so far.
 
     whitespace  see `Constraint`; without any where it is empty
     """
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
+    _refuse_endless(schema)
     options = {"whitespace_pattern": _WHITESPACE if whitespace is None else whitespace, "lenient": False}
     if whitespace == "":
         options = {"whitespace_flexible": False, "lenient": False}
     return {**schema, "x-guidance": {**options, "coerce_one_of": False, "json_allowed_escapes": _ESCAPES}}
+
+
+def _refuse_endless(schema: dict[str, Any]) -> None:
+    reference = endless_reference(schema)
+    if reference is not None:
+        raise ConstraintError(
+            f"holds the `$ref` {reference[:_MAX_QUOTED_CHARS]!r}, which refers to itself without end; let it refer to "
+            "a schema that says what may stand there"
+        )
 
 
 def _lark(text: str) -> str:

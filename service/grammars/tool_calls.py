@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from service.grammars.lark import NOTHING, Lark, Schema
+from service.grammars.references import DEFINITIONS, refers_to_definitions_alone
 from service.text.calls.value_kinds import kinds_of, resolved
 
 _PYTHON_NAME = re.compile(r"[^\W\d][\w-]*")
@@ -169,18 +170,23 @@ def _is_plain(schema: Mapping[str, Any]) -> bool:
     return "properties" in schema and set(schema) <= _PLAIN and not schema.get("additionalProperties", False)
 
 
+def _is_separable(schema: Mapping[str, Any]) -> bool:
+    """Whether an object that is valid for it can be written property by property, each with a grammar of its own."""
+    return _is_plain(schema) and refers_to_definitions_alone(schema)
+
+
 def _is_pythonic(name: str, schema: Mapping[str, Any]) -> bool:
     """Whether a call can be written as Python's, with one argument for each property."""
     properties = schema.get("properties", {})
     names = [*name.split("."), *properties]
     has_all = set(schema.get("required", ())) <= set(properties)
-    return _is_plain(schema) and has_all and all(_PYTHON_NAME.fullmatch(one) for one in names)
+    return _is_separable(schema) and has_all and all(_PYTHON_NAME.fullmatch(one) for one in names)
 
 
 def _arguments(lark: Lark, schema: Mapping[str, Any]) -> str:
     """`a=1, b="x"` in the schema's order, without some of those that are not required. Values are JSON, of which all is
     read that the grammar allows."""
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    shared = {key: schema[key] for key in DEFINITIONS if key in schema}
     required = set(schema.get("required", ()))
     # From the last property on: what may come where none has been written, and where some have.
     first = after = NOTHING
@@ -199,7 +205,7 @@ def _is_xml(schema: Mapping[str, Any]) -> bool:
     """Whether a call can be written with one parameter for each property, whose text says what its value is."""
     properties = schema.get("properties", {})
     has_all = set(schema.get("required", ())) <= set(properties)
-    return _is_plain(schema) and has_all and all(_is_parameter(schema, name) for name in properties)
+    return _is_separable(schema) and has_all and all(_is_parameter(schema, name) for name in properties)
 
 
 def _is_parameter(schema: Mapping[str, Any], name: str) -> bool:
@@ -220,7 +226,7 @@ def _choices(value: Mapping[str, Any]) -> list[str]:
 def _parameters(lark: Lark, schema: Mapping[str, Any]) -> str:
     """Each in its own lines, in the schema's order, without some of those that are not required."""
     required = set(schema.get("required", ()))
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    shared = {key: schema[key] for key in DEFINITIONS if key in schema}
     parts = []
     for name, value in schema.get("properties", {}).items():
         if kinds_of(schema, name) == {"string"}:

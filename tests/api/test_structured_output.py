@@ -252,10 +252,10 @@ def test_openapi_tells_the_formats(server: Server) -> None:
 
 def test_a_schema_that_leads_nowhere_ends_with_an_error(server: Server) -> None:
     """It begins well, so it is admitted; what has begun cannot become valid."""
-    loop = {"$ref": "#/$defs/loop"}
+    loop = {"anyOf": [{"$ref": "#/$defs/loop"}, {"$ref": "#/$defs/loop"}]}
     schema = {
         "type": "object",
-        "properties": {"a": {"const": 1}, "b": loop},
+        "properties": {"a": {"const": 1}, "b": {"$ref": "#/$defs/loop"}},
         "required": ["a", "b"],
         "$defs": {"loop": loop},
     }
@@ -266,3 +266,12 @@ def test_a_schema_that_leads_nowhere_ends_with_an_error(server: Server) -> None:
     streamed = server.post("/v1/completions", json={**body, "stream": True}).text
     assert "cannot be followed" in streamed
     assert '"finish_reason":"stop"' not in streamed
+
+
+def test_a_reference_to_itself_alone_is_refused_before_anything_is_written(server: Server) -> None:
+    loop = {"$ref": "#/$defs/loop"}
+    schema = {"type": "object", "properties": {"a": {"const": 1}, "b": loop}, "$defs": {"loop": loop}}
+    answer = server.post("/v1/completions", json={"prompt": "the", "guided_json": schema, "stream": True})
+    assert answer.status_code == 400
+    sentence = "`guided_json` holds the `$ref` '#/$defs/loop', which refers to itself without end; let it refer to a "
+    assert answer.json()["error"]["message"].startswith(sentence)

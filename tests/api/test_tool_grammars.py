@@ -276,6 +276,35 @@ def test_a_tool_that_xml_cannot_write_is_called_in_json(tokenizers: dict[tuple[s
     assert read(text, "qwen3_coder", {"f": {}}) == [Call("f", '{"x": "aa"}')]
 
 
+TREE: dict[str, Any] = {
+    "type": "object",
+    "properties": {"leaf": {"type": "integer"}, "inner": {"type": "array", "items": {"$ref": "#"}}},
+    "required": ["leaf"],
+}
+_TREE = '{"leaf": 1, "inner": [{"leaf": 2, "inner": []}]}'
+_NO_TREE = '{"leaf": 1, "inner": [[]]}'
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": ARGUMENTS}\n</tool_call>'),
+        ("qwen3_coder", '<tool_call>\n{"name": "f", "arguments": ARGUMENTS}\n</tool_call>'),
+        ("llama3_json", '{"name": "f", "parameters": ARGUMENTS}'),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": ARGUMENTS}]'),
+        ("lfm2", '<|tool_call_start|>[{"name": "f", "arguments": ARGUMENTS}]<|tool_call_end|>'),
+    ],
+)
+def test_a_tool_whose_schema_holds_itself_means_the_whole_of_it(
+    tokenizers: dict[tuple[str, bool], TextTokenizer], name: str, call: str
+) -> None:
+    tokenizer = tokenizers[name, False]
+    lark = lark_of_calls(name, [("f", TREE)], {})
+    assert follows(tokenizer, lark, call.replace("ARGUMENTS", _TREE))
+    assert not follows(tokenizer, lark, call.replace("ARGUMENTS", _NO_TREE))
+    assert read(call.replace("ARGUMENTS", _TREE), name, {"f": TREE}) == [Call("f", _TREE)]
+
+
 # ---- over HTTP, with the engine
 
 
@@ -434,10 +463,12 @@ def test_strict_tools_leave_the_choice_to_the_model(talk: openai.OpenAI, speaker
         {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 999983}}, "required": ["a"]},
         {"type": "object", "properties": {"a": {"type": "strnig"}}},
         {"type": "object", "properties": {"a": {"$ref": "https://example.com/x.json"}}},
+        {"$ref": "#"},
+        {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": {"$ref": "#/$defs/A"}}},
     ],
     ids=lambda schema: str(schema)[:60],
 )
-@pytest.mark.parametrize("speaker", ["hermes"])
+@pytest.mark.parametrize("speaker", ["hermes", "lfm2"])
 def test_a_schema_that_cannot_be_followed_is_refused(talk: openai.OpenAI, speaker: str, schema: Any) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         talk.chat.completions.create(model=speaker, messages=ASK, tools=tools_of({"f": schema}), tool_choice="required")
