@@ -36,6 +36,12 @@ _UNIONS = frozenset(
 )
 # How pydantic begins; the name of the field stands before it here.
 _SHOULD = re.compile(r"^(Input|String|List|Dictionary|Value|Data) should")
+# By owner, what the Responses API writes flat and chats one level deeper.
+_NESTED = {
+    "tools": (("name", "description", "parameters", "strict"), "function"),
+    "tool_choice": (("name",), "function"),
+    "response_format": (("name", "description", "schema", "strict"), "json_schema"),
+}
 _TOOL_CHOICE = (
     '`tool_choice` must be "none", "auto", "required" or {"type": "function", "function": {"name": ...}}, which names '
     'one of the `tools`, or {"type": "allowed_tools", "allowed_tools": ...}, which names some.'
@@ -84,7 +90,7 @@ def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mappin
     if kind == "extra_forbidden":
         if fault["loc"][0] == "query":
             return f"`{quoted(name)}` is not a parameter of this request; leave it out."
-        return _unknown_field(path)
+        return _unknown_field(path, fault["loc"])
     if kind == "string_unicode":  # most often the name of a field, which no path can hold
         return f"`{quoted(str(fault['input']))}` holds half of a surrogate pair; send valid Unicode."
     if kind == "json_invalid":
@@ -116,9 +122,14 @@ def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mappin
     return f"`{name}`: {_words(fault)}."
 
 
-def _unknown_field(path: Sequence[Any]) -> str:
-    """The name stands as the client wrote it, whatever it is: that is what is to be found and left out."""
+def _unknown_field(path: Sequence[Any], loc: Sequence[Any]) -> str:
+    """The name stands as the client wrote it, whatever it is: that is what is to be found and left out, or moved."""
     name, owner = quoted(str(path[-1])), _dotted(path[:-1])
+    if path[:-1] == ["response_format"] and "json_schema" not in loc:
+        return _FORMATS
+    names, inner = _NESTED.get(re.sub(r"\[\d+\]", "", owner), ((), ""))
+    if name in names:
+        return f"`{name}` is not a field of `{owner}`; put it into `{owner}.{inner}`."
     if owner:
         return f"`{name}` is not a field of `{owner}`; leave it out."
     return f"`{name}` is not a field of this request; leave it out. /openapi.json lists those that are."

@@ -122,6 +122,33 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"functions": [{"name": "f"}]}, "functions", "not supported"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
     ({"response_format": "json_object"}, "response_format", '{"type": "json_object"}'),
+    # What other APIs write flat is told where it belongs.
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "strict": True}},
+        "response_format.strict",
+        "put it into `response_format.json_schema`",
+    ),
+    (
+        {"response_format": {"type": "json_object", "schema": {}}},
+        "response_format.schema",
+        '"json_schema": {"schema": ...}}',
+    ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f"}, "strict": True}]},
+        "tools[0].strict",
+        "put it into `tools[0].function`",
+    ),
+    ({"tools": [{"type": "function", "name": "f"}]}, "tools[0].name", "put it into `tools[0].function`"),
+    (
+        {"tool_choice": {"type": "function", "name": "f"}},
+        "tool_choice.name",
+        "put it into `tool_choice.function`",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "name": "x", "schema": {}}},
+        "response_format.name",
+        "put it into `response_format.json_schema`",
+    ),
     ({"audio": {"voice": "x"}}, "audio", "not supported"),
     ({"modalities": ["audio"]}, "modalities", "not supported"),
     ({"reasoning_effort": "high"}, "reasoning_effort", "does not take"),
