@@ -59,7 +59,7 @@ def _tables() -> str:
             *_refused(GENERATION_FIELDS),
             "\n### Refused by name in responses\n\n",
             "Those above that responses do not serve, and:\n\n",
-            *_refused({name: row for name, row in RESPONSE_FIELDS.items() if name not in GENERATION_FIELDS}),
+            *_refused({name: row for name, row in RESPONSE_FIELDS.items() if row != GENERATION_FIELDS.get(name)}),
             "\n### Embeddings\n\n",
             "| field | what it does |\n|---|---|\n",
             *(f"| `{name}` | {field.description} |\n" for name, field in EmbeddingRequest.model_fields.items()),

@@ -84,9 +84,11 @@ GENERATION_FIELDS = _table(
     _refused("guided_decoding_backend", neutral=("auto", "guidance")),
     _refused("structural_tag", advice="send it as `response_format`"),
     # Reasoning.
-    _refused("reasoning", "thinking", "task", advice=_TEMPLATE),
+    _refused("reasoning", neutral=({},), advice=_TEMPLATE),
+    _refused("thinking", "task", advice=_TEMPLATE),
     _refused("thinking_token_budget", neutral=(-1,), advice="leave it out, or send `max_tokens`"),
     _refused("include_reasoning", "separate_reasoning", neutral=(True,), advice=_CHAT),
+    _refused("enable_thinking", neutral=(False,), advice=_CHAT),
     _refused("stream_reasoning", neutral=(True,)),
     # What else there may be besides text, and OpenAI's services around the model.
     _refused("modalities", neutral=([], ["text"])),
@@ -112,6 +114,9 @@ GENERATION_FIELDS = _table(
     _refused("suffix", neutral=("",), advice="put what is to come after the answer into the prompt"),
     _refused("prompt_embeds", "input_ids", neutral=([],), advice="send token ids as `prompt` to /v1/completions"),
     _refused("session_params", neutral=({},), advice="send the whole conversation"),
+    # What chats call otherwise.
+    _refused("max_completion_tokens", advice="send `max_tokens`"),
+    _refused("top_logprobs", neutral=(0,), advice="send `logprobs`, which is their number in completions"),
     # How the answer is written.
     _refused("spaces_between_special_tokens", neutral=(True,)),
     _refused("stream_interval", neutral=(1,)),
@@ -155,7 +160,7 @@ RESPONSE_FIELDS = GENERATION_FIELDS | _table(
     _refused("messages", advice="send `input`"),
     _refused("max_tokens", "max_completion_tokens", advice="send `max_output_tokens`"),
     _refused("response_format", advice="send `text.format`"),
-    _refused("reasoning_effort", advice="send `reasoning.effort`"),
+    _refused("reasoning_effort", "enable_thinking", advice="send `reasoning.effort`"),
     _refused("logprobs", neutral=(False,), advice='send `include`: ["message.output_text.logprobs"]'),
     _refused("n", neutral=(1,), advice="send the request several times"),
     _refused("add_generation_prompt", neutral=(True,), advice=_CHAT),

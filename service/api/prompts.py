@@ -6,11 +6,11 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import Any
 
-from service.api.errors import BadRequest, quoted
+from service.api.errors import BadRequest
 from service.api.json_body import check_inner_counts
 from service.api.lengths import refuse_hopeless, wanted_tokens
 from service.api.off_loop import LONG_TEXT_CHARS, off_loop
-from service.api.reading import check_template_takes_tools, reading_of, shown_tools
+from service.api.reading import check_template_takes_tools, reading_of, shown_tools, thinking_variables
 from service.api.schemas import ChatRequest, CompletionRequest, TokenizeRequest
 from service.api.state import Services
 from service.api.targets import Target
@@ -106,7 +106,7 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
         template = _required_template(services, target)
         if tools:
             check_template_takes_tools(template.source)
-        variables = _reasoning_variables(template, request.reasoning_effort) | (given or {})
+        variables = thinking_variables(services, request, template.source) | (given or {})
         text = template.render(
             plain,
             add_generation_prompt=generate,
@@ -128,18 +128,6 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
         return await off_loop(lambda: encode(text, reading), size_chars=len(text))
     size_chars = sum(_MESSAGE_CHARS + message.num_chars for message in messages) + tools_chars(tools)
     return await off_loop(lambda: encode(*render()), size_chars=size_chars + _cost_chars(given))
-
-
-def _reasoning_variables(template: ChatTemplate | AdapterTemplate, effort: str | None) -> dict[str, Any]:
-    """What a template sees of `reasoning_effort`, as with vLLM. BadRequest if it would look at none of it."""
-    if effort is None:
-        return {}
-    if "reasoning_effort" in template.source or (effort == "none" and "enable_thinking" in template.source):
-        return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    raise BadRequest(
-        f"`reasoning_effort` is {quoted(effort)!r}, which this model's chat template does not take; leave it out.",
-        param="reasoning_effort",
-    )
 
 
 async def completion_prompts(services: Services, ready: Ready, request: CompletionRequest) -> list[Prompt]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from service.api.errors import BadRequest
+from typing import Any
+
+from service.api.errors import BadRequest, quoted
 from service.api.schemas import ChatRequest, TokenizeRequest
 from service.api.state import Services
 from service.api.tools import NamedTool, Tool, callable_tools
@@ -25,6 +27,31 @@ def check_template_takes_tools(source: str) -> None:
             "adapter whose template takes them.",
             param="tools",
         )
+
+
+def thinking_variables(services: Services, request: ChatRequest | TokenizeRequest, source: str) -> dict[str, Any]:
+    """What a chat template of this source sees of `reasoning_effort`, as with vLLM, and of `enable_thinking`.
+    BadRequest if one asks for what the template would not look at. That nothing be thought, which many clients say
+    always, asks for nothing where no template speaks of thoughts."""
+    effort, is_wanted = request.reasoning_effort, request.enable_thinking
+    has_switch = "enable_thinking" in source
+    never_thinks = END_OF_THOUGHT not in source and services.settings.reasoning_parser != "think"
+    seen: dict[str, Any] = {}
+    if effort and ("reasoning_effort" in source or (effort == "none" and has_switch)):
+        seen = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    elif effort and not (effort == "none" and never_thinks):
+        raise _not_taken("reasoning_effort", repr(quoted(effort)))
+    if is_wanted is None:
+        return seen
+    if not has_switch and (is_wanted or not never_thinks):
+        raise _not_taken("enable_thinking", str(is_wanted).lower())
+    return seen | {"enable_thinking": is_wanted}
+
+
+def _not_taken(field: str, value: str) -> BadRequest:
+    return BadRequest(
+        f"`{field}` is {value}, which this model's chat template does not take; leave it out.", param=field
+    )
 
 
 def reading_of(services: Services, request: ChatRequest, source: str, prompt: str) -> Reading:

@@ -36,7 +36,7 @@ TokenId = Annotated[int, Field(ge=0)]
 
 _REASONING_EFFORT = (
     "how much to think first, for chat templates that take `reasoning_effort`; `none` for those too that take "
-    "`enable_thinking`"
+    "`enable_thinking`, and for those that do not speak of thinking"
 )
 
 
@@ -195,6 +195,11 @@ class ChatRequest(Generation):
         None, description="alternatives for each token; only with `logprobs`"
     )
     reasoning_effort: str | None = Field(None, description=_REASONING_EFFORT)
+    enable_thinking: bool | None = Field(
+        None,
+        description="whether to think first, for chat templates that take it; false for those too that do not speak of "
+        "thinking",
+    )
     add_generation_prompt: bool | None = Field(None, description="true by default")
     continue_final_message: bool | None = Field(
         None, description="go on with the last message instead of starting a new one"
@@ -295,6 +300,7 @@ class TokenizeRequest(Request):
     continue_final_message: bool | None = Field(None, description="only with messages")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="only with messages")
     reasoning_effort: str | None = Field(None, description="only with messages")
+    enable_thinking: bool | None = Field(None, description="only with messages")
     tools: Tools | None = Field(None, description="only with messages")
     return_token_strs: bool | None = Field(None, description="answer with the tokens as the vocabulary spells them")
 
@@ -304,7 +310,14 @@ class TokenizeRequest(Request):
             check_tools(self.tools)
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("send either `prompt` or `messages`")
-        names = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "reasoning_effort", "tools")
+        names = (
+            "add_generation_prompt",
+            "continue_final_message",
+            "chat_template_kwargs",
+            "reasoning_effort",
+            "enable_thinking",
+            "tools",
+        )
         if self.messages is None and any(getattr(self, name) for name in names):
             raise ValueError(f"{', '.join(f'`{name}`' for name in names)} are only allowed with `messages`")
         if self.continue_final_message and self.add_generation_prompt:

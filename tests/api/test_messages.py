@@ -115,7 +115,7 @@ def test_a_template_sees_calls_and_what_the_tools_said(server: Server, plain_jso
     ]
 
 
-def test_a_template_that_takes_reasoning_effort_sees_it(server: Server, checkpoints: Checkpoints) -> None:
+def test_a_template_sees_how_much_to_think_if_it_takes_that(server: Server, checkpoints: Checkpoints) -> None:
     def answer(model: str, effort: str, **extra: Any) -> Any:
         body = {"model": model, "messages": [USER], "reasoning_effort": effort, **extra}
         return server.post("/tokenize", json=body)
@@ -124,6 +124,7 @@ def test_a_template_that_takes_reasoning_effort_sees_it(server: Server, checkpoi
         return str(server.post("/detokenize", json={"tokens": tokens}).json()["prompt"])
 
     sources = {"effort": b"<{{ reasoning_effort }} {{ enable_thinking }}>", "switch": b"<{{ enable_thinking }}>"}
+    sources["thinker"] = b"<think>{{ messages[0].content.split('</think>')[-1] }}"  # it does so always
     for name, source in sources.items():
         files = {**parts_of(checkpoints.spare), "chat_template": ("chat_template.jinja", source)}
         server.post("/v1/adapters", data={"name": name}, files=files).raise_for_status()
@@ -133,10 +134,27 @@ def test_a_template_that_takes_reasoning_effort_sees_it(server: Server, checkpoi
         told = {"chat_template_kwargs": {"enable_thinking": "as told"}}
         assert text(answer("effort", "low", **told).json()["tokens"]) == "<low as told>"
         assert text(answer("switch", "none").json()["tokens"]) == "<False>"
-        for model, effort in (("switch", "high"), (BASE, "none"), (BASE, "high")):
+        for model, effort in (("switch", "high"), ("thinker", "none"), (BASE, "high")):
             refused = answer(model, effort)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "reasoning_effort")
             assert "does not take" in refused.json()["error"]["message"]
+        for model, is_wanted in (("effort", False), ("switch", True), (BASE, False)):
+            plain, told = answer(model, "none"), answer(model, "", enable_thinking=is_wanted)
+            assert (plain.status_code, told.status_code) == (200, 200)
+            assert (told.json()["tokens"] == plain.json()["tokens"]) == (model == BASE)
+        assert text(answer("effort", "", enable_thinking=False).json()["tokens"]) == "< False>"
+        assert text(answer("switch", "", enable_thinking=True).json()["tokens"]) == "<True>"
+        assert text(answer("effort", "high", enable_thinking=False).json()["tokens"]) == "<high False>"
+        for model, is_wanted in (("thinker", False), ("thinker", True), (BASE, True)):
+            refused = answer(model, "", enable_thinking=is_wanted)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "enable_thinking")
+            assert f"is {str(is_wanted).lower()}, which" in refused.json()["error"]["message"]
+        plain = {"model": BASE, "messages": [USER], "temperature": 0, "max_tokens": 3}
+        without = server.post("/v1/chat/completions", json=plain).json()["choices"]
+        for nothing in ({"reasoning_effort": "none"}, {"reasoning_effort": ""}, {"enable_thinking": False}):
+            assert server.post("/v1/chat/completions", json={**plain, **nothing}).json()["choices"] == without
+        asked = {"model": BASE, "input": "hi", "reasoning": {"effort": "none"}, "max_output_tokens": 3}
+        assert server.post("/v1/responses", json=asked).status_code == 200
         chat = {"model": BASE, "messages": [USER], "reasoning_effort": "high"}
         assert server.post("/v1/chat/completions", json=chat).status_code == 400
     finally:

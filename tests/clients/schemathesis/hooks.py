@@ -63,7 +63,8 @@ def _make_servable(body: dict[str, Any], length: str | None) -> None:
     if "model" in body or "adapter_id" in body:
         body.pop("adapter_id", None)
         body["model"] = _MODELS[len(body) % len(_MODELS)]
-    body.pop("reasoning_effort", None)  # the bundled template takes none
+    for name in ("reasoning_effort", "enable_thinking"):  # the bundled template takes neither
+        body.pop(name, None)
     if length is not None:
         body.pop("max_completion_tokens", None)
         body[length] = _MAX_TOKENS if body.get(length) is None else min(body[length], _MAX_TOKENS)
