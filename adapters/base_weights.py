@@ -6,16 +6,19 @@ be full training under the name of LoRA, and is refused.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from adapters.errors import AdapterError
 from adapters.format import ELEMENT_BYTES, Tensor, parse_json_object, read_chunks, read_header
+from adapters.module_names import tail_of
 
 if TYPE_CHECKING:
     import numpy as np
 
 CHUNK_ELEMENTS = 1 << 18
+_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 class BaseWeights:
@@ -27,8 +30,8 @@ class BaseWeights:
     def repeats(self, name: str, copy: Tensor, path: Path) -> bool:
         """Whether `copy`, in the file at `path`, equals the base's tensor `name` once that is rounded to its dtype."""
         found = self._find(name)
-        if found is None and name == "lm_head.weight":  # tied to the embedding, hence not in the checkpoint
-            found = self._find("model.embed_tokens.weight")
+        if found is None and name == _HEAD:  # tied to the embedding, hence not in the checkpoint
+            found = self._find(_EMBEDDING)
         if found is None or found[1].shape != copy.shape:
             return False
         base_path, base = found
@@ -39,18 +42,29 @@ class BaseWeights:
         )
 
     def _find(self, name: str) -> tuple[Path, Tensor] | None:
+        """The tensor of this name, whatever the checkpoint calls the model around it, if just one is called so."""
         index = self._directory / "model.safetensors.index.json"
         path = self._directory / "model.safetensors"
         try:
             if index.exists():
-                file_name = parse_json_object(index.read_bytes(), "the base's index").get("weight_map", {}).get(name)
-                if file_name is None:
+                weight_map = parse_json_object(index.read_bytes(), "the base's index").get("weight_map", {})
+                stored = _called(name, weight_map)
+                if stored is None:
                     return None
-                path = self._directory / file_name
-            tensor = read_header(path, any_dtype=True).get(name)
+                path = self._directory / weight_map[stored]
+            tensors = read_header(path, any_dtype=True)
         except (OSError, AdapterError):
             return None
-        return None if tensor is None else (path, tensor)
+        stored = _called(name, tensors)
+        return None if stored is None else (path, tensors[stored])
+
+
+def _called(name: str, stored: Iterable[str]) -> str | None:
+    """As `service.models.checkpoint.Checkpoint` finds it."""
+    alike = [one for one in stored if tail_of(one) == tail_of(name)]
+    if name in alike:
+        return name
+    return alike[0] if len(alike) == 1 else None
 
 
 def _same(base: bytes, base_dtype: str, copy: bytes, copy_dtype: str) -> bool:

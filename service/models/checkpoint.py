@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from adapters.module_names import tail_of
 from service.models.errors import ModelError
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -35,21 +36,28 @@ OpenTensors = Callable[[Path], AbstractContextManager[TensorSource]]
 
 
 class Checkpoint:
-    """The tensors of an open checkpoint by name; see `open_checkpoint`."""
+    """The tensors of an open checkpoint by name; see `open_checkpoint`.
+
+    Files name the model around a tensor as it was called when they were written, so a name that they do not have stands
+    for the one tensor that is called so below another model (`adapters.module_names.tail_of`).
+    """
 
     def __init__(self, model_dir: Path) -> None:
         self._model_dir = model_dir
         self._files = {file: _open(model_dir, file) for file in _file_names(model_dir)}
         self._file_of = {name: file for file, handle in self._files.items() for name in handle.keys()}  # noqa: SIM118
+        self._by_tail: dict[str, list[str]] = {}
+        for name in self._file_of:
+            self._by_tail.setdefault(tail_of(name), []).append(name)
         self._read: set[str] = set()
         self._mapped_bytes = 0
 
     def __contains__(self, name: str) -> bool:
-        return name in self._file_of
+        return self._stored(name) is not None
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor as it is stored, perhaps still in the memory map. Raises ModelError."""
-        file = self._find(name)
+        name, file = self._find(name)
         header = self._files[file].get_slice(name)
         if tuple(header.get_shape()) != shape:
             raise ModelError(
@@ -65,7 +73,8 @@ class Checkpoint:
 
     def dtype(self, name: str) -> str:
         """The stored dtype in torch's spelling, or safetensors' where it is none of ours. Raises ModelError."""
-        stored: str = self._files[self._find(name)].get_slice(name).get_dtype()
+        name, file = self._find(name)
+        stored: str = self._files[file].get_slice(name).get_dtype()
         return _DTYPES.get(stored, stored)
 
     def unread(self) -> list[str]:
@@ -75,10 +84,18 @@ class Checkpoint:
     def close(self) -> None:
         self._files.clear()
 
-    def _find(self, name: str) -> str:
-        if name not in self._file_of:
+    def _find(self, name: str) -> tuple[str, str]:
+        """The name in the file, and the file."""
+        stored = self._stored(name)
+        if stored is None:
             raise ModelError(f"the checkpoint in {self._model_dir} has no tensor {name}")
-        return self._file_of[name]
+        return stored, self._file_of[stored]
+
+    def _stored(self, name: str) -> str | None:
+        if name in self._file_of:
+            return name
+        others = self._by_tail.get(tail_of(name), [])
+        return others[0] if len(others) == 1 else None
 
     def _give_back_pages(self, file: str) -> None:
         """Map the file anew now and then: the pages of tensors read so far would count as this process's memory."""

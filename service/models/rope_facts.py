@@ -18,6 +18,8 @@ _NEEDS: dict[RopeKind, tuple[str, ...]] = {
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
 }
+# What Phi-3 first called it, and Qwen2-VL: the sections of its positions are equal for text, so it is a plain one.
+_OLD_NAMES: dict[str, RopeKind] = {"su": "longrope", "mrope": "default"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +88,7 @@ def rope_facts(
             f"config.json gives {field} by layer type ({', '.join(nested)}); served is one rotation for all layers"
         )
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "su":  # what Phi-3 first called it
-        kind = "longrope"
+    kind = _OLD_NAMES.get(kind, kind)
     if kind not in _NEEDS:
         raise ModelError(f"config.json asks for the rope type {kind!r}; served are {', '.join(_NEEDS)}")
     original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")

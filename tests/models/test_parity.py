@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from service.models.loader import LoadedModel, load_model
 from tests.support.hand_steps import HandDriver
-from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, make_tiny_model, make_wrongly_tied_model
+from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, load_oracle, make_tiny_model, make_wrongly_tied_model
 from tests.tolerances import LOGITS, LOGITS_RMS, logits_bounds
 
 LENGTHS = (1, 7, 33, 50)
@@ -25,7 +24,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 @torch.inference_mode()
 def oracle_logits(model_dir: Path, prompts: list[list[int]], dtype: torch.dtype) -> list[torch.Tensor]:
     """Logits [tokens, vocabulary] of each prompt alone, by transformers."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+    model = load_oracle(model_dir, dtype)
     return [model(torch.tensor([tokens])).logits[0].float() for tokens in prompts]
 
 

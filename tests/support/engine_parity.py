@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from peft import PeftModel
 
 from adapters.invocation import invocation_start
@@ -36,6 +35,7 @@ from tests.support.tiny_models import (
     LINEAR_MODULES,
     MLP_MODULES,
     VOCAB_SIZE,
+    load_oracle,
     make_adapter,
     make_tiny_model,
 )
@@ -135,10 +135,11 @@ def make_world(
     *,
     dtype: torch.dtype = torch.float32,
     specs: dict[str, dict[str, Any]] | None = None,
+    make_model: Callable[..., Path] = make_tiny_model,
     **overrides: Any,
 ) -> World:
     """Write the model and its adapters, and publish them as an upload would. specs: None are `adapter_specs`."""
-    model_dir = make_tiny_model(family, directory / "model", dtype=dtype, **overrides)
+    model_dir = make_model(family, directory / "model", dtype=dtype, **overrides)
     layout = layout_in(model_dir)
     adapters, digests, rows, invocations = {}, {}, {}, {}
     store = AdapterStore(directory / "store", layout, base_name=BASE, base_dir=model_dir)
@@ -267,7 +268,7 @@ class Oracle:
         if merged:
             unmerged = self._models.get((adapter, False)) or self._load(adapter, False)
             return copy.deepcopy(unmerged).merge_and_unload()
-        model = transformers.AutoModelForCausalLM.from_pretrained(self._world.model_dir, dtype=self._world.dtype)
+        model = load_oracle(self._world.model_dir, self._world.dtype)
         if adapter != BASE:
             model = PeftModel.from_pretrained(model, self._world.adapters[adapter])
         return model.eval()

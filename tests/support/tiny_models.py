@@ -165,9 +165,24 @@ LINEAR_MODULES = {
 }
 
 
+def tiny_fields(family: str) -> dict[str, Any]:
+    """Fields of config.json that make a model tiny."""
+    return {**_COMMON, **_BY_FAMILY[family]}
+
+
 def tiny_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
     """The configuration that `make_tiny_model` uses; overrides are fields of config.json."""
-    return transformers.AutoConfig.for_model(family, **{**_COMMON, **_BY_FAMILY[family], **overrides})
+    return transformers.AutoConfig.for_model(family, **{**tiny_fields(family), **overrides})
+
+
+def shake_vectors(model: torch.nn.Module) -> None:
+    """Norm weights start as ones and biases as zeros, which would hide them."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter), alpha=0.1 if "norm" in name else 0.3)
+            if name.endswith("mlp.gate.weight"):  # the last expert of a token counts little: rounding may change it
+                parameter.mul_(4)
 
 
 def make_tiny_model(
@@ -183,12 +198,7 @@ def make_tiny_model(
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(tiny_config(family, **overrides))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if parameter.dim() == 1:  # norm weights start as ones and biases as zeros, which would hide them
-                    parameter.add_(torch.randn_like(parameter), alpha=0.1 if "norm" in name else 0.3)
-                if name.endswith("mlp.gate.weight"):  # the last expert of a token counts little: rounding may change it
-                    parameter.mul_(4)
+        shake_vectors(model)
     model.to(dtype).save_pretrained(directory, max_shard_size=max_shard_size)
     make_tokenizer(directory)
     return directory
@@ -200,6 +210,13 @@ def make_wrongly_tied_model(family: str, directory: Path, *, dtype: torch.dtype 
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     return directory
+
+
+def load_oracle(model_dir: Path, dtype: torch.dtype) -> Any:
+    """The model by transformers; one with a vision tower as a whole."""
+    has_vision = "vision_config" in json.loads((model_dir / "config.json").read_text())
+    kind = transformers.AutoModelForImageTextToText if has_vision else transformers.AutoModelForCausalLM
+    return kind.from_pretrained(model_dir, dtype=dtype).eval()
 
 
 def make_tokenizer(directory: Path) -> None:
@@ -232,7 +249,7 @@ def make_adapter(
 
     `target_modules` as PEFT takes it (list, regular expression, "all-linear"); further LoraConfig fields by name.
     """
-    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    model = load_oracle(model_dir, torch.float32)
     lora_config.setdefault("lora_alpha", 2 * rank)
     config = LoraConfig(task_type="CAUSAL_LM", r=rank, target_modules=target_modules, **lora_config)
     peft_model = get_peft_model(model, config)

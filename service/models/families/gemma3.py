@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from service.models.config_json import Config, completed
-from service.models.families import gemma2
+from service.models.families import gemma2, whole
 from service.models.rope_facts import RopeFacts, rope_facts
 from service.models.spec import ModelSpec
 
+# Sizes too, of which published text_configs leave some out.
 _DEFAULTS: Config = {
     **gemma2.DEFAULTS,
+    "vocab_size": 262_208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
     "max_position_embeddings": 131_072,
     "sliding_window_pattern": 6,
     "attn_logit_softcapping": None,
@@ -24,6 +30,11 @@ def read(config: Config) -> ModelSpec:
     attention = {**gemma2.attention_of(config), "head_norms": ("q_norm", "k_norm")}
     everywhere, nearby = {**attention, "rotary": _GLOBAL}, {**attention, "rotary": _LOCAL}
     return gemma2.spec_of(config, everywhere, nearby, _rotations(config))
+
+
+def read_whole(config: Config) -> ModelSpec:
+    """With a vision tower; see `families`."""
+    return whole.text_part(config, read, "gemma3_text")
 
 
 def _rotations(config: Config) -> tuple[RopeFacts, RopeFacts]:

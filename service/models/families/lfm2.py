@@ -13,6 +13,7 @@ from service.models.config_json import (
     layer_types,
     model_sizes,
 )
+from service.models.families import whole
 from service.models.rope_facts import rope_facts
 from service.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, ShortConvSpec
 
@@ -55,6 +56,11 @@ def read(config: Config) -> ModelSpec:
     return ModelSpec(
         **model_sizes(config), layers=tuple(layers), rotations=(rope_facts(config),), final_norm="embedding_norm"
     )
+
+
+def read_whole(config: Config) -> ModelSpec:
+    """With a vision tower; see `families`."""
+    return whole.text_part(config, read, "lfm2")
 
 
 def _feed_forward_size(config: Config) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from service.models.config_json import Config, attention_sizes, check_activation, completed, count, model_sizes
-from service.models.families import llama
+from service.models.families import llama, whole
 from service.models.rope_facts import rope_facts
 from service.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 
@@ -23,3 +23,8 @@ def read(config: Config) -> ModelSpec:
     layer = LayerSpec(mixer=attention, mlp=MlpSpec(size=count(config, "intermediate_size")))
     layers = (layer,) * count(config, "num_hidden_layers")
     return ModelSpec(**model_sizes(config), layers=layers, rotations=(rope_facts(config),))
+
+
+def read_whole(config: Config) -> ModelSpec:
+    """Mistral 3: with a vision tower; see `families`."""
+    return whole.text_part(config, read, "mistral", is_tied=True)

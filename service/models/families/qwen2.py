@@ -11,7 +11,7 @@ from service.models.config_json import (
     late_windows,
     model_sizes,
 )
-from service.models.families import llama
+from service.models.families import llama, whole
 from service.models.rope_facts import rope_facts
 from service.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 
@@ -21,6 +21,14 @@ DEFAULTS: Config = {
     "num_key_value_heads": 32,
     "sliding_window": 4096,
     "max_window_layers": 28,
+}
+# Of the models with a vision tower.
+_DEFAULTS_BESIDE_VISION: Config = {
+    **DEFAULTS,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1_000_000.0,
+    "num_key_value_heads": 8,
+    "max_window_layers": 80,
 }
 
 
@@ -34,3 +42,17 @@ def read(config: Config) -> ModelSpec:
         for window in late_windows(config)
     )
     return ModelSpec(**model_sizes(config), layers=tuple(layers), rotations=(rope_facts(config),))
+
+
+def read_whole(config: Config) -> ModelSpec:
+    """Qwen2-VL: the same with a vision tower; see `families`."""
+    return whole.text_part(config, _read_beside_vision, "qwen2_vl_text", may_be_flat=True)
+
+
+def read_whole_2_5(config: Config) -> ModelSpec:
+    """Qwen2.5-VL: as `read_whole`."""
+    return whole.text_part(config, _read_beside_vision, "qwen2_5_vl_text", may_be_flat=True)
+
+
+def _read_beside_vision(config: Config) -> ModelSpec:
+    return read(completed(config, _DEFAULTS_BESIDE_VISION, nullable=("sliding_window",)))

@@ -15,7 +15,7 @@ from service.models.config_json import (
     late_windows,
     model_sizes,
 )
-from service.models.families import qwen2
+from service.models.families import qwen2, whole
 from service.models.rope_facts import rope_facts
 from service.models.spec import AttentionSpec, FeedForward, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
@@ -30,6 +30,8 @@ _MOE_DEFAULTS: Config = {
     "num_experts_per_tok": 8,
     "norm_topk_prob": False,
 }
+# Of the model with a vision tower.
+_DEFAULTS_BESIDE_VISION: Config = {"max_position_embeddings": 128_000, "rope_theta": 500_000.0}
 
 
 def read(config: Config) -> ModelSpec:
@@ -37,6 +39,15 @@ def read(config: Config) -> ModelSpec:
     config = completed(config, _DEFAULTS, nullable=("sliding_window",))
     mlp = MlpSpec(size=count(config, "intermediate_size"))
     return _read(config, late_windows(config), [mlp] * count(config, "num_hidden_layers"))
+
+
+def read_whole(config: Config) -> ModelSpec:
+    """Qwen3-VL: the same with a vision tower; see `families`."""
+    return whole.text_part(config, _read_beside_vision, "qwen3_vl_text")
+
+
+def _read_beside_vision(config: Config) -> ModelSpec:
+    return read(completed(config, _DEFAULTS_BESIDE_VISION))
 
 
 def read_moe(config: Config) -> ModelSpec:

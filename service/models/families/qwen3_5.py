@@ -19,6 +19,7 @@ from service.models.config_json import (
     model_sizes,
 )
 from service.models.errors import ModelError
+from service.models.families import whole
 from service.models.rope_facts import rope_facts
 from service.models.spec import AttentionSpec, FeedForward, GatedDeltaSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
 
@@ -44,53 +45,32 @@ _MOE_DEFAULTS: Config = {
     "num_experts": 256,
     "num_experts_per_tok": 8,
 }
-_WHOLE_PREFIX = "model.language_model."
-_UNUSED = ("model.visual.", "visual.", "mtp.")
-# Fields of the part that is served which the whole may give too.
-_OF_THE_WHOLE = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
 
 
 def read_whole(config: Config) -> ModelSpec:
     """A config.json whose text_config describes what is served; see `families`."""
-    return _read_dense(_text(config), _WHOLE_PREFIX)
+    return whole.text_part(config, read_text, "qwen3_5_text")
 
 
 def read_text(config: Config) -> ModelSpec:
     """See `families`."""
-    return _read_dense(config, "model.")
+    config = completed(config, _DEFAULTS)
+    return _read(config, MlpSpec(size=count(config, "intermediate_size")))
 
 
 def read_whole_moe(config: Config) -> ModelSpec:
     """As `read_whole`."""
-    return _read_moe(_text(config), _WHOLE_PREFIX)
+    return whole.text_part(config, read_text_moe, "qwen3_5_moe_text")
 
 
 def read_text_moe(config: Config) -> ModelSpec:
     """See `families`."""
-    return _read_moe(config, "model.")
-
-
-def _text(config: Config) -> Config:
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        family = config["model_type"]
-        raise ModelError(f"config.json of the model_type {family!r} must have a text_config, and has none")
-    whole = {name: config[name] for name in _OF_THE_WHOLE if config.get(name) is not None}
-    return {**text, **whole, "model_type": config["model_type"]}
-
-
-def _read_dense(config: Config, prefix: str) -> ModelSpec:
-    config = completed(config, _DEFAULTS)
-    return _read(config, prefix, MlpSpec(size=count(config, "intermediate_size")))
-
-
-def _read_moe(config: Config, prefix: str) -> ModelSpec:
     config = completed(config, _MOE_DEFAULTS)
     shared = MlpSpec(size=count(config, "shared_expert_intermediate_size"), name="mlp.shared_expert")
-    return _read(config, prefix, MoeSpec(**expert_sizes(config), normalises=True, shared=shared))
+    return _read(config, MoeSpec(**expert_sizes(config), normalises=True, shared=shared))
 
 
-def _read(config: Config, prefix: str, feed_forward: FeedForward) -> ModelSpec:
+def _read(config: Config, feed_forward: FeedForward) -> ModelSpec:
     check_activation(config)
     check_activation(config, key="output_gate_type")
     if not config.get("attn_output_gate", True):
@@ -111,9 +91,8 @@ def _read(config: Config, prefix: str, feed_forward: FeedForward) -> ModelSpec:
         **model_sizes(config),
         layers=layers,
         rotations=(rope_facts(config, may_turn_a_share=True),),
-        prefix=prefix,
         zero_centred_norms=True,
-        unused=_UNUSED,
+        unused=whole.UNUSED,
     )
 
 

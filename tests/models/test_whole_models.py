@@ -1,0 +1,239 @@
+"""Checkpoints of text with a vision tower beside it, as they are published: the text is served, the rest is left."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from service.models.errors import ModelError
+from service.models.families import model_spec
+from service.models.layouts import layout_of
+from service.models.loader import load_model
+from tests.models.test_parity import assert_parity
+from tests.support.engine_parity import (
+    Oracle,
+    assert_greedy,
+    build_engine,
+    config_of,
+    make_requests,
+    make_world,
+    run_engine,
+)
+from tests.support.tiny_models import LINEAR_MODULES
+from tests.support.whole_models import WHOLE_FAMILIES, make_whole_model, text_family_of, whole_config
+
+
+def config_json(family: str, **changes: Any) -> dict[str, Any]:
+    return {**json.loads(whole_config(family).to_json_string(use_diff=False)), **changes}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", WHOLE_FAMILIES)
+def test_the_text_equals_transformers(
+    family: str, dtype: torch.dtype, tmp_path: Path, device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_dir = make_whole_model(family, tmp_path, dtype=dtype)
+    with caplog.at_level(logging.INFO, "service.models.loader"):
+        assert_parity(model_dir, device, dtype)
+    assert caplog.text.count("parts of the checkpoint that are not served") == 1
+    assert "visual.*" in caplog.text or "vision_tower.*, " in caplog.text
+    assert "does not use" not in caplog.text
+
+
+def published(name: str) -> str:
+    """The name as the first checkpoints of these models have it."""
+    parts = {"model.language_model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+    before = next((before for before in parts if name.startswith(before)), None)
+    return name if before is None else parts[before] + name.removeprefix(before)
+
+
+def called_now(name: str) -> str:
+    for before, now in (
+        ("language_model.model.", "model.language_model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("visual.", "model.visual."),
+    ):
+        if name.startswith(before):
+            return now + name.removeprefix(before)
+    is_text = name.startswith("model.") and not name.startswith(("model.language_model.", "model.visual."))
+    return name.replace("model.", "model.language_model.", 1) if is_text else name
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral3", "qwen2_5_vl"])
+def test_names_of_all_times_are_read(family: str, tmp_path: Path, device: str) -> None:
+    model_dir = make_whole_model(family, tmp_path)
+    file = model_dir / "model.safetensors"
+    tensors = {called_now(name): tensor for name, tensor in load_file(file).items()}
+    assert "model.language_model.norm.weight" in tensors
+    for rename in (str, published):
+        save_file({rename(name): tensor for name, tensor in tensors.items()}, file, metadata={"format": "pt"})
+        load_model(model_dir, device=device)
+
+
+def test_a_tensor_of_two_models_in_one_file_is_not_guessed(tmp_path: Path) -> None:
+    file = make_whole_model("gemma3", tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    norm = tensors.pop("language_model.model.norm.weight")
+    tensors |= {"language_model.norm.weight": norm, "text_model.norm.weight": norm.clone()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"no tensor model\.language_model\.norm\.weight"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("family", WHOLE_FAMILIES)
+def test_adapters_of_the_whole_model_equal_peft(family: str, tmp_path: Path, device: str) -> None:
+    """Trained as PEFT trains the class with the vision tower; mixed with the base, in chunks."""
+    linear = "|".join(LINEAR_MODULES[text_family_of(family)])
+    specs: dict[str, dict[str, Any]] = {
+        "all": {"rank": 5, "target_modules": rf"model\.language_model\..*\.({linear})"},
+        "dora": {"rank": 3, "target_modules": rf".*language_model.*\.({linear})", "use_dora": True},
+        "embedding": {"rank": 4, "target_modules": r".*language_model\.embed_tokens", "save_embedding_layers": True},
+    }
+    world = make_world(family, tmp_path, device, specs=specs, make_model=make_whole_model)
+    requests = make_requests(world, 8)
+    engine = build_engine(config_of(world, token_budget=24, max_sequences=4, side_bytes=4 << 20))
+    answers = run_engine(engine, [request.submit(world) for request in requests], joins_per_step=2)
+    engine.close()
+    oracle = Oracle(world)
+    for request in requests:
+        assert_greedy(oracle, request, answers[request.name].tokens)
+
+
+# What config.json of published checkpoints says, with the numbers of hidden layers cut.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "gemma-3-4b-it": {
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "text_config": {
+            "hidden_size": 2560,
+            "intermediate_size": 10_240,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 7,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "vision_config": {"model_type": "siglip_vision_model"},
+    },
+    "Mistral-Small-3.1": {
+        "model_type": "mistral3",
+        "text_config": {
+            "head_dim": 128,
+            "hidden_size": 5120,
+            "intermediate_size": 32_768,
+            "model_type": "mistral",
+            "max_position_embeddings": 131_072,
+            "num_attention_heads": 32,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e9,
+            "sliding_window": None,
+            "vocab_size": 131_072,
+        },
+    },
+    "Qwen2.5-VL-3B": {
+        "model_type": "qwen2_5_vl",
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 11_008,
+        "max_position_embeddings": 128_000,
+        "max_window_layers": 70,
+        "num_attention_heads": 16,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "sliding_window": 32_768,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "vocab_size": 151_936,
+        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+        "vision_config": {"depth": 32, "hidden_size": 1280},
+    },
+    "Qwen3-VL-4B": {
+        "model_type": "qwen3_vl",
+        "text_config": {
+            "attention_bias": False,
+            "head_dim": 128,
+            "hidden_size": 2560,
+            "intermediate_size": 9728,
+            "max_position_embeddings": 262_144,
+            "model_type": "qwen3_vl_text",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 8,
+            "rope_theta": 5_000_000,
+            "vocab_size": 151_936,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+        },
+        "tie_word_embeddings": True,
+    },
+    "LFM2-VL": {
+        "model_type": "lfm2_vl",
+        "text_config": {
+            "model_type": "lfm2",
+            "hidden_size": 1024,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 16,
+            "block_ff_dim": 6656,
+            "full_attn_idxs": [2],
+            "vocab_size": 65_536,
+            "conv_L_cache": 3,
+        },
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_config_json_means_what_transformers_reads_in_it(name: str) -> None:
+    config = PUBLISHED[name]
+    read = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(read)
+    expected = {
+        module: tuple(layer.weight.shape)
+        for module, layer in model.named_modules()
+        if isinstance(layer, torch.nn.Linear) and "vis" not in module and "projector" not in module
+    }
+    found = {
+        piece.module: (piece.out_features, projection.in_features)
+        for projection in layout_of(config).projections
+        for piece in projection.slices
+        if projection.kind == "linear"
+    }
+    assert found == expected
+    spec, full = model_spec(config), model_spec(json.loads(read.to_json_string(use_diff=False)))
+    assert (spec.layers, spec.rotations, spec.tie_word_embeddings) == (
+        full.layers,
+        full.rotations,
+        full.tie_word_embeddings,
+    )
+    assert spec.norm_eps == full.norm_eps and spec.context_tokens == full.context_tokens
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no-text": (config_json("gemma3", text_config=None), "must have a text_config, and has none"),
+    "other-text": (
+        config_json("mistral3", text_config={"model_type": "ministral3"}),
+        "has a text_config of the model_type 'ministral3'; served is mistral",
+    ),
+    "quantised": (
+        config_json("gemma3", text_config={"model_type": "gemma3_text", "quantization_config": {"bits": 4}}),
+        "quantised checkpoints are not served",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_not_served_is_named(case: str) -> None:
+    config, words = REFUSED[case]
+    with pytest.raises(ModelError) as caught:
+        model_spec(config)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
