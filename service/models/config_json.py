@@ -6,6 +6,7 @@ Anything that could not be honoured (another activation, say) is a `ModelError`,
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,20 @@ from typing import Any
 from service.models.errors import ModelError
 
 Config = Mapping[str, Any]
+
+# What fields are that readers calculate with as they stand; null is their default, and others are looked at where they
+# are read.
+_OBJECTS = ("rope_parameters", "rope_scaling", "quantization_config")
+_LISTS = ("layer_types", "mlp_only_layers", "full_attn_idxs", "no_rope_layers")
+_FLAGS = (
+    *("attention_bias", "mlp_bias", "conv_bias", "tie_word_embeddings", "tie_embedding", "use_sliding_window"),
+    *("norm_topk_prob", "block_auto_adjust_ff_dim", "attn_output_gate"),
+)
+_NUMBERS = (
+    *("rms_norm_eps", "norm_eps", "rope_theta", "rope_local_base_freq", "max_position_embeddings"),
+    *("original_max_position_embeddings", "query_pre_attn_scalar", "block_ffn_dim_multiplier", "embedding_multiplier"),
+    *("attention_multiplier", "residual_multiplier", "logits_scaling"),
+)
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
@@ -29,6 +44,26 @@ def completed(config: Config, defaults: Config, *, nullable: tuple[str, ...] = (
     """config with what transformers assumes where it is silent. null stands for the default, but in `nullable` fields,
     where it means "none"."""
     return {**defaults, **{k: v for k, v in config.items() if v is not None or k in nullable}}
+
+
+def check_kinds(config: Config) -> None:
+    """Raises ModelError for a field that is not even of the kind that readers take it for."""
+    kinds = (
+        ("an object", _OBJECTS, lambda value: isinstance(value, dict)),
+        ("a list", _LISTS, lambda value: isinstance(value, list)),
+        ("true or false", _FLAGS, lambda value: isinstance(value, bool)),
+        ("a number above 0", _NUMBERS, is_positive_number),
+    )
+    for kind, names, is_so in kinds:
+        for name in names:
+            value = config.get(name)
+            if value is not None and not is_so(value):
+                raise ModelError(f"config.json must give {name} as {kind}, or leave it out, and has {value!r}")
+
+
+def is_positive_number(value: object) -> bool:
+    """Whether it is one, and finite."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= sys.float_info.max
 
 
 def count(config: Config, key: str) -> int:
@@ -84,9 +119,9 @@ def check_activation(config: Config, served: tuple[str, ...] = ("silu", "swish")
 
 def layer_types(config: Config, known: tuple[str, ...]) -> list[str]:
     """One of `known` for each layer. Raises ModelError."""
-    listed: list[str] = config["layer_types"]
+    listed: list[str] = [str(layer_type) for layer_type in config["layer_types"]]
     num_layers = count(config, "num_hidden_layers")
-    unknown = sorted({str(layer_type) for layer_type in listed} - set(known))
+    unknown = sorted(set(listed) - set(known))
     if unknown or len(listed) != num_layers:
         raise ModelError(
             f"config.json must list one of {', '.join(known)} for each of its {num_layers} layers in layer_types, and "

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from service.models.config_json import is_positive_number
 from service.models.errors import ModelError
 
 RopeKind = Literal["none", "default", "linear", "dynamic", "llama3", "yarn", "longrope"]
@@ -20,6 +21,12 @@ _NEEDS: dict[RopeKind, tuple[str, ...]] = {
 }
 # What Phi-3 first called it, and Qwen2-VL: the sections of its positions are equal for text, so it is a plain one.
 _OLD_NAMES: dict[str, RopeKind] = {"su": "longrope", "mrope": "default"}
+_NUMBERS = (
+    *("factor", "rope_theta", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    *("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"),
+)
+_MAY_BE_ZERO = ("mscale", "mscale_all_dim")  # which says as much as leaving them out
+_LISTS = ("short_factor", "long_factor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +95,10 @@ def rope_facts(
             f"config.json gives {field} by layer type ({', '.join(nested)}); served is one rotation for all layers"
         )
     kind = rope.get("rope_type", rope.get("type", "default"))
-    kind = _OLD_NAMES.get(kind, kind)
-    if kind not in _NEEDS:
+    kind = _OLD_NAMES.get(str(kind), kind)
+    if not isinstance(kind, str) or kind not in _NEEDS:
         raise ModelError(f"config.json asks for the rope type {kind!r}; served are {', '.join(_NEEDS)}")
+    _check_kinds(rope, field)
     original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     original = int(original or config["max_position_embeddings"])
     factor = rope.get("factor")
@@ -100,6 +108,8 @@ def rope_facts(
     missing = [key for key in _NEEDS[kind] if rope.get(key) is None]
     if missing:
         raise ModelError(f"config.json asks for the rope type {kind!r} without {', '.join(missing)}")
+    if kind == "llama3" and rope["low_freq_factor"] == rope["high_freq_factor"]:
+        raise ModelError("config.json gives low_freq_factor and high_freq_factor as the same; they bound a band")
     share = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
     if not isinstance(share, int | float) or not 0 < share <= 1 or (share != 1 and not may_turn_a_share):
         served = "above 0 and at most 1" if may_turn_a_share else "1"
@@ -121,3 +131,17 @@ def rope_facts(
         short_factors=tuple(rope.get("short_factor") or ()),
         long_factors=tuple(rope.get("long_factor") or ()),
     )
+
+
+def _check_kinds(rope: Mapping[str, Any], field: str) -> None:
+    """Raises ModelError for a parameter of another kind."""
+    for key in _NUMBERS:
+        value = rope.get(key)
+        if value is None or (value == 0 and key in _MAY_BE_ZERO):
+            continue
+        if not is_positive_number(value):
+            raise ModelError(f"config.json must give {key} in {field} as a number above 0, and has {value!r}")
+    for key in _LISTS:
+        value = rope.get(key)
+        if value is not None and not (isinstance(value, list) and all(map(is_positive_number, value))):
+            raise ModelError(f"config.json must give {key} in {field} as a list of numbers above 0, and has {value!r}")

@@ -97,6 +97,33 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "layer-types": ("lfm2", {"layer_types": ["conv", "full_attention", "conv", "mamba"]}, "mamba"),
     "no-attention": ("lfm2", {"layer_types": ["conv"] * 4}, "no attention layer"),
     "layer-count": ("lfm2", {"layer_types": ["conv"]}, "lists 1"),
+    "rope-no-object": ("llama", {"rope_scaling": "linear"}, "must give rope_scaling as an object"),
+    "rope-type-list": ("llama", {"rope_parameters": {"rope_type": ["linear"]}}, "rope type ['linear']"),
+    "rope-factor-text": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": "2"}},
+        "must give factor in rope_parameters as a number above 0, and has '2'",
+    ),
+    "rope-factor-zero": ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, "factor in rope_scaling"),
+    "rope-factor-huge": ("llama", {"rope_scaling": {"type": "linear", "factor": 10**400}}, "factor in rope_scaling"),
+    "rope-band": (
+        "llama",
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 2, "high_freq_factor": 2}},
+        "low_freq_factor and high_freq_factor as the same",
+    ),
+    "rope-factors": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "longrope", "short_factor": 1.0, "long_factor": [1.0] * 6}},
+        "must give short_factor in rope_parameters as a list of numbers",
+    ),
+    "epsilon": ("qwen2", {"rms_norm_eps": "1e-6"}, "must give rms_norm_eps as a number above 0"),
+    "epsilon-below": ("qwen2", {"rms_norm_eps": -1e-6}, "must give rms_norm_eps as a number above 0"),
+    "bias-text": ("qwen3", {"attention_bias": "yes"}, "must give attention_bias as true or false"),
+    "kinds-text": ("lfm2", {"layer_types": "conv"}, "must give layer_types as a list"),
+    "kinds-nested": ("lfm2", {"layer_types": [["conv"], "conv", "conv", "conv"]}, "with ['conv']"),
+    "window-text": ("mistral", {"sliding_window": "4096"}, "sliding_window as a positive integer or null"),
+    "window-zero": ("mistral", {"sliding_window": 0}, "sliding_window as a positive integer or null, and has 0"),
+    "compressed": ("qwen3", {"compression_config": {"format": "int-quantized"}}, "compression_config"),
     "window-off": ("qwen3", {"layer_types": ["sliding_attention"] * 3}, "use_sliding_window is off"),
 }
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from service.models.config_json import check_kinds
 from service.models.errors import ModelError
 from service.models.families import (
     gemma2,
@@ -53,6 +54,10 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = MappingProxyT
     }
 )
 FAMILIES = tuple(_READERS)
+_QUANTISED = (
+    "config.json has a {}; quantised checkpoints are not served: give the directory of the one that it "
+    "was made of, in bfloat16, float16 or float32"
+)
 
 
 def model_spec(config: Mapping[str, Any]) -> ModelSpec:
@@ -62,9 +67,15 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
     if read is None:
         raise ModelError(f"config.json names the model_type {family!r}; served are {', '.join(FAMILIES)}")
     inner = config.get("text_config")
-    if config.get("quantization_config") or (isinstance(inner, dict) and inner.get("quantization_config")):
-        raise ModelError("config.json has a quantization_config; quantised checkpoints are not served")
+    for part in (config, inner if isinstance(inner, dict) else {}):
+        check_kinds(part)
+        for key in ("quantization_config", "compression_config"):
+            if part.get(key):
+                raise ModelError(_QUANTISED.format(key))
     spec = read(config)
     if not spec.attentions:
         raise ModelError("config.json has no attention layer; served are models with at least one")
+    for window in (attention.sliding_window for attention in spec.attentions):
+        if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+            raise ModelError(f"config.json must give sliding_window as a positive integer or null, and has {window!r}")
     return spec

@@ -10,6 +10,7 @@ from service.models.config_json import (
     check_activation,
     completed,
     count,
+    is_positive_number,
     layer_types,
     model_sizes,
 )
@@ -96,7 +97,7 @@ def _cap(config: Config, key: str) -> float | None:
     cap = config[key]
     if cap is None:
         return None
-    if not isinstance(cap, int | float) or isinstance(cap, bool) or not 0 < cap < float("inf"):
+    if not is_positive_number(cap):
         raise ModelError(f"config.json must give {key} as a number above 0, or null for none, and has {cap!r}")
     return float(cap)
 
