@@ -51,6 +51,8 @@ class BaseLayout:
     weights      fingerprint of the base's weights: an adapter fits the weights it was trained on, so adapters of two
                  bases of one shape are kept apart by it
     unadapted    modules whose adapters are not served, what is below them included: experts and their routers
+    fixed        modules and parameters that no adapter changes, convolutions say
+    outside      beginnings of modules that belong to parts of the model that are not served, a vision tower say
     ties_head    the head is the token embedding
     norms        of the hidden states and of the heads of attention: the modules whose weights an adapter may replace,
                  and their widths
@@ -64,6 +66,8 @@ class BaseLayout:
     unadapted: tuple[str, ...] = ()
     norms: tuple[Slice, ...] = ()
     ties_head: bool = False
+    fixed: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
 
     @property
     def groups(self) -> tuple[Group, ...]:

@@ -24,6 +24,8 @@ class KnownModules:
         assert len(self.by_tail) == len(self.slices), "module paths are unique without the model's name"
 
         self.unadapted = tuple(tail_of(module) for module in layout.unadapted)
+        self._fixed = tuple(tail_of(module) for module in layout.fixed)
+        self._outside = tuple(dict.fromkeys(tail_of(beginning) for beginning in layout.outside))
         self.ties_head = layout.ties_head
         self.norms = {tail_of(norm.module): norm for norm in layout.norms}
         self.fused = {tail_of(name): modules for p in layout.projections for name, modules in _fused(p)}
@@ -36,11 +38,23 @@ class KnownModules:
 
     def why_unknown(self, path: str) -> str:
         """Why nothing binds to the module at `path`."""
+        return self.why_unserved(path) or f"this base model has no projection {path[:200]!r}"
+
+    def why_unserved(self, path: str) -> str | None:
+        """Why nothing binds to the module or parameter at `path`, which this base has; None if it has none such."""
         tail = f"{tail_of(path)}."
+        beginning = next((beginning for beginning in self._outside if tail.startswith(beginning)), None)
+        if beginning is not None:
+            part = beginning.removesuffix(".")
+            return (
+                f"{part} is a part of the model that is not served: train modules of the text model alone (PEFT's "
+                f"exclude_modules leaves {part} out)"
+            )
         module = next((module for module in self.unadapted if tail.startswith(f"{module}.")), None)
-        if module is None:
-            return f"this base model has no projection {path[:200]!r}"
-        return f"adapters of experts and of their routers ({module}) are not served: train without these modules"
+        if module is not None:
+            return f"adapters of experts and of their routers ({module}) are not served: train without these modules"
+        module = next((module for module in self._fixed if tail.startswith(f"{module}.")), None)
+        return None if module is None else f"adapters that change {module} are not served: train without it"
 
     def resolve_fused(self, path: str) -> tuple[str, ...] | None:
         """The modules that the one at `path` stands for, in the order of its rows."""

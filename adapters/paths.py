@@ -50,7 +50,8 @@ def is_name(name: str, owner: str = "") -> bool:
 def layout_fingerprint(layout: BaseLayout) -> str:
     """16 hex digits that change with the base: its weights, or how an adapter binds to it."""
     fields = asdict(layout)
-    del fields["norms"], fields["ties_head"]  # they follow from the rest, and stores are older than they
+    for name in ("norms", "ties_head", "fixed", "outside"):  # they follow from the rest, and stores are older than they
+        del fields[name]
     return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()[:16]
 
 

@@ -113,8 +113,9 @@ def _sort_in_other(tensor: Tensor, known: KnownModules, others: OtherTensors) ->
     if (trained := _TOKENS.fullmatch(name)) is not None:
         return _add_tokens(tensor, trained_path(trained["path"]), known, others)
     match = _BASE_TENSOR.fullmatch(name)
-    if match is None:
-        return "it is neither lora_A nor lora_B of a projection of this base model"
+    why_unserved = known.why_unserved(trained_path(name))
+    if match is None or why_unserved is not None:
+        return why_unserved or "it is neither lora_A nor lora_B of a projection of this base model"
     path, wrapper, what = trained_path(match["path"]), match["wrapper"] or "", match["what"]
     module, config = known.resolve(path), others.config
     norm = known.norms.get(tail_of(path))

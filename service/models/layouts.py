@@ -76,12 +76,20 @@ def layout_of_spec(spec: ModelSpec) -> BaseLayout:
         if isinstance(layer.mlp, MoeSpec)
         for module in layer.mlp.unadapted
     )
+    fixed = (
+        f"{spec.layer_prefix}{index}.{part}"
+        for index, layer in enumerate(spec.layers)
+        if not isinstance(layer.mixer, AttentionSpec)
+        for part in layer.mixer.fixed
+    )
     return BaseLayout(
         spec.model_type,
         spec.num_layers,
         spec.layer_prefix,
         tuple(projections),
         unadapted=unadapted,
+        fixed=tuple(fixed),
+        outside=spec.unused,
         norms=tuple(_norms(spec)),
         ties_head=spec.tie_word_embeddings,
     )

@@ -63,6 +63,11 @@ class ShortConvSpec:
     bias: bool
     name: str = "conv"
 
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """What adapters cannot change."""
+        return (f"{self.name}.conv",)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedDeltaSpec:
@@ -89,6 +94,11 @@ class GatedDeltaSpec:
     def size(self) -> int:
         """Channels of the convolution."""
         return 2 * self.num_key_heads * self.key_dim + self.value_size
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """What adapters cannot change."""
+        return tuple(f"{self.name}.{part}" for part in ("conv1d", "A_log", "dt_bias", "norm"))
 
     @property
     def input_sizes(self) -> tuple[int, ...]:

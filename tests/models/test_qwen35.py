@@ -170,11 +170,35 @@ def test_modules_that_trainers_merge_are_taken_apart() -> None:
         bind(layout, parse_config(config), wrong)
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["model.visual.blocks.0.attn.qkv", "model.layers.0.linear_attn.conv1d", "model.layers.0.linear_attn.A_log"],
-)
-def test_adapters_of_what_has_no_projection_are_refused_by_name(path: str) -> None:
+_VISUAL = "visual is a part of the model that is not served: train modules of the text model alone"
+NOT_SERVED = {
+    "model.visual.blocks.0.attn.qkv.lora_A.weight": _VISUAL,
+    "model.visual.patch_embed.proj.weight": _VISUAL,
+    "mtp.layers.0.self_attn.q_proj.lora_B.weight": "mtp is a part of the model that is not served",
+    **{
+        f"model.layers.0.linear_attn.{tensor}": f"adapters that change layers.0.linear_attn.{part} are not served"
+        for part, tensor in (
+            ("conv1d", "conv1d.lora_A.weight"),
+            ("conv1d", "conv1d.modules_to_save.weight"),
+            ("A_log", "A_log"),
+            ("A_log", "A_log.lora_A.weight"),
+            ("dt_bias", "dt_bias"),
+            ("norm", "norm.weight"),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("modules_to_save", [None, ["conv1d", "norm"]], ids=["lora", "whole-modules"])
+@pytest.mark.parametrize("name", NOT_SERVED)
+def test_what_no_adapter_changes_is_named_beside_what_binds(name: str, modules_to_save: list[str] | None) -> None:
+    """One sentence for each, which says what to do."""
+    _, tensors = adapter_of("model.layers.2.self_attn.q_proj")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    config |= {"modules_to_save": modules_to_save, "layers_to_transform": [2]}
+    full = f"base_model.model.{name}"
+    tensors[full] = Tensor(full, "F32", (4, 4), 0, 64)
     with pytest.raises(BindingError) as caught:
-        bind(layout_of(whole_config()), *adapter_of(path))
-    assert path.rsplit(".", 1)[-1] in str(caught.value)
+        bind(layout_of(whole_config()), parse_config(json.dumps(config).encode()), tensors)
+    assert [problem[0] for problem in caught.value.problems] == [full]
+    assert NOT_SERVED[name] in str(caught.value)
