@@ -206,9 +206,9 @@ def _answer(body: EmbeddingRequest, job: Job, vectors: Sequence[bytes], num_toke
 
 
 def _written(body: EmbeddingRequest, vector: bytes) -> str | list[float]:
-    """A vector, float32, as it is asked for; of length 1 unless `normalize` says no."""
+    """A vector, float32, as it is asked for; of length 1 unless the request says no."""
     numbers = array("f", vector)
-    if body.normalize is not False:
+    if body.is_normalized:
         # One that is all zeros stays so.
         length = math.sqrt(math.fsum(number * number for number in numbers)) or 1.0
         numbers = array("f", [number / length for number in numbers])

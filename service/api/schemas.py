@@ -264,6 +264,7 @@ class EmbeddingRequest(Request):
         None, description="the hidden state of the last token, the default, or the mean of all tokens'"
     )
     normalize: bool | None = Field(None, description="to length 1; true by default")
+    use_activation: bool | None = Field(None, description="the same as `normalize`; vLLM's name for it")
     add_special_tokens: bool | None = Field(None, description="add what the tokenizer adds; true by default")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, json_schema_extra={"not": {"const": 0}})] | None = Field(
         None, description="keep so many tokens of each input; -1: as many as the server holds"
@@ -272,8 +273,15 @@ class EmbeddingRequest(Request):
         None, description="where tokens are taken away: left, the default, keeps the last ones"
     )
 
+    @property
+    def is_normalized(self) -> bool:
+        """Whether vectors get the length 1."""
+        return self.normalize is not False and self.use_activation is not False
+
     @model_validator(mode="after")
-    def _check_truncation(self) -> EmbeddingRequest:
+    def _check_values(self) -> EmbeddingRequest:
+        if {self.normalize, self.use_activation} == {True, False}:
+            raise field_error("use_activation", "`normalize` and `use_activation` differ; send one of them.")
         if self.truncate_prompt_tokens == 0:
             raise field_error("truncate_prompt_tokens", "`truncate_prompt_tokens` must be at least 1, or -1.")
         return self

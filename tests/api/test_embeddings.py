@@ -75,6 +75,8 @@ class TestAnswers:
         assert length(plain) > 1.5
         assert unit == pytest.approx([number / length(plain) for number in plain], abs=1e-6)
         assert unit == embedded(server, TEXT, pooling=pooling, normalize=True)[0]
+        assert unit == embedded(server, TEXT, pooling=pooling, use_activation=True)[0]
+        assert plain == embedded(server, TEXT, pooling=pooling, use_activation=False)[0]
 
     def test_last_is_the_default_and_a_mean_is_of_all_tokens(self, server: Server) -> None:
         ids = token_ids(server, TEXT)
@@ -122,6 +124,7 @@ class TestAnswers:
         ({"input": []}, "input"),
         ({"input": ""}, "input"),
         ({"input": ["the", ""]}, "input[1]"),
+        ({"input": "the", "normalize": True, "use_activation": False}, "use_activation"),
         ({"input": [[]]}, "input[0]"),
         ({"input": {"text": "the"}}, "input"),
         ({"input": [1.5]}, "input"),
