@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from adapters import errors as store_errors
 from service.tenants.limits import LimitReached
-from service.text.chat_template import TemplateError
+from service.text.template_sandbox import TemplateError
 from service.text.template_worker import LimitError
 from service.text.tokenizer import NotUnicode, TextError
 

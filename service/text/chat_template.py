@@ -1,161 +1,24 @@
 """Chat messages to the prompt text, rendered as transformers' `apply_chat_template` renders them.
 
-Templates run in jinja2's immutable sandbox, see plain JSON data only, and neither load nor write anything. Those that
-came with uploaded adapters run so in a process of their own besides, see `service.text.template_worker`.
+Templates run in a sandbox (`service.text.template_sandbox`), see plain JSON data only, and neither load nor write
+anything. Those that came with uploaded adapters run so in a process of their own besides, see
+`service.text.template_worker`.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.utils
-
-from service.text.template_values import HidingEnvironment, unwrapped
+from service.text.template_sandbox import TemplateError, template_environment
 from service.text.tokenizer import TextError, read_json
 
 # What `render` gives to a template; a request's own variables may not take these names.
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _MAX_TEMPLATE_BYTES = 1 << 20
-_MAX_REPEATED_ITEMS = 1_000_000
-_MAX_REPLACED_ITEMS = 1 << 30
-_WIDE_FORMAT = re.compile(r"\d{5,}|\*")
-_PADDING_METHODS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _PROBE = "probe of the content format"
-
-
-class TemplateError(ValueError):
-    """The template cannot render these messages: its own `raise_exception`, or an error in it."""
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks training targets; for serving its body is rendered as if the tag were not there."""
-
-    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Environment(HidingEnvironment):
-    """The sandbox, with repetition bounded: `"x" * 10**10`, `10 ** 10**10`, `"%9999999999s" % 1` and their like would
-    take the process down."""
-
-    intercepted_binops = frozenset(("*", "**", "%"))
-
-    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        obj = unwrapped(obj)
-        name, text = getattr(obj, "__name__", ""), getattr(obj, "__self__", None)
-        if isinstance(text, str):
-            sizes = [value for value in (*args, *kwargs.values()) if isinstance(value, int)]
-            if name in _PADDING_METHODS and any(size > _MAX_REPEATED_ITEMS for size in sizes):
-                raise jinja2.exceptions.SecurityError("the template pads a text too far")
-            if name == "replace" and len(args) > 1 and (len(text) + 1) * len(str(args[1])) > _MAX_REPLACED_ITEMS:
-                raise jinja2.exceptions.SecurityError("the template replaces with too long a text")
-        return super().call(context, obj, *args, **kwargs)
-
-    def wrap_str_format(self, value: Any) -> Any:
-        wrapped = super().wrap_str_format(value)
-        # A width may be a number, or come from an argument: "{:>{}}".
-        if wrapped is not None and re.search(r"\d{5,}|:[^{}]*\{", value.__self__):
-            raise jinja2.exceptions.SecurityError("the template formats a text too wide")
-        return wrapped
-
-    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
-        if operator == "**" and not all(isinstance(side, int | float) and abs(side) <= 1024 for side in (left, right)):
-            raise jinja2.exceptions.SecurityError("the template raises a number to too high a power")
-        if operator == "%" and isinstance(left, str) and _WIDE_FORMAT.search(left):
-            raise jinja2.exceptions.SecurityError("the template formats a text too wide")
-        for items, count in ((left, right), (right, left)):
-            repeats = hasattr(items, "__len__") and isinstance(count, int)
-            if operator == "*" and repeats and len(items) * count > _MAX_REPEATED_ITEMS:
-                raise jinja2.exceptions.SecurityError("the template repeats a text too often")
-        return super().call_binop(context, operator, left, right)
-
-
-class _Namespace(jinja2.utils.Namespace):
-    """jinja2's namespace without underscore names, as in transformers."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        self, rest = args[0], args[1:]
-        attributes = dict(*rest, **kwargs)
-        for name in attributes:
-            _refuse_underscore(name)
-        jinja2.utils.Namespace.__init__(self, attributes)
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _refuse_underscore(name)
-        super().__setitem__(name, value)
-
-
-def _refuse_underscore(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise jinja2.exceptions.SecurityError(f"a namespace may not hold {name!r}")
-
-
-class _Dict:
-    """`dict(...)` in templates, without the type's attributes."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
-def _raise_exception(message: str) -> None:
-    raise TemplateError(str(message))
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """jinja2's own filter escapes HTML, which prompts must not."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _center(value: str, width: int = 80) -> str:
-    if width > _MAX_REPEATED_ITEMS:
-        raise jinja2.exceptions.SecurityError("the template pads a text too far")
-    return str(value).center(width)
-
-
-def _format(value: str, *args: Any, **kwargs: Any) -> str:
-    if _WIDE_FORMAT.search(str(value)):
-        raise jinja2.exceptions.SecurityError("the template formats a text too wide")
-    return str(value) % (kwargs or args)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _environment() -> _Environment:
-    environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.filters["center"] = _center
-    environment.filters["format"] = _format
-    environment.globals.update(
-        raise_exception=_raise_exception, strftime_now=_strftime_now, dict=_Dict(), namespace=_Namespace
-    )
-    environment.hide_names()
-    return environment
 
 
 class ChatTemplate:
@@ -171,7 +34,7 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
         try:
-            self._template = _environment().from_string(source)
+            self._template = template_environment().from_string(source)
         except MemoryError:
             raise
         except Exception as error:  # Python's own compiler has limits too, and says so in several ways

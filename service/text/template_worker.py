@@ -26,7 +26,8 @@ from jinja2.exceptions import SecurityError
 from service.bounded_child import BoundedChild, excess_of, serve
 from service.fair_pool import FairPool
 from service.payer import PAYER
-from service.text.chat_template import ChatTemplate, TemplateError
+from service.text.chat_template import ChatTemplate
+from service.text.template_sandbox import TemplateError
 from service.text.tokenizer import TextError
 
 T = TypeVar("T")

@@ -11,7 +11,8 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.text.chat_template import ChatTemplate, TemplateError, template_source
+from service.text.chat_template import ChatTemplate, template_source
+from service.text.template_sandbox import TemplateError
 from service.text.tokenizer import TextError, TextTokenizer
 from tests.support.tiny_models import make_tokenizer
 from tests.support.tool_templates import TEMPLATES as TOOL_TEMPLATES

@@ -11,7 +11,7 @@ from service.api.errors import TABLE, ApiError, UnknownModel, error_body, status
 from service.engine.streams import EngineDied
 from service.models.errors import ModelError
 from service.tenants.limits import LimitReached
-from service.text.chat_template import TemplateError
+from service.text.template_sandbox import TemplateError
 from service.text.tokenizer import TextError
 
 

@@ -19,7 +19,8 @@ import pytest
 from service.bounded_child import _say_missing, _start
 from service.child_process import child_environment
 from service.payer import PAYER
-from service.text.chat_template import ChatTemplate, TemplateError
+from service.text.chat_template import ChatTemplate
+from service.text.template_sandbox import TemplateError
 from service.text.template_worker import AdapterTemplate, LimitError, TemplateWorker, TemplateWorkers
 from service.text.tokenizer import TextError
 from tests.api.test_chat_template import CHATS, TEMPLATES

@@ -24,8 +24,8 @@ from service.api.errors import ApiError
 from service.api.http_bounds import BoundedConnection
 from service.api.upload import MultipartUpload
 from service.tenants.keys_file import KeysFileError, parse_keys
-from service.text.chat_template import TemplateError
 from service.text.stop_strings import StopAutomaton, StopStrings
+from service.text.template_sandbox import TemplateError
 from service.text.template_worker import AdapterTemplate, TemplateWorkers
 from service.text.tokenizer import TextError
 from tests.hostile.application import Application
