@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -336,9 +337,10 @@ class Settings(BaseSettings):
             raise ValueError(f"model_name {self.base_name!r} may not be empty or contain ':' or '/'; set another one")
         return self
 
-    @property
+    @cached_property
     def base_name(self) -> str:
-        """The name of the base model in requests."""
+        """The name of the base model in requests. Every line of a listing has it, so the directory is asked once: it
+        also stays what it was where a link of the directory is turned to another one meanwhile."""
         return self.model_name if self.model_name is not None else self.model_dir.resolve().name
 
     @property

@@ -419,6 +419,16 @@ class TestSettings:
         with pytest.raises(ValueError, match="frozen"):
             load_settings().port = 1  # type: ignore[misc]
 
+    def test_the_base_keeps_its_name_although_the_link_to_it_is_turned_elsewhere(
+        self, checkpoints: Checkpoints, tmp_path: Path
+    ) -> None:
+        link = tmp_path / "current"
+        link.symlink_to(checkpoints.base)
+        settings = load_settings(model_dir=link)
+        link.unlink()
+        link.symlink_to(tmp_path)
+        assert settings.base_name == checkpoints.base.name
+
     def test_flags_go_before_the_environment(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MULTILORA_PORT", "1234")
         monkeypatch.setenv("MULTILORA_KV_BYTES", "2MiB")
