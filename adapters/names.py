@@ -2,6 +2,8 @@
 
 A name's versions are numbered from 1 and never change. The last one is what the name stands for; to go back to an older
 one makes a new version of its content, so that a number tells one content for ever and the history is whole.
+
+`gc=False`: see `adapters.records`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
 _DIGEST_START = re.compile(r"(?:sha256:)?([0-9a-f]{12,64})")
 
 
-class Version(msgspec.Struct, frozen=True):
+class Version(msgspec.Struct, frozen=True, gc=False):
     """One content that a name has stood for.
 
     by       who gave it, as the API names its callers; "" if nobody is known
@@ -38,7 +40,7 @@ class Version(msgspec.Struct, frozen=True):
     same_as: int | None = None
 
 
-class NameRecord(msgspec.Struct, frozen=True):
+class NameRecord(msgspec.Struct, frozen=True, gc=False):
     """What a name's file holds.
 
     versions    those that are kept, oldest first, at least one

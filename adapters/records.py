@@ -1,4 +1,8 @@
-"""What the store remembers about an adapter: plain data, written as JSON beside the tensors."""
+"""What the store remembers about an adapter: plain data, written as JSON beside the tensors.
+
+Of ten thousand names, or of a few hundred manifests, there would be tens of thousands of objects for the garbage
+collector to walk through, with Python's lock: `gc=False` has it pass them by. They are frozen, so there are no cycles.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from adapters.names import Version, Visibility
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
 
 
-class ModuleReport(msgspec.Struct, frozen=True):
+class ModuleReport(msgspec.Struct, frozen=True, gc=False):
     """One adapted module of the base, e.g. `model.layers.3.self_attn.q_proj`; `num_bytes` counts what is stored for it.
 
     rank   0 for a module without LoRA
@@ -26,7 +30,7 @@ class ModuleReport(msgspec.Struct, frozen=True):
     token_ids: tuple[int, ...] = ()
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class Manifest(msgspec.Struct, frozen=True, gc=False):
     """Everything known of one digest; the load report of an upload is made of it.
 
     rows          rows it needs on the device per projection group (its largest rank there), before alignment
@@ -46,7 +50,7 @@ class Manifest(msgspec.Struct, frozen=True):
     invocation: tuple[int, ...] = ()
 
 
-class Summary(msgspec.Struct, frozen=True):
+class Summary(msgspec.Struct, frozen=True, gc=False):
     """What listings show of a manifest: read from its JSON without the modules."""
 
     rank: int
@@ -55,7 +59,7 @@ class Summary(msgspec.Struct, frozen=True):
     has_chat_template: bool = False
 
 
-class AdapterRecord(msgspec.Struct, frozen=True):
+class AdapterRecord(msgspec.Struct, frozen=True, gc=False):
     """A version of a name, and what it stands for."""
 
     name: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -280,12 +281,15 @@ async def _prepare(services: Services, engine: EngineClient | Engines) -> None:
             )
             services.metrics.by_adapter.max_adapters = max(services.store.row_plan.rows.values()) // RANK_OF_MOST
             await asyncio.to_thread(preload, services)
+            # Of an upload's values; its parts written in C are loaded with Python's lock.
+            await asyncio.to_thread(importlib.import_module, "numpy")
         # Starlette's streams import what they need of this kind of event loop at their first use: 8 ms on the loop.
         await run_in_threadpool(lambda: None)
     except Exception as error:
         services.fail_start(str(error))
         return
     services.pins_changed.set()
+    services.before_ready()
     services.prepared = True
     LOGGER.info("ready: %s", services.settings.base_name)
 

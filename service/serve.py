@@ -136,11 +136,9 @@ async def _serve_app(app: Any, settings: Settings, listener: socket.socket) -> i
     """Until the server ends; the exit code."""
     server = _make_server(app, settings)
     app.state.services.stop = server.stop
+    app.state.services.before_ready = _freeze
     _reread_keys_on_hangup(app.state.services)
     host, port = listener.getsockname()[:2]
-    # What lives now lives on: the collector's walk through it would hold everybody up for 50 ms now and then.
-    gc.collect()
-    gc.freeze()
     LOGGER.info("listening", extra={"fields": {"url": f"http://{f'[{host}]' if ':' in host else host}:{port}"}})
     await server.serve(sockets=[listener])
     error = app.state.services.start_error
@@ -148,6 +146,13 @@ async def _serve_app(app: Any, settings: Settings, listener: socket.socket) -> i
         print(f"multilora: {error}", file=sys.stderr)
         return 1
     return 0 if server.started else 1
+
+
+def _freeze() -> None:
+    """What lives now lives on: the garbage collector's walk through it would hold everybody up for 50 ms now and then.
+    Not before all is there: in 10,000 uploads it walked for 17 ms through what had come after the application."""
+    gc.collect()
+    gc.freeze()
 
 
 def _reread_keys_on_hangup(services: Services) -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
+import msgspec
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
@@ -28,12 +29,20 @@ class VersionOf(NamedTuple):
     digest: str
 
 
-class _Counts:
-    """Of one adapter."""
+class _Counts(msgspec.Struct, gc=False):
+    """Of one adapter: tokens, and sequences by how they ended. `gc=False`: see `adapters.records`."""
 
-    def __init__(self) -> None:
-        self.ended: Counter[str] = Counter()
-        self.prompt_tokens = self.generation_tokens = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    abort: int = 0
+    error: int = 0
+    length: int = 0
+    stop: int = 0
+
+    def ended(self) -> Iterator[tuple[str, int]]:
+        """(how, count), by name."""
+        counts = ((outcome, getattr(self, outcome)) for outcome in ("abort", "error", "length", "stop"))
+        return ((outcome, count) for outcome, count in counts if count)
 
     def tokens(self) -> int:
         return self.prompt_tokens + self.generation_tokens
@@ -86,7 +95,7 @@ class AdapterMetrics:
     def ended(self, name: str, outcome: str, num_tokens: int, *, had_token: bool) -> None:
         """A sequence has ended."""
         counts = self._of(name)
-        counts.ended[outcome] += 1
+        setattr(counts, outcome, getattr(counts, outcome) + 1)
         counts.generation_tokens += num_tokens
         _take(self._running if had_token else self._waiting, name)
 
@@ -118,7 +127,7 @@ class AdapterMetrics:
         )
         for name in shown:
             one = counts.get(name, _Counts())
-            for outcome, count in sorted(one.ended.items()):
+            for outcome, count in one.ended():
                 ended.add_metric((name, outcome), count)
             prompt.add_metric((name,), one.prompt_tokens)
             generated.add_metric((name,), one.generation_tokens)

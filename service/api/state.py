@@ -43,6 +43,7 @@ class Services:
     prepared     the operator's adapters are in the store, so that the first request finds them
     start_error  why the server never got so far, one sentence
     stop         ends the server; set by who runs it
+    before_ready called once, when all is there that the server starts with; likewise
     base_digest  16 hex digits that change with the base
     gate         places of sequences
     calls        places of what runs no sequence and takes time all the same: texts, listings, metrics. Apart from the
@@ -66,6 +67,7 @@ class Services:
     start_error: str | None = None
     started_at_seconds: int = field(default_factory=lambda: int(time.time()))
     stop: Callable[[], None] | None = None
+    before_ready: Callable[[], None] = lambda: None
     template_workers: TemplateWorkers = field(default_factory=TemplateWorkers)
     last_used_seconds: dict[str, int] = field(default_factory=dict)
     pins_changed: asyncio.Event = field(default_factory=asyncio.Event)

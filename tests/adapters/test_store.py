@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import json
 import os
@@ -19,6 +20,7 @@ import pytest
 from safetensors import safe_open
 
 from adapters import catalog as catalog_module
+from adapters import names as rules
 from adapters import upload as upload_module
 from adapters.errors import (
     AdapterError,
@@ -856,6 +858,17 @@ def test_names_are_counted_without_reading_a_manifest(store: AdapterStore, monke
         assert store.num_names() == 2
         assert list(store.names()) == ["a", "c"]
         assert store.names()["a"].digest != store.names()["c"].digest
+
+
+def test_what_is_known_of_adapters_is_nothing_for_the_garbage_collector_to_walk_through(store: AdapterStore) -> None:
+    for seed in range(2):
+        tensors = safetensors_bytes(good_tensors(seed=seed))
+        upload_bytes(store, "a", config_bytes(), tensors, condition=rules.move)
+    record, version, manifest = store.versions("a"), store.versions("a").current, store.get("a").manifest
+    assert len(record.versions) == 2 and manifest.modules
+    gc.collect()  # which is when a tuple of such is let go
+    known = [record, record.versions, version, manifest, manifest.modules, *manifest.modules]
+    assert [one for one in known if gc.is_tracked(one)] == []
 
 
 def test_adapters_of_another_base_are_left_alone(tmp_path: Path) -> None:

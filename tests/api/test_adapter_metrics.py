@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.api.adapter_metrics import VersionOf
@@ -67,6 +69,12 @@ def test_an_exposition_stays_small_whatever_adapters_are_called_and_do() -> None
     text = metrics.render()
     assert len(text) < 200_000
     assert b"_created" not in text
+
+
+def test_counts_are_nothing_for_the_garbage_collector_to_walk_through() -> None:
+    """There is one for each adapter that was ever used."""
+    (counts,) = used(1).by_adapter._counts.values()
+    assert not gc.is_tracked(counts)
 
 
 def test_a_version_is_told() -> None:

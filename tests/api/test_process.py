@@ -24,7 +24,7 @@ import pytest
 
 from service.api.adapters import require_open_store
 from service.api.errors import NotReady
-from service.app import create_app
+from service.app import _prepare, create_app
 from service.serve import _make_server, listen, serve
 from service.settings import Settings
 from service.start_check import StartError
@@ -54,7 +54,7 @@ class TestLeanProcess:
         code = f"""
 import sys
 from pathlib import Path
-from service.app import create_app
+from service.app import _prepare, create_app
 from service.settings import load_settings
 app = create_app(load_settings(model_dir=Path({str(checkpoints.base)!r}), store_dir=Path({str(tmp_path)!r})))
 app.openapi()
@@ -70,16 +70,27 @@ print(sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "transf
         assert "llguidance" not in maps
         assert all("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in server.engine_pids())
 
-    def test_a_server_that_is_ready_imports_nothing_for_its_first_stream(
+    def test_what_the_garbage_collector_may_pass_by_is_told_when_all_is_there(self) -> None:
+        services = SimpleNamespace(store=None, pins_changed=asyncio.Event(), settings=Settings(), prepared=False)
+        told = []
+        services.before_ready = lambda: told.append(services.prepared)
+
+        async def wait_ready() -> None: ...
+
+        asyncio.run(_prepare(services, SimpleNamespace(wait_ready=wait_ready)))  # type: ignore[arg-type]
+        assert (told, services.prepared) == ([False], True)
+
+    def test_a_server_that_is_ready_imports_nothing_for_its_first_stream_and_upload(
         self, checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """It would be done on the event loop, and hold up everybody's tokens."""
+        """It would be done on the event loop, or with Python's lock, and hold up everybody's tokens."""
         monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
         with running_server(checkpoints.base, tmp_path) as server:
             wait_for(lambda: server.get("/ready").status_code == 200, "the server to be ready")
             base, num_before = server.get("/v1/models").json()["data"][0]["id"], len(server.log)
             answer = server.post("/v1/completions", json={**SHORT, "model": base, "stream": True})
             assert answer.text.endswith("data: [DONE]\n\n")
+            upload(server, "a", checkpoints.spare).raise_for_status()
             imported = re.findall(r"^import time:.*\| +(\S+)$", server.log[num_before:], re.MULTILINE)
         assert {name.partition(".")[0] for name in imported} <= {"encodings"}  # by json, of the standard library
 
