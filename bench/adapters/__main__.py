@@ -16,17 +16,15 @@ import json
 import os
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from bench import loop_stretches
 from bench.adapters.made_up import adapter_files
+from bench.adapters.poller import polling
 from bench.http_client import complete_all
 from bench.rounds import percentile
 from bench.server_process import Server, running_server, wait_for
@@ -137,7 +135,7 @@ def between_tokens(server: Server, num_rounds: int, longest: dict[str, float]) -
     for at in range(2 * num_rounds):
         is_polled = at % 2 == 1
         noted = _noted(longest, "streams, polled" if is_polled else "streams", server)
-        with noted, _polling(server.url) if is_polled else _nothing():
+        with noted, polling(server.url, POLL_SECONDS, POLLED) if is_polled else nullcontext():
             gaps[is_polled] += _gaps(server)
     quiet, polled = (percentile(gaps[is_polled], 99) for is_polled in (False, True))
     assert quiet and polled
@@ -149,30 +147,6 @@ def _gaps(server: Server) -> list[float]:
     answers, _, _ = complete_all(server.url, [{**body, "seed": seed} for seed in range(8)])
     pairs = (zip(one.token_seconds, one.token_seconds[1:], strict=False) for one in answers)
     return [(later - sooner) * 1e3 for each in pairs for sooner, later in each]
-
-
-@contextmanager
-def _polling(url: str) -> Iterator[None]:
-    ended = threading.Event()
-
-    def poll() -> None:
-        with httpx.Client(base_url=url, timeout=60) as client:
-            while not ended.wait(POLL_SECONDS):
-                for path in POLLED:
-                    client.get(path).raise_for_status()
-
-    poller = threading.Thread(target=poll)
-    poller.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        poller.join()
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield
 
 
 def main() -> None:
