@@ -260,6 +260,11 @@ def uses(records: Iterable[NameRecord]) -> Iterator[str]:
     return (digest for record in records for digest in record.digests)
 
 
+def is_selector(text: str) -> bool:
+    """Whether some version can be meant by it: a number, or the first digits of a digest."""
+    return _NUMBER.fullmatch(text) is not None or _DIGEST_START.fullmatch(text) is not None
+
+
 def _is_meant(version: Version, selector: str) -> bool:
     if _NUMBER.fullmatch(selector):
         return version.number == int(selector)

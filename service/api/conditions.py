@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fastapi import Request
 
-from adapters.names import Condition, if_absent, if_match, move
+from adapters.names import Condition, if_absent, if_match, is_selector, move
 from service.api.errors import BadRequest
+
+# An entity tag, or what a client is likely to send for one: a version's number or digest without quotes.
+_TAG = re.compile(r'(W/)?"([^"]*)"|([0-9a-f]+|sha256:[0-9a-f]+)')
+_ONE = r'(?:(?:W/)?"[^"]*"|[0-9a-f]+|sha256:[0-9a-f]+)'
+_LIST = re.compile(rf"[ \t,]*{_ONE}(?:[ \t]*,[ \t,]*{_ONE})*[ \t,]*")
 
 CONDITION_HEADERS: list[dict[str, Any]] = [
     {"name": name, "in": "header", "required": False, "schema": {"type": "string"}, "description": text}
@@ -36,6 +42,19 @@ def refuse_conditions(request: Request, instead: str) -> None:
 
 
 def _tags(request: Request, header: str) -> list[str] | None:
-    """The entity tags of a header, without quotes; None where it is not sent. A weak tag matches nothing."""
+    """The versions that a header names, ["*"] for any; None where it is not sent. What can be no version's, weak tags
+    and "*" in quotes among them, matches nothing and is left out. BadRequest for what is no list of entity tags: a
+    condition that is misread would let a change through."""
     sent = request.headers.getlist(header)
-    return [tag.strip().strip('"') for tag in ",".join(sent).split(",")] if sent else None
+    if not sent:
+        return None
+    text = ",".join(sent)
+    if text.strip() == "*":
+        return ["*"]
+    if not _LIST.fullmatch(text):
+        raise BadRequest(
+            "If-Match takes version numbers, digests of 12 digits or more, entity tags in double quotes, with commas "
+            "between them, or a * alone; If-None-Match takes a * alone."
+        )
+    tags = [(weak, quoted or bare) for weak, quoted, bare in _TAG.findall(text)]
+    return [tag for weak, tag in tags if not weak and is_selector(tag)]
