@@ -17,7 +17,7 @@ from service.api.adapter_answers import AdapterDeleted, AdapterList, AdapterResp
 from service.api.auth import caller_of, namespace_of
 from service.api.conditions import CONDITION_HEADERS, condition_of, refuse_conditions
 from service.api.errors import BadRequest, NotReady
-from service.api.listing import MOST_PER_PAGE, Filters, listing, no_query, page, rows
+from service.api.listing import MOST_PER_PAGE, Filters, each_once, listing, no_query, page, rows
 from service.api.namespace import Namespace
 from service.api.openapi import DELETE_ERRORS, UPLOAD_BODY, UPLOAD_ERRORS, errors
 from service.api.probe import probe
@@ -33,6 +33,7 @@ router = APIRouter(tags=["adapters"])
 
 @router.post(
     "/v1/adapters",
+    dependencies=[each_once],
     status_code=201,
     response_model=AdapterResponse,
     responses={
@@ -108,7 +109,13 @@ class _Filters(Filters):
     limit: int = Field(100, ge=1, le=MOST_PER_PAGE, description="most adapters of a page")
 
 
-@router.get("/v1/adapters", response_model=AdapterList, responses=errors((400, 401, 429)), summary="List the adapters")
+@router.get(
+    "/v1/adapters",
+    dependencies=[each_once],
+    response_model=AdapterList,
+    responses=errors((400, 401, 429)),
+    summary="List the adapters",
+)
 async def list_adapters(request: Request, filters: Annotated[_Filters, Query()]) -> Response:
     """Adapters by name, a page at a time: `has_more` says whether more follow after `last_id`. What each is bound to is
     told by its own address."""

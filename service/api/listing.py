@@ -77,3 +77,13 @@ def _refuse_query(request: Request) -> None:
 
 # For routes that look at no query parameter: nothing that is asked for is dropped in silence.
 no_query = Depends(_refuse_query)
+
+
+def _refuse_repeats(request: Request) -> None:
+    for name in request.query_params:
+        if len(request.query_params.getlist(name)) > 1:
+            raise BadRequest(f"`{quoted(name)}` is there twice; send it once.", param=quoted(name))
+
+
+# For routes whose parameters have one value each: of two, one would be dropped in silence.
+each_once = Depends(_refuse_repeats)

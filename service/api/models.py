@@ -9,7 +9,7 @@ from pydantic import Field
 
 from service.api.answers import ModelCard, ModelList
 from service.api.auth import caller_of, namespace_of
-from service.api.listing import MOST_PER_PAGE, Filters, listing, no_query, page, rows
+from service.api.listing import MOST_PER_PAGE, Filters, each_once, listing, no_query, page, rows
 from service.api.openapi import errors
 from service.api.state import Services, services_of
 from service.api.targets import resolve
@@ -25,7 +25,11 @@ class _Filters(Filters):
 
 
 @router.get(
-    "/v1/models", response_model=ModelList, responses=errors((400, 401, 429)), summary="List the base and its adapters"
+    "/v1/models",
+    dependencies=[each_once],
+    response_model=ModelList,
+    responses=errors((400, 401, 429)),
+    summary="List the base and its adapters",
 )
 async def list_models(request: Request, filters: Annotated[_Filters, Query()]) -> Response:
     """The base first, then the adapters by name, a page at a time: `has_more` says whether more follow after

@@ -371,7 +371,7 @@ class VisibilityRequest(Request):
 class RollbackRequest(Request):
     """Body of POST /v1/adapters/{name}/rollback."""
 
-    version: int | str | None = Field(
+    version: int | Annotated[str, Field(min_length=1)] | None = Field(
         None,
         description="number, or at least 12 digits of the digest; default: the newest version with other content",
     )

@@ -13,7 +13,7 @@ from service.api.adapter_answers import AdapterHistory, AdapterResponse, Adapter
 from service.api.adapters import audit_change, describe, require_open_store, require_store, take_upload
 from service.api.auth import caller_of, namespace_of
 from service.api.conditions import CONDITION_HEADERS, condition_of
-from service.api.listing import no_query
+from service.api.listing import each_once, no_query
 from service.api.openapi import DELETE_ERRORS, REPLACE_BODY, UPLOAD_ERRORS, errors
 from service.api.requestlog import note
 from service.api.schemas import RollbackRequest, VisibilityRequest
@@ -26,6 +26,7 @@ router = APIRouter(tags=["adapters"])
 
 @router.put(
     "/v1/adapters/{name:adapter}",
+    dependencies=[each_once],
     response_model=AdapterResponse,
     responses={
         **UPLOAD_ERRORS,

@@ -89,6 +89,10 @@ def test_adapters_are_found_by_where_they_are(server: Server, client: openai.Ope
         ("POST", "/v1/adapters/alpha/rollback?to=1", "to"),
         ("DELETE", "/v1/adapters/alpha?version=1", "version"),
         ("GET", "/metrics?adaptor=alpha", "adaptor"),
+        ("GET", "/v1/adapters?limit=1&limit=2", "limit"),
+        ("GET", "/v1/models?prefix=a&prefix=a", "prefix"),
+        ("POST", "/v1/adapters?probe=true&probe=false", "probe"),
+        ("PUT", "/v1/adapters/x?probe=true&probe=false", "probe"),
     ],
 )
 def test_what_no_query_has_is_refused_by_name(server: Server, method: str, path: str, param: str) -> None:

@@ -95,6 +95,7 @@ def test_back_and_forth(server: Server, contents: list[Path], name: str) -> None
         ({"version": 99}, "not_found"),
         ({"version": "x"}, "not_found"),
         ({"version": 1.5}, "bad_request"),
+        ({"version": ""}, "bad_request"),  # of a variable that is not set: nobody asked for the version before
     ):
         assert server.post(path, json=body).json()["error"]["code"] == code, body
     assert code_of(server.post("/v1/adapters/nobody/rollback", json={})) == (404, "not_found")
