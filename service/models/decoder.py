@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from kernels.lora import ops as lora_ops
@@ -11,52 +9,13 @@ from kernels.lora.maps import LoraMaps
 from kernels.lora_window import ops as window_ops
 from kernels.platform import in_use
 from service.models.batch import StepBatch
-from service.models.caches import Caches, LayerCache
-from service.models.feed_forward import FeedForwardLayer, build_feed_forward
-from service.models.head_norms import HeadNorm
-from service.models.layers import Attention, GatedDeltaNet, RmsNorm, ShortConv
+from service.models.caches import Caches
+from service.models.decoder_layer import build_layer
+from service.models.layers import RmsNorm
 from service.models.projection import RowSource, TokenEmbedding
-from service.models.rope import RotaryEmbedding, Rotation
-from service.models.spec import GatedDeltaSpec, Mixer, ModelSpec, ShortConvSpec
+from service.models.rope import RotaryEmbedding
+from service.models.spec import ModelSpec
 from service.models.weights import Weights
-
-LayerMixer = Attention | ShortConv | GatedDeltaNet
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DecoderLayer:
-    """What mixes the tokens, then what works on each token; see `LayerSpec` for the norms around the two."""
-
-    mixer_norm: RmsNorm | None
-    mixer: LayerMixer
-    mixer_end_norm: RmsNorm | None
-    mlp_norm: RmsNorm | None
-    mlp: FeedForwardLayer
-    mlp_end_norm: RmsNorm | None
-    residual_scale: float
-
-    def mix(
-        self, normed: torch.Tensor, batch: StepBatch, rotations: tuple[Rotation, ...], cache: LayerCache
-    ) -> torch.Tensor:
-        """normed [tokens, hidden_size], read only -> fresh, same shape, to be added to the residual stream."""
-        mixed = self.mixer(normed, batch, rotations, cache)  # type: ignore[arg-type]
-        return self._end(mixed, self.mixer_end_norm, batch.lora)
-
-    def feed(self, normed: torch.Tensor, lora: LoraMaps | None, window_rows: int) -> torch.Tensor:
-        """The same for the feed-forward layer."""
-        return self._end(self.mlp(normed, lora, window_rows), self.mlp_end_norm, lora)
-
-    @property
-    def norms(self) -> list[RmsNorm | HeadNorm]:
-        """Whose weights adapters may replace: of the hidden states, and of the heads of attention."""
-        of_heads = self.mixer.head_norms if isinstance(self.mixer, Attention) else None
-        each = (self.mixer_norm, self.mixer_end_norm, self.mlp_norm, self.mlp_end_norm)
-        return [norm for norm in each if norm is not None] + list(of_heads.each if of_heads is not None else ())
-
-    def _end(self, x: torch.Tensor, norm: RmsNorm | None, lora: LoraMaps | None) -> torch.Tensor:
-        if norm is not None:
-            x = norm(x, lora)
-        return x if self.residual_scale == 1.0 else x * self.residual_scale
 
 
 class Decoder:
@@ -67,7 +26,7 @@ class Decoder:
         name = f"{spec.prefix}embed_tokens"
         table = weights.tensor(f"{name}.weight", spec.vocab_size, spec.hidden_size)
         self._embedding = TokenEmbedding(name, table)
-        self._layers = [_build_layer(weights, spec, index) for index in range(spec.num_layers)]
+        self._layers = [build_layer(weights, spec, index) for index in range(spec.num_layers)]
         self._norm = RmsNorm(weights, f"{spec.prefix}{spec.final_norm}", spec)
         self._head = weights.tied_head("lm_head", table) if spec.tie_word_embeddings else weights.projection("lm_head")
         self._spec = spec
@@ -230,28 +189,3 @@ def _add(
         return norm.add(x, stream, lora)
     total = x + stream
     return total, total
-
-
-def _build_layer(weights: Weights, spec: ModelSpec, index: int) -> DecoderLayer:
-    layer, prefix = spec.layers[index], f"{spec.layer_prefix}{index}."
-
-    def norm(name: str | None) -> RmsNorm | None:
-        return None if name is None else RmsNorm(weights, prefix + name, spec)
-
-    return DecoderLayer(
-        mixer_norm=norm(layer.mixer_norm),
-        mixer=_build_mixer(weights, prefix + layer.mixer.name, layer.mixer, spec),
-        mixer_end_norm=norm(layer.mixer_end_norm),
-        mlp_norm=norm(layer.mlp_norm),
-        mlp=build_feed_forward(weights, prefix, layer.mlp, spec),
-        mlp_end_norm=norm(layer.mlp_end_norm),
-        residual_scale=spec.residual_scale,
-    )
-
-
-def _build_mixer(weights: Weights, prefix: str, mixer: Mixer, spec: ModelSpec) -> LayerMixer:
-    if isinstance(mixer, ShortConvSpec):
-        return ShortConv(weights, prefix, mixer)
-    if isinstance(mixer, GatedDeltaSpec):
-        return GatedDeltaNet(weights, prefix, mixer, spec)
-    return Attention(weights, prefix, mixer, spec)
