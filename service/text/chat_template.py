@@ -150,11 +150,13 @@ def _cut_at_tag(text: str, final: str) -> str:
 
 def template_source(directory: Path) -> str | None:
     """The chat template of a model or adapter directory: chat_template.jinja, or `chat_template` of
-    tokenizer_config.json as a string or as a list of named ones, of which "default" is taken. None without one."""
+    tokenizer_config.json, else of chat_template.json, as a string or as a list of named ones, of which "default" is
+    taken. None without one."""
     path = directory / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
     found = read_json(directory / "tokenizer_config.json").get("chat_template")
+    found = found or read_json(directory / "chat_template.json").get("chat_template")
     if isinstance(found, list):
         found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
     if isinstance(found, dict):

@@ -212,6 +212,9 @@ def test_a_template_that_does_not_compile_is_refused_when_it_is_made(
 
 def test_templates_are_found_where_checkpoints_have_them(tmp_path: Path) -> None:
     assert template_source(tmp_path) is None
+    # Where processors of models with a vision tower first had it.
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "P"}))
+    assert template_source(tmp_path) == "P"
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
     assert template_source(tmp_path) == "D"
