@@ -33,6 +33,7 @@ from adapters.errors import (
     RowsExceeded,
     StorageFull,
     StoreBusy,
+    StoreUnreachable,
     TooLarge,
     Unsupported,
 )
@@ -1143,7 +1144,7 @@ def test_a_damaged_adapter_stays_where_it_is_when_the_new_files_cannot_be_moved_
         return rename(source, target)
 
     monkeypatch.setattr(Path, "rename", fail_once)
-    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+    with pytest.raises(StoreUnreachable, match=os.strerror(errno.EIO)):
         upload_small(store, LAYOUT, "hurt")
     assert path.read_bytes() == whole[:-1]
     upload_small(store, LAYOUT, "hurt")
