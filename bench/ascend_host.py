@@ -53,7 +53,7 @@ def measure_launches(num_tokens: int) -> dict[str, float]:
     kernels = [kernel for name, kernel in vars(triton_ascend_kernels).items() if name.startswith("lora_")]
     kernels.append(rotary.rotary_kv_kernel)
     with (
-        mock.patch.object(triton_ascend, "_chip", return_value=(NUM_VECTOR_CORES, ON_CHIP_BYTES)),
+        mock.patch.object(triton_ascend, "chip_sizes", return_value=(NUM_VECTOR_CORES, ON_CHIP_BYTES)),
         mock.patch.object(ascend_runtime, "_launch_device_type", return_value="cpu"),
         mock.patch.dict(platform._modules, {("lora", "cpu"): triton_ascend, ("rotary_kv", "cpu"): rotary}),
         made_up_launches(*kernels) as launches,

@@ -48,21 +48,25 @@ KEPT_TOKENS = 256
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel of `triton_ascend_kernels` by name, its grid, and all of its arguments by name."""
+    """A kernel of a module by name, its grid, and all of its arguments by name."""
 
     kernel: str
     grid: tuple[int, ...]
     arguments: dict[str, Any]
+    module: str = "kernels.lora.triton_ascend_kernels"
 
     def run(self) -> Any:
         """Launch it. Returns the compiled kernel; None from Triton's interpreter."""
         check_launch(self.grid, self.arguments)
-        return getattr(_kernels(), self.kernel)[self.grid](**self.arguments)
+        return getattr(importlib.import_module(self.module), self.kernel)[self.grid](**self.arguments)
 
-    def repeated(self, compiled: Any, changing: str) -> Relaunch:
-        """The same launch for another step: with another tensor in place of `changing`, and other maps."""
-        names = [param.name for param in getattr(_kernels(), self.kernel).params if not param.is_constexpr]
-        return Relaunch(compiled, self.grid, self.arguments, names, changing=changing, following=_STEP_MAPS)
+    def repeated(self, compiled: Any, changing: str, *before: str) -> Relaunch:
+        """The same launch for another step: with other tensors in place of `changing` and of what stands just before
+        the maps, and other maps."""
+        kernel = getattr(importlib.import_module(self.module), self.kernel)
+        names = [param.name for param in kernel.params if not param.is_constexpr]
+        following = (*before, *_STEP_MAPS)
+        return Relaunch(compiled, self.grid, self.arguments, names, changing=changing, following=following)
 
 
 def lora_shrink(
@@ -108,7 +112,7 @@ def _expand_columns(
 ) -> None:
     """`lora_expand` of an h that is zero from each rank on."""
     # Any number of ranks can be split into whole blocks, so no inputs speak against the cube.
-    regime = choose(maps.num_tokens, 0, *_chip(str(out.device)))
+    regime = choose(maps.num_tokens, 0, *chip_sizes(str(out.device)))
     partials = h.unsqueeze(2) if regime.name == "few" else h.unsqueeze(2).to(stack.a[0].dtype)
     ordered = _ordered(out, row_index)
     plan_expand(partials, ordered, stack, maps, regime, overwrite=overwrite).run()
@@ -141,7 +145,7 @@ def lora_linear(
     kept = stack.kept.get(key)
     if kept is not None:
         shrink, expand = kept
-        addresses, stream = _map_addresses(maps, stack.group), current_stream()()
+        addresses, stream = map_addresses(maps, stack.group), current_stream()()
         shrink(stream, x.data_ptr(), addresses)
         expand(stream, out.data_ptr(), addresses)
         return
@@ -164,7 +168,7 @@ def _launch_linear(
     return shrink.repeated(compiled[0], "x_ptr"), expand.repeated(compiled[1], "out_ptr")
 
 
-def _map_addresses(maps: LoraMaps, group: int) -> tuple[int, ...]:
+def map_addresses(maps: LoraMaps, group: int) -> tuple[int, ...]:
     """Addresses of `_STEP_MAPS`, found once per step and group."""
     addresses: tuple[int, ...] | None = maps.kept.get((_STEP_MAPS, group))
     if addresses is None:
@@ -204,7 +208,7 @@ def warm_up(stack: LoraStack, max_tokens: int, dtype: torch.dtype, max_segments:
 
 def reserve_workspace(stack: LoraStack, max_tokens: int) -> None:
     """Allocate what `lora_linear` of a stack needs for steps of up to max_tokens tokens, before graph capture."""
-    in_features, chip = stack.a[0].shape[1], _chip(str(stack.a[0].device))
+    in_features, chip = stack.a[0].shape[1], chip_sizes(str(stack.a[0].device))
     num_tokens = _largest_step(in_features, len(stack.a), max_tokens, *chip)
     _workspace(stack, in_features, num_tokens, choose(num_tokens, in_features, *chip))
 
@@ -212,7 +216,7 @@ def reserve_workspace(stack: LoraStack, max_tokens: int) -> None:
 def step_sizes(stack: LoraStack, max_tokens: int) -> tuple[int, ...]:
     """Token counts that choose, between them, every variant that steps of 1 to max_tokens tokens can choose, and every
     table that is kept with the stack: one that was first needed in a capture would be copied to the device there."""
-    num_columns, chip = sum(b.shape[1] for b in stack.b), _chip(str(stack.a[0].device))
+    num_columns, chip = sum(b.shape[1] for b in stack.b), chip_sizes(str(stack.a[0].device))
     return _step_sizes(stack.a[0].shape[1], len(stack.a), num_columns, max_tokens, *chip)
 
 
@@ -261,11 +265,12 @@ def plan_shrink(x: torch.Tensor, h: torch.Tensor, stack: LoraStack, maps: LoraMa
         "x_ptr": x,
         "a_table": _addresses(stack),
         "h_ptr": h,
-        **_map_arguments(stack, maps),
+        **map_arguments(stack, maps),
         "scalings": stack.scalings,
         "num_tokens": num_tokens,
         "in_features": x.shape[1],
         "x_stride": x.stride(0),
+        "a_stride": stack.a[0].stride(0),
         "width": width,
         "num_splits": num_splits,
         "split_size": split_size,
@@ -290,13 +295,13 @@ def plan_expand(
     """
     _, num_tokens, num_splits, width = h.shape
     block, chunk = regime.columns(sum(b.shape[1] for b in stack.b), num_tokens)
-    chunks = _column_chunks(stack, chunk)
+    chunks = column_chunks(stack, chunk)
     arguments = {
         "h_ptr": h,
         "chunks": chunks,
         "b_ptr": stack.b[0],
         "out_ptr": out,
-        **_map_arguments(stack, maps),
+        **map_arguments(stack, maps),
         "num_tokens": num_tokens,
         "out_stride": out.stride(0),
         "width": width,
@@ -324,7 +329,8 @@ def _ordered(tensor: torch.Tensor, row_index: torch.Tensor | None) -> torch.Tens
     return tensor if row_index is None else tensor.index_select(0, row_index.long())
 
 
-def _map_arguments(stack: LoraStack, maps: LoraMaps) -> dict[str, torch.Tensor]:
+def map_arguments(stack: LoraStack, maps: LoraMaps) -> dict[str, torch.Tensor]:
+    """What every kernel reads of a step and a stack."""
     return {
         "token_segment": maps.token_segment,
         "segment_starts": maps.segment_starts,
@@ -340,14 +346,14 @@ def _kernels() -> ModuleType:
 
 
 @cache
-def _chip(device: str) -> tuple[int, int]:
+def chip_sizes(device: str) -> tuple[int, int]:
     """(vector cores, bytes of unified buffer)"""
     platform = in_use(torch.device(device))
     return platform.num_cores, platform.on_chip_bytes
 
 
 def _regime(x: torch.Tensor, maps: LoraMaps) -> Regime:
-    return choose(maps.num_tokens, x.shape[1], *_chip(str(x.device)))
+    return choose(maps.num_tokens, x.shape[1], *chip_sizes(str(x.device)))
 
 
 workspace = Workspace()
@@ -366,13 +372,13 @@ def _addresses(stack: LoraStack) -> torch.Tensor:
     key = ("addresses of a",)
     if key not in stack.kept:
         assert not is_capturing(stack.a[0].device), _NOT_WARM
-        assert all(a.is_contiguous() for a in stack.a), "the kernels for Ascend read contiguous rows of A"
+        assert {a.stride() for a in stack.a} == {(stack.a[0].stride(0), 1)}, "rows of A have one stride"
         addresses = [a.data_ptr() for a in stack.a]
         stack.kept[key] = torch.tensor(addresses, dtype=torch.int64, device=stack.a[0].device)
     return stack.kept[key]
 
 
-def _column_chunks(stack: LoraStack, width: int) -> torch.Tensor:
+def column_chunks(stack: LoraStack, width: int) -> torch.Tensor:
     """int64 [chunks, 2]: address of B at the chunk's first column; and, packed from the low end, slice (6 bits),
     columns of the chunk (10), columns of the slice (24), and the chunk's first column in the output. Kept."""
     key = ("column chunks of b", width)

@@ -34,6 +34,7 @@ _SHRINK = [
     *_SIZES,
     "in_features",
     "x_stride",
+    "a_stride",
     "split_size",
     "num_slices",
     "num_parts",
@@ -54,7 +55,7 @@ def _shrink_item(item, num_tokens, num_splits, num_slices, T: tl.constexpr):
 
 
 @triton.jit
-def _chunk(chunks, chunk):
+def chunk_at(chunks, chunk):
     """(address of B, first column in the output, slice, columns of the chunk, columns of the slice)."""
     packed = tl.load(chunks + chunk * 2 + 1)
     return (
@@ -67,7 +68,7 @@ def _chunk(chunks, chunk):
 
 
 @triton.jit
-def _rows_of(segment, slice_index, places, first_rows, ranks, num_places):
+def rows_of(segment, slice_index, places, first_rows, ranks, num_places):
     """(place, first row, rank) of a segment in a slice; (., 0, 0) where its adapter leaves the group alone."""
     place = tl.load(places + segment)
     first_row = tl.load(first_rows + segment)
@@ -91,6 +92,7 @@ def lora_shrink_few(
     num_tokens,
     in_features,
     x_stride,
+    a_stride,
     width,
     num_splits,
     split_size,
@@ -120,7 +122,7 @@ def lora_shrink_few(
             # Segments after the last active one are empty.
             more = end > begin
             if more:
-                place, first_row, rank = _rows_of(segment, slice_index, places, first_rows, ranks, num_places)
+                place, first_row, rank = rows_of(segment, slice_index, places, first_rows, ranks, num_places)
                 if rank > part * R:
                     scaling = tl.load(scalings + slice_index * num_places + place)
                     for r in range(part * R, rank, R * num_parts):
@@ -129,8 +131,8 @@ def lora_shrink_few(
                             inside = k + inputs < last_input
                             a = tl.load(
                                 a_ptr
-                                + ((first_row + r).to(tl.int64) * in_features + k)
-                                + (rows[:, None] * in_features + inputs[None, :]),
+                                + ((first_row + r).to(tl.int64) * a_stride + k)
+                                + (rows[:, None] * a_stride + inputs[None, :]),
                                 mask=inside[None, :],
                                 other=0.0,
                             ).to(tl.float32)  # [R, K]
@@ -153,7 +155,7 @@ def lora_shrink_few(
 
 
 @triton.jit
-def _load_b(b_chunk, row, slice_width, inside, R: tl.constexpr, N: tl.constexpr):
+def load_b(b_chunk, row, slice_width, inside, R: tl.constexpr, N: tl.constexpr):
     """Rows [row, row + R) of B in the chunk's columns, [R, N]."""
     rows = tl.arange(0, R)
     return tl.load(
@@ -180,7 +182,7 @@ def _sum_h(h_row, num_splits, width, R: tl.constexpr, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _store_delta(delta, here, valid, OVERWRITE: tl.constexpr):
+def store_delta(delta, here, valid, OVERWRITE: tl.constexpr):
     """Add to the output, or overwrite it."""
     if not OVERWRITE:
         delta += tl.load(here, mask=valid, other=0.0).to(tl.float32)
@@ -224,14 +226,14 @@ def lora_expand_few(
         stop = tl.minimum(begin + T, num_tokens)
         segment = tl.load(token_segment + begin)
         more = segment >= 0
-        address, first_column, slice_index, num_columns, slice_width = _chunk(chunks, item % num_chunks)
+        address, first_column, slice_index, num_columns, slice_width = chunk_at(chunks, item % num_chunks)
         b_chunk = address.to(tl.pointer_type(b_ptr.dtype.element_ty))
         inside = columns < num_columns
         while more:
             end = tl.minimum(tl.load(segment_starts + segment + 1), stop)
             more = end > begin
             if more:
-                _, first_row, rank = _rows_of(segment, slice_index, places, first_rows, ranks, num_places)
+                _, first_row, rank = rows_of(segment, slice_index, places, first_rows, ranks, num_places)
                 h_rows = h_ptr + (slice_index * num_tokens + begin).to(tl.int64) * num_splits * width
                 out_rows = out_ptr + first_column + begin.to(tl.int64) * out_stride
                 # Several blocks of ranks: each is read once for G tokens, whose sums stay on the chip. One: no sums.
@@ -244,7 +246,7 @@ def lora_expand_few(
                     group_rows = out_rows + tl.cast(group, tl.int64) * out_stride
                     deltas = tl.zeros((G, N), dtype=tl.float32)
                     for r in range(0, rank, R):
-                        b = _load_b(b_chunk, first_row + r, slice_width, inside, R, N)
+                        b = load_b(b_chunk, first_row + r, slice_width, inside, R, N)
                         for t in range(num_members):
                             h_row = h_rows + (group + t) * num_splits * width + r
                             delta = tl.sum(b * _sum_h(h_row, num_splits, width, R, SPLITS)[:, None], axis=0)  # [N]
@@ -252,10 +254,10 @@ def lora_expand_few(
                                 deltas += tl.where((members == t)[:, None], delta[None, :], 0.0)
                             else:
                                 here = group_rows + tl.cast(t, tl.int64) * out_stride + columns
-                                _store_delta(delta, here, inside, OVERWRITE)
+                                store_delta(delta, here, inside, OVERWRITE)
                     if is_summed:
                         here = group_rows + (members[:, None] * out_stride + columns[None, :])
-                        _store_delta(deltas, here, (members < num_members)[:, None] & inside[None, :], OVERWRITE)
+                        store_delta(deltas, here, (members < num_members)[:, None] & inside[None, :], OVERWRITE)
                 begin = end
                 segment += 1
                 more = (end < stop) & (segment < max_segments)
@@ -275,6 +277,7 @@ def lora_shrink_many(
     num_tokens,
     in_features,
     x_stride,
+    a_stride,
     width,
     num_splits,
     split_size,
@@ -304,12 +307,12 @@ def lora_shrink_many(
             # Segments after the last active one are empty.
             more = end > begin
             if more:
-                place, first_row, rank = _rows_of(segment, slice_index, places, first_rows, ranks, num_places)
+                place, first_row, rank = rows_of(segment, slice_index, places, first_rows, ranks, num_places)
                 if rank > part * R:
                     scaling = tl.load(scalings + slice_index * num_places + place)
                     for r in range(part * R, rank, R * num_parts):
                         h = tl.zeros((T, R), dtype=tl.float32)
-                        a_rows = a_ptr + (first_row + r).to(tl.int64) * in_features
+                        a_rows = a_ptr + (first_row + r).to(tl.int64) * a_stride
                         x_rows = x_ptr + begin.to(tl.int64) * x_stride
                         for k in range(first_input, last_input, K):
                             x = tl.load(
@@ -317,7 +320,7 @@ def lora_shrink_many(
                                 mask=(tokens < end - begin)[:, None],
                                 other=0.0,
                             )  # [T, K]
-                            a = tl.load(a_rows + k + (rows[:, None] * in_features + inputs[None, :]))  # [R, K]
+                            a = tl.load(a_rows + k + (rows[:, None] * a_stride + inputs[None, :]))  # [R, K]
                             h = tl.dot(x, tl.trans(a), h)
                         tl.store(
                             h_ptr
@@ -363,14 +366,14 @@ def lora_expand_many(
         stop = tl.minimum(begin + T, num_tokens)
         segment = tl.load(token_segment + begin)
         more = segment >= 0
-        address, first_column, slice_index, num_columns, slice_width = _chunk(chunks, item % num_chunks)
+        address, first_column, slice_index, num_columns, slice_width = chunk_at(chunks, item % num_chunks)
         b_chunk = address.to(tl.pointer_type(b_ptr.dtype.element_ty))
         out_chunk = out_ptr + first_column
         while more:
             end = tl.minimum(tl.load(segment_starts + segment + 1), stop)
             more = end > begin
             if more:
-                _, first_row, rank = _rows_of(segment, slice_index, places, first_rows, ranks, num_places)
+                _, first_row, rank = rows_of(segment, slice_index, places, first_rows, ranks, num_places)
                 valid = (tokens < end - begin)[:, None] & (columns < num_columns)[None, :]
                 here = out_chunk + begin.to(tl.int64) * out_stride + (tokens[:, None] * out_stride + columns[None, :])
                 h_rows = h_ptr + (slice_index * num_tokens + begin).to(tl.int64) * num_splits * width
@@ -392,7 +395,7 @@ def lora_expand_many(
                                 other=0.0,
                             )  # [T, R]
                             delta = tl.dot(h, b, delta)
-                    _store_delta(delta, here, valid, OVERWRITE)
+                    store_delta(delta, here, valid, OVERWRITE)
                 else:
                     if OVERWRITE:
                         tl.store(here, tl.zeros((T, N), dtype=out_ptr.dtype.element_ty), mask=valid)

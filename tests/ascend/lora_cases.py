@@ -29,6 +29,7 @@ class Step:
     widths       output columns of each slice
     num_spare    padding segments of the maps
     dtype        of x and out; row_dtype of the rows, None = the same
+    interleaved  the rows of A stand slice by slice in one buffer, as behind a base weight
     far          32 bits do not count the elements before a tile of x or out, nor those before the rows of A or B
     """
 
@@ -40,6 +41,7 @@ class Step:
     num_spare: int = 2
     dtype: torch.dtype = torch.bfloat16
     row_dtype: torch.dtype | None = None
+    interleaved: bool = False
     far: bool = False
 
     @property
@@ -99,6 +101,8 @@ def make_data(step: Step, seed: int = 0) -> Data:
                 first = max(first_row, 0)
                 rows[first : first + rank] = values.to(step.of_rows)
                 rows[first + rank : first + -(-rank // 16) * 16] = 0.0
+    if step.interleaved:
+        a = torch.stack(a, dim=1).unbind(1)
     scalings = torch.rand(len(step.widths), len(step.lengths), generator=random) + 0.5
     starts = [sum(step.widths[:s]) for s in range(len(step.widths))]
     stack = LoraStack(
@@ -242,14 +246,14 @@ UNEVEN = Step([10, 23, 14, 17], [[16] * 4], 4096, [4096])
 SKEWED = Step([61, 1, 1, 1], [[16] * 4], 4096, [4096])
 SIXTY_FOUR = Step([1] * 64, [[16] * 64], 4096, [4096])
 ODD = Step([3, 20, 1], [[16, 5, 40]], 1000, [777], num_base=4)
-PACKED = Step([2, 1, 5], [[16, 8, 0], [16, 0, 0], [3, 33, 0]], 500, [300, 40, 8], num_base=1)
+PACKED = Step([2, 1, 5], [[16, 8, 0], [16, 0, 0], [3, 33, 0]], 500, [300, 40, 8], num_base=1, interleaved=True)
 ONE = Step([1], [[16]], 4096, [4096])
 LARGE_RANKS = Step([18, 1, 5], [[40, 130, 33]], 200, [300])
 # A tile of tokens that has no adapter's.
 BASE_TILE = Step([3], [[16]], 256, [130], num_base=40)
 PREFILL = Step([100, 3, 60, 1], [[16, 40, 8, 16]], 1024, [600], num_base=8)
 LONG = Step([256], [[16]], 2048, [2048])
-PACKED_PREFILL = Step([70, 9], [[16, 0], [3, 33]], 192, [300, 40], num_base=1)
+PACKED_PREFILL = Step([70, 9], [[16, 0], [3, 33]], 192, [300, 40], num_base=1, interleaved=True)
 # 896 inputs in parts of 256: the last part has 128, and so has a block.
 SHORT_LAST_PART = Step([70, 9], [[16, 3]], 896, [130], num_base=21)
 BASE_TILE_PREFILL = Step([20], [[16]], 128, [130], num_base=140)
@@ -261,7 +265,7 @@ NO_SPARE_PREFILL = Step([70, 30], [[16, 5]], 128, [130], num_base=9, num_spare=0
 EIGHT = Step([1] * 8, [[16] * 8], 4096, [4096])
 WIDE_RANK = Step([1], [[64]], 4096, [4096])
 QWEN35 = Step([2, 1, 1], [[16, 8, 0], [16, 5, 24], [8, 0, 16], [0, 16, 3]], 4096, [8192, 4096, 32, 32], num_base=1)
-QWEN35_QKV = Step([1, 3], [[16, 24], [8, 16], [16, 5]], 2560, [8192, 1024, 1024])
+QWEN35_QKV = Step([1, 3], [[16, 24], [8, 16], [16, 5]], 2560, [8192, 1024, 1024], interleaved=True)
 LFM2 = Step([3, 1], [[24, 5], [16, 0], [8, 16]], 1024, [1024, 1024, 1024], num_base=1)
 
 FAR = Step([33], [[16]], 256, [256], far=True)

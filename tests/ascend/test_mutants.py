@@ -42,12 +42,12 @@ MISSED = {
     # What the next chunk's core adds meanwhile is lost.
     "a neighbour's columns": (
         lora, "odd sizes",
-        replaced(lora, "lora_expand_few", "_store_delta(delta, here, inside, OVERWRITE)",
-                 "_store_delta(tl.where(inside, delta, 0.0), here, first_column + columns < 777, OVERWRITE)"), "a race",
+        replaced(lora, "lora_expand_few", "store_delta(delta, here, inside, OVERWRITE)",
+                 "store_delta(tl.where(inside, delta, 0.0), here, first_column + columns < 777, OVERWRITE)"), "a race",
     ),
     "32-bit offsets of x": (lora, "far", found(lora, "lora_shrink_few", "tl.cast(t, tl.int64)", "t"), "far"),
     "32-bit offsets of out": (lora, "far", found(lora, "lora_expand_few", "begin.to(tl.int64)", "begin"), "far"),
-    "32-bit offsets of rows": (lora, "far", found(lora, "_load_b", "row.to(tl.int64)", "row"), "far"),
+    "32-bit offsets of rows": (lora, "far", found(lora, "load_b", "row.to(tl.int64)", "row"), "far"),
     "32-bit offsets of states": (conv, "far", found(conv, "conv_update", "source.to(tl.int64)", "source"), "far"),
     "32-bit offsets of a boundary's state": (
         conv, "far", found(conv, "conv_prefill", "kept_line.to(tl.int64)", "kept_line"), "far"

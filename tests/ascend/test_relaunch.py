@@ -22,7 +22,7 @@ KERNELS.append(rotary.rotary_kv_kernel)
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    monkeypatch.setattr(triton_ascend, "_chip", lambda _device: (NUM_VECTOR_CORES, ON_CHIP_BYTES))
+    monkeypatch.setattr(triton_ascend, "chip_sizes", lambda _device: (NUM_VECTOR_CORES, ON_CHIP_BYTES))
     monkeypatch.setattr("kernels.ascend_runtime._launch_device_type", lambda: "cpu")
     monkeypatch.setattr(rotary, "_kept", {})
     with made_up_launches(*KERNELS) as made:

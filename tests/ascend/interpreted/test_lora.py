@@ -20,24 +20,22 @@ NUM_VECTOR_CORES = 4
 UNIFIED_BUFFER_BYTES = 192 * 1024
 # The interpreter is too slow for shrinking a failing step.
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
-# There are no windows behind base weights on an NPU.
-CASES = cases(interleaved=(False,))
 
 
 @pytest.fixture(autouse=True)
 def _pretend_npu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(platform._modules, ("lora", "cpu"), triton_ascend)
-    monkeypatch.setattr(triton_ascend, "_chip", lambda _device: (NUM_VECTOR_CORES, UNIFIED_BUFFER_BYTES))
+    monkeypatch.setattr(triton_ascend, "chip_sizes", lambda _device: (NUM_VECTOR_CORES, UNIFIED_BUFFER_BYTES))
 
 
 @settings(max_examples=25, deadline=None, phases=PHASES)
-@given(case=CASES, overwrite=st.booleans())
+@given(case=cases(), overwrite=st.booleans())
 def test_few_tokens_equal_float64(case: Case, overwrite: bool) -> None:
     check_linear(case, "cpu", overwrite=overwrite)
 
 
 @settings(max_examples=10, deadline=None, phases=PHASES)
-@given(case=CASES, overwrite=st.booleans())
+@given(case=cases(), overwrite=st.booleans())
 def test_many_tokens_equal_float64(case: Case, overwrite: bool) -> None:
     if torch.bfloat16 in (case.dtype, case.row_dtype):
         # This interpreter multiplies bfloat16 matrices as integers; the gate runs them as compiled.
@@ -98,7 +96,7 @@ def variant(launch: triton_ascend.Launch) -> tuple[object, ...]:
 
 
 def test_nothing_is_compiled_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_ascend, "_chip", lambda _device: (40, UNIFIED_BUFFER_BYTES))
+    monkeypatch.setattr(triton_ascend, "chip_sizes", lambda _device: (40, UNIFIED_BUFFER_BYTES))
     asked: set[tuple[object, ...]] = set()
     monkeypatch.setattr(triton_ascend.Launch, "run", lambda self: asked.add(variant(self)))
     rng, max_tokens, ranks = random.Random(0), 700, (16, 5, 200, 0)
