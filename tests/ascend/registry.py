@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.ascend import conv_cases, lora_cases, rotary_cases
+from tests.ascend import conv_cases, lora_cases, rotary_cases, window_cases
 from tests.ascend.gate.cases import Case
 
-CASES: list[Case] = [*lora_cases.CASES, *conv_cases.CASES, *rotary_cases.CASES]
+CASES: list[Case] = [*lora_cases.CASES, *conv_cases.CASES, *rotary_cases.CASES, *window_cases.CASES]

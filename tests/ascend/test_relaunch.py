@@ -12,12 +12,14 @@ from triton.runtime.driver import driver
 
 from kernels.lora import triton_ascend, triton_ascend_kernels
 from kernels.lora.idle import launch_idle
+from kernels.lora_window import triton_ascend as window
+from kernels.lora_window import triton_ascend_kernels as window_kernels
 from kernels.rotary_kv import triton_ascend as rotary
 from tests.ascend.lora_cases import NUM_VECTOR_CORES, ON_CHIP_BYTES, Step, make_data
 from tests.support.made_up_launches import STREAM, Launches, made_up_launches
 
 KERNELS = [kernel for name, kernel in vars(triton_ascend_kernels).items() if name.startswith("lora_")]
-KERNELS.append(rotary.rotary_kv_kernel)
+KERNELS += [window_kernels.lora_expand_window_few, window_kernels.swiglu_window_few, rotary.rotary_kv_kernel]
 
 
 @pytest.fixture
@@ -69,6 +71,33 @@ def test_other_sizes_and_types_are_launches_of_their_own(launches: Launches) -> 
         launches.asked.clear()
         triton_ascend.lora_linear(x, out, data.stack, maps)
         assert launches.asked["target"] == 2, f"{name}: both were launched by Triton"
+
+
+@pytest.mark.parametrize("is_gated", [False, True], ids=["expand", "gate"])
+def test_a_repeated_launch_with_a_window_is_what_triton_would_launch(launches: Launches, is_gated: bool) -> None:
+    step = Step([3], [[16], [8]], 16, [256, 256])
+    first, second = make_data(step), make_data(step, seed=1)
+    products = [torch.zeros(3, 512 + 64, dtype=torch.bfloat16) for _ in range(2)]
+    outs = [torch.zeros(3, 256, dtype=torch.bfloat16) for _ in range(2)]
+
+    def run(i: int) -> list[tuple[Any, ...]]:
+        launches.made.clear()
+        launches.asked.clear()
+        maps = (first, second)[i].maps
+        if is_gated:
+            window.swiglu_window(products[i], first.stack, maps, out=outs[i])
+        else:
+            window.lora_expand_window(products[i], first.stack, maps)
+        return list(launches.made)
+
+    for _ in range(2):
+        run(0)
+    repeated = run(1)
+    assert launches.asked == {"stream": 1} and len(repeated) == 1
+    for key in [key for key in first.stack.kept if "launch" in str(key[0])]:
+        del first.stack.kept[key]
+    assert run(1) == repeated
+    assert launches.asked["target"] == 1, "this time by Triton"
 
 
 def test_large_steps_are_not_kept(launches: Launches) -> None:

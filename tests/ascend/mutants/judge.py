@@ -16,13 +16,19 @@ import torch
 
 from kernels.causal_conv1d import triton_ascend as conv
 from kernels.lora import triton_ascend_kernels as lora
+from kernels.lora_window import triton_ascend_kernels as window
 from kernels.rotary_kv import triton_ascend as rotary
-from tests.ascend import conv_cases, lora_cases, rotary_cases
+from tests.ascend import conv_cases, lora_cases, rotary_cases, window_cases
 from tests.ascend.gate import checks, compiler, linalg_cpu
 from tests.ascend.gate.cases import REQUIRED_TARGETS, Case
 from tests.ascend.mutants.changes import Mutant, kernels_with
 
-_CASES = {lora: lora_cases.CASES, conv: conv_cases.CASES, rotary: rotary_cases.CASES}
+_CASES = {
+    lora: lora_cases.CASES,
+    window: window_cases.CASES,
+    conv: conv_cases.CASES,
+    rotary: rotary_cases.CASES,
+}
 MODULES: tuple[ModuleType, ...] = tuple(_CASES)
 # A launch takes seconds; one that takes so long has lost its way out of a loop.
 LAUNCH_SECONDS = 150
