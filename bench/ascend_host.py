@@ -5,7 +5,8 @@
 Needs no NPU: runs in the environment of `scripts/test-ascend.sh`. Three parts, none of which a device would change:
 
 - the Python of LoRA and of the rotation, microseconds of this process for each launch, over the layers of an 8B model
-  (36, q/k/v packed, gate/up packed), with triton-ascend's driver made up (`tests/support/made_up_launches.py`);
+  (36, q/k/v packed, gate/up packed), with triton-ascend's driver made up (`tests/support/made_up_launches.py`); with
+  the shrink in the base products (`kernels.lora_window`), as decode steps have it, and without;
 - Triton launches of a layer in that step;
 - torch operators of a layer of Qwen3, without Triton's launches: counted in the twin (`tests/ascend/twin`) as the
   difference between a model of three layers and one of two; views and fresh memory, which the device never sees, apart.
@@ -41,32 +42,47 @@ VIEWS = frozenset({"view", "_unsafe_view", "reshape", "slice", "select", "transp
                    "unfold", "new_empty", "empty", "narrow"})  # fmt: skip
 
 
-def measure_launches(num_tokens: int) -> dict[str, float]:
-    """Launches of a layer, and the least Python microseconds for one of them, checks included."""
+def measure_launches(num_tokens: int, *, has_window: bool) -> dict[str, float]:
+    """Launches of a layer, and the least Python microseconds for one of them, checks included.
+
+    has_window  the shrink is part of the base products, which are not among the launches
+    """
     from kernels import ascend_runtime, platform
     from kernels.lora import ops, triton_ascend, triton_ascend_kernels
+    from kernels.lora_window import ops as window_ops
+    from kernels.lora_window import triton_ascend as window
+    from kernels.lora_window import triton_ascend_kernels as window_kernels
     from kernels.rotary_kv import triton_ascend as rotary
     from kernels.rotary_kv.ops import rotary_kv
     from tests.ascend.lora_cases import NUM_VECTOR_CORES, ON_CHIP_BYTES, Step, make_data
     from tests.support.made_up_launches import made_up_launches
 
     kernels = [kernel for name, kernel in vars(triton_ascend_kernels).items() if name.startswith("lora_")]
-    kernels.append(rotary.rotary_kv_kernel)
+    kernels += [rotary.rotary_kv_kernel, window_kernels.lora_expand_window_few, window_kernels.swiglu_window_few]
+    modules = {("lora", "cpu"): triton_ascend, ("lora_window", "cpu"): window, ("rotary_kv", "cpu"): rotary}
     with (
         mock.patch.object(triton_ascend, "chip_sizes", return_value=(NUM_VECTOR_CORES, ON_CHIP_BYTES)),
         mock.patch.object(ascend_runtime, "_launch_device_type", return_value="cpu"),
-        mock.patch.dict(platform._modules, {("lora", "cpu"): triton_ascend, ("rotary_kv", "cpu"): rotary}),
+        mock.patch.dict(platform._modules, modules),
+        mock.patch.dict(rotary._kept, clear=True),  # of another driver
         made_up_launches(*kernels) as launches,
     ):
         steps = [Step([1] * num_tokens, [[16] * num_tokens] * len(widths), inputs, widths)
                  for inputs, widths in PROJECTIONS_8B.values()]  # fmt: skip
         projections = [make_data(step) for step in steps]
+        products = [torch.zeros(num_tokens, sum(data.step.widths) + 16 * len(data.step.widths), dtype=data.out.dtype)
+                    for data in projections]  # fmt: skip
         rotation = _rotation(num_tokens)
 
         def run_step() -> None:
             for _ in range(NUM_LAYERS):
-                for data in projections:
-                    ops.lora_linear(data.x, data.out, data.stack, data.maps)
+                for data, product in zip(projections, products, strict=True):
+                    if not has_window:
+                        ops.lora_linear(data.x, data.out, data.stack, data.maps)
+                    elif len(data.step.widths) == 2:
+                        window_ops.swiglu_window(product, data.stack, data.maps)
+                    else:
+                        window_ops.lora_expand_window(product, data.stack, data.maps)
                 rotary_kv(**rotation)
 
         run_step()
@@ -166,7 +182,10 @@ def main() -> None:
     if arguments.count_operators:
         print(json.dumps(count_operators()))
         return
-    result: dict[str, Any] = {f"{tokens} tokens": measure_launches(tokens) for tokens in arguments.tokens}
+    result: dict[str, Any] = {}
+    for tokens in arguments.tokens:
+        result[f"{tokens} tokens"] = measure_launches(tokens, has_window=True)
+        result[f"{tokens}, no window"] = measure_launches(tokens, has_window=False)
     result["a layer of Qwen3"] = _counted_elsewhere()
     for name, figures in result.items():
         for what, value in figures.items():

@@ -59,7 +59,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     },
     "npu": {
         "lora": ("triton_ascend", "any_device", "reference"),
-        "lora_window": ("reference",),
+        "lora_window": ("triton_ascend", "reference"),
         "causal_conv1d": ("triton_ascend", "any_device", "reference"),
         "gated_delta": ("any_device", "reference"),
         "experts": ("any_device", "reference"),
@@ -159,7 +159,7 @@ class Platform:
 
         Only where weights are held as they are, and a kernel adds the expand to such a product.
         """
-        return self.implementations["linear"] == "reference" and self.implementations["lora_window"] == "triton_cuda"
+        return self.implementations["linear"] == "reference" and self.implementations["lora_window"] != "reference"
 
     def row_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Dtype in which LoRA rows are held beside a model of `model_dtype`.

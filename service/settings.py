@@ -138,8 +138,8 @@ class Settings(BaseSettings):
     )
     lora_window: bool = Field(
         True,
-        description="hold the A rows of adapters behind the base weights, so that small steps on a GPU need no shrink "
-        "of their own; without effect on other devices",
+        description="hold the A rows of adapters behind the base weights, so that small steps on a GPU, and decode "
+        "steps on an NPU, need no shrink of their own; without effect on a CPU",
     )
     npu_graphs: bool = Field(
         False,

@@ -16,7 +16,7 @@ from kernels.platform import Platform
 from service.engine.captured_steps import HIDDEN, CapturedSteps, Graphs, unreplayable_ops
 from service.engine.config import EngineConfig
 from service.engine.cuda_graphs import CudaGraphs
-from service.engine.step_sizes import Padding, StepSizes, padded_tokens
+from service.engine.step_sizes import Padding, StepSizes, from_python_on_npu, padded_tokens
 from service.models.batch import StepBatch
 from service.models.errors import ModelError
 
@@ -114,9 +114,11 @@ class ModelRunner:
         self._logits = torch.empty(0, device=loaded.device)
         reason = _eager_reason(config, platform.device, loaded, has_graphs=graphs is not None)
         # Elsewhere nothing is captured, and padding costs.
-        is_npu = platform.device == "npu"
-        if loaded.device.type == "cuda" or (reason is None if is_npu else graphs is not None):
-            self._padding = Padding(config.max_sequences, self.capacity.max_blocks, config.block_size_tokens, is_npu)
+        self._is_npu = platform.device == "npu"
+        if loaded.device.type == "cuda" or (reason is None if self._is_npu else graphs is not None):
+            self._padding = Padding(
+                config.max_sequences, self.capacity.max_blocks, config.block_size_tokens, self._is_npu
+            )
             shape = (self._padding.max_rows, self.capacity.vocab_size)
             self._logits = torch.empty(shape, dtype=loaded.dtype, device=loaded.device)
         if reason is None and graphs is None:
@@ -148,10 +150,10 @@ class ModelRunner:
 
     def padded(self, exact: StepSizes) -> StepSizes:
         """On a CPU a step is as large as it is; on an NPU it is so unless it is replayed."""
+        captured = None if self._padding is None else self._padding.captured(exact)
+        if self._is_npu and (captured is None or not self.captured.serves(captured)):
+            return from_python_on_npu(exact)
         if self._padding is None:
-            return exact
-        captured = self._padding.captured(exact)
-        if self._padding.is_npu and (captured is None or not self.captured.serves(captured)):
             return exact
         return captured or self._padding.wide(exact)
 

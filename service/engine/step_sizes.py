@@ -10,6 +10,7 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from kernels.lora_window.lengths import window_for, window_lengths
+from kernels.platform import FEW_TOKENS
 
 # Decode steps are small and must fit closely; from 128 tokens on, chunks of prompts are among them.
 TOKEN_SIZES = (1, 2, 4, *range(8, 65, 8), 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -41,6 +42,14 @@ class StepSizes:
     has_lora: bool
     window_rows: int = 0
     side: tuple[tuple[str, int], ...] = ()
+
+
+def from_python_on_npu(exact: StepSizes) -> StepSizes:
+    """The sizes of a step that an NPU is launched for call by call: as they are, with the length of the window. Decode
+    steps have one, where it saves a launch for each projection; captured ones cost no launches, and have none, which
+    leaves graphs few."""
+    has_window = exact.window_rows and exact.all_decode and exact.num_tokens <= FEW_TOKENS["npu"]
+    return replace(exact, window_rows=(window_for(exact.window_rows, exact.num_tokens) or 0) if has_window else 0)
 
 
 def padded_tokens(num_tokens: int) -> int:
@@ -84,8 +93,6 @@ class Padding:
 
     def wide(self, exact: StepSizes) -> StepSizes:
         """The same with a width of the block table that is captured, and so compiled, and a length of the window."""
-        if self.is_npu:
-            return exact
         num_tokens = padded_tokens(exact.num_tokens)
         return replace(
             exact,
@@ -120,7 +127,9 @@ class Padding:
         if not exact.all_decode or exact.num_rows is not None or exact.num_tokens > sizes[-1]:
             return None
         num_tokens = sizes[bisect_left(sizes, exact.num_tokens)]
-        return replace(exact, num_tokens=num_tokens, num_sequences=num_tokens, table_blocks=self.max_blocks)
+        return replace(
+            exact, num_tokens=num_tokens, num_sequences=num_tokens, table_blocks=self.max_blocks, window_rows=0
+        )
 
     def to_capture(
         self, *, token_budget: int, has_lora: bool, num_window_rows: int = 0

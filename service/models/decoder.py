@@ -90,8 +90,9 @@ class Decoder:
             return None
         found = next((projection for projection in self._projections if projection.name == name), None)
         rows = None if found is None else found.rows_behind(num_rows, num_slices)
-        if rows is not None and rows.is_cuda:
-            torch.cuda.empty_cache()  # the old weights are too small for the next ones, and would all be kept
+        if rows is not None and rows.device.type != "cpu":
+            # The old weights are too small for the next ones, and would all be kept.
+            torch.get_device_module(rows.device).empty_cache()
         return rows
 
     @property

@@ -17,7 +17,7 @@ from service.engine.captured_steps import (
     UPDATE_FAILED,
     CapturedSteps,
 )
-from service.engine.step_sizes import NPU_TOKEN_SIZES, TOKEN_SIZES, Padding, StepSizes
+from service.engine.step_sizes import NPU_TOKEN_SIZES, TOKEN_SIZES, Padding, StepSizes, from_python_on_npu
 
 PADDING = Padding(max_sequences=100, max_blocks=2000, block_size=16)
 DECODE = StepSizes(5, 5, None, table_blocks=3, all_decode=True, has_lora=True)
@@ -150,13 +150,22 @@ def test_an_update_that_fails_ends_the_replays(caplog: pytest.LogCaptureFixture)
 NPU_PADDING = replace(PADDING, is_npu=True)
 
 
+def test_on_an_npu_decode_steps_that_are_launched_from_python_have_windows() -> None:
+    """They save launches; a captured step makes none, and a window for each length would make graphs many."""
+    step = replace(DECODE, has_lora=True, window_rows=40)
+    assert from_python_on_npu(step) == replace(step, window_rows=64)
+    assert NPU_PADDING.captured(step) == replace(NPU_PADDING.captured(DECODE) or DECODE, has_lora=True)
+    without = replace(step, num_tokens=65), replace(step, all_decode=False), replace(step, window_rows=1025)
+    for one in (*without, DECODE):
+        assert from_python_on_npu(one) == replace(one, window_rows=0)
+
+
 def test_on_an_npu_decode_steps_of_few_sizes_alone_are_padded() -> None:
     """Fused attention takes no empty sequences, and graphs take streams, of which there are few."""
     assert len(NPU_TOKEN_SIZES) == 7
     assert NPU_PADDING.captured(DECODE) == replace(DECODE, num_tokens=8, num_sequences=8, table_blocks=2000)
     for other in (MIXED, replace(DECODE, num_tokens=65, num_sequences=65), replace(DECODE, num_rows=5)):
         assert NPU_PADDING.captured(other) is None
-        assert NPU_PADDING.wide(other) == other
     for max_sequences in (1, 3, 20, 64, 500):
         padding = replace(NPU_PADDING, max_sequences=max_sequences)
         sizes, later = padding.to_capture(token_budget=2048, has_lora=True)
