@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -24,7 +24,7 @@ from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.requestlog import note_job
 from service.api.said import Speaker
 from service.api.schemas import ChatRequest, StreamOptions
-from service.api.sse import until_disconnect
+from service.api.sse import TextEvent, until_disconnect
 from service.api.state import Services, services_of
 from service.api.tools import NamedTool
 
@@ -63,6 +63,9 @@ class ChatAnswer:
         self._echoed = last.text if request.echo and last.role == "assistant" else ""
         self.job = Job(services, admitted, bool(request.stream))
         self._options = request.stream_options or StreamOptions()
+        # For each choice, the chunk of a delta that brings nothing but words.
+        self._text_events: dict[int, TextEvent] = {}
+        self._is_text_alone = not (request.return_token_ids or self._options.continuous_usage_stats)
         self._chunk_head = self._head("chat.completion.chunk")
         self._speakers = [
             Speaker(
@@ -100,8 +103,19 @@ class ChatAnswer:
             if self._echoed:
                 yield self._chunk(self._choice(index, Piece(), delta={"content": self._echoed}))
 
-    def added(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+    def added(self, index: int, piece: Piece) -> Iterable[dict[str, Any] | bytes]:
         """The chunks of a piece, possibly none."""
+        if not self._is_text_alone or piece.logprobs or piece.finish_reason is not None:
+            return self.chunks(index, piece)
+        return [
+            self._text_event(index, delta["content"])
+            if "content" in delta
+            else self._chunk(self._choice(index, piece, delta=delta))
+            for delta in self._speakers[index].deltas(piece.text, is_last=False)
+        ]
+
+    def chunks(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        """The same as plain data."""
         for choice in self._chunk_choices(index, piece):
             yield self._chunk(choice)
 
@@ -109,6 +123,14 @@ class ChatAnswer:
         """Token counts, if they are asked for."""
         if self._options.include_usage:
             yield {**self._chunk_head, "choices": [], "usage": self._usage()}
+
+    def _text_event(self, index: int, text: str) -> bytes:
+        event = self._text_events.get(index)
+        if event is None:
+            event = self._text_events[index] = TextEvent(
+                lambda text: self._chunk(self._choice(index, Piece(), delta={"content": text}))
+            )
+        return event(text)
 
     def _chunk(self, choice: dict[str, Any], **more: Any) -> dict[str, Any]:
         so_far = {"usage": self._usage()} if self._options.continuous_usage_stats else {}

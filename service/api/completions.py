@@ -32,7 +32,7 @@ from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.plans import Plan
 from service.api.requestlog import note_job
 from service.api.schemas import CompletionRequest, StreamOptions
-from service.api.sse import until_disconnect
+from service.api.sse import TextEvent, until_disconnect
 from service.api.state import Services, services_of
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
@@ -66,7 +66,11 @@ class CompletionAnswer:
         self._services = services
         self._request = request
         self._options = request.stream_options or StreamOptions()
-        self._begun: set[int] = set()
+        # For each choice that has begun, the chunk of a piece that brings nothing but text.
+        self._texts: dict[int, TextEvent] = {}
+        self._is_text_alone = request.logprobs is None and not (
+            request.return_token_ids or self._options.continuous_usage_stats
+        )
         self.job = Job(services, admitted, bool(request.stream))
         self._head: dict[str, Any] = {
             "id": f"cmpl-{uuid4().hex}",
@@ -92,21 +96,27 @@ class CompletionAnswer:
         """The stream begins with what comes."""
         yield from ()
 
-    def added(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
-        """The chunk of a piece. A choice's first chunk has the prompt if `echo` is asked."""
-        first = index not in self._begun
-        if first and piece.finish_reason is None and self._waits_for_prompt(piece):
-            return
-        self._begun.add(index)
-        choice = self._choice(index, self.job.plans[index], piece, first=first)
-        if _is_worth_sending(choice):
-            so_far = {"usage": self._usage()} if self._options.continuous_usage_stats else {}
-            yield {**self._head, "choices": [choice]} | so_far
+    def added(self, index: int, piece: Piece) -> Sequence[dict[str, Any] | bytes]:
+        """The chunk of a piece, if it is worth one. A choice's first chunk has the prompt if `echo` is asked."""
+        text_event = self._texts.get(index)
+        if text_event is None:
+            if piece.finish_reason is None and self._waits_for_prompt(piece):
+                return ()
+            self._texts[index] = TextEvent(lambda text: self._chunk(index, Piece(text), first=False))
+        elif self._is_text_alone and piece.finish_reason is None and piece.prompt_logprobs is None:
+            return (text_event(piece.text),) if piece.text else ()
+        chunk = self._chunk(index, piece, first=text_event is None)
+        return (chunk,) if _is_worth_sending(chunk["choices"][0]) else ()
 
     def last(self) -> Iterator[dict[str, Any]]:
         """Token counts, if they are asked for."""
         if self._options.include_usage:
             yield {**self._head, "choices": [], "usage": self._usage()}
+
+    def _chunk(self, index: int, piece: Piece, *, first: bool) -> dict[str, Any]:
+        choice = self._choice(index, self.job.plans[index], piece, first=first)
+        so_far = {"usage": self._usage()} if self._options.continuous_usage_stats else {}
+        return {**self._head, "choices": [choice]} | so_far
 
     def _waits_for_prompt(self, piece: Piece) -> bool:
         """The prompt's log probabilities come with the engine's first message that has tokens or an end."""

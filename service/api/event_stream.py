@@ -20,7 +20,7 @@ from service.logs import LOGGER
 
 
 class Chunks(Protocol):
-    """How an answer is told: plain data, an event each."""
+    """How an answer is told: plain data, an event each, or the bytes of one."""
 
     def first(self) -> Iterable[Any]:
         """Before anything has come."""
@@ -142,7 +142,7 @@ class EventStream(Response):
                 if news[1].logprobs or news[1].prompt_logprobs:
                     self._long = news
                     break
-                connection.write_pieces([self._encode(chunk) for chunk in self._chunks.added(*news)])
+                connection.write_pieces([self._event(chunk) for chunk in self._chunks.added(*news)])
             else:
                 self._is_idle = not self._job.has_news and not self._job.is_told
         except Exception as error:
@@ -165,7 +165,10 @@ class EventStream(Response):
 
     async def _tell(self, send: Send, chunks: Iterable[Any]) -> None:
         for chunk in chunks:
-            await self._write(send, self._encode(chunk))
+            await self._write(send, self._event(chunk))
+
+    def _event(self, chunk: Any) -> bytes:
+        return chunk if isinstance(chunk, bytes) else self._encode(chunk)
 
     async def _write(self, send: Send, event: bytes) -> None:
         if self._is_gone:

@@ -85,7 +85,7 @@ class ResponseAnswer:
 
     def added(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
         """The events of a piece, possibly none."""
-        yield from self._events(self._chat.added(index, piece))
+        yield from self._events(self._chat.chunks(index, piece))
 
     def last(self) -> Iterator[dict[str, Any]]:
         """The end of the last item, and the whole answer."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import msgspec
 from fastapi import Request
@@ -19,6 +20,21 @@ DONE = b"data: [DONE]\n\n"
 def encode_event(data: Any) -> bytes:
     """One event."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+class TextEvent:
+    """An event that comes again and again with another text: what stands around the text is encoded once.
+
+    make  the event with a text
+    """
+
+    def __init__(self, make: Callable[[str], Any]) -> None:
+        mark = uuid4().hex  # which nobody can have written anywhere else in the event
+        self._before, self._behind = encode_event(make(mark)).split(msgspec.json.encode(mark))
+
+    def __call__(self, text: str) -> bytes:
+        """The bytes that `encode_event` makes of the event with this text."""
+        return self._before + msgspec.json.encode(text) + self._behind
 
 
 def encode_typed_event(data: Any) -> bytes:

@@ -15,6 +15,7 @@ import pytest
 from service.api.errors import EngineFailed
 from service.api.event_stream import EventStream
 from service.api.generation import Job, Piece
+from service.api.sse import TextEvent, encode_event
 from service.engine.messages import TokenLogprob
 from tests.api.conftest import BASE, Checkpoints
 from tests.support.limits import LIMIT_SECONDS
@@ -180,6 +181,14 @@ def test_a_client_that_goes_ends_it(does_read: bool) -> None:
         return client.got, job.num_closed
 
     assert asyncio.run(run()) == (["first", "word"], 1)
+
+
+@pytest.mark.parametrize("text", ["", "word", 'a "quoted"\\word', "\n\t\x00</script>", "Grüße, 世界 🙂"])
+def test_what_stands_around_a_text_is_encoded_as_with_it(text: str) -> None:
+    def make(text: str) -> dict[str, Any]:
+        return {"id": "data: {}", "choices": [{"index": 1, "delta": {"content": text}, "logprobs": None}]}
+
+    assert TextEvent(make)(text) == encode_event(make(text))
 
 
 class TestOnTheWire:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +12,15 @@ from typing import Any, cast
 import pytest
 
 from service.api.admission import Admitted
+from service.api.chat import ChatAnswer
+from service.api.completions import CompletionAnswer
 from service.api.errors import BadRequest, EngineFailed, NotReady, status_of
 from service.api.generation import Job, Piece
 from service.api.metrics import Metrics
 from service.api.plans import Plan
 from service.api.prompts import Prompt
+from service.api.schemas import ChatRequest, CompletionRequest
+from service.api.sse import encode_event
 from service.api.state import Services
 from service.api.targets import Target
 from service.cluster.engines import Engines
@@ -89,9 +94,7 @@ def places() -> Places:
     return Places()
 
 
-def a_job(
-    parts: Services, places: Places, plans: list[Plan], *, is_streamed: bool = True, tenant: Tenant | None = None
-) -> Job:
+def admitted(parts: Services, places: Places, plans: list[Plan], tenant: Tenant | None = None) -> Admitted:
     """A request that has its places and an adapter."""
     places.num_open = len(plans)
     parts.gate = cast(Any, places)
@@ -100,7 +103,13 @@ def a_job(
     tenant = tenant or Tenants().default
     tenant.enter(len(plans))
     charge = tenant.take_tokens(sum(plan.most_tokens for plan in plans))
-    return Job(parts, Admitted(parts, tenant, Target("tiny", lease), plans, "tiny", charge), is_streamed)
+    return Admitted(parts, tenant, Target("tiny", lease), plans, "tiny", charge)
+
+
+def a_job(
+    parts: Services, places: Places, plans: list[Plan], *, is_streamed: bool = True, tenant: Tenant | None = None
+) -> Job:
+    return Job(parts, admitted(parts, places, plans, tenant), is_streamed)
 
 
 def plan(request_id: str, stop: str = "the", **sampling: Any) -> Plan:
@@ -122,6 +131,50 @@ async def pieces_of(job: Job) -> AsyncIterator[tuple[int, Piece]]:
 async def streamed(job: Job) -> list[tuple[int, str, str | None]]:
     """(choice, text, finish_reason) of what comes."""
     return [(index, piece.text, piece.finish_reason) async for index, piece in pieces_of(job)]
+
+
+PIECES = (
+    Piece("one", token_ids=[1]),
+    Piece('"two"\\\n', token_ids=[2]),
+    Piece("", token_ids=[3]),
+    Piece("dr\u00f6i \U0001f642", token_ids=[4]),
+    Piece("three", finish_reason="stop", stop_reason=7),
+)
+
+
+@pytest.mark.parametrize("kind", ["completion", "chat"])
+def test_events_encoded_around_their_text_are_those_encoded_whole(parts: Services, kind: str) -> None:
+    """An event that tells the usage so far is encoded whole."""
+
+    def said(suffix: str, **options: bool) -> tuple[list[bytes], int]:
+        plans = [plan(f"{index}{suffix}") for index in range(2)]
+        asked: dict[str, Any] = {
+            "model": "tiny",
+            "stream": True,
+            "n": 2,
+            "stream_options": {"include_usage": True, **options},
+        }
+        answer: CompletionAnswer | ChatAnswer = (
+            CompletionAnswer(parts, CompletionRequest(prompt="a", **asked), admitted(parts, Places(), plans))
+            if kind == "completion"
+            else ChatAnswer(
+                parts,
+                ChatRequest(messages=cast(Any, [{"role": "user", "content": "a"}]), **asked),
+                admitted(parts, Places(), plans),
+            )
+        )
+        try:
+            chunks = [chunk for piece in PIECES for index in (1, 0) for chunk in answer.added(index, piece)]
+        finally:
+            answer.job.close()
+        num_around = sum(isinstance(chunk, bytes) for chunk in chunks)
+        events = [chunk if isinstance(chunk, bytes) else encode_event(chunk) for chunk in chunks]
+        return [re.sub(rb'"id":"[^"]*"|"created":\d+|,"usage":{[^}]*}', b"", event) for event in events], num_around
+
+    around, num_around = said("a")
+    whole, num_none = said("w", continuous_usage_stats=True)
+    assert around == whole and len(around) == 8
+    assert (num_around, num_none) == (4 if kind == "completion" else 6, 0)
 
 
 def test_a_stop_string_ends_the_engine_s_work_although_nobody_reads(parts: Services, places: Places) -> None:
