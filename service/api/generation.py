@@ -30,7 +30,7 @@ MAX_WAITING_ENTRIES = 1 << 16
 _SHUT_DOWN = "The server was shut down before the answer was complete; ask another one."
 
 
-@dataclass
+@dataclass(slots=True)
 class Piece:
     """What is new of a sequence. Text and tokens need not match: text may wait for the rest of a character.
 

@@ -45,6 +45,7 @@ class TokenStream(AsyncIterator[Tokens | Finished]):
 
     def listen(self, listener: Callable[[], None], _begin_anew: Callable[[], bool] | None = None) -> None:
         """Call `listener` whenever `poll` has something to give or to raise, now if it has already. It never raises.
+        Nobody may wait for the next message any more.
         Of one engine alone, nothing is ever begun anew."""
         self._listener = listener
         if self._messages or self._death is not None:
@@ -73,9 +74,10 @@ class TokenStream(AsyncIterator[Tokens | Finished]):
         raise StopAsyncIteration
 
     def _tell(self) -> None:
-        self._news.set()
         if self._listener is not None:
             self._listener()
+        else:
+            self._news.set()
 
     async def aclose(self) -> None:
         """Give up; the engine forgets the request unless it is over. Safe to call at any time."""
