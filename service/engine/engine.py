@@ -115,6 +115,8 @@ class Engine:
             token_budget=config.token_budget,
             max_steps_waiting_for_rows=config.max_steps_waiting_for_rows,
             max_prompt_logits=config.max_prompt_logits,
+            # A device's step takes the time of reading the weights, however few its tokens are.
+            prompts_apart=capacity.device.type == "cpu",
         )
         self.constrained = ConstrainedSequences(tokens, compiler, self.wake.set, capacity, config.max_sequences)
         self.records = StepRecords()

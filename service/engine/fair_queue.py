@@ -211,6 +211,21 @@ class FairQueue:
         flow = self.flow_of(sequence)
         return -flow.tenant.deficit, -flow.deficit, sequence.key
 
+    def beside_flood(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Of these running ones those whose flows run nothing else, while another tenant, or another flow of their own,
+        has more than half of what runs."""
+        half = sum(tenant.num_running for tenant in self._tenants.values()) / 2
+        largest = next((tenant for tenant in self._tenants.values() if tenant.num_running > half), None)
+        if self._num_flows == 1 or largest is None or half < 1:
+            return []
+        has_large_flow = any(len(flow.running) > half for flow in largest.flows.values())
+        beside = []
+        for sequence in sequences:
+            flow = self.flow_of(sequence)
+            if len(flow.running) == 1 and (has_large_flow or flow.tenant is not largest):
+                beside.append(sequence)
+        return beside
+
     def charge(self, chunks: Collection[ScheduledChunk]) -> None:
         """A step gives these tokens."""
         if self._num_flows <= 1:

@@ -15,6 +15,9 @@ One step, under one token budget:
    running sequences yield, who has most first: they give up everything and wait to be computed again from their tokens,
    so that nothing is lost and the output does not change. Since each has joined with the blocks of its next token,
    every one that yields so leaves a token behind it, hence there is progress.
+   Where a step takes as long as its tokens do (`prompts_apart`), the first prompt of a newcomer beside a flood has a
+   step to itself, as far as the step of all would have had it too: the others' tokens come in the next one, when they
+   would have come with it, and the newcomer's does not wait for them.
 
 Cost per step: O(running + flows), and what `fair_queue.py` says.
 """
@@ -22,7 +25,7 @@ Cost per step: O(running + flows), and what `fair_queue.py` says.
 from __future__ import annotations
 
 from bisect import insort
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from service.engine.adapter_loads import AdapterLoads
 from service.engine.block_pool import BlockPool
@@ -56,6 +59,7 @@ class Scheduler:
         token_budget: int,
         max_steps_waiting_for_rows: int,
         max_prompt_logits: int,
+        prompts_apart: bool = False,
     ) -> None:
         self.blocks = blocks
         self.slots = slots
@@ -67,6 +71,8 @@ class Scheduler:
         self._block_size = block_size_tokens
         self._token_budget = token_budget
         self._max_prompt_logits = max_prompt_logits
+        self._prompts_apart = prompts_apart
+        self._was_apart = False  # the last step had newcomers alone
 
     @property
     def waiting(self) -> list[Sequence]:
@@ -249,18 +255,31 @@ class Scheduler:
     def _chunks(self) -> list[ScheduledChunk]:
         tokens = StepTokens(self._token_budget, self._max_prompt_logits)
         chunks: dict[int, ScheduledChunk] = {}
-        prompts = []
-        for sequence in self.running.copy():
-            if sequence.num_to_compute > 1:
-                prompts.append(sequence)
-            elif sequence.is_running:
-                self._add_chunk(chunks, sequence, tokens)
+        prompts: list[Sequence] = []
+        others: list[Sequence] = []
+        for sequence in self.running:
+            (prompts if sequence.num_to_compute > 1 else others).append(sequence)
         if len(prompts) > 1:
             prompts.sort(key=self._queue.prompt_turn)
-        for sequence in prompts:
+        for sequence in self._newcomers(prompts, len(others)):
             if sequence.is_running:
                 self._add_chunk(chunks, sequence, tokens)
+        self._was_apart = bool(chunks)
+        if not chunks:
+            for sequence in [*others, *prompts]:
+                if sequence.is_running:
+                    self._add_chunk(chunks, sequence, tokens)
         return list(chunks.values())
+
+    def _newcomers(self, prompts: list[Sequence], num_others: int) -> list[Sequence]:
+        """Of these, in their turn, those that have a step to themselves: beside a flood, while a step of all would have
+        tokens for them."""
+        if not self._prompts_apart or self._was_apart:
+            return []
+        num_left = self._token_budget - num_others
+        num_tokens = accumulate(map(self._most_tokens, prompts))
+        fitting = [one for one, num in zip(prompts, num_tokens, strict=True) if num <= num_left]
+        return self._queue.beside_flood(fitting)
 
     def _add_chunk(self, chunks: dict[int, ScheduledChunk], sequence: Sequence, tokens: StepTokens) -> None:
         """Its part of the step, with blocks, if there is one. Others may yield, and lose theirs."""

@@ -48,6 +48,7 @@ class CountedSteps:
     max_steps_waiting_for_rows: int = 32
     steps_per_read: int = 2
     checks: bool = False
+    prompts_apart: bool = False
     num_steps: int = 0
     num_computed: int = 0
     num_sampled: int = 0
@@ -66,6 +67,7 @@ class CountedSteps:
             token_budget=self.token_budget,
             max_steps_waiting_for_rows=self.max_steps_waiting_for_rows,
             max_prompt_logits=64,
+            prompts_apart=self.prompts_apart,
         )
 
     def submit(
