@@ -61,7 +61,7 @@ class EngineReplica:
 
     async def __init__(self, given: Mapping[str, Any], drain_seconds: float) -> None:  # type: ignore[misc]
         settings = ray_settings(given)
-        configure(settings.log_format, settings.log_level)
+        configure(settings.log_format, settings.log_level, settings.refusal_lines_per_minute)
         self._drain_seconds = drain_seconds
         self._num_unanswered, self._heard_seconds = 0, 0.0
         self._client = EngineClient(settings.engine_options())
@@ -112,7 +112,7 @@ class Ingress:
 
     async def __init__(self, given: Mapping[str, Any], num_engines: int, engine: DeploymentHandle) -> None:  # type: ignore[misc]
         settings = ray_settings(given)
-        configure(settings.log_format, settings.log_level)
+        configure(settings.log_format, settings.log_level, settings.refusal_lines_per_minute)
         self._engines = RemoteEngines(num_engines)
         self._application = create_app(settings, self._engines)
         self._joining: set[asyncio.Task[None]] = set()

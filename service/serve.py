@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from service.logs import LOGGER, configure
+from service.logs import LOGGER, REFUSAL_LINES, configure
 from service.models.heap import trim_heap
 from service.own_engines import own_engines
 from service.settings import Settings, SettingsError, load_settings
@@ -58,7 +58,7 @@ def serve(flags: Sequence[str]) -> int:
     given = {name: value for name, value in vars(flag_parser().parse_args(flags)).items() if value is not None}
     try:
         settings = load_settings(**given)
-        configure(settings.log_format, settings.log_level)
+        configure(settings.log_format, settings.log_level, settings.refusal_lines_per_minute)
         _warn_of_unknown_variables()
         return _run(settings)
     except ValueError as error:  # SettingsError, StartError, ModelError, TextError, StoreBusy: one sentence each
@@ -200,10 +200,13 @@ def _make_server(app: Any, settings: Settings) -> Any:
     from service.api.protocol import Protocol
     from service.api.reading_turns import ReadingTurns
 
+    def count(status: int) -> None:
+        app.state.services.metrics.http_requests.labels("other", "unknown", str(status)).inc()
+
     shares = ConnectionShares(settings.max_connections, settings.trusted_proxies)
     config = uvicorn.Config(
         app,
-        http=cast("type[asyncio.Protocol]", partial(Protocol, shares, ReadingTurns())),
+        http=cast("type[asyncio.Protocol]", partial(Protocol, shares, ReadingTurns(), count)),
         log_config=None,
         access_log=False,
         backlog=_ACCEPTED_PER_PASS,  # which asyncio takes for both
@@ -246,6 +249,7 @@ def _server_class(base: type[uvicorn.Server]) -> Any:
         async def on_tick(self, counter: int) -> bool:
             """Ten times a second, until the server ends."""
             if counter % _TICKS_PER_LOOK == 0:
+                REFUSAL_LINES.tell()
                 for connection in tuple(self.server_state.connections):
                     try:
                         connection.look(self._settings.stall_limit_seconds)

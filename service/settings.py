@@ -247,6 +247,11 @@ class Settings(BaseSettings):
     )
     log_format: Literal["text", "json"] = Field("text", description="one line per request as text or as JSON")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    refusal_lines_per_minute: int = Field(
+        60,
+        ge=0,
+        description="lines of the log about requests of one payer that are refused; the rest are counted in one line",
+    )
 
     @classmethod
     def settings_customise_sources(

@@ -23,7 +23,7 @@ from service.api.json_body import BodyBudget
 from service.api.metrics import Metrics
 from service.api.requestlog import RequestNotes
 from service.api.sse import JsonResponse
-from service.logs import LOGGER, REQUEST_LOGGER
+from service.logs import LOGGER, REFUSAL_LINES, REQUEST_LOGGER
 from service.payer import NOBODY, PAYER, payer_of
 from service.tenants.tenants import Caller
 
@@ -93,11 +93,13 @@ class Door:
 
     async def _pass(self, scope: Scope, visit: _Visit) -> None:
         await self._access.refresh()
+        client = scope.get("client")
+        address = client[0] if client else ""
+        PAYER.set(payer_of("", address))  # of a refusal for want of a key
         caller = self._access.check(scope["method"], scope["path"], visit.headers)
         scope["multilora.caller"] = visit.caller = caller
-        client = scope.get("client")
         name = self._access.payer_name(caller)
-        PAYER.set(payer_of(name, client[0] if client else ""))
+        PAYER.set(payer_of(name, address))
         if name and (connection := scope.get("multilora.connection")) is not None:  # there is none in tests
             connection.belong_to(name)
         visit.limit_body(self._body_rule(scope["method"], scope["path"]))
@@ -108,6 +110,8 @@ class Door:
         route = getattr(scope.get("route"), "path", "unknown")
         method = sent_method if sent_method in METHODS else "other"  # clients may invent methods without end
         self._metrics.http_requests.labels(method, route, str(status)).inc()
+        if 400 <= status < CLIENT_GONE and not REFUSAL_LINES.may_write(PAYER.get()):
+            return
         fields = {
             "method": sent_method,
             "path": quoted(scope["path"]),

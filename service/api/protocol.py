@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
 import h11
@@ -17,7 +17,8 @@ from service.api.connections import ConnectionShares
 from service.api.errors import ApiError, BadRequest, QueueFull, RequestTimeout, error_body, status_of
 from service.api.http_bounds import NO_HTTP, BoundedConnection
 from service.api.reading_turns import FIRST_READ_BYTES, ReadingTurns, next_read_bytes
-from service.logs import LOGGER
+from service.logs import LOGGER, REFUSAL_LINES
+from service.payer import network_of
 
 # A client that moves less than this of what waits for it, or of what it sends, counts as stalled after a time.
 MIN_BYTES_PER_SECOND = 1024
@@ -46,13 +47,18 @@ class _Mark(NamedTuple):
 
 
 class Protocol(H11Protocol):
-    """One connection. The server calls `look` now and then; requests find it in their scopes, for `belong_to`."""
+    """One connection. The server calls `look` now and then; requests find it in their scopes, for `belong_to`.
 
-    def __init__(self, shares: ConnectionShares, turns: ReadingTurns, **named: Any) -> None:
+    count  is called with the status of each refusal that no application has seen
+    """
+
+    def __init__(
+        self, shares: ConnectionShares, turns: ReadingTurns, count: Callable[[int], None], **named: Any
+    ) -> None:
         super().__init__(**named)
         self.conn: BoundedConnection = BoundedConnection()
         self.app = _WithConnection(self.app, self)
-        self._shares, self._turns = shares, turns
+        self._shares, self._turns, self._count = shares, turns, count
         self._held = b""  # what came before it was this network's turn
         self._network: str | None = None  # None for one that was one too many
         self._tenant = ""
@@ -152,7 +158,7 @@ class Protocol(H11Protocol):
         if self._unsent is not None and now - self._unsent.at_seconds >= stall_limit_seconds:
             num_left = self.transport.get_write_buffer_size()
             if self._unsent.num_bytes - num_left < least_bytes:
-                LOGGER.info("A connection is closed: its client does not read.")
+                self._write_down("its client does not read")
                 self.transport.abort()
             self._unsent = _Mark(now, num_left)
         if self._head_since is not None and now - self._head_since >= stall_limit_seconds:
@@ -167,18 +173,26 @@ class Protocol(H11Protocol):
             self._unread = _Mark(now, self.conn.num_received)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002
-        """Answer what h11 cannot read, or what is refused here. uvicorn has logged it."""
-        self._answer(BadRequest(self.conn.refusal or NO_HTTP))
+        """Answer what h11 cannot read, or what is refused here."""
+        error = BadRequest(self.conn.refusal or NO_HTTP)
+        self._write_down(str(error))
+        self._answer(error)
 
     def _time_out(self, part: str) -> None:
         self._head_since = None
         if self.transport.is_closing():
             return
-        LOGGER.info("A connection is closed: the %s of its request does not come.", part)
+        self._write_down(f"the {part} of its request does not come")
         if self.conn.num_received:
             self._answer(RequestTimeout(f"The {part} of the request comes too slowly; send it again."))
         else:
             self.transport.close()
+
+    def _write_down(self, why: str) -> None:
+        """The line of a connection that is closed here."""
+        address = self.client[0] if self.client else ""
+        if REFUSAL_LINES.may_write(network_of(address)):
+            LOGGER.info("A connection is closed: %s", why, extra={"fields": {"client": address}})
 
     def _answer(self, error: ApiError, *, linger_seconds: float = _LINGER_SECONDS) -> None:
         """Answer in the place of the application, and close; where half an answer is out, close.
@@ -187,6 +201,7 @@ class Protocol(H11Protocol):
         the answer.
         """
         self._is_answered = True
+        self._count(status_of(error))
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = msgspec.json.encode(error_body(error))
             headers = {

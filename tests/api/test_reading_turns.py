@@ -105,10 +105,12 @@ def test_who_has_gone_while_it_waited_to_be_read_is_timed_out_all_the_same(caplo
             pytest.fail("no request has come whole")
 
         config, turns, made = uvicorn.Config(application, log_config=None), ReadingTurns(), list[Protocol]()
+        statuses = list[int]()
         config.load()
 
         def make() -> Protocol:
-            made.append(Protocol(ConnectionShares(4), turns, config=config, server_state=ServerState(), app_state={}))
+            named = {"config": config, "server_state": ServerState(), "app_state": {}}
+            made.append(Protocol(ConnectionShares(4), turns, statuses.append, **named))
             return made[0]
 
         loop = asyncio.get_running_loop()
@@ -125,6 +127,7 @@ def test_who_has_gone_while_it_waited_to_be_read_is_timed_out_all_the_same(caplo
         client.close()
         made[0].look(0.0)
         assert made[0].transport.is_closing()
+        assert statuses == [408]
         server.close()
 
     asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))

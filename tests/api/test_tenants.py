@@ -89,6 +89,7 @@ def keyed(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) ->
         "admin_api_keys": "operator",
         "lora_path_root": root / "allowed",
         "log_format": "json",
+        "refusal_lines_per_minute": 1_000_000,
         "max_uploads": 64,  # the tests ask for more at once than one tenant may have of the usual number
     }
     with running_server(checkpoints.endless_base, root / "server", **settings) as running:
