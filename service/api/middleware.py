@@ -100,8 +100,10 @@ class Door:
         scope["multilora.caller"] = visit.caller = caller
         name = self._access.payer_name(caller)
         PAYER.set(payer_of(name, address))
-        if name and (connection := scope.get("multilora.connection")) is not None:  # there is none in tests
-            connection.belong_to(name)
+        if (connection := scope.get("multilora.connection")) is not None:  # there is none in tests
+            connection.is_paid_by(PAYER.get())
+            if name:
+                connection.belong_to(name)
         visit.limit_body(self._body_rule(scope["method"], scope["path"]))
         await self._app(scope, visit.receive, visit.send)
 

@@ -47,7 +47,8 @@ class _Mark(NamedTuple):
 
 
 class Protocol(H11Protocol):
-    """One connection. The server calls `look` now and then; requests find it in their scopes, for `belong_to`.
+    """One connection. The server calls `look` now and then; requests find it in their scopes, for
+    `belong_to` and `is_paid_by`.
 
     count  is called with the status of each refusal that no application has seen
     """
@@ -62,6 +63,7 @@ class Protocol(H11Protocol):
         self._held = b""  # what came before it was this network's turn
         self._network: str | None = None  # None for one that was one too many
         self._tenant = ""
+        self._payer = ""  # of the body that a trusted proxy sends now
         self._is_answered = False
         self._head_since: float | None = None
         self._unread: _Mark | None = None
@@ -96,6 +98,17 @@ class Protocol(H11Protocol):
             self._shares.belong(self._tenant, tenant)
             self._tenant = tenant
 
+    def is_paid_by(self, payer: str) -> None:
+        """The request whose head has come is this one's, and so are the turns to read its body."""
+        self._payer = payer
+
+    @property
+    def _owner(self) -> str:
+        """Whose turns the next read takes, "" for nobody's: an address has its own. A proxy that is trusted has none,
+        and sends one client's body at a time."""
+        assert self._network is not None
+        return self._network or (self._payer if self.conn.their_state is h11.SEND_BODY else "")
+
     def data_received(self, data: bytes) -> None:
         """A piece of a head or a body."""
         if self._is_answered or self._network is None:
@@ -103,7 +116,7 @@ class Protocol(H11Protocol):
         if self._held:  # the application wants more of a body
             self._held += data
             self.transport.pause_reading()
-        elif self._network and not self._turns.take(self._network, self._read_held):
+        elif (owner := self._owner) and not self._turns.take(owner, self._read_held):
             self._held = data
             self.transport.pause_reading()
         else:
@@ -118,11 +131,13 @@ class Protocol(H11Protocol):
         self._read(data)
 
     def _read(self, data: bytes) -> None:
-        started = time.thread_time()
+        owner, started = self._owner, time.thread_time()
         super().data_received(data)
         seconds = time.thread_time() - started
-        if self._network:
-            self._turns.charge(self._network, seconds)
+        if owner:
+            self._turns.charge(owner, seconds)
+        if self.conn.their_state is not h11.SEND_BODY:
+            self._payer = ""
         if self.conn.their_state is not h11.IDLE:
             self._head_since = None
         elif self._head_since is None:

@@ -5,6 +5,9 @@ have all of them served between two turns of everybody else: so one network has 
 and where its reads are costly, as those of tiny chunks and of long heads are, it pauses for a multiple of what they
 took. Its connections wait for each other, in the order they came, and nobody else's do. What is not read stays in the
 kernel, but for one piece of each connection.
+
+A trusted proxy's address is nobody's. It has read heads itself, so that those have no turns; bodies that it passes on
+have the turns of who pays for the request, a tenant or the client that the proxy names.
 """
 
 from __future__ import annotations

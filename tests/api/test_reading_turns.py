@@ -7,6 +7,7 @@ import json
 import logging
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -109,7 +110,7 @@ def test_who_has_gone_while_it_waited_to_be_read_is_timed_out_all_the_same(caplo
         config.load()
 
         def make() -> Protocol:
-            named = {"config": config, "server_state": ServerState(), "app_state": {}}
+            named: dict[str, Any] = {"config": config, "server_state": ServerState(), "app_state": {}}
             made.append(Protocol(ConnectionShares(4), turns, statuses.append, **named))
             return made[0]
 
@@ -132,6 +133,69 @@ def test_who_has_gone_while_it_waited_to_be_read_is_timed_out_all_the_same(caplo
 
     asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
     assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
+
+
+def test_a_body_that_a_proxy_passes_on_has_the_turns_of_who_pays_for_it() -> None:
+    """Of two clients behind a trusted proxy one has to pause: its body waits, not the other's; and when the other has
+    to pause as well, the next request on its connection, of whom nothing is known yet, does not wait for that."""
+
+    async def run() -> None:
+        read = {"hostile": b"", "other": b"", "nobody": b""}
+        made, turns = list[Protocol](), ReadingTurns()
+
+        async def application(scope: Any, receive: Any, send: Any) -> None:
+            payer = scope["path"].strip("/")
+            if payer != "nobody":
+                scope["multilora.connection"].is_paid_by(payer)
+            more = True
+            while more:
+                message = await receive()
+                read[payer] += message["body"]
+                more = message["more_body"]
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+        config = uvicorn.Config(application, log_config=None, proxy_headers=False)
+        config.load()
+        shares = ConnectionShares(4, ["127.0.0.1"])
+
+        def make() -> Protocol:
+            named: dict[str, Any] = {"config": config, "server_state": ServerState(), "app_state": {}}
+            made.append(Protocol(shares, turns, lambda _status: None, **named))
+            return made[-1]
+
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(make, "127.0.0.1", 0)
+        clients = {}
+        for payer in ("hostile", "other"):
+            clients[payer] = socket.create_connection(server.sockets[0].getsockname())
+            clients[payer].sendall(f"POST /{payer} HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\na".encode())
+            while read[payer] != b"a":
+                await asyncio.sleep(0)
+        assert turns.take("hostile", pytest.fail)
+        turns.charge("hostile", 1e6)
+        clients["hostile"].sendall(b"b")
+        while made[0].transport.is_reading():
+            await asyncio.sleep(0)
+        clients["other"].sendall(b"bcd")
+        while read["other"] != b"abcd":
+            await asyncio.sleep(0)
+        assert read["hostile"] == b"a"
+        turns.take("other", lambda: None)
+        turns.charge("other", 1e6)
+        clients["other"].sendall(b"POST /nobody HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\na")
+        while read["nobody"] != b"a":
+            await asyncio.sleep(0)
+        clients["other"].sendall(b"b")
+        while read["nobody"] != b"ab":
+            await asyncio.sleep(0)
+        for client in clients.values():
+            client.close()
+        server.close()
+        for connection in made:
+            connection.transport.abort()
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
 
 
 def test_bodies_come_whole_from_many_connections_whose_reads_are_costly(server: Server) -> None:
