@@ -41,7 +41,7 @@ from service.api import (
     versions,
 )
 from service.api.auth import Access
-from service.api.errors import HANDLED, BadRequest, UnknownRoute, WrongMethod
+from service.api.errors import HANDLED, BadRequest, UnknownRoute, WrongMethod, quoted
 from service.api.generated_answers import ChatChunk
 from service.api.json_body import BodyBudget
 from service.api.metrics import Metrics
@@ -371,7 +371,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _from_http(request: Request, error: HTTPException) -> Exception:
-    path = f"{request.method} {request.url.path}"
+    path = f"{quoted(request.method)} {quoted(request.url.path)}"
     if error.status_code == 404:
         return UnknownRoute(f"There is no {path} here; /openapi.json lists what there is.")
     if error.status_code == 405:

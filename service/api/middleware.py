@@ -115,7 +115,7 @@ class Door:
         if 400 <= status < CLIENT_GONE and not REFUSAL_LINES.may_write(PAYER.get()):
             return
         fields = {
-            "method": sent_method,
+            "method": quoted(sent_method),
             "path": quoted(scope["path"]),
             "status": status,
             "ms": round((time.perf_counter() - visit.started) * 1e3, 1),

@@ -161,6 +161,17 @@ class TestHeads:
             answer = exchange(server, b"GET " + path + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             assert statuses(answer)[0] in (400, 404), path
 
+    @pytest.mark.parametrize("line", [b"A" * 9_000 + b" /version", b"GET /" + b"a" * 9_000], ids=["method", "path"])
+    def test_what_is_refused_is_quoted_in_brief(self, server: Server, line: bytes) -> None:
+        """In the answer and in the log, neither of which grows with the request."""
+        name = f"brief-{line[:1].decode()}"
+        head = line + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: " + name.encode() + b"\r\n\r\n"
+        answer = exchange(server, head)
+        assert statuses(answer)[0] in (404, 405)
+        assert len(answer) < 1_000
+        (logged,) = wait_for(lambda: server.log_lines(name), "the line")
+        assert len(json.dumps(logged)) < 1_500
+
 
 class TestPipelining:
     def test_answers_come_one_after_the_other(self, server: Server) -> None:
