@@ -58,9 +58,10 @@ class BytesDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         for token_id in prompt_token_ids[-_CONTEXT_TOKENS - _MAX_CHARACTER_TAIL_TOKENS :]:
             self.push(token_id)
-        self._is_begun = bool(self._decoder.getstate()[0])
+        # What is shown for the first bytes of a character: one U+FFFD, or one for each that can never begin one.
+        self._begun = self._decoder.getstate()[0].decode("utf-8", "replace")
 
-    _is_begun = False
+    _begun = ""
 
     def push(self, token_id: int) -> str:
         """See `Detokenizer`."""
@@ -74,9 +75,8 @@ class BytesDetokenizer:
 
     def _answers(self, text: str) -> str:
         """The text without what is shown for bytes of the prompt."""
-        if text and self._is_begun:
-            self._is_begun = False
-            return text.removeprefix("\ufffd")
+        if text and self._begun:
+            text, self._begun = text.removeprefix(self._begun), ""
         return text
 
 
