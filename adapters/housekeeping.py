@@ -9,7 +9,7 @@ from itertools import count
 from adapters.catalog import Catalog
 from adapters.changes import Changes
 from adapters.disk import StoreFiles
-from adapters.errors import StoreUnreachable
+from adapters.errors import StorageFull, StoreUnreachable
 from adapters.sharing import Sharing
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Housekeeping:
             self._changes.say()
             if sweeps:
                 self.sweep()
-        except (OSError, StoreUnreachable) as error:
+        except (OSError, StorageFull, StoreUnreachable) as error:
             if not self._is_refused:
                 log.error(
                     "the adapter store cannot be tidied up: %s; look at its disk. Tried again every %.0f s.",

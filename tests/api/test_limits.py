@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 import httpx
 import pytest
 
+from adapters.errors import StoreUnreachable
 from service.api.errors import BadRequest
 from service.api.lora_compat import _load
 from service.api.namespace import Namespace
@@ -332,7 +333,7 @@ class TestLoadByPath:
         assert "allowed" not in answer.json()["error"]["message"]
 
     def test_a_file_without_access_is_400_and_a_fault_of_the_store_is_not(self, tmp_path: Path) -> None:
-        for filename, kind in ((tmp_path / "in" / CONFIG, BadRequest), (tmp_path / "store" / "part", PermissionError)):
+        for filename, kind in ((tmp_path / "in" / CONFIG, BadRequest), (tmp_path / "store" / "part", StoreUnreachable)):
             error = PermissionError(13, "Permission denied", str(filename))
             store = MagicMock(**{"has.return_value": False})
             store.begin.return_value.__enter__.return_value.add_directory.side_effect = error
@@ -340,7 +341,7 @@ class TestLoadByPath:
             namespace = Namespace(store, Tenants(), Tenants().anybody())
             with pytest.raises(kind, match="Permission denied") as refused:
                 _load(namespace, tmp_path / "in", "x", "x", False)
-            assert kind is PermissionError or str(tmp_path) not in str(refused.value)
+            assert str(tmp_path) not in str(refused.value)
 
     def test_a_path_that_is_not_there_is_404_and_missing_fields_400(self, strict: Server) -> None:
         answer = strict.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": "nothing"})
