@@ -27,6 +27,18 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--device") == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
+    if config.pluginmanager.has_plugin("hypothesispytest"):
+        _choose_examples()
+
+
+def _choose_examples() -> None:
+    """Hypothesis tries the same cases each time, however slow the machine is; `--hypothesis-profile=search` tries
+    others. What that finds belongs into an `@example`."""
+    from hypothesis import settings
+
+    settings.register_profile("search", deadline=None, print_blob=True)
+    settings.register_profile("same", deadline=None, derandomize=True)
+    settings.load_profile("same")
 
 
 @pytest.fixture(scope="session")
