@@ -122,7 +122,9 @@ class Decoder:
         lora_ops.warm_up(stacks, max_tokens, dtype, embeddings=embeddings, max_segments=max_segments)
         if self.num_window_rows:
             gated = [layer.mlp.fused_stack for layer in self._layers if layer.mlp.fused_stack is not None]
-            expanded = [stack for stack in stacks if stack not in gated]
+            # Where adapters may have magnitudes, those come between the expand and the gate: steps with them have both.
+            apart = [projection.stack for projection in self._projections if projection.has_vectors]
+            expanded = [stack for stack in stacks if stack not in gated or stack in apart]
             window_ops.warm_up(expanded, max_tokens, dtype, gated=gated, max_segments=max_segments)
 
     @torch.inference_mode()

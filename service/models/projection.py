@@ -65,6 +65,11 @@ class Projection:
         """Its LoRA rows, once they are bound."""
         return self._stack
 
+    @property
+    def has_vectors(self) -> bool:
+        """Whether there is room for magnitudes and biases of adapters."""
+        return self._vectors is not None
+
     def bind_rows(self, rows: RowSource) -> None:
         self._stack = rows.stack(self.name)
         if rows.side is not None:
