@@ -21,14 +21,20 @@ from tests.tolerances import OP
 NUM_SPARE_ROWS = 16
 
 
+def _make(step: Step) -> tuple[Data, torch.Tensor]:
+    """The step's data and its product. Far away are rows of the product alone: those of B lie in the window."""
+    data = make_data(dataclasses.replace(step, far=False))
+    product = _product(data)
+    # A visit's tokens are counted with 32 bits no further than a group.
+    return data, far_apart(product, 2**31 // 32 + 16) if step.far else product
+
+
 def _product(data: Data, seed: int = 1) -> torch.Tensor:
     """A base output, then h: of each token in the columns of its own adapter's ranks, NaN elsewhere."""
     stack, num_slices = data.stack, len(data.stack.b)
     random = torch.Generator().manual_seed(seed)
     num_rows = max((one.first_rows[0] for one in data.maps.segments), default=0) + 256 + NUM_SPARE_ROWS
     num_columns = stack.output_width
-    if data.step.far:  # what is far away are rows of B; h would be as far
-        num_rows = 2 * NUM_SPARE_ROWS
     product = torch.full((data.maps.num_tokens, num_columns + num_rows * num_slices), torch.nan, dtype=data.step.dtype)
     product[:, :num_columns] = data.out
     for segment in data.maps.segments:
@@ -36,7 +42,7 @@ def _product(data: Data, seed: int = 1) -> torch.Tensor:
             first = num_columns + max(segment.first_rows[0], 0) * num_slices + s
             h = product[segment.start : segment.end, first::num_slices][:, : ranks[segment.place]]
             h.copy_(torch.randn(h.shape, generator=random))
-    return far_apart(product, 2**31 // 32 + 16) if data.step.far else product
+    return product
 
 
 def _regime(columns: tuple[int, ...] = (), num_cores: int = NUM_VECTOR_CORES) -> Regime:
@@ -57,8 +63,7 @@ def expand(
     step: Step, regime: Regime | None = None, *, judge_traffic: bool = False, max_traffic: float = MAX_TRAFFIC
 ) -> Launch:
     """The expand of a step."""
-    data = make_data(step)
-    product = _product(data)
+    data, product = _make(step)
     plan = triton_ascend.plan_expand(product, data.stack, data.maps, regime or _regime())
     expected = product.clone()
     reference.lora_expand_window(expected, data.stack, data.maps)
@@ -79,8 +84,8 @@ def swiglu(
     step: Step, regime: Regime | None = None, *, judge_traffic: bool = False, max_traffic: float = MAX_TRAFFIC
 ) -> Launch:
     """The gate of a step of two slices."""
-    data = make_data(step)
-    product, num_tokens, size = _product(data), data.maps.num_tokens, step.widths[0]
+    data, product = _make(step)
+    num_tokens, size = data.maps.num_tokens, step.widths[0]
     out = torch.full((num_tokens, size), torch.nan, dtype=step.dtype)
     plan = triton_ascend.plan_swiglu(product, out, data.stack, data.maps, regime or _regime())
     expected = torch.empty_like(out)
@@ -119,7 +124,8 @@ NO_SPARE = Step([3, 2], [[16, 5]], 16, [130], num_base=4, num_spare=0)
 # Qwen3.5 9B and LFM2, as in `lora_cases`.
 QWEN35 = Step([2, 1, 1], [[16, 8, 0], [16, 5, 24], [8, 0, 16], [0, 16, 3]], 16, [8192, 4096, 32, 32], num_base=1)
 LFM2 = Step([3, 1], [[24, 5], [16, 0], [8, 16]], 16, [1024, 1024, 1024], num_base=1)
-FAR = Step([33], [[16]], 256, [256], far=True)
+# Far are both a token of a visit and the first of another.
+FAR = Step([33, 1], [[16, 40]], 16, [256], far=True)
 
 GATE_ODD = Step([3, 20, 1], [[16, 5, 40], [0, 16, 3]], 16, [777, 777], num_base=4)
 GATE_UNTARGETED = Step([2, 1, 17], [[16, 0, 33], [0, 0, 130]], 16, [130, 130], num_base=1)
