@@ -115,6 +115,9 @@ SIXTY_FOUR = Step([1] * 64, [[16] * 64], 16, [4096])
 WIDE_RANK = Step([1], [[64]], 16, [4096])
 QKV = [4096, 1024, 1024]
 GATES = [4096, 4096]
+# For steps of many adapters, which take the simulator long; with fewer columns h is more beside B.
+FEW_QKV = [1024, 256, 256]
+FEW_GATES = [1024, 1024]
 ODD = Step([3, 20, 1], [[16, 5, 40]], 16, [777], num_base=4)
 PACKED = Step([2, 1, 5], [[16, 8, 0], [16, 0, 0], [3, 33, 0]], 16, [300, 40, 8], num_base=1)
 LARGE_RANKS = Step([18, 1, 5], [[40, 130, 33]], 16, [300])
@@ -138,16 +141,17 @@ TILES = Step([60, 9, 1], [[16, 5, 40]], 16, [130], num_base=3)
 
 _JUDGED_EXPANDS = {
     "one token": ONE, "8 adapters": EIGHT, "4 adapters": FOUR, "4 uneven": UNEVEN, "64 adapters": SIXTY_FOUR,
-    "rank 64": WIDE_RANK, "q, k, v of one token": _packed(ONE, 3, QKV), "q, k, v of 64": _packed(SIXTY_FOUR, 3, QKV),
+    "rank 64": WIDE_RANK, "q, k, v of one token": _packed(ONE, 3, QKV),
+    "q, k, v of 64": _packed(SIXTY_FOUR, 3, FEW_QKV),
 }  # fmt: skip
 _EXPANDS = {
     "odd sizes": ODD, "packed": PACKED, "large ranks": LARGE_RANKS, "base tile": BASE_TILE, "no spare": NO_SPARE,
     "two tiles": TILES, "qwen3.5": QWEN35, "lfm2": LFM2, "far": FAR,
 }  # fmt: skip
 _JUDGED_GATES = {
-    name: _packed(step, 2, GATES)
-    for name, step in (("one token", ONE), ("8 adapters", EIGHT), ("4 uneven", UNEVEN), ("64 adapters", SIXTY_FOUR))
-}
+    "one token": _packed(ONE, 2, GATES), "8 adapters": _packed(EIGHT, 2, GATES),
+    "4 uneven": _packed(UNEVEN, 2, GATES), "64 adapters": _packed(SIXTY_FOUR, 2, FEW_GATES),
+}  # fmt: skip
 _GATES = {
     "odd sizes": GATE_ODD, "untargeted": GATE_UNTARGETED, "no rows": GATE_BASE, "no spare": GATE_NO_SPARE,
     "base tile": GATE_BEHIND, "two tiles": _packed(TILES, 2, [130, 130]), "far": _packed(FAR, 2, [256, 256]),
