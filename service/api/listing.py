@@ -17,6 +17,7 @@ from service.api.threads import in_turn
 from service.engine.messages import Tier
 
 MOST_PER_PAGE = 1000
+MOST_RANK = (1 << 31) - 1  # beyond any that a model has; the index holds 64 bits
 
 
 class Filters(BaseModel):
@@ -26,7 +27,7 @@ class Filters(BaseModel):
 
     after: str = Field("", max_length=256, description="the last name of the page before (its `last_id`)")
     prefix: str = Field("", max_length=256, description="how names begin")
-    rank: int | None = Field(None, ge=1, description="largest rank of the adapter")
+    rank: int | None = Field(None, ge=1, le=MOST_RANK, description="largest rank of the adapter")
     state: Tier | None = Field(None, description="where the weights are")
     owner: str | None = Field(None, max_length=64, description="whose adapters; empty: those of nobody")
     pinned: bool | None = Field(None, description="whether operators keep it on the device")

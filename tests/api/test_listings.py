@@ -78,6 +78,7 @@ def test_adapters_are_found_by_where_they_are(server: Server, client: openai.Ope
         ("GET", "/v1/adapters?limit=1001", "limit"),
         ("GET", "/v1/adapters?limit=many", "limit"),
         ("GET", "/v1/adapters?rank=-1", "rank"),
+        ("GET", f"/v1/models?rank={1 << 63}", "rank"),
         ("GET", "/v1/adapters?state=gone", "state"),
         ("GET", f"/v1/adapters?prefix={'a' * 257}", "prefix"),
         ("GET", "/v1/models?page=2", "page"),
