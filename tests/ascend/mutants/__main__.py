@@ -20,8 +20,6 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from types import ModuleType
 
-import torch
-
 from tests.ascend.mutants.changes import Mutant, mutants_of
 from tests.ascend.mutants.equivalent import reason_for
 from tests.ascend.mutants.judge import MODULES, NOT_COMPILED, SURVIVED, judge, source_of
@@ -51,7 +49,6 @@ def main() -> int:
     chosen = parser.parse_args()
     deadline, caught, equivalent, survived, judged = time.monotonic() + 60 * chosen.minutes, 0, 0, 0, 0
     mutants = drawn(chosen.seed)
-    torch.set_num_threads(1)  # the processes are forks of this one
     running: dict[Future[str], Mutant] = {}
     with ThreadPoolExecutor(chosen.processes) as pool:
         while True:

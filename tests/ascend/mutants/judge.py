@@ -31,7 +31,7 @@ _CASES = {
 }
 MODULES: tuple[ModuleType, ...] = tuple(_CASES)
 # A launch takes seconds; one that takes so long has lost its way out of a loop.
-LAUNCH_SECONDS = 150
+LAUNCH_SECONDS = 300
 _LARGE = {
     "far",
     "long",
@@ -52,31 +52,37 @@ def source_of(module: ModuleType) -> str:
 
 
 def judge(module: ModuleType, mutant: Mutant, launch_name: str = "") -> str:
-    """What the gate says of the mutant: `SURVIVED`, `NOT_COMPILED`, or how it was caught. In a process of its own.
+    """What the gate says of the mutant: `SURVIVED`, `NOT_COMPILED`, or how it was caught.
+
+    In a process of its own, and no fork of this one: threads that do not exist there, or pytest's signal handlers,
+    would hang or end it for reasons that are not the mutant's.
 
     launch_name  judge by launches of this name alone
     """
-    context = get_context("fork")
+    context = get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
-        process = context.Process(target=_judge, args=(module, mutant, launch_name, Path(directory), sender))
+        path = Path(directory) / "mutant.py"
+        path.write_text(mutant.source)
+        arguments = (module.__name__, mutant.function, mutant.kind, launch_name, path, sender)
+        process = context.Process(target=_judge, args=arguments)
         process.start()
         sender.close()
         try:
             verdict: str = receiver.recv()
         except EOFError:
             process.join()
-            verdict = f"died of signal {-(process.exitcode or 0)}"
+            verdict = f"ended with {process.exitcode}"
         process.join()
     return verdict
 
 
-def _judge(module: ModuleType, mutant: Mutant, launch_name: str, directory: Path, sender: Connection) -> None:
+def _judge(module_name: str, function: str, kind: str, launch_name: str, path: Path, sender: Connection) -> None:
     torch.set_num_threads(1)
-    compiler.CACHE = linalg_cpu.CACHE = directory
-    changed = _imported(mutant.source, directory / "mutant.py")
-    launches = [one for one in _launches(module, mutant) if launch_name in ("", one[2])]
-    sender.send(_verdict(changed, launches))
+    compiler.CACHE = linalg_cpu.CACHE = path.parent
+    changed = _imported(path)
+    launches = _launches(sys.modules[module_name], function, kind)
+    sender.send(_verdict(changed, [one for one in launches if launch_name in ("", one[2])]))
 
 
 def _verdict(changed: ModuleType, launches: list[tuple[str, Case, str]]) -> str:
@@ -93,11 +99,11 @@ def _verdict(changed: ModuleType, launches: list[tuple[str, Case, str]]) -> str:
     return SURVIVED
 
 
-def _launches(module: ModuleType, mutant: Mutant) -> list[tuple[str, Case, str]]:
+def _launches(module: ModuleType, function: str, kind: str) -> list[tuple[str, Case, str]]:
     """The gate's launches of kernels that have the change, those that are likely to show it or are small first."""
-    affected = kernels_with(mutant.function, source_of(module))
+    affected = kernels_with(function, source_of(module))
     launches = [one for one in launches_of(module) if one[0] in affected]
-    if mutant.kind == "32 bits":
+    if kind == "32 bits":
         launches.sort(key=lambda one: one[2] != "far")
     return launches
 
@@ -128,8 +134,7 @@ def _run(case: Case, launch_name: str) -> None:
     checks.check_values(launch)
 
 
-def _imported(source: str, path: Path) -> ModuleType:
-    path.write_text(source)
+def _imported(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location("mutant", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
