@@ -41,9 +41,16 @@ class Variant:
     name: str
     specialization: str
 
-    def preload(self) -> None:
-        """Compile it, or read it from the cache, for the device of Triton's active driver."""
-        getattr(importlib.import_module(self.module), self.name).preload(self.specialization)
+    def preload(self) -> Any:
+        """Compile it, or read it from the cache, for the device of Triton's active driver; Triton's compiled kernel."""
+        return getattr(importlib.import_module(self.module), self.name).preload(self.specialization)
+
+    def fill_cache(self) -> None:
+        """Compile it and, for a Triton before 3.7, the C function of its own that launches it."""
+        kernel = self.preload()
+        cuda = importlib.import_module("triton.backends.nvidia.driver")
+        if hasattr(cuda, "make_launcher"):
+            cuda.CudaLauncher(kernel.src, kernel.metadata)
 
 
 def warm_up_ahead(warm_up: Callable[[], object], device_type: str) -> None:
@@ -53,12 +60,18 @@ def warm_up_ahead(warm_up: Callable[[], object], device_type: str) -> None:
     What cannot be compiled raises in the warm-up. On other devices nothing is compiled, or by a compiler that serves
     one process at a time.
     """
-    if device_type == "cuda" and os.environ.get("TRITON_INTERPRET") != "1" and importlib.util.find_spec("triton"):
+    if can_compile_ahead(device_type):
         try:
-            _fill_cache(asked_for(warm_up))
+            fill_cache(asked_for(warm_up))
         except Exception:  # it depends on more of Triton than a launch does, and is no more than a matter of time
             log.warning("kernels are compiled one after the other", exc_info=True)
     warm_up()
+
+
+def can_compile_ahead(device_type: str) -> bool:
+    """Whether other processes can compile for such a device."""
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return device_type == "cuda" and not is_interpreted and importlib.util.find_spec("triton") is not None
 
 
 def asked_for(warm_up: Callable[[], object]) -> list[Variant]:
@@ -76,9 +89,10 @@ def asked_for(warm_up: Callable[[], object]) -> list[Variant]:
     return list(variants)
 
 
-def _fill_cache(variants: list[Variant]) -> None:
+def fill_cache(variants: list[Variant]) -> None:
+    """Compile those that the cache on disk lacks, several at a time; the others are read from it."""
     started = time.monotonic()
-    missing = [variant for variant in variants if not _is_cached(variant)]
+    missing = [variant for variant in variants if not is_cached(variant)]
     if len(missing) >= MIN_VARIANTS:
         _compile(missing)
     seconds = time.monotonic() - started
@@ -89,7 +103,7 @@ class _NotCached(Exception):
     pass
 
 
-def _is_cached(variant: Variant) -> bool:
+def is_cached(variant: Variant) -> bool:
     """Whether it is in the cache on disk, and in this process's memory now."""
     triton = importlib.import_module("triton")
 
@@ -116,7 +130,7 @@ def _compile(variants: list[Variant]) -> None:
     with ProcessPoolExecutor(
         num_processes, multiprocessing.get_context("spawn"), initializer=_begin, initargs=(target,)
     ) as processes:
-        futures: list[Future[None]] = [processes.submit(variant.preload) for variant in variants]
+        futures: list[Future[None]] = [processes.submit(variant.fill_cache) for variant in variants]
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:
         log.warning("%d variants could not be compiled ahead; the first: %r", len(errors), errors[0])

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PROC = Path("/proc")
+_DEVICES = Path("/dev")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -33,6 +34,13 @@ def memory_bytes() -> tuple[int, int]:
         if limit is not None:
             total, available = min(total, limit), min(available, max(limit - used, 0))
     return total, available
+
+
+def may_find_accelerator(device: str) -> bool:
+    """Whether a device that is named so may turn out to be no CPU, before torch is there to tell."""
+    if device != "auto":
+        return not device.startswith("cpu")
+    return any(any(_DEVICES.glob(nodes)) for nodes in ("nvidia[0-9]*", "davinci[0-9]*"))
 
 
 def _groups(controller: str) -> Iterator[Path]:

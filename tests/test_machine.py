@@ -97,3 +97,23 @@ def test_this_machine_has_some_of_both() -> None:
     total, available = machine.memory_bytes()
     assert 1 <= machine.num_usable_cpus() <= len(os.sched_getaffinity(0))
     assert 0 < available <= total
+
+
+@pytest.mark.parametrize(
+    ("device", "nodes", "expected"),
+    [
+        ("cpu", ["nvidia0"], False),
+        ("cuda:1", [], True),
+        ("npu", [], True),
+        ("auto", ["tty0", "nvidiactl"], False),
+        ("auto", ["nvidia0"], True),
+        ("auto", ["davinci0"], True),
+    ],
+)
+def test_an_accelerator_is_looked_for_without_torch(
+    device: str, nodes: list[str], expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for node in nodes:
+        (tmp_path / node).touch()
+    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
+    assert machine.may_find_accelerator(device) is expected

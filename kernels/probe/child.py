@@ -1,6 +1,7 @@
 """A process that probes ops and says what it is about to do: `python -m kernels.probe.child FD`, started by `apart.py`.
 
-Reads one JSON request from stdin and writes one JSON line for each thing that begins or has ended to the descriptor.
+Imports what it needs, reads one JSON request from stdin, and writes one JSON line for each thing that begins or has
+ended to the descriptor.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ def main() -> int:
     """The exit code. What stops the whole probe, such as an absent device, is a line of its own."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    request = json.load(sys.stdin)
     # The parent waits for the end of this stream, which a compiler started here would keep open.
     os.set_inheritable(int(sys.argv[1]), False)
     with os.fdopen(int(sys.argv[1]), "w", buffering=1) as channel:
@@ -31,7 +31,7 @@ def main() -> int:
             channel.write(json.dumps(line) + "\n")
 
         try:
-            _probe(request, say)
+            _probe(say)
         except Exception as error:
             say(fault=f"{error}" if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
             return 1
@@ -39,16 +39,23 @@ def main() -> int:
     return 0
 
 
-def _probe(request: dict[str, Any], say: Any) -> None:
+def _probe(say: Any) -> None:
     import torch
 
     from kernels.platform import detect, prepare
+    from kernels.probe.ahead import compile_ahead_of
     from kernels.probe.run import try_op
     from kernels.probe.shapes import ProbeShapes
 
+    request = json.load(sys.stdin)
     prepare(request["device"])
     platform = detect(request["device"])
     device, shapes = torch.device(request["device"]), ProbeShapes(**request["shapes"])
+    if request["compiles_ahead"]:
+        say(ahead=True)
+        compile_ahead_of(platform, device, request["ops"], shapes)
+        _require_alive(device)
+        say(ahead=False)
     for op in request["ops"]:
         trials = try_op(
             platform,

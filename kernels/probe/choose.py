@@ -9,6 +9,7 @@ import torch
 
 from kernels.platform import BackendError, Platform, in_use, install
 from kernels.probe.apart import probe_apart
+from kernels.probe.process import ProbeProcess
 from kernels.probe.results import OpReport
 from kernels.probe.run import REFERENCE, probe
 from kernels.probe.shapes import ProbeShapes
@@ -16,20 +17,26 @@ from kernels.probe.shapes import ProbeShapes
 log = logging.getLogger(__name__)
 
 
-def choose_implementations(device: str, shapes: ProbeShapes) -> tuple[Platform, tuple[OpReport, ...]]:
+def choose_implementations(
+    device: str, shapes: ProbeShapes, process: ProbeProcess | None = None
+) -> tuple[Platform, tuple[OpReport, ...]]:
     """Probe the ops of a model of these shapes, and install the platform that serves them in this process.
 
     On an accelerator every op is probed, by a process apart. On a CPU, whose kernels are torch's, this process does it,
     and leaves out ops that are served by the reference itself.
+
+    process  that was started to probe; it is closed
 
     Raises BackendError, one sentence, if the device is absent or an op has no implementation that works.
     """
     where = torch.device(device)
     platform = in_use(where)
     if where.type == "cpu":
+        if process is not None:
+            process.close()
         reports = _probe_here(tuple(platform.implementations.items()), platform.device, where, shapes)
     else:
-        reports = tuple(probe_apart(platform, device, shapes))
+        reports = tuple(probe_apart(platform, device, shapes, process=process))
     serving = with_reports(platform, reports)
     if serving is not platform:
         install(serving, where.type)

@@ -19,6 +19,7 @@ from kernels.compile_ahead import warm_up_ahead
 from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.platform import Platform, detect, find_device, in_use, prepare
 from kernels.probe.choose import choose_implementations
+from kernels.probe.process import ProbeProcess
 from kernels.probe.results import OpReport
 from kernels.probe.shapes import ProbeShapes
 from service.engine.brief_thread import BriefThread
@@ -28,9 +29,9 @@ from service.engine.config import EngineConfig, EngineOptions
 from service.engine.engine import Engine
 from service.engine.graph_memory import TRIAL_BLOCKS, measure_graphs
 from service.engine.messages import OpInUse
+from service.engine.preparations import Preparations
 from service.engine.residency_parts import HostSource, Loader
 from service.engine.runner import ModelRunner
-from service.grammars.matching import GrammarError, TokenTable
 from service.machine import memory_bytes
 from service.models.caches import kv_bytes_per_token, state_bytes_per_line
 from service.models.checkpoint import OpenTensors, open_checkpoint
@@ -56,6 +57,7 @@ def build_engine(
     adapters: HostSource | None = None,
     graphs: Graphs | None = None,
     loader: Loader | None = None,
+    probing: ProbeProcess | None = None,
     free_bytes: Callable[[str], int] = lambda device: free_memory_bytes(device),
 ) -> Engine:
     """Probe the ops, load the model, decide what the options leave open, and allocate everything. Raises ValueError
@@ -65,6 +67,7 @@ def build_engine(
     adapters      where adapters come from; None: a host tier over the store of the options
     graphs        how steps are captured; None: the device's own way, if it has one
     loader        reads adapters and compiles grammars; None: a thread for each, while there is something to do
+    probing       a process that was started to probe the ops of an accelerator; it is closed
     free_bytes    of a device, now
     """
     device = find_device(options.device)
@@ -73,7 +76,8 @@ def build_engine(
     prepare(device)
     # Before the weights are loaded, caches are as large as they can come to be.
     expected, _ = decide(options, device, free_bytes=free_bytes)
-    platform, reports = choose_implementations(device, shapes_to_probe(expected))
+    beside = Preparations(device, Path(options.model_dir))
+    platform, reports = choose_implementations(device, shapes_to_probe(expected), probing)
     loaded = load_model(Path(options.model_dir), dtype=options.dtype, device=device, open_tensors=open_tensors)
     config, reasons = decide(options, device, free_bytes=free_bytes)
     rows: RowPool | None = None
@@ -111,9 +115,8 @@ def build_engine(
     for reason in reasons:
         log.info("%s", reason)
     runner = ModelRunner(loaded, config, platform, graphs)
-    tokens = _token_table(Path(options.model_dir))
     adapter_loader = loader or BriefThread("adapter-loader")
-    return Engine(runner, rows, host, config, ops, loader=adapter_loader, tokens=tokens, compiler=loader)
+    return Engine(runner, rows, host, config, ops, loader=adapter_loader, tokens=beside.tokens(), compiler=loader)
 
 
 def _in_use(report: OpReport) -> list[OpInUse]:
@@ -125,15 +128,6 @@ def _in_use(report: OpReport) -> list[OpInUse]:
 def _cost_per_row(host: HostSource, digest: str) -> float:
     """Of bringing an adapter to the device again: a copy, or a read and a copy."""
     return 1.0 if host.is_kept(digest) else COST_OF_READING
-
-
-def _token_table(model_dir: Path) -> TokenTable | None:
-    """The tokens that grammars need; None, with the reason in the log, for a model whose tokenizer does not tell."""
-    try:
-        return TokenTable.load(model_dir)
-    except GrammarError as error:
-        log.info("no grammars: %s", error)
-        return None
 
 
 def decide(

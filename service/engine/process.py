@@ -23,12 +23,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from adapters.errors import AdapterError
+from kernels.probe.process import ProbeProcess
 from service import logs
 from service.engine.config import EngineOptions
 from service.engine.messages import Ask, Drain, Fatal, Finished, FromEngine, Sampling, Stats, Submit, ToEngine
 from service.engine.threads import DecodeStep, choose_num_threads
 from service.engine.wire import EngineSide
-from service.machine import num_usable_cpus
+from service.machine import may_find_accelerator, num_usable_cpus
 from service.models.errors import ModelError
 from service.models.heap import bound_product_caches, keep_freed_memory, trim_heap
 
@@ -168,6 +169,15 @@ def main() -> int:
 
 def _start(options: EngineOptions) -> Engine:
     """Load and warm up. Imports torch only here, when the reader is already listening for the parent's death."""
+    probing = ProbeProcess() if may_find_accelerator(options.device) else None
+    try:
+        return _warm_engine(options, probing)
+    finally:
+        if probing is not None:
+            probing.close()
+
+
+def _warm_engine(options: EngineOptions, probing: ProbeProcess | None) -> Engine:
     import torch
 
     from service.engine.build import build_engine
@@ -175,7 +185,7 @@ def _start(options: EngineOptions) -> Engine:
     # torch goes by the cores of the affinity mask and by OMP_NUM_THREADS, and knows no quota.
     most_threads = options.num_threads or min(torch.get_num_threads(), num_usable_cpus())
     torch.set_num_threads(most_threads)
-    engine = build_engine(options)
+    engine = build_engine(options, probing=probing)
     compile_kernels(engine)
     if options.num_threads is None and engine.config.device == "cpu":
         step = DecodeStep(engine)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -33,6 +36,7 @@ from kernels.probe.cases import cases_of
 from kernels.probe.child import DEVICE_IS_LOST
 from kernels.probe.choose import with_reports
 from kernels.probe.place import Place
+from kernels.probe.process import ProbeProcess
 from kernels.probe.results import OpReport, Trial
 from kernels.probe.run import candidates, probe, report_of, try_op
 from kernels.probe.shapes import ProbeShapes
@@ -351,11 +355,37 @@ def test_one_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setitem(IMPLEMENTATIONS["cpu"], "swiglu", ("broken_never", "reference"))  # type: ignore[arg-type]
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     platform = detect("cpu").with_fallback("swiglu", "broken_never", "for the test")
-    report = {one.op: one for one in probe_apart(platform, "cpu", SHAPES, hang_seconds=15.0)}["swiglu"]
+    started = ProbeProcess()
+    report = {one.op: one for one in probe_apart(platform, "cpu", SHAPES, process=started, hang_seconds=15.0)}["swiglu"]
+    assert started.hung, "it was the first to probe"
     assert (report.wished, report.used, report.trials[0].status) == ("broken_never", "reference", "hung")
     assert report.sentence == (
         "The op swiglu is served by reference instead of broken_never: broken_never did not end within 15 s in swiglu."
     )
+
+
+def test_one_that_dies_while_it_compiles_ahead_costs_no_implementation() -> None:
+    work = _Work(detect("cpu"), lambda _op, _name: None)
+    assert work.compiles_ahead
+    work.take({"ahead": True})
+    work.blame(SimpleNamespace(hung=False, ending="left the device unusable"))  # type: ignore[arg-type]
+    assert (work.compiles_ahead, work.left) == (False, list(detect("cpu").implementations))
+    with pytest.raises(BackendError, match=r"^The process that probes the ops left the device unusable\.$"):
+        work.blame(SimpleNamespace(hung=False, ending="left the device unusable"))  # type: ignore[arg-type]
+
+
+def test_what_is_probed_is_compiled_before_once(tmp_path: Path) -> None:
+    """In a process of its own, without Triton's interpreter; with the cache filled nothing is asked for again."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "support" / "probe_ahead.py")],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [5]
 
 
 def test_an_op_that_nothing_serves_stops_the_start() -> None:
