@@ -52,7 +52,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "experts": ("grouped", "any_device", "reference"),
         "paged_attention": ("triton_cuda", "sdpa", "reference"),
         "linear": ("reference",),
-        "sampling": ("any_device", "reference"),
+        "sampling": ("triton_cuda", "any_device", "reference"),
         "rms_norm": ("triton_cuda", "reference"),
         "rotary_kv": ("triton_cuda", "reference"),
         "swiglu": ("triton_cuda", "reference"),

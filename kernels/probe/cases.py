@@ -55,7 +55,11 @@ _CASES: Mapping[str, Mapping[str, Case]] = {
     },
     "rotary_kv": {"rotary_kv": dense_cases.rotary_kv, "rotary_kv_normed": dense_cases.rotary_kv_normed},
     "swiglu": {"swiglu": dense_cases.swiglu},
-    "sampling": {"sample": sampling_cases.sample, "sample_top_p": sampling_cases.sample_top_p},
+    "sampling": {
+        "sample": sampling_cases.sample,
+        "sample_top_p": sampling_cases.sample_top_p,
+        "sample_greedy": sampling_cases.sample_greedy,
+    },
 }
 
 

@@ -45,6 +45,12 @@ def sample_top_p(shapes: ProbeShapes, place: Place) -> Prepared:
     return _prepared(rows, [], shapes.vocab_size, place)
 
 
+def sample_greedy(shapes: ProbeShapes, place: Place) -> Prepared:
+    """Largest logits alone, which an implementation may find in a way of its own."""
+    rows = [_row(i, {"temperature": 0.0}) for i in range(7)]
+    return _prepared(rows, [], shapes.vocab_size, place)
+
+
 def _row(logits_row: int, values: Mapping[str, float], **wanted: Any) -> RowSampling:
     parameters = neutral_row()
     for name, value in values.items():

@@ -9,6 +9,7 @@ a sort of them where a row has top_p without a small top_k.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch.nn import functional
@@ -29,8 +30,32 @@ def new_state(num_slots: int, vocab: int, device: torch.device) -> PenaltyState:
     return DenseState(num_slots, vocab, device)
 
 
-def sample(logits: torch.Tensor, maps: SamplingMaps, state: PenaltyState | None) -> Sampled:
-    """See `ops.sample`."""
+def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest logit of each row and its token, the first of equals: (the logits' dtype or float32, int64) [rows].
+
+    The token is -1 where the logit is not finite: where some logit is NaN or infinite, or all are minus infinity.
+
+    logits  [rows, vocab], unit stride along the vocabulary
+    """
+    # By parts: a row is too long for the few programs that it gets.
+    num_parts = math.gcd(logits.shape[1], _MAX_PARTS)
+    part_values, columns = logits.view(len(logits), num_parts, -1).max(dim=-1)
+    values, part = part_values.max(dim=-1)
+    columns = columns.gather(1, part[:, None])[:, 0] + part * (logits.shape[1] // num_parts)
+    return values, torch.where(values.isfinite(), columns, -1)
+
+
+def sample(
+    logits: torch.Tensor,
+    maps: SamplingMaps,
+    state: PenaltyState | None,
+    *,
+    largest: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] = largest,
+) -> Sampled:
+    """See `ops.sample`.
+
+    largest  the device's own way to find what `largest` of this module does
+    """
     facts = maps.facts
     logprobs = model_logprobs(logits, maps)
     if not facts.num_rows:
@@ -42,26 +67,17 @@ def sample(logits: torch.Tensor, maps: SamplingMaps, state: PenaltyState | None)
     edit(logits, maps)
     if facts.num_masked:
         _mask(logits, maps)
-    best_values, tokens = _largest(logits)
+    best_values, tokens = largest(logits)
     if facts.is_random:
         temperature = _column(maps, "temperature")
         is_drawn = temperature > 0.0
         # Relative to the most likely token, whose weight is 1: no temperature can overflow.
         weights = logits.sub_(best_values[:, None]).div_(torch.where(is_drawn, temperature, 1.0)).exp_()
-        tokens = torch.where(is_drawn[:, 0], _pick(_cut(weights, maps), maps.numbers.float()), tokens)
-    tokens = torch.where(best_values.isfinite(), tokens, -1)
+        drawn = _pick(_cut(weights, maps), maps.numbers.float())
+        tokens = torch.where(is_drawn[:, 0] & (tokens >= 0), drawn, tokens)
     if state is not None and facts.num_penalised:
         state.add(maps.slots, tokens)
     return pack(tokens, logprobs, maps)
-
-
-def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """`logits.max(dim=-1)`, the first of equals, by parts: a row is too long for the few programs that it gets."""
-    num_parts = math.gcd(logits.shape[1], _MAX_PARTS)
-    part_values, columns = logits.view(len(logits), num_parts, -1).max(dim=-1)
-    values, part = part_values.max(dim=-1)
-    columns = columns.gather(1, part[:, None])[:, 0]
-    return values, columns + part * (logits.shape[1] // num_parts)
 
 
 def _penalise(logits: torch.Tensor, maps: SamplingMaps, state: DenseState) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.platform import implementation
+from kernels.platform import contract, implementation
 from kernels.sampling.maps import SamplingMaps
 from kernels.sampling.results import Sampled
 from kernels.sampling.state import PenaltyState
@@ -54,3 +54,13 @@ def new_state(num_slots: int, vocab: int, device: torch.device) -> PenaltyState:
     """
     state: PenaltyState = implementation("sampling", device).new_state(num_slots, vocab, device)
     return state
+
+
+def warm_up(vocab: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Compile all that calls with logits of such rows can need, whatever their number; the variants compiled.
+
+    dtype  of the logits
+
+    0 where nothing is ever compiled (on a CPU).
+    """
+    return contract("sampling", device).warm_up_and_count(vocab, dtype, device)

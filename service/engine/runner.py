@@ -13,6 +13,7 @@ import torch
 
 from adapters.layout import SIDE_GROUPS
 from kernels.platform import Platform
+from kernels.sampling import ops as sampling_ops
 from service.engine.captured_steps import HIDDEN, CapturedSteps, Graphs, unreplayable_ops
 from service.engine.config import EngineConfig
 from service.engine.cuda_graphs import CudaGraphs
@@ -100,6 +101,7 @@ class ModelRunner:
 
         self.capacity = capacity_of(loaded, config, platform)
         self._model = loaded.model
+        self._dtype = loaded.dtype
         self._caches = allocate_caches(
             loaded.spec,
             num_kv_blocks or self.capacity.num_blocks,
@@ -129,6 +131,7 @@ class ModelRunner:
     def warm_up(self, config: EngineConfig) -> None:
         """See `Runner.warm_up`; the model's LoRA rows are bound by now."""
         self._model.warm_up(self._caches, padded_tokens(config.token_budget), config.max_sequences)
+        sampling_ops.warm_up(self.capacity.vocab_size, self._dtype, self.capacity.device)
 
     def sizes_to_capture(self) -> tuple[Sequence[StepSizes], Sequence[StepSizes]]:
         """See `Runner.sizes_to_capture`."""

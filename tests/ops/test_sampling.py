@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -35,15 +36,21 @@ from tests.support.sampling_cases import (
 )
 from tests.tolerances import OP
 
-IMPLEMENTATIONS = {"cpu": ("cpu", "any_device", "reference"), "cuda": ("any_device", "reference")}
+# Triton's on a CPU in its interpreter.
+IMPLEMENTATIONS = {
+    "cpu": ("cpu", "any_device", "triton_cuda", "reference"),
+    "cuda": ("any_device", "triton_cuda", "reference"),
+}
 GREEDY_AND_RANDOM = pytest.mark.parametrize("temperature", [0.0, 1.0])
 ABSOLUTE = OP[torch.float32][0]
 
 
-@pytest.fixture(params=["cpu", "any_device", "reference"])
+@pytest.fixture(params=["cpu", "any_device", "triton_cuda", "reference"])
 def implementation(request: pytest.FixtureRequest, device: str) -> str:
     if request.param not in IMPLEMENTATIONS[torch.device(device).type]:
         pytest.skip(f"NOT RUN: {request.param} serves no {device}")
+    if request.param == "triton_cuda":
+        pytest.importorskip("triton", reason="NOT RUN: Triton is not installed")
     return str(request.param)
 
 
@@ -142,6 +149,8 @@ FILTERS: dict[str, dict[str, float]] = {
 
 @pytest.mark.parametrize("values", FILTERS.values(), ids=FILTERS.keys())
 def test_draws_follow_the_filtered_distribution(values: dict[str, float], implementation: str, device: str) -> None:
+    if implementation == "triton_cuda" and device == "cpu":
+        pytest.skip("NOT RUN: a thousand rows take long in the interpreter, and the draw is any_device's")
     logits = hashed_logits(1, seed=3)[0]
     expected = kept_tokens(logits, values)
     num_draws = 1000
@@ -161,7 +170,7 @@ def drawn_with(numbers: Sequence[float], logits: torch.Tensor, implementation: s
     tensors = tensors_of(asked, implementation, str(logits.device))
     tensors["numbers"].copy_(torch.tensor(numbers, dtype=torch.float64))
     maps = SamplingMaps.from_tensors(asked.facts, tensors)
-    module = __import__(f"kernels.sampling.{implementation}", fromlist=["sample"])
+    module = importlib.import_module(f"kernels.sampling.{implementation}")
     found: list[int] = module.sample(logits.repeat(len(rows), 1), maps, None).token_ids.tolist()
     return found
 
@@ -242,6 +251,35 @@ def test_of_equal_largest_logits_the_first_is_chosen(num_tokens: int, implementa
         logits[place, list(columns)] = 1.0
     choices, _ = sample(logits, [row(i) for i in range(6)], implementation=implementation)
     assert tokens_of(choices) == [0, 599, 17, 17, 300, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab", [1, 4095, 4096, 4097, 13001])
+def test_a_greedy_step_over_parts_of_a_row_is_exact(
+    vocab: int, dtype: torch.dtype, implementation: str, device: str
+) -> None:
+    """Largest logits at the edges of parts, equals in several of them, signed zeros, and rows that have none, whatever
+    stands beside; in steps of greedy rows alone."""
+    logits = hashed_logits(10, seed=vocab, vocab=vocab).clamp(max=3.0)
+    logits[1, -1] = 4.0
+    logits[2, [vocab // 3, vocab // 2, -1]] = 4.0
+    logits[3] = -math.inf
+    logits[4] = -math.inf
+    logits[4, -1] = -9.0
+    logits[5, vocab // 2], logits[5, -1] = math.inf, math.nan
+    logits[6, 0] = -math.nan
+    logits[7] = -0.0
+    logits[7, -1] = 0.0
+    logits[8] = -math.inf
+    logits[8, -1] = math.nan
+    logits = logits.to(device, dtype)
+    expected = [int(each.max(dim=0).indices) if each.max().isfinite() else None for each in logits.cpu()]
+    assert expected[3] is expected[5] is expected[6] is expected[8] is None and expected[7] == 0
+    choices, _ = sample(logits, [row(i) for i in range(10)], implementation=implementation)
+    assert tokens_of(choices) == expected
+    out_of_order = [9, 2, 4, 8]
+    choices, _ = sample(logits, [row(i) for i in out_of_order], implementation=implementation)
+    assert tokens_of(choices) == [expected[i] for i in out_of_order]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -461,10 +499,14 @@ def test_a_new_parameter_is_one_line_and_one_in_each_implementation(monkeypatch:
 # ---- replay
 
 
+@pytest.mark.parametrize("name", ["any_device", "triton_cuda"])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_recorded_step_serves_others_of_equal_facts(seed: int) -> None:
+def test_a_recorded_step_serves_others_of_equal_facts(seed: int, name: str) -> None:
     """Nothing is taken from values when a step is recorded: other numbers in the same tensors give what they give
     eagerly, bit for bit. An accelerator's step waits for nothing and has no float64."""
+    if name == "triton_cuda":
+        pytest.importorskip("triton", reason="NOT RUN: Triton is not installed")
+    module = importlib.import_module(f"kernels.sampling.{name}")
     mixes = [random_mix(seed), random_mix(1000 + seed)]
     # The same code path: what the first asks for, with the values of the other.
     mixes[1] = replace(
@@ -474,18 +516,18 @@ def test_a_recorded_step_serves_others_of_equal_facts(seed: int) -> None:
     asked = [ask(mix.rows, mix.given, num_logits=16, vocab=VOCAB, num_rows=16, is_rounded_up=True) for mix in mixes]
     assert asked[0].facts == asked[1].facts
     facts = asked[0].facts
-    tensors = tensors_of(asked[0], "any_device")
-    logits, state = mixes[0].logits.clone(), mixes[0].state("any_device")
+    tensors = tensors_of(asked[0], name)
+    logits, state = mixes[0].logits.clone(), mixes[0].state(name)
     with recorded_waits() as waits:
-        recording = Recording(lambda: any_device.sample(logits, SamplingMaps.from_tensors(facts, tensors), state))
+        recording = Recording(lambda: module.sample(logits, SamplingMaps.from_tensors(facts, tensors), state))
     assert waits == []
     assert torch.float64 not in recording.dtypes
     for mix, its in ((mixes[1], asked[1]), (mixes[0], asked[0])):
-        expected = any_device.sample(
-            mix.logits.clone(), SamplingMaps.from_tensors(facts, tensors_of(its, "any_device")), mix.state("any_device")
+        expected = module.sample(
+            mix.logits.clone(), SamplingMaps.from_tensors(facts, tensors_of(its, name)), mix.state(name)
         )
-        for name, values in tensors_of(its, "any_device").items():
-            tensors[name].copy_(values)
+        for entry_name, values in tensors_of(its, name).items():
+            tensors[entry_name].copy_(values)
         logits.copy_(mix.logits)
         for slot, (prompt, output) in mix.held.items():
             state.reset(slot, prompt, output)
