@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -38,7 +39,7 @@ from service.models.checkpoint import OpenTensors, open_checkpoint
 from service.models.config_json import read_config
 from service.models.families import model_spec
 from service.models.layouts import layout_of_spec
-from service.models.loader import choose_dtype, load_model
+from service.models.loader import LoadedModel, choose_dtype, load_model
 from service.models.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -77,8 +78,8 @@ def build_engine(
     # Before the weights are loaded, caches are as large as they can come to be.
     expected, _ = decide(options, device, free_bytes=free_bytes)
     beside = Preparations(device, Path(options.model_dir))
-    platform, reports = choose_implementations(device, shapes_to_probe(expected), probing)
-    loaded = load_model(Path(options.model_dir), dtype=options.dtype, device=device, open_tensors=open_tensors)
+    load = partial(load_model, Path(options.model_dir), dtype=options.dtype, device=device, open_tensors=open_tensors)
+    (platform, reports), loaded = _probe_and_load(device, shapes_to_probe(expected), probing, load)
     config, reasons = decide(options, device, free_bytes=free_bytes)
     rows: RowPool | None = None
     host: HostSource | None = None
@@ -117,6 +118,18 @@ def build_engine(
     runner = ModelRunner(loaded, config, platform, graphs)
     adapter_loader = loader or BriefThread("adapter-loader")
     return Engine(runner, rows, host, config, ops, loader=adapter_loader, tokens=beside.tokens(), compiler=loader)
+
+
+def _probe_and_load(
+    device: str, shapes: ProbeShapes, probing: ProbeProcess | None, load: Callable[[], LoadedModel]
+) -> tuple[tuple[Platform, tuple[OpReport, ...]], LoadedModel]:
+    """Both at once on an accelerator, whose ops another process probes."""
+    if torch.device(device).type == "cpu":
+        return choose_implementations(device, shapes, probing), load()
+    with ThreadPoolExecutor(1, "probe") as thread:
+        choosing = thread.submit(choose_implementations, device, shapes, probing)
+        loaded = load()
+    return choosing.result(), loaded
 
 
 def _in_use(report: OpReport) -> list[OpInUse]:
