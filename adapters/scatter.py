@@ -181,11 +181,10 @@ def _host_sources(adapter: HostAdapter) -> list[torch.Tensor]:
 
 
 def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """targets[i] = sources[i]. Contiguous ones by a few launches for all."""
+    """targets[i] = sources[i]. Contiguous ones by a few launches for all; others take a launch each, as would all that
+    are in one call with them."""
     pairs = list(zip(targets, sources, strict=True))
-    dense = [pair for pair in pairs if pair[0].is_contiguous()]
-    if dense:
-        torch._foreach_copy_([target for target, _ in dense], [source for _, source in dense])
-    for target, source in pairs:
-        if not target.is_contiguous():
-            target.copy_(source)
+    for is_dense in (True, False):
+        chosen = [pair for pair in pairs if pair[0].is_contiguous() is is_dense]
+        if chosen:
+            torch._foreach_copy_([target for target, _ in chosen], [source for _, source in chosen])
