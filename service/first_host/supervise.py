@@ -27,6 +27,8 @@ _MAX_SAID_BYTES = 4000
 _MAX_SENTENCE_CHARACTERS = 300
 # For a process that was killed to be gone; a driver may hold it back.
 _END_SECONDS = 20.0
+# For one that has said its last word to end by itself, so that its exit code is its own.
+_EXIT_SECONDS = 10.0
 
 
 def run_step(
@@ -118,7 +120,7 @@ def _follow(child: _Child, outcome: Outcome, deadline: float, tell: Callable[[st
             return
         if line is None:
             with suppress(subprocess.TimeoutExpired):  # its exit code, before it is killed for good measure
-                child._process.wait(1.0)
+                child._process.wait(_EXIT_SECONDS)
             return
         if _take(line, outcome, tell):
             return

@@ -6,17 +6,23 @@ Each step is a function of this module, with what may happen to a step on an unk
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 from service.cli import _parser
+from service.first_host import supervise
 from service.first_host.child import Host, NotApplicable, StepFailed
 from service.first_host.command import first_host
 from service.first_host.plan import Step
 
 # Where steps meet the test: a directory with a named pipe `gate` and a list of what was begun, `begun`.
 MEETING = "FIRST_HOST_MEETING"
+# How large files may grow that the command writes; no bound without it.
+MAX_FILE_BYTES = "FIRST_HOST_MAX_FILE_BYTES"
 
 
 def works(host: Host) -> None:
@@ -58,11 +64,14 @@ def is_mended(_host: Host) -> None:
 
 
 def hangs(host: Host) -> None:
-    """With a process of its own that hangs too, and holds the pipe open."""
+    """With a process of its own that hangs too, and holds the pipe open; when both do, the step's time is over."""
     host.facts(before="kept")
-    code = f"import os; gate = open({str(_meeting() / 'gate')!r}, 'w'); os.read(os.pipe()[0], 1)"
-    with subprocess.Popen([sys.executable, "-c", code]):
-        pass
+    code = f"import os; gate = open({str(_meeting() / 'gate')!r}, 'w'); print(flush=True); os.read(os.pipe()[0], 1)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        (_meeting() / "late").touch()
+        host.tell("hangs")  # who waits for the step looks at the clock again
 
 
 def waits(host: Host) -> None:
@@ -92,12 +101,20 @@ def _begun() -> list[str]:
     return (_meeting() / "begun").read_text().split()
 
 
+def _clock() -> float:
+    """Of whoever waits for a step: a day passes when the meeting has a file `late`."""
+    return time.monotonic() + 86_400.0 * (_meeting() / "late").exists()
+
+
 def _note(name: str) -> None:
     with (_meeting() / "begun").open("a") as file:
         file.write(f"{name}\n")
 
 
 def main() -> int:
+    supervise.time = SimpleNamespace(monotonic=_clock)  # type: ignore[assignment]
+    if MAX_FILE_BYTES in os.environ:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ[MAX_FILE_BYTES]),) * 2)
     steps = [
         Step(
             name=name,
