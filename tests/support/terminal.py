@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_LIMIT_SECONDS = 30.0
+from tests.support.limits import LIMIT_SECONDS
 
 
 class Terminal:
@@ -28,7 +28,7 @@ class Terminal:
 
     def read_until(self, awaited: str) -> str:
         """All that was shown since the last call, to the end of `awaited`. AssertionError if it does not come."""
-        deadline = time.monotonic() + _LIMIT_SECONDS
+        deadline = time.monotonic() + LIMIT_SECONDS
         while awaited not in self._unread:
             assert self._read(deadline), f"{awaited!r} has not come:\n{self._unread}"
         shown, self._unread = self._unread.split(awaited, 1)
@@ -36,10 +36,10 @@ class Terminal:
 
     def read_to_end(self) -> tuple[int, str]:
         """The exit code, and what else was shown."""
-        deadline = time.monotonic() + _LIMIT_SECONDS
+        deadline = time.monotonic() + LIMIT_SECONDS
         while self._read(deadline):
             pass
-        return self.process.wait(_LIMIT_SECONDS), self._unread
+        return self.process.wait(LIMIT_SECONDS), self._unread
 
     def interrupt_to_end(self) -> tuple[int, str]:
         """`read_to_end` after Ctrl-C, pressed once a second, as a person presses it again who sees nothing happen.
@@ -47,18 +47,18 @@ class Terminal:
         Python's readline prints its prompt, then waits for a key; an interrupt that comes between the two is seen with
         the next key.
         """
-        deadline = time.monotonic() + _LIMIT_SECONDS
+        deadline = time.monotonic() + LIMIT_SECONDS
         while time.monotonic() < deadline:
             self.type("\x03")
             while select.select([self._descriptor], [], [], 1.0)[0]:
                 if not self._read(deadline):
-                    return self.process.wait(_LIMIT_SECONDS), self._unread
+                    return self.process.wait(LIMIT_SECONDS), self._unread
         raise AssertionError(f"Ctrl-C has not ended it:\n{self._unread}")
 
     def _read(self, deadline: float) -> bool:
         """Whether something came, before the process ended."""
         ready, _, _ = select.select([self._descriptor], [], [], max(0.0, deadline - time.monotonic()))
-        assert ready, f"nothing came for {_LIMIT_SECONDS} s after:\n{self._unread}"
+        assert ready, f"nothing came for {LIMIT_SECONDS} s after:\n{self._unread}"
         try:
             new = os.read(self._descriptor, 65536)
         except OSError:  # EIO: nobody holds the other side any more
@@ -88,4 +88,4 @@ def terminal(command: list[str], cwd: Path, **environment: str) -> Iterator[Term
         os.close(ours)  # hangs up: who still runs gets SIGHUP
         if process.poll() is None:
             process.kill()
-        process.wait(_LIMIT_SECONDS)
+        process.wait(LIMIT_SECONDS)
