@@ -30,7 +30,15 @@ from service.settings import Settings
 from service.start_check import StartError
 from tests.api.conftest import ADAPTERS, BASE, ENDLESS, Checkpoints
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.server import Server, posted, running_server, standing_still, start_server, wait_for
+from tests.support.server import (
+    Server,
+    posted,
+    running_server,
+    standing_still,
+    start_server,
+    still_loading,
+    wait_for,
+)
 from tests.support.tiny_models import make_adapter
 from tests.support.uploads import MULTIPART, multipart, parts_of, upload
 
@@ -371,7 +379,8 @@ class TestAdaptersThatDoNotFit:
         settings: dict[str, Any] = {"model_name": BASE, "lora_path_root": tmp_path}
         body = {"lora_name": "early", "lora_path": "big"}
         with running_server(checkpoints.base, tmp_path, **settings, wait=False) as server:
-            early = [upload(server, "early", big), server.post("/v1/load_lora_adapter", json=body)]
+            with still_loading(server):
+                early = [upload(server, "early", big), server.post("/v1/load_lora_adapter", json=body)]
             assert [(one.status_code, one.json()["error"]["code"]) for one in early] == [(503, "not_ready")] * 2
             wait_for(lambda: server.get("/ready").status_code == 200, "the server to be ready")
             assert upload(server, "big", big).status_code == 201
@@ -480,9 +489,10 @@ class TestSigterm:
             server.process.kill()
         again = start_server(checkpoints.base, tmp_path, model_name=BASE, wait=False)
         try:
-            assert {card["id"] for card in again.get("/v1/models").json()["data"]} == {BASE, *ADAPTERS}
-            assert again.get("/ready").status_code == 503
-            assert again.get("/health").status_code == 200
+            with still_loading(again):
+                assert {card["id"] for card in again.get("/v1/models").json()["data"]} == {BASE, *ADAPTERS}
+                assert again.get("/ready").status_code == 503
+                assert again.get("/health").status_code == 200
             assert again.stop() == 0
         finally:
             again.process.kill()

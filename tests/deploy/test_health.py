@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.server import start_server, wait_for
+from tests.support.server import start_server, still_loading, wait_for
 
 ROOT = Path(__file__).parents[2]
 DISCARD_PORT_PROXY = "http://127.0.0.1:9"
@@ -25,7 +25,8 @@ def _check(url: str) -> subprocess.CompletedProcess[str]:
 def test_healthy_once_the_model_is_loaded(tmp_path: Path) -> None:
     server = start_server(ROOT / "service" / "bundled" / "base", tmp_path, wait=False)
     try:
-        loading = _check(server.url)
+        with still_loading(server):
+            loading = _check(server.url)
         assert loading.returncode == 1
         assert "/ready says 503" in loading.stderr
         wait_for(lambda: server.get("/ready").status_code == 200, "the model to be loaded")

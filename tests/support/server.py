@@ -13,7 +13,16 @@ from typing import Any
 
 from bench.server_process import Server, running_server, start_server, wait_for
 
-__all__ = ["Server", "is_alive", "posted", "running_server", "standing_still", "start_server", "wait_for"]
+__all__ = [
+    "Server",
+    "is_alive",
+    "posted",
+    "running_server",
+    "standing_still",
+    "start_server",
+    "still_loading",
+    "wait_for",
+]
 
 
 @contextlib.contextmanager
@@ -39,6 +48,15 @@ def standing_still(*pids: int) -> Iterator[None]:
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def still_loading(server: Server) -> Iterator[None]:
+    """A server that was started just now does not get ready meanwhile."""
+    num_engines = int(os.environ.get("TEST_REPLICAS", "1"))
+    wait_for(lambda: len(server.engine_pids()) == num_engines, "the engines' processes")
+    with standing_still(*server.engine_pids()):
+        yield
 
 
 def is_alive(pid: int) -> bool:
