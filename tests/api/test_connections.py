@@ -17,7 +17,8 @@ from service.api.http_bounds import MAX_HEADERS
 from service.serve import _make_server
 from service.settings import Settings, SettingsError, load_settings
 from tests.api.conftest import BASE, Checkpoints
-from tests.support.server import Server, running_server, wait_for
+from tests.support.limits import LIMIT_SECONDS
+from tests.support.server import Server, running_server, standing_still, wait_for
 
 GET = b"GET /version HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -27,7 +28,7 @@ MAX_CONNECTIONS = 8
 
 def connect(server: Server) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=60)
+    return socket.create_connection((host, int(port)), timeout=LIMIT_SECONDS)
 
 
 def read_all(connection: socket.socket) -> bytes:
@@ -197,17 +198,16 @@ class TestGoing:
     def test_a_closed_socket_ends_the_work_half_closed_too(self, server: Server, how: int | None) -> None:
         body = json.dumps({"model": BASE, "prompt": "the", "max_tokens": 480, "n": 8, "ignore_eos": True}).encode()
         aborted = server.metric("requests_total", outcome="abort")
-        connection = connect(server)
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-        connection.sendall(head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        wait_for(lambda: server.metric("num_requests_open") == 8, "the request to run")
-        if how is None:
-            connection.close()
-        else:
-            connection.shutdown(how)
-        wait_for(lambda: server.metric("requests_total", outcome="abort") == aborted + 8, "it to be given up")
-        assert server.metric("num_requests_open") == 0
-        connection.close()
+        with standing_still(*server.engine_pids()), closing(connect(server)) as connection:
+            connection.sendall(head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            wait_for(lambda: server.metric("num_requests_open") == 8, "the request to be taken")
+            if how is None:
+                connection.close()
+            else:
+                connection.shutdown(how)
+            wait_for(lambda: server.metric("requests_total", outcome="abort") == aborted + 8, "it to be given up")
+            wait_for(lambda: server.metric("num_requests_open") == 0, "its places to be free")
 
     def test_half_a_request_leaves_nothing(self, server: Server) -> None:
         for part in (GET, POST + b"Content-Length: 1000\r\n\r\n" + BODY, b""):
@@ -265,30 +265,6 @@ class TestTime:
         assert hasty.post("/v1/completions", json=body).status_code == 200
 
 
-def test_connections_are_counted(hasty: Server) -> None:
-    hasty.http.close()
-    with closing(connect(hasty)) as last:  # the others may be of earlier tests, and are let go
-        last.sendall(GET + b"Connection: close\r\n\r\n")
-        assert statuses(read_all(last)) == [200]
-    held = [connect(hasty) for _ in range(MAX_CONNECTIONS)]  # from one address half of them are taken
-    host, port = hasty.url.removeprefix("http://").split(":")
-    with closing(socket.create_connection((host, int(port)), timeout=60, source_address=("127.0.0.2", 0))) as other:
-        other.sendall(GET + b"Connection: close\r\n\r\n")
-        assert statuses(read_all(other)) == [200]
-    answers = [read_all(connection) for connection in held]
-    for connection in held:
-        connection.close()
-    refused = [answer for answer in answers if answer]
-    assert len(refused) >= MAX_CONNECTIONS // 2, "more connections than there may be"
-    for answer in refused:
-        assert statuses(answer) == [429]
-        assert error_of(answer)["code"] == "queue_full"
-        assert b"retry-after: 1" in answer.lower()
-    with closing(connect(hasty)) as after:
-        after.sendall(GET + b"Connection: close\r\n\r\n")
-        assert statuses(read_all(after)) == [200]
-
-
 PROXY = "127.0.0.9"
 
 
@@ -301,12 +277,35 @@ def guarded(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) 
         yield running
 
 
+def get_from(server: Server, address: str) -> bytes:
+    """The answer to a small request from this address, by a connection of its own."""
+    host, port = server.url.removeprefix("http://").split(":")
+    source = (address, 0)
+    with closing(socket.create_connection((host, int(port)), LIMIT_SECONDS, source_address=source)) as connection:
+        connection.sendall(GET + b"Connection: close\r\n\r\n")
+        return read_all(connection)
+
+
+def test_connections_are_counted(guarded: Server) -> None:
+    """Of one address half of them are taken, for as long as they are held."""
+    held = [connect(guarded) for _ in range(MAX_CONNECTIONS)]
+    assert statuses(get_from(guarded, "127.0.0.2")) == [200]
+    for connection in held[MAX_CONNECTIONS // 2 :]:
+        answer = read_all(connection)
+        assert statuses(answer) == [429]
+        assert error_of(answer)["code"] == "queue_full"
+        assert b"retry-after: 1" in answer.lower()
+    for connection in held:
+        connection.close()
+    wait_for(lambda: statuses(get_from(guarded, "127.0.0.1")) == [200], "what was held to be free")
+
+
 class Kept:
     """A connection from an address that is kept open over its requests."""
 
     def __init__(self, server: Server, address: str) -> None:
         host, port = server.url.removeprefix("http://").split(":")
-        self.socket = socket.create_connection((host, int(port)), timeout=60, source_address=(address, 0))
+        self.socket = socket.create_connection((host, int(port)), timeout=LIMIT_SECONDS, source_address=(address, 0))
 
     def ask(self, key: str) -> bytes:
         """The answer to a small request with this key."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.api.conftest import BASE, Checkpoints
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, running_server, wait_for
 
 NUM_PLACES = 32
@@ -40,7 +41,7 @@ def send_and_read_nothing(server: Server, body: dict[str, Any]) -> socket.socket
 
 def read_all(connection: socket.socket) -> bytes:
     """What comes until the connection is closed, or reset."""
-    connection.settimeout(60)
+    connection.settimeout(LIMIT_SECONDS)
     read = bytearray()
     try:
         while piece := connection.recv(1 << 16):
@@ -60,13 +61,17 @@ def patient(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) 
         yield running
 
 
+def num_ended(server: Server) -> float:
+    """Sequences that the engine has brought to their end."""
+    return server.metric("requests_total", outcome="length")
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_answers_that_nobody_reads_take_no_places_when_the_engine_is_done(patient: Server, stream: bool) -> None:
+    ended = num_ended(patient)
     connections = [send_and_read_nothing(patient, {**UNREAD, "stream": stream}) for _ in range(2)]
-    ended = patient.metric("requests_total", outcome="length")
-    wait_for(lambda: patient.metric("num_requests_open") > 16, "both to have their places")
-    wait_for(lambda: patient.metric("num_requests_open") == 0, "the engine to be done with both")
-    assert patient.metric("requests_total", outcome="length") == ended + NUM_PLACES
+    wait_for(lambda: num_ended(patient) == ended + NUM_PLACES, "the engine to be done with both")
+    wait_for(lambda: patient.metric("num_requests_open") == 0, "their places to be free")
     everything = {"model": BASE, "prompt": ["the"] * 2, "n": 16, "max_tokens": 1}
     assert patient.post("/v1/completions", json=everything).status_code == 200
     for connection in connections:
@@ -75,9 +80,10 @@ def test_answers_that_nobody_reads_take_no_places_when_the_engine_is_done(patien
 
 
 def test_a_stream_that_is_read_late_is_whole(patient: Server) -> None:
+    ended = num_ended(patient)
     with closing(send_and_read_nothing(patient, {**UNREAD, "stream": True})) as connection:
-        wait_for(lambda: patient.metric("num_requests_open") > 0, "it to have its places")
-        wait_for(lambda: patient.metric("num_requests_open") == 0, "the engine to be done with it")
+        wait_for(lambda: num_ended(patient) == ended + 16, "the engine to be done with it")
+        wait_for(lambda: patient.metric("num_requests_open") == 0, "its places to be free")
         answer = bytearray()
         while b"data: [DONE]" not in answer:
             answer += connection.recv(1 << 16)
