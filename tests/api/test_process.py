@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from service.app import _prepare, create_app
 from service.serve import _make_server, listen, serve
 from service.settings import Settings
 from service.start_check import StartError
+from service.text.template_worker import NUM_WORKERS
 from tests.api.conftest import ADAPTERS, BASE, ENDLESS, Checkpoints
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import (
@@ -44,6 +46,7 @@ from tests.support.uploads import MULTIPART, multipart, parts_of, upload
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT: dict[str, Any] = {**ENDLESS, "max_tokens": 2}
+TEMPLATE_WORKER = "service.text.template_worker"
 
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -255,6 +258,23 @@ def test_accepted_connections_send_at_once() -> None:
     assert asyncio.run(nodelay()) == 1
 
 
+def start_template_workers(server: Server, chat: dict[str, Any]) -> None:
+    """Have every thread that renders adapters' templates start its process, of which there is one at least: while that
+    stands still, it is another one that answers a chat. One payer has one thread, so two of them ask."""
+
+    def ask(address: str) -> None:
+        with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=LIMIT_SECONDS) as http:
+            http.post(f"{server.url}/v1/chat/completions", json=chat).raise_for_status()
+
+    with ThreadPoolExecutor(NUM_WORKERS) as pool:
+        while len(pids := server.child_pids_of(TEMPLATE_WORKER)) < NUM_WORKERS:
+            with standing_still(*pids):
+                asked = [pool.submit(ask, f"127.0.0.{2 + number}") for number in range(NUM_WORKERS)]
+                wait(asked, LIMIT_SECONDS, FIRST_COMPLETED)
+            for one in asked:
+                one.result()
+
+
 class TestDisconnect:
     @pytest.mark.parametrize(
         ("path", "body"),
@@ -291,10 +311,9 @@ class TestDisconnect:
             return server.metric("http_requests_total", route=path, status="499")
 
         gone = num_gone()
-        chat = {"model": "speaker", "messages": [{"role": "user", "content": "x"}] * 2}
-        with contextlib.ExitStack() as still:
-            for pid in server.child_pids_of("service.text.template_worker"):  # who admits it waits for the text
-                still.enter_context(standing_still(pid))
+        chat = {"model": "speaker", "messages": [{"role": "user", "content": "x"}] * 2, "max_tokens": 1}
+        start_template_workers(server, chat)
+        with standing_still(*server.child_pids_of(TEMPLATE_WORKER)):  # who admits it waits for the text
             with posted(server, path, chat if path.endswith("completions") else {"items": [chat]}):
                 wait_for(lambda: server.metric("num_requests_open") > 0, "the request to take its place")
             wait_for(lambda: num_gone() == gone + 1, "the request to end")
