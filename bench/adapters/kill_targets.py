@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from bench.limits import LIMIT_SECONDS
 from bench.server_process import Server, start_server, wait_for
 from service.engine.client import MAX_DEATHS
 from service.settings import BUNDLED_MODEL_DIR
@@ -103,7 +104,7 @@ def replicas_of(url: str) -> dict[str, str]:
 
 def is_whole(url: str) -> bool:
     """Whether a server serves with all its engines."""
-    return set(replicas_of(url).values()) == {"ready"} and httpx.get(f"{url}/ready").is_success
+    return set(replicas_of(url).values()) == {"ready"} and httpx.get(f"{url}/ready", timeout=LIMIT_SECONDS).is_success
 
 
 class OwnServers(Target):

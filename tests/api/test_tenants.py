@@ -137,7 +137,7 @@ class TestScopes:
         """A proxy that looks at the other one lets its owner in as somebody else."""
         for keys in ((acme, zeta), (acme, acme), (zeta, {"Authorization": "Basic cmVhZGVy"})):
             headers = [item for key in keys for item in key.items()]
-            answer = httpx.get(f"{keyed.server.url}/v1/models", headers=headers)
+            answer = httpx.get(f"{keyed.server.url}/v1/models", headers=headers, timeout=LIMIT_SECONDS)
             assert (answer.status_code, "several" in answer.json()["error"]["message"]) == (401, True)
 
     def test_each_line_of_the_table_is_a_route(self, keyed: Keyed) -> None:

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, running_server, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -103,11 +104,11 @@ def _prometheus(target: str, work_dir: Path) -> Iterator[str]:
         yield f"http://{wait_for(listening, 'Prometheus').group(1)}"
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(LIMIT_SECONDS)
 
 
 def _answer(url: str, path: str, **params: str) -> Any:
-    answer = httpx.get(f"{url}/api/v1/{path}", params=params).json()
+    answer = httpx.get(f"{url}/api/v1/{path}", params=params, timeout=LIMIT_SECONDS).json()
     assert answer["status"] == "success", answer
     return answer["data"]
 
@@ -129,7 +130,9 @@ def test_prometheus_answers_every_query(tmp_path: Path) -> None:
         running_server(ROOT / "service" / "bundled" / "base", tmp_path / "server", replicas=2) as server,
         _prometheus(server.url.removeprefix("http://"), tmp_path) as url,
     ):
-        wait_for(lambda: httpx.get(f"{url}/-/ready").status_code == 200, "Prometheus to be ready")
+        wait_for(
+            lambda: httpx.get(f"{url}/-/ready", timeout=LIMIT_SECONDS).status_code == 200, "Prometheus to be ready"
+        )
         unanswered = dict(QUERIES)
 
         def all_answered() -> bool:
