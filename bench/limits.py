@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-LIMIT_SECONDS = 300.0
+LIMIT_SECONDS = 600.0

@@ -13,6 +13,7 @@ import pytest
 from service.cli import main
 from service.help import topics
 from service.settings import Settings
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.terminal import terminal
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -60,7 +61,8 @@ def test_whoever_reads_may_stop_reading() -> None:
     os.close(reading)
     try:
         command = [sys.executable, "-m", "service.cli", "help", "limits"]
-        done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
+        streams = {"stdout": writing, "stderr": subprocess.PIPE}
+        done = subprocess.run(command, cwd=ROOT, text=True, timeout=LIMIT_SECONDS, **streams)
     finally:
         os.close(writing)
     assert (done.returncode, done.stderr) == (141, "")
@@ -69,14 +71,14 @@ def test_whoever_reads_may_stop_reading() -> None:
 def test_output_that_cannot_be_written_is_one_sentence() -> None:
     command = [sys.executable, "-m", "service.cli", "help", "limits"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SECONDS)
     sentence = "multilora: The output cannot be written: No space left on device.\n"
     assert (done.returncode, done.stderr) == (1, sentence)
 
 
 def test_a_closed_stdout_is_no_fault() -> None:
     command = ["sh", "-c", f"exec {sys.executable} -m service.cli help limits >&-"]
-    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SECONDS)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -107,7 +109,7 @@ def _script(shell: str, directory: Path) -> Path:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=LIMIT_SECONDS,
     )
     assert str(ROOT) not in done.stdout, "a default of this machine is told"
     path = directory / f"completion.{shell}"
@@ -134,7 +136,7 @@ def _script(shell: str, directory: Path) -> Path:
 def test_bash_completes(words: list[str], expected: list[str], tmp_path: Path) -> None:
     code = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _multilora; printf "%s\\n" "${COMPREPLY[@]}"'
     command = ["bash", "--norc", "-c", code, "bash", str(_script("bash", tmp_path)), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert (done.stderr, done.stdout.split()) == ("", expected)
 
 

@@ -637,7 +637,7 @@ class TestCommands:
         assert main(uploading) == 1
         sentence, command = capsys.readouterr().err.split("\n", 1)
         assert sentence.startswith(f"multilora: {directory} has its weights in adapter_model.bin, a pickle")
-        subprocess.run(["sh", "-c", command.replace("python", sys.executable, 1)], check=True, timeout=120)
+        subprocess.run(["sh", "-c", command.replace("python", sys.executable, 1)], check=True, timeout=LIMIT_SECONDS)
         try:
             assert main(uploading) == 0
         finally:

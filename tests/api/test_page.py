@@ -11,6 +11,7 @@ import pytest
 
 from service.api import page
 from tests.api.conftest import Checkpoints
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, running_server
 
 FILES = sorted((Path(page.__file__).parent / "static").iterdir())
@@ -95,7 +96,7 @@ def test_no_file_names_another_server_or_builds_html_from_text(path: Path) -> No
 )
 def test_there_is_nothing_beside_the_files(server: Server, path: str) -> None:
     # Built by hand: the client would tidy the path up.
-    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=60)
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=LIMIT_SECONDS)
     connection.request("GET", path)
     answer = connection.getresponse()
     assert (answer.status, b"There is no GET" in answer.read()) == (404, True)

@@ -16,11 +16,11 @@ from selenium.webdriver.remote.webelement import WebElement
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from tests.api.conftest import BASE, Checkpoints
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, running_server, standing_still, wait_for
 from tests.support.uploads import CONFIG, TENSORS
 
 CHROMIUM, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
-LIMIT_SECONDS = 60
 
 pytestmark = pytest.mark.skipif(
     not (CHROMIUM.exists() and DRIVER.exists()),

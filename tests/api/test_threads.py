@@ -10,6 +10,7 @@ from service.api.off_loop import LONG_TEXT_CHARS, off_loop
 from service.api.threads import in_turn
 from service.fair_pool import FairPool
 from service.payer import PAYER
+from tests.support.limits import LIMIT_SECONDS
 
 
 def test_another_payer_s_work_is_next_however_much_one_has_sent() -> None:
@@ -19,7 +20,7 @@ def test_another_payer_s_work_is_next_however_much_one_has_sent() -> None:
 
     def work(name: str, *, waits: bool = False) -> str:
         if waits:
-            assert go.wait(60)
+            assert go.wait(LIMIT_SECONDS)
         done.append(f"{name} {PAYER.get()}")
         return name
 
@@ -65,7 +66,7 @@ def test_long_texts_of_one_payer_leave_processors_to_others() -> None:
         nonlocal num_begun
         with lock:
             num_begun += 1
-        assert go.wait(60)
+        assert go.wait(LIMIT_SECONDS)
 
     async def run() -> int:
         PAYER.set("flood")

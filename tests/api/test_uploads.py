@@ -6,6 +6,7 @@ import contextlib
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,8 +24,9 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="module")
 def narrow(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Four uploads at a time, two of one key."""
-    settings = {"model_name": BASE, "max_uploads": 4, "api_keys": "reader", "admin_api_keys": "one,two,three"}
+    """Four uploads at a time, two of one key; those that are held open are no stalled clients."""
+    settings: dict[str, Any] = {"model_name": BASE, "max_uploads": 4, "stall_limit_seconds": LIMIT_SECONDS}
+    settings |= {"api_keys": "reader", "admin_api_keys": "one,two,three"}
     with running_server(checkpoints.base, tmp_path_factory.mktemp("narrow"), **settings) as running:
         running.http.headers["Authorization"] = "Bearer one"
         yield running

@@ -15,6 +15,7 @@ from torch.autograd import DeviceType
 from bench import engine
 from bench.rounds import forth_and_back, percentile
 from service.first_host.profiles import NUM_STEPS, figures_of_events
+from tests.support.limits import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 SMALL = "--shape tiny --requests 3 --prompt-tokens 12 --output-tokens 6 --token-budget 32 --rounds 1 --threads 1"
@@ -24,7 +25,7 @@ def _run(module: str, work_dir: Path, *arguments: str) -> dict[str, Any]:
     """What the benchmark writes as JSON."""
     out = work_dir / "figures.json"
     command = [sys.executable, "-m", module, *SMALL.split(), *arguments, "--json", str(out)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.returncode == 0, done.stderr
     figures: dict[str, Any] = json.loads(out.read_text())
     return figures

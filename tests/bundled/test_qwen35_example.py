@@ -14,6 +14,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from examples import qwen3_5
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, running_server
 from tests.support.tiny_models import make_tokenizer, tiny_config
 
@@ -80,7 +81,7 @@ def test_the_adapter_answers_as_it_does_in_peft(server: Server, model_dir: Path,
 def test_images_are_refused(server: Server) -> None:
     parts = [{"type": "image_url", "image_url": {"url": "data:,"}}]
     asked = {"model": "base", "messages": [{"role": "user", "content": parts}]}
-    reply = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60)
+    reply = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=LIMIT_SECONDS)
     assert reply.status_code == 400
     assert "images, audio and files are not supported" in reply.json()["error"]["message"]
 

@@ -42,18 +42,13 @@ class Terminal:
         return self.process.wait(LIMIT_SECONDS), self._unread
 
     def interrupt_to_end(self) -> tuple[int, str]:
-        """`read_to_end` after Ctrl-C, pressed once a second, as a person presses it again who sees nothing happen.
+        """`read_to_end` after Ctrl-C at a prompt, and Enter behind it.
 
-        Python's readline prints its prompt, then waits for a key; an interrupt that comes between the two is seen with
-        the next key.
+        Python's readline prints its prompt, then waits for keys; an interrupt that comes between the two is seen when
+        the line is whole. Another one instead might meet an interpreter that is about to end, and kill it.
         """
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while time.monotonic() < deadline:
-            self.type("\x03")
-            while select.select([self._descriptor], [], [], 1.0)[0]:
-                if not self._read(deadline):
-                    return self.process.wait(LIMIT_SECONDS), self._unread
-        raise AssertionError(f"Ctrl-C has not ended it:\n{self._unread}")
+        self.type("\x03\n")
+        return self.read_to_end()
 
     def _read(self, deadline: float) -> bool:
         """Whether something came, before the process ended."""
