@@ -94,7 +94,7 @@ def uploaded(server: Server) -> Iterator[str]:
 def test_two_columns_stream_side_by_side(page: Page, server: Server) -> None:
     page.choose([BASE, "alpha"])
     page.fill("#prompt", "the <b>cat</b>")
-    page.fill("#max-tokens", "24")
+    page.fill("#max-tokens", "200")
     page.driver.execute_script("""
         window.pieces = {};
         new MutationObserver((changes) => changes.forEach(({ target }) => {
@@ -106,7 +106,7 @@ def test_two_columns_stream_side_by_side(page: Page, server: Server) -> None:
     endings = page.until(
         lambda: (found := page.texts(".ending")) and all(text.startswith("Ended: ") for text in found) and found
     )
-    body = {"messages": [{"role": "user", "content": "the <b>cat</b>"}], "max_tokens": 24, "temperature": 0}
+    body = {"messages": [{"role": "user", "content": "the <b>cat</b>"}], "max_tokens": 200, "temperature": 0}
     for column, model in enumerate((BASE, "alpha")):
         answer = server.post("/v1/chat/completions", json={"model": model, **body}).json()
         reason, num_tokens = answer["choices"][0]["finish_reason"], answer["usage"]["completion_tokens"]
