@@ -56,8 +56,9 @@ def run(
     num_clients: int = 8,
 ) -> Outcome:
     """Send at least so many requests from `num_clients` threads, and more until another one has moved the names so
-    often: in turn, among `contents`, every fourth time by a rollback. Deletes the names in the end."""
-    known, outcome, lock = _Names(names), Outcome(), threading.Lock()
+    often: in turn, among `contents`, every fourth time by a rollback, and after that not before a request was answered
+    by what it has brought back, so that names move among requests. Deletes the names in the end."""
+    known, outcome, lock = _Names(names), Outcome(), threading.Condition()
     seen: set[str] = set()
     sending = itertools.count()
     moved = threading.Event()
@@ -78,7 +79,8 @@ def run(
                     outcome.late += int(spoke.partition("@")[2].split()[0]) < before
                     digest = spoke.partition("sha256:")[2]
                     outcome.mixed += not (digest and answer.json()["system_fingerprint"].endswith(digest[:16]))
-                    seen.add(spoke)
+                    seen.add(spoke.partition(" ")[0])
+                    lock.notify_all()
 
     def move() -> None:
         try:
@@ -95,8 +97,11 @@ def run(
                 else:
                     content = contents[at // len(known.names) % len(contents)]
                     answer = client.put(f"/v1/adapters/{name}", files=_parts(content))
-                known.acknowledged[name] = answer.raise_for_status().json()["version"]
+                version = known.acknowledged[name] = answer.raise_for_status().json()["version"]
                 outcome.num_moves += 1
+                if at % 4 == 3:
+                    with lock:
+                        lock.wait_for(lambda spoken=f"{name}@{version}": spoken in seen, LIMIT_SECONDS)
 
     with httpx.Client(base_url=url, timeout=LIMIT_SECONDS) as client:
         try:
