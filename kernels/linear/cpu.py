@@ -38,14 +38,14 @@ def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight
     return PackedWeight(data, held_bias, weight.dtype, out_features, in_features, "cpu", nbytes)
 
 
-def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
     """out = x @ weight.T + bias"""
     compute_x = x.to(weight.data.dtype)
     if weight.data.is_mkldnn:
-        out = torch.ops.mkldnn._linear_pointwise(compute_x, weight.data, weight.bias, "none", [], "")
+        product = torch.ops.mkldnn._linear_pointwise(compute_x, weight.data, weight.bias, "none", [], "")
     else:
-        out = functional.linear(compute_x, weight.data, weight.bias)
-    return out.to(x.dtype)
+        product = functional.linear(compute_x, weight.data, weight.bias)
+    return product.to(x.dtype) if out is None else out.copy_(product)
 
 
 @functools.cache

@@ -75,23 +75,26 @@ def append_rows(weight: PackedWeight, num_rows: int, num_slices: int) -> tuple[P
     return _module(weight.implementation).append_rows(weight, num_rows, num_slices)
 
 
-def linear(x: torch.Tensor, weight: PackedWeight, *, window_rows: int = 0) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, weight: PackedWeight, *, window_rows: int = 0, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """out = x @ weight.T + bias, accumulated in float32 and rounded once.
 
     x            [tokens, in_features] of the weight's dtype, unit stride along the features
     window_rows  rows of A of each slice to multiply with as well: column out_features + j * num_slices + s of the
                  result is x @ (row j of slice s), without bias
+    out          where the result is written, of its shape and dtype, contiguous; made when None
 
-    Returns a fresh contiguous [tokens, out_features + window_rows * num_slices] of that dtype.
+    Returns a contiguous [tokens, out_features + window_rows * num_slices] of that dtype.
     """
     assert x.dim() == 2 and x.shape[1] == weight.in_features, "x does not fit the weight"
     assert x.dtype == weight.dtype, f"x is {x.dtype}, the weight {weight.dtype}"
     if not window_rows:
-        return _module(weight.implementation).linear(x, weight)
+        return _module(weight.implementation).linear(x, weight, out)
     behind = weight.behind
     assert behind is not None and window_rows <= behind.num_rows, "the window is longer than the rows behind the weight"
     num_columns = weight.out_features + window_rows * behind.num_slices
-    return _module(weight.implementation).linear_window(x, behind, num_columns)
+    return _module(weight.implementation).linear_window(x, behind, num_columns, out)
 
 
 @functools.cache

@@ -20,9 +20,9 @@ def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight
     return PackedWeight(data, bias, weight.dtype, weight.shape[0], weight.shape[1], "reference", nbytes)
 
 
-def linear(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
     """out = x @ weight.T + bias"""
-    return functional.linear(x, weight.data, weight.bias)
+    return _multiply(x, weight.data, weight.bias, out)
 
 
 def append_rows(weight: PackedWeight, num_rows: int, num_slices: int) -> tuple[PackedWeight, torch.Tensor]:
@@ -35,6 +35,18 @@ def append_rows(weight: PackedWeight, num_rows: int, num_slices: int) -> tuple[P
     return replace(weight, data=data, bias=None if bias is None else bias[:out_features], behind=behind), rows
 
 
-def linear_window(x: torch.Tensor, behind: RowsBehind, num_columns: int) -> torch.Tensor:
+def linear_window(
+    x: torch.Tensor, behind: RowsBehind, num_columns: int, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """x times the first num_columns rows of the buffer, plus bias."""
-    return functional.linear(x, behind.data[:num_columns], None if behind.bias is None else behind.bias[:num_columns])
+    bias = None if behind.bias is None else behind.bias[:num_columns]
+    return _multiply(x, behind.data[:num_columns], bias, out)
+
+
+def _multiply(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
+) -> torch.Tensor:
+    """`functional.linear`, which takes no `out`, or what it calls."""
+    if out is None:
+        return functional.linear(x, weight, bias)
+    return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)

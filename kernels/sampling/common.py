@@ -23,15 +23,18 @@ def rows_to_sample(logits: torch.Tensor, maps: SamplingMaps) -> torch.Tensor:
     do is to find the largest of each row."""
     facts = maps.facts
     rows = logits[: facts.num_rows] if facts.is_in_order else logits.index_select(0, maps.rows)
-    return rows if facts.is_largest_only else rows.float()
+    return rows if facts.is_largest_only else rows.float().contiguous()
 
 
 def edit(logits: torch.Tensor, maps: SamplingMaps) -> None:
     """Add biases and bar tokens, in place.
 
-    logits  float32 [num_rows, vocab], contiguous
+    logits  float32 [num_rows, vocab], contiguous where there is anything to do
     """
-    facts, flat = maps.facts, logits.view(-1)
+    facts = maps.facts
+    if not facts.num_biased and not facts.num_barred:
+        return
+    flat = logits.view(-1)
     if facts.num_biased:
         flat.index_copy_(0, maps.biased, flat.index_select(0, maps.biased) + maps.bias)
     if facts.num_barred:

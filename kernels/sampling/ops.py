@@ -33,13 +33,13 @@ def sample(logits: torch.Tensor, maps: SamplingMaps, state: PenaltyState | None 
     get -1. Nothing waits for the device, and all that is done follows from `maps.facts`, so that a captured call may be
     replayed with other maps of equal facts.
 
-    logits  [num_logits, vocab], float32, bfloat16 or float16, contiguous; spent. Whatever is computed from them is
-            computed in float32 at least
+    logits  [num_logits, vocab], float32, bfloat16 or float16, each row contiguous; spent. Whatever is computed from
+            them is computed in float32 at least
     state   `new_state` of the same device, every slot with penalties `reset` once; its counts grow by the tokens chosen
             here. May be None if no row has penalties
     """
     facts = maps.facts
-    assert logits.dtype in _DTYPES and logits.is_contiguous(), "logits are float32 or shorter floats, and contiguous"
+    assert logits.dtype in _DTYPES and logits.stride(1) == 1, "logits are float32 or shorter floats, rows contiguous"
     assert logits.shape == (facts.num_logits, facts.vocab), f"logits are {list(logits.shape)}, the facts say otherwise"
     assert state is not None or not facts.num_penalised, "penalties need the state of their slots"
     assert facts.num_rows + facts.num_given, "nothing is asked for"

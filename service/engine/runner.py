@@ -75,7 +75,8 @@ class Runner(Protocol):
         """The sizes in which a step of these sizes is to be run."""
 
     def run(self, batch: StepBatch, sizes: StepSizes) -> torch.Tensor:
-        """[rows of logits, vocab] in the model's dtype; writes the caches. The next call may write to that memory."""
+        """[rows of logits, vocab] in the model's dtype, each row contiguous; writes the caches. The next call may write
+        to that memory."""
 
     def run_with_hidden(self, batch: StepBatch, sizes: StepSizes) -> tuple[torch.Tensor, torch.Tensor]:
         """As `run`, and the hidden states of all tokens behind the final norm: [tokens, hidden_size]. Runs eagerly."""
@@ -113,7 +114,9 @@ class ModelRunner:
         self._token_budget = config.token_budget
         self._has_lora = config.row_bytes > 0
         self._padding: Padding | None = None
+        # Of all steps that are replayed, and where in it those of a size have theirs: rows stand apart with a window.
         self._logits = torch.empty(0, device=loaded.device)
+        self._logits_of: dict[StepSizes, torch.Tensor] = {}
         reason = _eager_reason(config, platform.device, loaded, has_graphs=graphs is not None)
         # Elsewhere nothing is captured, and padding costs.
         self._is_npu = platform.device == "npu"
@@ -121,8 +124,8 @@ class ModelRunner:
             self._padding = Padding(
                 config.max_sequences, self.capacity.max_blocks, config.block_size_tokens, self._is_npu
             )
-            shape = (self._padding.max_rows, self.capacity.vocab_size)
-            self._logits = torch.empty(shape, dtype=loaded.dtype, device=loaded.device)
+            num_elements = self._padding.max_rows * loaded.model.most_logits_columns
+            self._logits = torch.empty(num_elements, dtype=loaded.dtype, device=loaded.device)
         if reason is None and graphs is None:
             graphs = _graphs_of(loaded.device)
         num_planned = sum(map(len, self._planned()))
@@ -163,21 +166,20 @@ class ModelRunner:
     def run(self, batch: StepBatch, sizes: StepSizes) -> torch.Tensor:
         """See `Runner.run`."""
         num_rows = sizes.num_tokens if sizes.num_rows is None else sizes.num_rows
-        if self._padding is None or num_rows > len(self._logits):
+        if self._padding is None or num_rows > self._padding.max_rows:
             self.captured.note_eager(sizes)
             return self._model.forward(batch, self._caches)
-        logits = self._logits[:num_rows]
         is_padded = self._padding.captured(sizes) == sizes
-        self.captured.run(batch, sizes, is_padded, lambda: self._forward(batch, logits))
-        return logits
+        self.captured.run(batch, sizes, is_padded, lambda: self._forward(batch, sizes))
+        return self._logits_of[sizes]
 
     def run_with_hidden(self, batch: StepBatch, sizes: StepSizes) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Runner.run_with_hidden`."""
         self.captured.note_eager(sizes, HIDDEN)
         return self._model.forward_with_hidden(batch, self._caches)
 
-    def _forward(self, batch: StepBatch, logits: torch.Tensor) -> None:
-        self._model.forward(batch, self._caches, logits)
+    def _forward(self, batch: StepBatch, sizes: StepSizes) -> None:
+        self._logits_of[sizes] = self._model.forward(batch, self._caches, self._logits)
 
 
 def _graphs_of(device: torch.device) -> Graphs:

@@ -101,6 +101,11 @@ class Decoder:
         behind = (projection.weight.behind for projection in self._projections)
         return max((rows.num_rows for rows in behind if rows is not None), default=0)
 
+    @property
+    def most_logits_columns(self) -> int:
+        """Elements of a row of logits with what its product has besides."""
+        return self._head.most_columns
+
     @torch.inference_mode()
     def warm_up(self, caches: Caches, max_tokens: int, max_segments: int) -> None:
         """Compile all kernels that steps of up to max_tokens tokens can need, so that none is compiled in a step.
@@ -128,14 +133,17 @@ class Decoder:
             window_ops.warm_up(expanded, max_tokens, dtype, gated=gated, max_segments=max_segments)
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch, caches: Caches, out: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, batch: StepBatch, caches: Caches, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Logits [num_rows, vocabulary] of `batch.logits_rows` (None: of all tokens) in the model's dtype; advances the
-        caches by the step's tokens.
+        caches by the step's tokens. Each row is contiguous; the next may stand apart.
 
-        out  where the logits are written; made when None
+        memory  1-D, at least num_rows * `most_logits_columns` of the model's dtype, in which the logits lie; made when
+                None
         """
-        logits = self._logits(self._hidden(batch, caches, batch.logits_rows), batch)
-        return logits.contiguous() if out is None else out.copy_(logits)
+        logits = self._logits(self._hidden(batch, caches, batch.logits_rows), batch, memory)
+        if memory is None or logits.data_ptr() == memory.data_ptr():
+            return logits
+        return memory[: logits.numel()].view(logits.shape).copy_(logits)
 
     @torch.inference_mode()
     def forward_with_hidden(self, batch: StepBatch, caches: Caches) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,13 +151,13 @@ class Decoder:
         model's dtype."""
         hidden, rows = self._hidden(batch, caches, None), batch.logits_rows
         logits = self._logits(hidden if rows is None else hidden.index_select(0, rows), batch)
-        return logits.contiguous(), hidden
+        return logits, hidden
 
-    def _logits(self, hidden: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+    def _logits(self, hidden: torch.Tensor, batch: StepBatch, memory: torch.Tensor | None = None) -> torch.Tensor:
         """[num_rows, vocabulary] of the hidden states of `batch.logits_rows`, in the model's dtype."""
         if hidden.shape[0] == 0:  # chunks of prompts alone; fused ops need not take empty tensors
             return hidden.new_empty(0, self._spec.vocab_size)
-        return self._scaled(self._head(hidden, batch.logits_lora, batch.window_rows))
+        return self._scaled(self._head(hidden, batch.logits_lora, batch.window_rows, memory))
 
     def _hidden(self, batch: StepBatch, caches: Caches, rows: torch.Tensor | None) -> torch.Tensor:
         """[num_rows, hidden_size] of `rows`, which are `batch.logits_rows` or None for all tokens: behind the final

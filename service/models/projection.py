@@ -84,23 +84,39 @@ class Projection:
         self.weight, rows = append_rows(self.weight, num_rows, num_slices)
         return rows
 
-    def __call__(self, x: torch.Tensor, lora: LoraMaps | None, window_rows: int = 0) -> torch.Tensor:
+    @property
+    def most_columns(self) -> int:
+        """Of a product with the rows behind the weight."""
+        behind = self.weight.behind
+        return self.weight.out_features + (0 if behind is None else behind.num_rows * behind.num_slices)
+
+    def __call__(
+        self, x: torch.Tensor, lora: LoraMaps | None, window_rows: int = 0, memory: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """x [tokens, in] -> fresh [tokens, out], whose rows may stand apart in a wider buffer.
 
         lora         None: no token of the step uses an adapter
         window_rows  as in `StepBatch`
+        memory       1-D, at least tokens * `most_columns` of the weight's dtype: where the product is written
         """
+        window_rows = 0 if lora is None else self._window(window_rows)
+        out = None if memory is None else self._place(memory, x.shape[0], window_rows)
         if lora is None:
-            return linear(x, self.weight)
-        window_rows = self._window(window_rows)
+            return linear(x, self.weight, out=out)
         if window_rows:
-            product = linear(x, self.weight, window_rows=window_rows)
+            product = linear(x, self.weight, window_rows=window_rows, out=out)
             lora_expand_window(product, self._rows, lora)
             out = product[:, : self.weight.out_features]
         else:
-            out = linear(x, self.weight)
+            out = linear(x, self.weight, out=out)
             lora_linear(x, out, self._rows, lora)
         return out if lora.side is None else self._own(x, out, lora.side)
+
+    def _place(self, memory: torch.Tensor, num_tokens: int, window_rows: int) -> torch.Tensor:
+        """[tokens, columns of the product] at the start of the memory."""
+        behind = self.weight.behind
+        num_columns = self.weight.out_features + (0 if behind is None else window_rows * behind.num_slices)
+        return memory[: num_tokens * num_columns].view(num_tokens, num_columns)
 
     def _own(self, x: torch.Tensor, out: torch.Tensor, side: SideLines) -> torch.Tensor:
         """The outputs with what adapters have beside rows."""

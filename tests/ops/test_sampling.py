@@ -244,6 +244,24 @@ def test_short_floats_are_sampled_as_the_numbers_that_they_are(
         assert short == sample(exact.float(), state=mix.state(implementation, device), **options)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_greedy", [False, True], ids=["mixed", "greedy"])
+def test_rows_of_logits_may_stand_apart(is_greedy: bool, dtype: torch.dtype, implementation: str, device: str) -> None:
+    """As in a product with more columns, which stay as they are."""
+    mix = random_mix(3)
+    rows = [row(i) for i in range(len(mix.logits))] if is_greedy else mix.rows
+    asked = ask(rows, [] if is_greedy else mix.given, num_logits=len(mix.logits), vocab=VOCAB)
+    maps = SamplingMaps.from_tensors(asked.facts, tensors_of(asked, implementation, device))
+    module = importlib.import_module(f"kernels.sampling.{implementation}")
+    logits = mix.logits.to(device, dtype)
+    product = torch.full((len(logits), VOCAB + 16), math.nan, dtype=dtype, device=device)
+    product[:, :VOCAB] = logits
+    apart = module.sample(product[:, :VOCAB], maps, mix.state(implementation, device))
+    together = module.sample(logits, maps, mix.state(implementation, device))
+    assert torch.equal(apart.packed, together.packed)
+    assert product[:, VOCAB:].isnan().all()
+
+
 @pytest.mark.parametrize("num_tokens", [600, 601, 608])
 def test_of_equal_largest_logits_the_first_is_chosen(num_tokens: int, implementation: str, device: str) -> None:
     logits = torch.zeros(6, num_tokens, device=device)

@@ -165,8 +165,8 @@ def a_scalar_baked_in(patch: pytest.MonkeyPatch) -> None:
 def a_look_at_the_host_s_view(patch: pytest.MonkeyPatch) -> None:
     project = Projection.__call__
 
-    def for_even_places(self: Any, x: torch.Tensor, lora: Any, window_rows: int = 0) -> torch.Tensor:
-        return project(self, x, None if lora is None or lora.segments[0].place % 2 else lora, window_rows)
+    def for_even_places(self: Any, x: torch.Tensor, lora: Any, window_rows: int = 0, *rest: Any) -> torch.Tensor:
+        return project(self, x, None if lora is None or lora.segments[0].place % 2 else lora, window_rows, *rest)
 
     patch.setattr(Projection, "__call__", for_even_places)
 
