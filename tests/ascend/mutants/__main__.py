@@ -1,11 +1,12 @@
 """Change the Ascend kernels in small ways, one at a time, and count how many changes the gate notices.
 
     .venv-ascend/bin/python -m tests.ascend.mutants [--count 200] [--seed 0] [--processes 2] [--minutes 60]
+        [--module lora_window]
 
-Draws mutants of the LoRA, convolution and rotation kernels, all kinds in turn, until `--count` of them have compiled;
-prints each that survived, and whether `equivalent.py` lists it with a reason. Ends with 1 if one does that is not
-listed, or if fewer than 95 % of the others were caught. Takes seconds for each that is caught and minutes for one that
-survives.
+Draws mutants of the LoRA, convolution and rotation kernels, or of those of one op alone, all kinds in turn, until
+`--count` of them have compiled; prints each that survived, and whether `equivalent.py` lists it with a reason. Ends
+with 1 if fewer than 95 % of those that are not listed were caught. Takes seconds for each that is caught and minutes
+for one that survives.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import random
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from types import ModuleType
 
@@ -27,10 +28,10 @@ from tests.ascend.mutants.judge import MODULES, NOT_COMPILED, SURVIVED, judge, s
 FEWEST_CAUGHT = 0.95
 
 
-def drawn(seed: int) -> Iterator[tuple[ModuleType, Mutant]]:
+def drawn(seed: int, modules: Iterable[ModuleType] = MODULES) -> Iterator[tuple[ModuleType, Mutant]]:
     """All mutants in random order, module after module and kind after kind, so that rare kinds come early too."""
     of_kinds: dict[tuple[str, str], list[tuple[ModuleType, Mutant]]] = defaultdict(list)
-    for module in MODULES:
+    for module in modules:
         for mutant in mutants_of(source_of(module)):
             of_kinds[module.__name__, mutant.kind].append((module, mutant))
     for mutants in of_kinds.values():
@@ -46,14 +47,19 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=60.0)
+    modules = {module.__name__.split(".")[1]: module for module in MODULES}
+    parser.add_argument("--module", choices=modules, help="mutants of this op's kernels alone")
     chosen = parser.parse_args()
     deadline, caught, equivalent, survived, judged = time.monotonic() + 60 * chosen.minutes, 0, 0, 0, 0
-    mutants = drawn(chosen.seed)
+    mutants = drawn(chosen.seed, [modules[chosen.module]] if chosen.module else MODULES)
     running: dict[Future[str], Mutant] = {}
     with ThreadPoolExecutor(chosen.processes) as pool:
         while True:
             while len(running) < min(chosen.processes, chosen.count - judged) and time.monotonic() < deadline:
-                module, mutant = next(mutants)
+                drawn_next = next(mutants, None)
+                if drawn_next is None:
+                    break
+                module, mutant = drawn_next
                 running[pool.submit(judge, module, mutant)] = mutant
             if not running:
                 break
