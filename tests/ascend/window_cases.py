@@ -156,6 +156,8 @@ _GATES = {
     "odd sizes": GATE_ODD, "untargeted": GATE_UNTARGETED, "no rows": GATE_BASE, "no spare": GATE_NO_SPARE,
     "base tile": GATE_BEHIND, "two tiles": _packed(TILES, 2, [130, 130]), "far": _packed(FAR, 2, [256, 256]),
 }  # fmt: skip
+# Three groups of at most 8 tokens: B is read once for each, and h of a token in its own alone.
+GROUPS = Step([20], [[64]], 16, [512])
 # Small, for trying each block in each type.
 _SMALL = Step([3, 14, 1], [[16, 5, 24], [0, 16, 8]], 16, [333, 333], num_base=2)
 
@@ -170,9 +172,16 @@ def _configurations(make: Callable[..., Launch], blocks: tuple[int, ...]) -> dic
     }
 
 
-def _case(name: str, make: Callable[..., Launch], judged: dict[str, Step], others: dict[str, Step]) -> Case:
+def _case(
+    name: str,
+    make: Callable[..., Launch],
+    judged: dict[str, Step],
+    others: dict[str, Step],
+    grouped: Callable[[], Launch],
+) -> Case:
     launches: dict[str, Callable[[], Launch]] = {
         **{key: partial(make, step, judge_traffic=True) for key, step in judged.items()},
+        "three groups": grouped,
         **{key: partial(make, step) for key, step in others.items()},
         **_configurations(make, TABLES[0].few.columns if make is expand else (triton_ascend.SWIGLU_COLUMNS,)),
     }
@@ -182,6 +191,18 @@ def _case(name: str, make: Callable[..., Launch], judged: dict[str, Step], other
 
 
 CASES = [
-    _case("lora_expand_window_few", expand, _JUDGED_EXPANDS, _EXPANDS),
-    _case("swiglu_window_few", swiglu, _JUDGED_GATES, _GATES),
+    _case(
+        "lora_expand_window_few",
+        expand,
+        _JUDGED_EXPANDS,
+        _EXPANDS,
+        partial(expand, GROUPS, judge_traffic=True, max_traffic=2.4),
+    ),
+    _case(
+        "swiglu_window_few",
+        swiglu,
+        _JUDGED_GATES,
+        _GATES,
+        partial(swiglu, _packed(GROUPS, 2, [512, 512]), judge_traffic=True, max_traffic=2.55),
+    ),
 ]
