@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import signal
+import resource
 import sys
 import tempfile
 from multiprocessing import get_context
@@ -30,8 +30,9 @@ _CASES = {
     rotary: rotary_cases.CASES,
 }
 MODULES: tuple[ModuleType, ...] = tuple(_CASES)
-# A launch takes seconds; one that takes so long has lost its way out of a loop.
-LAUNCH_SECONDS = 300
+# A launch takes seconds of computing, and so does each process that it starts; what takes so long has lost its way out
+# of a loop. Seconds of a clock would be up for good kernels too where much else is at work.
+LAUNCH_CPU_SECONDS = 120
 _LARGE = {
     "far",
     "long",
@@ -65,7 +66,8 @@ def judge(module: ModuleType, mutant: Mutant, launch_name: str = "") -> str:
         path = Path(directory) / "mutant.py"
         path.write_text(mutant.source)
         arguments = (module.__name__, mutant.function, mutant.kind, launch_name, path, sender)
-        process = context.Process(target=_judge, args=arguments)
+        # A daemon, so that nobody waits for it at the end of this process if a test's time limit interrupts this.
+        process = context.Process(target=_judge, args=arguments, daemon=True)
         process.start()
         sender.close()
         try:
@@ -73,12 +75,15 @@ def judge(module: ModuleType, mutant: Mutant, launch_name: str = "") -> str:
         except EOFError:
             process.join()
             verdict = f"ended with {process.exitcode}"
-        process.join()
+        finally:
+            process.kill()  # it has said all; what its libraries do at their end may take its time
+            process.join()
     return verdict
 
 
 def _judge(module_name: str, function: str, kind: str, launch_name: str, path: Path, sender: Connection) -> None:
     torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     compiler.CACHE = linalg_cpu.CACHE = path.parent
     changed = _imported(path)
     launches = _launches(sys.modules[module_name], function, kind)
@@ -88,15 +93,21 @@ def _judge(module_name: str, function: str, kind: str, launch_name: str, path: P
 def _verdict(changed: ModuleType, launches: list[tuple[str, Case, str]]) -> str:
     for name, case, launch_name in launches:
         kernel = getattr(changed, name)
-        signal.alarm(LAUNCH_SECONDS)  # ends this process
+        _limit_cpu()
         try:
             _run(dataclasses.replace(case, kernel=kernel), launch_name)
         except compiler.CompileError as error:
             return NOT_COMPILED if error.stage != "device" else f"{launch_name}: {error}"[:200]
         except Exception as error:  # whatever the gate would fail with
             return f"{launch_name}: {type(error).__name__}: {' '.join(str(error).split())}"[:200]
-        signal.alarm(0)
     return SURVIVED
+
+
+def _limit_cpu() -> None:
+    """End this process, or one that it starts, once it has computed for too long from now on."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit = int(used.ru_utime + used.ru_stime) + LAUNCH_CPU_SECONDS
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
 
 def _launches(module: ModuleType, function: str, kind: str) -> list[tuple[str, Case, str]]:
