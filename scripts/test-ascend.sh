@@ -58,11 +58,16 @@ install_venv
 if [ "${CI:-}" = true ]; then
     rm -rf "$venv/gate-cache"
 fi
+# One worker for each core and 2 GiB of memory, at most 16, each of one thread: a machine of many cores has less memory for
+# each, and threads that wait for one another make no test faster.
+workers=$(awk -v cores="$(nproc)" '$1 == "MemAvailable:" { fits = int($2 / 2 / 1024 / 1024) }
+    END { most = cores < 16 ? cores : 16; print fits < 1 ? 1 : fits < most ? fits : most }' /proc/meminfo)
+export OMP_NUM_THREADS=1
 # A test that hangs fails by its name, as in the Makefile.
-pytest=("$venv/bin/python" -m pytest --timeout 900 -n "$(nproc)" "$@")
+pytest=("$venv/bin/python" -m pytest --timeout 900 -n "$workers" "$@")
 "${pytest[@]}" tests/ascend
 TRITON_INTERPRET=1 "${pytest[@]}" tests/ascend
 
 # Arguments may select none of the twin's tests, which pytest calls a failure (5).
-TORCH_DEVICE_BACKEND_AUTOLOAD=0 PYTHONPATH="$PWD/$venv/torch_npu" TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
+TORCH_DEVICE_BACKEND_AUTOLOAD=0 PYTHONPATH="$PWD/$venv/torch_npu" TRITON_INTERPRET=1 \
     "${pytest[@]}" tests/ascend/twin || { code=$?; [ $# -gt 0 ] && [ $code = 5 ]; }

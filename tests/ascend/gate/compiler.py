@@ -26,6 +26,9 @@ _BINARIES = _VENV / "compiler" / "ascendnpuir" / "bin"
 CACHE = _VENV / "gate-cache"
 # Raised whenever the command lines below change, so that old cached results are not taken for new ones.
 _CACHE_VERSION = "1"
+# For each of MLIR's tools: else it starts as many threads as there are cores, in each of as many workers, which on a
+# large machine are more than a container may have.
+ONE_THREAD = "--mlir-disable-threading"
 
 _TYPES = {
     torch.float32: "fp32",
@@ -210,7 +213,10 @@ def _run_device_compiler(linalg: str, flags: list[str], target: str, directory: 
     (work / "kernel.mlir").write_text(linalg)
     command = [str(_BINARIES / f"bishengir-compile{suffix}"), str(work / "kernel.mlir"), *flags]
     run = subprocess.run(
-        [*command, f"--save-temps={work}", "-o", str(work / "kernel")], capture_output=True, text=True, check=False
+        [*command, ONE_THREAD, f"--save-temps={work}", "-o", str(work / "kernel")],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     log = run.stdout + run.stderr
     final = work / "module.hivm.opt.mlir"
@@ -218,7 +224,7 @@ def _run_device_compiler(linalg: str, flags: list[str], target: str, directory: 
     reached_the_end = "External hivmc run fails" in log or "Cannot find hivmc" in log
     complaint = re.search(r"error: (?!External hivmc)|LLVM ERROR|overflow, requires|Stack dump", log)
     if final.exists() and reached_the_end and not complaint:
-        printer = [str(_BINARIES / f"bishengir-opt{suffix}"), str(final), "--mlir-print-op-generic"]
+        printer = [str(_BINARIES / f"bishengir-opt{suffix}"), str(final), "--mlir-print-op-generic", ONE_THREAD]
         generic = subprocess.run(printer, capture_output=True, text=True, check=True).stdout
         (work / "device.mlir").write_text(generic)
     (work / "log").write_text(" ".join(command) + "\n" + log)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from tests.ascend.gate.compiler import CACHE
+from tests.ascend.gate.compiler import CACHE, ONE_THREAD
 from tests.ascend.gate.mlir import split_top
 
 _RUNTIME = Path(__file__).with_name("runtime.c")
@@ -120,7 +120,7 @@ def _build(linalg: str) -> Path:
         base = Path(directory) / "kernel"
         base.with_suffix(".mlir").write_text(text)
         passes = [f"--{name}" for name in _PIPELINE]
-        _tool("mlir-opt-19", f"{base}.mlir", *passes, "-o", f"{base}.llvm.mlir")
+        _tool("mlir-opt-19", f"{base}.mlir", ONE_THREAD, *passes, "-o", f"{base}.llvm.mlir")
         _tool("mlir-translate-19", "--mlir-to-llvmir", f"{base}.llvm.mlir", "-o", f"{base}.ll")
         sources = [str(_RUNTIME), "-x", "ir", f"{base}.ll"]
         _tool("clang-19", "-O2", "-w", "-shared", "-fPIC", *sources, "-o", f"{base}.so", "-lm")
