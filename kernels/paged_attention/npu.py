@@ -2,12 +2,17 @@
 
 The lengths go to the operator as host integers, so they come from the maps' host side: reading them back from the
 device would stall every layer.
+
+The operator writes to memory that it is given: its result to `out`, what it works with to one workspace for all layers
+of all decode steps, which run one after another. A captured call writes there again at each replay, so nothing of it
+may move. Steps with prompts, which are not captured and have any sizes, leave the workspace to torch_npu's allocator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch_npu
@@ -85,29 +90,107 @@ def paged_attention(
 ) -> None:
     """See `ops.paged_attention`; writes all of `out`. What `refuses` names must have been kept away."""
     assert score_cap is None, "scores are not capped"
-    num_blocks, block_size, kv_heads, head_dim = k_cache.shape
-    flat_shape = (num_blocks, block_size, kv_heads * head_dim)
-    # A band reaches `pre_tokens` back from the query's own token, which the window counts too.
-    lengths = host_lengths(maps)
-    pre_tokens = _ALL_TOKENS if sliding_window is None else sliding_window - 1
-    mixed, _ = torch_npu.npu_fused_infer_attention_score(
-        query=q.contiguous(),
-        key=k_cache.view(flat_shape),
-        value=v_cache.view(flat_shape),
+    flat_shape = (*k_cache.shape[:2], k_cache.shape[2] * k_cache.shape[3])
+    keys, values = k_cache.view(flat_shape), v_cache.view(flat_shape)
+    call = _Call(q.contiguous(), keys, values, maps, host_lengths(maps), k_cache.shape[2], scale, sliding_window)
+    kept = _kept(q.device, q.dtype)
+    workspace = kept.workspace(call) if maps.is_decode else None
+    torch_npu.npu_fused_infer_attention_score.out(
+        query=call.q,
+        key=call.keys,
+        value=call.values,
         atten_mask=_mask(q.device),
-        actual_seq_lengths=lengths["actual_seq_lengths"],
-        actual_seq_lengths_kv=lengths["actual_seq_lengths_kv"],
+        actual_seq_lengths=call.lengths["actual_seq_lengths"],
+        actual_seq_lengths_kv=call.lengths["actual_seq_lengths_kv"],
         block_table=maps.block_table,
         num_heads=q.shape[1],
         scale=scale,
-        pre_tokens=pre_tokens,
+        pre_tokens=call.reach,
         next_tokens=0,
         input_layout="TND",
-        num_key_value_heads=kv_heads,
-        sparse_mode=_CAUSAL if sliding_window is None else _BAND,
-        block_size=block_size,
+        num_key_value_heads=call.kv_heads,
+        sparse_mode=call.sparse_mode,
+        block_size=k_cache.shape[1],
+        workspace=workspace,
+        out=[out, kept.lse],
     )
-    out.copy_(mixed)
+
+
+class _Call(NamedTuple):
+    """What the operator is asked. q, keys and values are contiguous, with three dimensions each."""
+
+    q: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    maps: AttentionMaps
+    lengths: Mapping[str, list[int]]
+    kv_heads: int
+    scale: float
+    sliding_window: int | None
+
+    @property
+    def reach(self) -> int:
+        """How far a band reaches back from the query's own token, which the window counts too."""
+        return _ALL_TOKENS if self.sliding_window is None else self.sliding_window - 1
+
+    @property
+    def sparse_mode(self) -> int:
+        return _CAUSAL if self.sliding_window is None else _BAND
+
+
+class _Kept:
+    """What calls on one device in one dtype write beside their result.
+
+    lse  [1]: of the softmax, which nobody asks for; the operator wants a place for it all the same
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.lse = torch.empty(1, dtype=dtype, device=device)
+        self._num_elements: dict[tuple[object, ...], int] = {}
+        # The last is the largest; captured calls may write to those before. Each is twice the one before at least.
+        self._workspaces: list[torch.Tensor] = []
+
+    def workspace(self, call: _Call) -> torch.Tensor:
+        """One that is large enough for any lengths in tensors of these shapes: torch_npu does not look at its size.
+
+        A step of new sizes asks the operator once, for all layers.
+        """
+        key = call.q.shape, call.keys.shape, call.maps.block_table.shape, call.kv_heads, call.sparse_mode
+        num_elements = self._num_elements.get(key)
+        if num_elements is None:
+            largest = _largest_workspace(call)
+            num_elements = self._num_elements[key] = largest.numel()
+            before = self._workspaces[-1].numel() if self._workspaces else 0
+            if not self._workspaces or before < num_elements:
+                self._workspaces.append(largest.new_empty(max(num_elements, 2 * before)))
+        return self._workspaces[-1]
+
+
+def _largest_workspace(call: _Call) -> torch.Tensor:
+    """A workspace for these shapes and any lengths, fresh, of the operator's own making."""
+    made: torch.Tensor = torch_npu._npu_fused_infer_attention_score_get_max_workspace(
+        query=call.q,
+        key=call.keys,
+        value=call.values,
+        atten_mask=_mask(call.q.device),
+        actual_seq_lengths=call.lengths["actual_seq_lengths"],
+        actual_seq_lengths_kv=call.lengths["actual_seq_lengths_kv"],
+        block_table=call.maps.block_table,
+        num_heads=call.q.shape[1],
+        scale=call.scale,
+        pre_tokens=call.reach,
+        next_tokens=0,
+        input_layout="TND",
+        num_key_value_heads=call.kv_heads,
+        sparse_mode=call.sparse_mode,
+        block_size=call.keys.shape[1],
+    )
+    return made
+
+
+@cache
+def _kept(device: torch.device, dtype: torch.dtype) -> _Kept:
+    return _Kept(device, dtype)
 
 
 @cache

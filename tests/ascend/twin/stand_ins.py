@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -39,12 +39,67 @@ def fused_infer_attention_score(
     key: torch.Tensor,
     value: torch.Tensor,
     *,
+    workspace: torch.Tensor | None = None,
+    out: Sequence[torch.Tensor],
+    **arguments: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The form `.out`: see `attend`. out: the result, like the query, and a place of one element for what is not asked
+    for. workspace: one-dimensional, of the query's dtype; the operator's own where None."""
+    attention_out, lse = out
+    _check_attention(query, key, value, **arguments)
+    for tensor in out:
+        rule(tensor.is_contiguous() and tensor.dtype == query.dtype, "what is written is contiguous, in query's dtype")
+    rule(attention_out.shape == query.shape, "the result has the query's shape")
+    rule(lse.shape == (1,), "softmax_lse is a place of one element")
+    if workspace is not None:
+        rule(workspace.dim() == 1 and workspace.is_contiguous(), "the workspace has one dimension")
+        rule(workspace.dtype == query.dtype, "the workspace has the query's dtype")
+        needed = asked_workspaces.get(_workspace_key(query, key, value, **arguments))
+        rule(needed is not None, "the workspace's size was asked for with these very arguments")
+        assert needed is not None
+        rule(workspace.numel() >= needed, f"the workspace has {needed} elements, not {workspace.numel()}")
+        workspace.fill_(torch.nan)
+        writes.append((workspace, lse))
+    lse.fill_(torch.nan)
+    attention_out.copy_(attend(query, key, value, **arguments))
+    return attention_out, lse
+
+
+def largest_workspace(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    """What `fused_infer_attention_score` may write to with arguments of these shapes, whatever the lengths are. How
+    much that is on a device is not known; here more for more tokens and for wider tables."""
+    _check_attention(query, key, value, **arguments)
+    num_elements = 32 * query.numel() + 8 * arguments["block_table"].numel()
+    asked_workspaces[_workspace_key(query, key, value, **arguments)] = num_elements
+    return query.new_full((num_elements,), torch.nan)
+
+
+# Elements by `_workspace_key`, and what calls with a workspace wrote to beside their result, in order.
+asked_workspaces: dict[tuple[Any, ...], int] = {}
+writes: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=2)
+
+
+def _workspace_key(*tensors: torch.Tensor, **arguments: Any) -> tuple[Any, ...]:
+    """All but what tensors hold, and lengths."""
+    parts = (*enumerate(tensors), *sorted(arguments.items()))
+    return tuple(
+        (name, (value.shape, value.dtype) if isinstance(value, torch.Tensor) else
+         len(value) if isinstance(value, Sequence) and not isinstance(value, str) else value)
+        for name, value in parts
+    )  # fmt: skip
+
+
+def _check_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
     atten_mask: torch.Tensor | None = None,
     actual_seq_lengths: Sequence[int] | None = None,
     actual_seq_lengths_kv: Sequence[int] | None = None,
     block_table: torch.Tensor | None = None,
     num_heads: int = 1,
-    scale: float = 1.0,
+    scale: float = 1.0,  # noqa: ARG001 - any will do
     pre_tokens: int = INT_MAX,
     next_tokens: int = INT_MAX,
     input_layout: str = "BSH",
@@ -53,14 +108,8 @@ def fused_infer_attention_score(
     inner_precise: int = 0,
     block_size: int = 0,
     **others: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of T query tokens of B requests, one after the other, over a paged cache (layout TND).
-
-    query       [T, num_heads, head_dim]
-    key, value  [num_blocks, block_size, num_key_value_heads * head_dim]
-    A request's last query stands at its last key. sparse_mode 3: each query sees all keys up to its own; 4 (band): of
-    these the `pre_tokens` before its own, and its own.
-    """
+) -> None:
+    """Refuses what the documentation forbids, whatever the form."""
     rule(input_layout == "TND", f"this service uses the layout TND, not {input_layout!r}")
     rule(not any(others.values()), f"not used by this service: {sorted(name for name in others if others[name])}")
     _check_attention_tensors(query, key, value, num_heads, num_key_value_heads or num_heads, block_size)
@@ -79,16 +128,42 @@ def fused_infer_attention_score(
     rule(atten_mask is not None, "sparse modes 3 and 4 need the mask")
     assert atten_mask is not None
     _check_mask(atten_mask)
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    actual_seq_lengths: Sequence[int],
+    actual_seq_lengths_kv: Sequence[int],
+    block_table: torch.Tensor,
+    num_heads: int,
+    scale: float = 1.0,
+    pre_tokens: int = INT_MAX,
+    num_key_value_heads: int = 0,
+    sparse_mode: int = 0,
+    block_size: int = 0,
+    **_others: Any,
+) -> torch.Tensor:
+    """Attention of T query tokens of B requests, one after the other, over a paged cache (layout TND).
+
+    query       [T, num_heads, head_dim]
+    key, value  [num_blocks, block_size, num_key_value_heads * head_dim]
+    A request's last query stands at its last key. sparse_mode 3: each query sees all keys up to its own; 4 (band): of
+    these the `pre_tokens` before its own, and its own.
+    """
+    starts = [0, *actual_seq_lengths]
     out = torch.empty_like(query)
     kv_shape = (num_key_value_heads or num_heads, query.shape[2])
-    for request, kv_len in enumerate(kv_lens):
+    for request, kv_len in enumerate(actual_seq_lengths_kv):
         q = query[starts[request] : starts[request + 1]].float()
         blocks = block_table[request, : -(-kv_len // block_size)].long()
         k, v = (cache[blocks].view(-1, *kv_shape)[:kv_len].float() for cache in (key, value))
         out[starts[request] : starts[request + 1]] = _attend(
             q, k, v, scale, pre_tokens if sparse_mode == 4 else INT_MAX
         )
-    return out, torch.empty(0, dtype=torch.float32)
+    return out
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, reach: int) -> torch.Tensor:
@@ -276,12 +351,20 @@ def swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
 
 STAND_INS: dict[str, Callable[..., Any]] = {
     "npu_fused_infer_attention_score": fused_infer_attention_score,
+    "_npu_fused_infer_attention_score_get_max_workspace": largest_workspace,
     "npu_scatter_pa_kv_cache": scatter_pa_kv_cache,
     "npu_rms_norm": rms_norm,
     "npu_add_rms_norm": add_rms_norm,
     "npu_rotary_mul": rotary_mul,
     "npu_swiglu": swiglu,
 }
+
+# Operators that are called in another form than that of their own name.
+OVERLOADS = {"npu_fused_infer_attention_score": "out"}
+# For which the wheel has no shape function.
+_SHAPELESS = frozenset({"_npu_fused_infer_attention_score_get_max_workspace"})
+# What a form takes that the shape function of the operator's own does not.
+_PLACES = ("workspace", "out")
 
 # Calls of each operator in this process.
 num_calls: Counter[str] = Counter()
@@ -291,7 +374,8 @@ def register() -> torch.library.Library:
     """Make every stand-in the operator's implementation for CPU tensors, while the returned object lives."""
     library = torch.library.Library("npu", "IMPL")
     for name, stand_in in STAND_INS.items():
-        library.impl(name, _with_shape_function(name, stand_in), "CPU")
+        form = f"{name}.{OVERLOADS[name]}" if name in OVERLOADS else name
+        library.impl(form, _with_shape_function(name, stand_in), "CPU")
     return library
 
 
@@ -301,10 +385,15 @@ def _with_shape_function(name: str, stand_in: Callable[..., Any]) -> Callable[..
     @functools.wraps(stand_in)
     def call(*args: Any, **kwargs: Any) -> Any:
         num_calls[name] += 1
-        meta_args, meta_kwargs = pytree.tree_map_only(torch.Tensor, _on_meta, (args, kwargs))
+        if name in _SHAPELESS:
+            return stand_in(*args, **kwargs)
+        asked = {key: value for key, value in kwargs.items() if key not in _PLACES}
+        meta_args, meta_kwargs = pytree.tree_map_only(torch.Tensor, _on_meta, (args, asked))
         expected = getattr(torch.ops.npu, name)(*meta_args, **meta_kwargs)
         result = stand_in(*args, **kwargs)
         shapes = [[(t.shape, t.dtype) for t in pytree.tree_leaves(r) if t is not None] for r in (result, expected)]
+        if name in OVERLOADS:  # whose last result is a mere place
+            shapes = [shape[:-1] for shape in shapes]
         assert shapes[0] == shapes[1], f"{name}: the stand-in gives {shapes[0]}, the wheel says {shapes[1]}"
         return result
 

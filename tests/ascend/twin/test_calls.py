@@ -19,6 +19,12 @@ from tests.ascend.twin.mutants import Mutant, Seen
 EQUIVALENT = {
     "npu_scatter_pa_kv_cache: slot_mapping: dtype int32": "slots are int32 or int64",
     "npu_add_rms_norm: arguments 0 and 1 exchanged": "a sum does not depend on the order of its two summands",
+    "npu_fused_infer_attention_score: results exchanged": "they are the places that were given, and nobody takes them",
+    **{
+        f"_npu_fused_infer_attention_score_get_max_workspace: {lengths}: value {which}": "it is for any lengths"
+        for lengths in ("actual_seq_lengths", "actual_seq_lengths_kv")
+        for which in range(2 if lengths == "actual_seq_lengths" else 3)
+    },
 }
 SOURCES = [source for source in calls.sources() if source.calls]
 CALLS = [call for source in SOURCES for call in source.calls]

@@ -45,6 +45,16 @@ def attention() -> Arguments:
     }
 
 
+def attention_to_out() -> Arguments:
+    """The same in the form that is called, with a workspace that was asked for."""
+    good = attention()
+    return {**good, "workspace": stand_ins.largest_workspace(**good), "out": places_of(good)}
+
+
+def places_of(good: Arguments) -> list[torch.Tensor]:
+    return [torch.full_like(good["query"], torch.nan), torch.empty(1, dtype=good["query"].dtype)]
+
+
 def scatter() -> Arguments:
     cache = torch.zeros(BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
     return {
@@ -74,7 +84,8 @@ def gate() -> Arguments:
 
 
 CALLS: dict[str, Callable[[], Arguments]] = {
-    "npu_fused_infer_attention_score": attention,
+    "npu_fused_infer_attention_score": attention_to_out,
+    "_npu_fused_infer_attention_score_get_max_workspace": attention,
     "npu_scatter_pa_kv_cache": scatter,
     "npu_rms_norm": norm,
     "npu_add_rms_norm": norm_of_sum,
@@ -82,6 +93,7 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "npu_swiglu": gate,
 }
 FIA, SCATTER = "npu_fused_infer_attention_score", "npu_scatter_pa_kv_cache"
+WORKSPACE = "_npu_fused_infer_attention_score_get_max_workspace"
 RMS, ADD_RMS, ROTARY, SWIGLU = "npu_rms_norm", "npu_add_rms_norm", "npu_rotary_mul", "npu_swiglu"
 
 
@@ -135,6 +147,16 @@ REFUSED: list[tuple[str, str, Callable[[Arguments], Arguments]]] = [
     (FIA, "2048 x 2048", lambda good: {"atten_mask": good["atten_mask"][:128, :128]}),
     (FIA, "above its diagonal", lambda good: {"atten_mask": good["atten_mask"].t().contiguous()}),
     (FIA, "not used", given(softmax_lse_flag=True)),
+    (FIA, "in query's dtype", lambda good: {"out": [good["out"][0].float(), good["out"][1]]}),
+    (FIA, "in query's dtype", lambda good: {"out": [good["out"][0], good["out"][1].float()]}),
+    (FIA, "the query's shape", lambda good: {"out": [good["out"][0][:-1], good["out"][1]]}),
+    (FIA, "place of one element", lambda good: {"out": [good["out"][0], good["out"][1][:0]]}),
+    (FIA, "has one dimension", lambda good: {"workspace": good["workspace"][None]}),
+    (FIA, "workspace has the query's dtype", lambda good: {"workspace": good["workspace"].float()}),
+    (FIA, "the workspace has", lambda good: {"workspace": good["workspace"][1:]}),
+    (FIA, "these very arguments", given(scale=0.25)),
+    (WORKSPACE, "need the mask", given(atten_mask=None)),
+    (WORKSPACE, "cumulative", given(actual_seq_lengths=[7, 6])),
     (SCATTER, "plain layout", given(cache_mode="PA_NZ")),
     (SCATTER, "contiguous", lambda good: {"value": strided(good["value"])}),
     (SCATTER, "contiguous", lambda good: {"key_cache": strided(good["key_cache"])}),
@@ -233,15 +255,16 @@ def test_the_service_keeps_caps_away_from_attention() -> None:
 def test_the_16_bit_rule_can_be_lifted() -> None:
     good = attention()
     wide = {**good, **float32("query", "key", "value")(good)}
+    wide["out"] = places_of(wide)
     with stand_ins.float32_attention():
         out, _ = torch.ops.npu.npu_fused_infer_attention_score(**wide)
-    assert out.dtype == torch.float32
+    assert out is wide["out"][0] and not out.isnan().any()
     with pytest.raises(BrokenRule, match="16 bits"):
         torch.ops.npu.npu_fused_infer_attention_score(**wide)
 
 
 def test_the_wheels_own_shape_function_is_asked_first() -> None:
-    good = attention()
+    good = {**attention(), "out": places_of(attention())}
     with pytest.raises(RuntimeError, match="queryDims"):
         torch.ops.npu.npu_fused_infer_attention_score(**{**good, "query": good["query"].view(TOKENS, -1)})
 

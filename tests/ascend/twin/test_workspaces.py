@@ -1,0 +1,98 @@
+"""What decode steps of fused attention write to: memory that stays where it is, as captured calls write there again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kernels.paged_attention import npu
+from kernels.paged_attention.maps import AttentionMaps
+from kernels.paged_attention.ops import paged_attention
+from tests.ascend.twin import stand_ins
+from tests.ascend.twin.checks import HEAD_DIM, KV_HEADS, NUM_BLOCKS, NUM_HEADS, attention_maps
+
+WORKSPACE = "_npu_fused_infer_attention_score_get_max_workspace"
+DTYPE = torch.float16
+CACHE = torch.zeros(NUM_BLOCKS, 128, KV_HEADS, HEAD_DIM, dtype=DTYPE)
+
+
+pytestmark = pytest.mark.usefixtures("npu")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_kept() -> None:
+    npu._kept.cache_clear()
+    stand_ins.asked_workspaces.clear()
+    stand_ins.writes.clear()
+
+
+def attend(maps: AttentionMaps, sliding_window: int | None = None) -> None:
+    q = torch.zeros(maps.query_starts[-1], NUM_HEADS, HEAD_DIM, dtype=DTYPE)
+    paged_attention(q, CACHE, CACHE, maps, scale=0.1, sliding_window=sliding_window, out=torch.empty_like(q))
+
+
+def decode(num_sequences: int, kv_len: int = 3) -> AttentionMaps:
+    return attention_maps(((1, kv_len),) * num_sequences)
+
+
+def written() -> tuple[torch.Tensor, torch.Tensor]:
+    """Workspace and place of the softmax of the latest call."""
+    return stand_ins.writes[-1]
+
+
+def test_smaller_steps_and_other_layers_share_the_workspace_of_the_largest() -> None:
+    attend(decode(5))
+    workspace, lse = written()
+    for maps, sliding_window in ((decode(5), None), (decode(2), None), (decode(5), 4), (decode(1, 200), None)):
+        attend(maps, sliding_window)
+        assert written()[0] is workspace and written()[1] is lse
+
+
+def test_a_larger_step_leaves_the_workspace_of_smaller_ones_to_captured_calls() -> None:
+    attend(decode(2))
+    small, _ = written()
+    attend(decode(3))
+    large, _ = written()
+    assert large.numel() >= 2 * small.numel(), "few sizes, whose sum is less than twice the last"
+    held = npu._kept(CACHE.device, DTYPE)._workspaces
+    assert [one.data_ptr() for one in held] == [small.data_ptr(), large.data_ptr()]
+
+
+def test_the_size_is_asked_for_once_for_each_size_of_a_step() -> None:
+    before = stand_ins.num_calls[WORKSPACE]
+    for num_sequences in (1, 4, 4, 1, 4):
+        attend(decode(num_sequences))
+    assert stand_ins.num_calls[WORKSPACE] - before == 2
+    attend(decode(4, 4))  # other lengths in the same shapes
+    assert stand_ins.num_calls[WORKSPACE] - before == 2
+    attend(decode(4), 2)
+    assert stand_ins.num_calls[WORKSPACE] - before == 3
+
+
+def test_steps_with_prompts_leave_the_workspace_to_the_allocator() -> None:
+    before = stand_ins.num_calls[WORKSPACE]
+    attend(attention_maps(((1, 40), (5, 131))))
+    assert stand_ins.num_calls[WORKSPACE] == before and not stand_ins.writes
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_of_known_sizes_makes_no_tensor_and_copies_none() -> None:
+    maps = decode(4)
+    q = torch.zeros(4, NUM_HEADS, HEAD_DIM, dtype=DTYPE)
+    out = torch.empty_like(q)
+    attend(maps)
+    with _Operators() as operators:
+        paged_attention(q, CACHE, CACHE, maps, scale=0.1, out=out)
+    assert operators.names == ["aten.view.default", "aten.view.default", "npu.npu_fused_infer_attention_score.out"]
