@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from service.logs import LOGGER, REFUSAL_LINES, configure
-from service.models.heap import trim_heap
+from service.models.heap import give_back_freed_memory, trim_heap
 from service.own_engines import own_engines
 from service.settings import Settings, SettingsError, load_settings
 from service.start_check import StartError, check_kernels_package
@@ -48,8 +48,7 @@ _OTHER_FILES = 256
 _SWITCH_SECONDS = 0.0005
 # Of uvicorn's ticks, ten a second, those in which connections are looked at.
 _TICKS_PER_LOOK = 10
-# And those in which memory that was freed goes back to the system: after large bodies the C library keeps it, in one
-# heap for each of several threads.
+# And those in which memory that was freed goes back to the system, also from the middle of the heap.
 _TICKS_PER_TRIM = 100
 
 
@@ -100,6 +99,7 @@ def _warn_of_unknown_variables() -> None:
 
 
 def _run(settings: Settings) -> int:
+    give_back_freed_memory()
     listener = listen(settings.host, settings.port)
     _allow_files(settings.max_connections + _OTHER_FILES)
     sys.setswitchinterval(_SWITCH_SECONDS)

@@ -8,6 +8,9 @@ import os
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_MMAP_THRESHOLD_BYTES = 32 << 20  # glibc takes no larger one
 _KEPT_BYTES = 512 << 20
+# Of a process whose memory rises and falls with what it is sent: beyond these a block has pages of its own, which go
+# back when it is freed, and the free end of the heap goes back.
+_OWN_PAGES_BYTES, _FREE_END_BYTES = 1 << 20, 4 << 20
 # Where oneDNN, and torch's way to it, look for how many compiled products they may keep: 1,024 unless told.
 _PRODUCT_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _MAX_KEPT_PRODUCTS = 128
@@ -22,10 +25,24 @@ def keep_freed_memory() -> None:
     as the free end of another would stay, 16 MiB after each thread that has read an adapter. Call this before other
     threads begin.
     """
+    _use_one_heap(_LARGEST_MMAP_THRESHOLD_BYTES, _KEPT_BYTES)
+
+
+def give_back_freed_memory() -> None:
+    """Let what is freed go back to the system: large blocks at once, the rest at the next `trim_heap`.
+
+    Left to itself glibc gives each of several threads a heap, whose free end `trim_heap` does not give back, and raises
+    its thresholds to the largest block that was ever freed: a server that had read large bodies and long texts held
+    190 MB where 20 were in use, more with each thread that happened to do that. Call this before other threads begin.
+    """
+    _use_one_heap(_OWN_PAGES_BYTES, _FREE_END_BYTES)
+
+
+def _use_one_heap(mmap_threshold_bytes: int, trim_threshold_bytes: int) -> None:
     options = getattr(ctypes.CDLL(None), "mallopt", None)
     if options is not None:
-        options(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD_BYTES)
-        options(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        options(_M_MMAP_THRESHOLD, mmap_threshold_bytes)
+        options(_M_TRIM_THRESHOLD, trim_threshold_bytes)
         options(_M_ARENA_MAX, 1)
 
 

@@ -52,6 +52,53 @@ def test_what_threads_have_freed_is_kept_for_the_next_and_goes_back_when_trimmed
     assert left < 0.25
 
 
+# Each of the threads has a heap of its own where the C library may choose, since all are there at once.
+_SERVER = """
+import ctypes, threading
+from pathlib import Path
+from service.models.heap import give_back_freed_memory, trim_heap
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.malloc.argtypes = [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+
+def use_and_free(sizes):
+    blocks = [libc.malloc(size) for size in sizes]
+    for block, size in zip(blocks, sizes):
+        ctypes.memset(block, 1, size)
+    all_have_theirs.wait()
+    for block in blocks:
+        libc.free(block)
+
+SIZE, SMALL = 16 << 20, 1 << 16
+all_have_theirs = threading.Barrier(4)
+give_back_freed_memory()
+libc.free(libc.malloc(SIZE))
+before = resident_bytes()
+threads = [threading.Thread(target=use_and_free, args=([SMALL] * (SIZE // SMALL),)) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+trim_heap()
+print((resident_bytes() - before) / SIZE)
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="NOT RUN: the heap that is told how to behave is glibc's, and /proc is read"
+)
+def test_what_several_threads_have_freed_goes_back_when_trimmed() -> None:
+    child = subprocess.run(
+        [sys.executable, "-c", _SERVER], capture_output=True, text=True, check=True, timeout=LIMIT_SECONDS
+    )
+    assert float(child.stdout) < 0.5
+
+
 _PRODUCTS = """
 import sys
 from pathlib import Path
