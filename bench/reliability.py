@@ -12,14 +12,16 @@ control  the five, while the sixth does all that to another server on the same m
 beside   the five and the sixth at one server
 
 Told are the five's times in the three parts, and beside each thing that the hostile one does; all answers of 500 and
-above; how the memory of each process grows in the last half of the run, and the most it had in each quarter: freed
-memory goes back now and then, so that it rises and falls.
+above; how the memory of each process grows in the last half of the minutes beside the sixth, on a clock that stands
+still in the other parts, and the most it had in each quarter of them. Servers do less in the other parts, so that a
+line through all of them tells where in the half those lie: it is told too.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import math
 import os
 import statistics
 import subprocess
@@ -28,7 +30,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,6 +40,7 @@ from bench.reliability_traffic import Client, Seen, work
 from bench.server_process import Server, running_server
 
 NUM_CLIENTS = 5
+MIB = 1 << 20
 PARTS = ("alone", "control", "beside")
 _TENANTS = (*(f"client-{number}" for number in range(NUM_CLIENTS)), "hostile")
 
@@ -66,27 +69,34 @@ class Memory(threading.Thread):
             pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
             self.samples[name].append((time.monotonic(), pages * os.sysconf("SC_PAGE_SIZE")))
 
-    def slopes(self, since: float) -> dict[str, float]:
-        """Bytes per minute of each, from the samples after that time, by least squares."""
-        found = {}
-        for name, samples in self.samples.items():
-            late = [(at, size) for at, size in samples if at >= since]
-            if len(late) > 10:
-                found[name] = statistics.linear_regression(*zip(*late, strict=True)).slope * 60
-        return found
+    def beside(self, spans: Sequence[tuple[float, float]]) -> dict[str, list[tuple[float, int]]]:
+        """The samples within those times, of each process, on a clock that stands still between them."""
+        return {
+            name: [
+                (at - began + sum(end - start for start, end in spans[:number]), size)
+                for number, (began, ended) in enumerate(spans)
+                for at, size in samples
+                if began <= at < ended
+            ]
+            for name, samples in self.samples.items()
+        }
 
-    def quarters(self, since: float, until: float) -> dict[str, list[int]]:
-        """Most bytes of each in the four quarters of that time."""
-        span = (until - since) / 4
-        found = {}
-        for name, samples in self.samples.items():
-            most = [0] * 4
-            for at, size in samples:
-                if since <= at < until:
-                    quarter = int((at - since) / span)
-                    most[quarter] = max(most[quarter], size)
-            found[name] = most
-        return found
+
+def slope(samples: Sequence[tuple[float, int]]) -> float:
+    """Bytes per minute in the last half of the time, by least squares; nan where too few samples tell."""
+    half = (samples[0][0] + samples[-1][0]) / 2 if samples else 0.0
+    late = [(at, size) for at, size in samples if at >= half]
+    return statistics.linear_regression(*zip(*late, strict=True)).slope * 60 if len(late) > 10 else math.nan
+
+
+def quarters(samples: Sequence[tuple[float, int]]) -> list[int]:
+    """Most bytes in each quarter of the time."""
+    begin, span = samples[0][0], (samples[-1][0] - samples[0][0]) / 4 or 1.0
+    most = [0] * 4
+    for at, size in samples:
+        quarter = min(int((at - begin) / span), 3)
+        most[quarter] = max(most[quarter], size)
+    return most
 
 
 def keys_file(folder: Path) -> tuple[Path, list[str]]:
@@ -139,12 +149,14 @@ def beside_each(seen: dict[str, Seen], hostile: Seen) -> list[tuple[str, int, fl
     return sorted(rows, key=lambda row: -row[3])
 
 
-def tell_memory(memory: Memory, since: float, until: float, say: Callable[[str], None]) -> None:
-    """What the processes took in that time."""
-    slopes, quarters = memory.slopes((since + until) / 2), memory.quarters(since, until)
-    for name, slope in slopes.items():
-        most = ", ".join(f"{size / (1 << 20):.0f}" for size in quarters[name])
-        say(f"memory of the {name}: {slope / (1 << 20):+.2f} MiB per minute; most in each quarter: {most} MiB")
+def tell_memory(memory: Memory, spans: Sequence[tuple[float, float]], say: Callable[[str], None]) -> None:
+    """What the processes took in those times, beside the hostile client."""
+    for name, samples in memory.beside(spans).items():
+        if samples:
+            beside, everywhere = (slope(those) / MIB for those in (samples, memory.samples[name]))
+            most = ", ".join(f"{size / MIB:.0f}" for size in quarters(samples))
+            slopes = f"{beside:+.2f} MiB per minute ({everywhere:+.2f} through all parts)"
+            say(f"memory of the {name}: {slopes}; most in each quarter: {most} MiB")
 
 
 def tell(seen: dict[str, Seen], hostile: dict[str, Seen], say: Callable[[str], None]) -> int:
@@ -180,16 +192,18 @@ def run(folder: Path, server: Server, keys: list[str], given: argparse.Namespace
     part(clients, 2, Seen())  # the first requests of a server
     memory = Memory(server)
     memory.start()
-    began = time.monotonic()
+    beside: list[tuple[float, float]] = []
     for number in range(given.rounds):
         part(clients, seconds / 4, seen["alone"])
         with running_server(None, folder / f"control-{number}", **settings) as other:
             part_with_hostile(clients, seconds / 4, seen["control"], other.url, hostile_key, hostile["control"])
+        began = time.monotonic()
         part_with_hostile(clients, seconds, seen["beside"], server.url, hostile_key, hostile["beside"])
+        beside.append((began, time.monotonic()))
     memory.ended.set()
     memory.join()
     num_failed = tell(seen, hostile, print)
-    tell_memory(memory, began, time.monotonic(), print)
+    tell_memory(memory, beside, print)
     return num_failed
 
 
