@@ -96,7 +96,7 @@ class RemoteEngine(EngineLink):
         connecting = asyncio.open_connection(address.host, address.port)
         reader, writer = await asyncio.wait_for(connecting, CONNECT_SECONDS)
         self._writer = writer
-        writer.write(bytes.fromhex(address.token))
+        self._write(writer, bytes.fromhex(address.token))
         while (messages := await read_from_engine(reader)) is not None:
             for message in messages:
                 # Counters of an engine that lived on while it was not connected go on, too.

@@ -149,7 +149,7 @@ class EngineClient(EngineLink):
             self._process, reader, self._writer = await _spawn(self._environment)
         except OSError as error:
             return False, f"The engine process could not be started: {error.strerror or error}"
-        self._writer.write(frame(self.options))
+        self._write(self._writer, frame(self.options))
         if self.state == "draining":  # closed while the process was being made
             self._process.kill()
         while (messages := await read_from_engine(reader)) is not None:

@@ -183,7 +183,14 @@ class EngineLink(abc.ABC):
     def _send(self, message: ToEngine) -> None:
         """Into the socket's buffer. After the engine's end it goes nowhere, and the streams are told of that."""
         if self._writer is not None:
-            self._writer.write(frame([message]))
+            self._write(self._writer, frame([message]))
+
+    @staticmethod
+    def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
+        """Of a connection that has just ended nobody may know yet: uvloop, which Ray's loops are, raises when one is
+        written to, where asyncio's own loop does not mind."""
+        if not writer.is_closing():
+            writer.write(data)
 
     def _set_state(self, state: State, error: str | None = None) -> None:
         self.state, self.state_error = state, error

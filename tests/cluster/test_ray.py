@@ -227,6 +227,46 @@ def test_a_stream_that_had_begun_ends_with_an_error_event(server: RayServer) -> 
     wait_for(server.is_whole, "both engines")
 
 
+def test_in_ray_s_event_loop_what_is_sent_to_a_lost_engine_is_lost_with_it() -> None:
+    code = """
+import asyncio, uvloop
+from service.cluster.remote import Address, RemoteEngine
+from service.engine.messages import Ready
+from service.engine.streams import EngineDied
+from service.engine.wire import frame
+from tests.support.engine_process import request, soon
+
+async def drive():
+    async def relay(reader, writer):
+        writer.write(frame([Ready(64, 64, 64, 64, "float32", "cpu", 1)]))
+        await reader.read()
+    server = await asyncio.start_server(relay, "127.0.0.1", 0)
+    engine = RemoteEngine(Address(*server.sockets[0].getsockname(), "00"))
+    await engine.start()
+    await soon(engine.wait_ready())
+    engine.kill()
+    streams = []
+    while engine.state == "ready":  # nobody has been told yet
+        engine.load("digest")
+        streams.append(engine.submit(request(f"lost-{len(streams)}")))
+        await asyncio.sleep(0)
+    for stream in streams:
+        try:
+            stream.poll()
+        except EngineDied as died:
+            print(died)
+    await engine.close()
+
+uvloop.run(drive())
+"""
+    command = [str(environment("ray") / "bin" / "python"), "-c", code]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": _PATHS}, capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("The connection to the engine has ended.") > 1
+
+
 def test_ray_takes_the_files_of_deploy() -> None:
     code = """
 import sys, yaml
