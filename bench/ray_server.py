@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +14,17 @@ import ray
 from ray import serve
 
 from service.ray_app import RayArgs, build
+from service.ray_haproxy import ENVIRONMENT
 
 _STARTS = 5
+_ROOT = Path(__file__).resolve().parents[1]
 
 
 def start_ray(temp_dir: str, *, num_cpus: int) -> None:
     """Ray of this machine, for CPUs alone. It gives its own processes 30 s, which is not enough beside much other work:
     then it is started again."""
+    for name, value in {**ENVIRONMENT, "RAY_SERVE_HAPROXY_BINARY_PATH": _haproxy(temp_dir)}.items():
+        os.environ.setdefault(name, value)
     for attempt in range(1, _STARTS + 1):
         try:
             ray.init(
@@ -35,6 +41,14 @@ def start_ray(temp_dir: str, *, num_cpus: int) -> None:
             ray.shutdown()
             if attempt == _STARTS or "timed out during startup" not in str(error):
                 raise
+
+
+def _haproxy(temp_dir: str) -> str:
+    """The command `multilora-haproxy` of this tree, which need not be installed."""
+    path = Path(temp_dir) / "multilora-haproxy"
+    path.write_text(f'#!/bin/sh\nPYTHONPATH="{_ROOT}" exec "{sys.executable}" -m service.ray_haproxy "$@"\n')
+    path.chmod(0o755)
+    return str(path)
 
 
 @contextlib.contextmanager

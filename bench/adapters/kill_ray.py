@@ -57,6 +57,10 @@ class RayApplication(Target):
         """What the client is connected to, or what its connection goes on to, is not there for a moment."""
         return victim in ("ingress", "proxy")
 
+    def cuts_unstreamed(self, victim: str) -> bool:
+        """What the client is connected to is not there; of what lies behind, HAProxy sends them again."""
+        return victim == "proxy" or (victim == "ingress" and not _HAS_HAPROXY)
+
     def kill(self, _which: int, victim: str, chosen: random.Random) -> None:
         """See Target."""
         kind = _STOPPED.get(victim, victim)

@@ -57,7 +57,11 @@ class Target(abc.ABC):
         return victim
 
     def cuts(self, _victim: str) -> bool:
-        """Whether requests and streams are cut off, at a server that is there again afterwards."""
+        """Whether changes and streams are cut off, at a server that is there again afterwards."""
+        return False
+
+    def cuts_unstreamed(self, _victim: str) -> bool:
+        """Whether requests are, too, that are not streamed and change nothing."""
         return False
 
     def is_gone(self, _url: str) -> bool:

