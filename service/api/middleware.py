@@ -37,6 +37,8 @@ _MAX_REQUEST_ID_CHARS = 200
 # How much of a refused body is read and thrown away, so that the client gets to read why.
 _DRAIN_BYTES = 64 << 20
 _DRAIN_SECONDS = 10.0
+# Of every 503 that says nothing else: what it was refused for lasts seconds, if it ends at all.
+_SOON = {"Retry-After": "1"}
 
 
 class BodyRule(NamedTuple):
@@ -204,11 +206,12 @@ class _Visit:
         """Answer with the error. If the body is still on its way, the connection is closed after it, and what comes
         until then is thrown away: a client that is still sending would otherwise see a reset and not the answer."""
         self.notes.failed(error)
-        headers = dict(getattr(error, "headers", {}))
+        status = status_of(error)
+        headers = {**(_SOON if status == 503 else {}), **getattr(error, "headers", {})}
         drain = not self._body_complete and _announces_body(self.headers)
         if drain:
             headers["Connection"] = "close"
-        response = JsonResponse(error_body(error), status_code=status_of(error), headers=headers)
+        response = JsonResponse(error_body(error), status_code=status, headers=headers)
         await self.send(
             {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
         )

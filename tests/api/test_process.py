@@ -501,6 +501,7 @@ class TestSigterm:
                 wait_for(lambda: server.get("/ready").status_code == 503, "/ready to turn")
                 refused = server.post("/v1/completions", json=SHORT)
                 assert (refused.status_code, "shutting down" in refused.text) == (503, True)
+                assert refused.headers["Retry-After"]
             last = list(stream)[-1]
             assert last.choices[0].finish_reason == "length"
             assert server.process.wait(LIMIT_SECONDS) == 0
