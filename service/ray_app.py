@@ -20,7 +20,8 @@ from service.ray_replicas import EngineReplica, Ingress, MembersRouter, ray_sett
 
 # Ray ends replicas after 20 s if it is told nothing. Of what they get, this is for the end itself.
 _END_SECONDS = 10.0
-_HEALTH = {"health_check_period_s": 5, "health_check_timeout_s": 10}
+# Ray sees that a replica has died when it asks for its health the next time.
+_HEALTH = {"health_check_period_s": 1, "health_check_timeout_s": 10}
 # Ours are what bounds requests: Ray's would answer otherwise, and in another shape.
 _NO_LIMIT = 100_000
 

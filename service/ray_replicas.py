@@ -19,8 +19,8 @@ from service.engine.client import EngineClient
 from service.logs import LOGGER, configure
 from service.settings import Settings, SettingsError, load_settings
 
-# How often an engine that is asked each health check may leave that unanswered.
-_MOST_UNANSWERED = 12
+# How often an engine that is asked at each health check, one a second, may leave that unanswered.
+_MOST_UNANSWERED = 60
 _LOOK_SECONDS = 0.1
 # Settings of `multilora serve` that mean nothing here.
 _NOT_OURS = frozenset({"host", "port", "replicas", "store_shared"})
