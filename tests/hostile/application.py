@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,65 +15,73 @@ import msgspec
 
 from adapters.row_plan import plan_rows
 from service.app import create_app
-from service.engine.messages import Finished, Ready, Submit, Tier, TokenLogprob, Tokens
+from service.cluster.engines import Engines
+from service.engine.link import EngineLink
+from service.engine.messages import Finished, Ready, Submit, Tier, ToEngine, TokenLogprob, Tokens
 from service.settings import Settings
 
 LIMIT_SECONDS = 120.0
 _MAX_ANSWER_TOKENS = 24
 
 
-class _Messages:
-    """What the engine says of one sequence: some tokens of its vocabulary, at once."""
-
-    def __init__(self, request: Submit, vocab_size: int) -> None:
-        sampling, name = request.sampling, request.request_id
-        count = min(sampling.max_tokens, _MAX_ANSWER_TOKENS)
-        first = sum(request.prompt_token_ids) + len(request.prompt_token_ids)
-        token_ids = tuple((first + 7 * index) % vocab_size for index in range(count))
-        self._messages: deque[Tokens | Finished] = deque()
-        prompt = None
-        if sampling.prompt_logprobs is not None:
-            prompt = (None, *(_logprob(token, sampling.prompt_logprobs) for token in request.prompt_token_ids[1:]))
-        for at, token in enumerate(token_ids):
-            logprobs = () if sampling.logprobs is None else (_logprob(token, sampling.logprobs),)
-            self._messages.append(Tokens(name, (token,), logprobs, prompt if at == 0 else None))
-        if not token_ids and prompt is not None:
-            self._messages.append(Tokens(name, (), (), prompt))
-        self._messages.append(Finished(name, "length"))
-
-    def listen(self, listener: Callable[[], None], _begin_anew: Callable[[], bool]) -> None:
-        asyncio.get_running_loop().call_soon(listener)
-
-    def poll(self) -> Tokens | Finished | None:
-        return self._messages.popleft() if self._messages else None
-
-
 def _logprob(token: int, num_top: int) -> TokenLogprob:
     return TokenLogprob(token, -1.0, tuple((other, -1.0 - other) for other in range(num_top)))
 
 
-class ReadyEngine:
-    """In the place of the engine's client."""
-
-    state, state_error, stats, num_restarts = "ready", None, None, 0
+class ReadyEngine(EngineLink):
+    """Says some tokens of its vocabulary, at once."""
 
     def __init__(self, vocab_size: int) -> None:
-        self.tiers: dict[str, Tier] = {}
+        super().__init__()
+        self.state = "ready"
         self.ready = Ready(512, 4096, vocab_size, 64, "float32", "cpu", 0, 64 << 20, 4, 16)
 
-    def submit(self, request: Submit) -> _Messages:
-        return _Messages(request, self.ready.vocab_size)
+    async def start(self) -> None:
+        """It is there."""
 
-    def abort(self, request_id: str) -> None:
+    async def drain(self, limit_seconds: float) -> None:
         """Nothing runs."""
 
-    load = evict = keep = abort
+    async def close(self) -> None:
+        """Likewise."""
+
+    def kill(self) -> None:
+        """Nobody does."""
 
     def replicas(self) -> dict[str, Any]:
         return {}
 
     def places_of(self, _digest: str) -> dict[str, Tier]:
         return {}
+
+    def _send(self, message: ToEngine) -> None:
+        if isinstance(message, Submit):
+            assert self.ready is not None
+            for one in _messages(message, self.ready.vocab_size):
+                asyncio.get_running_loop().call_soon(self._take, one)
+
+
+def _messages(request: Submit, vocab_size: int) -> Iterator[Tokens | Finished]:
+    """What the engine says of one sequence."""
+    sampling, name = request.sampling, request.request_id
+    count = min(sampling.max_tokens, _MAX_ANSWER_TOKENS)
+    first = sum(request.prompt_token_ids) + len(request.prompt_token_ids)
+    prompt = None
+    if sampling.prompt_logprobs is not None:
+        prompt = (None, *(_logprob(token, sampling.prompt_logprobs) for token in request.prompt_token_ids[1:]))
+    for at in range(count):
+        token = (first + 7 * at) % vocab_size
+        logprobs = () if sampling.logprobs is None else (_logprob(token, sampling.logprobs),)
+        yield Tokens(name, (token,), logprobs, prompt if at == 0 else None)
+    if not count and prompt is not None:
+        yield Tokens(name, (), (), prompt)
+    yield Finished(name, "length")
+
+
+def _engine(vocab_size: int) -> ReadyEngine | Engines:
+    """Several behind one server where TEST_REPLICAS says so, as in `bench.server_process`."""
+    engines = [ReadyEngine(vocab_size) for _ in range(int(os.environ.get("TEST_REPLICAS", "1")))]
+    return Engines(engines) if len(engines) > 1 else engines[0]
 
 
 @dataclass(frozen=True)
@@ -93,10 +102,14 @@ class Application:
             min_free_disk_bytes=0,  # type: ignore[arg-type]
             **more,
         )
-        engine: Any = ReadyEngine(vocab_size=256)
+        engine = _engine(vocab_size=256)
         self.app = create_app(settings, engine)
         self.services = self.app.state.services
-        ready = engine.ready = msgspec.structs.replace(engine.ready, vocab_size=self.services.tokenizer.vocab_size)
+        for one in engine.clients if isinstance(engine, Engines) else (engine,):
+            assert one.ready is not None
+            one.ready = msgspec.structs.replace(one.ready, vocab_size=self.services.tokenizer.vocab_size)
+        ready = engine.ready
+        assert ready is not None
         self.services.store.row_plan = plan_rows(
             self.services.layout, ready.row_bytes, element_bytes=4, alignment=16, max_rank=None
         )
