@@ -40,10 +40,12 @@ _BODY_SECONDS = 60
 _LOST = "The process that had this request is gone. If it was to change an adapter, look whether it has; send it again."
 _NOBODY = "No server takes requests now; send the request again in a moment."
 _ANSWERS = {
+    408: ("The body did not come in time; send the request again.", "invalid_request_error", "request_timeout"),
     502: (_LOST, "server_error", "ingress_lost"),
     503: (_NOBODY, "service_unavailable_error", "not_ready"),
     504: (_LOST, "server_error", "ingress_lost"),
 }
+_SOON = " hdr Retry-After 1"
 _BACKEND = re.compile(r"^backend [^\n]*\n(?:[ \t#][^\n]*\n|\n)*", re.MULTILINE)
 _OURS = "    # multilora\n"
 
@@ -86,7 +88,8 @@ def _extended(backend: str) -> str:
 
 def _lines() -> str:
     answers = [
-        f"http-error status {status} content-type application/json hdr Retry-After 1 string '{_body(*answer)}'"
+        f"http-error status {status} content-type application/json{_SOON if status > 500 else ''} "
+        f"string '{_body(*answer)}'"
         for status, answer in _ANSWERS.items()
     ]
     lines = [

@@ -188,7 +188,7 @@ def test_a_configuration_is_extended_once_and_only_where_servers_are() -> None:
     text = _CONFIGURATION.format(descriptor=3, error_file="e", servers="    server s0 127.0.0.1:2") + grpc
     once = extended(text)
     assert extended(once) == once
-    assert once.count("retry-on conn-failure empty-response") == 1
+    assert once.count("retry-on conn-failure empty-response") == once.count("request_timeout") == 1
     assert (
         once.endswith(grpc) and [line for line in once.splitlines() if line in text.splitlines()] == text.splitlines()
     )
