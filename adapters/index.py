@@ -205,9 +205,12 @@ def _seen(viewer: Viewer | None) -> tuple[str, list[object]]:
     """The rows that a viewer may see, with the name that it calls each as their last column; SQL and its values."""
     if viewer is None:
         return "(SELECT *, name AS shown FROM names)", []
-    shown = "CASE WHEN owner = ? THEN substr(name, ?) WHEN owner = '' THEN ? || name ELSE name END AS shown"
-    begins_at = len(viewer.owner) + 2 if viewer.owner else 1
-    values: list[object] = [viewer.owner, begins_at, viewer.unowned]
+    shown = "name AS shown"
+    values: list[object] = []
+    if viewer.owner or viewer.unowned:  # else a page is a range of the primary key, and nothing needs to be sorted
+        shown = "CASE WHEN owner = ? THEN substr(name, ?) WHEN owner = '' THEN ? || name ELSE name END AS shown"
+        begins_at = len(viewer.owner) + 2 if viewer.owner else 1
+        values = [viewer.owner, begins_at, viewer.unowned]
     if viewer.sees_all:
         return f"(SELECT *, {shown} FROM names)", values
     is_shared = "visibility = 'shared' AND ? IN (SELECT value FROM json_each(shared_with))"
