@@ -78,6 +78,11 @@ class Catalog:
         with self._lock:
             return len(self._num_names)
 
+    @property
+    def num_changes(self) -> int:
+        """Of pages, so far."""
+        return self._index.num_changes
+
     def page(self, query: Query) -> list[Row]:
         """Names as listings show them, without reading a file of theirs; damaged ones are left out."""
         try:

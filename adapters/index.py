@@ -94,9 +94,12 @@ class Index:
     """Thread-safe. `read` gives the summary of a digest; a name whose summary is damaged or missing is left out.
 
     Opening compares it with `names`. The callers serialise changes. Without a path it is in memory alone.
+
+    num_changes  after each that pages may show; one that was read before counts as older
     """
 
     def __init__(self, path: Path | None, names: Mapping[str, NameRecord], read: Callable[[str], Summary]) -> None:
+        self.num_changes = 0
         self._path = path
         self._read = read
         self._lock = threading.Lock()
@@ -125,16 +128,19 @@ class Index:
             log.error("the index of adapters is in memory alone, until the next start: %s", error)
             self._database = _open(None)
             self._compare(names)
+        self.num_changes += 1
 
     def put(self, name: str, record: NameRecord) -> None:
         """The name stands for this now. Raises sqlite3.Error; the index must be rebuilt then."""
         with self._lock, self._database:
             self._write(name, record)
+        self.num_changes += 1
 
     def remove(self, name: str) -> None:
         """The name is gone. Raises as `put` does."""
         with self._lock, self._database:
             self._database.execute("DELETE FROM names WHERE name = ?", (name,))
+        self.num_changes += 1
 
     def page(self, query: Query) -> list[Row]:
         """Raises sqlite3.Error; the index must be rebuilt then."""

@@ -240,6 +240,11 @@ class AdapterStore:
         self._changes.catch_up()
         return self._catalog.page(query)
 
+    def num_changes(self) -> int:
+        """A number that is another after each change that a page may show, as soon as the change is answered."""
+        self._changes.catch_up()
+        return self._catalog.num_changes
+
     def find(self, name: str) -> NameRecord | None:
         """The versions of a name, None if it stands for no adapter."""
         self._changes.catch_up()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, NamedTuple
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
@@ -17,7 +19,16 @@ from service.api.adapter_answers import AdapterDeleted, AdapterList, AdapterResp
 from service.api.auth import caller_of, namespace_of
 from service.api.conditions import CONDITION_HEADERS, condition_of, refuse_conditions
 from service.api.errors import BadRequest, NotReady
-from service.api.listing import MOST_PER_PAGE, Filters, each_once, listing, no_query, page, rows
+from service.api.listing import (
+    MOST_PER_PAGE,
+    Filters,
+    Found,
+    Listing,
+    each_once,
+    no_query,
+    page,
+    page_of_adapters,
+)
 from service.api.namespace import Namespace
 from service.api.openapi import DELETE_ERRORS, UPLOAD_BODY, UPLOAD_ERRORS, errors
 from service.api.probe import probe
@@ -25,6 +36,7 @@ from service.api.requestlog import note
 from service.api.state import Services, services_of
 from service.api.threads import in_turn
 from service.api.upload import UploadQuery, in_upload_thread, receive_upload
+from service.engine.messages import Tier
 from service.logs import audit
 from service.payer import PAYER
 
@@ -122,12 +134,13 @@ async def list_adapters(request: Request, filters: Annotated[_Filters, Query()])
     services = services_of(request)
     namespace = namespace_of(request, require_store(services))
 
-    def build() -> dict[str, Any]:
-        found, has_more = rows(services, namespace, filters, filters.limit)
-        return page([_listed(services, namespace, one) for one in found], "name", has_more=has_more)
+    def build(found: Found) -> dict[str, Any]:
+        lines = [_listed(services, namespace, *one) for one in zip(found.rows, found.facts, strict=True)]
+        return page(lines, "name", has_more=found.has_more)
 
+    wanted = Listing(namespace, filters, filters.limit, "adapters", partial(_fact, services), build)
     with services.calls.places():
-        return await listing(build)
+        return await page_of_adapters(services, wanted)
 
 
 @router.get(
@@ -208,7 +221,7 @@ def describe(request: Request, record: AdapterRecord) -> AdapterResponse:
         manifest.has_chat_template,
     )
     return AdapterResponse(
-        **_listed(services, namespace_of(request, require_store(services)), row),
+        **_listed(services, namespace_of(request, require_store(services)), row, _fact(services, row.name, row.digest)),
         modules=[
             ModuleReport(
                 module=one.module, rank=one.rank, scaling=one.scaling, bytes=one.num_bytes, parts=list(one.parts)
@@ -231,7 +244,20 @@ def _unkept(services: Services, record: AdapterRecord) -> list[str]:
     return ["It is pinned, but not kept on the device: too few rows may be pinned. Unpin others."]
 
 
-def _listed(services: Services, namespace: Namespace, row: Row) -> dict[str, Any]:
+class _Fact(NamedTuple):
+    """What listings show of an adapter that the store does not know."""
+
+    state: Tier
+    last_used: int | None
+    replicas: Mapping[str, Tier]
+
+
+def _fact(services: Services, name: str, digest: str) -> _Fact:
+    engine = services.engine
+    return _Fact(engine.tiers.get(digest, "disk"), services.last_used_seconds.get(name), engine.places_of(digest))
+
+
+def _listed(services: Services, namespace: Namespace, row: Row, fact: _Fact) -> dict[str, Any]:
     """The fields of AdapterSummary."""
     return {
         "name": namespace.shown_name(row.name),
@@ -246,8 +272,8 @@ def _listed(services: Services, namespace: Namespace, row: Row) -> dict[str, Any
         "bytes": row.num_bytes,
         "rows": row.rows,
         "pinned": row.is_pinned,
-        "state": services.engine.tiers.get(row.digest, "disk"),
+        "state": fact.state,
         "has_chat_template": row.has_chat_template,
-        "last_used": services.last_used_seconds.get(row.name),
-        "replicas": services.engine.places_of(row.digest),
+        "last_used": fact.last_used,
+        "replicas": fact.replicas,
     }

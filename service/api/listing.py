@@ -1,9 +1,10 @@
-"""Pages of names, from the store's index: by cursor, with filters, and written off the event loop."""
+"""Pages of names, from the store's index: by cursor, with filters, written off the event loop, and only once while
+nothing changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import Depends, Request, Response
@@ -12,11 +13,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from adapters.index import Query, Row
 from service.api.errors import BadRequest, quoted
 from service.api.namespace import Namespace
+from service.api.page_cache import WrittenPage
 from service.api.state import Services
 from service.api.threads import in_turn
 from service.engine.messages import Tier
 
 MOST_PER_PAGE = 1000
+# Whether a page is as it was written last is found in a thread if it shows facts of more: a millisecond for 1,000.
+_MOST_LOOKED_UP_ON_LOOP = 100
 MOST_RANK = (1 << 31) - 1  # beyond any that a model has; the index holds 64 bits
 
 
@@ -38,26 +42,90 @@ class Filters(BaseModel):
         return any(one is not None for one in (self.rank, self.state, self.owner, self.pinned))
 
 
-def rows(services: Services, namespace: Namespace, filters: Filters, limit: int) -> tuple[list[Row], bool]:
-    """A page of adapters, and whether more follow. Takes milliseconds: not for an event loop."""
-    tiers = dict(services.engine.tiers)
-    owner = None if filters.owner is None else namespace.owner_of(filters.owner)
-    known = (filters.after, filters.prefix, filters.rank, owner, filters.pinned)
-    query = Query(limit + 1, *known, viewer=namespace.viewer)
-    if filters.state == "disk":
-        query = msgspec.structs.replace(query, not_in_digests=frozenset(tiers))
-    elif filters.state is not None:
-        held = frozenset(digest for digest, tier in tiers.items() if tier == filters.state)
-        query = msgspec.structs.replace(query, in_digests=held)
-    found = namespace.store.page(query)
-    return found[:limit], len(found) > limit
+class Found(NamedTuple):
+    """Adapters of a page, and of each what `Listing.fact_of` says."""
+
+    rows: list[Row]
+    facts: Sequence[Any]
+    has_more: bool
+
+
+class Listing(NamedTuple):
+    """What a page of adapters shows, and to whom.
+
+    limit    most adapters of it
+    key      what it depends on beside these, the store and facts
+    fact_of  name and digest -> what is shown of an adapter that the store does not know; it may change at any time
+    build    the answer, as plain data, which is by far the quickest for a long list
+    """
+
+    namespace: Namespace
+    filters: Filters
+    limit: int
+    key: Hashable
+    fact_of: Callable[[str, str], Any] | None
+    build: Callable[[Found], dict[str, Any]]
+
+    def cache_key(self) -> Hashable:
+        """All that the page depends on beside the store's changes and facts."""
+        seen = self.namespace.viewer, self.namespace.shown_owner("")
+        return self.key, seen, self.limit, tuple(self.filters.model_dump().values())
+
+    def facts_of(self, adapters: Iterable[tuple[str, str]]) -> tuple[Any, ...]:
+        """Now."""
+        return () if self.fact_of is None else tuple(self.fact_of(*one) for one in adapters)
+
+    def is_current(self, page: WrittenPage) -> bool:
+        """Whether it would be written as it was."""
+        return page.change == self.namespace.store.num_changes() and page.facts == self.facts_of(page.adapters)
 
 
 async def listing(build: Callable[[], Any]) -> Response:
-    """What `build` returns, built and written in a thread: other requests' streams go on meanwhile. Plain data, which
-    is by far the quickest for a long list, or an answer's model."""
+    """What `build` returns, plain data or an answer's model, built and written in a thread."""
     text = await in_turn(lambda: msgspec.json.encode(build(), enc_hook=BaseModel.model_dump))
     return Response(text, media_type="application/json")
+
+
+async def page_of_adapters(services: Services, wanted: Listing) -> Response:
+    """The page, written in a thread unless it is what it was: other requests' streams go on meanwhile."""
+    page = services.pages.get(wanted.cache_key())
+    if page is None or len(page.adapters) > _MOST_LOOKED_UP_ON_LOOP or not wanted.is_current(page):
+        page = await in_turn(_page, services, wanted)
+    return Response(page.text, media_type="application/json")
+
+
+def _page(services: Services, wanted: Listing) -> WrittenPage:
+    """Takes milliseconds if it is not what it was: not for an event loop."""
+    key = wanted.cache_key()
+    page = services.pages.get(key)
+    if page is not None and wanted.is_current(page):
+        return page
+    change = wanted.namespace.store.num_changes()
+    rows, has_more = _rows(services, wanted)
+    # What a line shows is taken down first and written from that: a page never says more than its facts.
+    adapters = tuple((row.name, row.digest) for row in rows) if wanted.fact_of is not None else ()
+    facts = wanted.facts_of(adapters)
+    page = WrittenPage(change, adapters, facts, msgspec.json.encode(wanted.build(Found(rows, facts, has_more))))
+    if wanted.filters.state is None:  # which adapters are in a tier is no change of the store
+        services.pages.put(key, page)
+    return page
+
+
+def _rows(services: Services, wanted: Listing) -> tuple[list[Row], bool]:
+    """Of the index, and whether more follow."""
+    namespace, filters = wanted.namespace, wanted.filters
+    owner = None if filters.owner is None else namespace.owner_of(filters.owner)
+    known = (filters.after, filters.prefix, filters.rank, owner, filters.pinned)
+    query = Query(wanted.limit + 1, *known, viewer=namespace.viewer)
+    if filters.state is not None:
+        tiers = dict(services.engine.tiers)
+        if filters.state == "disk":
+            query = msgspec.structs.replace(query, not_in_digests=frozenset(tiers))
+        else:
+            held = frozenset(digest for digest, tier in tiers.items() if tier == filters.state)
+            query = msgspec.structs.replace(query, in_digests=held)
+    found = namespace.store.page(query)
+    return found[: wanted.limit], len(found) > wanted.limit
 
 
 def page(data: list[dict[str, Any]], id_field: str, *, has_more: bool) -> dict[str, Any]:

@@ -9,7 +9,17 @@ from pydantic import Field
 
 from service.api.answers import ModelCard, ModelList
 from service.api.auth import caller_of, namespace_of
-from service.api.listing import MOST_PER_PAGE, Filters, each_once, listing, no_query, page, rows
+from service.api.listing import (
+    MOST_PER_PAGE,
+    Filters,
+    Found,
+    Listing,
+    each_once,
+    listing,
+    no_query,
+    page,
+    page_of_adapters,
+)
 from service.api.openapi import errors
 from service.api.state import Services, services_of
 from service.api.targets import resolve
@@ -35,28 +45,29 @@ async def list_models(request: Request, filters: Annotated[_Filters, Query()]) -
     """The base first, then the adapters by name, a page at a time: `has_more` says whether more follow after
     `last_id`. Adapters have the base as `parent` and their digest as `root`."""
     services = services_of(request)
+    base = services.settings.base_name
+    # The base comes before all adapters, whatever it is called.
+    has_base = not filters.after and not filters.are_given and base.startswith(filters.prefix)
+    if filters.after == base:
+        filters.after = ""
+    limit_tokens = _limit_tokens(services)
+    base_cards = [_base_card(services, limit_tokens)] * has_base
 
-    namespace = None if services.store is None else namespace_of(request, services.store)
-
-    def build() -> dict[str, Any]:
-        base = services.settings.base_name
-        # The base comes before all adapters, whatever it is called.
-        if filters.after == base:
-            filters.after = ""
-            has_base = False
-        else:
-            has_base = not filters.after and not filters.are_given and base.startswith(filters.prefix)
-        cards, has_more = [_base_card(services)] * has_base, False
-        if namespace is not None:
-            found, has_more = rows(services, namespace, filters, filters.limit - has_base)
-            cards += [
-                _adapter_card(services, namespace.shown_name(one.name), one.owner, one.digest, one.created_at_seconds)
-                for one in found
-            ]
-        return page(cards, "id", has_more=has_more)
+    def build(found: Found) -> dict[str, Any]:
+        cards = [
+            _adapter_card(
+                services, limit_tokens, namespace.shown_name(one.name), one.owner, one.digest, one.created_at_seconds
+            )
+            for one in found.rows
+        ]
+        return page(base_cards + cards, "id", has_more=found.has_more)
 
     with services.calls.places():
-        return await listing(build)
+        if services.store is None:
+            return await listing(lambda: page(base_cards, "id", has_more=False))
+        namespace = namespace_of(request, services.store)
+        key = ("models", has_base, limit_tokens)
+        return await page_of_adapters(services, Listing(namespace, filters, filters.limit - has_base, key, None, build))
 
 
 @router.get(
@@ -71,27 +82,33 @@ async def get_model(request: Request, model: str) -> ModelCard:
     target = resolve(services, caller_of(request), model)
     try:
         if target.lease is None:
-            return ModelCard(**_base_card(services))
+            return ModelCard(**_base_card(services, _limit_tokens(services)))
         record = target.lease.record
         name = f"{target.shown_name}@{record.version.number}" if "@" in model else target.shown_name
-        card = _adapter_card(services, name, record.owner, record.digest, record.version.created_at_seconds)
-        return ModelCard(**card)
+        made = record.version.created_at_seconds
+        return ModelCard(**_adapter_card(services, _limit_tokens(services), name, record.owner, record.digest, made))
     finally:
         target.release()
 
 
-def _base_card(services: Services) -> dict[str, Any]:
+def _base_card(services: Services, limit_tokens: int | None) -> dict[str, Any]:
     name = services.settings.base_name
-    return _card(services, id=name, created=services.started_at_seconds, root=name, parent=None)
+    return _card(limit_tokens, id=name, created=services.started_at_seconds, root=name, parent=None)
 
 
-def _adapter_card(services: Services, name: str, owner: str, digest: str, created_at_seconds: float) -> dict[str, Any]:
+def _adapter_card(
+    services: Services, limit_tokens: int | None, name: str, owner: str, digest: str, created_at_seconds: float
+) -> dict[str, Any]:
     fields = {"id": name, "created": int(created_at_seconds), "root": digest, "parent": services.settings.base_name}
-    return _card(services, owned_by=owner or _OPERATOR, **fields)
+    return _card(limit_tokens, owned_by=owner or _OPERATOR, **fields)
 
 
-def _card(services: Services, *, owned_by: str = _OPERATOR, **fields: Any) -> dict[str, Any]:
+def _card(limit_tokens: int | None, *, owned_by: str = _OPERATOR, **fields: Any) -> dict[str, Any]:
     """The fields of ModelCard."""
+    return {**fields, "object": "model", "owned_by": owned_by, "max_model_len": limit_tokens}
+
+
+def _limit_tokens(services: Services) -> int | None:
+    """Of a prompt with its answer; None while there is no engine."""
     ready = services.engine.ready
-    limit = None if ready is None else ready.max_model_len_tokens
-    return {**fields, "object": "model", "owned_by": owned_by, "max_model_len": limit}
+    return None if ready is None else ready.max_model_len_tokens

@@ -22,6 +22,7 @@ from service.api.engine import Engine
 from service.api.errors import NotReady, QueueFull
 from service.api.gate import Gate
 from service.api.metrics import Metrics
+from service.api.page_cache import PageCache
 from service.api.sampling import SamplingDefaults
 from service.engine.messages import Ready
 from service.grammars.trial import GrammarTrial
@@ -48,6 +49,7 @@ class Services:
     gate         places of sequences
     calls        places of what runs no sequence and takes time all the same: texts, listings, metrics. Apart from the
                  others, so that a full queue can be looked at, and looking fills no queue
+    pages        of listings, as they were written last
     last_used_seconds  when a request for an adapter of the store last began to run, by name
     pins_changed what is pinned may be something else than before
     unkept       pinned names that are not kept, see `adapters.pins`
@@ -68,6 +70,7 @@ class Services:
     started_at_seconds: int = field(default_factory=lambda: int(time.time()))
     stop: Callable[[], None] | None = None
     before_ready: Callable[[], None] = lambda: None
+    pages: PageCache = field(default_factory=PageCache)
     template_workers: TemplateWorkers = field(default_factory=TemplateWorkers)
     last_used_seconds: dict[str, int] = field(default_factory=dict)
     pins_changed: asyncio.Event = field(default_factory=asyncio.Event)

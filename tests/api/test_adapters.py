@@ -373,7 +373,7 @@ class Routes:
         rule, budget = BodyRule(1 << 20), BodyBudget(1 << 20)
         access = Access(Tenants(), ())
         app.add_middleware(Door, access=access, metrics=self.metrics, body_rule=lambda *_: rule, budget=budget)
-        app.state.services = Services(
+        self.services = app.state.services = Services(
             settings=Settings(model_name="base", lora_path_root=tmp_path / "root"),
             engine=cast(Engine, SimpleNamespace(state="starting", tiers={}, places_of=lambda _digest: {})),
             layout=layout,
@@ -391,6 +391,11 @@ class Routes:
         else:
             answer = await self._http.post("/v1/adapters", data={"name": "mine"}, files=parts_of(self._directory))
         assert answer.is_success, answer.text
+
+    async def names_and_states(self) -> dict[str, tuple[str, int | None]]:
+        """As the first page lists them: where each adapter is, and when it was last used."""
+        answer = await self._http.get("/v1/adapters")
+        return {one["name"]: (one["state"], one["last_used"]) for one in answer.raise_for_status().json()["data"]}
 
     async def delete(self) -> None:
         if self._as_vllm:
