@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from adapters.copy_stream import REACHED, CopyStream, Mark, NoStream, copy_stream_of
-from adapters.layout import SIDE_GROUPS, BaseLayout, Group, Projection
-from adapters.pages import give_back_pages
+from adapters.layout import SIDE_GROUPS, BaseLayout, Group
 from adapters.row_allocation import Placement, RowAllocation, RowMove
 from adapters.row_plan import plan_rows
+from adapters.row_tensors import RowsBehind, RowTensors
 from adapters.scatter import BUFFER_BYTES, Scatter
 from adapters.side_pool import BaseFacts, SidePool
 from adapters.slab import HostAdapter
@@ -61,7 +61,7 @@ class RowPool:
         device: torch.device | str = "cpu",
         alignment: int = 16,
         max_rank: int | None = None,
-        rows_behind: Callable[[str, int, int], torch.Tensor | None] | None = None,
+        rows_behind: RowsBehind | None = None,
         cost_per_row: Callable[[str], float] = lambda _: 1.0,
         copies: CopyStream | None = None,
         buffer_bytes: int = BUFFER_BYTES,
@@ -76,7 +76,6 @@ class RowPool:
         buffer_bytes  of the device, through which adapters come there; see `Scatter`
         side_bytes, base  for what adapters have beside rows; 0: those that have such find no room
         """
-        self._rows_behind = rows_behind
         self.plan = plan_rows(
             layout,
             budget_bytes,
@@ -86,24 +85,18 @@ class RowPool:
             side_bytes=side_bytes,
         )
         self.allocation = RowAllocation(self.plan, cost_per_row)
-        self._layout = layout
         self._groups = self.plan.groups
         self._base = base
         self.side: SidePool | None = None
         if side_bytes:
             assert base is not None, "what adapters have beside rows depends on the base"
             self.side = SidePool(layout, self.plan.rows, base, dtype, device)
-        num_slices = sum(len(projection.slices) for projection in layout.projections)
-        # One column per place, one row per slice: a load writes one column of each.
-        self._ranks = torch.zeros(num_slices, self.plan.num_places, dtype=torch.int32, device=device)
-        self._scalings = torch.zeros(num_slices, self.plan.num_places, dtype=torch.float32, device=device)
-        self._stacks: dict[str, LoraStack] = {}
-        for projection in layout.projections:
-            self._stacks[projection.name] = self._make_stack(projection, dtype, device)
+        self._tensors = RowTensors(layout, self.plan, dtype=dtype, device=device, rows_behind=rows_behind)
         self._copies = copies or copy_stream_of(torch.device(device))
         if isinstance(self._copies, NoStream):
             buffer_bytes = 0
-        self._scatter = Scatter(layout, self._stacks, self._ranks, self._scalings, self.plan, buffer_bytes)
+        held = self._tensors
+        self._scatter = Scatter(layout, held.stacks, held.ranks, held.scalings, self.plan, buffer_bytes)
         self._under_way: deque[_Copy] = deque()
         self._num_loads = 0
         self._evicted: list[str] = []
@@ -113,7 +106,7 @@ class RowPool:
 
     def stack(self, name: str) -> LoraStack:
         """The rows of a projection; the same object for the life of the pool."""
-        return self._stacks[name]
+        return self._tensors.stacks[name]
 
     def place_of(self, digest: str) -> int | None:
         """The place of an adapter that has rows, None if it has none."""
@@ -148,7 +141,7 @@ class RowPool:
         self._evicted += placement.evicted
         self._let_go()
         self._move(placement.moves)
-        self._note_tables(placement, adapter)
+        self._tensors.note(placement, adapter)
         mark = self._copy(adapter, placement)
         self._under_way.append(_Copy(digest, adapter, mark))
         self._num_loads += 1
@@ -216,11 +209,7 @@ class RowPool:
         """On a CPU: let the system have the memory of rows that dropped adapters have left. Rows that nobody has used
         yet take none, and these then neither."""
         for group in self._freed_groups:
-            for projection in self._projections(group):
-                stack = self._stacks[projection.name]
-                for rows in (*stack.a, *stack.b):
-                    for gap in self.allocation.free_ranges(group):
-                        give_back_pages(rows[gap.start : gap.end])
+            self._tensors.give_back(group, self.allocation.free_ranges(group))
         self._freed_groups.clear()
 
     # ---- writing
@@ -235,83 +224,28 @@ class RowPool:
                 part.write(placement)
         if adapter.tokens:
             with self._copies.begin():
-                self._subtract_base(placement, adapter)
+                assert self._base is not None, "trained tokens depend on the base"
+                self._tensors.subtract_base(self._base, placement, adapter)
         for group in SIDE_GROUPS:
             if group in placement.ranges:  # few adapters have any: in the order of the steps
                 assert self.side is not None
                 self.side.write(group, placement.ranges[group].start, adapter)
         return self._copies.mark()
 
-    def _subtract_base(self, placement: Placement, adapter: HostAdapter) -> None:
-        """Trained tokens are held as what they are; rows are what they change the base by."""
-        assert self._base is not None, "trained tokens depend on the base"
-        for projection in self._projections("embeddings"):
-            token_ids = adapter.tokens.get(projection.slices[0].module)
-            if token_ids is not None:
-                stack = self._stacks[projection.name]
-                rows = stack.b[0] if projection.kind == "embedding" else stack.a[0]
-                base = self._base.rows(projection.name, torch.tensor(token_ids, device=rows.device))
-                held = rows.narrow(0, placement.ranges["embeddings"].start, len(token_ids))
-                held.copy_(held.float() - base)
-
     def _move(self, moves: list[RowMove]) -> None:
-        """Slide ranges down in every tensor of their groups, in the order of the steps."""
+        """Slide ranges down, in the order of the steps."""
         if moves and self._under_way:
             self._copies.before_steps(self._under_way[-1].mark)
         for move in moves:
-            for projection in self._projections(move.group):
-                stack = self._stacks[projection.name]
-                for rows in (*stack.a, *stack.b):
-                    # Source and target may overlap, which copy_ does not allow.
-                    rows[move.to : move.to + move.before.length] = rows[move.before.start : move.before.end].clone()
+            self._tensors.move(move)
             if move.group in SIDE_GROUPS:
                 assert self.side is not None and move.before.length == 1
                 self.side.move(move.group, move.before.start, move.to)
-
-    def _note_tables(self, placement: Placement, adapter: HostAdapter) -> None:
-        """Ranks and scalings of the place, on the host; the device's are part of the slab."""
-        for projection in self._layout.projections:
-            stack = self._stacks[projection.name]
-            for index, piece in enumerate(projection.slices):
-                held = adapter.slices.get(piece.module)
-                ranks, scalings = stack.host_ranks[index], stack.host_scalings[index]
-                if placement.place == len(ranks):
-                    ranks.append(0)
-                    scalings.append(0.0)
-                ranks[placement.place] = 0 if held is None else held.rank
-                scalings[placement.place] = 0.0 if held is None else held.scaling
 
     def _let_go(self) -> None:
         """Of the host memory of copies that have ended."""
         while self._under_way and self._under_way[0].mark.is_reached():
             self._under_way.popleft()
-
-    def _make_stack(self, projection: Projection, dtype: torch.dtype, device: torch.device | str) -> LoraStack:
-        num_rows = self.plan.rows[projection.group]
-        first = sum(len(stack.a) for stack in self._stacks.values())
-        num_slices = len(projection.slices)
-        widths = [piece.out_features for piece in projection.slices]
-        behind = self._rows_behind(projection.name, num_rows, num_slices) if self._rows_behind else None
-        assert behind is None or behind.dtype == dtype, "rows behind a weight are of its dtype"
-        # Not cleared: memory that no adapter has used yet then costs nothing on a CPU.
-        return LoraStack(
-            a=tuple(
-                torch.empty(num_rows, projection.in_features, dtype=dtype, device=device)
-                if behind is None
-                else behind[s::num_slices]
-                for s in range(num_slices)
-            ),
-            b=tuple(torch.empty(num_rows, width, dtype=dtype, device=device) for width in widths),
-            ranks=self._ranks[first : first + num_slices],
-            scalings=self._scalings[first : first + num_slices],
-            group=self._groups.index(projection.group),
-            slice_starts=tuple(sum(widths[:index]) for index in range(num_slices)),
-            host_ranks=[[] for _ in widths],
-            host_scalings=[[] for _ in widths],
-        )
-
-    def _projections(self, group: Group) -> list[Projection]:
-        return [projection for projection in self._layout.projections if projection.group == group]
 
     # ---- integrity
 
@@ -320,9 +254,4 @@ class RowPool:
         self.allocation.check_integrity()
         under_way = {copy.digest for copy in self._under_way if not copy.mark.is_reached()}
         found = (self.place_of(digest) for digest in self.resident() if digest not in under_way)
-        places = [place for place in found if place is not None]
-        host_ranks = [ranks for stack in self._stacks.values() for ranks in stack.host_ranks]
-        host_scalings = [scalings for stack in self._stacks.values() for scalings in stack.host_scalings]
-        assert self._ranks[:, places].tolist() == [[ranks[place] for place in places] for ranks in host_ranks]
-        wanted = [[scalings[place] for place in places] for scalings in host_scalings]
-        assert torch.equal(self._scalings[:, places].cpu(), torch.tensor(wanted).reshape(len(wanted), -1))
+        self._tensors.check_tables([place for place in found if place is not None])

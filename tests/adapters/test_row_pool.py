@@ -360,7 +360,9 @@ def test_the_plan_never_exceeds_its_budget(budget: int, alignment: int) -> None:
     assert plan.total_bytes <= budget
     pool = RowPool(layout, budget, dtype=torch.bfloat16, alignment=alignment)
     tensors = [t for p in layout.projections for t in (*pool.stack(p.name).a, *pool.stack(p.name).b)]
-    assert sum(t.nbytes for t in tensors) + pool._ranks.nbytes + pool._scalings.nbytes == plan.total_bytes
+    assert (
+        sum(t.nbytes for t in tensors) + pool._tensors.ranks.nbytes + pool._tensors.scalings.nbytes == plan.total_bytes
+    )
     assert plan.rows["attention"] == plan.rows["mlp"] == plan.rows["operator"] >= plan.rows["embeddings"]
 
 
