@@ -24,9 +24,8 @@ async def probe(services: Services, tenant: Tenant, manifest: Manifest) -> None:
     """Raises Malformed for an adapter that changes no log probability of the prompt, or whose logits the engine finds
     to be no numbers; NotReady if it cannot tell now."""
     assert services.engine.ready is not None, "an upload is probed when the engine is ready"
-    vocab_size = services.engine.ready.vocab_size
-    prompt = tuple((7919 * index + 11) % vocab_size for index in range(NUM_TOKENS))
-    prompt = (*prompt[: NUM_TOKENS // 2], *manifest.invocation, *prompt[NUM_TOKENS // 2 :])
+    ready = services.engine.ready
+    prompt = prompt_for(manifest, ready.vocab_size, min(ready.max_model_len_tokens, ready.kv_capacity_tokens))
     start = invocation_start(prompt, manifest.invocation) or 0 if manifest.invocation else 0
     try:
         async with asyncio.timeout(LIMIT_SECONDS):
@@ -37,6 +36,16 @@ async def probe(services: Services, tenant: Tenant, manifest: Manifest) -> None:
         raise NotReady("The adapter could not be probed now; upload it again, or without ?probe=true.") from None
     if max(abs(one - other) for one, other in zip(plain, adapted, strict=True)) < SAME:
         raise Malformed("The adapter changes nothing: with it the base answers a fixed prompt as it does alone.")
+
+
+def prompt_for(manifest: Manifest, vocab_size: int, limit_tokens: int) -> tuple[int, ...]:
+    """Tokens from all over the vocabulary; and, where the adapter has them, between their halves its invocation and
+    behind that the tokens that it has trained, as many as the context holds: it may change nothing else."""
+    fixed = tuple((7919 * index + 11) % vocab_size for index in range(NUM_TOKENS))
+    trained = tuple(dict.fromkeys(token for module in manifest.modules for token in module.token_ids))
+    room = max(0, limit_tokens - NUM_TOKENS - len(manifest.invocation))
+    half = NUM_TOKENS // 2
+    return (*fixed[:half], *manifest.invocation, *trained[:room], *fixed[half:])
 
 
 async def _logprobs(
