@@ -7,11 +7,10 @@ request an adapter is read when a hint says so, or an operator keeps it. A hint 
 when no request's adapter is: each upload is one, and a burst of them must not push out of the device, or hold up, what
 is in demand.
 
-Where adapters are is `residency.py`'s to know. Here are those who want them: the users of each adapter (requests that
-wait or run), the hints, and what to tell of reads that failed.
+Where adapters are is `residency.py`'s to know, who wants them `adapter_users.py`'s, and what operators keep
+`operator_pins.py`'s. Here are the hints, and what to tell of reads that failed.
 
-Cost per step: a queue look-up, and a few dictionary look-ups per waiting request; room is computed anew for an adapter
-only when rows have come into use, or out of it, since it was last asked for.
+Cost per step: a queue look-up, and a few dictionary look-ups per waiting request.
 """
 
 from __future__ import annotations
@@ -19,10 +18,12 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from adapters.errors import AdapterError, NotFound, RowsExceeded, Unsupported
+from service.engine.adapter_users import AdapterUsers, Wanted
 from service.engine.messages import Tier
+from service.engine.operator_pins import OperatorPins
 from service.engine.residency import ReadEnd, Residency, State
 from service.engine.residency_parts import HostSource, Loader, Rows
 
@@ -43,28 +44,6 @@ class Failure:
 
     error: str
     client_fault: bool = False
-
-
-_UNKNOWN = (-1, False)
-
-
-@dataclass(slots=True)
-class _Wanted:
-    """An adapter that has users.
-
-    rows       that it takes on the device, as its users say until it has been read
-    num_pins   users that run
-    num_reads  that were begun for its users; what was read once and given up is read again only when it can be used
-    num_misses reads that found no files
-    room       whether it has room, and the number of pin changes at which that was found
-    """
-
-    rows: Mapping[str, int] = field(default_factory=dict)
-    num_users: int = 0
-    num_pins: int = 0
-    num_reads: int = 0
-    num_misses: int = 0
-    room: tuple[int, bool] = _UNKNOWN
 
 
 class AdapterLoads:
@@ -89,20 +68,18 @@ class AdapterLoads:
         self._loader = loader
         self._max_loads_ahead = max_loads_ahead
         self._wake = wake
-        self._wanted: dict[str, _Wanted] = {}
+        self._users = AdapterUsers(rows)
         self._hints: dict[str, None] = {}  # not begun yet, in the order of their arrival
         self._hinted: str | None = None  # being read ahead of any request
-        self._kept: dict[str, int] = {}  # by the operator, and the pin changes at which it was last tried to bring it
-        self._kept_yield_to: str | None = None  # which has users, and no room beside them
+        self._kept = OperatorPins(self.residency, self._users)
         self._is_short_of_places = False  # who could run was left unread in this step
-        self._num_pin_changes = 0
         self._failures: dict[str, Failure] = {}
 
     @property
     def num_wanted(self) -> int:
         """Adapters that have users, or are being read."""
         reading = 0 if self.residency is None else self.residency.num_in(State.READING)
-        return len(self._wanted) + reading
+        return len(self._users) + reading
 
     @property
     def num_reads(self) -> int:
@@ -114,10 +91,7 @@ class AdapterLoads:
     def enter(self, digest: str, rows: Mapping[str, int]) -> Tier:
         """A request that names the adapter, which takes so many rows, has arrived: it is read from now on. Returns
         where it was."""
-        wanted = self._wanted.setdefault(digest, _Wanted())
-        if not wanted.rows:
-            wanted.rows = rows
-        wanted.num_users += 1
+        wanted = self._users.enter(digest, rows)
         residency = self.residency
         if residency is None:
             return "disk"
@@ -134,13 +108,8 @@ class AdapterLoads:
 
     def leave(self, digest: str) -> None:
         """It is over, and holds no pin any more."""
-        wanted = self._wanted[digest]
-        wanted.num_users -= 1
-        assert wanted.num_pins <= wanted.num_users, "a request left with its pin"
-        if wanted.num_users == 0:
-            del self._wanted[digest]
-            if digest == self._kept_yield_to:
-                self.keep(list(self._kept))
+        if self._users.leave(digest):
+            self._kept.users_left(digest)
             if self.residency is not None and self.residency.state_of(digest) is State.HOST:
                 self.residency.release(digest)
 
@@ -151,13 +120,8 @@ class AdapterLoads:
             self._hints[digest] = None
 
     def keep(self, digests: Collection[str]) -> None:
-        """An operator's: have these on the device, whether they are asked for or not, and no others than these. While
-        somebody waits or runs whose adapter cannot be there beside them, they are like any others."""
-        if self.residency is not None:
-            self._kept_yield_to = None
-            self._kept = {digest: self._kept.get(digest, -1) for digest in digests}
-            self.residency.keep(digests)
-            self._num_pin_changes += 1
+        """See `OperatorPins.keep`."""
+        self._kept.keep(digests)
 
     def evict(self, digest: str) -> None:
         """Its files are gone, or new ones are in their place: forget it, on the device and in host memory, as soon as
@@ -167,10 +131,10 @@ class AdapterLoads:
         self._hints.pop(digest, None)
         self._failures.pop(digest, None)  # of the old files; its users have not been told yet
         self.residency.evict(digest)
-        wanted = self._wanted.get(digest)
+        wanted = self._users.get(digest)
         if wanted is not None:
-            wanted.num_reads = wanted.num_misses = 0
-        self._num_pin_changes += 1
+            wanted.forget_reads()
+        self._users.num_pin_changes += 1
 
     # ---- the scheduler's questions
 
@@ -186,7 +150,7 @@ class AdapterLoads:
         residency = self.residency
         if residency is None or not wanted:
             return
-        self._yield_kept(wanted)
+        self._kept.yield_to_some(wanted)
         places = self._num_places(first)
         useful, others, spare = [], [], []
         for digest, could_join in wanted.items():
@@ -197,10 +161,10 @@ class AdapterLoads:
                     spare.append(digest)
             elif residency.state_of(digest) is State.ABSENT:
                 if residency.tier_of(digest) == "host":
-                    self._read(digest, self._wanted[digest])
+                    self._read(digest, self._users[digest])
                 elif is_useful:
                     useful.append(digest)
-                elif not self._wanted[digest].num_reads:
+                elif not self._users[digest].num_reads:
                     others.append(digest)
         for digest in useful:
             if digest != first:
@@ -211,9 +175,9 @@ class AdapterLoads:
                     self._is_short_of_places = True
                     continue
                 places -= 1
-            self._read(digest, self._wanted[digest])
+            self._read(digest, self._users[digest])
         for digest in others[: max(places, 0)]:
-            self._read(digest, self._wanted[digest])
+            self._read(digest, self._users[digest])
 
     def bring(self, digest: str) -> bool:
         """Whether it is on the device, or has come there now; else its copy may have begun, which a later step will
@@ -226,16 +190,16 @@ class AdapterLoads:
     def acquire(self, digest: str) -> None:
         """Pin the rows of an adapter on the device for one more running request."""
         assert self.residency is not None
-        wanted = self._wanted[digest]
-        self._num_pin_changes += not self.residency.is_pinned(digest)
+        wanted = self._users[digest]
+        self._users.num_pin_changes += not self.residency.is_pinned(digest)
         self.residency.pin(digest)
         wanted.num_pins += 1
 
     def release(self, digest: str) -> None:
         """One running request less (ended or preempted)."""
         assert self.residency is not None
-        self._wanted[digest].num_pins -= 1
-        self._num_pin_changes += self.residency.unpin(digest)
+        self._users[digest].num_pins -= 1
+        self._users.num_pin_changes += self.residency.unpin(digest)
 
     def is_on_device(self, digest: str) -> bool:
         """Whether `acquire` may be called."""
@@ -248,8 +212,7 @@ class AdapterLoads:
 
     def is_in_use(self, digest: str) -> bool:
         """Whether requests run with it, so that its rows are pinned."""
-        wanted = self._wanted.get(digest)
-        return wanted is not None and wanted.num_pins > 0
+        return self._users.is_in_use(digest)
 
     def can_bring(self, digest: str) -> bool:
         """Whether it is on the device or on its way there, or has been read and has room there."""
@@ -259,20 +222,15 @@ class AdapterLoads:
 
     def has_room(self, digest: str) -> bool:
         """Whether the rows in use leave it its own."""
-        assert self.rows is not None
-        wanted = self._wanted[digest]
-        if wanted.room[0] != self._num_pin_changes:
-            wanted.room = (self._num_pin_changes, self.rows.has_room(wanted.rows))
-        return wanted.room[1]
+        return self._users.has_room(digest)
 
     def num_rows(self, digest: str) -> int:
         """That it takes on the device, in all groups together."""
-        return sum(self._wanted[digest].rows.values())
+        return self._users.num_rows(digest)
 
     def fits_beside(self, digest: str, others: Collection[str]) -> bool:
         """Whether it would have room if no other adapters than these, which are resident, were in use."""
-        assert self.rows is not None
-        return self.rows.fits_beside(self._wanted[digest].rows, others)
+        return self._users.fits_beside(digest, others)
 
     # ---- between steps
 
@@ -286,7 +244,7 @@ class AdapterLoads:
         num_copying = self.residency.num_in(State.COPYING)
         for end in self.residency.settle(is_idle=is_idle):
             self._settle_read(end)
-        self._num_pin_changes += num_copying > 0  # what is on its way counts as in use
+        self._users.num_pin_changes += num_copying > 0  # what is on its way counts as in use
 
     def follow_hints(self) -> None:
         """Start reading the next one that nobody waits for, unless one is being read. Called after `prefetch`."""
@@ -294,14 +252,12 @@ class AdapterLoads:
         residency = self.residency
         if residency is None:
             return
-        for digest, tried in self._kept.items() if self._kept_yield_to is None else ():
-            if tried != self._num_pin_changes and residency.state_of(digest) in (State.ABSENT, State.HOST):
-                self._kept[digest] = self._num_pin_changes
-                self._hints.setdefault(digest)
+        for digest in self._kept.due():
+            self._hints.setdefault(digest)
         while self._hints and not is_short and not residency.num_in(State.READING):
             digest = next(iter(self._hints))
             del self._hints[digest]
-            if digest in self._wanted or residency.state_of(digest) not in (State.ABSENT, State.HOST):
+            if digest in self._users or residency.state_of(digest) not in (State.ABSENT, State.HOST):
                 continue
             if residency.state_of(digest) is State.HOST and digest not in self._kept:
                 continue
@@ -319,15 +275,9 @@ class AdapterLoads:
 
     def check_integrity(self) -> None:
         """Pins never exceed users, pinned adapters are resident, nothing is held for nobody."""
-        for digest, wanted in self._wanted.items():
-            assert 0 <= wanted.num_pins <= wanted.num_users, f"{digest}: more pins than users"
-            assert wanted.num_users, f"{digest}: kept for nobody"
-            assert (
-                wanted.room[0] != self._num_pin_changes
-                or self.rows is None
-                or (wanted.room[1] == self.rows.has_room(wanted.rows))
-            ), f"{digest}: room is wrong"
-            if wanted.num_pins:
+        self._users.check_integrity()
+        for digest in self._users:
+            if self._users.is_in_use(digest):
                 assert self.residency is not None
                 assert self.residency.is_pinned(digest), f"{digest}: a running sequence has lost its rows"
         if self.residency is not None:
@@ -343,33 +293,19 @@ class AdapterLoads:
         """Adapters that may be read for requests beside those that are, or that wait in memory beside the tier."""
         residency = self.residency
         assert residency is not None
-        return self._max_loads_ahead - sum(residency.is_spare(digest) for digest in self._wanted if digest != first)
+        return self._max_loads_ahead - sum(residency.is_spare(digest) for digest in self._users if digest != first)
 
-    def _yield_kept(self, wanted: Mapping[str, bool]) -> None:
-        """Nobody may wait for ever for an operator's pins: see `keep`."""
-        assert self.residency is not None
-        if not self._kept or self._kept_yield_to is not None:
-            return
-        for digest, could_join in wanted.items():
-            if could_join or self.residency.state_of(digest) in (State.COPYING, State.DEVICE):
-                continue
-            if not self.residency.fits_beside_kept(self._wanted[digest].rows):
-                self._kept_yield_to = digest
-                self.residency.keep(())
-                self._num_pin_changes += 1
-                return
-
-    def _read(self, digest: str, wanted: _Wanted) -> None:
+    def _read(self, digest: str, wanted: Wanted) -> None:
         """ABSENT -> HOST or READING."""
         assert self.residency is not None
         wanted.num_reads += 1
-        self.residency.read(digest, lambda: digest in self._wanted or self._hinted == digest)
+        self.residency.read(digest, lambda: digest in self._users or self._hinted == digest)
         if self.residency.state_of(digest) is State.HOST:
             self._check_size(digest, wanted)
 
     def _settle_read(self, end: ReadEnd) -> None:
         assert self.residency is not None
-        digest, error, wanted = end.digest, end.error, self._wanted.get(end.digest)
+        digest, error, wanted = end.digest, end.error, self._users.get(end.digest)
         was_hinted = self._hinted == digest
         if was_hinted:
             self._hinted = None
@@ -386,7 +322,7 @@ class AdapterLoads:
                 log.info("adapter %s has left the store, and nobody waits for it", digest)
             else:
                 log.warning("adapter %s could not be read", digest, exc_info=error)
-            self._kept.pop(digest, None)  # until the operator says it again
+            self._kept.give_up(digest)
             self._fail(digest, _unread(digest, error))
         elif self.residency.state_of(digest) is not State.HOST:
             if wanted is not None:  # nobody wanted it when its turn came
@@ -399,7 +335,7 @@ class AdapterLoads:
         else:
             self.residency.release(digest)
 
-    def _check_size(self, digest: str, wanted: _Wanted) -> None:
+    def _check_size(self, digest: str, wanted: Wanted) -> None:
         """What was read waits for its rows, unless it is another adapter than its users were told and can have none."""
         assert self.residency is not None and self.rows is not None
         rows = self.residency.rows_of(digest)
@@ -408,14 +344,14 @@ class AdapterLoads:
         except RowsExceeded as error:
             self._fail(digest, Failure(str(error), client_fault=True))
         else:
-            wanted.rows, wanted.room = rows, _UNKNOWN
+            wanted.is_of(rows)
 
     def _copy(self, digest: str, *, may_evict: bool = True) -> None:
         """HOST -> device."""
         assert self.residency is not None
         try:
             if self.residency.hold(digest) and self.residency.copy(digest, may_evict=may_evict):
-                self._num_pin_changes += 1  # on its way it is in use
+                self._users.num_pin_changes += 1  # on its way it is in use
         except AdapterError as error:
             self._fail(digest, Failure(str(error), isinstance(error, _CLIENT_FAULTS)))
 
@@ -431,7 +367,7 @@ class AdapterLoads:
         assert self.residency is not None
         if self.residency.state_of(digest) is State.HOST:
             self.residency.release(digest)
-        if digest in self._wanted:
+        if digest in self._users:
             self._failures[digest] = failure
             self._wake()  # there may be no step to come that would answer them
 
