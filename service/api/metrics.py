@@ -6,12 +6,14 @@ Series with an `adapter` label are those of `service.api.adapter_metrics`. All o
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from itertools import chain
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from service.api.adapter_metrics import AdapterMetrics
+from service.api.exposition import Exposition
 from service.api.tier_metrics import TierMetrics
 from service.engine.messages import EngineSaid, OpInUse, Stats
 
@@ -62,6 +64,7 @@ class Metrics:
     def __init__(self, base_name: str, most_adapters: int = MOST_ADAPTERS_SHOWN) -> None:
         self.registry = CollectorRegistry()
         self.by_adapter = AdapterMetrics(base_name, most_adapters)
+        self._exposition = Exposition()
         # By engine: which life of it, and what that said last.
         self._last: dict[int, tuple[int, Stats]] = {}
         self._ops: tuple[OpInUse, ...] = ()
@@ -227,18 +230,7 @@ class Metrics:
 
     def render(self, adapters: Collection[str] = ()) -> bytes:
         """The text exposition, with the series of these adapters, or else of the busiest. Any thread."""
-        return generate_latest(self.registry) + generate_latest(_Families(self.by_adapter.collect(adapters)))
-
-
-class _Families(CollectorRegistry):
-    """What `generate_latest` asks for families."""
-
-    def __init__(self, families: Iterator[Metric]) -> None:
-        super().__init__()
-        self._families = families
-
-    def collect(self) -> Iterator[Metric]:
-        return self._families
+        return self._exposition.write(chain(self.registry.collect(), self.by_adapter.collect(adapters)))
 
 
 class SequenceTimer:
