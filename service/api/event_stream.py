@@ -135,20 +135,26 @@ class EventStream(Response):
             return
         self._is_idle = False
         try:
-            while self._job.has_news and connection.takes_pieces:
-                news = self._job.poll()
-                if news is None:
-                    continue
-                if news[1].logprobs or news[1].prompt_logprobs:
-                    self._long = news
-                    break
-                connection.write_pieces([self._event(chunk) for chunk in self._chunks.added(*news)])
-            else:
-                self._is_idle = not self._job.has_news and not self._job.is_told
+            self._is_idle = self._write_news(connection)
         except Exception as error:
             self._failure = error
         if not self._is_idle:
             self._news.set()
+
+    def _write_news(self, connection: Connection) -> bool:
+        """Whether all that is new has been written, and more is to come."""
+        while self._job.has_news:
+            if not connection.takes_pieces:
+                return False
+            news = self._job.poll()
+            if news is None:
+                continue
+            index, piece = news
+            if piece.logprobs or piece.prompt_logprobs:
+                self._long = news
+                return False
+            connection.write_pieces(map(self._event, self._chunks.added(index, piece)))
+        return not self._job.is_told
 
     def _poll(self) -> tuple[int, Piece] | None:
         if self._failure is not None:

@@ -101,7 +101,7 @@ class SequenceRun:
             skip_special_tokens=plan.skip_special_tokens,
             seen_ids=plan.prompt.reading.seen_ids,
         )
-        self._stop = StopStrings(plan.stop)
+        self._stop, self._has_stop = StopStrings(plan.stop), bool(plan.stop.stop)
         self._num_chars = 0
         # What nobody has taken yet. Its text is joined when it is taken: it may have thousands of parts.
         self._waiting, self._texts, self._num_waiting, self._has_news = Piece(), list[str](), 0, False
@@ -154,7 +154,8 @@ class SequenceRun:
                     self._finish(message)
                 else:
                     self._add_tokens(message)
-                self._bound_waiting()
+                if self._num_waiting > MAX_WAITING_ENTRIES and self._is_streamed:
+                    raise _too_much_waits()
         except Exception as error:  # raised by `take`
             self.failure = self._told(error)
         outcome = "error" if self.failure is not None else self._waiting.finish_reason
@@ -172,13 +173,6 @@ class SequenceRun:
             return NotReady(f"{error} Send the request again later.")
         return EngineFailed(f"{error} The request was lost; send it again.")
 
-    def _bound_waiting(self) -> None:
-        if self._is_streamed and self._num_waiting > MAX_WAITING_ENTRIES:
-            raise BadRequest(
-                f"More than {MAX_WAITING_ENTRIES} tokens of the answer and alternatives to them waited to be read; "
-                "read the stream as it comes, or ask for fewer `logprobs`."
-            )
-
     def _add_tokens(self, message: Tokens) -> None:
         piece = self._waiting
         if message.prompt_logprobs is not None:
@@ -190,7 +184,7 @@ class SequenceRun:
             if message.logprobs:
                 piece.logprobs.append(message.logprobs[index])
                 self._num_waiting += len(message.logprobs[index].top)
-            self.timer.tokens(1)
+            self.timer.token()
             # The token that ends the answer is counted, but is no part of its text unless that is asked for.
             ends = token_id in self._stop_token_ids and self.timer.num_tokens > self._plan.sampling.min_tokens
             if ends and not self._plan.include_stop:
@@ -203,6 +197,9 @@ class SequenceRun:
     def _give(self, text: str) -> None:
         """Text through the stop strings, of which none ends the text before `min_tokens`."""
         self._num_chars += len(text)
+        if not self._has_stop:
+            self._texts.append(text)
+            return
         given = self._stop.push(text, may_end=self.timer.num_tokens > self._plan.sampling.min_tokens)
         self._texts.append(given + (self._stop.matched or "") if self._plan.include_stop else given)
 
@@ -221,6 +218,13 @@ class SequenceRun:
         self._texts.append(self._stop.finish())
         if message.stop_token_id is not None and message.stop_token_id not in self._services.tokenizer.eos_token_ids:
             piece.stop_reason = message.stop_token_id
+
+
+def _too_much_waits() -> BadRequest:
+    return BadRequest(
+        f"More than {MAX_WAITING_ENTRIES} tokens of the answer and alternatives to them waited to be read; "
+        "read the stream as it comes, or ask for fewer `logprobs`."
+    )
 
 
 class Job:

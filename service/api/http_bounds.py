@@ -25,7 +25,8 @@ _SMALL_CHUNKS = "The chunks of the body are too small for so many; send larger o
 class BoundedConnection(h11.Connection):
     """h11's, which refuses what proxies read otherwise and what costs more than it says.
 
-    refusal  why the last error was raised, if it was raised here
+    refusal       why the last error was raised, if it was raised here
+    sends_chunks  whether more of an answer may be sent with `chunk`
     """
 
     def __init__(self) -> None:
@@ -33,13 +34,8 @@ class BoundedConnection(h11.Connection):
         self.refusal: str | None = None
         self.has_plain_body = self.is_head = False
         self.num_received = 0
-        self._is_chunked = self._is_answer_chunked = False
+        self._is_chunked = self.sends_chunks = False
         self._num_framing = 0
-
-    @property
-    def sends_chunks(self) -> bool:
-        """Whether more of an answer may be sent with `chunk`."""
-        return self._is_answer_chunked and self.our_state is h11.SEND_BODY
 
     @staticmethod
     def chunk(data: bytes) -> bytes:
@@ -48,13 +44,13 @@ class BoundedConnection(h11.Connection):
 
     def send(self, event: Any) -> Any:
         """As h11's, with less work for the pieces of a chunked body: streams have many."""
-        if isinstance(event, h11.Data) and event.data and self.sends_chunks:
-            return self.chunk(event.data)
+        if self.sends_chunks and isinstance(event, h11.Data):
+            return self.chunk(event.data) if event.data else b""
+        self.sends_chunks = False  # also where h11 refuses the event
+        output = super().send(event)
         if isinstance(event, h11.Response):
-            output = super().send(event)
-            self._is_answer_chunked = not self.is_head and b"\r\ntransfer-encoding: chunked\r\n" in output.lower()
-            return output
-        return super().send(event)
+            self.sends_chunks = not self.is_head and b"\r\ntransfer-encoding: chunked\r\n" in output.lower()
+        return output
 
     def receive_data(self, data: bytes) -> None:
         """More from the client."""

@@ -252,14 +252,14 @@ class SequenceTimer:
         """From admission to the first token."""
         return None if self._first is None else self._first - self._started
 
-    def tokens(self, count: int) -> None:
-        """So many tokens arrived."""
+    def token(self) -> None:
+        """A token arrived."""
         self._last = time.perf_counter()
-        if self._first is None and count:
+        if self._first is None:
             self._first = self._last
             self._metrics.time_to_first_token.observe(self._first - self._started)
             self._metrics.by_adapter.first_token(self._adapter)
-        self.num_tokens += count
+        self.num_tokens += 1
 
     def begin_anew(self) -> None:
         """The tokens so far count for nothing: their engine was lost. Their time was spent, and stays."""

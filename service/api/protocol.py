@@ -152,7 +152,7 @@ class Protocol(H11Protocol):
 
     def write_pieces(self, pieces: Iterable[bytes]) -> None:
         """Write pieces of the answer's body, none of them empty, past the application's layers and at once."""
-        if written := b"".join([self.conn.chunk(piece) for piece in pieces]):
+        if written := b"".join(map(self.conn.chunk, pieces)):
             self.transport.write(written)
 
     def pause_writing(self) -> None:

@@ -37,7 +37,10 @@ class TokenStream(AsyncIterator[Tokens | Finished]):
 
     def push(self, message: Tokens | Finished) -> None:
         self._messages.append(message)
-        self._tell()
+        if self._listener is not None:
+            self._listener()
+        else:
+            self._news.set()
 
     def die(self, error: EngineDied) -> None:
         self._death = error

@@ -54,8 +54,9 @@ class BytesDetokenizer:
     """
 
     def __init__(self, tokenizer: TextTokenizer, prompt_token_ids: Sequence[int], hidden_ids: frozenset[int]) -> None:
-        self._bytes_of, self._hidden_ids = tokenizer.joined_bytes, hidden_ids
+        self._joined, self._hidden_ids = tokenizer.joined, hidden_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._is_between_characters = True
         for token_id in prompt_token_ids[-_CONTEXT_TOKENS - _MAX_CHARACTER_TAIL_TOKENS :]:
             self.push(token_id)
         # What is shown for the first bytes of a character: one U+FFFD, or one for each that can never begin one.
@@ -67,7 +68,14 @@ class BytesDetokenizer:
         """See `Detokenizer`."""
         if token_id in self._hidden_ids:
             return ""
-        return self._answers(self._decoder.decode(self._bytes_of(token_id)))
+        added = self._joined(token_id)
+        if isinstance(added, str):
+            if self._is_between_characters:
+                return added
+            added = added.encode()
+        text = self._decoder.decode(added)
+        self._is_between_characters = not self._decoder.getstate()[0]
+        return self._answers(text)
 
     def finish(self) -> str:
         """See `Detokenizer`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -69,7 +70,7 @@ class TextTokenizer:
         self.is_byte_level = "ByteLevel" in json.dumps(parts.get("decoder"))
         # Nothing is done to the text but to take the tokens' bytes together.
         self.joins_bytes = (parts.get("decoder") or {}).get("type") == "ByteLevel"
-        self._joined_bytes: dict[int, bytes] = {}
+        self._joined: dict[int, str | bytes] = {}
         self.max_chars_per_token = _max_chars_per_token(parts)
         # Decoders of the sentencepiece kind take the space off what comes first, so a token is shown behind another.
         first = None if self.is_byte_level else tokenizer.token_to_id("a")
@@ -138,14 +139,17 @@ class TextTokenizer:
                 return bytes([int(name[3:5], 16)])
         return self.token_text(token_id).encode()
 
-    def joined_bytes(self, token_id: int) -> bytes:
-        """What a token adds to the bytes of a text, special or not, where `joins_bytes`."""
-        found = self._joined_bytes.get(token_id)
+    def joined(self, token_id: int) -> str | bytes:
+        """What a token adds to a text, special or not, where `joins_bytes`: characters, or bytes of which some are only
+        part of one."""
+        found = self._joined.get(token_id)
         if found is None:
             name = self.token_name(token_id)
             is_mapped = all(char in _BYTE_OF_CHAR for char in name)
             found = bytes(_BYTE_OF_CHAR[char] for char in name) if is_mapped else name.encode()
-            self._joined_bytes[token_id] = found
+            with contextlib.suppress(UnicodeDecodeError):
+                found = found.decode()
+            self._joined[token_id] = found
         return found
 
     def token_id(self, token: str) -> int | None:

@@ -64,7 +64,7 @@ def test_an_exposition_stays_small_whatever_adapters_are_called_and_do() -> None
         for outcome in ("stop", "length", "abort", "error"):
             SequenceTimer(metrics, name, 10**9).end(outcome)
         SequenceTimer(metrics, name, 1)  # waits
-        SequenceTimer(metrics, name, 1).tokens(1)  # runs
+        SequenceTimer(metrics, name, 1).token()  # runs
     metrics.by_adapter.version_of = lambda _: VersionOf(10**9, "f" * 64)
     text = metrics.render()
     assert len(text) < 200_000
@@ -96,8 +96,8 @@ def test_routers_are_told_who_runs_and_who_waits() -> None:
         return labels["max_lora"], labels["running_lora_adapters"], labels["waiting_lora_adapters"]
 
     assert told() == ("4", "", "one,two")
-    one.tokens(1)
-    base.tokens(1)
+    one.token()
+    base.token()
     assert told() == ("4", "one", "two")
     again = SequenceTimer(metrics, "one", 1)
     assert told() == ("4", "one", "two,one")
