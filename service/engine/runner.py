@@ -171,7 +171,8 @@ class ModelRunner:
             return self._model.forward(batch, self._caches)
         is_padded = self._padding.captured(sizes) == sizes
         self.captured.run(batch, sizes, is_padded, lambda: self._forward(batch, sizes))
-        return self._logits_of[sizes]
+        # What is not padded is of a size that may not come again, and was not captured.
+        return self._logits_of[sizes] if is_padded else self._logits_of.pop(sizes)
 
     def run_with_hidden(self, batch: StepBatch, sizes: StepSizes) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Runner.run_with_hidden`."""
