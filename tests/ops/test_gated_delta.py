@@ -26,6 +26,9 @@ from tests.tolerances import OP
 
 # num_key_heads, num_value_heads, key_dim, value_dim: shared key heads, and sizes that are no powers of two.
 SIZES = [(2, 2, 16, 16), (2, 4, 8, 24), (1, 3, 20, 12)]
+# And four value heads of a key head, each of more than one tile of the decode kernel, the last not whole.
+DECODE_SIZES = [*SIZES, (1, 4, 12, 72)]
+DECODE_DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 NUM_LINES = 7
 EPS = 1e-6
@@ -161,9 +164,9 @@ def test_prefill_equals_the_recurrence(sizes: tuple[int, int, int, int], dtype: 
 
 
 @pytest.mark.usefixtures("serving")
-@DTYPES
-@pytest.mark.parametrize("width", [2, 4])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@DECODE_DTYPES
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("sizes", DECODE_SIZES, ids=str)
 def test_decode_equals_the_recurrence(
     sizes: tuple[int, int, int, int], width: int, dtype: torch.dtype, device: str
 ) -> None:
@@ -333,16 +336,17 @@ def test_wrong_arguments_are_named(device: str) -> None:
 
 
 def test_compiles_for_hopper_without_a_gpu(device: str) -> None:
-    """Down to machine code within a core's shared memory; no thread keeps registers in memory, and a core holds four
-    programs of the decode kernel at a time, whose loads overlap."""
+    """Down to machine code within a core's shared memory, and no thread keeps registers in memory. A core's 65,536
+    registers hold two programs of the decode kernel at a time: with two tiles of the state each, that was measured
+    faster on an H200 than four programs with smaller tiles."""
     if device != "cpu":
         pytest.skip("NOT RUN: on a GPU the other tests compile for that GPU")
     told = [line.split() for line in run_compiling("compile_delta.py").splitlines()]
     found = {name: [int(number) for number in numbers] for name, *numbers in told}
     assert len(found) == 5
-    for name, (shared_bytes, registers, spilled_bytes) in found.items():
+    for name, (shared_bytes, registers, spilled_bytes, num_threads) in found.items():
         assert shared_bytes <= 227 * 1024 and not spilled_bytes, name
-        assert name != "gated_delta_decode_kernel" or registers <= 128
+        assert name != "gated_delta_decode_kernel" or 2 * num_threads * registers <= 65_536
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [70, 1, 0, 5]], ids=str)

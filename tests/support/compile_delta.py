@@ -1,5 +1,5 @@
 """Compile the kernels of the gated delta rule for compute capability 9.0 without a GPU, at the sizes of Qwen3.5-9B in
-bfloat16; print name, bytes of shared memory, registers of a thread and bytes that it spills of each.
+bfloat16; print name, bytes of shared memory, registers of a thread, bytes that it spills, and threads of each.
 
 As tests/support/compile_lora.py.
 """
@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 
 from kernels.gated_delta.triton_cuda import gated_delta_kernel
 from kernels.gated_delta.triton_cuda_chunks import CHUNK, MAX_SHORT_TOKENS, plan_kernel, prepare_kernel, scan_kernel
-from kernels.gated_delta.triton_cuda_decode import gated_delta_decode_kernel
+from kernels.gated_delta.triton_cuda_decode import MAX_BLOCK_V, NUM_WARPS, gated_delta_decode_kernel
 
 TARGET = GPUTarget("cuda", 90, 32)
 # As pointers; all others are int32 numbers.
@@ -65,17 +65,18 @@ def compile_one(kernel: Any, constants: dict[str, Any], options: dict[str, Any])
 def main() -> None:
     sizes = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128}
     whole, tile = {"BLOCK_K": 128, "BLOCK_V": 128}, {"BLOCK_K": 128, "BLOCK_V": 32}
-    decode = {"DEPENDENT_LAUNCH": True, "WIDTH": 4, "TILES": 4, **tile}
+    walk = {"BLOCK_K": 128, "BLOCK_V": MAX_BLOCK_V, "BLOCK_HEAD": 128, "BLOCK_SHARED": 2}
+    decode = {"DEPENDENT_LAUNCH": True, "WIDTH": 4, **walk}
     chunks = {"CHUNK": CHUNK, "PRECISION": "tf32"}
     options = {"num_warps": 4}
     for kernel, constants, chosen in (
-        (gated_delta_decode_kernel, decode, {**options, "launch_pdl": True}),
+        (gated_delta_decode_kernel, decode, {"num_warps": NUM_WARPS, "launch_pdl": True}),
         (gated_delta_kernel, {"MAX_TOKENS": MAX_SHORT_TOKENS, **tile}, options),
         (plan_kernel, {"MAX_SHORT": MAX_SHORT_TOKENS, "CHUNK": CHUNK, "BLOCK": 128}, options),
         (prepare_kernel, {**chunks, **whole}, {"num_warps": 8}),
         (scan_kernel, {**chunks, **tile}, options),
     ):
-        print(kernel.__name__, *compile_one(kernel, {**sizes, **constants}, chosen))
+        print(kernel.__name__, *compile_one(kernel, {**sizes, **constants}, chosen), 32 * chosen["num_warps"])
 
 
 if __name__ == "__main__":
