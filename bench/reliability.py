@@ -42,6 +42,7 @@ from bench.server_process import Server, running_server
 NUM_CLIENTS = 5
 MIB = 1 << 20
 PARTS = ("alone", "control", "beside")
+SEVERAL = "the end of one thing and the beginning of the next"
 _TENANTS = (*(f"client-{number}" for number in range(NUM_CLIENTS)), "hostile")
 
 
@@ -133,14 +134,18 @@ def part_with_hostile(clients: list[Client], seconds: float, seen: Seen, url: st
 
 def beside_each(seen: dict[str, Seen], hostile: Seen) -> list[tuple[str, int, float, float]]:
     """(what the hostile client did, the others' requests meanwhile, their median and slowest hundredth), in units of
-    the slowest hundredth alone of each one's kind; the worst first."""
+    the slowest hundredth alone of each one's kind; the worst first.
+
+    A request counts for what it lies wholly inside of. One that was under way beside several things waited for any of
+    them, and one that began or ended beside none is not wholly anything's: these have a row together, as the slow ones
+    beside short attacks are found there alone.
+    """
     alone = seen["alone"]
     usual = {kind: alone.percentile(kind, 99) for kind in alone.seconds}
     found: dict[str, list[float]] = defaultdict(list)
-    for name, began, ended in hostile.spans:
-        for kind, started, done in seen["beside"].spans:
-            if started < ended and done > began:
-                found[name].append((done - started) / usual[kind])
+    for kind, started, done in seen["beside"].spans:
+        names = {name for name, began, ended in hostile.spans if began <= started and done <= ended}
+        found[names.pop() if names else SEVERAL].append((done - started) / usual[kind])
     rows = []
     for name, parts in found.items():
         if len(parts) > 1:
