@@ -519,11 +519,13 @@ def test_a_new_parameter_is_one_line_and_one_in_each_implementation(monkeypatch:
 
 @pytest.mark.parametrize("name", ["any_device", "triton_cuda"])
 @pytest.mark.parametrize("seed", range(12))
-def test_a_recorded_step_serves_others_of_equal_facts(seed: int, name: str) -> None:
+def test_a_recorded_step_serves_others_of_equal_facts(seed: int, name: str, device: str) -> None:
     """Nothing is taken from values when a step is recorded: other numbers in the same tensors give what they give
     eagerly, bit for bit. An accelerator's step waits for nothing and has no float64."""
     if name == "triton_cuda":
         pytest.importorskip("triton", reason="NOT RUN: Triton is not installed")
+        if device != "cpu":
+            pytest.skip("NOT RUN: launches are recorded in the interpreter; tests/parity/test_replay.py replays graphs")
     module = importlib.import_module(f"kernels.sampling.{name}")
     mixes = [random_mix(seed), random_mix(1000 + seed)]
     # The same code path: what the first asks for, with the values of the other.
