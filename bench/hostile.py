@@ -131,7 +131,7 @@ def attacks(target: Target) -> dict[str, Attack]:
     lists = b"[" + b"[]," * (16 * MIB // 3 - 2) + b"[]]"
     user = {"role": "user"}
     chunked = target.head("POST", "/tokenize", "Content-Type: application/json", "Transfer-Encoding: chunked")
-    small = target.head("POST", "/tokenize", "Content-Type: application/json", "Content-Length: 63003")
+    small = target.head("POST", "/tokenize", "Content-Type: application/json", "Content-Length: 48001")
     small += b"\r\n["
     called = {"function": {"name": "f", "arguments": "[" + "[]," * 20_000 + "[]]"}}
     return {
@@ -141,10 +141,10 @@ def attacks(target: Target) -> dict[str, Attack]:
         "a body of 16 MiB of empty lists": target.post("/v1/completions", lists),
         "/detokenize of 1,048,576 tokens": target.post("/detokenize", {"tokens": [100] * MIB}),
         "/tokenize of 1,000,000 characters": target.post("/tokenize", {"prompt": "lamp tiger " * 90_000}),
-        "a message of 60,000 parts": target.post(
-            "/v1/chat/completions", {"messages": [{**user, "content": [{"type": "text", "text": "a"}] * 60_000}]}
+        "a message of 16,000 parts": target.post(
+            "/v1/chat/completions", {"messages": [{**user, "content": [{"type": "text", "text": "a"}] * 16_000}]}
         ),
-        "60,000 messages": target.post("/v1/chat/completions", {"messages": [{**user, "content": "a"}] * 60_000}),
+        "16,000 messages": target.post("/v1/chat/completions", {"messages": [{**user, "content": "a"}] * 16_000}),
         "1,048,576 numbers for the template": target.post(
             "/v1/chat/completions",
             {"messages": [{**user, "content": "a"}], "chat_template_kwargs": {"a": [1] * MIB}, "max_tokens": 1},
@@ -166,7 +166,7 @@ def attacks(target: Target) -> dict[str, Attack]:
         "200 connections with a long head each": target.send_on_many(
             200, b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 3900 + b"\r\n"
         ),
-        "200 connections with 64 KiB of empty lists each": target.send_on_many(200, small + b"[]," * 21_000 + b"[]]"),
+        "200 connections with 16,000 empty lists each": target.send_on_many(200, small + b"[]," * 15_999 + b"[]]"),
         "a head of 3,900 headers": target.send(b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 3900 + b"\r\n"),
         "1,500 idle connections": target.hold_connections,
     }

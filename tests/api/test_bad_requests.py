@@ -193,7 +193,7 @@ def test_a_bad_chat_is_refused(server: Server, change: dict[str, Any], param: st
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"null", b"[" * 60_000, b"[" * 60_000 + b" " * 60_000,
+        b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"null", b"[" * 15_000, b"[" * 15_000 + b" " * 60_000,
         b'{"model": "a", "model"}',
     ],
 )  # fmt: skip

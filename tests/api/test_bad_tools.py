@@ -88,7 +88,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool(), tool()]}, "tools", "two tools of the name 'f'"),
     ({"tools": [tool(f"f{index}") for index in range(MAX_TOOLS + 1)]}, "tools", f"takes {MAX_TOOLS}"),
     ({"tools": [tool(description="x" * MAX_TOOLS_CHARS)]}, "tools", f"takes {MAX_TOOLS_CHARS}"),
-    ({"tools": [tool(parameters={"properties": {f"p{i}": {} for i in range(30_000)}})]}, "tools", "takes"),
+    ({"tools": [tool(parameters={"properties": {f"property {i:09}": {} for i in range(15_000)}})]}, "tools", "takes"),
     ({"tools": [tool(), {"type": "function", "function": {"name": "g", "x": 1}}]}, "tools[1].function.x", "not a"),
     ({"tools": F, "tool_choice": "any"}, "tool_choice", '"required" or {"type"'),
     ({"tools": F, "tool_choice": True}, "tool_choice", '"required" or {"type"'),

@@ -18,7 +18,15 @@ from hypothesis import strategies as st
 from service.api import json_body
 from service.api.auth import Access
 from service.api.errors import BodyTooLarge, QueueFull
-from service.api.json_body import MAX_CONTAINERS, MAX_STRINGS, MAX_VALUES, BodyBudget, JsonRoute, check_counts
+from service.api.json_body import (
+    MAX_CONTAINERS,
+    MAX_STRINGS,
+    MAX_VALUES,
+    BodyBudget,
+    JsonRoute,
+    check_counts,
+    check_inner_counts,
+)
 from service.api.metrics import Metrics
 from service.api.middleware import BodyRule, Door, Refusal
 from service.api.schemas import DetokenizeRequest
@@ -94,9 +102,24 @@ class TestCounts:
     def test_as_much_as_the_interface_offers_is_taken(self) -> None:
         check_counts(json.dumps({"tokens": [1] * (1 << 20)}).encode())
         check_counts(json.dumps({"prompt": '[{,\\"' * MIB}).encode())
-        assert MAX_CONTAINERS >= 1 << 16
+        check_counts(json.dumps({"input": [[index, index] for index in range(2048)]}).encode())
+        item = {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}] * 15, "stop": ["a"] * 32}
+        check_counts(json.dumps({"items": [item] * 256}).encode())
         assert MAX_STRINGS >= 4 * MAX_CONTAINERS
         assert MAX_VALUES > 1 << 20
+
+    def test_long_histories_are_taken(self) -> None:
+        """1,500 turns of a question with its parts, a call of a tool, what came of it and an answer."""
+        arguments = '{"a": [1, {"b": 2}]}'
+        called = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        turn: list[dict[str, Any]] = [
+            {"role": "user", "content": [{"type": "text", "text": "what?"}, {"type": "text", "text": "and this?"}]},
+            {"role": "assistant", "content": None, "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": "a", "content": "{}"},
+            {"role": "assistant", "content": "this"},
+        ]
+        check_counts(json.dumps({"messages": turn * 1500}).encode())
+        check_inner_counts([arguments] * 1500)
 
 
 def an_app(budget: BodyBudget, **limits: Any) -> FastAPI:
@@ -200,7 +223,7 @@ def test_a_large_body_that_is_wrong_is_told_as_a_small_one(server: Server, size:
         (b'{"prompt": ', "Expecting value"),
         (b'{"prompt": "\xff"}', "it is not in UTF-8"),
         (b'{"max_tokens": 1' + b"0" * 5000 + b"}", "a number has more than 4300 digits"),
-        (b'{"prompt": ' + b"[" * 30_000 + b"]" * 30_000 + b"}", "its lists and objects are nested too deeply"),
+        (b'{"prompt": ' + b"[" * 15_000 + b"]" * 15_000 + b"}", "its lists and objects are nested too deeply"),
     ],
     ids=["cut off", "not UTF-8", "long number", "deep"],
 )
