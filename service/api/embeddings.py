@@ -22,7 +22,7 @@ from service.api.json_body import JsonRoute
 from service.api.lengths import MAX_TEXT_CHARS
 from service.api.off_loop import off_loop
 from service.api.openapi import GENERATION_ERRORS
-from service.api.places import enter, leave, payer_of
+from service.api.places import enter, leave, most_sequences, payer_of
 from service.api.plans import Plan
 from service.api.prompts import Prompt, encoded
 from service.api.requestlog import note_job, notes_of
@@ -36,7 +36,8 @@ from service.text.stop_strings import StopAutomaton
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
-# So many inputs of a request run at a time, each in a place of the queue; the others come after them.
+# So many inputs of a request run at a time, fewer where its tenant may have fewer, each in a place of the queue; the
+# others come after them.
 MAX_AT_A_TIME = 64
 # Of an embedding's number as JSON, about so many characters of text are worth.
 _NUMBER_CHARS = 2
@@ -55,14 +56,15 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
     caller = caller_of(request)
     tenant, target = caller.tenant, resolve(services, caller, body.model, body.adapter_id)
     try:
-        places, payer = min(len(inputs), MAX_AT_A_TIME, services.gate.limit), payer_of(services, tenant, target.name)
+        places = min(len(inputs), MAX_AT_A_TIME, most_sequences(services, tenant))
+        payer = payer_of(services, tenant, target.name)
         enter(services, tenant, places, payer)
         # Held until the end: a request that has begun need not wait behind others.
         try:
             prompts = await until_disconnect(request, _prompts(services, ready, body, inputs))
             plans = [_plan(body, prompt) for prompt in prompts]
             charged(tenant, plans)
-            jobs = await _run(request, services, tenant, target, plans)
+            jobs = await _run(request, services, tenant, target, plans, places)
         finally:
             leave(services, tenant, places, payer)
         vectors = [vector for _, vectors in jobs for vector in vectors]
@@ -89,13 +91,13 @@ class _Group:
 
 
 async def _run(
-    request: Request, services: Services, tenant: Tenant, target: Target, plans: Sequence[Plan]
+    request: Request, services: Services, tenant: Tenant, target: Target, plans: Sequence[Plan], places: int
 ) -> list[tuple[Job, list[bytes]]]:
-    """The vectors of all sequences, some at a time."""
+    """The vectors of all sequences, as many at a time as there are places."""
     done: list[tuple[Job, list[bytes]]] = []
-    for start in range(0, len(plans), MAX_AT_A_TIME):
+    for start in range(0, len(plans), places):
         services.require_ready()
-        job = Job(services, _Group(tenant, target, list(plans[start : start + MAX_AT_A_TIME])))
+        job = Job(services, _Group(tenant, target, list(plans[start : start + places])))
         if done:
             notes_of(request).jobs.append(job)
         else:

@@ -409,6 +409,13 @@ class TestLimits:
         whole = keyed.ask("POST", "/v1/completions/batch", headers, json={"items": [body] * 3}).json()
         assert all("choices" in item for item in whole["items"])
 
+    def test_more_inputs_than_places_are_embedded_one_after_the_other(self, keyed: Keyed) -> None:
+        """It is no matter of waiting for other requests: there are none."""
+        headers = keyed.key("few-requests")
+        answer = keyed.ask("POST", "/v1/embeddings", headers, json={"input": ["a", "b", "c", "d", "e"]})
+        assert (answer.status_code, [one["index"] for one in answer.json()["data"]]) == (200, [0, 1, 2, 3, 4])
+        assert answer.headers["x-ratelimit-remaining-requests"] == "3"
+
     def test_tokens_per_minute(self, keyed: Keyed) -> None:
         headers = keyed.key("few-tokens")
         started = time.monotonic()
