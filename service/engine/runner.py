@@ -151,7 +151,7 @@ class ModelRunner:
     def capture(self, batch: StepBatch, sizes: StepSizes) -> None:
         """See `Runner.capture`."""
         num_replayed = self.captured.num_replayed
-        self.run(batch, sizes)
+        self._run_shared(batch, sizes)
         self.captured.num_replayed = num_replayed
 
     def padded(self, exact: StepSizes) -> StepSizes:
@@ -169,10 +169,16 @@ class ModelRunner:
         if self._padding is None or num_rows > self._padding.max_rows:
             self.captured.note_eager(sizes)
             return self._model.forward(batch, self._caches)
-        is_padded = self._padding.captured(sizes) == sizes
-        self.captured.run(batch, sizes, is_padded, lambda: self._forward(batch, sizes))
+        is_padded = self._run_shared(batch, sizes)
         # What is not padded is of a size that may not come again, and was not captured.
         return self._logits_of[sizes] if is_padded else self._logits_of.pop(sizes)
+
+    def _run_shared(self, batch: StepBatch, sizes: StepSizes) -> bool:
+        """With logits in the memory that all such steps share; whether the sizes are padded ones."""
+        assert self._padding is not None
+        is_padded = self._padding.captured(sizes) == sizes
+        self.captured.run(batch, sizes, is_padded, lambda: self._forward(batch, sizes))
+        return is_padded
 
     def run_with_hidden(self, batch: StepBatch, sizes: StepSizes) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Runner.run_with_hidden`."""

@@ -15,6 +15,7 @@ from service.api import adapters, auth, health, models, tokenize
 from service.api.errors import QueueFull
 from service.api.gate import Gate
 from service.api.metrics import Metrics
+from service.api.page_cache import PageCache
 from service.api.schemas import DetokenizeRequest, TokenizeRequest
 from service.api.state import Services
 from service.payer import PAYER
@@ -52,7 +53,7 @@ class Slow:
     def num_names(self) -> int:
         return 0
 
-    num_on_disk = num_names
+    num_on_disk = num_changes = num_names
 
 
 CALLS: dict[str, Callable[[Any], Any]] = {
@@ -80,6 +81,7 @@ def a_request(monkeypatch: pytest.MonkeyPatch, slow: Slow) -> tuple[Any, Service
         started_at_seconds=0,
         gate=Gate(NUM_PLACES),
         calls=Gate(NUM_PLACES),
+        pages=PageCache(),
     )
     for module in (adapters, auth, health, models, tokenize):
         monkeypatch.setattr(module, "services_of", lambda _request: parts)
