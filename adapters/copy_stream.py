@@ -67,7 +67,7 @@ class _Event:
 
 
 class DeviceStream:
-    """Of a GPU, or of an NPU, whose module of torch is called alike. Not timed on a GPU, not verified on an NPU."""
+    """Of a GPU, or of an NPU, whose module of torch is called alike. Not verified on an NPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)

@@ -3,7 +3,8 @@
 A trial runner has the model, its rows and tables as wide as they will be, but a KV cache of a few blocks: what a graph
 takes depends on a step's sizes alone. Its steps are captured and then let go, since graphs hold the addresses of the
 caches. Graphs share one pool of memory, and those that are captured first are the largest: of each kind of step the
-first may make the pool grow, and every graph takes something for its own nodes. Not run on a GPU or an NPU yet.
+first may make the pool grow, and every graph takes something for its own nodes. Not verified on
+an NPU.
 """
 
 from __future__ import annotations
