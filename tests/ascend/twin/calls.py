@@ -82,7 +82,7 @@ def runtime_calls(source: Source) -> list[Call]:
             if part is not node and isinstance(node, ast.Call) and _chain(node.func) == "getattr":
                 chain += f".{ast.literal_eval(node.args[1])}"
             name = chain.partition(".")[2] if chain.startswith(("torch_npu.", "torch.npu.")) else ""
-            if name and not _is_operator(name.removeprefix("ops.npu.")):
+            if name and not _is_operator(name.removeprefix("ops.npu.").partition(".")[0]):  # or an overload of one
                 assert around, f"{source.module}:{part.lineno} asks for {name} while it is imported"
                 found.append(Call(source.module, part.lineno, part.col_offset, name, _outermost(around)))
     return found

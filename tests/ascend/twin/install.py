@@ -61,14 +61,15 @@ def npu_path(*, float32_attention: bool = False) -> Iterator[Platform]:
 
     float32_attention  lift the rule that attention computes in 16 bits, which the service itself keeps too
     """
+    from kernels.paged_attention import npu
+
     platform = npu_platform()
     with contextlib.ExitStack() as stack:
+        npu._kept.cache_clear()  # a workspace is asked for once for each size
         # What the probe has found out under one set of rules does not hold under another.
         choose._probe_here.cache_clear()
         stack.callback(choose._probe_here.cache_clear)
         if float32_attention:
-            from kernels.paged_attention import npu
-
             stack.enter_context(stand_ins.float32_attention())
             stack.enter_context(mock.patch.object(npu, "_DTYPES", stand_ins.FLOATS))
         stack.enter_context(installed(platform, "cpu"))
