@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,6 +28,11 @@ from service.engine.token_rules import TokenRules
 from service.grammars.matching import GrammarError, TokenTable, compile_grammar, error_of
 
 MAX_COMPILED = 32
+# Of processor time, for one sequence's grammar. Usual ones take a fifth of the first or less, and some ms for a mask
+# whose lexer's states are new; all sequences wait for the one thread that makes masks.
+SECONDS_A_TOKEN = 0.5e-3
+MAX_SECONDS_BEHIND = 50e-3
+TOO_COSTLY = "it takes too much processor time to follow; simplify it, so that a text can be read in fewer ways"
 NOTHING_LEFT = "allowed_token_ids and bad_words leave no token of those that it allows"
 NO_GRAMMARS = "This engine was started without the tokens that grammars need; leave the constraint out."
 
@@ -49,7 +55,8 @@ def has_constraint(sampling: Sampling) -> bool:
 class Constraint:
     """What a sequence's tokens may be: its place in its grammar, and its lists of tokens.
 
-    error  why its grammar cannot be followed any further; empty while it can be
+    error  why its grammar cannot be followed any further; empty while it can be: not allowed by the grammar, over the
+           library's bounds, or more than MAX_SECONDS_BEHIND of processor time beyond SECONDS_A_TOKEN for each token
     """
 
     def __init__(
@@ -61,13 +68,17 @@ class Constraint:
         grammar: str | None = None,
         matcher: Any = None,
         eos_token_ids: Sequence[int] = (),
+        clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """stop_ids       tokens that end the sequence
         matcher        of the grammar, at its beginning, which nobody else has; None without a grammar
         eos_token_ids  what ends an answer that the grammar allows to end; lists of tokens do not forbid it
+        clock          seconds of processor time of the thread that calls: a loaded machine ends nobody's answer
         """
         self.grammar = grammar
         self._matcher = matcher
+        self._clock = clock
+        self._seconds_behind = 0.0
         self._num_min = sampling.min_tokens
         ends = frozenset(eos_token_ids)
         self._early_bar = _bar(stop_ids | ends, vocab_size) if sampling.min_tokens else None
@@ -86,7 +97,12 @@ class Constraint:
     def consume(self, token: int) -> None:
         """The sequence's next token."""
         self._output.append(token)
-        if self._matcher is not None and not self._matcher.consume_token(token):
+        if self._matcher is None:
+            return
+        started = self._clock()
+        is_allowed = self._matcher.consume_token(token)
+        self._seconds_behind += self._clock() - started
+        if not is_allowed:
             self.error = error_of(self._matcher)
 
     def fill(self, mask: np.ndarray) -> None:
@@ -96,9 +112,8 @@ class Constraint:
         """
         mask[:] = -1
         if self._matcher is not None:
-            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-            if self._matcher.is_error():
-                self.error = error_of(self._matcher)
+            self._fill_from_grammar(mask)
+            if self.error:
                 mask[:] = -1
                 return
         bar = self._early_bar if len(self._output) < self._num_min else self._late_bar
@@ -111,6 +126,15 @@ class Constraint:
             if not mask.any():
                 self.error = NOTHING_LEFT
                 mask[:] = -1
+
+    def _fill_from_grammar(self, mask: np.ndarray) -> None:
+        started = self._clock()
+        self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+        self._seconds_behind = max(0.0, self._seconds_behind + self._clock() - started - SECONDS_A_TOKEN)
+        if self._matcher.is_error():
+            self.error = error_of(self._matcher)
+        elif self._seconds_behind > MAX_SECONDS_BEHIND:
+            self.error = TOO_COSTLY
 
 
 def _bar(tokens: frozenset[int], vocab_size: int) -> np.ndarray:

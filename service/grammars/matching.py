@@ -20,9 +20,18 @@ from service.text.tokenizer import TextError, TextTokenizer
 
 # Private use: no text of a grammar has these, so no text is taken for a special token.
 _HIDDEN = "\U000f0000{}\U000f0001"
-# The library's own, but for what an error shows, and for the lexer's states, which take half a kilobyte each and are
-# kept with a compiled grammar.
-_LIMITS = llguidance.LLParserLimits(max_lexer_states=30_000, verbose_errors=False)
+# The library's own, but for what an error shows; for the lexer's states, which take half a kilobyte each and are kept
+# with a compiled grammar; and for the items of a mask, where what an ambiguous grammar costs grows with their cube: the
+# library's 50,000 are seconds of it, while a schema of some hundred optional properties needs two thousand.
+MAX_ITEMS_OF_A_MASK = 10_000
+_LIMITS = llguidance.LLParserLimits(max_lexer_states=30_000, step_max_items=MAX_ITEMS_OF_A_MASK, verbose_errors=False)
+# How the library's errors name the items of a mask, and those of one place in the text.
+_ITEMS_ERROR = re.compile(r"Too many items|Current row has \d+ items")
+TOO_AMBIGUOUS = (
+    "it is too ambiguous: there are too many ways to read the same text, or to go on from it; let rules repeat by `*` "
+    "or `+` in place of naming themselves, write texts as one terminal or regular expression, and offer fewer "
+    "alternatives at one place"
+)
 _MAX_ERROR_CHARS = 500
 
 
@@ -79,6 +88,8 @@ def compile_grammar(table: TokenTable, grammar: str) -> llguidance.LLMatcher:
 
 def error_of(matcher: llguidance.LLMatcher) -> str:
     """What is wrong with a matcher that cannot go on, in one line; empty for one that can."""
+    if _ITEMS_ERROR.search(matcher.get_error()):
+        return TOO_AMBIGUOUS
     # Without the line of the grammar, which its sender has, and without the names that special tokens have here.
     said = re.split(r"\n *\d+ \| |<non-verbose/>|; following special tokens", matcher.get_error())[0]
     message = " ".join(said.split())[:_MAX_ERROR_CHARS].rstrip(" .")

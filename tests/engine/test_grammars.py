@@ -4,17 +4,36 @@ choice, whatever else runs, waits, is preempted or goes away. Token t is the cha
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from examples.train_base import BASE_DIR
-from service.engine.grammars import MAX_COMPILED, Grammars
-from service.grammars.matching import TokenTable
-from tests.support.engine_mock import EOS, VOCAB, MockEngine, adapter_number, expected_tokens, make_mock_engine
+from service.engine.grammars import (
+    MAX_COMPILED,
+    MAX_SECONDS_BEHIND,
+    SECONDS_A_TOKEN,
+    TOO_COSTLY,
+    Constraint,
+    Grammars,
+)
+from service.engine.messages import Sampling
+from service.grammars.matching import TOO_AMBIGUOUS, TokenTable, compile_grammar
+from tests.support.engine_mock import (
+    EOS,
+    VOCAB,
+    MockEngine,
+    adapter_number,
+    expected_tokens,
+    make_mock_engine,
+    mock_tokens,
+)
 from tests.support.engine_mock import next_logits as logits_after
 
 PROMPT = (1, 2, 3)
@@ -193,8 +212,52 @@ def test_a_grammar_that_goes_wrong_later_is_answered_then(mock: MockEngine) -> N
     assert mock.output["good"] == best(["abcdefgh"] * 9)
 
 
-def test_a_lexer_that_is_full_is_no_fault_of_the_next(mock: MockEngine) -> None:
-    """Copies of a compiled grammar share its lexer's states, of which there may be so many."""
+AMBIGUOUS = {
+    "threes and twos": 's: s s s | s s | "a" | "b"',
+    "around": 's: x s x | x s | s x | x\nx: "a" | "a" x | x "a"',
+}
+
+
+@pytest.mark.parametrize("rules", AMBIGUOUS.values(), ids=AMBIGUOUS.keys())
+def test_an_ambiguous_grammar_ends_its_own_answer(mock: MockEngine, rules: str) -> None:
+    """By its processor time or by its items, whichever comes first on this machine; both are the client's fault."""
+    mock.submit("bad", max_tokens=240, ignore_eos=True, grammar=lark(f"start: s\n{rules}"))
+    mock.submit("good", max_tokens=9, grammar=regex("[a-h]{9}"))
+    mock.settle()
+    assert (mock.finished["bad"].reason, mock.finished["bad"].client_fault) == ("error", True)
+    assert any(reason in (mock.finished["bad"].error or "") for reason in (TOO_COSTLY, TOO_AMBIGUOUS))
+    assert mock.output["good"] == best(["abcdefgh"] * 9)
+
+
+@pytest.mark.parametrize(
+    ("seconds_a_call", "num_tokens", "error"),
+    [(SECONDS_A_TOKEN / 2, 999, ""), (SECONDS_A_TOKEN * 1.1, 84, TOO_COSTLY), (MAX_SECONDS_BEHIND, 1, TOO_COSTLY)],
+)
+def test_a_sequence_may_not_fall_behind_in_processor_time(seconds_a_call: float, num_tokens: int, error: str) -> None:
+    """A token takes a call that follows it and one that makes the mask of the next."""
+    calls = count()
+    constraint = Constraint(
+        Sampling(max_tokens=1000),
+        frozenset(),
+        VOCAB,
+        matcher=compile_grammar(mock_tokens(), lark('start: "a"*')),
+        # Two readings of the clock are a call.
+        clock=lambda: (next(calls) + 1) // 2 * seconds_a_call,
+    )
+    mask = np.zeros(-(-VOCAB // 32), np.int32)
+    num_followed = 0
+    constraint.fill(mask)
+    while not constraint.error and num_followed < 999:
+        constraint.consume(*ids("a"))
+        constraint.fill(mask)
+        num_followed += 1
+    assert (num_followed, constraint.error) == (num_tokens, error)
+
+
+def test_a_lexer_that_is_full_is_no_fault_of_the_next(mock: MockEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of a compiled grammar share its lexer's states, of which there may be so many. Their making takes long:
+    without its bound, the processor time ends some of them before."""
+    monkeypatch.setattr("service.engine.grammars.MAX_SECONDS_BEHIND", math.inf)
     full = regex("|".join(f"[a-p]*{char}[a-p]{{200}}{char}" for char in "abcdefghijklmnop"))
     sampling: dict[str, Any] = {"max_tokens": 240, "temperature": 2.0, "ignore_eos": True, "grammar": full}
     names = [f"r{number}" for number in range(8)]
