@@ -20,6 +20,8 @@ from service.text.template_values import HidingEnvironment, unwrapped
 _MAX_REPEATED_ITEMS = 1_000_000
 _MAX_REPLACED_ITEMS = 1 << 30
 _WIDE_FORMAT = re.compile(r"\d{5,}|\*")
+# Of the colons before a brace the last: from each of them to the brace would be quadratic.
+_WIDE_FIELD = re.compile(r"\d{5,}|:[^{}:]*\{")
 _PADDING_METHODS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
 
 
@@ -57,7 +59,7 @@ class _Environment(HidingEnvironment):
     def wrap_str_format(self, value: Any) -> Any:
         wrapped = super().wrap_str_format(value)
         # A width may be a number, or come from an argument: "{:>{}}".
-        if wrapped is not None and re.search(r"\d{5,}|:[^{}]*\{", value.__self__):
+        if wrapped is not None and _WIDE_FIELD.search(value.__self__):
             raise jinja2.exceptions.SecurityError("the template formats a text too wide")
         return wrapped
 

@@ -352,6 +352,27 @@ def test_the_chat_template_tells_the_format(source: str, name: str | None) -> No
     assert (None if found is None else found.name) == name
 
 
+class Searched(str):
+    """A template that counts how often it is searched for a mark; each such search goes through it once."""
+
+    num_searches = 0
+
+    def __contains__(self, mark: object) -> bool:
+        self.num_searches += 1
+        return super().__contains__(mark)  # type: ignore[operator]
+
+    def find(self, *arguments: Any) -> int:
+        self.num_searches += 1
+        return super().find(*arguments)
+
+
+@pytest.mark.parametrize("num_marks", [1, 100_000])
+def test_a_template_is_searched_a_few_times_however_often_it_repeats_a_mark(num_marks: int) -> None:
+    source = Searched("{# tools " + "<function=" * num_marks + " #}")
+    assert format_of_template(source) is None
+    assert source.num_searches == 8
+
+
 def test_ids_of_calls_differ_and_are_what_templates_want() -> None:
     for form in FORMATS.values():
         assert form.new_id() != form.new_id()

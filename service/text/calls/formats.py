@@ -17,7 +17,8 @@ class CallFormat:
     """One format.
 
     name        as the setting `tool_parser` calls it
-    hints       what a chat template holds that speaks it, as a regular expression
+    is_shown    whether a chat template shows it to its model. Templates come with uploads of up to 1 MiB and are asked
+                under Python's lock, so that it must take time in proportion to them
     marks       what marks calls; where one is a special token, it must be seen in the text
     parser      from the tools, and whether calls are given out in pieces, to a parser of one answer
     separators  characters that mean nothing between two calls, besides blanks
@@ -25,43 +26,54 @@ class CallFormat:
     """
 
     name: str
-    hints: re.Pattern[str]
+    is_shown: Callable[[str], bool]
     marks: tuple[str, ...]
     parser: Callable[[Tools, bool], CallParser]
     separators: str = ""
     new_id: Callable[[], str] = lambda: f"call_{secrets.token_hex(12)}"
 
 
+def _holds(*marks: str) -> Callable[[str], bool]:
+    return lambda source: any(mark in source for mark in marks)
+
+
+def _holds_parameters(source: str) -> bool:
+    """`<parameter=` somewhere behind the first `<function=`."""
+    at = source.find(xml_spelling.FUNCTION)
+    return at >= 0 and source.find(xml_spelling.PARAMETER, at) >= 0
+
+
 def _nine_alphanumerics() -> str:
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
+_IPYTHON = re.compile(r"\bipython\b")
 # In the order in which a template is asked: some of the later ones quote the marks of earlier ones as examples.
 _FORMATS = (
-    CallFormat("lfm2", re.compile(r"<\|tool_(?:call|list)_start\|>"), (lfm2.START, lfm2.END), lfm2.Lfm2Parser),
+    CallFormat("lfm2", _holds(lfm2.START, "<|tool_list_start|>"), (lfm2.START, lfm2.END), lfm2.Lfm2Parser),
     CallFormat(
         "mistral",
-        re.compile(r"\[(?:TOOL_CALLS|AVAILABLE_TOOLS)\]"),
+        _holds(mistral.START, "[AVAILABLE_TOOLS]"),
         (mistral.START, mistral.CALL_ID, mistral.ARGS),
         mistral.MistralParser,
         new_id=_nine_alphanumerics,
     ),
     CallFormat(
         "qwen3_coder",
-        re.compile(r"<function=.*<parameter=", re.DOTALL),
+        _holds_parameters,
         (xml_spelling.START, xml_spelling.END),
         qwen3_coder.Qwen3CoderParser,
     ),
     # Not what others write between the same marks.
     CallFormat(
         "hermes",
-        re.compile(r"\A(?!.*<function=).*<tool_call>", re.DOTALL),
+        lambda source: hermes.START in source and xml_spelling.FUNCTION not in source,
         (hermes.START, hermes.END),
         hermes.HermesParser,
     ),
     CallFormat(
         "llama3_json",
-        re.compile(r"<\|python_tag\|>|\bipython\b"),
+        lambda source: llama3.TAG in source or _IPYTHON.search(source) is not None,
         (llama3.TAG,),
         llama3.Llama3Parser,
         separators=";",
@@ -72,4 +84,4 @@ FORMATS = {one.name: one for one in _FORMATS}
 
 def format_of_template(source: str) -> CallFormat | None:
     """The format that a chat template shows to its model, None if it shows none of those that there are."""
-    return next((one for one in _FORMATS if one.hints.search(source)), None)
+    return next((one for one in _FORMATS if one.is_shown(source)), None)
