@@ -3,47 +3,38 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 
 from adapters.errors import StagingFull
+from adapters.shares import Shares
 
 
 class StagingBytes:
-    """Counts them; thread-safe. No owner has more than half.
+    """Counts them; thread-safe. They are divided among owners as `Shares` are.
 
-    limit_bytes  of all uploads together
+    limit_bytes  of all uploads together, half of it of one owner; small ones get in beyond it, up to a quarter more
     """
 
     def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
         self._lock = threading.Lock()
-        self._held: Counter[str] = Counter()
+        self._shares = Shares(limit_bytes // 2, small=limit_bytes // 256)
 
     @property
     def num_bytes(self) -> int:
         """What is held now."""
         with self._lock:
-            return self._held.total()
+            return self._shares.num_held
 
     def take(self, owner: str, num_bytes: int) -> None:
-        """Before so many are written. StagingFull if they do not fit beside what is there."""
+        """Before so many are written. StagingFull if the owner may not have so many more."""
         with self._lock:
-            if self._held[owner] + num_bytes > self.limit_bytes // 2:
+            if not self._shares.take(owner, num_bytes):
                 raise StagingFull(
-                    f"Your uploads that are not finished hold {self._held[owner]} of the {self.limit_bytes // 2} bytes "
-                    "that they may; upload again when they are done."
+                    f"The uploads that are not finished hold {self._shares.num_held} bytes, of which yours hold "
+                    f"{self._shares.held_by(owner)}; a client gets as much as it leaves free for others, at most "
+                    f"{self._shares.most_of_one}; upload again when they are done."
                 )
-            if self._held.total() + num_bytes > self.limit_bytes:
-                raise StagingFull(
-                    f"The uploads that are not finished hold the {self.limit_bytes} bytes that this server has for "
-                    "them; upload again later."
-                )
-            self._held[owner] += num_bytes
 
     def give_back(self, owner: str, num_bytes: int) -> None:
         """They are removed, or an adapter's now."""
         with self._lock:
-            self._held[owner] -= num_bytes
-            assert self._held[owner] >= 0, "more bytes were given back than taken"
-            if not self._held[owner]:
-                del self._held[owner]
+            self._shares.give_back(owner, num_bytes)

@@ -43,7 +43,7 @@ from service.api import (
 from service.api.auth import Access
 from service.api.errors import HANDLED, BadRequest, UnknownRoute, WrongMethod, quoted
 from service.api.generated_answers import ChatChunk
-from service.api.json_body import BodyBudget
+from service.api.json_body import ALWAYS_BYTES, BodyBudget
 from service.api.metrics import Metrics
 from service.api.middleware import METHODS, BodyRule, Door, Refusal
 from service.api.openapi import finish
@@ -110,7 +110,7 @@ def create_app(settings: Settings, engine: EngineClient | Engines | None = None)
     _add_error_handlers(app)
     access = Access(services.tenants, settings.open_paths)
     buffered_bytes = int(settings.max_buffered_bytes)
-    budget = BodyBudget(buffered_bytes, max(buffered_bytes // 2, int(settings.max_body_bytes)))
+    budget = BodyBudget(max(buffered_bytes // 2, int(settings.max_body_bytes)), ALWAYS_BYTES)
     app.add_middleware(Door, access=access, metrics=services.metrics, body_rule=_body_rule(settings), budget=budget)
     if settings.cors_origins:
         _allow_pages(app, settings.cors_origins)

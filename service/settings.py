@@ -168,7 +168,10 @@ class Settings(BaseSettings):
     host_tier_bytes: Size = Field(ByteSize(512 * MIB), description="adapters held in host memory")
 
     max_queued_requests: int = Field(
-        512, ge=1, description="sequences that may wait or run at the same time; beyond it requests get 429"
+        512,
+        ge=1,
+        description="sequences of a client that may wait or run at the same time, of several as many as each "
+        "leaves free of twice as many; beyond it requests get 429",
     )
     max_connections: int = Field(
         1024,
@@ -184,7 +187,9 @@ class Settings(BaseSettings):
     max_choices: int = Field(16, ge=1, description="largest `n` of a request")
     max_body_bytes: Size = Field(ByteSize(16 * MIB), description="largest JSON request body")
     max_buffered_bytes: Size = Field(
-        ByteSize(64 * MIB), description="all JSON request bodies that are being read; beyond it requests get 429"
+        ByteSize(64 * MIB),
+        description="JSON request bodies that are being read, of one client half of it and of several as much as each "
+        "leaves free; beyond it requests get 429, but for small ones",
     )
     max_upload_bytes: Size = Field(ByteSize(2048 * MIB), description="largest adapter upload, packed and unpacked")
     max_versions: int = Field(
@@ -194,12 +199,16 @@ class Settings(BaseSettings):
         ByteSize(1024 * MIB), description="older versions that are kept of one adapter, together; the oldest go first"
     )
     max_uploads: int = Field(
-        16, ge=1, le=64, description="uploads at a time, of one client half of them; beyond it they get 429"
+        16,
+        ge=1,
+        le=64,
+        description="uploads at a time, of one client half of them and of several as many as each leaves free, one at "
+        "least; beyond it they get 429",
     )
     max_staging_bytes: Size | None = Field(
         None,
-        description="what uploads that are not finished may hold on the disk together, one client half of it; beyond "
-        "it they get 429; default: eight times max-upload-bytes",
+        description="what uploads that are not finished may hold on the disk together, one client half of it and "
+        "several as much as each leaves free; beyond it they get 429; default: eight times max-upload-bytes",
     )
     min_free_disk_bytes: Size = Field(
         ByteSize(256 * MIB), description="uploads that would leave less than this free on the disk get 507"

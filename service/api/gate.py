@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from adapters.shares import Shares
 from service.api.errors import QueueFull
 from service.payer import PAYER
 
@@ -12,37 +13,31 @@ from service.payer import PAYER
 class Gate:
     """Counts the sequences, or calls, that wait or run, so that a full queue answers at once instead of growing.
 
-    One payer alone may take all `limit` places. That keeps nobody out: a payer that has less than its part, `limit` by
-    the number of those that hold places, gets in beyond the limit, up to twice the limit in all.
+    One payer alone may take all `limit` places. That keeps nobody out: see `Shares`; all together have at most twice
+    the limit.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.num_open = 0
-        self._held: dict[str, int] = {}  # by payer; none holds 0
+        self._shares = Shares(limit)
+
+    @property
+    def num_open(self) -> int:
+        """Places that are taken."""
+        return self._shares.num_held
 
     def enter(self, num_sequences: int, payer: str = "") -> None:
         """Take places. QueueFull if the payer may not have all of them."""
-        held = self._held.get(payer, 0)
-        part = self.limit // (len(self._held) + (held == 0))
-        most = self.limit if held + num_sequences > part else 2 * self.limit
-        if self.num_open + num_sequences > most:
+        if not self._shares.take(payer, num_sequences):
             raise QueueFull(
                 f"{self.num_open} of {self.limit} places are taken and this request needs {num_sequences}; "
                 "send it again later, or fewer at a time.",
                 headers={"Retry-After": "1"},
             )
-        self.num_open += num_sequences
-        if num_sequences:
-            self._held[payer] = held + num_sequences
 
     def leave(self, num_sequences: int, payer: str = "") -> None:
         """Give a payer's places back."""
-        self.num_open -= num_sequences
-        held = self._held.pop(payer, 0) - num_sequences
-        assert held >= 0, "more places were given back than taken"
-        if held:
-            self._held[payer] = held
+        self._shares.give_back(payer, num_sequences)
 
     @contextmanager
     def places(self, num_places: int = 1) -> Iterator[None]:

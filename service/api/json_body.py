@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
+from adapters.shares import Shares
 from service.api.errors import BodyTooLarge, QueueFull
 from service.api.threads import in_turn
 from service.api.validation import bad_request
@@ -34,42 +34,40 @@ MAX_VALUES = (1 << 20) + (1 << 16)
 _WINDOW_BYTES = 1 << 18
 _INSIDE_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _QUOTE, _BACKSLASH = b'"'[0], b"\\"[0]
+# A payer may have so much of its bodies read whatever others hold. Payers have connections, which bounds their number.
+ALWAYS_BYTES = 1 << 16
 # One after the other, since parsed they take many times their size.
 _large_bodies = FairPool(1, "large-body")
 
 
 class BodyBudget:
-    """The bytes of all bodies that are in memory and not yet parsed.
+    """The bytes of all bodies that are in memory and not yet parsed, divided as `Shares` are.
 
-    most_of_one_bytes  of one payer; None for all
+    most_of_one_bytes  of one payer alone; all together hold twice as much, and as much again of small ones
+    always_bytes       what each payer may hold whatever others do
     """
 
-    def __init__(self, limit_bytes: int, most_of_one_bytes: int | None = None) -> None:
-        self.limit_bytes = limit_bytes
-        self._most_of_one_bytes = limit_bytes if most_of_one_bytes is None else most_of_one_bytes
-        self._held: Counter[str] = Counter()
+    def __init__(self, most_of_one_bytes: int, always_bytes: int = 0) -> None:
+        self._shares = Shares(most_of_one_bytes, small=most_of_one_bytes // 32, always=always_bytes)
 
     @property
     def num_bytes(self) -> int:
         """What is held now."""
-        return self._held.total()
+        return self._shares.num_held
 
     def take(self, payer: str, num_bytes: int) -> None:
-        """QueueFull if there is not room for so many more."""
-        if self.num_bytes + num_bytes > self.limit_bytes or self._held[payer] + num_bytes > self._most_of_one_bytes:
+        """QueueFull if the payer may not have so many more."""
+        if not self._shares.take(payer, num_bytes):
             raise QueueFull(
-                f"The requests that are being read fill the {self.limit_bytes} bytes that this server has for them, of "
-                f"which one client gets {self._most_of_one_bytes}; send this one again later.",
+                f"The requests that are being read hold {self.num_bytes} bytes, of which you have "
+                f"{self._shares.held_by(payer)}; a client gets as much as it leaves free for others, at most "
+                f"{self._shares.most_of_one}; send this one again later.",
                 headers={"Retry-After": "1"},
             )
-        self._held[payer] += num_bytes
 
     def give_back(self, payer: str, num_bytes: int) -> None:
         """They are parsed, or thrown away."""
-        self._held[payer] -= num_bytes
-        assert self._held[payer] >= 0, "more bytes were given back than taken"
-        if not self._held[payer]:
-            del self._held[payer]
+        self._shares.give_back(payer, num_bytes)
 
 
 class JsonRoute(APIRoute):

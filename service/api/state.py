@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from fastapi import Request
 from adapters.layout import BaseLayout
 from adapters.paths import layout_fingerprint
 from adapters.records import AdapterRecord
+from adapters.shares import Shares
 from adapters.store import AdapterStore
 from service.api.adapter_metrics import VersionOf
 from service.api.engine import Engine
@@ -81,7 +81,7 @@ class Services:
     calls: Gate = field(init=False)
     _template_turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _loop: asyncio.AbstractEventLoop | None = None
-    _uploads: Counter[str] = field(default_factory=Counter)  # by payer
+    _uploads: Shares = field(init=False)
     _no_uploads: asyncio.Event = field(default_factory=asyncio.Event)
     # What `on_loop` was asked for before there was a loop.
     _before_loop: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
@@ -91,6 +91,7 @@ class Services:
         self.gate = Gate(self.settings.max_queued_requests)
         self.base_digest = layout_fingerprint(self.layout)
         self.calls = Gate(self.settings.max_queued_requests)
+        self._uploads = Shares(max(1, self.settings.max_uploads // 2), small=1)
         self._no_uploads.set()
         self.metrics.by_adapter.version_of = self._version_of
 
@@ -118,24 +119,21 @@ class Services:
     @contextmanager
     def uploading(self) -> Iterator[None]:
         """An adapter is on its way into the store: a server that shuts down waits for it, see `uploads_end`. QueueFull
-        if there are as many already as may be, of all payers or of this one."""
-        payer, most = PAYER.get(), self.settings.max_uploads
-        most_of_one = max(1, most // 2)
-        if self._uploads.total() >= most or self._uploads[payer] >= most_of_one:
+        if this payer may have no more now."""
+        payer = PAYER.get()
+        if not self._uploads.take(payer, 1):
             raise QueueFull(
-                f"This server takes {most} uploads at a time, {most_of_one} of one client, and has as many; upload "
-                "again when they are done.",
+                f"{self._uploads.num_held} uploads are on their way, {self._uploads.held_by(payer)} of them yours; a "
+                f"client gets as many as it leaves free for others, at most {self._uploads.most_of_one}; upload again "
+                "when they are done.",
                 headers={"Retry-After": "5"},
             )
-        self._uploads[payer] += 1
         self._no_uploads.clear()
         try:
             yield
         finally:
-            self._uploads[payer] -= 1
-            if not self._uploads[payer]:
-                del self._uploads[payer]
-            if not self._uploads:
+            self._uploads.give_back(payer, 1)
+            if not self._uploads.num_held:
                 self._no_uploads.set()
 
     async def uploads_end(self, limit_seconds: float) -> None:

@@ -18,6 +18,7 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from adapters.names import Visibility
+from adapters.shares import NUM_SMALL
 from adapters.store import Part, Upload
 from service.api.errors import BadRequest
 from service.tenants.keys_file import TENANT
@@ -29,9 +30,9 @@ _TEXT_PARTS = {"name": 1024, "note": 4096, "visibility": 16, "shared_with": 4096
 _FEED_BYTES = 1 << 20
 MAX_SILENCE_SECONDS = 60.0
 
-# One for each upload that may be open (`--max-uploads`): whatever one of them is checked for, no other waits for its
-# thread.
-MAX_THREADS = 64
+# One for each upload that may be open (`--max-uploads`, up to 64, and one of each of NUM_SMALL payers beyond them):
+# whatever one of them is checked for, no other waits for its thread.
+MAX_THREADS = 64 + NUM_SMALL
 
 _Result = TypeVar("_Result")
 _threads = ThreadPoolExecutor(max_workers=MAX_THREADS, thread_name_prefix="upload")
