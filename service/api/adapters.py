@@ -75,11 +75,11 @@ async def take_upload(
     caller_of(request).tenant.take_upload()
     # The announced bytes include the multipart framing, so the store's own limit is left to its running count.
     announced = int(request.headers.get("content-length", 0))
-    with services.uploading(), ExitStack() as held:
+    with services.uploading() as place, ExitStack() as held:
         declared = min(announced, store.limits.max_upload_bytes)
         upload = await in_upload_thread(store.begin, declared_bytes=declared, owner=PAYER.get())
         try:
-            sent = await receive_upload(request, namespace.place, upload)
+            sent = await receive_upload(request, namespace.place, upload, place)
             if query.probe:
                 services.require_ready()
                 lease = await in_upload_thread(upload.hold)

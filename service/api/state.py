@@ -15,15 +15,15 @@ from fastapi import Request
 from adapters.layout import BaseLayout
 from adapters.paths import layout_fingerprint
 from adapters.records import AdapterRecord
-from adapters.shares import Shares
 from adapters.store import AdapterStore
 from service.api.adapter_metrics import VersionOf
 from service.api.engine import Engine
-from service.api.errors import NotReady, QueueFull
+from service.api.errors import NotReady
 from service.api.gate import Gate
 from service.api.metrics import Metrics
 from service.api.page_cache import PageCache
 from service.api.sampling import SamplingDefaults
+from service.api.upload_places import UploadPlace, UploadPlaces
 from service.engine.messages import Ready
 from service.grammars.trial import GrammarTrial
 from service.payer import PAYER
@@ -81,7 +81,7 @@ class Services:
     calls: Gate = field(init=False)
     _template_turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _loop: asyncio.AbstractEventLoop | None = None
-    _uploads: Shares = field(init=False)
+    _uploads: UploadPlaces = field(init=False)
     _no_uploads: asyncio.Event = field(default_factory=asyncio.Event)
     # What `on_loop` was asked for before there was a loop.
     _before_loop: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
@@ -91,7 +91,7 @@ class Services:
         self.gate = Gate(self.settings.max_queued_requests)
         self.base_digest = layout_fingerprint(self.layout)
         self.calls = Gate(self.settings.max_queued_requests)
-        self._uploads = Shares(max(1, self.settings.max_uploads // 2), small=1)
+        self._uploads = UploadPlaces(self.settings.max_uploads)
         self._no_uploads.set()
         self.metrics.by_adapter.version_of = self._version_of
 
@@ -117,24 +117,16 @@ class Services:
         return turn
 
     @contextmanager
-    def uploading(self) -> Iterator[None]:
+    def uploading(self) -> Iterator[UploadPlace]:
         """An adapter is on its way into the store: a server that shuts down waits for it, see `uploads_end`. QueueFull
         if this payer may have no more now."""
-        payer = PAYER.get()
-        if not self._uploads.take(payer, 1):
-            raise QueueFull(
-                f"{self._uploads.num_held} uploads are on their way, {self._uploads.held_by(payer)} of them yours; a "
-                f"client gets as many as it leaves free for others, at most {self._uploads.most_of_one}; upload again "
-                "when they are done.",
-                headers={"Retry-After": "5"},
-            )
-        self._no_uploads.clear()
-        try:
-            yield
-        finally:
-            self._uploads.give_back(payer, 1)
-            if not self._uploads.num_held:
-                self._no_uploads.set()
+        with self._uploads.place() as place:
+            self._no_uploads.clear()
+            try:
+                yield place
+            finally:
+                if self._uploads.num_open == 1:
+                    self._no_uploads.set()
 
     async def uploads_end(self, limit_seconds: float) -> None:
         """Return when no adapter is on its way any more, at the latest after the limit."""

@@ -21,6 +21,7 @@ from adapters.names import Visibility
 from adapters.shares import NUM_SMALL
 from adapters.store import Part, Upload
 from service.api.errors import BadRequest
+from service.api.upload_places import UploadPlace
 from service.tenants.keys_file import TENANT
 
 VISIBILITIES: tuple[str, ...] = get_args(Visibility)
@@ -195,20 +196,24 @@ async def in_upload_thread(work: Callable[..., _Result], *arguments: Any, **name
     return await asyncio.get_running_loop().run_in_executor(_threads, partial(here.run, work, *arguments, **named))
 
 
-async def _chunks(request: Request) -> AsyncIterator[bytes]:
+async def _chunks(request: Request, place: UploadPlace) -> AsyncIterator[bytes]:
     """The body, as it comes. BadRequest when nothing has come for too long: a client that lost its network says
-    nothing, and its bytes would stay in the store's staging directory."""
+    nothing, and its bytes would stay in the store's staging directory. QueueFull when its place is taken back."""
     stream = aiter(request.stream())
     while True:
         try:
-            async with asyncio.timeout(MAX_SILENCE_SECONDS):
-                chunk = await anext(stream)
+            async with asyncio.timeout(MAX_SILENCE_SECONDS) as timeout:
+                with place.waiting(timeout):
+                    chunk = await anext(stream)
         except StopAsyncIteration:
             return
         except TimeoutError:
+            place.check()
             raise BadRequest(
                 f"Nothing of the upload has come for {MAX_SILENCE_SECONDS:g} seconds; send it again."
             ) from None
+        place.came(len(chunk))
+        place.check()
         yield chunk
 
 
@@ -222,16 +227,18 @@ class UploadQuery(BaseModel, extra="forbid"):
     )
 
 
-async def receive_upload(request: Request, check_name: Callable[[str], object], upload: Upload) -> Sent:
-    """Read the request's body into `upload`; its text parts. Raises BadRequest, what `check_name` raises, and the
-    errors of the store."""
+async def receive_upload(
+    request: Request, check_name: Callable[[str], object], upload: Upload, place: UploadPlace
+) -> Sent:
+    """Read the request's body into `upload`; its text parts. Raises BadRequest, QueueFull when its place is taken back,
+    what `check_name` raises, and the errors of the store."""
     kind, options = parse_options_header(request.headers.get("content-type"))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise BadRequest("Send the adapter as multipart/form-data, for example with curl -F.")
     parts = MultipartUpload(check_name, upload, options[b"boundary"])
     try:
         waiting = bytearray()
-        async for chunk in _chunks(request):
+        async for chunk in _chunks(request, place):
             waiting += chunk
             if len(waiting) >= _FEED_BYTES:
                 await in_upload_thread(parts.feed, bytes(waiting))
