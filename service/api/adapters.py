@@ -31,7 +31,7 @@ from service.api.listing import (
 )
 from service.api.namespace import Namespace
 from service.api.openapi import DELETE_ERRORS, UPLOAD_BODY, UPLOAD_ERRORS, errors
-from service.api.probe import probe
+from service.api.probe import probe, refuse_probe
 from service.api.requestlog import note
 from service.api.state import Services, services_of
 from service.api.threads import in_turn
@@ -68,11 +68,15 @@ async def take_upload(
     request: Request, name: str | None, condition: Condition, query: UploadQuery
 ) -> tuple[AdapterRecord, bool]:
     """Read the adapter in the request's body, check it, and make it the current version of its name, which is `name` or
-    in the body. Returns (record, created) as `Upload.finish` does. LimitReached if the tenant may not have it."""
+    in the body. Returns (record, created) as `Upload.finish` does. LimitReached if the tenant may not have it, and what
+    `probe` raises."""
     services = services_of(request)
     store = require_open_store(services)
     namespace = namespace_of(request, store)
-    caller_of(request).tenant.take_upload()
+    tenant = caller_of(request).tenant
+    tenant.take_upload()
+    if query.probe:
+        refuse_probe(services, tenant)
     # The announced bytes include the multipart framing, so the store's own limit is left to its running count.
     announced = int(request.headers.get("content-length", 0))
     with services.uploading() as place, ExitStack() as held:
@@ -81,10 +85,9 @@ async def take_upload(
         try:
             sent = await receive_upload(request, namespace.place, upload, place)
             if query.probe:
-                services.require_ready()
                 lease = await in_upload_thread(upload.hold)
                 held.callback(lease.release)
-                await probe(services, caller_of(request).tenant, lease.record.manifest)
+                await probe(services, tenant, lease.record.manifest)
             record, created = await in_upload_thread(
                 namespace.finish,
                 upload,

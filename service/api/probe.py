@@ -4,38 +4,77 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from adapters.errors import Malformed
 from adapters.invocation import invocation_start
 from adapters.records import Manifest
-from service.api.errors import NotReady
+from service.api.errors import BadRequest, NotReady
+from service.api.places import enter, leave, payer_of
 from service.api.state import Services
 from service.engine.messages import Finished, Sampling, Submit
 from service.engine.streams import EngineDied
-from service.tenants.tenants import Tenant
+from service.tenants.limits import Charge, Tenant
 
 NUM_TOKENS = 24
+# Of the prompt, with an invocation and trained tokens in it.
+MAX_TOKENS = 2048
+# The base's and the adapter's, one after the other.
+_NUM_SEQUENCES = 2
 LIMIT_SECONDS = 60.0
 # Log probabilities that differ by less are the same: sums in another order.
 SAME = 1e-5
 
 
+def refuse_probe(services: Services, tenant: Tenant) -> None:
+    """Raises what `probe` would raise now for the shortest prompt, so that nobody sends gigabytes first. Takes
+    nothing."""
+    services.require_ready()
+    with _paid(services, tenant, NUM_TOKENS) as charge:
+        tenant.give_back_tokens(charge, _NUM_SEQUENCES * NUM_TOKENS)
+
+
 async def probe(services: Services, tenant: Tenant, manifest: Manifest) -> None:
-    """Raises Malformed for an adapter that changes no log probability of the prompt, or whose logits the engine finds
-    to be no numbers; NotReady if it cannot tell now."""
-    assert services.engine.ready is not None, "an upload is probed when the engine is ready"
-    ready = services.engine.ready
-    prompt = prompt_for(manifest, ready.vocab_size, min(ready.max_model_len_tokens, ready.kv_capacity_tokens))
+    """Paid for by the tenant as one of its requests: a place, and the tokens of both sequences.
+
+    Raises Malformed for an adapter that changes no log probability of the prompt, or whose logits the engine finds to
+    be no numbers; NotReady if it cannot tell now; BadRequest, LimitReached and QueueFull if the tenant may not.
+    """
+    ready = services.require_ready()
+    limit_tokens = min(ready.max_model_len_tokens, ready.kv_capacity_tokens, MAX_TOKENS)
+    prompt = prompt_for(manifest, ready.vocab_size, limit_tokens)
     start = invocation_start(prompt, manifest.invocation) or 0 if manifest.invocation else 0
-    try:
-        async with asyncio.timeout(LIMIT_SECONDS):
-            plain, adapted = await asyncio.gather(
-                _logprobs(services, tenant, prompt), _logprobs(services, tenant, prompt, manifest, start)
-            )
-    except (TimeoutError, EngineDied):
-        raise NotReady("The adapter could not be probed now; upload it again, or without ?probe=true.") from None
+    with _paid(services, tenant, len(prompt)):
+        try:
+            async with asyncio.timeout(LIMIT_SECONDS):
+                plain = await _logprobs(services, tenant, prompt)
+                adapted = await _logprobs(services, tenant, prompt, manifest, start)
+        except (TimeoutError, EngineDied):
+            raise NotReady("The adapter could not be probed now; upload it again, or without ?probe=true.") from None
     if max(abs(one - other) for one, other in zip(plain, adapted, strict=True)) < SAME:
         raise Malformed("The adapter changes nothing: with it the base answers a fixed prompt as it does alone.")
+
+
+@contextmanager
+def _paid(services: Services, tenant: Tenant, num_prompt_tokens: int) -> Iterator[Charge]:
+    """A place in the queue, held inside, and the tokens of both sequences, which are spent.
+
+    BadRequest if the tenant may never have so many tokens in a minute, LimitReached if not now, QueueFull.
+    """
+    num_tokens, limit = _NUM_SEQUENCES * num_prompt_tokens, tenant.limits.tokens_per_minute
+    if limit is not None and num_tokens > limit:
+        raise BadRequest(
+            f"A probe of this adapter takes {num_tokens} tokens, more than your {limit} tokens per minute; upload it "
+            "without ?probe=true.",
+            param="probe",
+        )
+    payer = payer_of(services, tenant, services.settings.base_name)
+    enter(services, tenant, 1, payer)
+    try:
+        yield tenant.take_tokens(num_tokens)
+    finally:
+        leave(services, tenant, 1, payer)
 
 
 def prompt_for(manifest: Manifest, vocab_size: int, limit_tokens: int) -> tuple[int, ...]:

@@ -31,6 +31,8 @@ LIMITS = {
     "few-requests": "requests_in_flight = 3",
     "few-tokens": "tokens_per_minute = 1000",
     "few-uploads": "uploads_per_minute = 4",
+    "few-probes": "requests_in_flight = 1\ntokens_per_minute = 100",
+    "no-probes": "tokens_per_minute = 1",
     "few-adapters": "adapters = 3",
     "few-bytes": "adapter_bytes = 40000",
 }
@@ -465,6 +467,42 @@ class TestLimits:
         assert all(map(_is_limit, refused))
         assert {answer.headers["x-ratelimit-limit-uploads"] for answer in refused} == {"4"}
         assert len([name for name in keyed.names(headers) if "/" not in name]) == len(created)
+
+    def test_a_probe_counts_as_a_request(self, keyed: Keyed, checkpoints: Checkpoints) -> None:
+        """Two sequences of 24 tokens, one after the other: with a key for uploads alone, in a single place."""
+        headers = keyed.key("few-probes", "upload")
+        path, started = "/v1/adapters/probed?probe=true", time.monotonic()
+
+        def put(_: int = 0) -> httpx.Response:
+            return keyed.ask("PUT", path, headers, files=parts_of(checkpoints.spare))
+
+        with ThreadPoolExecutor(1) as pool:
+            with standing_still(*keyed.server.engine_pids()):
+                first = pool.submit(put)
+                wait_for(
+                    lambda: keyed.ask("GET", "/v1/models", headers).headers["x-ratelimit-remaining-tokens"] == "52",
+                    "the probe to be paid",
+                )
+                refused = put()
+                assert _is_limit(refused)
+                assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+                assert refused.headers["x-ratelimit-remaining-tokens"] == "52", "what is refused takes nothing"
+            assert first.result().status_code == 201, first.result().text
+        assert put().status_code == 200
+        answers = [put() for _ in range(3)]
+        if time.monotonic() - started < 55:  # else a new minute has begun
+            assert all(map(_is_limit, answers))
+            assert {one.headers["x-ratelimit-remaining-tokens"] for one in answers} == {"4"}
+            assert {one.headers["x-ratelimit-remaining-requests"] for one in answers} == {"1"}
+
+    def test_a_probe_that_may_never_be_is_refused_and_names_nothing(
+        self, keyed: Keyed, checkpoints: Checkpoints
+    ) -> None:
+        headers = keyed.key("no-probes", "upload")
+        answer = keyed.ask("PUT", "/v1/adapters/never?probe=true", headers, files=parts_of(checkpoints.spare))
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "probe")
+        assert keyed.ask("GET", "/v1/adapters/never", headers).status_code == 404
+        assert answer.headers["x-ratelimit-remaining-tokens"] == "1"
 
     def test_adapters(self, keyed: Keyed, checkpoints: Checkpoints) -> None:
         headers = keyed.key("few-adapters")
