@@ -9,12 +9,11 @@ import threading
 
 import httpx
 
-from bench.adapters.changes import Change, changes
+from bench.adapters.changes import Change
+from bench.adapters.kill_tenants import NAMES, Tenant
 from bench.adapters.made_up import Files, adapter_files
 from bench.limits import LIMIT_SECONDS
 
-NAMES = ("one", "two", "three")
-NUM_CONTENTS = 4
 WITH_TEMPLATE = (1, 3)  # of the contents
 TEMPLATE = ("file", ("chat_template.jinja", b"{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"))
 _ENDLESS_TOKENS = 400
@@ -27,12 +26,13 @@ class CutOff(Exception):
 class KillClient(threading.Thread, abc.ABC):
     """`failure` is what came of its requests that may not.
 
+    tenant      whose key it sends
     may_be_cut  whether what it is connected to may tell of the server's end, or end a stream where it is
     """
 
-    def __init__(self, url: str, *, may_be_cut: bool = False) -> None:
+    def __init__(self, url: str, tenant: Tenant, *, may_be_cut: bool = False) -> None:
         super().__init__(daemon=True)
-        self.url = url
+        self.url, self.tenant = url, tenant
         self.may_be_cut = may_be_cut
         self.is_cut = False
         self.failure: BaseException | None = None
@@ -40,7 +40,7 @@ class KillClient(threading.Thread, abc.ABC):
 
     def run(self) -> None:
         try:
-            with httpx.Client(base_url=self.url, timeout=LIMIT_SECONDS) as client:
+            with httpx.Client(base_url=self.url, timeout=LIMIT_SECONDS, headers=self.tenant.headers) as client:
                 client.event_hooks["response"] = [self._look]
                 while not self.stop.is_set():
                     self.ask(client)
@@ -68,25 +68,25 @@ class KillClient(threading.Thread, abc.ABC):
 
 
 class Mover(KillClient):
-    """Makes changes of adapters. `acknowledged` are those answered; `under_way` the one that was not."""
+    """Makes changes of its tenant's adapters. `acknowledged` are those answered; `under_way` the one that was not."""
 
-    def __init__(self, url: str, seed: int, *, may_be_cut: bool = False) -> None:
-        super().__init__(url, may_be_cut=may_be_cut)
-        self._changes = changes(seed, NAMES, NUM_CONTENTS)
+    def __init__(self, url: str, tenant: Tenant, seed: int, *, may_be_cut: bool = False) -> None:
+        super().__init__(url, tenant, may_be_cut=may_be_cut)
+        self._changes = tenant.changes(seed)
         self.acknowledged: list[Change] = []
         self.num_refused = 0
         self.under_way: Change | None = None
 
     def ask(self, client: httpx.Client) -> None:
         self.under_way = next(self._changes)
-        if _make(client, self.under_way):
+        if _make(client, self.tenant, self.under_way):
             self.acknowledged.append(self.under_way)
         else:
             self.num_refused += 1
         self.under_way = None
 
 
-def _make(client: httpx.Client, change: Change) -> bool:
+def _make(client: httpx.Client, tenant: Tenant, change: Change) -> bool:
     """Whether it was made."""
     what, name, content = change
     path = f"/v1/adapters/{name}"
@@ -96,7 +96,11 @@ def _make(client: httpx.Client, change: Change) -> bool:
             return False
         answer.raise_for_status()
         return True
-    answer = client.delete(path) if what == "delete" else client.post(f"{path}/rollback", json={})
+    if what == "visibility":
+        visibility, shared_with = tenant.sharings[content]
+        answer = client.patch(path, json={"visibility": visibility, "shared_with": shared_with})
+    else:
+        answer = client.delete(path) if what == "delete" else client.post(f"{path}/rollback", json={})
     assert answer.is_success or answer.status_code == 404, answer.text
     return True
 
@@ -108,13 +112,15 @@ def upload_files(content: int) -> Files:
 
 
 class Asker(KillClient):
-    """Sends requests for what the names stand for, so that an engine reads and loads it, as `Mover` changes it.
+    """Sends requests for what names of its tenant and others stand for, so that an engine reads and loads it, as
+    `Mover` changes it.
 
     may_fail  whether a request may be lost, since there is no other engine to send it to
     """
 
-    def __init__(self, url: str, seed: int, *, may_fail: bool, may_be_cut: bool = False) -> None:
-        super().__init__(url, may_be_cut=may_be_cut)
+    def __init__(self, url: str, tenant: Tenant, seed: int, *, may_fail: bool, may_be_cut: bool = False) -> None:
+        super().__init__(url, tenant, may_be_cut=may_be_cut)
+        self._models = (*NAMES, *(f"{other}/{name}" for other in tenant.others for name in NAMES[:1]), "base")
         self._generator = random.Random(seed)
         # No such name just now; the engine was killed under the request; there is none.
         self._may_be = (200, 404, 500, 503) if may_fail else (200, 404)
@@ -122,7 +128,7 @@ class Asker(KillClient):
 
     def ask(self, client: httpx.Client) -> None:
         num_tokens = self._generator.choice((2, 100))
-        model = self._generator.choice((*NAMES, "base"))
+        model = self._generator.choice(self._models)
         body = {"model": model, "prompt": "the", "max_tokens": num_tokens, "ignore_eos": True}
         answer = client.post("/v1/completions", json=body)
         assert answer.status_code in self._may_be, answer.text
@@ -132,8 +138,8 @@ class Asker(KillClient):
 class Streamer(KillClient):
     """Reads long streams of the base, each of which must end as a whole or with an error event."""
 
-    def __init__(self, url: str, *, may_be_cut: bool = False) -> None:
-        super().__init__(url, may_be_cut=may_be_cut)
+    def __init__(self, url: str, tenant: Tenant, *, may_be_cut: bool = False) -> None:
+        super().__init__(url, tenant, may_be_cut=may_be_cut)
         self.num_whole = self.num_ended = 0
 
     def ask(self, client: httpx.Client) -> None:

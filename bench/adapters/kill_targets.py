@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from bench.adapters.kill_tenants import Keys, Tenant
 from bench.limits import LIMIT_SECONDS
 from bench.server_process import Server, start_server, wait_for
 from service.engine.client import MAX_DEATHS
@@ -30,13 +31,19 @@ class Target(abc.ABC):
 
     victims          what may be killed of each
     has_other        whether a request has another engine to go to
+    keys             of its tenants; None where no key is asked for
     noticed_seconds  how long what stood still was still taken for ready, each time
     """
 
-    def __init__(self, *, has_other: bool) -> None:
-        self.has_other = has_other
+    def __init__(self, *, has_other: bool, keys: Keys | None = None) -> None:
+        self.has_other, self.keys = has_other, keys
         self.victims: tuple[str, ...] = ()
         self.noticed_seconds: list[float] = []
+
+    @property
+    def tenants(self) -> Sequence[Tenant]:
+        """Whose adapters there are."""
+        return (Tenant(),) if self.keys is None else self.keys.tenants
 
     @property
     @abc.abstractmethod
@@ -112,11 +119,12 @@ def is_whole(url: str) -> bool:
 
 
 class OwnServers(Target):
-    """Of `multilora serve`: "api", "engine" and "template" processes get SIGKILL; an engine is "stopped" until the
-    server has noticed."""
+    """Of `multilora serve` with a keys file: "api", "engine" and "template" processes get SIGKILL; an engine is
+    "stopped" until the server has noticed."""
 
     def __init__(self, work_dir: Path, *, num_servers: int, num_replicas: int) -> None:
-        super().__init__(has_other=num_replicas > 1)
+        self._keys_path = work_dir / "keys.toml"
+        super().__init__(has_other=num_replicas > 1, keys=Keys(self._keys_path))
         self.victims = ("api", "engine", "template", "stopped")[: 4 if self.has_other else 3]
         self._work_dir, self._num_replicas = work_dir, num_replicas
         self._is_shared = num_servers > 1
@@ -128,6 +136,7 @@ class OwnServers(Target):
 
     def _start(self) -> Server:
         own = {"store_shared": self._is_shared, "replicas": self._num_replicas}
+        own |= {"keys_file": self._keys_path, "open_paths": "/metrics"}
         return start_server(BUNDLED_MODEL_DIR, self._work_dir, **settings_of(self._work_dir), **own)
 
     @property

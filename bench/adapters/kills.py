@@ -11,13 +11,18 @@ whose process is killed has clients, and so has another one. With --ray, where R
 ingresses of one application on Ray Serve, and victims are engines and the replicas that own them, killed or standing
 still, ingresses, processes for chat templates, the proxy in front, and Ray's controller.
 
-Nothing acknowledged may be missing, on any server; the one change that was under way when the API process died may have
-happened or not; an upload that is refused, since the process for its template was killed, has changed nothing. With
-several engines, and on a server that is not killed, no request may fail that is not streamed; every stream must end as
-a whole or with an error event, and none may hang. On Ray streams and changes that are under way when an ingress or the
-proxy is killed may be cut off, and requests that are not streamed when the proxy is; they are counted. Every version
-must serve a request, which has an engine read it, and nothing may lie in staging. Prints a JSON line, with the longest
-time from a kill of each kind until all serve again.
+A server has a keys file with three tenants, each of which changes names of its own, the same ones, and who may use
+them. Before each kill `multilora keys` adds a key and revokes one that it added earlier. On Ray there is one tenant
+without a key.
+
+Nothing acknowledged may be missing, on any server: of each tenant its names with the contents of their versions, their
+owner and who may use them, what it sees of the others, and the keys that count and do not. The one change of a tenant
+that was under way when the API process died may have happened or not; an upload that is refused, since the process for
+its template was killed, has changed nothing. With several engines, and on a server that is not killed, no request may
+fail that is not streamed; every stream must end as a whole or with an error event, and none may hang. On Ray streams
+and changes that are under way when an ingress or the proxy is killed may be cut off, and requests that are not streamed
+when the proxy is; they are counted. Every version must serve a request, which has an engine read it, and nothing may
+lie in staging. Prints a JSON line, with the longest time from a kill of each kind until all serve again.
 """
 
 from __future__ import annotations
@@ -33,9 +38,9 @@ from pathlib import Path
 
 import httpx
 
-from bench.adapters.changes import State, after
-from bench.adapters.kill_clients import NUM_CONTENTS, Asker, KillClient, Mover, Streamer, upload_files
+from bench.adapters.kill_clients import Asker, KillClient, Mover, Streamer, upload_files
 from bench.adapters.kill_targets import MAX_VERSIONS, OwnServers, Target
+from bench.adapters.kill_tenants import NUM_CONTENTS, Names, Tenant
 from bench.limits import LIMIT_SECONDS
 from bench.server_process import wait_for
 
@@ -48,8 +53,8 @@ class Run:
         self._random = random.Random(seed)
         self.counts = Counter[str]()
         self.back_seconds: dict[str, float] = {}
-        self._state: State = {}
-        self._digests = _digests(target.urls[0])
+        self._held: dict[str, Names] = {tenant.name: {} for tenant in target.tenants}
+        self._digests = _digests(target.urls[0], target.tenants[0])
 
     def kill_one(self, victim: str | None = None) -> None:
         """One victim beside clients, at random unless it is named; AssertionError if anything is as it may not be
@@ -57,20 +62,32 @@ class Run:
         target = self.target
         which = self._random.randrange(len(target.urls))
         victim = target.instead_of(which, victim or self._random.choice(target.victims))
+        if target.keys is not None:
+            target.keys.change(self._random)
+            self._check_keys()
         url, may_be_cut = target.urls[which], target.cuts(victim)
-        mover = Mover(url, self._new_seed(), may_be_cut=may_be_cut)
+        movers = [Mover(url, tenant, self._new_seed(), may_be_cut=may_be_cut) for tenant in target.tenants]
         cuts_askers = target.cuts_unstreamed(victim)
         askers = [
-            Asker(one, self._new_seed(), may_fail=one == url and not target.has_other, may_be_cut=cuts_askers)
+            Asker(
+                one,
+                self._random.choice(target.tenants),
+                self._new_seed(),
+                may_fail=one == url and not target.has_other,
+                may_be_cut=cuts_askers,
+            )
             for one in target.urls
         ]
-        streamer = Streamer(url, may_be_cut=may_be_cut)
-        self._kill_beside(which, victim, mover, [*askers, streamer])
+        streamer = Streamer(url, self._random.choice(target.tenants), may_be_cut=may_be_cut)
+        self._kill_beside(which, victim, movers, [*askers, streamer])
+        self._count(victim, movers, askers, streamer)
+        self._compare(movers)
+
+    def _count(self, victim: str, movers: Sequence[Mover], askers: Sequence[Asker], streamer: Streamer) -> None:
         self.counts.update(
             {
                 f"kills: {victim}": 1,
-                "changes acknowledged": len(mover.acknowledged),
-                "uploads refused": mover.num_refused,
+                "uploads refused": sum(one.num_refused for one in movers),
                 "requests answered": sum(one.num_answered for one in askers),
                 "requests cut off": sum(one.is_cut for one in askers),
                 "streams whole": streamer.num_whole,
@@ -78,7 +95,8 @@ class Run:
                 "streams cut off": int(streamer.is_cut),
             }
         )
-        self._compare(mover)
+        for mover in movers:
+            self.counts.update(f"acknowledged: {what}" for what, _, _ in mover.acknowledged)
 
     def figures(self) -> dict[str, float]:
         """Counts, and the longest times."""
@@ -91,67 +109,72 @@ class Run:
     def _new_seed(self) -> int:
         return self._random.randrange(2**32)
 
-    def _kill_beside(self, which: int, victim: str, mover: Mover, others: Sequence[KillClient]) -> None:
+    def _kill_beside(self, which: int, victim: str, movers: Sequence[Mover], others: Sequence[KillClient]) -> None:
         """Kill a process once some changes are made, while they go on; return when all serve again."""
         target, url, num_changes = self.target, self.target.urls[which], self._random.randrange(1, 20)
-        for client in (mover, *others):
+        for client in (*movers, *others):
             client.start()
-        wait_for(lambda: len(mover.acknowledged) >= num_changes or not mover.is_alive(), "changes to be made")
+        wait_for(
+            lambda: (
+                sum(len(one.acknowledged) for one in movers) >= num_changes or not all(one.is_alive() for one in movers)
+            ),
+            "changes to be made",
+        )
         since_seconds = time.monotonic()
         target.kill(which, victim, self._random)
-        for client in (mover, *others):
+        for client in (*movers, *others):
             if not target.is_gone(client.url):
                 client.stop.set()
-        for client in (mover, *others):
+        for client in (*movers, *others):
             client.end()
         if target.is_gone(url):
             for one in target.urls:
                 if one != url:
-                    self._found_as(one, mover)
+                    self._found_at(one, movers)
             target.start_again(which)
         self.back_seconds[victim] = max(self.back_seconds.get(victim, 0.0), time.monotonic() - since_seconds)
 
-    def _compare(self, mover: Mover) -> None:
-        found = {url: self._found_as(url, mover) for url in self.target.urls}
-        state = next(iter(found.values()))
-        assert all(one == state for one in found.values()), found
-        expected = self._after_acknowledged(mover)
-        self.counts["changes under way that were made"] += state != expected
-        self._state = state
+    def _compare(self, movers: Sequence[Mover]) -> None:
+        found = {url: self._found_at(url, movers) for url in self.target.urls}
+        held = next(iter(found.values()))
+        assert all(one == held for one in found.values()), found
+        for mover in movers:
+            name = mover.tenant.name
+            self.counts["changes under way that were made"] += held[name] != self._after_acknowledged(mover)
+        self._held = held
+        self._check_keys()
 
-    def _after_acknowledged(self, mover: Mover) -> State:
-        state = self._state
+    def _after_acknowledged(self, mover: Mover) -> Names:
+        names = self._held[mover.tenant.name]
         for change in mover.acknowledged:
-            state = after(state, change, MAX_VERSIONS)
-        return state
+            names = mover.tenant.after(names, change, MAX_VERSIONS)
+        return names
 
-    def _found_as(self, url: str, mover: Mover) -> State:
-        """What a server has, which must be what was acknowledged."""
-        state = self._after_acknowledged(mover)
-        may_be = state if mover.under_way is None else after(state, mover.under_way, MAX_VERSIONS)
-        found = _found(url, self._digests)
-        assert found in (state, may_be), (found, state, mover.under_way)
-        return found
+    def _found_at(self, url: str, movers: Sequence[Mover]) -> dict[str, Names]:
+        """What a server has of each tenant, which must be what was acknowledged."""
+        held = {}
+        for mover in movers:
+            tenant, names = mover.tenant, self._after_acknowledged(mover)
+            may_be = names if mover.under_way is None else tenant.after(names, mover.under_way, MAX_VERSIONS)
+            found = tenant.found(url, self._digests)
+            assert found in (names, may_be), (tenant.name, found, names, mover.under_way)
+            held[tenant.name] = found
+        with httpx.Client(base_url=url, timeout=LIMIT_SECONDS) as http:
+            for tenant in self.target.tenants:
+                seen, expected = tenant.listed(http), tenant.sees(held)
+                assert seen == expected, (tenant.name, seen, expected)
+        return held
 
-
-def _found(url: str, digests: dict[str, int]) -> State:
-    """The versions that the server tells of, each of which answers a request."""
-    state: State = {}
-    with httpx.Client(base_url=url, timeout=LIMIT_SECONDS) as http:
-        for name in (one["name"] for one in http.get("/v1/adapters").raise_for_status().json()["data"]):
-            history = http.get(f"/v1/adapters/{name}/history").raise_for_status().json()["data"]
-            for version in history:
-                body = {"model": f"{name}@{version['number']}", "prompt": "the", "max_tokens": 1}
-                answer = http.post("/v1/completions", json=body).raise_for_status()
-                assert version["digest"] in answer.headers["x-multilora-adapter"]
-            state[name] = tuple(digests[version["digest"]] for version in reversed(history))
-    return state
+    def _check_keys(self) -> None:
+        if self.target.keys is not None:
+            for url in self.target.urls:
+                self.target.keys.check(url)
 
 
-def _digests(url: str) -> dict[str, int]:
+def _digests(url: str, tenant: Tenant) -> dict[str, int]:
     """Digest of each content."""
     digests, path = {}, "/v1/adapters/content"
-    with httpx.Client(base_url=url, timeout=LIMIT_SECONDS) as http:
+    with httpx.Client(base_url=url, timeout=LIMIT_SECONDS, headers=tenant.headers) as http:
         for content in range(NUM_CONTENTS):
             report = http.put(path, files=upload_files(content)).raise_for_status().json()
             digests[report["digest"]] = content
