@@ -168,6 +168,7 @@ def attacks(target: Target) -> dict[str, Attack]:
         ),
         "200 connections with 16,000 empty lists each": target.send_on_many(200, small + b"[]," * 15_999 + b"[]]"),
         "a head of 3,900 headers": target.send(b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 3900 + b"\r\n"),
+        "Content-Length with Transfer-Encoding": target.send(chunked + b"Content-Length: 4\r\n\r\n0\r\n\r\n"),
         "1,500 idle connections": target.hold_connections,
     }
 
