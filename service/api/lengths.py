@@ -13,6 +13,9 @@ DEFAULT_COMPLETION_TOKENS = 16
 # Of a text that need not fit: far beyond most contexts, since counting what does not fit is what many ask for.
 # Tokenising takes 200 bytes for each.
 MAX_TEXT_CHARS = 1 << 20
+# And of one that should fit, for each token of the context: a vocabulary may have single tokens of hundreds of spaces,
+# but no prompt is made of them alone.
+_CHARS_PER_TOKEN = 16
 
 
 def refuse_hopeless(
@@ -27,14 +30,20 @@ def refuse_hopeless(
                 param=field,
             )
         return
-    if ready is not None and most_chars is not None:
+    longest = MAX_TEXT_CHARS
+    if ready is not None:
         limit = min(ready.max_model_len_tokens, ready.kv_capacity_tokens)
-        if len(text) > limit * most_chars:
+        if most_chars is not None and len(text) > limit * most_chars:
             raise BadRequest(
                 f"The prompt has {len(text)} characters, which cannot be within the {limit} tokens that this server "
                 "holds for a request; shorten it.",
                 param=field,
             )
+        longest = max(MAX_TEXT_CHARS, limit * _CHARS_PER_TOKEN)
+    if len(text) > longest:
+        raise BadRequest(
+            f"The prompt has {len(text)} characters, of which this server takes {longest}; shorten it.", param=field
+        )
 
 
 def checked_max_tokens(ready: Ready, request: CompletionRequest | ChatRequest, token_ids: Sequence[int]) -> int:

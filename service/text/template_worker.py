@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 MAX_SECONDS = 1.0
 MAX_NEW_BYTES = 512 << 20
-MAX_TEXT_CHARS = 8 << 20
+MAX_TEXT_BYTES = 8 << 20  # in UTF-8
 MAX_ERROR_CHARS = 1000
 _MAX_COMPILED = 16
 NUM_WORKERS = 2
@@ -202,8 +202,8 @@ def _answer(line: bytes) -> dict[str, str]:
         if isinstance(error.__cause__, SecurityError):
             return {"kind": "limit", "error": f"goes too far: {error.__cause__}"[:MAX_ERROR_CHARS]}
         return {"kind": "failed", "error": str(error)[:MAX_ERROR_CHARS]}
-    if len(text) > MAX_TEXT_CHARS:
-        return {"kind": "limit", "error": f"makes a text of more than {MAX_TEXT_CHARS} characters"}
+    if len(text) > MAX_TEXT_BYTES or len(text.encode(errors="surrogatepass")) > MAX_TEXT_BYTES:
+        return {"kind": "limit", "error": f"makes a text of more than {MAX_TEXT_BYTES} bytes"}
     return {"text": text}
 
 

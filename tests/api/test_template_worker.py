@@ -42,7 +42,11 @@ COSTLY = {
         "{% set a = 'x' * 1000000 %}{{ " + " ~ ".join(["a"] * 2_000) + " }}",
         "more than 512 MiB of memory",
     ),
-    "a long text": ("{% set a = 'x' * 1000000 %}{{ " + " ~ ".join(["a"] * 9) + " }}", "more than 8388608 characters"),
+    "a long text": ("{% set a = 'x' * 1000000 %}{{ " + " ~ ".join(["a"] * 9) + " }}", "more than 8388608 bytes"),
+    "a long text of four bytes a character": (
+        "{% set a = '\U0001f600' * 1000000 %}{{ a ~ a ~ a }}",
+        "more than 8388608 bytes",
+    ),
     "percent": ("{{ ('%300000000s' % 'a')|length }}", "too wide"),
     "ljust": ("{{ 'a'.ljust(3000000000)|length }}", "too far"),
     "format": ("{{ '{:>3000000000}'.format('a')|length }}", "too wide"),
