@@ -47,7 +47,8 @@ class BaseWeights:
         path = self._directory / "model.safetensors"
         try:
             if index.exists():
-                weight_map = parse_json_object(index.read_bytes(), "the base's index").get("weight_map", {})
+                fields = parse_json_object(index.read_bytes(), "the base's index", is_bounded=False)
+                weight_map = fields.get("weight_map", {})
                 stored = _called(name, weight_map)
                 if stored is None:
                     return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
@@ -39,6 +39,10 @@ KEPT_BYTES: dict[Role, int] = {
     "tokenizer": 8 << 20,
     "ignored": 0,
 }
+# Of a tokenizer.json: far more than models have, thousands, of a hundred characters or two each.
+_MAX_ADDED_TOKENS, _MAX_ENTRY_CHARS = 1 << 14, 1 << 13
+_ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*\[')
+_SPACE = re.compile(r"[ \t\n\r]*")
 _BY_NAME: dict[str, Role] = {
     CONFIG_FILE: "config",
     TENSOR_FILE: "tensors",
@@ -172,14 +176,41 @@ def _has_content(entry: Any) -> bool:
 def _added_in(tokenizer: bytes) -> list[Any]:
     """The list "added_tokens" of a tokenizer.json, which stands at its beginning."""
     text = tokenizer.decode("utf-8", errors="replace")
-    at = text.find('"added_tokens"')
-    if at < 0:
+    begin = _ADDED_TOKENS.search(text)
+    if begin is None:
         return []
     try:
-        start = text.index("[", at)
-        value, _ = json.JSONDecoder().raw_decode(text, start)
-        refuse_surrogates(value)
+        found = list(_entries(text, begin.end()))
+        refuse_surrogates(found)
     except (ValueError, RecursionError) as error:
         reason = error if isinstance(error, Malformed) else "its list of added tokens is broken."
         raise Malformed(f"tokenizer.json cannot be read: {reason}") from None
-    return value if isinstance(value, list) else []
+    return found
+
+
+def _entries(text: str, at: int) -> Iterator[Any]:
+    """Of a JSON list whose bracket stands before `at`, each parsed by itself, so that whatever they are other threads
+    have their turns. ValueError for what is no such list, or has too many or too long ones."""
+    decoder = json.JSONDecoder()
+    at = _behind_space(text, at)
+    if text[at : at + 1] == "]":
+        return
+    for _ in range(_MAX_ADDED_TOKENS):
+        entry, length = decoder.raw_decode(text[at : at + _MAX_ENTRY_CHARS])
+        yield entry
+        at = _behind_space(text, at + length)
+        mark = text[at : at + 1]
+        if mark == "]":
+            return
+        if mark != ",":
+            break
+        at = _behind_space(text, at + 1)
+    else:
+        raise Malformed(f"it has more than {_MAX_ADDED_TOKENS} added tokens.")
+    raise ValueError("no comma and no end")
+
+
+def _behind_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None, "it may be empty"
+    return found.end()

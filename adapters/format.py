@@ -18,6 +18,10 @@ MAX_TENSORS = 65_536
 MAX_DIMENSIONS = 8
 MAX_NAME_LENGTH = 1000
 CHUNK_BYTES = 1 << 20
+# Of an adapter's JSON beside its tensors. Tokenizers of 6,000 added tokens have 6,000 objects and 50,000 values;
+# millions are built for a second in which no other thread of Python works.
+MAX_CONTAINERS = 1 << 15
+MAX_VALUES = 1 << 18
 # How JSON spells half of a UTF-16 pair. UTF-8 has no bytes for one, so a text can hold it in no other way.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -66,9 +70,17 @@ def read_header(path: Path, *, any_dtype: bool = False) -> dict[str, Tensor]:
     return {tensor.name: tensor for tensor in tensors if tensor.dtype in ELEMENT_BYTES}
 
 
-def parse_json_object(text: bytes, what: str) -> dict[str, Any]:
+def parse_json_object(text: bytes, what: str, *, is_bounded: bool = True) -> dict[str, Any]:
     """A JSON object without duplicate keys, NaN, Infinity or strings that are no Unicode. Raises Malformed naming
-    `what`."""
+    `what`.
+
+    is_bounded  whether it may have MAX_CONTAINERS brackets and braces that open, and MAX_VALUES commas, those in
+                strings counted too; else the caller bounds its length
+    """
+    if is_bounded and (text.count(b"[") + text.count(b"{") > MAX_CONTAINERS or text.count(b",") > MAX_VALUES):
+        raise Malformed(
+            f"{what} cannot be read: it may have {MAX_CONTAINERS} lists and objects and {MAX_VALUES} commas."
+        )
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
         if _SURROGATE.search(text):
@@ -125,7 +137,7 @@ def write_header(file: BinaryIO, tensors: Iterable[tuple[str, str, tuple[int, ..
 def _parse(text: bytes) -> dict[str, Any]:
     if not text.startswith(b"{"):
         raise Malformed("The safetensors header is not a JSON object; the file is damaged or not safetensors.")
-    entries = parse_json_object(text, "The safetensors header")
+    entries = parse_json_object(text, "The safetensors header", is_bounded=False)
     if len(entries) > MAX_TENSORS:
         raise Malformed(f"The safetensors header lists {len(entries)} tensors; the limit is {MAX_TENSORS}.")
     metadata = entries.get("__metadata__", {})
