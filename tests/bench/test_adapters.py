@@ -21,10 +21,10 @@ def test_many_adapters_are_measured(tmp_path: Path) -> None:
 
 
 def test_kills_of_any_process_lose_no_version_that_was_acknowledged(tmp_path: Path) -> None:
-    """`python -m bench.adapters.kills` has 200 kills."""
+    """`python -m bench.adapters.kills` has 200 kills. Three tenants, with keys that come and go."""
     with closing(OwnServers(tmp_path, num_servers=1, num_replicas=1)) as servers:
         run = kills.Run(servers, seed=6)
         for victim in ("api", "engine", "template"):
             run.kill_one(victim)
     assert [run.counts[f"kills: {one}"] for one in ("api", "engine", "template")] == [1, 1, 1]
-    assert run.counts["changes acknowledged"] > 0
+    assert sum(count for what, count in run.counts.items() if what.startswith("acknowledged: ")) > 0
