@@ -130,19 +130,20 @@ class Platform:
     regimes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), kw_only=True)
 
     def with_fallback(
-        self, op: str, implementation: str, reason: str, regimes: Mapping[str, str] = MappingProxyType({})
+        self, op: str, implementation: str, reason: str | None, regimes: Mapping[str, str] = MappingProxyType({})
     ) -> Platform:
-        """This platform with `op` served by another implementation; `reason` is one sentence that names the op.
+        """This platform with `op` served by another implementation.
 
+        reason   one sentence that names the op; None: it was served by a fallback, of a model before, and is no more
         regimes  of the op -> implementation, where it is another one still
         """
-        implementations = MappingProxyType({**self.implementations, op: implementation})
+        others = {key: name for key, name in self.regimes.items() if key.partition("/")[0] != op}
         own = {f"{op}/{regime}": name for regime, name in regimes.items()}
         return replace(
             self,
-            implementations=implementations,
-            fallbacks=(*self.fallbacks, reason),
-            regimes=MappingProxyType({**self.regimes, **own}),
+            implementations=MappingProxyType({**self.implementations, op: implementation}),
+            fallbacks=self.fallbacks if reason is None else (*self.fallbacks, reason),
+            regimes=MappingProxyType({**others, **own}),
         )
 
     def serving(self, op: str, regime: str = "") -> str:

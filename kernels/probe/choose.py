@@ -50,8 +50,8 @@ def with_reports(platform: Platform, reports: tuple[OpReport, ...]) -> Platform:
     for report in reports:
         if report.used is None or not report.is_served:
             raise BackendError(report.sentence)
+        # Another model of this process may have needed a fallback that this one does not.
         if report.used != platform.implementations[report.op] or report.regimes:
-            assert report.sentence is not None
             regimes = {regime: name for regime, name in report.regimes.items() if name is not None}
             platform = platform.with_fallback(report.op, report.used, report.sentence, regimes)
     return platform

@@ -314,6 +314,14 @@ def test_what_fails_for_many_tokens_keeps_decode_steps(monkeypatch: pytest.Monke
         assert not contract("lora", CPU).replayable
 
 
+def test_what_another_model_of_the_process_could_not_use_serves_again() -> None:
+    first = next(iter(IMPLEMENTATIONS["cpu"]["lora"]))
+    before = detect("cpu").with_fallback("lora", "reference", "not in float32.", {"many": "any_device"})
+    (report,) = (one for one in probe(detect("cpu"), CPU, SHAPES, ops={"lora"}) if one.op == "lora")
+    serving = with_reports(before, (report,))
+    assert [serving.serving("lora", regime) for regime in ("", "many")] == [first, first]
+
+
 def test_a_regime_that_nothing_serves_stops_the_start() -> None:
     trials = tuple(
         Trial(op="lora", case=case, implementation="cpu", status=status, sentence="why")  # type: ignore[arg-type]
