@@ -13,9 +13,11 @@ that all share. A graph holds no lock and no file; it goes with the process.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -49,6 +51,18 @@ class Graphs(Protocol):
 
     def capture(self, work: Callable[[], None]) -> Graph:
         """Record what `work` asks of the device; nothing of it need have run. All its kernels are compiled."""
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Whatever is freed on a device while it captures, a graph or an event that lay in a cycle, ends the capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class CapturedSteps:
@@ -120,7 +134,8 @@ class CapturedSteps:
             return None
         assert self._graphs is not None
         try:
-            graph = self._graphs.capture(work)
+            with _without_collections():
+                graph = self._graphs.capture(work)
         except Exception:  # torch's, Triton's, or an assertion of ours that holds in captures only
             # Slower steps are better than none; what was captured before is replayed on.
             log.warning("steps are no longer captured: %s failed", sizes, exc_info=True)

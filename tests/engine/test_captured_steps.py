@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -131,6 +132,13 @@ def test_a_capture_that_fails_leaves_steps_that_run(caplog: pytest.LogCaptureFix
     assert graphs.num_captures == 2, "it is not tried again"
     assert (steps.num_replayed, dict(steps.eager)) == (2, {FAILED: 2})
     assert caplog.text.count("no longer captured") == 1
+
+
+def test_nothing_is_collected_while_a_step_is_captured() -> None:
+    """A graph of an engine before, freed then, would end the capture."""
+    steps, collects = CapturedSteps(CountedGraphs(), None, max_graphs=1), []
+    steps.run(BATCH, DECODE, True, lambda: collects.append(gc.isenabled()))
+    assert collects == [False] and gc.isenabled()
 
 
 def test_an_update_that_fails_ends_the_replays(caplog: pytest.LogCaptureFixture) -> None:
