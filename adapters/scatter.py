@@ -1,12 +1,12 @@
 """How an adapter's slab gets into its rows: copied to the device in a few large parts, and from there into place.
 
 A host that is its own device needs no copy in between. Elsewhere a part goes to one buffer on the device that is used
-again for the next, in the order of one stream, and is written from there with as few launches as torch has for many
-tensors. Rows of B, and of A where they stand by themselves, are contiguous and go by one of these; rows of A behind
-base weights are interleaved by slice, and take a launch each.
+again for the next, in the order of one stream, and is written from there by one call of `scatter_rows`: on a GPU one
+launch, whatever the adapter's modules. What of it depends on the modules and ranks alone is derived once, and kept for
+the adapters that have the same.
 
 Who owns: the buffer lives as long as the pool, and counts beside its budget: at most BUFFER_BYTES, or one tensor of the
-largest adapter.
+largest adapter. What is kept on a GPU for each of _MAX_KEPT kinds of adapters is some 12 bytes for each of their rows.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from adapters.row_allocation import Placement
 from adapters.row_plan import RowPlan
 from adapters.slab import HostAdapter
 from kernels.lora.maps import LoraStack
+from kernels.row_scatter import ops as row_scatter_ops
+from kernels.row_scatter.pieces import RowPiece, RowPieces
 
 BUFFER_BYTES = 128 << 20
 _MAX_KEPT = 16  # plans; most adapters of a fleet share one
@@ -40,15 +42,17 @@ class _Target:
 
 @dataclass(slots=True)
 class _PartPlan:
-    """Bytes [start, end) of a slab and where they go; `sources` on the device, one for each target with a rank."""
+    """Bytes [start, end) of a slab and where they go.
+
+    sources  of the pieces, views of the buffer; None where they lie in each adapter's slab
+    """
 
     start: int
     end: int
     targets: list[_Target] = field(default_factory=list)
-    sources: list[torch.Tensor] = field(default_factory=list)
     has_tables: bool = False
-    ranks: torch.Tensor | None = None
-    scalings: torch.Tensor | None = None
+    pieces: RowPieces = field(default_factory=lambda: RowPieces(()))
+    sources: tuple[torch.Tensor, ...] | None = None
 
 
 class Part:
@@ -61,32 +65,21 @@ class Part:
 
     def fetch(self) -> None:
         """To the buffer on the device, from pinned memory; nothing where the host is the device."""
-        buffer = self._scatter.buffer
-        if buffer is not None:
-            plan = self._plan
-            size = plan.end - plan.start
-            buffer[:size].copy_(self._adapter.slab[plan.start : plan.end], non_blocking=True)
+        buffer, plan = self._scatter.buffer, self._plan
+        if buffer is None:
+            return
+        if plan.sources is None:  # here, since what is derived from them may wait: not for the steps
+            self._scatter.prepare(plan, self._adapter)
+        size = plan.end - plan.start
+        buffer[:size].copy_(self._adapter.slab[plan.start : plan.end], non_blocking=True)
 
     def write(self, placement: Placement) -> None:
         """Into the rows and the tables' columns."""
-        plan, adapter = self._plan, self._adapter
-        sources = plan.sources if self._scatter.buffer is not None else _host_sources(adapter)
-        targets, zeros = [], []
-        for one in plan.targets:
-            taken = placement.ranges[one.group]
-            if one.rank:
-                targets.append(one.rows.narrow(0, taken.start, one.rank))
-            if one.rank < taken.length:
-                zeros.append(one.rows.narrow(0, taken.start + one.rank, taken.length - one.rank))
-        _copy_all(targets, sources)
-        if zeros:
-            torch._foreach_zero_(zeros)
-        if plan.has_tables:
-            of_host = self._scatter.buffer is None
-            ranks, scalings = (adapter.ranks, adapter.scalings) if of_host else (plan.ranks, plan.scalings)
-            assert ranks is not None and scalings is not None
-            self._scatter.ranks[:, placement.place].copy_(ranks)
-            self._scatter.scalings[:, placement.place].copy_(scalings)
+        sources = self._plan.sources
+        if sources is None:
+            sources = _host_sources(self._adapter)
+        if self._plan.pieces.pieces:
+            row_scatter_ops.scatter_rows(self._plan.pieces, sources, self._scatter.starts(placement))
 
 
 class Scatter:
@@ -105,9 +98,11 @@ class Scatter:
         plan: RowPlan,
         buffer_bytes: int,
     ) -> None:
-        self.ranks, self.scalings = ranks, scalings
+        self._tables = ranks.t(), scalings.t()  # a place's column of each is a row
         self._layout = layout
         self._stacks = stacks
+        self._groups = layout.groups
+        self._lengths = plan.length
         self._plans: dict[tuple[tuple[str, int], ...], list[_PartPlan]] = {}
         self.buffer: torch.Tensor | None = None
         if buffer_bytes:
@@ -115,14 +110,14 @@ class Scatter:
 
     def _make_buffer(self, plan: RowPlan, buffer_bytes: int) -> None:
         """Holds one tensor of any adapter that fits the pool."""
-        largest = 8 * self.ranks.shape[0]
+        device, largest = self._tables[0].device, 8 * self._tables[0].shape[1]
         for projection in self._layout.projections:
             num_rows = plan.rows[projection.group]
             rank = min(plan.max_rank or num_rows, num_rows)
             for rows in (*self._stacks[projection.name].a, *self._stacks[projection.name].b):
                 largest = max(largest, rank * rows.shape[1] * rows.dtype.itemsize)
         size = max(min(buffer_bytes, plan.total_bytes), largest)
-        self.buffer = torch.empty(size, dtype=torch.uint8, device=self.ranks.device)
+        self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
 
     def parts(self, adapter: HostAdapter) -> Iterator[Part]:
         """Of a load, in order."""
@@ -145,10 +140,22 @@ class Scatter:
         if adapter.slab.nbytes - plans[-1].start > limit:
             plans.append(_PartPlan(adapter.tables_start, adapter.tables_start))
         plans[-1].end, plans[-1].has_tables = adapter.slab.nbytes, True
-        if self.buffer is not None:
-            for plan in plans:
-                self._cut(plan, adapter, self.buffer)
+        for plan in plans:
+            plan.pieces = RowPieces(tuple(self._pieces(plan, adapter)))
         return plans
+
+    def starts(self, placement: Placement) -> list[int]:
+        """First rows of the groups of the layout, 0 where the adapter has none, and then its place in the tables."""
+        ranges = placement.ranges
+        return [*(ranges[group].start if group in ranges else 0 for group in self._groups), placement.place]
+
+    def _pieces(self, plan: _PartPlan, adapter: HostAdapter) -> Iterator[RowPiece]:
+        for one in plan.targets:
+            length = self._lengths(one.group, adapter.rows[one.group])
+            yield RowPiece(one.rows, one.rank, length, self._groups.index(one.group))
+        if plan.has_tables:
+            for table in self._tables:
+                yield RowPiece(table, 1, 1, len(self._groups))
 
     def _targets(self, adapter: HostAdapter) -> Iterator[_Target]:
         """In the order of the slab; slices of a group that the adapter has rows in, and does not target, between."""
@@ -164,27 +171,23 @@ class Scatter:
                     end = start + rank * rows.shape[1] * rows.dtype.itemsize
                     yield _Target(projection.group, rows, rank, start, end)
 
-    def _cut(self, plan: _PartPlan, adapter: HostAdapter, buffer: torch.Tensor) -> None:
-        """Views of the buffer, as the slab's part lies in it."""
+    def prepare(self, plan: _PartPlan, adapter: HostAdapter) -> None:
+        """Views of the buffer, as the slab's part lies in it, and what `scatter_rows` derives from them."""
+        assert self.buffer is not None
+        sources = []
         for one in plan.targets:
             if one.rank:
-                piece = buffer[one.start - plan.start : one.end - plan.start]
-                plan.sources.append(piece.view(one.rows.dtype).view(one.rank, -1))
+                piece = self.buffer[one.start - plan.start : one.end - plan.start]
+                sources.append(piece.view(one.rows.dtype).view(one.rank, -1))
         if plan.has_tables:
-            tables = buffer[adapter.tables_start - plan.start : plan.end - plan.start]
+            tables = self.buffer[adapter.tables_start - plan.start : plan.end - plan.start]
             half = len(tables) // 2
-            plan.ranks, plan.scalings = tables[:half].view(torch.int32), tables[half:].view(torch.float32)
+            sources += [tables[:half].view(torch.int32)[None], tables[half:].view(torch.float32)[None]]
+        plan.sources = tuple(sources)
+        if plan.pieces.pieces:
+            row_scatter_ops.prepare(plan.pieces, plan.sources)
 
 
-def _host_sources(adapter: HostAdapter) -> list[torch.Tensor]:
-    return [side for one in adapter.slices.values() for side in (one.a, one.b)]
-
-
-def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """targets[i] = sources[i]. Contiguous ones by a few launches for all; others take a launch each, as would all that
-    are in one call with them."""
-    pairs = list(zip(targets, sources, strict=True))
-    for is_dense in (True, False):
-        chosen = [pair for pair in pairs if pair[0].is_contiguous() is is_dense]
-        if chosen:
-            torch._foreach_copy_([target for target, _ in chosen], [source for _, source in chosen])
+def _host_sources(adapter: HostAdapter) -> tuple[torch.Tensor, ...]:
+    sides = (side for one in adapter.slices.values() for side in (one.a, one.b))
+    return (*sides, adapter.ranks[None], adapter.scalings[None])

@@ -42,6 +42,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "sampling": ("cpu", "reference"),
         "rms_norm": ("reference",),
         "rotary_kv": ("cpu", "reference"),
+        "row_scatter": ("reference",),
         "swiglu": ("reference",),
     },
     "cuda": {
@@ -55,6 +56,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "sampling": ("triton_cuda", "any_device", "reference"),
         "rms_norm": ("triton_cuda", "reference"),
         "rotary_kv": ("triton_cuda", "reference"),
+        "row_scatter": ("triton_cuda", "reference"),
         "swiglu": ("triton_cuda", "reference"),
     },
     "npu": {
@@ -68,6 +70,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "sampling": ("any_device", "reference"),
         "rms_norm": ("npu", "reference"),
         "rotary_kv": ("triton_ascend", "npu", "reference"),
+        "row_scatter": ("reference",),
         "swiglu": ("npu", "reference"),
     },
 }

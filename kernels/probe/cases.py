@@ -11,6 +11,7 @@ from kernels.probe import (
     dense_cases,
     expert_cases,
     lora_cases,
+    row_scatter_cases,
     sampling_cases,
     window_cases,
 )
@@ -54,6 +55,7 @@ _CASES: Mapping[str, Mapping[str, Case]] = {
         "add_rms_norm": dense_cases.add_rms_norm,
     },
     "rotary_kv": {"rotary_kv": dense_cases.rotary_kv, "rotary_kv_normed": dense_cases.rotary_kv_normed},
+    "row_scatter": {"scatter_rows": row_scatter_cases.scatter},
     "swiglu": {"swiglu": dense_cases.swiglu},
     "sampling": {
         "sample": sampling_cases.sample,

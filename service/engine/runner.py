@@ -13,6 +13,7 @@ import torch
 
 from adapters.layout import SIDE_GROUPS
 from kernels.platform import Platform
+from kernels.row_scatter import ops as row_scatter_ops
 from kernels.sampling import ops as sampling_ops
 from service.engine.captured_steps import HIDDEN, CapturedSteps, Graphs, unreplayable_ops
 from service.engine.config import EngineConfig
@@ -135,6 +136,8 @@ class ModelRunner:
         """See `Runner.warm_up`; the model's LoRA rows are bound by now."""
         self._model.warm_up(self._caches, padded_tokens(config.token_budget), config.max_sequences)
         sampling_ops.warm_up(self.capacity.vocab_size, self._dtype, self.capacity.device)
+        if self._has_lora:
+            row_scatter_ops.warm_up(self.capacity.device)
 
     def sizes_to_capture(self) -> tuple[Sequence[StepSizes], Sequence[StepSizes]]:
         """See `Runner.sizes_to_capture`."""

@@ -31,8 +31,7 @@ def test_a_load_asks_nothing_of_the_steps_stream_and_allocates_nothing() -> None
         "copies: copy_",  # the slab, as one
         "copies wait for steps",  # before rows are written that one in flight may use
         "copies: _foreach_copy_",
-        "copies: copy_",  # ranks and scalings
-        "copies: copy_",
+        "copies: _foreach_copy_",  # ranks and scalings
         "mark",
     ]
     assert_holds(pool, LAYOUT, second)

@@ -25,7 +25,7 @@ from tests.support.limits import LIMIT_SECONDS
 
 pytest.importorskip("triton", reason="NOT RUN: Triton is not installed")
 
-OPS = ("paged_attention", "lora", "causal_conv1d", "rms_norm", "rotary_kv", "swiglu")
+OPS = ("paged_attention", "lora", "causal_conv1d", "rms_norm", "rotary_kv", "row_scatter", "swiglu")
 # The interpreter takes seconds for a step, so there are few layers.
 FAMILIES = {
     "llama": {"num_hidden_layers": 1},

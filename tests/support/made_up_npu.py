@@ -146,6 +146,7 @@ SERVED = {
     "sampling": "any_device",
     "rms_norm": "npu",
     "rotary_kv": "triton_ascend",
+    "row_scatter": "reference",
     "swiglu": "npu",
 }
 

@@ -1,0 +1,52 @@
+"""An adapter's weights from where they lie together to the rows that are its own: shapes are checked here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kernels.platform import contract, implementation
+from kernels.row_scatter.pieces import MAX_STARTS, RowPieces
+
+
+def scatter_rows(pieces: RowPieces, sources: tuple[torch.Tensor, ...], starts: Sequence[int]) -> None:
+    """For each piece p, from its first row r = starts[p.start]:
+
+        p.target[r : r + p.rank] = source;  p.target[r + p.rank : r + p.length] = 0
+
+    pieces   targets are changed in place, in these rows alone; at least one
+    sources  one for each piece with a rank, in their order: [rank, width], contiguous, of the target's dtype and
+             device. Where the same tuple is given again, nothing is derived from it again
+    starts   at most MAX_STARTS; each range ends within its target, which the caller knows
+
+    Asked of the current stream; nothing waits.
+    """
+    assert 0 < len(starts) <= MAX_STARTS and min(starts) >= 0, "starts are first rows"
+    implementation("row_scatter", _device(pieces)).scatter_rows(pieces, sources, starts)
+
+
+def prepare(pieces: RowPieces, sources: tuple[torch.Tensor, ...]) -> None:
+    """Derive all that `scatter_rows` of these needs. It may allocate, and wait for the current stream.
+
+    Raises AssertionError where pieces and sources do not belong together.
+    """
+    held = [one for one in pieces.pieces if one.rank]
+    assert len(held) == len(sources), "one source for each piece with a rank"
+    for one in pieces.pieces:
+        assert one.target.dim() == 2 and 0 <= one.rank <= one.length and 0 <= one.start < MAX_STARTS, "a piece of rows"
+        assert one.target.stride(1) == 1 or one.length == 1, "several rows have unit stride along their columns"
+    for one, source in zip(held, sources, strict=True):
+        assert source.shape == (one.rank, one.target.shape[1]), "sources are [rank, width]"
+        assert source.is_contiguous() and source.dtype == one.target.dtype, "sources are contiguous, of their dtype"
+        assert source.device == one.target.device, "sources lie on the device of the rows"
+    implementation("row_scatter", _device(pieces)).prepare(pieces, sources)
+
+
+def warm_up(device: torch.device) -> int:
+    """Compile all that any call can need; the number of variants compiled. 0 where nothing is ever compiled."""
+    return contract("row_scatter", device).warm_up_and_count(device)
+
+
+def _device(pieces: RowPieces) -> torch.device:
+    return pieces.pieces[0].target.device

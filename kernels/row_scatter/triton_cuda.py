@@ -1,0 +1,159 @@
+"""`kernels.row_scatter.ops` on NVIDIA GPUs: one launch, whatever the number of pieces.
+
+    pieces    int64 [pieces, _NUM_FIELDS]: where each lies, in bytes; see `_fields`
+    programs  int32 [programs, 3]: piece, row of it, block of the row
+
+Both are built once for pieces and sources that stay where they are, as the rows and the buffer of a pool do, so that a
+call hands over no more than the first rows.
+"""
+
+# Triton's functions are untyped.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from kernels import triton_launch
+from kernels.contract import Contract
+from kernels.row_scatter.pieces import MAX_STARTS, RowPiece, RowPieces
+
+# Bytes of a row that a program copies: 64 for each thread of 4 warps. Rows of most projections are a multiple.
+_BLOCK_BYTES = 8192
+_NUM_WARPS = 4
+_NUM_FIELDS = 8
+_NUM_FIELDS_CONSTANT = tl.constexpr(_NUM_FIELDS)
+_WIDE_BYTES = 16
+
+
+@triton.jit(do_not_specialize=["start_0", "start_1", "start_2", "start_3", "start_4"])
+def scatter_rows_kernel(
+    pieces_ptr,  # int64 [pieces, _NUM_FIELDS]
+    programs_ptr,  # int32 [programs, 3]
+    start_0,
+    start_1,
+    start_2,
+    start_3,
+    start_4,
+    BLOCK_BYTES: tl.constexpr,
+):
+    """Grid (programs,). Offsets are in bytes and 64 bits wide."""
+    programs_ptr += tl.program_id(0).to(tl.int64) * 3
+    fields_ptr = pieces_ptr + tl.load(programs_ptr).to(tl.int64) * _NUM_FIELDS_CONSTANT
+    row = tl.load(programs_ptr + 1).to(tl.int64)
+    first = tl.load(programs_ptr + 2) * BLOCK_BYTES
+    which = tl.load(fields_ptr + 2)
+    start = tl.where(which == 0, start_0, tl.where(which == 1, start_1, tl.where(which == 2, start_2, start_3)))
+    start = tl.where(which == 4, start_4, start).to(tl.int64)
+    row_bytes = tl.load(fields_ptr + 5)
+    source = tl.load(fields_ptr) + row * row_bytes
+    target = tl.load(fields_ptr + 1) + start * tl.load(fields_ptr + 3) + row * tl.load(fields_ptr + 4)
+    has_source = row < tl.load(fields_ptr + 6)
+    if tl.load(fields_ptr + 7) != 0:
+        # Said once more, since addresses out of a table are known to be multiples of nothing: 16 bytes a thread.
+        wide_source_ptr = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
+        wide_target_ptr = tl.multiple_of(target.to(tl.pointer_type(tl.int32)), 16)
+        num_words = (row_bytes // 16).to(tl.int32) * 4
+        _write_block(wide_source_ptr, wide_target_ptr, first // 4, num_words, has_source, BLOCK_BYTES // 4)
+    else:
+        source_ptr = source.to(tl.pointer_type(tl.int16))
+        target_ptr = target.to(tl.pointer_type(tl.int16))
+        _write_block(source_ptr, target_ptr, first // 2, (row_bytes // 2).to(tl.int32), has_source, BLOCK_BYTES // 2)
+
+
+@triton.jit
+def _write_block(source_ptr, target_ptr, first, num_words, has_source, BLOCK: tl.constexpr):
+    """Words [first, first + BLOCK) of a row of `num_words`: the source's, or zeros."""
+    at = first + tl.arange(0, BLOCK)
+    mask = at < num_words
+    words = tl.load(source_ptr + at, mask=mask & has_source, other=0)
+    tl.store(target_ptr + at, words, mask=mask)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Tables:
+    """See the module's docstring; `sources` are held, so that their addresses stay theirs."""
+
+    sources: tuple[torch.Tensor, ...]
+    pieces: torch.Tensor
+    programs: torch.Tensor
+
+
+def prepare(pieces: RowPieces, sources: tuple[torch.Tensor, ...]) -> None:
+    """See `ops.prepare`."""
+    device = pieces.pieces[0].target.device
+    left = iter(sources)
+    fields = [_fields(one, next(left) if one.rank else None) for one in pieces.pieces]
+    programs = [_programs(at, one, fields[at][5]) for at, one in enumerate(pieces.pieces)]
+    pieces.kept["tables"] = _Tables(
+        sources,
+        torch.tensor(fields, dtype=torch.int64).to(device),
+        torch.from_numpy(np.concatenate(programs)).to(device),
+    )
+
+
+def scatter_rows(pieces: RowPieces, sources: tuple[torch.Tensor, ...], starts: Sequence[int]) -> None:
+    """See `ops.scatter_rows`."""
+    tables = pieces.kept.get("tables")
+    if tables is None or tables.sources is not sources:
+        prepare(pieces, sources)
+        tables = pieces.kept["tables"]
+    _launch(tables.pieces, tables.programs, starts)
+
+
+def _launch(pieces: torch.Tensor, programs: torch.Tensor, starts: Sequence[int]) -> None:
+    # Not launched dependently: what it waits for are events, and copies that no kernel makes.
+    scatter_rows_kernel[len(programs),](
+        pieces,
+        programs,
+        *starts,
+        *(0,) * (MAX_STARTS - len(starts)),
+        BLOCK_BYTES=_BLOCK_BYTES,
+        num_warps=_NUM_WARPS,
+        **triton_launch.launch_options(pieces.device, dependent=False),
+    )
+
+
+def _fields(piece: RowPiece, source: torch.Tensor | None) -> list[int]:
+    """Addresses of the source and of row 0, which start, bytes from one start to the next and from one row to the next,
+    bytes of a row, rows that have a source, and whether all of these are multiples of 16 bytes."""
+    target, size = piece.target, piece.target.element_size()
+    address = 0 if source is None else source.data_ptr()
+    to_start = to_row = target.stride(0) * size
+    row_bytes, num_held = target.shape[1] * size, piece.rank
+    if target.stride(1) != 1:  # one row of elements that stand apart: each is a row of its own
+        to_row, row_bytes, num_held = target.stride(1) * size, size, piece.rank * target.shape[1]
+    is_wide = all(one % _WIDE_BYTES == 0 for one in (address, target.data_ptr(), to_start, to_row, row_bytes))
+    return [address, target.data_ptr(), piece.start, to_start, to_row, row_bytes, num_held, int(is_wide)]
+
+
+def _programs(at: int, piece: RowPiece, row_bytes: int) -> np.ndarray:
+    """int32 [programs of the piece, 3]"""
+    width_bytes = piece.target.shape[1] * piece.target.element_size()
+    num_rows = piece.length * width_bytes // max(row_bytes, 1)
+    num_blocks = -(-row_bytes // _BLOCK_BYTES)
+    programs = np.empty((num_rows, num_blocks, 3), np.int32)
+    programs[..., 0] = at
+    programs[..., 1] = np.arange(num_rows)[:, None]
+    programs[..., 2] = np.arange(num_blocks)
+    return programs.reshape(-1, 3)
+
+
+def warm_up(device: torch.device) -> None:
+    """See `ops.warm_up`. Nothing of what is copied is an argument of the kernel."""
+    pieces = torch.zeros(1, _NUM_FIELDS, dtype=torch.int64, device=device)  # rows of 0 bytes
+    _launch(pieces, torch.zeros(1, 3, dtype=torch.int32, device=device), (0,))
+
+
+def compiled_count() -> int:
+    """Number of compiled variants in this process."""
+    return triton_launch.count_compiled(scatter_rows_kernel)
+
+
+CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=True)
