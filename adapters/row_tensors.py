@@ -46,8 +46,12 @@ class RowTensors:
         self.ranks = torch.zeros(num_slices, plan.num_places, dtype=torch.int32, device=device)
         self.scalings = torch.zeros(num_slices, plan.num_places, dtype=torch.float32, device=device)
         self.stacks: dict[str, LoraStack] = {}  # by projection; the same objects for life
+        # Module and its two lines of the host's tables, in the order of the device's.
+        self._host_lines: list[tuple[str, list[int], list[float]]] = []
         for projection in layout.projections:
-            self.stacks[projection.name] = self._make_stack(projection, dtype, device)
+            stack = self.stacks[projection.name] = self._make_stack(projection, dtype, device)
+            modules = [piece.module for piece in projection.slices]
+            self._host_lines += zip(modules, stack.host_ranks, stack.host_scalings, strict=True)
 
     def move(self, move: RowMove) -> None:
         """Slide a range down in every tensor of its group."""
@@ -59,16 +63,16 @@ class RowTensors:
 
     def note(self, placement: Placement, adapter: HostAdapter) -> None:
         """Ranks and scalings of the place, on the host; the device's are part of the slab."""
-        for projection in self._layout.projections:
-            stack = self.stacks[projection.name]
-            for index, piece in enumerate(projection.slices):
-                held = adapter.slices.get(piece.module)
-                ranks, scalings = stack.host_ranks[index], stack.host_scalings[index]
-                if placement.place == len(ranks):
-                    ranks.append(0)
-                    scalings.append(0.0)
-                ranks[placement.place] = 0 if held is None else held.rank
-                scalings[placement.place] = 0.0 if held is None else held.scaling
+        place, slices = placement.place, adapter.slices
+        for module, ranks, scalings in self._host_lines:
+            if place == len(ranks):
+                ranks.append(0)
+                scalings.append(0.0)
+            held = slices.get(module)
+            if held is None:
+                ranks[place], scalings[place] = 0, 0.0
+            else:
+                ranks[place], scalings[place] = held.rank, held.scaling
 
     def subtract_base(self, base: BaseFacts, placement: Placement, adapter: HostAdapter) -> None:
         """Trained tokens are held as what they are; rows are what they change the base by."""

@@ -55,8 +55,9 @@ class Extras:
 class HostAdapter:
     """slices by module path, in the order of the slab; rows: the largest rank per projection group, and 1 of each side
     group; num_bytes of host memory, the extras included; ranks int32 and scalings float32 [slices of the layout], views
-    of the slab's last bytes, which begin at tables_start; extras, tokens: see `Extras`. The slab's memory is given back
-    when the last reference to this goes: hold this, not its tensors."""
+    of the slab's last bytes, which begin at tables_start; shape_key: equal for adapters whose slabs are laid out alike;
+    extras, tokens: see `Extras`. The slab's memory is given back when the last reference to this goes: hold this, not
+    its tensors."""
 
     digest: str
     slices: dict[str, HostSlice]
@@ -66,6 +67,7 @@ class HostAdapter:
     ranks: torch.Tensor
     scalings: torch.Tensor
     tables_start: int
+    shape_key: tuple[tuple[str, int], ...]
     extras: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -73,11 +75,6 @@ class HostAdapter:
     def extra_bytes(self) -> int:
         """Of host memory, beside the slab."""
         return sum(tensor.nbytes for tensor in self.extras.values())
-
-    @property
-    def shape_key(self) -> tuple[tuple[str, int], ...]:
-        """Equal for adapters whose slabs are laid out alike."""
-        return tuple((module, one.rank) for module, one in self.slices.items())
 
 
 class SlabMemory(Protocol):
@@ -196,6 +193,7 @@ def make_adapter(
         ranks,
         scalings,
         places[-1],
+        tuple((module, one.rank) for module, one in slices.items()),
         extras.tensors,
         extras.tokens,
     )
