@@ -15,6 +15,7 @@ Where several servers share the store (`adapters.sharing`), beside these:
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 from dataclasses import asdict
@@ -47,8 +48,10 @@ def is_name(name: str, owner: str = "") -> bool:
     return NAME.fullmatch(name) is not None
 
 
+@functools.lru_cache(maxsize=8)
 def layout_fingerprint(layout: BaseLayout) -> str:
-    """16 hex digits that change with the base: its weights, or how an adapter binds to it."""
+    """16 hex digits that change with the base: its weights, or how an adapter binds to it. Kept, since each read of an
+    adapter asks for it, beside the steps, and a large base has hundreds of modules."""
     fields = asdict(layout)
     for name in ("norms", "ties_head", "fixed", "outside"):  # they follow from the rest, and stores are older than they
         del fields[name]

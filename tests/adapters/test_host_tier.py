@@ -155,3 +155,18 @@ def test_damage_on_disk_is_an_error_of_ours(store: AdapterStore, tmp_path: Path,
 def test_the_api_side_of_the_package_imports_no_torch() -> None:
     code = "import sys, adapters.store, adapters.row_plan; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
+
+
+def test_what_depends_on_the_layout_alone_is_derived_once(
+    store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads run beside the steps, and share the interpreter with them."""
+    digest = upload_small(store, LAYOUT, "once")[0].digest
+    first = read_adapter(tmp_path, LAYOUT, digest, torch.float32)
+
+    def derived_again(_layout: object) -> None:
+        raise AssertionError("the layout was walked for a read")
+
+    monkeypatch.setattr("adapters.paths.asdict", derived_again)
+    again = read_adapter(tmp_path, LAYOUT, digest, torch.float32)
+    assert again.shape_key == first.shape_key
