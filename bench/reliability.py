@@ -3,8 +3,8 @@
     .venv/bin/python -m bench.reliability --minutes=30     # starts its own servers; --minutes are those beside it
 
 Tenants of a keys file, with addresses of their own on loopback. Five of them stream completions with adapters, chat,
-count tokens and upload, replace and delete an adapter. The sixth sends what `bench.hostile` has, floods with requests,
-begins uploads and reads nothing. Its rounds have three parts each, so that what else the machine does counts in all:
+count tokens and upload, replace and delete an adapter. The sixth sends all that `bench.hostile` has. Its rounds have
+three parts each, so that what else the machine does counts in all:
 
 alone    the five, a quarter of the time
 control  the five, while the sixth does all that to another server on the same machine: what it costs that the two
@@ -12,9 +12,10 @@ control  the five, while the sixth does all that to another server on the same m
 beside   the five and the sixth at one server
 
 Told are the five's times in the three parts, and beside each thing that the hostile one does; all answers of 500 and
-above; how the memory of each process grows in the last half of the minutes beside the sixth, on a clock that stands
-still in the other parts, and the most it had in each quarter of them. Servers do less in the other parts, so that a
-line through all of them tells where in the half those lie: it is told too.
+above, those inside of streams and on raw sockets too (0 is for no answer), and tracebacks in the log; how the memory of
+each process grows in the last half of the minutes beside the sixth, on a clock that stands still in the other parts,
+and the most it had in each quarter of them. Servers do less in the other parts, so that a line through all of them
+tells where in the half those lie: it is told too.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ class Memory(threading.Thread):
                 ("template_worker", "template worker"),
                 ("grammars.trial", "grammar trial"),
             ):
-                for pid in self._server.child_pids_of(module)[:1]:
-                    self._sample(pid, name)
+                for number, pid in enumerate(sorted(self._server.child_pids_of(module))):
+                    self._sample(pid, f"{name} {number + 1}" if number else name)
 
     def _sample(self, pid: int, name: str) -> None:
         with suppress(OSError, IndexError, ValueError):
@@ -179,7 +180,7 @@ def tell(seen: dict[str, Seen], hostile: dict[str, Seen], say: Callable[[str], N
             cells.append(f"{len(seen[name].seconds[kind])}, {half:.0f}, {slowest[name]:.0f} ms")
         ratios = [f"{slowest['beside'] / slowest[name]:.1f}" for name in ("alone", "control")]
         say(f"| {kind} | {' | '.join(cells + ratios)} |")
-    everybody = {**seen, "hostile": hostile["beside"]}
+    everybody = {**seen, "hostile": hostile["beside"], "hostile, to the other server": hostile["control"]}
     for name, one in everybody.items():
         say(f"answers, {name}: {dict(sorted(one.statuses.items()))}")
     say("| Beside | requests | p50 | p99, in units of the p99 alone |\n|---|---|---|---|")
@@ -223,8 +224,10 @@ def main() -> int:
         with running_server(None, Path(root) / "server", **settings) as server:
             num_failed = run(Path(root), server, keys, given, settings)
             exit_code = server.stop()
+            _, *tracebacks = server.log.split("Traceback")
     print(f"{num_failed} answers of 500 and above; the server ended with {exit_code}")
-    return int(num_failed > 0)
+    print(f"{len(tracebacks)} tracebacks in its log", *(one[:3000] for one in tracebacks[:5]), sep="\n")
+    return int(num_failed > 0 or len(tracebacks) > 0)
 
 
 if __name__ == "__main__":

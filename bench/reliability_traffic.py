@@ -11,25 +11,22 @@ from __future__ import annotations
 import json
 import os
 import random
-import socket
 import statistics
 import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import msgspec
 
-from bench.hostile import HOSTILE_ADDRESS, Target, attacks
+from bench.hostile.attacks import attacks
+from bench.hostile.target import FAULT, HOSTILE_ADDRESS, Target
 from service.settings import BUNDLED_ADAPTERS_DIR
 
 ADAPTERS = ("default/shout", "default/reverse")
-_FLOOD = 64
 _LEAST_CLAIM = 19
 
 
@@ -88,9 +85,11 @@ class Client:
         body = {"model": self._rng.choice(ADAPTERS), "prompt": "lamp tiger", "max_tokens": 24, "stream": True}
         first = None
         with self._http.stream("POST", "/v1/completions", json=body) as answer:
-            for _ in answer.iter_lines():
+            faulty = False
+            for line in answer.iter_lines():
                 first = first or time.perf_counter() - started
-            return answer.status_code, first or 0.0
+                faulty = faulty or FAULT.search(line.encode()) is not None
+            return 500 if faulty else answer.status_code, first or 0.0
 
     def _chat(self, _started: float) -> int:
         messages = [{"role": "user", "content": "lamp tiger"}]
@@ -112,69 +111,27 @@ class Client:
 
 
 class Hostile:
-    """One that means harm: all of `bench.hostile`, and what takes longer than one request.
+    """One that means harm: all of `bench.hostile`, one after the other.
 
     first  of its attacks, in their order, the one to begin with
     """
 
     def __init__(self, url: str, key: str, first: int = 0) -> None:
         self._target = Target(url, "base", HOSTILE_ADDRESS, key)
-        self._attacks: dict[str, Callable[[], object]] = {
-            **attacks(self._target),
-            "a flood of 512 sequences": self._flood,
-            "20 streams that nobody reads": self._read_nothing,
-            "20 uploads that send nothing": self._begin_uploads,
-        }
+        self._attacks = list(attacks(self._target).items())
         self._next = first
 
     def one(self, seen: Seen) -> None:
-        """The next attack."""
-        name = list(self._attacks)[self._next % len(self._attacks)]
+        """The next attack. All answers that it got are counted, those on raw sockets too."""
+        name, attack = self._attacks[self._next % len(self._attacks)]
         self._next += 1
         started = time.perf_counter()
-        with suppress(httpx.HTTPError, OSError):
-            outcome = self._attacks[name]()
-            if isinstance(outcome, int):
-                seen.statuses[outcome] += 1
+        attack()
         seen.spans.append((name, started, time.perf_counter()))
-
-    def _flood(self) -> object:
-        body = {"model": "base", "prompt": "the", "max_tokens": 100, "ignore_eos": True, "n": 8}
-        send_one = self._target.post("/v1/completions", body)
-        statuses: list[int] = []
-
-        def send() -> None:
-            with suppress(httpx.HTTPError):
-                status = send_one()
-                assert isinstance(status, int)
-                statuses.append(status)
-
-        threads = [threading.Thread(target=send) for _ in range(_FLOOD)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return max(statuses, default=0)
-
-    def _read_nothing(self) -> object:
-        body = json.dumps({"prompt": "the", "max_tokens": 200, "stream": True, "ignore_eos": True, "n": 16}).encode()
-        json_head = self._target.head("POST", "/v1/completions", "Content-Type: application/json")
-        return self._hold(json_head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
-
-    def _begin_uploads(self) -> object:
-        kind = "Content-Type: multipart/form-data; boundary=x"
-        head = self._target.head("POST", "/v1/adapters", kind) + b"Content-Length: 1000000000\r\n\r\n"
-        return self._hold(head + b'--x\r\nContent-Disposition: form-data; name="adapter_model"\r\n\r\n')
-
-    def _hold(self, sent: bytes) -> object:
-        """Twenty connections that send this and then do nothing for a while."""
-        with ExitStack() as held:
-            for _ in range(20):
-                connection = socket.create_connection(self._target.address, 5, source_address=self._target.source)
-                held.enter_context(connection)
-                connection.sendall(sent)
-            time.sleep(2)
-        return None
+        for status, count in self._target.take_statuses().items():
+            seen.statuses[status] += count
+            if status >= 500:
+                print(f"{name}: {count} answers of {status}", file=sys.stderr, flush=True)
 
 
 def work(user: Any, until: float, lock: threading.Lock, seen: Seen) -> None:
