@@ -18,7 +18,7 @@ def attacks(target: Target) -> dict[str, Attack]:
 
         def of_versions() -> None:
             for number in range(_LOOPS):
-                uploads.put(name, lora_alpha=number + 1)()
+                uploads.put(name, keep=True, lora_alpha=number + 1)()
                 target.request("POST", f"{path}/rollback", json={})
                 visibility = {"visibility": "shared", "shared_with": ["client-0"]} if number % 2 else None
                 target.request("PATCH", path, json=visibility or {"visibility": "public"})
@@ -29,7 +29,7 @@ def attacks(target: Target) -> dict[str, Attack]:
 
     def of_deletions() -> None:
         for _ in range(_LOOPS):
-            uploads.put("hostile-gone")()
+            uploads.put("hostile-gone", keep=True)()
             target.request("POST", "/v1/completions", json={"model": "hostile-gone", "prompt": "a", "max_tokens": 1})
             target.request("DELETE", "/v1/adapters/hostile-gone")
 
@@ -39,7 +39,7 @@ def attacks(target: Target) -> dict[str, Attack]:
         ),
         "25 uploads and deletions of each of 4 clients, of one name": spread([of_deletions] * 4, 4),
         "one upload 32 times at once": in_turn(
-            spread([uploads.put("hostile-same")] * 32, 32),
+            spread([uploads.put("hostile-same", keep=True)] * 32, 32),
             lambda: target.request("DELETE", "/v1/adapters/hostile-same"),
         ),
         "500 attempts at what is another's": spread([_attempts(target, uploads, name) for name in OTHERS] * 8, 8),

@@ -44,7 +44,7 @@ def attacks(target: Target) -> dict[str, Attack]:
     uploads = Uploads(target)
     branches = "".join(f"{{% elif last == '{way}' %}}{source}" for way, source in WAYS.items())
     template = "{% set last = messages[-1].content %}{% if last == '' %}" + branches + "{% else %}{{ last }}{% endif %}"
-    upload = uploads.put(NAME, template)
+    upload = uploads.put(NAME, template, keep=True)
     removal: Attack = lambda: target.request("DELETE", f"/v1/adapters/{NAME}")  # noqa: E731
 
     def chat(way: str, times: int = 1) -> Attack:
@@ -57,8 +57,7 @@ def attacks(target: Target) -> dict[str, Attack]:
 
     return {
         "templates that are refused at the upload": in_turn(
-            *(uploads.put("hostile-refused", source) for source in REFUSED),
-            lambda: target.request("DELETE", "/v1/adapters/hostile-refused"),
+            *(uploads.put("hostile-refused", source) for source in REFUSED)
         ),
         "chats whose adapter's template loops, allocates, recurses, reaches out": in_turn(
             upload, *map(chat, WAYS), removal

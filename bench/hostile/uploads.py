@@ -28,31 +28,32 @@ class Uploads:
         self.config = json.loads((BUNDLED_ADAPTERS_DIR / "shout" / CONFIG_FILE).read_bytes())
         self.tensors = (BUNDLED_ADAPTERS_DIR / "shout" / TENSORS_FILE).read_bytes()
 
-    def put(self, name: str, template: str | None = None, tensors: bytes | None = None, **config: Any) -> Attack:
-        """The parts, with these fields of the configuration, and an own chat template."""
+    def put(
+        self, name: str, template: str | None = None, tensors: bytes | None = None, *, keep: bool = False, **config: Any
+    ) -> Attack:
+        """The parts, with these fields of the configuration, and an own chat template. What is taken is deleted again,
+        unless it is to be kept."""
         content = {
             "adapter_config": (CONFIG_FILE, json.dumps({**self.config, **config}).encode()),
             "adapter_model": (TENSORS_FILE, self.tensors if tensors is None else tensors),
         }
         if template is not None:
             content["chat_template"] = ("chat_template.jinja", template.encode())
-        return self.put_parts(name, content)
+        return self.put_parts(name, content, keep=keep)
 
-    def put_parts(self, name: str, parts: dict[str, tuple[str, bytes]]) -> Attack:
+    def put_parts(self, name: str, parts: dict[str, tuple[str, bytes]], *, keep: bool = False) -> Attack:
         """These parts."""
+        return lambda: self._put(name, parts, keep=keep)
+
+    def _put(self, name: str, parts: dict[str, tuple[str, bytes]], *, keep: bool) -> None:
         path = f"/v1/adapters/{name}"
-        return lambda: self._target.request("PUT", path, files=parts)
+        if self._target.request("PUT", path, files=parts) in (200, 201) and not keep:
+            self._target.request("DELETE", path)
 
     def put_archive(self, make: Callable[[], bytes]) -> Attack:
-        """An archive, which is made when it is first sent; if it is taken it is deleted again."""
-        path, made = "/v1/adapters/hostile-archive", cache(make)
-
-        def attack() -> None:
-            files = {"archive": ("adapter.archive", made())}
-            if self._target.request("PUT", path, files=files) < 300:
-                self._target.request("DELETE", path)
-
-        return attack
+        """An archive, which is made when it is first sent."""
+        made = cache(make)
+        return lambda: self._put("hostile-archive", {"archive": ("adapter.archive", made())}, keep=False)
 
     def files(self) -> dict[str, bytes]:
         """What a good archive holds."""
