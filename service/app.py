@@ -8,11 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
-from fastapi.openapi.utils import get_openapi
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -42,12 +40,10 @@ from service.api import (
 )
 from service.api.auth import Access
 from service.api.errors import HANDLED, BadRequest, UnknownRoute, WrongMethod, quoted
-from service.api.generated_answers import ChatChunk
 from service.api.json_body import ALWAYS_BYTES, BodyBudget
 from service.api.metrics import Metrics
 from service.api.middleware import METHODS, BodyRule, Door, Refusal
-from service.api.openapi import finish
-from service.api.response_answers import ResponseEvent
+from service.api.openapi_route import serve_openapi
 from service.api.sampling import SamplingDefaults, model_defaults
 from service.api.state import Services
 from service.api.validation import bad_request
@@ -67,7 +63,6 @@ from service.tenants.usage import follow_usage
 from service.text.chat_template import ChatTemplate, template_source
 from service.text.template_worker import AdapterTemplate
 from service.text.tokenizer import TextTokenizer
-from service.version import server_version
 
 # The rank of most adapters there are: so many rows is one of them, where routers are told how many a server holds.
 RANK_OF_MOST = 16
@@ -114,7 +109,7 @@ def create_app(settings: Settings, engine: EngineClient | Engines | None = None)
     app.add_middleware(Door, access=access, metrics=services.metrics, body_rule=_body_rule(settings), budget=budget)
     if settings.cors_origins:
         _allow_pages(app, settings.cors_origins)
-    app.openapi = _openapi(app, access if services.tenants.need_keys else None)  # type: ignore[method-assign]
+    serve_openapi(app, access if services.tenants.need_keys else None)
     return app
 
 
@@ -390,20 +385,3 @@ def _methods_of(request: Request) -> list[str]:
         return any(route.matches({**request.scope, "method": routed})[0] is Match.FULL for route in request.app.routes)
 
     return [method for method in sorted(METHODS) if takes(method)]
-
-
-def _openapi(app: FastAPI, access: Access | None) -> Callable[[], dict[str, Any]]:
-    """The schema; `access` None where no key is needed."""
-
-    def build() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            schema = get_openapi(title=app.title, version=server_version(), routes=app.routes)
-            chunks: dict[str, Any] = {}
-            for model in (ChatChunk, ResponseEvent):
-                chunk = model.model_json_schema(ref_template="#/components/schemas/{model}")
-                chunks |= {**chunk.pop("$defs", {}), model.__name__: chunk}
-            finish(schema, access=access, chunks=chunks)
-            app.openapi_schema = schema
-        return app.openapi_schema
-
-    return build

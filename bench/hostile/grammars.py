@@ -58,7 +58,7 @@ def _doubling(levels: int) -> dict[str, Any]:
 
 SCHEMAS: tuple[dict[str, Any], ...] = (
     _chain(3_000),
-    _nested(190),
+    _nested(90),
     _nested(400),
     _doubling(40),
     {"$ref": "#"},
