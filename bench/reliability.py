@@ -124,9 +124,13 @@ def part(clients: list[Client], seconds: float, seen: Seen) -> None:
         thread.join()
 
 
-def part_with_hostile(clients: list[Client], seconds: float, seen: Seen, url: str, key: str, hostile: Seen) -> None:
-    """The same, while the hostile client does its work at the server of that address, from where it has left off."""
-    command = [sys.executable, "-m", "bench.reliability_traffic", url, key, str(len(hostile.spans)), str(seconds)]
+def part_with_hostile(
+    clients: list[Client], seconds: float, seen: Seen, url: str, key: str, hostile: Seen, first: int
+) -> None:
+    """The same, while the hostile client does its work at the server of that address, from where it has left off; it
+    began with the attack of number `first`."""
+    begin = str(first + len(hostile.spans))
+    command = [sys.executable, "-m", "bench.reliability_traffic", url, key, begin, str(seconds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         part(clients, seconds, seen)
@@ -202,9 +206,11 @@ def run(folder: Path, server: Server, keys: list[str], given: argparse.Namespace
     for number in range(given.rounds):
         part(clients, seconds / 4, seen["alone"])
         with running_server(None, folder / f"control-{number}", **settings) as other:
-            part_with_hostile(clients, seconds / 4, seen["control"], other.url, hostile_key, hostile["control"])
+            part_with_hostile(
+                clients, seconds / 4, seen["control"], other.url, hostile_key, hostile["control"], given.first
+            )
         began = time.monotonic()
-        part_with_hostile(clients, seconds, seen["beside"], server.url, hostile_key, hostile["beside"])
+        part_with_hostile(clients, seconds, seen["beside"], server.url, hostile_key, hostile["beside"], given.first)
         beside.append((began, time.monotonic()))
     memory.ended.set()
     memory.join()
@@ -217,6 +223,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Mixed traffic beside a hostile client.")
     parser.add_argument("--minutes", type=float, default=30.0, help="beside the hostile client, in all rounds together")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--first", type=int, default=0, help="number of the attack to begin with")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="reliability-") as root:
         path, keys = keys_file(Path(root))

@@ -23,9 +23,9 @@ def _completions(target: Target) -> dict[str, Attack]:
     scored = {"prompt": ["lamp " * 60] * 30, "echo": True, "logprobs": 20, "max_tokens": 1}
     return {
         "16 choices, nothing else": target.post(COMPLETIONS, LONG),
-        "the same with 32 stop strings of 1,000 characters": target.post(COMPLETIONS, {**LONG, "stop": stops[0]}),
-        "the same with 32 stop strings of 128 characters": target.post(COMPLETIONS, {**LONG, "stop": stops[1]}),
-        "the same with 20 log probabilities": target.post(COMPLETIONS, {**LONG, "logprobs": 20}),
+        "16 choices with 32 stop strings of 1,000 characters": target.post(COMPLETIONS, {**LONG, "stop": stops[0]}),
+        "16 choices with 32 stop strings of 128 characters": target.post(COMPLETIONS, {**LONG, "stop": stops[1]}),
+        "16 choices with 20 log probabilities": target.post(COMPLETIONS, {**LONG, "logprobs": 20}),
         "a batch of 256, each with 32 stop strings": target.post("/v1/completions/batch", batch),
         "log probabilities of 30 prompts": target.post(COMPLETIONS, scored),
     }
@@ -70,7 +70,7 @@ def _lists(target: Target) -> dict[str, Attack]:
     announced = target.head("POST", COMPLETIONS, "Content-Type: application/json", f"Content-Length: {16 * MIB}")
     return {
         "a body of 16 MiB of empty lists": target.post(COMPLETIONS, empty),
-        "8 of them at once": target.post(COMPLETIONS, empty, 8),
+        "8 bodies of 16 MiB of empty lists at once": target.post(COMPLETIONS, empty, 8),
         "8 bodies of 16 MiB that end early": target.send(announced + b"\r\n" + b"[" * (15 * MIB), times=8),
         "logit_bias, bad_words and lists of tokens, the most and more": in_turn(
             *(

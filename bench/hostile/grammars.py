@@ -93,15 +93,15 @@ def attacks(target: Target) -> dict[str, Attack]:
     }
     return {
         "ambiguous grammars of 40 bytes": in_turn(*(completion({"guided_grammar": one}) for one in AMBIGUOUS)),
-        "16 of each at once, half of them streamed": spread(
+        "64 ambiguous grammars at once, half of them streamed": spread(
             [completion({"guided_grammar": one, "stream": stream}, 8) for one in AMBIGUOUS for stream in (False, True)],
             8,
         ),
-        "one of them with 16 choices": completion({"guided_grammar": AMBIGUOUS[0]}, n=16),
+        "an ambiguous grammar with 16 choices": completion({"guided_grammar": AMBIGUOUS[0]}, n=16),
         "long and deep grammars": in_turn(*(completion({"guided_grammar": one}) for one in LARK)),
         "huge, deep and circular schemas": in_turn(*map(schema, SCHEMAS)),
         "32 schemas at once, each its own": spread([schema({"enum": [n, "x" * 9_000]}) for n in range(32)], 32),
-        "a schema that takes too long, 32 times at once": spread([schema(SCHEMAS[7])] * 32, 32),
+        "a schema that takes too long, 12 times at once": spread([schema(SCHEMAS[7])] * 12, 12),
         "regular expressions that backtrack or count far": in_turn(
             *(completion({"guided_regex": one}) for one in REGEXES)
         ),

@@ -62,8 +62,8 @@ def attacks(target: Target) -> dict[str, Attack]:
         "chats whose adapter's template loops, allocates, recurses, reaches out": in_turn(
             upload, *map(chat, WAYS), removal
         ),
-        "32 chats at once whose template loops": in_turn(upload, chat("loop", 32), removal),
-        "16 of each of 4 other such chats at once": in_turn(
+        "12 chats at once whose template loops": in_turn(upload, chat("loop", 12), removal),
+        "64 chats at once whose templates double, recurse, and write much": in_turn(
             upload, spread([chat(way, 16) for way in ("double", "recurse", "long text", "fine")], 4), removal
         ),
         "template variables that are no plain data": in_turn(

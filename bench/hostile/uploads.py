@@ -178,7 +178,9 @@ def _configs(target: Target, uploads: Uploads) -> dict[str, Attack]:
             *(uploads.put("hostile-regex", target_modules=pattern) for pattern in BACKTRACKING),
             *(uploads.put("hostile-regex", exclude_modules=pattern) for pattern in BACKTRACKING),
         ),
-        "16 of them at once": spread([uploads.put("hostile-regex", target_modules=BACKTRACKING[0])] * 16, 16),
+        "16 of target_modules that backtrack at once": spread(
+            [uploads.put("hostile-regex", target_modules=BACKTRACKING[0])] * 16, 16
+        ),
         "configurations of wrong, many and large values": in_turn(*(uploads.put("hostile-bad", **one) for one in bad)),
     }
 
