@@ -89,7 +89,8 @@ class Target:
 
     @contextmanager
     def connections(self, number: int) -> Iterator[list[socket.socket]]:
-        """As many as the server lets be opened; closed at the end, and what came on them is counted."""
+        """As many as the server lets be opened; closed at the end. What came on them is counted; that nothing did is
+        not: nobody waited for it."""
         opened: list[socket.socket] = []
         with ExitStack() as held:
             with suppress(OSError):
@@ -99,7 +100,7 @@ class Target:
             yield opened
             for one in opened:
                 one.settimeout(0.001)
-                self._count_answers(one, num_answers=1)
+                self._count(*_statuses(one, num_answers=1))
 
     def send(self, *pieces: bytes, num_answers: int = 1, times: int = 1, half_closed: bool = False) -> Attack:
         """An attack that is raw bytes, on a connection of its own, or on so many at once.
@@ -120,7 +121,7 @@ class Target:
                         connection.sendall(piece)
                     if half_closed:
                         connection.shutdown(socket.SHUT_WR)
-                self._count_answers(connection, num_answers)
+                self._count(*(_statuses(connection, num_answers) or [NO_ANSWER]))
 
         return lambda: at_once([attack] * times)
 
@@ -141,13 +142,16 @@ class Target:
 
         return attack
 
-    def _count_answers(self, connection: socket.socket, num_answers: int) -> None:
-        read = bytearray()
-        with suppress(OSError):
-            while len(_STATUS_LINE.findall(read)) < num_answers and (piece := connection.recv(1 << 16)):
-                read += piece
-        statuses = [int(status) for status in _STATUS_LINE.findall(read)]
-        self._count(*(statuses or [NO_ANSWER]), *[500] * (len(FAULT.findall(read)) if statuses[:1] == [200] else 0))
+
+def _statuses(connection: socket.socket, num_answers: int) -> list[int]:
+    """Of so many answers, or of those that there are before the connection is closed or silent for too long; a 500
+    beside them for each error that the server calls its own inside of a good one."""
+    read = bytearray()
+    with suppress(OSError):
+        while len(_STATUS_LINE.findall(read)) < num_answers and (piece := connection.recv(1 << 16)):
+            read += piece
+    statuses = [int(status) for status in _STATUS_LINE.findall(read)]
+    return statuses + [500] * (len(FAULT.findall(read)) if statuses[:1] == [200] else 0)
 
 
 def at_once(attacks: Sequence[Attack]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from socket import create_server
+from socket import MSG_PEEK, create_server, socket
 
 import pytest
 
@@ -78,10 +78,19 @@ def test_each_answer_on_a_connection_and_each_connection_counts() -> None:
     assert target.take_statuses() == {429: 3}
 
 
+def test_what_came_on_connections_that_are_held_is_counted() -> None:
+    with answering(http(408), 3) as target, target.connections(3) as held:
+        for connection in held:
+            connection.sendall(b"x")
+            connection.setblocking(True)
+            assert connection.recv(1, MSG_PEEK)
+    assert target.take_statuses() == {408: 3}
+
+
 def test_nobody_there_is_no_answer() -> None:
-    with create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-    target = Target(f"http://127.0.0.1:{port}", "base")
-    by_client(target)()
-    by_socket(target)()
+    with socket() as bound:  # and not listening
+        bound.bind(("127.0.0.1", 0))
+        target = Target(f"http://127.0.0.1:{bound.getsockname()[1]}", "base")
+        by_client(target)()
+        by_socket(target)()
     assert target.take_statuses() == {NO_ANSWER: 2}
