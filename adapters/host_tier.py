@@ -141,7 +141,7 @@ class HostTier:
             self._evict_one()
         self._kept[adapter.digest] = adapter
         self._used_bytes += adapter.num_bytes
-        self._worths.use(adapter.digest)
+        self._worths.come(adapter.digest)
 
     def _evict_one(self) -> None:
         digest = min(self._kept, key=self._worths.of)

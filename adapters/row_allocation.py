@@ -160,7 +160,7 @@ class RowAllocation:
             assert placement.place < self.plan.num_places, "each resident takes a range, so places cannot run out"
             self.num_places += 1
         self._residents[digest] = _Resident(placement.place, lengths)
-        self._worths.use(digest)
+        self._worths.come(digest)
         self._note_first_rows(digest)
         return placement
 
