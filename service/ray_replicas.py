@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-from fastapi import FastAPI
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from service.app import create_app
 from service.cluster import members
 from service.cluster.relay import Relay
 from service.cluster.remote import Address, RemoteEngines
 from service.engine.client import EngineClient
 from service.logs import LOGGER, configure
 from service.settings import Settings, SettingsError, load_settings
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 # How often an engine that is asked at each health check, one a second, may leave that unanswered.
 _MOST_UNANSWERED = 60
@@ -113,6 +114,9 @@ class Ingress:
     async def __init__(self, given: Mapping[str, Any], num_engines: int, engine: DeploymentHandle) -> None:  # type: ignore[misc]
         settings = ray_settings(given)
         configure(settings.log_format, settings.log_level, settings.refusal_lines_per_minute)
+        # Not at the top: an engine's replica, which has this module too, has no use for what takes 0.3 s to import.
+        from service.app import create_app
+
         self._engines = RemoteEngines(num_engines)
         self._application = create_app(settings, self._engines)
         self._joining: set[asyncio.Task[None]] = set()

@@ -178,10 +178,13 @@ def _start(options: EngineOptions) -> Engine:
 
 
 def _warm_engine(options: EngineOptions, probing: ProbeProcess | None) -> Engine:
+    # What is imported stays, and the collector would walk through all of it again and again meanwhile.
+    gc.disable()
     import torch
 
     from service.engine.build import build_engine
 
+    gc.enable()
     # torch goes by the cores of the affinity mask and by OMP_NUM_THREADS, and knows no quota.
     most_threads = options.num_threads or min(torch.get_num_threads(), num_usable_cpus())
     torch.set_num_threads(most_threads)

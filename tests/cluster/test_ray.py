@@ -267,6 +267,18 @@ uvloop.run(drive())
     assert done.stdout.count("The connection to the engine has ended.") > 1
 
 
+def test_an_engine_s_replica_does_not_wait_for_the_http_application() -> None:
+    """Ray starts each in a new process, whose imports are most of what a lost one takes to be replaced."""
+    code = (
+        "import sys, service.ray_replicas; print(sorted({'service.app', 'service.api', 'tokenizers'} & {*sys.modules}))"
+    )
+    command = [str(environment("ray") / "bin" / "python"), "-c", code]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": _PATHS}, capture_output=True, text=True, timeout=LIMIT_SECONDS
+    )
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
+
+
 def test_ray_takes_the_files_of_deploy() -> None:
     code = """
 import sys, yaml
