@@ -140,6 +140,32 @@ def if_match(selectors: Iterable[str]) -> Condition:
     return check
 
 
+def or_made(condition: Condition) -> Condition:
+    """For content that is sent: `condition` holds, or it held for the version before, and the name stands for this
+    content since. Whoever has lost the answer may send the change again (RFC 9110, 13.1.1). Raises what it does."""
+
+    def check(record: NameRecord | None, digest: str | None) -> None:
+        try:
+            condition(record, digest)
+        except Stale as lost:
+            if record is None or digest not in (None, record.digest) or not _held_before(condition, record):
+                raise lost
+
+    return check
+
+
+def _held_before(condition: Condition, record: NameRecord) -> bool:
+    """Whether `condition` held before the current version came. False where the version before is not kept."""
+    kept = record.versions[:-1]
+    if not kept and record.current.number > 1:
+        return False
+    try:
+        condition(msgspec.structs.replace(record, versions=kept) if kept else None, None)
+    except Stale:
+        return False
+    return True
+
+
 def changed(
     record: NameRecord | None, digest: str, now_seconds: float, change: Change, same_as: int | None = None
 ) -> NameRecord:

@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
-from adapters.names import Change
+from adapters.names import Change, or_made
 from adapters.records import AdapterRecord
 from service.api.adapter_answers import AdapterHistory, AdapterResponse, AdapterVersion
 from service.api.adapters import audit_change, describe, require_open_store, require_store, take_upload
@@ -41,7 +41,7 @@ async def put_adapter(request: Request, name: str, query: Annotated[UploadQuery,
     """The name stands for the new version in one step: running requests end on the one they began with, new ones use
     this one at once. The same content again makes no version."""
     store = require_open_store(services_of(request))
-    condition = condition_of(request)
+    condition = or_made(condition_of(request))
     store.check(namespace_of(request, store).place(name), condition)  # better lost now than after gigabytes
     record, created = await take_upload(request, name, condition, query)
     return _answer(request, record, status=201 if created else 200)

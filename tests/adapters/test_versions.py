@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from adapters.errors import Conflict, InvalidName, NotFound, QuotaExceeded, Stale
-from adapters.names import Change, NameRecord, Quota, Version, if_absent, if_match, keep, move, pruned
+from adapters.names import Change, NameRecord, Quota, Version, if_absent, if_match, keep, move, or_made, pruned
 from adapters.store import AdapterStore, StoreLimits
 from tests.support.adapter_files import (
     config_bytes,
@@ -115,6 +115,30 @@ def test_conditions_are_asked_at_the_change(store: AdapterStore) -> None:
     with pytest.raises(Stale):  # whoever read version 1 has lost
         store.rollback("mine", condition=if_match([first.digest]))
     assert put_version(store, LAYOUT, "mine", 3, if_match(["*"]))[0].version.number == 3
+
+
+def test_a_change_that_was_made_already_meets_its_condition() -> None:
+    first, second, third = (Version(number, f"{number}" * 64, 0.0) for number in (1, 2, 3))
+    free, one, two = or_made(if_absent), or_made(if_match(["1"])), or_made(if_match(["2"]))
+    for condition, record, digest in (
+        (free, NameRecord((first,)), first.digest),
+        (one, NameRecord((first, second)), second.digest),
+        (one, NameRecord((first, second)), None),  # before the content is known
+        (two, NameRecord((second, third)), third.digest),
+    ):
+        condition(record, digest)
+    for condition, record, digest in (
+        (free, NameRecord((first,)), second.digest),
+        (free, NameRecord((second,)), second.digest),  # version 1 may be pruned, or stood for anything
+        (free, NameRecord((first, second)), None),
+        (one, NameRecord((first, second)), third.digest),
+        (one, NameRecord((second, third)), third.digest),
+        (one, NameRecord((second,)), second.digest),
+    ):
+        with pytest.raises(Stale):
+            condition(record, digest)
+    with pytest.raises(Stale):
+        one(None, first.digest)
 
 
 def test_requests_keep_the_version_they_began_with_when_it_is_pruned(tmp_path: Path) -> None:

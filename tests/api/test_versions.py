@@ -75,6 +75,23 @@ def test_whoever_has_lost_changes_nothing(server: Server, contents: list[Path], 
     assert code_of(posted) == (400, "bad_request")
 
 
+def test_a_put_whose_answer_was_lost_can_be_sent_again_under_its_condition(
+    server: Server, contents: list[Path], name: str
+) -> None:
+    for content, number, condition in ((0, 1, {"If_None_Match": "*"}), (1, 2, {"If_Match": "1"})):
+        made, again = (put(server, name, contents[content], **condition) for _ in range(2))
+        assert (made.status_code, again.status_code) == (201, 200)
+        assert made.json()["version"] == again.json()["version"] == number
+    lost = [
+        put(server, name, contents[2], If_Match="1"),  # other content than it stands for
+        put(server, name, contents[1], If_None_Match="*"),  # it was not free before this content came
+        server.post(f"/v1/adapters/{name}/rollback", json={}, headers={"If-Match": "1"}),
+        server.http.delete(f"{server.url}/v1/adapters/{name}", headers={"If-Match": "1"}),
+    ]
+    assert [code_of(one) for one in lost] == [(412, "precondition_failed")] * len(lost)
+    assert server.get(f"/v1/adapters/{name}").json()["version"] == 2
+
+
 def test_a_name_in_the_body_is_the_one_in_the_address(server: Server, contents: list[Path], name: str) -> None:
     path = f"{server.url}/v1/adapters/{name}"
     archive = {"archive": ("x.tar.gz", tar_of(contents[0]))}
