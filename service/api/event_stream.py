@@ -116,16 +116,14 @@ class EventStream(Response):
                     self._is_idle = True
                     await self._news.wait()
                     self._is_idle = False
-            await self._tell(send, self._chunks.last())
+            await self._end(send, self._chunks.last())
         except ClientDisconnect:
             raise
         except Exception as error:
             if not isinstance(error, HANDLED):
                 LOGGER.exception("A stream failed unexpectedly.")
             self._error = error
-            await self._tell(send, [self._told(error)])
-        if self._last:
-            await self._write(send, self._last)
+            await self._end(send, [self._told(error)])
 
     def _take_news(self) -> None:
         """Write what is new if that can be done at once; leave it to the task otherwise."""
@@ -172,6 +170,15 @@ class EventStream(Response):
     async def _tell(self, send: Send, chunks: Iterable[Any]) -> None:
         for chunk in chunks:
             await self._write(send, self._event(chunk))
+
+    async def _end(self, send: Send, chunks: Iterable[Any]) -> None:
+        """Tell the last chunks and that there are no more, in one write if that can be done at once."""
+        events = [*map(self._event, chunks), *filter(None, [self._last])]
+        if not self._is_gone and self._connection is not None and self._connection.takes_pieces:
+            self._connection.write_pieces(events)
+            return
+        for event in events:
+            await self._write(send, event)
 
     def _event(self, chunk: Any) -> bytes:
         return chunk if isinstance(chunk, bytes) else self._encode(chunk)

@@ -73,7 +73,7 @@ class Client:
 
     def __init__(self) -> None:
         self.got: list[str] = []
-        self.num_at_once = 0
+        self.num_at_once = self.num_sent = 0
         self.reads, self.goes = asyncio.Event(), asyncio.Event()
 
     @property
@@ -89,6 +89,7 @@ class Client:
         if message["type"] == "http.response.body":
             await self.reads.wait()
             self._get([message["body"]])
+            self.num_sent += 1
 
     async def receive(self) -> Any:
         await self.goes.wait()
@@ -134,6 +135,12 @@ def test_events_come_in_order_however_the_client_reads(bits: int) -> None:
     assert client.got == ["first", *(f"{n}{half}" for n in range(4) for half in "ab"), "end", "last", "[DONE]", ""]
     assert (job.num_closed, failed) == (1, [])
     assert client.num_at_once >= all(reads) * 4
+
+
+@pytest.mark.parametrize("last", [Piece("end", finish_reason="stop"), EngineFailed("It is gone.")])
+def test_what_ends_a_stream_is_one_write(last: Piece | Exception) -> None:
+    client, _, _ = answered([True], last)
+    assert client.got[-2:] == ["[DONE]", ""] and client.num_sent == len(["first", ""])
 
 
 @pytest.mark.parametrize("does_read", [True, False])
