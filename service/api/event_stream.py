@@ -141,17 +141,17 @@ class EventStream(Response):
 
     def _write_news(self, connection: Connection) -> bool:
         """Whether all that is new has been written, and more is to come."""
-        while self._job.has_news:
+        has_news = True
+        while has_news:
             if not connection.takes_pieces:
                 return False
-            news = self._job.poll()
-            if news is None:
-                continue
-            index, piece = news
-            if piece.logprobs or piece.prompt_logprobs:
-                self._long = news
-                return False
-            connection.write_pieces(map(self._event, self._chunks.added(index, piece)))
+            if (news := self._job.poll()) is not None:
+                index, piece = news
+                if piece.logprobs or piece.prompt_logprobs:
+                    self._long = news
+                    return False
+                connection.write_pieces(map(self._event, self._chunks.added(index, piece)))
+            has_news = self._job.has_news
         return not self._job.is_told
 
     def _poll(self) -> tuple[int, Piece] | None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
+
+import msgspec
 
 from adapters.records import AdapterRecord
 from service.api.admission import Held
@@ -30,8 +31,7 @@ MAX_WAITING_ENTRIES = 1 << 16
 _SHUT_DOWN = "The server was shut down before the answer was complete; ask another one."
 
 
-@dataclass(slots=True)
-class Piece:
+class Piece(msgspec.Struct):
     """What is new of a sequence. Text and tokens need not match: text may wait for the rest of a character.
 
     text_offsets  for each token, the number of characters of the answer before it
@@ -39,9 +39,9 @@ class Piece:
     """
 
     text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    text_offsets: list[int] = field(default_factory=list)
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    text_offsets: list[int] = []
     prompt_logprobs: Sequence[TokenLogprob | None] | None = None
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: str | int | None = None

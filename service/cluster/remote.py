@@ -103,7 +103,7 @@ class RemoteEngine(EngineLink):
                 if isinstance(message, Ready) and message.pid != self._last_pid:
                     self.num_restarts += self._last_pid is not None
                     self._last_pid = message.pid
-                self._take(message)
+            self._take_all(messages)
 
     def _lose(self, error: str) -> None:
         if self._writer is not None:

@@ -153,8 +153,7 @@ class EngineClient(EngineLink):
         if self.state == "draining":  # closed while the process was being made
             self._process.kill()
         while (messages := await read_from_engine(reader)) is not None:
-            for message in messages:
-                self._take(message)
+            self._take_all(messages)
         self._writer.close()
         self._writer = self.stats = None
         self.tiers = {}

@@ -138,8 +138,13 @@ class EngineLink(abc.ABC):
 
     # ---- inner parts
 
-    def _take(self, message: FromEngine) -> None:
+    def _take_all(self, messages: Collection[FromEngine]) -> None:
+        """What came together."""
         self.heard_seconds = time.monotonic()
+        for message in messages:
+            self._take(message)
+
+    def _take(self, message: FromEngine) -> None:
         match message:
             case Tokens():
                 stream = self._streams.get(message.request_id)

@@ -68,7 +68,7 @@ class BytesDetokenizer:
         """See `Detokenizer`."""
         if token_id in self._hidden_ids:
             return ""
-        added = self._joined(token_id)
+        added = self._joined[token_id]
         if isinstance(added, str):
             if self._is_between_characters:
                 return added

@@ -70,7 +70,7 @@ class TextTokenizer:
         self.is_byte_level = "ByteLevel" in json.dumps(parts.get("decoder"))
         # Nothing is done to the text but to take the tokens' bytes together.
         self.joins_bytes = (parts.get("decoder") or {}).get("type") == "ByteLevel"
-        self._joined: dict[int, str | bytes] = {}
+        self.joined = _Joined(self)
         self.max_chars_per_token = _max_chars_per_token(parts)
         # Decoders of the sentencepiece kind take the space off what comes first, so a token is shown behind another.
         first = None if self.is_byte_level else tokenizer.token_to_id("a")
@@ -139,19 +139,6 @@ class TextTokenizer:
                 return bytes([int(name[3:5], 16)])
         return self.token_text(token_id).encode()
 
-    def joined(self, token_id: int) -> str | bytes:
-        """What a token adds to a text, special or not, where `joins_bytes`: characters, or bytes of which some are only
-        part of one."""
-        found = self._joined.get(token_id)
-        if found is None:
-            name = self.token_name(token_id)
-            is_mapped = all(char in _BYTE_OF_CHAR for char in name)
-            found = bytes(_BYTE_OF_CHAR[char] for char in name) if is_mapped else name.encode()
-            with contextlib.suppress(UnicodeDecodeError):
-                found = found.decode()
-            self._joined[token_id] = found
-        return found
-
     def token_id(self, token: str) -> int | None:
         """Id of a token as the vocabulary spells it; None if there is none."""
         return self._tokenizer.token_to_id(token)
@@ -159,6 +146,25 @@ class TextTokenizer:
     def token_name(self, token_id: int) -> str:
         """The token as the vocabulary spells it; empty for an id outside the vocabulary."""
         return self._tokenizer.id_to_token(token_id) or ""
+
+
+class _Joined(dict[int, str | bytes]):
+    """What a token adds to a text, special or not, where `joins_bytes`: characters, or bytes of which some are only
+    part of one. A token that was met before is found without a call."""
+
+    def __init__(self, tokenizer: TextTokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> str | bytes:
+        name = self._tokenizer.token_name(token_id)
+        is_mapped = all(char in _BYTE_OF_CHAR for char in name)
+        added = bytes(_BYTE_OF_CHAR[char] for char in name) if is_mapped else name.encode()
+        found: str | bytes = added
+        with contextlib.suppress(UnicodeDecodeError):
+            found = added.decode()
+        self[token_id] = found
+        return found
 
 
 def _max_chars_per_token(parts: dict[str, Any]) -> int | None:
