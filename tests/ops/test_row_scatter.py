@@ -63,7 +63,12 @@ def sources_of(pieces: tuple[RowPiece, ...]) -> tuple[torch.Tensor, ...]:
     for one in held:
         num_bytes = one.rank * one.target.shape[1] * one.target.element_size()
         ends.append(-(-(ends[-1] + num_bytes) // 256) * 256)
-    buffer = torch.randint(0, 256, (ends[-1],), dtype=torch.uint8).to(pieces[0].target.device)
+    buffer = torch.zeros(ends[-1], dtype=torch.uint8)
+    # Numbers: of a NaN in a half the reference's copy on a GPU, which goes through float32, keeps no more than that.
+    for one, start in zip(held, ends[:-1], strict=True):
+        numbers = (torch.randn(one.rank * one.target.shape[1]) * 1000).to(one.target.dtype).view(torch.uint8)
+        buffer[start : start + len(numbers)] = numbers
+    buffer = buffer.to(pieces[0].target.device)
     return tuple(
         buffer[start : start + one.rank * one.target.shape[1] * one.target.element_size()]
         .view(one.target.dtype)
