@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -19,9 +20,9 @@ from service.api.json_body import JsonRoute
 from service.api.long_answers import json_answer
 from service.api.openapi import BATCH_ERRORS
 from service.api.places import enter, leave, most_sequences, num_sequences, payer_of
-from service.api.plans import num_prompt_logprobs, too_many_prompt_logprobs
+from service.api.plans import num_logprobs, too_many_logprobs
 from service.api.requestlog import note, note_job
-from service.api.schemas import MAX_PROMPT_LOGPROBS, BatchRequest, ChatRequest, CompletionRequest
+from service.api.schemas import MAX_HELD_LOGPROBS, BatchRequest, ChatRequest, CompletionRequest
 from service.api.sse import until_disconnect
 from service.api.state import Services, services_of
 from service.api.targets import resolve_name
@@ -50,20 +51,21 @@ async def create_batch(request: Request, body: BatchRequest) -> Response:
     _check_size(len(body.items), services.settings.max_batch_items, "items")
     services.require_ready()
     running = _start_all(services, await until_disconnect(request, _admit_all(services, caller_of(request), body)))
-    try:
-        for answer in running:
-            if not isinstance(answer, Exception):
-                note_job(request, answer.job)
-        answers = await until_disconnect(request, asyncio.gather(*(_answer(one) for one in running)))
-    finally:
-        # Those that have no answer, since the client is gone.
-        for answer in running:
-            if not isinstance(answer, Exception):
-                answer.job.close()
-    failed = [answer["error"] for answer in answers if "error" in answer]
-    if failed:
-        note(request, failed_items=len(failed), error=failed[0]["message"], param=failed[0]["param"])
-    return json_answer({"items": answers})
+    with ExitStack() as until_sent:
+        try:
+            for answer in running:
+                if not isinstance(answer, Exception):
+                    note_job(request, answer.job)
+            answers = await until_disconnect(request, asyncio.gather(*(_answer(one, until_sent) for one in running)))
+        finally:
+            # Those that have no answer, since the client is gone.
+            for answer in running:
+                if not isinstance(answer, Exception):
+                    answer.job.close()
+        failed = [answer["error"] for answer in answers if "error" in answer]
+        if failed:
+            note(request, failed_items=len(failed), error=failed[0]["message"], param=failed[0]["param"])
+        return json_answer({"items": answers}, until_sent.pop_all().close)
 
 
 def _check_size(count: int, limit: int, what: str) -> None:
@@ -92,21 +94,21 @@ async def _admit_all(services: Services, caller: Caller, body: BatchRequest) -> 
         leave(services, tenant, sum(shares[len(checked) + 1 :]), payer)
         _release(checked)
         raise
-    _bound_prompt_logprobs(checked)
+    _bound_logprobs(checked)
     return checked
 
 
-def _bound_prompt_logprobs(checked: list[_Checked | Exception]) -> None:
-    """Items that ask, with those before them, for more log probabilities of prompts than one request may have, fail;
-    in place."""
+def _bound_logprobs(checked: list[_Checked | Exception]) -> None:
+    """Items that ask, with those before them, for more log probabilities than one request may have, fail; in place."""
+    num_sequences = sum(len(one[1].plans) for one in checked if not isinstance(one, Exception))
     wanted = 0
     for index, one in enumerate(checked):
         if isinstance(one, Exception):
             continue
-        share = num_prompt_logprobs(one[1].plans)
-        if share and wanted and wanted + share > MAX_PROMPT_LOGPROBS:
+        share = num_logprobs(one[1].plans, with_answers=num_sequences > 1)
+        if share and wanted and wanted + share > MAX_HELD_LOGPROBS:
             one[1].release()
-            checked[index] = too_many_prompt_logprobs(wanted + share)
+            checked[index] = too_many_logprobs(wanted + share)
         else:
             wanted += share
 
@@ -177,13 +179,15 @@ def _release(checked: list[_Checked | Exception]) -> None:
             one[1].release()
 
 
-async def _answer(running: _Answer | Exception) -> dict[str, Any]:
+async def _answer(running: _Answer | Exception, until_sent: ExitStack) -> dict[str, Any]:
     """The item's answer, or its error. Its places in the queue and its adapter are given back then, not when the
-    longest item ends."""
+    longest item ends; what it holds in memory by `until_sent`."""
     if isinstance(running, Exception):
         return error_body(running)
     try:
-        return await running.whole()
+        answer = await running.whole()
+        until_sent.callback(running.job.hand_over())
+        return answer
     except Exception as error:
         return error_body(_surprise(error))
     finally:

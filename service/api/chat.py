@@ -45,15 +45,17 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
     if body.stream:
         return EventStream(answer.job, answer)
     try:
-        return json_answer(await until_disconnect(request, answer.whole()))
+        return json_answer(await until_disconnect(request, answer.whole()), answer.job.hand_over())
     finally:
         answer.job.close()
 
 
 class ChatAnswer:
-    """A running chat request and how its answer is written. Close `job` in the end."""
+    """A running chat request and how its answer is written. Close `job` in the end. For `keeps_logprobs` see `Job`."""
 
-    def __init__(self, services: Services, request: ChatRequest, admitted: Admitted) -> None:
+    def __init__(
+        self, services: Services, request: ChatRequest, admitted: Admitted, *, keeps_logprobs: bool = False
+    ) -> None:
         self._services = services
         self._request = request
         self._id = f"chatcmpl-{uuid4().hex}"
@@ -61,7 +63,7 @@ class ChatAnswer:
         self._names = token_names(services.tokenizer, request)
         last = request.messages[-1]
         self._echoed = last.text if request.echo and last.role == "assistant" else ""
-        self.job = Job(services, admitted, bool(request.stream))
+        self.job = Job(services, admitted, bool(request.stream), keeps_logprobs=keeps_logprobs)
         self._options = request.stream_options or StreamOptions()
         # For each choice, the chunk of a delta that brings nothing but words.
         self._text_events: dict[int, TextEvent] = {}

@@ -54,7 +54,7 @@ async def create_completion(request: Request, body: CompletionRequest) -> Respon
     if body.stream:
         return EventStream(answer.job, answer)
     try:
-        return json_answer(await until_disconnect(request, answer.whole()))
+        return json_answer(await until_disconnect(request, answer.whole()), answer.job.hand_over())
     finally:
         answer.job.close()
 

@@ -16,6 +16,7 @@ import msgspec
 from adapters.records import AdapterRecord
 from service.api.admission import Held
 from service.api.errors import BadRequest, EngineFailed, NotReady
+from service.api.held_logprobs import HeldLogprobs
 from service.api.metrics import SequenceTimer
 from service.api.plans import Plan
 from service.api.state import Services
@@ -52,6 +53,8 @@ class SequenceRun:
     """One sequence in the engine. Submitted when built; `take` what is new, `close` always.
 
     is_streamed  whether what is new will be taken as it comes: then only so much may wait (`MAX_WAITING_ENTRIES`)
+    logprobs     what the request holds of them: those of this sequence from when they come until they are taken, and
+                 with `keeps_logprobs` until the request is over
     on_news      called when there is something to take
     on_end       called once with the number of tokens generated, when the engine is done with the sequence; before that
                  `on_news`
@@ -65,12 +68,15 @@ class SequenceRun:
         plan: Plan,
         *,
         is_streamed: bool,
+        keeps_logprobs: bool,
+        logprobs: HeldLogprobs,
         on_news: Callable[[], None],
         on_end: Callable[[int], None],
     ) -> None:
         self._services = services
         self._plan = plan
         self._is_streamed, self._on_news, self._on_end = is_streamed, on_news, on_end
+        self._logprobs, self._keeps_logprobs, self._num_held_logprobs = logprobs, keeps_logprobs, 0
         self._stop_token_ids = frozenset(plan.sampling.stop_token_ids)
         self._forget_all()
         self.is_over = self._was_taken = False
@@ -105,6 +111,7 @@ class SequenceRun:
         self._num_chars = 0
         # What nobody has taken yet. Its text is joined when it is taken: it may have thousands of parts.
         self._waiting, self._texts, self._num_waiting, self._has_news = Piece(), list[str](), 0, False
+        self._drop_logprobs()
 
     def _begin_anew(self) -> bool:
         """See `service.api.engine.Messages.listen`."""
@@ -123,7 +130,7 @@ class SequenceRun:
         """What is new since the last call, None if nothing is; the last one has a finish_reason.
 
         EngineFailed if the engine fails; NotReady if it never had the request, or the server shuts down; BadRequest if
-        too much waited.
+        too much waited; QueueFull if who pays for it may hold no more log probabilities.
         """
         if not self._has_news:
             if self.failure is not None:
@@ -132,6 +139,8 @@ class SequenceRun:
         piece, texts = self._waiting, self._texts
         self._waiting, self._texts, self._num_waiting, self._has_news = Piece(), [], 0, False
         self._was_taken = True
+        if not self._keeps_logprobs:
+            self._drop_logprobs()
         piece.text = "".join(texts)
         if self.failure is not None:
             self._on_news()
@@ -173,8 +182,20 @@ class SequenceRun:
             return NotReady(f"{error} Send the request again later.")
         return EngineFailed(f"{error} The request was lost; send it again.")
 
+    def _hold_logprobs(self, entries: Sequence[TokenLogprob | None]) -> None:
+        """Count them before they are kept. QueueFull."""
+        count = sum(1 + len(entry.top) for entry in entries if entry is not None)
+        self._logprobs.take(count)
+        self._num_held_logprobs += count
+
+    def _drop_logprobs(self) -> None:
+        self._logprobs.give_back(self._num_held_logprobs)
+        self._num_held_logprobs = 0
+
     def _add_tokens(self, message: Tokens) -> None:
         piece = self._waiting
+        if message.logprobs or message.prompt_logprobs:
+            self._hold_logprobs((*message.logprobs, *(message.prompt_logprobs or ())))
         if message.prompt_logprobs is not None:
             piece.prompt_logprobs = message.prompt_logprobs
         for index, token_id in enumerate(message.token_ids):
@@ -234,13 +255,18 @@ class Job:
     lease with the last, and all that is left by `close`. If it cannot be built, everything is given back at once.
 
     is_streamed  the answer is read by `listen` and `poll`, not by `collect`
+    keeps_logprobs  a streamed answer repeats in the end all log probabilities that it had
     """
 
-    def __init__(self, services: Services, admitted: Held, is_streamed: bool = False) -> None:
+    def __init__(
+        self, services: Services, admitted: Held, is_streamed: bool = False, *, keeps_logprobs: bool = False
+    ) -> None:
         self._target = admitted.target
         self._base_digest = services.base_digest
         self._admitted = admitted
         self._closed = False
+        self._logprob_shares = services.logprobs
+        self._logprobs = HeldLogprobs(services.logprobs)
         # Indices of the runs that have something to take, in the order in which they got it.
         self._fresh: dict[int, None] = {}
         self._listener: Callable[[], object] | None = None
@@ -259,6 +285,8 @@ class Job:
                     self._target,
                     plan,
                     is_streamed=is_streamed,
+                    keeps_logprobs=keeps_logprobs or not is_streamed,
+                    logprobs=self._logprobs,
                     on_news=on_news,
                     on_end=partial(self._end_one, plan),
                 )
@@ -347,6 +375,11 @@ class Job:
                 return index, piece
         return None
 
+    def hand_over(self) -> Callable[[], None]:
+        """What the whole answer still holds in memory when the job is closed; call it when it has been sent."""
+        held, self._logprobs = self._logprobs, HeldLogprobs(self._logprob_shares)
+        return held.release
+
     def close(self, outcome: str = "abort") -> None:
         """Abort what still runs and give everything back; once is enough, more does nothing."""
         if self._closed:
@@ -354,6 +387,7 @@ class Job:
         self._closed = True
         for run in self.runs:
             run.close(outcome)
+        self._logprobs.release()
         self._admitted.release()
 
     def _note(self, index: int) -> None:

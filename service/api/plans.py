@@ -13,7 +13,7 @@ from service.api.errors import BadRequest
 from service.api.lengths import checked_max_tokens
 from service.api.prompts import Prompt
 from service.api.sampling import build_sampling, seed_of_choice
-from service.api.schemas import MAX_PROMPT_LOGPROBS, ChatRequest, CompletionRequest
+from service.api.schemas import MAX_HELD_LOGPROBS, ChatRequest, CompletionRequest
 from service.api.state import Services
 from service.api.token_rules import TokenRules
 from service.engine.messages import Ready, Sampling
@@ -72,23 +72,31 @@ def plan_sequences(
                     include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
                 )
             )
-    # One sequence alone is bounded by the context length.
-    if len(plans) > 1 and (wanted := num_prompt_logprobs(plans)) > MAX_PROMPT_LOGPROBS:
-        raise too_many_prompt_logprobs(wanted)
+    # One answer alone is seldom as long as it may be, and those of a stream do not wait for each other.
+    if (wanted := num_logprobs(plans, with_answers=len(plans) > 1 and not request.stream)) > MAX_HELD_LOGPROBS:
+        raise too_many_logprobs(wanted)
     return plans
 
 
-def num_prompt_logprobs(plans: Sequence[Plan]) -> int:
-    """Log probabilities of prompt tokens, alternatives included, that the sequences ask for."""
-    asked = [plan for plan in plans if plan.sampling.prompt_logprobs is not None]
-    return sum(len(plan.prompt.token_ids) * ((plan.sampling.prompt_logprobs or 0) + 1) for plan in asked)
+def num_logprobs(plans: Sequence[Plan], *, with_answers: bool) -> int:
+    """Log probabilities, alternatives included, that the sequences ask for: of prompts, and of answers that are as long
+    as they may be. What there is of them is counted again as it comes (`service.api.held_logprobs`)."""
+    num = 0
+    for plan in plans:
+        sampling = plan.sampling
+        if sampling.prompt_logprobs is not None:
+            num += len(plan.prompt.token_ids) * (sampling.prompt_logprobs + 1)
+        if sampling.logprobs is not None and with_answers:
+            num += sampling.max_tokens * (sampling.logprobs + 1)
+    return num
 
 
-def too_many_prompt_logprobs(wanted: int) -> BadRequest:
+def too_many_logprobs(wanted: int) -> BadRequest:
     """What to say of so many."""
     return BadRequest(
-        f"This asks for {wanted} log probabilities of prompt tokens; a request may have {MAX_PROMPT_LOGPROBS}: send "
-        "fewer prompts, or lower `logprobs`, `prompt_logprobs` or `n`.",
+        f"This asks for up to {wanted} log probabilities of prompts and answers; a request may have "
+        f"{MAX_HELD_LOGPROBS}: lower `max_tokens`, `logprobs`, `top_logprobs`, `prompt_logprobs` or `n`, or send fewer "
+        "prompts.",
         param="logprobs",
     )
 

@@ -17,6 +17,7 @@ from service.api.errors import ApiError, error_body
 from service.api.event_stream import EventStream
 from service.api.generation import Piece
 from service.api.json_body import JsonRoute
+from service.api.long_answers import json_answer
 from service.api.off_loop import off_loop
 from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.requestlog import note_job
@@ -24,7 +25,7 @@ from service.api.response_answers import ResponseObject
 from service.api.response_output import ResponseOutput
 from service.api.response_request import ResponsesRequest, chat_of, renamed
 from service.api.schemas import ChatRequest
-from service.api.sse import JsonResponse, encode_typed_event, until_disconnect
+from service.api.sse import encode_typed_event, until_disconnect
 from service.api.state import Services, services_of
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
@@ -49,7 +50,7 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
     if body.stream:
         return EventStream(answer.job, answer, encode=encode_typed_event, told=answer.failure_event, last=b"")
     try:
-        return JsonResponse(await until_disconnect(request, answer.whole()))
+        return json_answer(await until_disconnect(request, answer.whole()), answer.job.hand_over())
     finally:
         answer.job.close()
 
@@ -60,7 +61,7 @@ class ResponseAnswer:
     def __init__(self, services: Services, request: ResponsesRequest, chat: ChatRequest, admitted: Admitted) -> None:
         self._defaults = services.sampling_defaults
         self._request = request
-        self._chat = ChatAnswer(services, chat, admitted)
+        self._chat = ChatAnswer(services, chat, admitted, keeps_logprobs=True)
         self._output = ResponseOutput()
         self._id, self._created = f"resp_{uuid4().hex}", int(time.time())
         self._num_events = 0

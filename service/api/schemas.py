@@ -18,8 +18,8 @@ from service.api.request_body import FIRST, Request, bounded, field_error
 from service.api.tools import MAX_TOOLS, ToolChoice, Tools, check_tool_choice, check_tools
 
 MAX_LOGPROBS = 20
-# Of the prompts of one request, where it has more than one sequence: each takes a few hundred bytes until all are sent.
-MAX_PROMPT_LOGPROBS = 1_000_000
+# Alternatives included, of one request, and of all answers of a payer that are not sent yet: 0.5 KB each.
+MAX_HELD_LOGPROBS = 1_000_000
 MAX_STOP_STRINGS = 32
 # Both are gone through token by token in each step of the request; 300 is OpenAI's figure.
 MAX_LOGIT_BIASES = 300
@@ -178,7 +178,7 @@ class CompletionRequest(Generation):
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
         None,
         description="log probabilities, with so many alternatives; with `echo` of the prompt too, up to "
-        f"{MAX_PROMPT_LOGPROBS} in all where there are several prompts or choices",
+        f"{MAX_HELD_LOGPROBS} in all",
     )
 
 

@@ -15,14 +15,17 @@ from fastapi import Request
 from adapters.layout import BaseLayout
 from adapters.paths import layout_fingerprint
 from adapters.records import AdapterRecord
+from adapters.shares import Shares
 from adapters.store import AdapterStore
 from service.api.adapter_metrics import VersionOf
 from service.api.engine import Engine
 from service.api.errors import NotReady
 from service.api.gate import Gate
+from service.api.held_logprobs import logprob_shares
 from service.api.metrics import Metrics
 from service.api.page_cache import PageCache
 from service.api.sampling import SamplingDefaults
+from service.api.schemas import MAX_HELD_LOGPROBS
 from service.api.upload_places import UploadPlace, UploadPlaces
 from service.engine.messages import Ready
 from service.grammars.trial import GrammarTrial
@@ -49,6 +52,7 @@ class Services:
     gate         places of sequences
     calls        places of what runs no sequence and takes time all the same: texts, listings, metrics. Apart from the
                  others, so that a full queue can be looked at, and looking fills no queue
+    logprobs     log probabilities of answers that are not sent yet
     pages        of listings, as they were written last
     last_used_seconds  when a request for an adapter of the store last began to run, by name
     pins_changed what is pinned may be something else than before
@@ -79,6 +83,7 @@ class Services:
     gate: Gate = field(init=False)
     base_digest: str = field(init=False)
     calls: Gate = field(init=False)
+    logprobs: Shares = field(default_factory=lambda: logprob_shares(MAX_HELD_LOGPROBS))
     _template_turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _loop: asyncio.AbstractEventLoop | None = None
     _uploads: UploadPlaces = field(init=False)

@@ -316,20 +316,42 @@ def test_ids_that_are_refused_are_not_decoded(full: Services, prompt: list[int])
 def test_log_probabilities_of_many_prompts_are_bounded(
     full: Services, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(plans, "MAX_PROMPT_LOGPROBS", 60 * 4 * 3)
+    monkeypatch.setattr(plans, "MAX_HELD_LOGPROBS", (60 + 1) * 4 * 3)
     wanted = {"model": "tiny", "echo": True, "max_tokens": 1, **fields}
     asyncio.run(admit(full, CALLER, CompletionRequest(**wanted, logprobs=2))).release()
-    with pytest.raises(BadRequest, match="960 log probabilities of prompt tokens; a request may have 720") as caught:
+    with pytest.raises(
+        BadRequest, match="976 log probabilities of prompts and answers; a request may have 732"
+    ) as caught:
         asyncio.run(admit(full, CALLER, CompletionRequest(**wanted, logprobs=3)))
     assert caught.value.param == "logprobs"
     asyncio.run(admit(full, CALLER, CompletionRequest(**{**wanted, "echo": False}, logprobs=20))).release()
     assert nothing_is_held(full)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"prompt": "a", "n": 4, "logprobs": 4}, {"prompt": ["a", "b"], "n": 2, "logprobs": 4}],
+    ids=["choices", "prompts"],
+)
+def test_log_probabilities_of_many_answers_are_bounded(
+    full: Services, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(plans, "MAX_HELD_LOGPROBS", 10 * 4 * 5)
+    wanted = {"model": "tiny", **fields}
+    asyncio.run(admit(full, CALLER, CompletionRequest(**wanted, max_tokens=10))).release()
+    with pytest.raises(BadRequest, match="220 log probabilities of prompts and answers; a request may have 200"):
+        asyncio.run(admit(full, CALLER, CompletionRequest(**wanted, max_tokens=11)))
+    # Those of a stream do not wait for the end, and one answer alone is counted as it comes.
+    asyncio.run(admit(full, CALLER, CompletionRequest(**wanted, max_tokens=11, stream=True))).release()
+    alone = {**wanted, "prompt": "a", "n": 1}
+    asyncio.run(admit(full, CALLER, CompletionRequest(**alone, max_tokens=50))).release()
+    assert nothing_is_held(full)
+
+
 def test_log_probabilities_of_a_batch_are_bounded_together(full: Services, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch, "MAX_PROMPT_LOGPROBS", 100)
-    item = {"model": "tiny", "prompt": [1] * 30, "echo": True, "max_tokens": 1}
-    items = [{**item, "logprobs": 3}, {**item, "logprobs": 0}, item, {**item, "logprobs": 0, "prompt": [1]}]
+    monkeypatch.setattr(batch, "MAX_HELD_LOGPROBS", 100)
+    item = {"model": "tiny", "prompt": [1] * 29, "echo": True, "max_tokens": 1}
+    items = [{**item, "logprobs": 3}, {**item, "logprobs": 0}, item, {**item, "logprobs": 1, "echo": False}]
     first, *others = asyncio.run(batch._admit_all(full, CALLER, BatchRequest(items=[items[0], *items[1:], {}])))
     assert not isinstance(first, Exception)  # alone it may have as many as its prompt makes
     assert [isinstance(one, BadRequest) for one in others] == [True, False, True, True]
@@ -358,7 +380,7 @@ def test_many_log_probabilities_are_written_beside_the_loop(
 
     cast(Any, full.tokenizer).token_bytes = lambda token_id: bytes([token_id])
     module = chat if is_chat else completions
-    monkeypatch.setattr(module, "Job", lambda *_: Ended())
+    monkeypatch.setattr(module, "Job", lambda *_, **_options: Ended())
     answer: Any
     if is_chat:
         answer = chat.ChatAnswer(full, a_chat("tiny", logprobs=True), cast(Any, None))

@@ -14,8 +14,9 @@ import pytest
 from service.api.admission import Admitted
 from service.api.chat import ChatAnswer
 from service.api.completions import CompletionAnswer
-from service.api.errors import BadRequest, EngineFailed, NotReady, status_of
+from service.api.errors import BadRequest, EngineFailed, NotReady, QueueFull, status_of
 from service.api.generation import Job, Piece
+from service.api.held_logprobs import logprob_shares
 from service.api.metrics import Metrics
 from service.api.plans import Plan
 from service.api.prompts import Prompt
@@ -28,6 +29,7 @@ from service.engine.client import EngineClient
 from service.engine.link import EngineLink
 from service.engine.messages import Finished, FromEngine, Sampling, Submit, TokenLogprob, Tokens
 from service.engine.streams import EngineDied, NeverSent, TokenStream
+from service.payer import PAYER
 from service.tenants.keys_file import Limits
 from service.tenants.limits import Tenant
 from service.tenants.tenants import Tenants
@@ -71,6 +73,7 @@ def parts(tmp_path: Path) -> Services:
             draining=False,
             base_digest="0",
             used=lambda _name: None,
+            logprobs=logprob_shares(100_000),
         ),
     )
 
@@ -284,6 +287,89 @@ def test_a_reader_that_keeps_up_may_have_as_much_as_comes(
         assert text == "a" * 9
 
     asyncio.run(run())
+
+
+class TestHeldLogprobs:
+    """Log probabilities count from when they come until their client has them."""
+
+    @staticmethod
+    def say(parts: Services, *request_ids: str) -> None:
+        """Three of them for each."""
+        entry = TokenLogprob(65, -1.0, ((65, -1.0), (66, -2.0)))
+        for request_id in request_ids:
+            cast(Any, parts.engine).streams[request_id].push(Tokens(request_id, (65,), (entry,)))
+
+    def test_those_of_a_whole_answer_count_until_it_is_sent(self, parts: Services, places: Places) -> None:
+        job = a_job(parts, places, [plan("a", logprobs=2), plan("b", logprobs=2)], is_streamed=False)
+        prompt_entries = (None, TokenLogprob(1, -1.0, ((1, -1.0), (2, -2.0))))
+        cast(Any, parts.engine).streams["a"].push(Tokens("a", (), (), prompt_entries))
+        self.say(parts, "a", "b", "a")
+        for name in "ab":
+            cast(Any, parts.engine).streams[name].push(Finished(name, "length"))
+        asyncio.run(job.collect())
+        sent = job.hand_over()
+        job.close()
+        assert parts.logprobs.num_held == 12
+        sent()
+        assert parts.logprobs.num_held == 0
+
+    def test_those_of_an_answer_that_nobody_gets_do_not(self, parts: Services, places: Places) -> None:
+        job = a_job(parts, places, [plan("a", logprobs=2)], is_streamed=False)
+        self.say(parts, "a")
+        job.close()
+        assert parts.logprobs.num_held == 0
+
+    @pytest.mark.parametrize(("keeps", "num_held"), [(False, 3), (True, 9)])
+    def test_those_of_a_stream_count_while_they_wait(
+        self, parts: Services, places: Places, keeps: bool, num_held: int
+    ) -> None:
+        job = Job(parts, admitted(parts, places, [plan("a", logprobs=2)]), True, keeps_logprobs=keeps)
+        self.say(parts, "a", "a")
+        assert job.poll() is not None
+        self.say(parts, "a")
+        assert parts.logprobs.num_held == num_held
+        job.close()
+        assert parts.logprobs.num_held == 0
+
+    @pytest.mark.parametrize("is_streamed", [False, True])
+    def test_more_than_its_payer_may_hold_end_an_answer(
+        self, parts: Services, places: Places, is_streamed: bool
+    ) -> None:
+        parts.logprobs = logprob_shares(8)
+        job = a_job(parts, places, [plan("a", logprobs=2), plan("b", logprobs=2)], is_streamed=is_streamed)
+        self.say(parts, "a", "b", "a")
+        for name in "ba":
+            cast(Any, parts.engine).streams[name].push(Finished(name, "length"))
+        with pytest.raises(QueueFull, match="hold 6 log probabilities, of which you have 6") as caught:
+            asyncio.run(streamed(job) if is_streamed else job.collect())
+        assert (status_of(caught.value), caught.value.headers["Retry-After"]) == (429, "1")
+        job.close()
+        assert (parts.logprobs.num_held, places.num_open, set(cast(Any, parts.engine).aborted)) == (0, 0, {"a", "b"})
+
+    def test_one_payer_leaves_some_for_another(self, parts: Services) -> None:
+        parts.logprobs = logprob_shares(8)
+        whole = PAYER.set("hog")
+        job = a_job(parts, Places(), [plan("a", logprobs=2)], is_streamed=False)
+        self.say(parts, "a", "a")
+        PAYER.reset(whole)
+        other = a_job(parts, Places(), [plan("b", logprobs=2)], is_streamed=False)
+        self.say(parts, "b")
+        cast(Any, parts.engine).streams["b"].push(Finished("b", "length"))
+        assert len(asyncio.run(other.collect())[0].logprobs) == 1
+        other.close()
+        job.close()
+
+    def test_what_begins_anew_counts_once(self, parts: Services, places: Places) -> None:
+        links = _two_engines(parts)
+        job = a_job(parts, places, [plan("r", logprobs=2)], is_streamed=False)
+        entry = TokenLogprob(65, -1.0, ((65, -1.0), (66, -2.0)))
+        lost = _who_has_one(parts)
+        links[lost].says(Tokens("r", (65,), (entry,)))
+        links[lost].kill()
+        links[_who_has_one(parts)].says(Tokens("r", (65,), (entry,)))
+        assert parts.logprobs.num_held == 3
+        job.close()
+        assert parts.logprobs.num_held == 0
 
 
 @pytest.mark.parametrize(("death", "kind", "status"), [(EngineDied, EngineFailed, 500), (NeverSent, NotReady, 503)])
