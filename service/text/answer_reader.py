@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import string
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -89,11 +88,16 @@ class AnswerReader:
 
 
 class _Thoughts:
-    """Takes a text apart into (thought, words). Line breaks around the marks belong to neither."""
+    """Takes a text apart into (thought, words). Line breaks around the marks belong to neither.
+
+    What is kept back is looked at once: what may begin a mark is short, and blanks, of which there may be any number,
+    wait as they came until it is known whether they are said.
+    """
 
     def __init__(self, *, is_thinking: bool) -> None:
         self._is_thinking = is_thinking
         self._state: Literal["start", "thought", "words"] = "start"
+        self._blanks: list[str] = []  # they stand before what is held
         self._held = ""
         self._drops_breaks = False  # nothing was given out since the last mark
 
@@ -106,47 +110,66 @@ class _Thoughts:
         if self._state == "thought":
             thought = self._think()
         if self._state == "words":
-            words = self._give(len(self._held))
+            words, self._held = self._given(self._held), ""
         return thought, words
 
     def finish(self) -> tuple[str, str]:
         """What was kept back."""
+        held, self._held = self._with_blanks(self._held), ""
         if self._state == "thought" or (self._state == "start" and self._is_thinking):
-            return self._give(len(self._held)).strip("\n"), ""
-        return "", self._give(len(self._held))
+            return self._given(held).strip("\n"), ""
+        return "", self._given(held)
 
     def _start(self) -> None:
         """See whether it begins with a thought. A model may repeat the mark that its prompt ends with."""
         begun = self._held.lstrip()
         if begun.startswith(THINK):
             self._state, self._held, self._drops_breaks = "thought", begun[len(THINK) :], True
-        elif not THINK.startswith(begun):
+            self._blanks.clear()
+            return
+        self._blanks.append(self._held[: len(self._held) - len(begun)])
+        self._held = begun
+        if not THINK.startswith(begun):
             self._state, self._drops_breaks = ("thought", True) if self._is_thinking else ("words", False)
+            self._held = self._with_blanks(begun)
 
     def _think(self) -> str:
         end, is_over = find_mark(self._held, END_OF_THOUGHT)
-        thought = self._give(len(self._held[:end].rstrip("\n")))
+        thought = self._held[:end].rstrip("\n")
+        breaks, self._held = self._held[len(thought) : end], self._held[end:]
+        if thought:
+            thought = self._given(self._with_blanks(thought))
+        self._blanks.append(breaks)
         if is_over:
-            self._held = self._held.lstrip("\n")[len(END_OF_THOUGHT) :]
+            self._blanks.clear()
+            self._held = self._held[len(END_OF_THOUGHT) :]
             self._state, self._drops_breaks = "words", True
         return thought
 
-    def _give(self, num_chars: int) -> str:
-        given, self._held = self._held[:num_chars], self._held[num_chars:]
+    def _with_blanks(self, text: str) -> str:
+        whole = "".join((*self._blanks, text))
+        self._blanks.clear()
+        return whole
+
+    def _given(self, text: str) -> str:
         if self._drops_breaks:
-            given = given.lstrip("\n")
-            self._drops_breaks = not given
-        return given
+            text = text.lstrip("\n")
+            self._drops_breaks = not text
+        return text
+
+
+# What `str.strip` takes away; all of them are below that.
+_BLANKS = "".join(filter(str.isspace, map(chr, range(0x3001))))
 
 
 class _Calls:
-    """A parser, without the blanks and separators around its calls."""
+    """A parser, without the blanks and separators around its calls. They wait as they came, as those of thoughts do."""
 
     def __init__(self, form: CallFormat, tools: Tools, in_pieces: bool) -> None:
         self._parser: CallParser = form.parser(tools, in_pieces)
         self._separators = form.separators
         self._is_after_call = False
-        self._held = ""
+        self._blanks: list[str] = []
 
     def push(self, text: str) -> list[Found]:
         """What became certain."""
@@ -155,23 +178,25 @@ class _Calls:
     def finish(self) -> list[Found]:
         """What was kept back. Blanks at the end of words are part of them."""
         found = self._trimmed(self._parser.finish())
-        if self._held and not self._is_after_call:
-            found.append(self._held)
-        self._held = ""
+        if (held := "".join(self._blanks)) and not self._is_after_call:
+            found.append(held)
+        self._blanks.clear()
         return found
 
     def _trimmed(self, found: Iterable[Found]) -> list[Found]:
         trimmed: list[Found] = []
         for one in found:
             if not isinstance(one, str):
-                self._held, self._is_after_call = "", True
+                self._is_after_call = True
+                self._blanks.clear()
                 trimmed.append(one)
                 continue
-            self._held += one
-            meaningless = string.whitespace + (self._separators if self._is_after_call else "")
-            if self._held.strip(meaningless):
-                words = self._held.lstrip() if self._is_after_call else self._held
+            self._blanks.append(one)
+            if one.strip(_BLANKS + (self._separators if self._is_after_call else "")):
+                held = "".join(self._blanks)
+                words = held.lstrip() if self._is_after_call else held
                 self._is_after_call = False
-                self._held = words[len(words.rstrip()) :]
-                trimmed.append(words.rstrip())
+                said = words.rstrip()
+                self._blanks = [words[len(said) :]]
+                trimmed.append(said)
         return trimmed

@@ -377,3 +377,42 @@ def test_ids_of_calls_differ_and_are_what_templates_want() -> None:
     for form in FORMATS.values():
         assert form.new_id() != form.new_id()
     assert len(FORMATS["mistral"].new_id()) == 9 and FORMATS["mistral"].new_id().isalnum()
+
+
+@pytest.mark.parametrize(
+    ("begin", "blank", "end", "said"),
+    [
+        ("", "\n", "So", "{}So"),
+        ("", "\N{NO-BREAK SPACE}", "So", "{}So"),
+        ("<think>", "\n", "So", "So"),
+        ("<think>So", "\n", "</think>So", "SoSo"),
+        ("So", " ", "!", "So{}!"),
+        ("So", "\N{NO-BREAK SPACE}", "!", "So{}!"),
+    ],
+)
+@pytest.mark.parametrize("is_thinking", [False, True])
+def test_blanks_that_wait_are_not_looked_at_anew(
+    begin: str, blank: str, end: str, said: str, is_thinking: bool
+) -> None:
+    """No text that is kept back grows with the answer, so that each piece costs as much as it is long."""
+    reader = AnswerReader(Reading(FORMATS["hermes"], TOOLS, thinks=True, is_thinking=is_thinking))
+    found = reader.push(begin)
+    for _ in range(200):
+        found += reader.push(blank)
+        parts = (reader._thoughts, reader._calls, *vars(reader._calls).values())
+        kept = [value for part in parts for value in getattr(part, "__dict__", {}).values() if isinstance(value, str)]
+        assert kept and max(map(len, kept)) <= len("</tool_call>")
+    found += [*reader.push(end), *reader.finish()]
+    text = "".join(one.text if isinstance(one, Thought) else one for one in found if isinstance(one, Thought | str))
+    is_thought = is_thinking and not begin and blank == "\n"
+    assert text == (said.format("") if is_thought else said.format(blank * 200))
+
+
+def test_separators_that_wait_are_not_looked_at_anew() -> None:
+    reader = AnswerReader(Reading(FORMATS["llama3_json"], TOOLS))
+    found = reader.push('{"name": "now", "parameters": {}}')
+    for _ in range(200):
+        found += reader.push("; ")
+        assert max(len(value) for value in vars(reader._calls).values() if isinstance(value, str)) <= 1
+    assert found == [NOW]
+    assert reader.push("So") == ["; " * 200 + "So"]
