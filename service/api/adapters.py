@@ -74,7 +74,7 @@ async def take_upload(
     store = require_open_store(services)
     namespace = namespace_of(request, store)
     tenant = caller_of(request).tenant
-    tenant.take_upload()
+    tenant.take_change()
     if query.probe:
         refuse_probe(services, tenant)
     # The announced bytes include the multipart framing, so the store's own limit is left to its running count.
@@ -175,9 +175,10 @@ async def delete_adapter(request: Request, name: str) -> AdapterDeleted:
 
 
 async def remove_adapter(request: Request, name: str, condition: Condition) -> str:
-    """Delete a name of the caller's; its current digest. NotFound, and what `condition` raises."""
+    """Delete a name of the caller's; its current digest. LimitReached, NotFound, and what `condition` raises."""
     services, caller = services_of(request), caller_of(request)
     store = require_store(services)
+    caller.tenant.take_change()
     full_name = namespace_of(request, store).find_own(name)
     digest = await in_turn(store.delete, full_name, condition)
     services.changed(full_name)

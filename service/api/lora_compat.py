@@ -70,7 +70,7 @@ async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTex
     store = require_open_store(services)
     namespace = namespace_of(request, store)
     full_name = namespace.place(body.lora_name)
-    caller_of(request).tenant.take_upload()
+    caller_of(request).tenant.take_change()
     with services.uploading():
         path = _below(root, body.lora_path)
         record = await in_upload_thread(_load, namespace, path, body.lora_name, full_name, body.load_inplace)
@@ -83,7 +83,7 @@ async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTex
 @router.post(
     PATHS[1],
     response_class=PlainTextResponse,
-    responses={**DELETE_ERRORS, **errors((429,)), **_ANSWER},
+    responses={**DELETE_ERRORS, **_ANSWER},
     summary="Delete an adapter",
 )
 async def unload_lora_adapter(request: Request, body: UnloadLoraRequest) -> PlainTextResponse:

@@ -91,6 +91,7 @@ async def roll_back(request: Request, name: str, body: RollbackRequest) -> JSONR
     """The earlier content becomes the name's newest version, in one step, as an upload of it would."""
     services = services_of(request)
     store = require_store(services)
+    caller_of(request).tenant.take_change()
     full_name = namespace_of(request, store).find_own(name)
     change = Change(caller_of(request).by, body.note)
     selector = "" if body.version is None else str(body.version)
@@ -111,6 +112,7 @@ async def roll_back(request: Request, name: str, body: RollbackRequest) -> JSONR
 async def change_visibility(request: Request, name: str, body: VisibilityRequest) -> JSONResponse:
     """Who beside its tenant may use a name, of all its versions. Requests that run go on."""
     store = require_store(services_of(request))
+    caller_of(request).tenant.take_change()
     full_name = namespace_of(request, store).find_own(name)
     visibility, shared_with = visible_to(body.visibility, ",".join(body.shared_with))
     assert visibility is not None, "a field that must be there"

@@ -154,12 +154,17 @@ class Tenant:
         """Tokens that were not computed after all."""
         self._tokens.give_back(charge, num_tokens)
 
-    def take_upload(self) -> None:
-        """An upload begins. LimitReached if there were too many in the last minute."""
+    def take_change(self) -> None:
+        """An upload begins, or another change of an adapter or its name. LimitReached if there were too many in the
+        last minute."""
         limit = self.limits.uploads_per_minute
         if limit is not None and self._uploads.used + 1 > limit:
             wait_seconds = self._uploads.seconds_until(limit - 1) if limit else _MINUTE_SECONDS
-            raise LimitReached(f"You have begun {limit} uploads within a minute, which is your limit.", wait_seconds)
+            raise LimitReached(
+                f"You have begun {limit} uploads within a minute, which is your limit; deletions, rollbacks and "
+                "changes of visibility count as uploads. Send it again later.",
+                wait_seconds,
+            )
         self._uploads.take(1)
 
     def usage(self) -> Usage:

@@ -31,6 +31,7 @@ LIMITS = {
     "few-requests": "requests_in_flight = 3",
     "few-tokens": "tokens_per_minute = 1000",
     "few-uploads": "uploads_per_minute = 4",
+    "no-changes": "uploads_per_minute = 0",
     "few-probes": "requests_in_flight = 1\ntokens_per_minute = 100",
     "no-probes": "tokens_per_minute = 1",
     "few-adapters": "adapters = 3",
@@ -467,6 +468,23 @@ class TestLimits:
         assert all(map(_is_limit, refused))
         assert {answer.headers["x-ratelimit-limit-uploads"] for answer in refused} == {"4"}
         assert len([name for name in keyed.names(headers) if "/" not in name]) == len(created)
+
+    @pytest.mark.parametrize(
+        ("method", "path", "body"),
+        [
+            ("DELETE", "/v1/adapters/a", None),
+            ("POST", "/v1/adapters/a/rollback", {}),
+            ("PATCH", "/v1/adapters/a", {"visibility": "public"}),
+        ],
+    )
+    def test_other_changes_count_as_uploads(self, keyed: Keyed, method: str, path: str, body: Any) -> None:
+        """Whether there is such an adapter or not."""
+        answer = keyed.ask(method, path, keyed.key("no-changes"), json=body)
+        assert _is_limit(answer), answer.text
+        assert "count as uploads" in answer.json()["error"]["message"]
+        assert answer.headers["x-ratelimit-limit-uploads"] == "0"
+        unlimited = keyed.ask(method, path, keyed.key("few-adapters"), json=body)
+        assert unlimited.status_code == 404
 
     def test_a_probe_counts_as_a_request(self, keyed: Keyed, checkpoints: Checkpoints) -> None:
         """Two sequences of 24 tokens, one after the other: with a key for uploads alone, in a single place."""

@@ -101,9 +101,9 @@ def test_places(clock: Clock) -> None:
 def test_uploads(clock: Clock, limit: int, wait_seconds: str) -> None:
     one = tenant(clock, uploads_per_minute=limit)
     for _ in range(limit):
-        one.take_upload()
+        one.take_change()
     with pytest.raises(LimitReached, match=f"begun {limit} uploads") as caught:
-        one.take_upload()
+        one.take_change()
     assert caught.value.headers == {"Retry-After": wait_seconds}
 
 
@@ -112,7 +112,7 @@ def test_what_has_no_limit_is_neither_refused_nor_told(clock: Clock) -> None:
     for _ in range(1000):
         one.enter(10**6)
         one.take_tokens(10**9)
-        one.take_upload()
+        one.take_change()
     assert one.headers() == {}
 
 

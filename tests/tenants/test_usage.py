@@ -34,9 +34,9 @@ def servers(directory: Path, number: int = 2, **limits: int) -> list[OneServer]:
 def test_tokens_and_uploads_and_requests_count_over_all(tmp_path: Path) -> None:
     one, other, third = servers(tmp_path, 3, tokens_per_minute=100, uploads_per_minute=2, requests_in_flight=4)
     one.tenant.take_tokens(60)
-    one.tenant.take_upload()
+    one.tenant.take_change()
     other.tenant.enter(3)
-    other.tenant.take_upload()
+    other.tenant.take_change()
     for each in (one, other, third):
         each.exchange()
     one.exchange()
@@ -48,7 +48,7 @@ def test_tokens_and_uploads_and_requests_count_over_all(tmp_path: Path) -> None:
         with pytest.raises(LimitReached, match="3 of your 4 requests"):
             each.tenant.enter(2)
         with pytest.raises(LimitReached, match="begun 2 uploads"):
-            each.tenant.take_upload()
+            each.tenant.take_change()
         assert each.tenant.headers()["x-ratelimit-remaining-requests"] == "1"
 
 
