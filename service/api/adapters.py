@@ -16,7 +16,7 @@ from adapters.names import Condition, Version, keep
 from adapters.records import AdapterRecord
 from adapters.store import AdapterStore
 from service.api.adapter_answers import AdapterDeleted, AdapterList, AdapterResponse, ModuleReport
-from service.api.auth import caller_of, namespace_of
+from service.api.auth import caller_of, check_again, namespace_of
 from service.api.conditions import CONDITION_HEADERS, condition_of, refuse_conditions
 from service.api.errors import BadRequest, NotReady
 from service.api.listing import (
@@ -88,6 +88,7 @@ async def take_upload(
                 lease = await in_upload_thread(upload.hold)
                 held.callback(lease.release)
                 await probe(services, tenant, lease.record.manifest)
+            await check_again(request, "upload")
             record, created = await in_upload_thread(
                 namespace.finish,
                 upload,

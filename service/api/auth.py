@@ -133,6 +133,21 @@ class Access:
         return caller
 
 
+async def check_again(request: Request, scope: Scope) -> None:
+    """What took long is about to count. Unauthorized if the request's key has been revoked meanwhile, or is another
+    tenant's, or has lost the scope."""
+    tenants, before = services_of(request).tenants, caller_of(request)
+    if not tenants.need_keys:
+        return
+    await tenants.refresh()
+    caller = tenants.caller(_key_in(request.headers))
+    if caller is None or caller.tenant is not before.tenant or not caller.may(scope):
+        raise Unauthorized(
+            "This API key was revoked while the request ran, of which nothing remains; send it with another one.",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+
 def _key_in(headers: Headers) -> str:
     if len(headers.getlist("authorization")) > 1:  # a proxy before this server may go by another one of them
         raise Unauthorized(

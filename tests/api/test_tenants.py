@@ -23,7 +23,7 @@ from service.tenants.keys_file import SCOPES, Scope
 from tests.api.conftest import BASE, Checkpoints
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, running_server, standing_still, wait_for
-from tests.support.uploads import parts_of
+from tests.support.uploads import MULTIPART, multipart, parts_of
 
 CHAT = [{"role": "user", "content": "hi"}]
 # What tests of limits use, each of a tenant of its own.
@@ -32,6 +32,7 @@ LIMITS = {
     "few-tokens": "tokens_per_minute = 1000",
     "few-uploads": "uploads_per_minute = 4",
     "no-changes": "uploads_per_minute = 0",
+    "leaving": "uploads_per_minute = 10",
     "few-probes": "requests_in_flight = 1\ntokens_per_minute = 100",
     "no-probes": "tokens_per_minute = 1",
     "few-adapters": "adapters = 3",
@@ -571,6 +572,38 @@ class TestKeysFile:
             assert keyed.ask("GET", "/v1/models", bearer(secret)).status_code == 200
             revoke_key(keyed.path, key.key_id)
             assert keyed.ask("GET", "/v1/models", bearer(secret)).status_code == 401
+
+    def test_an_upload_whose_key_is_revoked_meanwhile_leaves_nothing(
+        self, keyed: Keyed, checkpoints: Checkpoints
+    ) -> None:
+        secret, key = add_key(keyed.path, "leaving", ["upload"])
+        other = keyed.key("leaving")
+        body = multipart(
+            [
+                ('name="name"', b"late"),
+                *(
+                    (f'name="{name}"; filename="{file}"', content)
+                    for name, (file, content) in parts_of(checkpoints.spare).items()
+                ),
+            ]
+        )
+
+        def revoked_halfway() -> Iterator[bytes]:
+            yield body[:-100]
+            wait_for(
+                lambda: keyed.ask("GET", "/v1/models", other).headers["x-ratelimit-remaining-uploads"] == "9",
+                "the upload to begin",
+            )
+            revoke_key(keyed.path, key.key_id)
+            yield body[-100:]
+
+        headers = {**bearer(secret), **MULTIPART, "Content-Length": str(len(body))}
+        answer = keyed.ask("POST", "/v1/adapters", headers, content=revoked_halfway())
+        assert (answer.status_code, answer.json()["error"]["type"]) == (401, "authentication_error"), answer.text
+        assert "revoked while the request ran" in answer.json()["error"]["message"]
+        assert "late" not in keyed.names(other)
+        again = keyed.ask("POST", "/v1/adapters", headers | other, content=body)
+        assert (again.status_code, again.json()["version"]) == (201, 1), again.text
 
     def test_a_broken_file_keeps_the_keys_and_hangup_says_so(self, keyed: Keyed) -> None:
         headers = keyed.key("steady")
