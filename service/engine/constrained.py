@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 from service.engine.brief_thread import BriefThread
+from service.engine.grammar_turns import GrammarTurns
 from service.engine.grammars import Constraint, Grammars, StepMasks, Worker, has_constraint
 from service.engine.messages import Submit
 from service.engine.runner import Capacity
@@ -24,7 +25,8 @@ from service.grammars.trial import ENGINE_STACK_BYTES
 
 
 class ConstrainedSequences:
-    """See the module's docstring. `tokens`, `compiler`: as of the engine; `wake` is called when a grammar is compiled.
+    """See the module's docstring. `tokens`, `compiler`: as of the engine; `wake` is called when a grammar is compiled;
+    `turns` says what grammars may cost.
 
     waiting  for their grammars; not to be scheduled yet
     """
@@ -36,9 +38,11 @@ class ConstrainedSequences:
         wake: Callable[[], None],
         capacity: Capacity,
         max_sequences: int,
+        turns: GrammarTurns,
     ) -> None:
         self.waiting: set[Sequence] = set()
         self._vocab_size = capacity.vocab_size
+        self._turns = turns
         self._grammars = Grammars(tokens, compiler or BriefThread("grammar-compiler", ENGINE_STACK_BYTES), wake)
         self._masks = StepMasks(max_sequences, capacity.vocab_size, capacity.device)
 
@@ -86,6 +90,7 @@ class ConstrainedSequences:
             grammar=grammar,
             matcher=matcher,
             eos_token_ids=table.eos_token_ids,
+            account=self._turns.account(sequence.request.tenant),
         )
 
     def discard(self, sequence: Sequence) -> bool:

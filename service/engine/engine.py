@@ -118,7 +118,9 @@ class Engine:
             # A device's step takes the time of reading the weights, however few its tokens are.
             prompts_apart=capacity.device.type == "cpu",
         )
-        self.constrained = ConstrainedSequences(tokens, compiler, self.wake.set, capacity, config.max_sequences)
+        self.constrained = ConstrainedSequences(
+            tokens, compiler, self.wake.set, capacity, config.max_sequences, self.scheduler.grammar_turns
+        )
         self.records = StepRecords()
         self.is_idle = True  # the last call of `step` has neither launched nor collected anything
         self.rows = rows

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from kernels.sampling.asked import mask_of
+from service.engine.grammar_turns import Account
 from service.engine.messages import Sampling
 from service.engine.token_rules import TokenRules
 from service.grammars.matching import GrammarError, TokenTable, compile_grammar, error_of
@@ -55,8 +56,11 @@ def has_constraint(sampling: Sampling) -> bool:
 class Constraint:
     """What a sequence's tokens may be: its place in its grammar, and its lists of tokens.
 
-    error  why its grammar cannot be followed any further; empty while it can be: not allowed by the grammar, over the
-           library's bounds, or more than MAX_SECONDS_BEHIND of processor time beyond SECONDS_A_TOKEN for each token
+    error      why its grammar cannot be followed any further; empty while it can be: not allowed by the grammar, over
+               the library's bounds, or more than MAX_SECONDS_BEHIND of processor time beyond SECONDS_A_TOKEN for each
+               token
+    account    that its grammar's processor time is spent from; None: from nobody's
+    num_masks  that its grammar was asked for
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class Constraint:
         grammar: str | None = None,
         matcher: Any = None,
         eos_token_ids: Sequence[int] = (),
+        account: Account | None = None,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
         """stop_ids       tokens that end the sequence
@@ -77,7 +82,10 @@ class Constraint:
         """
         self.grammar = grammar
         self._matcher = matcher
+        self.account = account
+        self.num_masks = 0
         self._clock = clock
+        self._seconds = 0.0  # that the token before took, which the next mask tells of
         self._seconds_behind = 0.0
         self._num_min = sampling.min_tokens
         ends = frozenset(eos_token_ids)
@@ -101,7 +109,7 @@ class Constraint:
             return
         started = self._clock()
         is_allowed = self._matcher.consume_token(token)
-        self._seconds_behind += self._clock() - started
+        self._seconds += self._clock() - started
         if not is_allowed:
             self.error = error_of(self._matcher)
 
@@ -130,7 +138,12 @@ class Constraint:
     def _fill_from_grammar(self, mask: np.ndarray) -> None:
         started = self._clock()
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
-        self._seconds_behind = max(0.0, self._seconds_behind + self._clock() - started - SECONDS_A_TOKEN)
+        seconds = self._seconds + self._clock() - started
+        self._seconds = 0.0
+        self.num_masks += 1
+        if self.account is not None:
+            self.account.spend(seconds)
+        self._seconds_behind = max(0.0, self._seconds_behind + seconds - SECONDS_A_TOKEN)
         if self._matcher.is_error():
             self.error = error_of(self._matcher)
         elif self._seconds_behind > MAX_SECONDS_BEHIND:

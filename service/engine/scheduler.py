@@ -18,6 +18,7 @@ One step, under one token budget:
    Where a step takes as long as its tokens do (`prompts_apart`), the first prompt of a newcomer beside a flood has a
    step to itself, as far as the step of all would have had it too: the others' tokens come in the next one, when they
    would have come with it, and the newcomer's does not wait for them.
+   Sequences whose grammars cost the others too much sit the step out, see `grammar_turns.py`.
 
 Cost per step: O(running + flows), and what `fair_queue.py` says.
 """
@@ -31,6 +32,7 @@ from service.engine.adapter_loads import AdapterLoads
 from service.engine.block_pool import BlockPool
 from service.engine.fair_queue import FairQueue
 from service.engine.flows import Flow, age
+from service.engine.grammar_turns import GrammarTurns
 from service.engine.row_sharing import RowSharing
 from service.engine.sequence import ScheduledChunk, Sequence
 from service.engine.slots import Slots
@@ -66,6 +68,7 @@ class Scheduler:
         self.desk = desk
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.grammar_turns = GrammarTurns()
         self._queue = FairQueue(token_budget)
         self._row_sharing = RowSharing(self._queue, desk, max_steps=max_steps_waiting_for_rows)
         self._block_size = block_size_tokens
@@ -257,8 +260,10 @@ class Scheduler:
         chunks: dict[int, ScheduledChunk] = {}
         prompts: list[Sequence] = []
         others: list[Sequence] = []
+        sitting_out = self.grammar_turns.sitting_out(self.running)
         for sequence in self.running:
-            (prompts if sequence.num_to_compute > 1 else others).append(sequence)
+            if sequence not in sitting_out:
+                (prompts if sequence.num_to_compute > 1 else others).append(sequence)
         if len(prompts) > 1:
             prompts.sort(key=self._queue.prompt_turn)
         for sequence in self._newcomers(prompts, len(others)):
@@ -267,6 +272,10 @@ class Scheduler:
         self._was_apart = bool(chunks)
         if not chunks:
             for sequence in [*others, *prompts]:
+                if sequence.is_running:
+                    self._add_chunk(chunks, sequence, tokens)
+        if not chunks:  # nobody is held up by those that were to sit out
+            for sequence in sorted(sitting_out, key=age):
                 if sequence.is_running:
                     self._add_chunk(chunks, sequence, tokens)
         return list(chunks.values())

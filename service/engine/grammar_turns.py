@@ -1,0 +1,83 @@
+"""Which sequences sit a step out, so that the grammars of one tenant hold up no other tenant's tokens.
+
+A step waits for the masks of all of its sequences, which one thread makes: beside the model, as long as grammars are
+usual ones. What a mask takes beyond that is owed by the sequence's tenant, and forgiven at SHARE of the time that
+passes. While more than one tenant runs:
+- a tenant that owes more than MAX_SECONDS_OWED has none of its sequences with grammars in a step;
+- of sequences whose first mask is still to be made, whose cost nobody knows, a tenant has MAX_NEW in a step.
+So the others wait for MAX_NEW first masks at most, and for SHARE of the time from then on. A tenant alone waits for
+itself, as before; who sits out keeps all it holds, and goes on after its debt over SHARE in seconds at the latest.
+
+Who owns: the scheduler, which asks once a step. Accounts are kept for the life of the engine, one for each tenant of
+the keys file that has used a grammar. The thread that makes masks writes what was spent, the engine's own the rest.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from service.engine.sequence import Sequence
+
+# Of processor time, for what a usual grammar's token and mask take.
+USUAL_SECONDS = 0.1e-3
+MAX_SECONDS_OWED = 20e-3
+SHARE = 0.1
+MAX_NEW = 4
+
+
+class Account:
+    """What the grammars of one tenant have cost, in seconds of processor time."""
+
+    def __init__(self, now: float) -> None:
+        self._spent = 0.0
+        self._seen = 0.0  # of it, at the last call of `owed`
+        self._forgiven = 0.0
+        self._at = now
+
+    def spend(self, seconds: float) -> None:
+        """For one token's mask. In the thread that makes masks."""
+        self._spent += max(0.0, seconds - USUAL_SECONDS)
+
+    def owed(self, now: float) -> float:
+        """Of what was owed at the last call, less for the time since."""
+        self._forgiven = min(self._seen, self._forgiven + SHARE * (now - self._at))
+        self._seen, self._at = self._spent, now
+        return self._seen - self._forgiven
+
+
+class GrammarTurns:
+    """See the module's docstring. `clock` tells seconds that pass."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._accounts: dict[str, Account] = {}
+
+    def account(self, tenant: str) -> Account:
+        """That its sequences' constraints spend from."""
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = Account(self._clock())
+        return account
+
+    def sitting_out(self, running: Items[Sequence]) -> set[Sequence]:
+        """Of these, which are in the order of arrival, those that have no part in the next step; never all of them."""
+        bound = [one for one in running if one.constraint is not None and one.constraint.account is not None]
+        if not bound or len({one.request.tenant for one in running}) == 1:
+            return set()
+        now = self._clock()
+        tenants = {one.request.tenant for one in bound}
+        is_in_debt = {tenant: self.account(tenant).owed(now) > MAX_SECONDS_OWED for tenant in tenants}
+        num_new: Counter[str] = Counter()
+        held = set()
+        for one in bound:
+            assert one.constraint is not None
+            tenant = one.request.tenant
+            num_new[tenant] += not one.constraint.num_masks
+            if is_in_debt[tenant] or (not one.constraint.num_masks and num_new[tenant] > MAX_NEW):
+                held.add(one)
+        return held if len(held) < len(running) else set()
