@@ -157,8 +157,12 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
     if peft_type != "LORA":
         raise Unsupported(f"adapter_config.json: peft_type {_show(peft_type)} is not supported; only LORA is.")
     for key, meaning in NOT_SUPPORTED.items():
-        if not _is_off(fields.get(key)):
-            raise Unsupported(f"adapter_config.json: {key} ({meaning}) is not supported; train without it.")
+        value = fields.get(key)
+        if not _is_off(value):
+            # Of experts' weights, which are bare parameters, this is all that tells the uploader which they are.
+            names = [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
+            named = f": {', '.join(names)[:500]}" if names else ""
+            raise Unsupported(f"adapter_config.json: {key} ({meaning}{named}) is not supported; train without it.")
     task = fields.get("task_type")
     if not isinstance(task, str | None) or task not in TASK_TYPES:
         raise Unsupported(f"adapter_config.json: task_type {_show(task)} is not for text generation (CAUSAL_LM).")

@@ -83,6 +83,13 @@ def test_what_changes_the_computation_is_refused_by_name(fields: dict[str, Any])
         parse_config(config_bytes(**fields))
 
 
+def test_bare_parameters_are_refused_with_the_list() -> None:
+    """PEFT's way to experts whose weights are no modules."""
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    with pytest.raises(Unsupported, match=r"mlp\.experts\.gate_up_proj, mlp\.experts\.down_proj"):
+        parse_config(config_bytes(target_parameters=names))
+
+
 @pytest.mark.parametrize(
     "fields",
     [
