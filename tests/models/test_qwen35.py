@@ -18,6 +18,7 @@ from adapters.errors import BindingError
 from adapters.format import Tensor
 from service.models.errors import ModelError
 from service.models.families import model_spec
+from service.models.layers import GatedDeltaNet
 from service.models.layouts import layout_of
 from service.models.loader import load_model
 from tests.models.test_parity import LENGTHS, oracle_logits, prompt
@@ -64,6 +65,26 @@ def test_the_text_of_a_whole_checkpoint_is_served(
     logits = driver.step([(driver.sequence(), tokens) for tokens in prompts], all_logits=True)
     expected = torch.cat(oracle_logits(text, prompts, torch.float32))
     torch.testing.assert_close(logits, expected, atol=LOGITS[torch.float32], rtol=0)
+
+
+def test_what_is_stored_in_float32_beside_bfloat16_stays_exact(tmp_path: Path, device: str) -> None:
+    """A_log and the norm of a delta net, as checkpoints of Qwen3.5 hold them; dt_bias is widened. Rounded again, states
+    decay otherwise in each step."""
+    model_dir = make_tiny_model("qwen3_5_text", tmp_path, dtype=torch.bfloat16)
+    tensors = load_file(model_dir / "model.safetensors")
+    generator = torch.Generator().manual_seed(3)
+    for name in tensors:
+        if name.endswith(("linear_attn.A_log", "linear_attn.norm.weight")):
+            tensors[name] = 1 + torch.rand(tensors[name].shape, generator=generator)
+    save_file(tensors, model_dir / "model.safetensors", metadata={"format": "pt"})
+    loaded = load_model(model_dir, device=device)
+    assert loaded.dtype == torch.bfloat16
+    for index in (0, 1, 3):
+        mixer, name = loaded.model._layers[index].mixer, f"model.layers.{index}.linear_attn."
+        assert isinstance(mixer, GatedDeltaNet)
+        held = {"A_log": mixer._a_log, "norm.weight": mixer._norm_weight, "dt_bias": mixer._dt_bias}
+        for part, tensor in held.items():
+            torch.testing.assert_close(tensor.cpu(), tensors[name + part].float(), atol=0, rtol=0)
 
 
 REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {

@@ -41,7 +41,7 @@ def test_the_text_equals_transformers(
 ) -> None:
     model_dir = make_whole_model(family, tmp_path, dtype=dtype)
     with caplog.at_level(logging.INFO, "service.models.loader"):
-        assert_parity(model_dir, device, dtype)
+        assert_parity(model_dir, device, dtype, family=text_family_of(family))
     assert caplog.text.count("parts of the checkpoint that are not served") == 1
     assert "visual.*" in caplog.text or "vision_tower.*, " in caplog.text
     assert "does not use" not in caplog.text

@@ -138,6 +138,25 @@ def test_slots_of_adapters_that_are_none_are_used_again(world: World, tmp_path: 
         assert_greedy(oracle, request, answers[request.name].tokens)
 
 
+def test_adapters_of_one_projection_of_a_delta_net_equal_peft(tmp_path: Path, device: str) -> None:
+    """Each of those that are multiplied together, and adapted alone; of a rank above the columns of b and a."""
+    parts = OTHER_MIXERS["qwen3_5_text"]
+    specs: dict[str, dict[str, Any]] = {part: {"rank": 24, "target_modules": [part]} for part in parts}
+    world = make_world("qwen3_5_text", tmp_path, device, specs=specs)
+    names = (BASE, *parts)
+    prompts = [tuple(range(20, 45))] * len(names) + [tuple(range(30, 50 + i)) for i in range(len(names))]
+    requests = [
+        Request(f"r{i}", name, prompt, 9) for i, (name, prompt) in enumerate(zip(names * 2, prompts, strict=True))
+    ]
+    engine = build_engine(config_of(world, token_budget=24, max_sequences=6))
+    answers = run_engine(engine, [request.submit(world) for request in requests], joins_per_step=2)
+    engine.close()
+    oracle = Oracle(world)
+    for request in requests:
+        assert_greedy(oracle, request, answers[request.name].tokens)
+    assert len({tuple(answers[request.name].tokens) for request in requests[: len(names)]}) == len(names)
+
+
 def test_merged_projections_of_a_trainer_equal_those_taken_apart_in_peft(tmp_path: Path, device: str) -> None:
     """One A of in_proj_qkvz and of in_proj_ba, with DoRA's magnitudes: the same as an adapter of the parts, by PEFT."""
     parts = {"in_proj_qkvz": ["in_proj_qkv", "in_proj_z"], "in_proj_ba": ["in_proj_b", "in_proj_a"]}

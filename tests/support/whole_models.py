@@ -60,6 +60,25 @@ _WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3_5": (
+        "qwen3_5_text",
+        {
+            "head_dim": 64,  # 8 frequencies, one after the other of 3, 3 and 2 of each kind of position
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1000.0,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": [3, 3, 2],
+                "mrope_interleaved": True,
+            },
+        },
+        {"vision_config": _QWEN, "tie_word_embeddings": True},
+    ),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {},
+        {"vision_config": _QWEN, "tie_word_embeddings": False},
+    ),
     "lfm2_vl": (
         "lfm2",
         {},
