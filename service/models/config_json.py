@@ -35,8 +35,11 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     config = _read_json(model_dir / "config.json")
     if (model_dir / "generation_config.json").is_file():
         generation = _read_json(model_dir / "generation_config.json")
-        eos_token_ids = [*_token_ids(config, "eos_token_id"), *_token_ids(generation, "eos_token_id")]
-        config["eos_token_id"] = list(dict.fromkeys(eos_token_ids))
+        # Models with a vision tower name them beside text_config, which then counts, or only in it.
+        inner = config.get("text_config") if config.get("eos_token_id") is None else None
+        given = _token_ids(inner if isinstance(inner, dict) else config, "eos_token_id")
+        if added := _token_ids(generation, "eos_token_id"):
+            config["eos_token_id"] = list(dict.fromkeys((*given, *added)))
     return config
 
 
@@ -147,15 +150,14 @@ def _endings(config: Config) -> tuple[int, ...]:
     """The end-of-sequence ids that the model can produce: some checkpoints name others, of another size of the family,
     say, or of a tokenizer with more tokens than the model."""
     vocab_size = count(config, "vocab_size")
-    token_ids = _token_ids(config, "eos_token_id")
-    return tuple(token_id for token_id in token_ids if isinstance(token_id, int) and 0 <= token_id < vocab_size)
+    return tuple(token_id for token_id in _token_ids(config, "eos_token_id") if 0 <= token_id < vocab_size)
 
 
 def _token_ids(config: Config, key: str) -> tuple[int, ...]:
+    """What is no token id is left out."""
     value = config.get(key)
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+    values = value if isinstance(value, list) else [value]
+    return tuple(token_id for token_id in values if isinstance(token_id, int) and not isinstance(token_id, bool))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -91,9 +91,12 @@ class TextTokenizer:
         config = read_json(model_dir / "tokenizer_config.json")
         if not _named_special_tokens(config):
             config = {**read_json(model_dir / "special_tokens_map.json"), **config}
+        model = read_json(model_dir / "config.json")
+        if model.get("eos_token_id") is None and isinstance(model.get("text_config"), dict):
+            model = model["text_config"]
         eos_token_ids = [
             *_ids(read_json(model_dir / "generation_config.json").get("eos_token_id")),
-            *_ids(read_json(model_dir / "config.json").get("eos_token_id")),
+            *_ids(model.get("eos_token_id")),
         ]
         return cls(tokenizer, config, tuple(dict.fromkeys(eos_token_ids)))
 

@@ -12,10 +12,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from service.models.config_json import read_config
 from service.models.errors import ModelError
 from service.models.families import model_spec
 from service.models.layouts import layout_of
 from service.models.loader import load_model
+from service.text.tokenizer import TextTokenizer
 from tests.models.test_parity import assert_parity
 from tests.support.engine_parity import (
     Oracle,
@@ -26,7 +28,7 @@ from tests.support.engine_parity import (
     make_world,
     run_engine,
 )
-from tests.support.tiny_models import LINEAR_MODULES
+from tests.support.tiny_models import LINEAR_MODULES, make_tokenizer
 from tests.support.whole_models import WHOLE_FAMILIES, make_whole_model, text_family_of, whole_config
 
 
@@ -104,6 +106,26 @@ def test_adapters_of_the_whole_model_equal_peft(family: str, tmp_path: Path, dev
     oracle = Oracle(world)
     for request in requests:
         assert_greedy(oracle, request, answers[request.name].tokens)
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [({"do_sample": True}, {2}), ({"eos_token_id": [4]}, {2, 4}), ({"eos_token_id": {"a": 4}}, {2}), (None, {2})],
+    ids=["silent", "more", "wrong", "no-file"],
+)
+def test_the_text_ends_where_its_own_config_says(
+    generation: dict[str, Any] | None, expected: set[int], tmp_path: Path
+) -> None:
+    """text_config alone names the end, whatever generation_config.json says or does not."""
+    config = config_json("qwen3_5")
+    config.pop("eos_token_id", None)
+    config["text_config"]["eos_token_id"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    make_tokenizer(tmp_path)
+    assert set(model_spec(read_config(tmp_path)).eos_token_ids) == expected
+    assert set(TextTokenizer.load(tmp_path).eos_token_ids) == expected
 
 
 # What config.json of published checkpoints says, with the numbers of hidden layers cut.
