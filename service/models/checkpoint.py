@@ -61,7 +61,8 @@ class Checkpoint:
         header = self._files[file].get_slice(name)
         if tuple(header.get_shape()) != shape:
             raise ModelError(
-                f"tensor {name} in {file} has the shape {header.get_shape()}, and config.json calls for {list(shape)}"
+                f"tensor {name} in {file} has the shape {header.get_shape()}, and config.json calls for {list(shape)}: "
+                "take both from one download"
             )
         if header.get_dtype() not in _DTYPES:
             raise ModelError(f"tensor {name} in {file} is {header.get_dtype()}; served are {', '.join(_DTYPES)}")
@@ -88,7 +89,10 @@ class Checkpoint:
         """The name in the file, and the file."""
         stored = self._stored(name)
         if stored is None:
-            raise ModelError(f"the checkpoint in {self._model_dir} has no tensor {name}")
+            raise ModelError(
+                f"the checkpoint in {self._model_dir} has no tensor {name}, which config.json calls for: download it "
+                "again, or take the config.json that belongs to it"
+            )
         return stored, self._file_of[stored]
 
     def _stored(self, name: str) -> str | None:
