@@ -40,6 +40,11 @@ def branches(tree: ast.Module) -> Iterator[int]:
             yield node.lineno
         if isinstance(node, ast.Subscript) and is_family_of(node.slice):
             yield node.lineno
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            # spec.model_type.startswith(...), and a table's .get(spec.model_type)
+            looks_up = node.func.attr == "get" and any(is_family_of(one) for one in node.args)
+            if looks_up or is_family_of(node.func.value):
+                yield node.lineno
 
 
 def test_no_other_file_branches_on_the_name_of_a_family() -> None:
@@ -60,4 +65,5 @@ def test_no_other_file_of_the_model_knows_the_name_of_a_family() -> None:
 
 def test_the_search_finds_branches() -> None:
     code = "if spec.model_type == 'x': pass\ny = {}[config['model_type']]\nmatch spec.model_type:\n    case 'x': pass\n"
-    assert sorted(branches(ast.parse(code))) == [1, 2, 3]
+    code += "if spec.model_type.startswith('x'): pass\ny = {}.get(spec.model_type)\n"
+    assert sorted(branches(ast.parse(code))) == [1, 2, 3, 5, 6]
