@@ -230,9 +230,13 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
         )
     num_slots = config.max_sequences
     if spec.has_states and config.state_bytes is not None:
-        num_slots = min(num_slots, config.state_bytes // state_bytes_per_line(spec, loaded.dtype))
+        line_bytes = state_bytes_per_line(spec, loaded.dtype)
+        num_slots = min(num_slots, config.state_bytes // line_bytes)
         if num_slots < 1:
-            raise ModelError(f"The state budget of {config.state_bytes} bytes holds no line of state.")
+            raise ModelError(
+                f"The state budget of {config.state_bytes} bytes holds no line of state, one of which takes "
+                f"{line_bytes} bytes; raise --state-bytes."
+            )
     context = spec.context_tokens
     if config.max_model_len_tokens is not None:
         context = min(config.max_model_len_tokens, spec.longest_context_tokens)

@@ -16,6 +16,10 @@ from safetensors.torch import load_file, save_file
 from adapters.store import AdapterStore
 from service.engine.engine import Engine
 from service.engine.messages import Finished, Tokens
+from service.models.caches import state_bytes_per_line
+from service.models.config_json import read_config
+from service.models.errors import ModelError
+from service.models.families import model_spec
 from service.models.layouts import layout_in
 from tests.support.engine_parity import (
     BASE,
@@ -100,6 +104,12 @@ def test_odd_chunks_preempted_and_aborted_prompts_equal_peft(world: World, token
     for request in requests:
         if request.name in tokens:
             assert_greedy(oracle, request, tokens[request.name])
+
+
+def test_a_budget_below_a_line_of_state_is_refused_with_what_a_line_takes(world: World) -> None:
+    line_bytes = state_bytes_per_line(model_spec(read_config(world.model_dir)), world.dtype)
+    with pytest.raises(ModelError, match=rf"takes {line_bytes} .* --state-bytes"):
+        build_engine(config_of(world, state_bytes=line_bytes - 1))
 
 
 def test_slots_of_adapters_that_are_none_are_used_again(world: World, tmp_path: Path) -> None:
