@@ -77,10 +77,10 @@ STATUSES: dict[str, tuple[str, str]] = {
     "get /v1/adapters/{name}": ("200 400 404 500 503", "401"),
     "post /v1/adapters": ("200 201 400 409 413 429 500 503 507", "401 403"),
     "put /v1/adapters/{name}": ("200 201 400 409 412 413 429 500 503 507", "401 403"),
-    "patch /v1/adapters/{name}": ("200 400 404 413 500 503 507", "401 403"),
-    "delete /v1/adapters/{name}": ("200 400 404 412 413 500 503 507", "401 403"),
+    "patch /v1/adapters/{name}": ("200 400 404 413 429 500 503 507", "401 403"),
+    "delete /v1/adapters/{name}": ("200 400 404 412 413 429 500 503 507", "401 403"),
     "get /v1/adapters/{name}/history": ("200 400 404", "401"),
-    "post /v1/adapters/{name}/rollback": ("200 400 404 412 413 500 503 507", "401 403"),
+    "post /v1/adapters/{name}/rollback": ("200 400 404 412 413 429 500 503 507", "401 403"),
     "put /v1/adapters/{name}/pin": ("200 400 404 409 413 500 503 507", "401 403"),
     "delete /v1/adapters/{name}/pin": ("200 400 404 413 500 503 507", "401 403"),
     # 403 without keys too: where --lora-path-root is not set, and for paths outside it.
