@@ -36,7 +36,7 @@ def condition_of(request: Request) -> Condition:
 
 
 def refuse_conditions(request: Request, instead: str) -> None:
-    """BadRequest if a condition is sent where none is looked at; `instead` says where it is."""
+    """BadRequest if a condition is sent where none is looked at; `instead` says where it is, or why it is not."""
     if condition_of(request) is not move:
         raise BadRequest(f"If-Match and If-None-Match are not looked at here; {instead}.")
 

@@ -17,7 +17,9 @@ from adapters.records import AdapterRecord
 from adapters.store_faults import store_fault
 from service.api.adapters import audit_change, remove_adapter, require_open_store
 from service.api.auth import caller_of, namespace_of
+from service.api.conditions import refuse_conditions
 from service.api.errors import BadRequest, Forbidden, InvalidUserInput, UnknownModel
+from service.api.listing import no_query
 from service.api.namespace import Namespace
 from service.api.openapi import DELETE_ERRORS, errors
 from service.api.requestlog import note
@@ -59,12 +61,14 @@ _ANSWER: dict[int | str, dict[str, Any]] = {
 
 @router.post(
     PATHS[0],
+    dependencies=[no_query],
     response_class=PlainTextResponse,
     responses={**errors((400, 401, 403, 404, 409, 413, 429, 500, 503, 507)), **_ANSWER},
     summary="Load an adapter from the operator's directory",
 )
 async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTextResponse:
     """Copy a PEFT directory below --lora-path-root into the store under a name."""
+    refuse_conditions(request, "send PUT /v1/adapters/{name}")
     services = services_of(request)
     root = _require_root(services)
     store = require_open_store(services)
@@ -82,12 +86,14 @@ async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTex
 
 @router.post(
     PATHS[1],
+    dependencies=[no_query],
     response_class=PlainTextResponse,
     responses={**DELETE_ERRORS, **_ANSWER},
     summary="Delete an adapter",
 )
 async def unload_lora_adapter(request: Request, body: UnloadLoraRequest) -> PlainTextResponse:
-    """The same as DELETE /v1/adapters/{name}."""
+    """The same as DELETE /v1/adapters/{name}, but for conditions."""
+    refuse_conditions(request, "send DELETE /v1/adapters/{name}")
     try:
         await remove_adapter(request, body.lora_name, move)
     except store_errors.NotFound:

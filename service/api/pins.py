@@ -12,6 +12,7 @@ from adapters.store import AdapterStore
 from service.api.adapter_answers import AdapterResponse
 from service.api.adapters import audit_change, describe, require_open_store
 from service.api.auth import namespace_of
+from service.api.conditions import refuse_conditions
 from service.api.listing import no_query
 from service.api.openapi import errors
 from service.api.state import Services, services_of
@@ -52,6 +53,7 @@ async def unpin_adapter(request: Request, name: str) -> AdapterResponse:
 
 
 async def _set_pinned(request: Request, name: str, is_pinned: bool) -> AdapterResponse:
+    refuse_conditions(request, "a pin belongs to the name, whatever it stands for")
     services = services_of(request)
     store = require_open_store(services)
     full_name = namespace_of(request, store).find_own(name)

@@ -12,7 +12,7 @@ from adapters.records import AdapterRecord
 from service.api.adapter_answers import AdapterHistory, AdapterResponse, AdapterVersion
 from service.api.adapters import audit_change, describe, require_open_store, require_store, take_upload
 from service.api.auth import caller_of, namespace_of
-from service.api.conditions import CONDITION_HEADERS, condition_of
+from service.api.conditions import CONDITION_HEADERS, condition_of, refuse_conditions
 from service.api.listing import each_once, no_query
 from service.api.openapi import DELETE_ERRORS, REPLACE_BODY, UPLOAD_ERRORS, errors
 from service.api.requestlog import note
@@ -111,6 +111,7 @@ async def roll_back(request: Request, name: str, body: RollbackRequest) -> JSONR
 )
 async def change_visibility(request: Request, name: str, body: VisibilityRequest) -> JSONResponse:
     """Who beside its tenant may use a name, of all its versions. Requests that run go on."""
+    refuse_conditions(request, "who may use a name holds for all that it stands for")
     store = require_store(services_of(request))
     caller_of(request).tenant.take_change()
     full_name = namespace_of(request, store).find_own(name)

@@ -320,6 +320,27 @@ class TestLoadByPath:
         missing = strict.post("/v1/unload_lora_adapter", json={"lora_name": "one"})
         assert (missing.status_code, missing.json()["error"]["type"]) == (404, "NotFoundError")
 
+    @pytest.mark.parametrize("header", ["If-Match", "If-None-Match"])
+    def test_a_condition_is_not_dropped_in_silence(self, strict: Server, header: str) -> None:
+        assert strict.post("/v1/load_lora_adapter", json={"lora_name": "two", "lora_path": "beta"}).status_code == 200
+        try:
+            before = strict.get("/v1/adapters/two").json()["version"]
+            body = {"lora_name": "two", "lora_path": "spare", "load_inplace": True}
+            for path, sent in (("load", body), ("unload", {"lora_name": "two"})):
+                answer = strict.post(f"/v1/{path}_lora_adapter", json=sent, headers={header: "*"})
+                assert (answer.status_code, answer.json()["error"]["code"]) == (400, "bad_request")
+                assert "not looked at here" in answer.json()["error"]["message"]
+            assert strict.get("/v1/adapters/two").json()["version"] == before
+        finally:
+            strict.http.delete(f"{strict.url}/v1/adapters/two")
+
+    @pytest.mark.parametrize("path", ["load", "unload"])
+    def test_what_no_query_has_is_refused_by_name(self, strict: Server, path: str) -> None:
+        body = {"lora_name": "two", **({"lora_path": "beta"} if path == "load" else {})}
+        answer = strict.post(f"/v1/{path}_lora_adapter?probe=true", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "probe")
+        assert strict.get("/v1/adapters/two").status_code == 404
+
     @pytest.mark.parametrize("path", ["..", "/etc", "../allowed/../..", "alpha", "\x00", "beta/../../server"])
     def test_nothing_outside_is_read_not_even_through_a_link(self, strict: Server, path: str) -> None:
         answer = strict.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": path})

@@ -75,6 +75,21 @@ def test_whoever_has_lost_changes_nothing(server: Server, contents: list[Path], 
     assert code_of(posted) == (400, "bad_request")
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [("PUT", "/pin", None), ("DELETE", "/pin", None), ("PATCH", "", {"visibility": "private"})],
+)
+def test_a_condition_is_refused_where_none_is_looked_at(
+    server: Server, contents: list[Path], name: str, method: str, path: str, body: dict[str, str] | None
+) -> None:
+    put(server, name, contents[0])
+    before = server.get(f"/v1/adapters/{name}").json()
+    url, headers = f"{server.url}/v1/adapters/{name}{path}", {"If-Match": '"7"'}
+    assert code_of(server.http.request(method, url, json=body, headers=headers)) == (400, "bad_request")
+    after = server.get(f"/v1/adapters/{name}").json()
+    assert [after[field] for field in ("pinned", "visibility")] == [before[field] for field in ("pinned", "visibility")]
+
+
 def test_a_put_whose_answer_was_lost_can_be_sent_again_under_its_condition(
     server: Server, contents: list[Path], name: str
 ) -> None:
