@@ -39,6 +39,7 @@ def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor
         reason = sort_in(tensor, known, found, others)
         if reason is not None:
             problems.append((tensor.name, reason))
+    _tie_whole_head(known, others)
     problems += _check_targets(known, config, found)
     slices, misfits = _bind_modules(known, config, found, others)
     problems += misfits
@@ -141,6 +142,8 @@ def _check_targets(
         for name in (path, module)
     ]
     matched = targeted(config, sorted({*seen.values(), *found}), linear)
+    if config.ties_head and known.ties_head and any(seen[name] in matched for name in known.embeddings if name in seen):
+        matched |= {seen[head] for head in known.heads if head in seen}
     problems = []
     for module, path in seen.items():
         if path in matched and module not in found:
@@ -150,14 +153,24 @@ def _check_targets(
     return problems
 
 
+def _tie_whole_head(known: KnownModules, others: OtherTensors) -> None:
+    """An embedding that was trained whole as the head too is the head's, unless the file has the head itself."""
+    if not (others.config.ties_head and known.ties_head):
+        return
+    whole = {extra.module: extra for extra in others.extras if extra.part == WEIGHT}
+    tied = [whole[name] for name in known.embeddings if name in whole]
+    others.extras += [
+        replace(one, module=head, group="saved_head") for one in tied for head in known.heads if head not in whole
+    ]
+
+
 def _check_tokens(known: KnownModules, others: OtherTensors, found: Mapping[str, FoundModule]) -> list[tuple[str, str]]:
     """Of a base that ties its head, the embedding's trained tokens are the head's too, unless it has its own."""
     bound = {one.module for one in others.tokens}
     if others.config.trained_tokens and not bound:
         return [("trainable_token_indices", "the file has no tensors for it")]
-    tied = [one for one in others.tokens if known.slices[one.module][0].kind == "embedding" and known.ties_head]
-    heads = [name for name, (p, _) in known.slices.items() if p.group == "embeddings" and p.kind == "linear"]
-    others.tokens += [replace(one, module=head) for one in tied for head in heads if head not in bound]
+    tied = [one for one in others.tokens if one.module in known.embeddings and known.ties_head]
+    others.tokens += [replace(one, module=head) for one in tied for head in known.heads if head not in bound]
     whole = {extra.module for extra in others.extras if extra.part == WEIGHT}
     return [
         (one.tensor.name, f"{one.module} is trained in another way too; an adapter does either")

@@ -43,7 +43,6 @@ INERT = frozenset(
 NOT_SUPPORTED = {
     "arrow_config": "Arrow routing",
     "enable_lora": "partial LoRA of fused projections",
-    "ensure_weight_tying": "tied adapters of the embedding and the head",
     "kasa_config": "KaSA",
     "layer_replication": "layer replication",
     "megatron_config": "Megatron layers",
@@ -60,6 +59,7 @@ KNOWN = frozenset(
         "alora_invocation_tokens",
         "alpha_pattern",
         "bias",
+        "ensure_weight_tying",
         "exclude_modules",
         "init_lora_weights",
         "layers_pattern",
@@ -88,6 +88,7 @@ class AdapterConfig:
     has_biases                       biases of the base's own projections were trained (`bias` "all" or "lora_only")
     use_dora, lora_bias              each adapted projection has a magnitude, or a bias beside lora_B
     modules_to_save                  modules that were trained whole
+    ties_head                        a head that is the base's embedding was adapted or trained with it
     trained_tokens                   module (or the end of its path; "" is the embedding) to the ids of its tokens that
                                      were trained
     invocation                       tokens at whose last place in a prompt the adapter begins (aLoRA); () = everywhere
@@ -106,6 +107,7 @@ class AdapterConfig:
     has_biases: bool = False
     lora_bias: bool = False
     modules_to_save: tuple[str, ...] = ()
+    ties_head: bool = False
     invocation: tuple[int, ...] = ()
     trained_tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
@@ -131,6 +133,7 @@ def parse_config(text: bytes) -> AdapterConfig:
         use_dora=_bool(fields.get("use_dora"), "use_dora"),
         has_biases=_has_biases(fields.get("bias", "none")),
         lora_bias=_bool(fields.get("lora_bias"), "lora_bias"),
+        ties_head=_bool(fields.get("ensure_weight_tying"), "ensure_weight_tying"),
         trained_tokens=_trained_tokens(fields.get("trainable_token_indices")),
         invocation=_invocation(fields.get("alora_invocation_tokens")),
         modules_to_save=tuple(_names(fields.get("modules_to_save") or [], "modules_to_save")),

@@ -27,6 +27,9 @@ class KnownModules:
         self._fixed = tuple(tail_of(module) for module in layout.fixed)
         self._outside = tuple(dict.fromkeys(tail_of(beginning) for beginning in layout.outside))
         self.ties_head = layout.ties_head
+        ends = [(p.kind, piece.module) for p in layout.projections if p.group == "embeddings" for piece in p.slices]
+        self.embeddings = tuple(module for kind, module in ends if kind == "embedding")
+        self.heads = tuple(module for kind, module in ends if kind == "linear")
         self.norms = {tail_of(norm.module): norm for norm in layout.norms}
         self.fused = {tail_of(name): modules for p in layout.projections for name, modules in _fused(p)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from adapters.bound import Binding
 from adapters.config import parse_config
 from adapters.errors import BindingError
 from adapters.format import read_header
+from adapters.layout import BaseLayout
 from tests.support.adapter_files import (
     HIDDEN,
     VOCAB,
@@ -29,10 +31,10 @@ LAYOUT = small_layout()
 Q = modules_ending(LAYOUT, "q_proj")
 
 
-def bind_tensors(tmp_path: Path, tensors: dict[str, np.ndarray], **fields: Any) -> Binding:
+def bind_tensors(tmp_path: Path, tensors: dict[str, np.ndarray], layout: BaseLayout = LAYOUT, **fields: Any) -> Binding:
     path = tmp_path / "x.safetensors"
     path.write_bytes(safetensors_bytes(tensors))
-    return bind(LAYOUT, parse_config(config_bytes(**fields)), read_header(path))
+    return bind(layout, parse_config(config_bytes(**fields)), read_header(path))
 
 
 def problems_of(tmp_path: Path, tensors: dict[str, np.ndarray], **fields: Any) -> dict[str, str]:
@@ -243,3 +245,33 @@ def test_the_message_is_short_however_many_problems_there_are(tmp_path: Path) ->
     assert len(caught.value.problems) == 500
     assert "492 more" in str(caught.value)
     assert len(json.dumps(str(caught.value))) < 2000
+
+
+@pytest.mark.parametrize(("ties_head", "asks"), [(True, True), (True, False), (False, True)])
+def test_a_whole_embedding_is_the_head_too_where_training_tied_them(
+    tmp_path: Path, ties_head: bool, asks: bool
+) -> None:
+    tensors: dict[str, np.ndarray] = lora_tensors(LAYOUT, Q, 4)
+    tensors["base_model.model.model.embed_tokens.weight"] = np.zeros((VOCAB, HIDDEN), "<f4")
+    binding = bind_tensors(
+        tmp_path,
+        tensors,
+        replace(LAYOUT, ties_head=ties_head),
+        modules_to_save=["embed_tokens"],
+        ensure_weight_tying=asks,
+    )
+    both = [("lm_head", "saved_head"), ("model.embed_tokens", "saved_embedding")]
+    assert [(one.module, one.group) for one in binding.extras] == (both if ties_head and asks else both[1:])
+
+
+def test_a_head_that_training_tied_to_the_embedding_needs_no_target(tmp_path: Path) -> None:
+    tensors = lora_tensors(LAYOUT, ["model.embed_tokens", "lm_head"], 3)
+    tied, settings = replace(LAYOUT, ties_head=True), {"r": 3, "target_modules": ["embed_tokens"]}
+    binding = bind_tensors(tmp_path, tensors, tied, ensure_weight_tying=True, **settings)
+    assert [bound.slice.module for bound in binding.slices] == ["model.embed_tokens", "lm_head"]
+    for layout, asks in ((tied, False), (LAYOUT, True)):
+        with pytest.raises(BindingError, match="lm_head: the file has tensors"):
+            bind_tensors(tmp_path, tensors, layout, ensure_weight_tying=asks, **settings)
+    del tensors["base_model.model.lm_head.lora_A.weight"], tensors["base_model.model.lm_head.lora_B.weight"]
+    with pytest.raises(BindingError, match="lm_head: target_modules names it"):
+        bind_tensors(tmp_path, tensors, tied, ensure_weight_tying=True, **settings)

@@ -57,7 +57,6 @@ def test_what_peft_writes_by_default_is_accepted() -> None:
         {"monteclora_config": {"num_samples": 2}},
         {"use_bdlora": {"nblocks": 2}},
         {"velora_config": {"num_groups": 2}},
-        {"ensure_weight_tying": True},
         {"init_lora_weights": "pissa"},
         {"init_lora_weights": "pissa_niter_4"},
         {"init_lora_weights": "olora"},

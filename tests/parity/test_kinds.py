@@ -50,6 +50,13 @@ def kinds_of(family: str) -> dict[str, dict[str, Any]]:
         "embedding": {"rank": 2, "target_modules": inputs, "modules_to_save": ["embed_tokens"]},
         "head": {"rank": 2, "target_modules": inputs, "modules_to_save": ["lm_head"]},
         "both": {"rank": 2, "target_modules": inputs, "modules_to_save": ["embed_tokens", "lm_head", "model.norm"]},
+        "tied-whole": {
+            "rank": 2,
+            "target_modules": inputs,
+            "modules_to_save": ["embed_tokens"],
+            "ensure_weight_tying": True,
+        },
+        "tied-lora": {"rank": 3, "target_modules": ["embed_tokens", inputs[0]], "ensure_weight_tying": True},
         "tokens": {"rank": 2, "target_modules": inputs, "trainable_token_indices": [5, 9, 30]},
         "tokens-of-both": {
             "rank": 2,
