@@ -33,7 +33,7 @@ def have_same_weights(one: Path, one_manifest: Manifest, other: Path, other_mani
 
 
 def _structure(manifest: Manifest) -> object:
-    modules = [(one.module, one.rank, one.scaling) for one in manifest.modules]
+    modules = [(one.module, one.rank, one.scaling, one.token_ids) for one in manifest.modules]
     return sorted(modules), manifest.has_chat_template, manifest.invocation
 
 

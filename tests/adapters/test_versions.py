@@ -15,6 +15,7 @@ from adapters.errors import Conflict, InvalidName, NotFound, QuotaExceeded, Stal
 from adapters.names import Change, NameRecord, Quota, Version, if_absent, if_match, keep, move, or_made, pruned
 from adapters.store import AdapterStore, StoreLimits
 from tests.support.adapter_files import (
+    HIDDEN,
     config_bytes,
     lora_tensors,
     modules_ending,
@@ -249,6 +250,15 @@ def test_the_same_weights_in_another_float_type_are_told_only_if_all_values_are_
     for config, tensors in uploads:
         upload_bytes(store, "mine", config, safetensors_bytes(tensors), condition=move)
     assert [version.same_as for version in store.versions("mine").versions] == [None, 1, None, None, None]
+
+
+def test_vectors_of_other_tokens_are_not_the_same_weights(store: AdapterStore) -> None:
+    name = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    for ids, dtype in (([1, 2], "<f2"), ([1, 3], "<f4"), ([1, 2], "<f4")):
+        tensors = {**lora_tensors(LAYOUT, modules_ending(LAYOUT, "q_proj"), 4), name: np.ones((2, HIDDEN), dtype)}
+        config = config_bytes(trainable_token_indices=ids)
+        upload_bytes(store, "mine", config, safetensors_bytes(tensors), condition=move)
+    assert [version.same_as for version in store.versions("mine").versions] == [None, None, 1]
 
 
 def widened(data: np.ndarray) -> np.ndarray:
