@@ -87,6 +87,8 @@ def role_of_part(part_name: str, file_name: str | None) -> Role:
     name = PurePosixPath(file_name or part_name).name
     _refuse_pickle(name)
     role = _BY_PART.get(part_name.removesuffix(".json").removesuffix(".safetensors"))
+    if role == "tensors" and SHARD_NAME.fullmatch(name):
+        return "shard"
     if role is not None:
         return role
     if name.lower().endswith(_ARCHIVES):

@@ -169,11 +169,14 @@ def test_shards_are_put_together(store: AdapterStore, tmp_path: Path, without: s
     assert take(store, write(tmp_path / "sharded", "PEFT", files)).digest == truth.digest
 
 
-def test_shards_may_come_as_parts(store: AdapterStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part_name", [None, "adapter_model"])
+def test_shards_may_come_as_parts(store: AdapterStore, tmp_path: Path, part_name: str | None) -> None:
+    """Each under its own name, or all under that of the one file."""
     truth = take(store, write(tmp_path / "peft", "PEFT"))
     with store.begin() as upload:
         for name, data in {"adapter_config.json": json.dumps(PEFT).encode(), **shards()}.items():
-            with upload.open_part(name, name) as part:
+            named = part_name if part_name is not None and name.endswith(".safetensors") else name
+            with upload.open_part(named, name) as part:
                 part.write(data)
         assert upload.finish("y")[0].digest == truth.digest
 
