@@ -147,6 +147,18 @@ def test_each_request_alone_gives_the_same_tokens(run: Run) -> None:
     engine.close()
 
 
+def test_a_step_in_flight_changes_no_token(run: Run) -> None:
+    """The same small budgets, so that sequences are preempted and adapters evicted, each way of the two."""
+    overlaps = run.world.device == "cpu"  # the other way is the device's own
+    sizes = {"num_blocks": 48, "num_rows": 160, "token_budget": 24, "max_sequences": 12}
+    engine = build_engine(config_of(run.world, **sizes, overlap=overlaps))
+    answers = run_engine(engine, [r.submit(run.world, logprobs=5) for r in run.requests], joins_per_step=2)
+    engine.close()
+    assert engine.stats().num_preemptions > 0
+    assert {name: answer.tokens for name, answer in answers.items()} == run.tokens
+    assert_log_probabilities(run, answers)
+
+
 def test_decode_equals_prefill(run: Run) -> None:
     """The log probabilities of an answer, decoded token by token, are those of the same text as a prompt."""
     tails = [
