@@ -1,0 +1,173 @@
+"""A thousand random changes while steps are in flight: nothing is lost, and no token of anybody else changes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from adapters.names import move
+from adapters.store import AdapterStore
+from service.engine import build
+from service.engine.engine import Engine
+from service.engine.messages import Abort, Evict, Finished, Submit, Tokens
+from service.models.layouts import layout_in
+from tests.support.engine_parity import BASE, Request, World, build_engine, config_of, make_world, run_engine
+from tests.support.stepped_loader import SteppedLoader
+from tests.support.tiny_models import LINEAR_MODULES, make_adapter
+
+NUM_CHANGES = 1000
+PROMPTS = ((7, 9, 8), tuple(range(5, 22)))
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"temperature": 0.8, "top_p": 0.9, "seed": 1},
+    {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+)
+# A name, and whose weights it has one after another.
+UPLOADED, NUM_CONTENTS = "uploaded", 4
+
+
+class Contents:
+    """What is uploaded, one by one, under one name."""
+
+    def __init__(self, world: World, directory: Path) -> None:
+        self._store = AdapterStore(
+            world.store_root, layout_in(world.model_dir), base_name=BASE, base_dir=world.model_dir
+        )
+        modules = LINEAR_MODULES[world.family]
+        self._directories = [
+            make_adapter(world.model_dir, directory / str(seed), seed=seed, rank=2 + seed, target_modules=modules)
+            for seed in range(NUM_CONTENTS)
+        ]
+        self._num_uploads = 0
+        self._world = world
+
+    def upload(self) -> str:
+        """The name of the weights that UPLOADED has now, as `World` knows them."""
+        content = self._num_uploads % NUM_CONTENTS
+        self._num_uploads += 1
+        upload = self._store.begin()
+        upload.add_directory(self._directories[content])
+        record, _ = upload.finish(UPLOADED, condition=move)
+        name = f"{UPLOADED}-{content}"
+        self._world.digests[name], self._world.rows[name] = record.digest, record.manifest.rows
+        return name
+
+    def close(self) -> None:
+        self._store.close()
+
+
+@pytest.fixture
+def world(tmp_path: Path, device: str) -> World:
+    return make_world("llama", tmp_path, device, num_hidden_layers=1)
+
+
+@pytest.fixture
+def uploads(world: World, tmp_path: Path) -> Any:
+    contents = Contents(world, tmp_path / "contents")
+    yield contents
+    contents.close()
+
+
+def tokens_of_each(world: World, names: list[str]) -> dict[tuple[str, int, int], tuple[int, ...]]:
+    """Of each adapter, prompt and sampling by itself, without overlap."""
+    submits = {
+        (name, prompt, sampling): Request(f"{name} {prompt} {sampling}", name, PROMPTS[prompt], 9).submit(
+            world, **SAMPLINGS[sampling]
+        )
+        for name in names
+        for prompt in range(len(PROMPTS))
+        for sampling in range(len(SAMPLINGS))
+    }
+    engine = build_engine(config_of(world, max_sequences=4, token_budget=256, overlap=False))
+    answers = run_engine(engine, list(submits.values()))
+    engine.close()
+    return {key: tuple(answers[submit.request_id].tokens) for key, submit in submits.items()}
+
+
+def test_a_thousand_changes_beside_steps_in_flight_lose_and_change_nothing(world: World, uploads: Contents) -> None:
+    uploaded = [uploads.upload() for _ in range(NUM_CONTENTS)]
+    expected = tokens_of_each(world, [BASE, *world.adapters, *uploaded])
+    rng, loader = random.Random(15), SteppedLoader()
+    # Blocks for two or three of the long prompts; 48 rows, of which the adapters need more than 100.
+    limits = {"token_budget": 14, "max_sequences": 5, "max_steps_waiting_for_rows": 3}
+    usual = config_of(world, num_blocks=18, num_rows=32, num_embedding_rows=8, **limits, overlap=True)
+    config = msgspec.structs.replace(usual, row_bytes=usual.row_bytes // 2)
+    engine = build.build_engine(config, loader=loader)
+    running: dict[str, tuple[str, int, int]] = {}
+    tokens: dict[str, list[int]] = {}
+    current, num_ended, num_changes = uploaded[-1], 0, 0
+
+    def submit() -> None:
+        name = rng.choice([BASE, *world.adapters, current, current])
+        key = name, rng.randrange(len(PROMPTS)), rng.randrange(len(SAMPLINGS))
+        request = f"r{len(tokens)}"
+        running[request], tokens[request] = key, []
+        engine.handle(_submit(world, request, key))
+
+    def upload() -> None:
+        nonlocal current
+        current = uploads.upload()
+
+    def abort() -> None:
+        request = rng.choice(list(running))
+        del running[request]
+        engine.handle(Abort(request))
+
+    changes: list[Callable[[], None]] = [
+        abort,
+        upload,
+        lambda: engine.handle(Evict(rng.choice([*world.digests.values()]))),
+    ]
+    while num_changes < NUM_CHANGES or running:
+        while len(running) < 7 and num_changes < NUM_CHANGES:
+            submit()
+        num_ended += _step(engine, running, tokens, expected)
+        if rng.random() < 0.8:
+            loader.do_next()
+        if running and num_changes < NUM_CHANGES and not engine.is_idle and rng.random() < 0.6:
+            rng.choice(changes)()
+            num_changes += 1
+            engine.check_integrity()
+    while engine.num_requests or not engine.is_idle or loader.do_all():
+        engine.step()
+        engine.check_integrity()
+    stats = engine.stats()
+    engine.close()
+    assert num_ended > NUM_CHANGES / 10 and stats.num_preemptions > NUM_CHANGES / 10
+    assert stats.num_adapter_evictions > NUM_CHANGES / 10
+    assert engine.blocks.num_used == engine.slots.num_used == 0
+
+
+def _submit(world: World, request: str, key: tuple[str, int, int]) -> Submit:
+    name, prompt, sampling = key
+    return Request(request, name, PROMPTS[prompt], 9).submit(world, **SAMPLINGS[sampling])
+
+
+def _step(
+    engine: Engine,
+    running: dict[str, tuple[str, int, int]],
+    tokens: dict[str, list[int]],
+    expected: dict[tuple[str, int, int], tuple[int, ...]],
+) -> int:
+    """Step, and look at all tokens of those that nobody has aborted; how many have ended."""
+    num_ended = 0
+    for event in engine.step():
+        key = running.get(event.request_id)
+        if key is None:
+            continue  # aborted
+        if isinstance(event, Tokens):
+            told = tokens[event.request_id]
+            told.extend(event.token_ids)
+            assert tuple(told) == expected[key][: len(told)], event.request_id
+        elif isinstance(event, Finished):
+            assert (event.reason, event.error) == ("length", None)
+            assert len(tokens[event.request_id]) == len(expected[key])
+            del running[event.request_id]
+            num_ended += 1
+    engine.check_integrity()
+    return num_ended
