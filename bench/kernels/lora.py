@@ -259,11 +259,11 @@ def plot(curves: dict[int, list[tuple[int, float]]], file: Path) -> None:
 
 def measure_unseen(seed: int, linear: Linear) -> list[Result]:
     """Rows of no table, whose peer is cuBLAS, an adapter after the other, in the same run."""
-    from bench.kernels.lora_unseen import grouped_by_adapter, unseen_rows
+    from bench.kernels.lora_unseen import HARD_ROWS, grouped_by_adapter, unseen_rows
 
     results = []
-    print(f"rows drawn with --seed {seed}, beside cuBLAS grouped by adapter")
-    for row in unseen_rows(seed):
+    print(f"rows drawn with --seed {seed}, and {len(HARD_ROWS)} of always, beside cuBLAS grouped by adapter")
+    for row in (*unseen_rows(seed), *HARD_ROWS):
         peer = measure(row, grouped_by_adapter)
         results.append(replace(measure(row, linear), peer_microseconds=peer.microseconds))
         print(f"{row.name:28} {results[-1].microseconds:9.2f} us, cuBLAS {peer.microseconds:9.2f}")

@@ -15,6 +15,12 @@ _WIDTHS = ((1024,), (4096,), (4096, 1024, 1024), (5120,), (11008, 11008), (14336
 _RANKS = (8, 16, 32, 64, 128)
 _DECODE_TOKENS, _PREFILL_TOKENS = (1, 4, 16, 64, 128, 256), (512, 1024, 2048, 4096, 8192)
 _ADAPTERS = (1, 2, 4, 8, 32, 64)
+# Beside those that are drawn, in each run: a long prompt of one adapter, where two plain products are at their best,
+# and the decode row that stood closest to the best peer.
+HARD_ROWS = (
+    *(Row(f"o.r{rank}.M8192.n1.pf", 4096, (4096,), rank, 8192, 1) for rank in (32, 64, 128)),
+    Row("down.r16.M64.n8", 14336, (4096,), 16, 64, 8),
+)
 
 
 def unseen_rows(seed: int, num_rows: int = NUM_UNSEEN) -> list[Row]:
