@@ -3,7 +3,7 @@
 python -m bench.kernel_cache [--device cuda] [--shape 8b] [--layers 2] [--starts 2] [--json FILE]
 
 All budgets are the server's own. With few layers hardly any time goes into reading weights, and the kernels are those
-of the whole model.
+of the whole model; what it takes to capture steps before `/ready` grows with the layers.
 """
 
 from __future__ import annotations
