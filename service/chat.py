@@ -12,7 +12,7 @@ import httpx
 from rich.console import Console
 from rich.markup import escape
 
-from service.client import ClientError, answer_of, checked, connect, events, path_of, sentences, utf8
+from service.command_client import ClientError, answer_of, checked, connect, events, path_of, sentences, utf8
 
 _HELP = """\
 /adapter NAME  ask this adapter, or the base by its own name, from now on; the chat so far goes along

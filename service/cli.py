@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
 
         return serve(given[1:])
     arguments = _parser().parse_args(given)
-    from service.client import ClientError
+    from service.command_client import ClientError
 
     try:
         if "url" in arguments:
@@ -58,7 +58,7 @@ def _write_no_more() -> None:
 
 def _refuse_other_than_utf8(arguments: argparse.Namespace) -> None:
     """ClientError for text that cannot be sent. A Path may be any bytes."""
-    from service.client import utf8
+    from service.command_client import utf8
 
     for name, value in vars(arguments).items():
         for text in value if isinstance(value, list) else [value]:
@@ -249,7 +249,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
 
 
 def _server_url(text: str) -> str:
-    from service.client import server_url
+    from service.command_client import server_url
 
     return server_url(text)
 

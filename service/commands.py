@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Column, Table
 
-from service.client import ClientError, Missing, answer_of, connect, pages, path_of, sentences
+from service.command_client import ClientError, Missing, answer_of, connect, pages, path_of, sentences
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _SHARDS, _INDEX = "adapter_model-*-of-*.safetensors", "adapter_model.safetensors.index.json"

@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from service.client import TIMEOUT, ClientError, connect, error_sentence, event_of, headers_of, pages, sentences
+from service.command_client import TIMEOUT, ClientError, connect, error_sentence, event_of, headers_of, pages, sentences
 
 _WORDS = ("quick", "lazy", "seven", "wizards", "boat", "near", "over", "jumps", "oxygen", "brown")
 _SEED = 0

@@ -86,10 +86,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("service.settings", "service.logs", "service.version", "service.payer", "service.fair_pool"),
     ),
     # A client of a server that runs elsewhere.
-    "service/client.py": ("service.version",),
-    "service/chat.py": ("service.client",),
-    "service/commands.py": ("service.client",),
-    "service/load_test.py": ("service.client",),
+    "service/command_client.py": ("service.version",),
+    "service/chat.py": ("service.command_client",),
+    "service/commands.py": ("service.command_client",),
+    "service/load_test.py": ("service.command_client",),
     # What everybody may import knows nobody.
     "service/logs.py": (),
     "service/child_process.py": (),

@@ -11,7 +11,7 @@ from operator import itemgetter
 import torch
 
 from kernels.contract import Contract
-from kernels.lora.cpu_plan import Batch, Plan, Solo, make_plan
+from kernels.lora.cpu_plan import Batch, CpuPlan, Solo, make_plan
 from kernels.lora.maps import LoraMaps, LoraStack, Segment
 
 CONTRACT = Contract()
@@ -197,7 +197,7 @@ def _keep(stack: LoraStack, key: tuple[int, ...], a: torch.Tensor, b: torch.Tens
     return a, b
 
 
-def _plan(maps: LoraMaps, stack: LoraStack, s: int) -> Plan:
+def _plan(maps: LoraMaps, stack: LoraStack, s: int) -> CpuPlan:
     """The layers of a step ask for the same few plans again and again."""
     plans = maps.kept
     of_places = plans.get("of_places")
@@ -206,7 +206,7 @@ def _plan(maps: LoraMaps, stack: LoraStack, s: int) -> Plan:
     ranks, scalings = stack.host_ranks[s], stack.host_scalings[s]
     num_columns = stack.a[s].shape[1] + stack.b[s].shape[1]
     key = (stack.group, num_columns, of_places(ranks), of_places(scalings))
-    plan: Plan | None = plans.get(key)
+    plan: CpuPlan | None = plans.get(key)
     if plan is None:
         plan = plans[key] = make_plan(maps.segments, stack.group, ranks, scalings, num_columns)
     return plan

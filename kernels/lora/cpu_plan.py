@@ -67,7 +67,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CpuPlan:
     """How one slice's segments are computed; `untargeted` are token ranges whose adapter leaves this slice alone."""
 
     solos: tuple[Solo, ...]
@@ -77,7 +77,7 @@ class Plan:
 
 def make_plan(
     segments: tuple[Segment, ...], group: int, ranks: list[int], scalings: list[float], num_columns: int
-) -> Plan:
+) -> CpuPlan:
     """Pure function from host integers: which segments of one slice share a batched product.
 
     num_columns  of a row of A and of B together
@@ -102,7 +102,7 @@ def make_plan(
                 solos.append(batched[0])
             else:
                 batches.append(_make_batch(batched))
-    return Plan(tuple(solos), tuple(batches), tuple(untargeted))
+    return CpuPlan(tuple(solos), tuple(batches), tuple(untargeted))
 
 
 def _divided(members: list[Solo], num_columns: int) -> list[list[Solo]]:

@@ -20,7 +20,7 @@ from kernels.paged_attention.triton_cuda_configs import (
     MAX_SPLITS,
     WORKSPACE_BYTES,
     Heads,
-    Plan,
+    LaunchPlan,
     max_head_dim,
     plan_for,
 )
@@ -42,7 +42,7 @@ def paged_attention(
     sliding_window: int | None,
     score_cap: float | None = None,
     out: torch.Tensor,
-    plan: Plan | None = None,
+    plan: LaunchPlan | None = None,
 ) -> None:
     """See `ops.paged_attention`; writes all of `out`. Of `maps` the device half is read.
 
@@ -118,7 +118,7 @@ def warm_up(
         slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=k_cache.device)
         maps = AttentionMaps((0, 0), (0,), ((),), zeros[:2], zeros[:1], zeros[:1, None], slots)
         for num_splits in (1, 2):
-            plan = Plan(tile, num_splits, 1)
+            plan = LaunchPlan(tile, num_splits, 1)
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             paged_attention(
                 *(q, k_cache, k_cache, maps),

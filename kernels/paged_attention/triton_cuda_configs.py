@@ -60,7 +60,7 @@ class Heads:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LaunchPlan:
     """How one call is launched.
 
     num_splits        programs that share the keys of a tile; 1 writes `out` without a sum
@@ -121,7 +121,7 @@ def tile_for(table: AttentionTable, heads: Heads, *, is_decode: bool) -> TileCon
     return replace(tile, block_m=max(tile.block_m, 1 << (groups - 1).bit_length()))
 
 
-def plan_for(platform: Platform, heads: Heads, num_tokens: int, num_sequences: int, max_kv_tokens: int) -> Plan:
+def plan_for(platform: Platform, heads: Heads, num_tokens: int, num_sequences: int, max_kv_tokens: int) -> LaunchPlan:
     """The launch of a step of these padded sizes.
 
     max_kv_tokens  that a row of the block table has room for
@@ -130,7 +130,9 @@ def plan_for(platform: Platform, heads: Heads, num_tokens: int, num_sequences: i
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(kind: str, num_cores: int, heads: Heads, num_tokens: int, num_sequences: int, max_kv_tokens: int) -> Plan:
+def _plan(
+    kind: str, num_cores: int, heads: Heads, num_tokens: int, num_sequences: int, max_kv_tokens: int
+) -> LaunchPlan:
     table = TABLES.get(kind, TABLES["any"])
     tile = tile_for(table, heads, is_decode=num_tokens <= num_sequences)
     queries = tile.block_m * heads.kv_heads // heads.num_heads
@@ -142,4 +144,4 @@ def _plan(kind: str, num_cores: int, heads: Heads, num_tokens: int, num_sequence
     fitting = WORKSPACE_BYTES // (4 * num_tokens * heads.num_heads * (heads.head_dim + 1))
     num_splits = max(1, min(wanted, worth, fitting, MAX_SPLITS))
     # Few distinct numbers, so that captured sizes share their launch.
-    return Plan(tile, 1 << (num_splits.bit_length() - 1), table.min_split_tokens // tile.block_n)
+    return LaunchPlan(tile, 1 << (num_splits.bit_length() - 1), table.min_split_tokens // tile.block_n)

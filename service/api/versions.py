@@ -14,12 +14,12 @@ from service.api.adapters import audit_change, describe, require_open_store, req
 from service.api.auth import caller_of, namespace_of
 from service.api.conditions import CONDITION_HEADERS, condition_of, refuse_conditions
 from service.api.listing import each_once, no_query
+from service.api.multipart_upload import UploadQuery, visible_to
 from service.api.openapi import DELETE_ERRORS, REPLACE_BODY, UPLOAD_ERRORS, errors
 from service.api.requestlog import note
 from service.api.schemas import RollbackRequest, VisibilityRequest
 from service.api.state import services_of
 from service.api.threads import in_turn
-from service.api.upload import UploadQuery, visible_to
 
 router = APIRouter(tags=["adapters"])
 

@@ -41,7 +41,7 @@ from dataclasses import dataclass
 
 import torch
 
-from service.engine import admission
+from service.engine import request_checks
 from service.engine.adapter_loads import AdapterLoads
 from service.engine.block_pool import BlockPool
 from service.engine.config import EngineConfig
@@ -190,7 +190,7 @@ class Engine:
 
     def submit(self, request: Submit) -> None:
         """Queue a request. One that can never run is answered with Finished(error) by the next step."""
-        error = admission.error_in(
+        error = request_checks.error_in(
             request,
             self.capacity,
             self.kv_capacity_tokens,
@@ -202,7 +202,7 @@ class Engine:
         if error is not None:
             self._events.append(Finished(request.request_id, "error", error=error, client_fault=True))
             return
-        sequence = admission.sequence_of(without_grammar(request), self._num_arrived, self.capacity)
+        sequence = request_checks.sequence_of(without_grammar(request), self._num_arrived, self.capacity)
         sequence.came_at = (time.perf_counter(), self.records.num_steps)
         self._num_arrived += 1
         self._sequences[request.request_id] = sequence

@@ -27,7 +27,7 @@ from service.api.auth import Need, route_of
 from service.api.metrics import Metrics
 from service.app import create_app
 from service.cli import main
-from service.client import ClientError, checked, server_url
+from service.command_client import ClientError, checked, server_url
 from service.engine.messages import Stats
 from service.load_test import _percentiles
 from service.settings import Settings, SettingsError, load_settings

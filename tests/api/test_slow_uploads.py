@@ -13,7 +13,7 @@ import pytest
 
 from adapters.store import AdapterStore, StoreLimits
 from service.api.errors import BadRequest, QueueFull
-from service.api.upload import in_upload_thread, receive_upload
+from service.api.multipart_upload import in_upload_thread, receive_upload
 from service.api.upload_places import MIN_BYTES_PER_SECOND, WINDOW_SECONDS, UploadPlace, UploadPlaces
 from service.payer import PAYER
 from tests.support.adapter_files import small_layout
@@ -31,7 +31,7 @@ class SilentRequest:
 
 
 def test_an_upload_that_falls_silent_ends_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.api.upload.MAX_SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr("service.api.multipart_upload.MAX_SILENCE_SECONDS", 0.05)
     store = AdapterStore(tmp_path, small_layout(), StoreLimits(free_disk_floor_bytes=0), base_name="base")
 
     async def drive() -> None:

@@ -22,7 +22,7 @@ from adapters.upload import Staging
 from adapters.validate import check_headers
 from service.api.errors import ApiError
 from service.api.http_bounds import BoundedConnection
-from service.api.upload import MultipartUpload
+from service.api.multipart_upload import MultipartUpload
 from service.tenants.keys_file import KeysFileError, parse_keys
 from service.text.stop_strings import StopAutomaton, StopStrings
 from service.text.template_sandbox import TemplateError

@@ -26,7 +26,7 @@ from kernels.paged_attention.triton_cuda_configs import (
     TABLES,
     WORKSPACE_BYTES,
     Heads,
-    Plan,
+    LaunchPlan,
     TileConfig,
     plan_for,
     tile_for,
@@ -41,10 +41,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 H200 = Platform("cuda", "NVIDIA H200", 132, 232448, 16, {})
 # Small tiles and splits, so that small cases have several of each.
 PLANS = (
-    Plan(TileConfig(16, 16, 2, 4), 1, 1),
-    Plan(TileConfig(16, 32, 2, 4), 3, 1),
-    Plan(TileConfig(32, 16, 2, 4), 8, 2),
-    Plan(TileConfig(64, 32, 2, 4), 2, 1),
+    LaunchPlan(TileConfig(16, 16, 2, 4), 1, 1),
+    LaunchPlan(TileConfig(16, 32, 2, 4), 3, 1),
+    LaunchPlan(TileConfig(32, 16, 2, 4), 8, 2),
+    LaunchPlan(TileConfig(64, 32, 2, 4), 2, 1),
 )
 
 
@@ -60,7 +60,7 @@ def triton_cuda(device: str) -> Iterator[ModuleType]:
     patch.undo()
 
 
-def run(module: ModuleType, step: Step, out: torch.Tensor, plan: Plan | None = None) -> None:
+def run(module: ModuleType, step: Step, out: torch.Tensor, plan: LaunchPlan | None = None) -> None:
     module.paged_attention(
         step.q,
         step.k_cache,
@@ -100,7 +100,7 @@ def cases(draw: st.DrawFn) -> Case:
 # The interpreter is too slow for many steps, and for shrinking one that fails.
 @settings(max_examples=40 if INTERPRETED else 400, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(case=cases(), plan=st.sampled_from([None, *PLANS]))
-def test_kernels_equal_float64(case: Case, plan: Plan | None, triton_cuda: ModuleType, device: str) -> None:
+def test_kernels_equal_float64(case: Case, plan: LaunchPlan | None, triton_cuda: ModuleType, device: str) -> None:
     check(case, device, lambda step, out: run(triton_cuda, step, out, plan))
 
 
@@ -116,7 +116,7 @@ def test_every_tile_of_the_table_is_right(
     sequences = ((1, 1), (1, 150)) if is_decode else ((tile.block_m // 4 + 3, 100), (1, 131))
     case = Case(sequences, 4, 1, head_dim, dtype=dtype)
     for num_splits in (1, 3):
-        check(case, device, lambda step, out, n=num_splits: run(triton_cuda, step, out, Plan(tile, n, 1)))
+        check(case, device, lambda step, out, n=num_splits: run(triton_cuda, step, out, LaunchPlan(tile, n, 1)))
 
 
 def test_more_heads_share_a_key_than_a_tile_has_rows(triton_cuda: ModuleType, device: str) -> None:
@@ -124,7 +124,7 @@ def test_more_heads_share_a_key_than_a_tile_has_rows(triton_cuda: ModuleType, de
 
 
 @pytest.mark.parametrize("plan", PLANS[:2])
-def test_large_scores_do_not_overflow(plan: Plan, triton_cuda: ModuleType, device: str) -> None:
+def test_large_scores_do_not_overflow(plan: LaunchPlan, triton_cuda: ModuleType, device: str) -> None:
     """Sums of weights beyond what float32 holds, and below it, in some splits and in all."""
     step = make_step(Case(((1, 1), (1, 70), (9, 40)), dtype=torch.float16))
     check_step(replace(step, q=100 * step.q), device, lambda there, out: run(triton_cuda, there, out, plan))
@@ -135,7 +135,7 @@ def test_a_step_without_tokens_does_nothing(triton_cuda: ModuleType, device: str
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_neighbours_do_not_change_a_bit(plan: Plan, triton_cuda: ModuleType, device: str) -> None:
+def test_neighbours_do_not_change_a_bit(plan: LaunchPlan, triton_cuda: ModuleType, device: str) -> None:
     """A sequence's tokens are the same beside any other sequences, under one plan."""
     case = Case(((5, 60), (1, 50), (7, 20)), sliding_window=40)
     step = make_step(case).to(device)
