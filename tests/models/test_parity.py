@@ -66,6 +66,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 1.0}},
     ),
     "gemma2-tied": ("gemma2", {"tie_word_embeddings": True, "attn_logit_softcapping": 0.7}),
+    "gemma3-cap": ("gemma3_text", {"attn_logit_softcapping": 2.0}),
     "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
     "olmo3-rope": (
         "olmo3",

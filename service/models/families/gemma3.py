@@ -26,7 +26,8 @@ _GLOBAL, _LOCAL = 0, 1
 
 def read(config: Config) -> ModelSpec:
     """See `families`."""
-    config = completed(config, _DEFAULTS)
+    # A cap of attention's scores is Gemma 2's; transformers takes none here, whatever a config.json says.
+    config = {**completed(config, _DEFAULTS), "attn_logit_softcapping": None}
     attention = {**gemma2.attention_of(config), "head_norms": ("q_norm", "k_norm")}
     everywhere, nearby = {**attention, "rotary": _GLOBAL}, {**attention, "rotary": _LOCAL}
     return gemma2.spec_of(config, everywhere, nearby, _rotations(config))
