@@ -28,7 +28,7 @@ from bench.kernels.lora import geometric_mean
 from bench.kernels.timing import FLOOR_BYTES_PER_SECOND, FLOOR_FLOP_PER_SECOND, num_sets, time_graph
 from kernels.paged_attention import triton_cuda
 from kernels.paged_attention.maps import AttentionMaps
-from kernels.paged_attention.triton_cuda_configs import Heads, Plan, TileConfig, plan_for
+from kernels.paged_attention.triton_cuda_configs import Heads, LaunchPlan, TileConfig, plan_for
 from kernels.platform import in_use
 
 NUM_HEADS, KV_HEADS, BLOCK_SIZE = 32, 8, 16
@@ -129,7 +129,7 @@ def ours(row: Row, arguments: Arguments, tile: TileConfig | None = None) -> torc
     return out
 
 
-def plan_of(row: Row) -> Plan:
+def plan_of(row: Row) -> LaunchPlan:
     """The launch that the table chooses."""
     heads = Heads(NUM_HEADS, KV_HEADS, row.head_dim, 2, None)
     return plan_for(
