@@ -103,18 +103,12 @@ class Namespace:
     # ---- what may be changed
 
     def find_own(self, name: str) -> str:
-        """The store's name for an adapter that the caller may change. NotFound; BadRequest for a version of one."""
-        _check_whole(name)
+        """The store's name for an adapter that the caller may change. NotFound."""
         full_name = self.full_name(name)
         record = self._record(full_name)
         if record is None or not self.may_change(record.owner):
             _not_found(name)
         return full_name
-
-    def find_whole(self, name: str) -> str:
-        """As `find`, of a name with all of its versions; BadRequest for one of these."""
-        _check_whole(name)
-        return self.find(name)
 
     def may_change(self, owner: str) -> bool:
         """Whether an owner's names are the caller's to change, and all about them to see."""
@@ -170,15 +164,6 @@ class Namespace:
 
 def _owner_of(tenant: str) -> str:
     return "" if tenant == DEFAULT else tenant
-
-
-def _check_whole(name: str) -> None:
-    if "@" in name:
-        raise BadRequest(
-            f"{name[:200]!r} is one version, and this is about a name with all of its versions; leave out what stands "
-            "from the `@` on.",
-            param="name",
-        )
 
 
 def _not_found(name: str) -> NoReturn:

@@ -58,7 +58,7 @@ async def get_history(request: Request, name: str) -> AdapterHistory:
     `name@number` or `name@digest`."""
     store = require_store(services_of(request))
     namespace = namespace_of(request, store)
-    record = store.versions(namespace.find_whole(name))
+    record = store.versions(namespace.find(name))
     return AdapterHistory(
         object="list",
         name=name,

@@ -116,24 +116,6 @@ def test_a_name_in_the_body_is_the_one_in_the_address(server: Server, contents: 
     assert code_of(put(server, ".x", contents[0])) == (400, "invalid_name")
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "body"),
-    [
-        ("DELETE", "", None),
-        ("PATCH", "", {"visibility": "public"}),
-        ("GET", "/history", None),
-        ("PUT", "/pin", None),
-        ("POST", "/rollback", {}),
-    ],
-)
-def test_a_version_is_told_that_this_is_about_its_name(server: Server, method: str, path: str, body: Any) -> None:
-    """Whether there is such a version or not."""
-    for version in ("alpha@1", "nobody@7"):
-        answer = server.http.request(method, f"{server.url}/v1/adapters/{version}{path}", json=body)
-        assert answer.status_code == 400, answer.text
-        assert "leave out what stands from the `@` on" in answer.json()["error"]["message"]
-
-
 def test_back_and_forth(server: Server, contents: list[Path], name: str) -> None:
     digests = [put(server, name, content).json()["digest"] for content in contents]
     path = f"/v1/adapters/{name}/rollback"
