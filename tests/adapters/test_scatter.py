@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from adapters.layout import BaseLayout, Group, Projection, Slice
 from adapters.row_pool import RowPool
-from kernels import platform
 from tests.adapters.test_row_pool import assert_holds, budget_for, make_host_adapter
 from tests.support.fake_stream import FakeStream, Noted
+from tests.support.triton_interpreter import kernels_wished_for
 
 triton_cuda = pytest.importorskip("kernels.row_scatter.triton_cuda", reason="NOT RUN: Triton is not installed")
 
@@ -40,14 +40,8 @@ LAYOUT = layout()
 
 @pytest.fixture(autouse=True)
 def _by_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For the length of a test, a CPU is a device whose table wishes for the kernel of an NVIDIA GPU."""
-    wished = {**platform.IMPLEMENTATIONS["cpu"], "row_scatter": ("triton_cuda",)}
-    monkeypatch.setitem(platform.IMPLEMENTATIONS, "cpu", wished)  # type: ignore[arg-type]
-    monkeypatch.setattr(platform, "_installed", {})
-    monkeypatch.setattr(platform, "_modules", {})
-    platform._detect.cache_clear()
-    yield
-    platform._detect.cache_clear()
+    with kernels_wished_for(["row_scatter"], monkeypatch):
+        yield
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from tests.support.engine_parity import (
     run_engine,
 )
 from tests.support.limits import LIMIT_SECONDS
+from tests.support.triton_interpreter import kernels_wished_for
 
 pytest.importorskip("triton", reason="NOT RUN: Triton is not installed")
 
@@ -36,16 +37,10 @@ FAMILIES = {
 
 @pytest.fixture(autouse=True)
 def _triton_kernels(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[None]:
-    """For the length of a test, a CPU is a device whose table wishes for the kernels of an NVIDIA GPU."""
     if device != "cpu":
         pytest.skip("NOT RUN: on a GPU the other tests run these kernels")
-    wished = {**platform.IMPLEMENTATIONS["cpu"], **dict.fromkeys(OPS, ("triton_cuda",))}
-    monkeypatch.setitem(platform.IMPLEMENTATIONS, "cpu", wished)  # type: ignore[arg-type]
-    monkeypatch.setattr(platform, "_installed", {})
-    monkeypatch.setattr(platform, "_modules", {})
-    platform._detect.cache_clear()
-    yield
-    platform._detect.cache_clear()
+    with kernels_wished_for(OPS, monkeypatch):
+        yield
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
+
+from kernels import platform
+
+
+@contextmanager
+def kernels_wished_for(ops: Iterable[str], patch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For the length of a block, a CPU is a device whose table wishes for the kernels of an NVIDIA GPU."""
+    wished = {**platform.IMPLEMENTATIONS["cpu"], **dict.fromkeys(ops, ("triton_cuda",))}
+    patch.setitem(platform.IMPLEMENTATIONS, "cpu", wished)  # type: ignore[arg-type]
+    patch.setattr(platform, "_installed", {})
+    patch.setattr(platform, "_modules", {})
+    platform._detect.cache_clear()
+    yield
+    platform._detect.cache_clear()
 
 
 def multiply_bfloat16(patch: pytest.MonkeyPatch) -> None:
