@@ -44,7 +44,7 @@ class Account:
         self._spent += max(0.0, seconds - USUAL_SECONDS)
 
     def owed(self, now: float) -> float:
-        """Of what was owed at the last call, less for the time since."""
+        """What is not forgiven. Time forgives what was owed at the last call, not what came since."""
         self._forgiven = min(self._seen, self._forgiven + SHARE * (now - self._at))
         self._seen, self._at = self._spent, now
         return self._seen - self._forgiven

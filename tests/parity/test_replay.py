@@ -171,7 +171,7 @@ def test_replayed_steps_of_delta_nets_in_bfloat16_equal_eager_ones(
     tmp_path_factory: pytest.TempPathFactory, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device == "cpu":
-        pytest.skip("NOT RUN: in float32 on a CPU, see above; no GPU captures its grouped products in float32")
+        pytest.skip("NOT RUN: a CPU replays delta nets in float32 before experts, see above, which no GPU captures")
     world = make_world("qwen3_5_text", tmp_path_factory.mktemp("delta"), device, dtype=torch.bfloat16)
     with kernels_of_a_gpu(device, monkeypatch):
         for seed in (1, 2):
