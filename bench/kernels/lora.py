@@ -31,6 +31,7 @@ import torch
 from bench.kernels.timing import FLOOR_BYTES_PER_SECOND, FLOOR_FLOP_PER_SECOND, num_sets, time_graph
 from kernels.lora import ops, reference
 from kernels.lora.maps import LoraMaps, LoraStack, Segment
+from service.engine.step_sizes import TOKEN_SIZES
 
 EMPTY_KERNEL_MICROSECONDS = 0.9
 DECODE_BAR, PREFILL_BAR = 0.70, 0.75
@@ -136,6 +137,7 @@ def make_maps(row: Row, device: str = "cuda") -> LoraMaps:
         first_rows=ints([s.first_rows[0] for s in segments] + [-1] * padding).unsqueeze(0),
         token_segment=ints([i for i, s in enumerate(segments) for _ in range(s.end - s.start)]),
         num_segments=ints([len(segments)]),
+        runs_once=row.num_tokens > TOKEN_SIZES[-1],
     )
 
 

@@ -39,6 +39,7 @@ class LoraMaps:
     token_segment    int32 [num_tokens]; -1 for tokens of the base model
     num_segments     int32 [1]; the active ones, read by persistent kernels on the device
     side             lines of what adapters have beside rows; None where no adapter of the step has such
+    runs_once        the step is captured by nobody, so that what is launched may follow from `segments`
     kept             what an implementation derived from `segments`, for the other layers of the step
     """
 
@@ -50,6 +51,7 @@ class LoraMaps:
     token_segment: torch.Tensor
     num_segments: torch.Tensor
     side: SideLines | None = None
+    runs_once: bool = False
     kept: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 

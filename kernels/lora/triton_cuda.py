@@ -15,6 +15,7 @@ import torch
 import triton
 
 from kernels.contract import Contract
+from kernels.lora import plain
 from kernels.lora import triton_cuda_one_token as one_token
 from kernels.lora.idle import launch_idle
 from kernels.lora.limits import MAX_KERNEL_RANK
@@ -44,8 +45,9 @@ def lora_shrink(
 ) -> torch.Tensor:
     """See `ops.lora_shrink`. One launch without a split of the input, so that few tokens keep few cores busy."""
     device = _Device.of(x)
-    whole = replace(device.config(maps.num_tokens).shrink, num_splits=1)
-    _launch_shrink(device, whole, x, out.unsqueeze(0), stack, maps, row_index, dependent=False)
+    _launch_shrink(
+        device, device.config(maps.num_tokens).shrink, x, out.unsqueeze(0), stack, maps, row_index, dependent=False
+    )
     return out
 
 
@@ -77,13 +79,18 @@ def lora_linear(
 ) -> None:
     """See `ops.lora_linear`. Two launches; the second overlaps the first where the GPU can.
 
+    Long prompts that are captured by nobody are products of the library instead, where these are faster (`plain`).
+
     config         for tuning
     join_previous  let the shrink begin while the kernel before it ends; False is for measuring
     """
     device = _Device.of(x)
     config = config or device.config(maps.num_tokens)
-    num_splits = config.shrink.splits(x.shape[1])
-    h = device.h(num_splits, len(stack.a), maps.num_tokens, stack.a[0].dtype)
+    if not overwrite and row_index is None and plain.serves(config, x, stack, maps):
+        h = device.h(1, len(stack.a), maps.num_tokens, x.dtype)[0]
+        plain.lora_linear(x, out, h, stack, maps)
+        return
+    h = device.h(config.shrink.splits(x.shape[1]), len(stack.a), maps.num_tokens, stack.a[0].dtype)
     dependent = device.dependent_launch
     _launch_shrink(
         device, config.shrink, x, h, stack, maps, row_index, dependent=dependent, join_previous=join_previous
@@ -137,10 +144,10 @@ def reserve_workspace(stack: LoraStack, max_tokens: int) -> None:
     To be called before a graph is captured: the workspace never grows meanwhile.
     """
     device = _Device.of(stack.a[0])
-    num_slices, row_dtype = len(stack.a), stack.a[0].dtype
+    num_slices, in_features, row_dtype = len(stack.a), stack.a[0].shape[1], stack.a[0].dtype
     shapes = [(1, 1, max_tokens, torch.float32)]  # of the embedding
     for config in device.table_up_to(max_tokens):
-        shapes.append((config.shrink.num_splits, num_slices, min(config.max_tokens, max_tokens), row_dtype))
+        shapes.append((config.shrink.splits(in_features), num_slices, min(config.max_tokens, max_tokens), row_dtype))
     # The largest first: a buffer that is outgrown is kept.
     for shape in sorted(shapes, key=lambda shape: _workspace_bytes(*shape), reverse=True):
         device.h(*shape)
@@ -245,11 +252,13 @@ def _launch_shrink(
         options = launch_options(device.device, dependent=dependent and join_previous)
         one_token.launch_shrink(config, device.num_cores, x, h, stack, maps, row_index, dependent, options)
         return
-    num_slices, in_features = len(stack.a), stack.a[0].shape[1]
-    items_of_tile = num_slices * config.num_splits * (MAX_KERNEL_RANK // config.block_r + 1)
+    num_splits, num_slices, in_features = h.shape[0], len(stack.a), stack.a[0].shape[1]
+    # Of a rank just below the largest, what is left of whole blocks takes one of each smaller height.
+    blocks_of_slice = MAX_KERNEL_RANK // config.block_r + max(0, (config.block_r // 32).bit_length() - 1)
+    items_of_tile = num_slices * num_splits * blocks_of_slice
     grid = _grid(device, config.block_m, maps, items_of_tile, config.programs_per_core)
-    block_k = _even_block(in_features, config.num_splits, config.block_k)
-    blocks_per_split = -(-in_features // (config.num_splits * block_k))
+    block_k = _even_block(in_features, num_splits, config.block_k)
+    blocks_per_split = -(-in_features // (num_splits * block_k))
     lora_shrink_kernel[grid](
         x,
         stack.a,
@@ -269,7 +278,7 @@ def _launch_shrink(
         h.stride(2),
         stack.ranks.shape[1],
         NUM_SLICES=num_slices,
-        NUM_SPLITS=config.num_splits,
+        NUM_SPLITS=num_splits,
         MAX_SEGMENTS=_padded_segments(maps),
         BLOCK_M=config.block_m,
         BLOCK_K=block_k,
@@ -277,7 +286,7 @@ def _launch_shrink(
         BLOCK_R=config.block_r,
         GROUPS=config.groups,
         STAGES=config.stages,
-        EVEN_K=in_features == config.num_splits * block_k * blocks_per_split,
+        EVEN_K=in_features == num_splits * block_k * blocks_per_split,
         HAS_INDEX=row_index is not None,
         DEPENDENT_LAUNCH=dependent,
         num_warps=config.num_warps,
@@ -305,6 +314,7 @@ def _launch_expand(
         one_token.launch_expand(config, device.num_cores, h, out, stack, maps, row_index, overwrite, dependent, options)
         return
     widths = tuple(b.shape[1] for b in stack.b)
+    tallest, tallest_stages = config.of_tallest
     config = fit_columns(config, *widths, *stack.slice_starts, out.stride(0))
     num_blocks = sum(-(-width // config.block_n) for width in widths)
     grid = _grid(device, config.block_m, maps, num_blocks, config.programs_per_core)
@@ -331,7 +341,9 @@ def _launch_expand(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_N_TALL=config.block_n_tall,
+        BLOCK_N_TALLEST=tallest,
         STAGES=config.stages,
+        TALLEST_STAGES=tallest_stages,
         EVEN_N=all(width % config.block_n == 0 for width in widths),
         OVERWRITE=overwrite,
         HAS_INDEX=row_index is not None,

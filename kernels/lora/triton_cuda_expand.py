@@ -100,19 +100,22 @@ def _expand_run(
     BLOCK_R: tl.constexpr,
     WIDE: tl.constexpr,
     TALL: tl.constexpr,
+    TALLEST: tl.constexpr,
     STAGES: tl.constexpr,
+    TALLEST_STAGES: tl.constexpr,
     EVEN_N: tl.constexpr,
     OVERWRITE: tl.constexpr,
 ):
     """num_blocks blocks of WIDE columns, all ranks in one block: h stays on the chip. Larger BLOCK_R, fewer columns."""
-    BLOCK_N: tl.constexpr = WIDE if BLOCK_R == 16 else TALL if BLOCK_R <= 64 else TALL // 2
+    BLOCK_N: tl.constexpr = WIDE if BLOCK_R == 16 else TALL if BLOCK_R <= 64 else TALLEST
     num_blocks = _narrower(num_blocks, width - first_column, WIDE, BLOCK_N)
     ranks = tl.arange(0, BLOCK_R)
     h = _load_h(h_rows, ranks, rank, token_mask, h_split_stride, NUM_SPLITS)
     base = tl.zeros([BLOCK_M, BLOCK_N], dtype=out_rows.dtype.element_ty)
     if not OVERWRITE:
         base = _load_out(out_rows, first_column, token_mask, width, num_blocks > 0, BLOCK_N, EVEN_N)
-    for step in tl.range(0, num_blocks, num_stages=STAGES):
+    NUM_STAGES: tl.constexpr = STAGES if BLOCK_R <= 64 else TALLEST_STAGES
+    for step in tl.range(0, num_blocks, num_stages=NUM_STAGES):
         column = first_column + step * BLOCK_N
         b = _load_b(b_ptr, ranks, rank, column, width, BLOCK_N, EVEN_N)
         delta = multiply(h.to(b.dtype), b, tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32))
@@ -182,7 +185,9 @@ def lora_expand_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_N_TALL: tl.constexpr,
+    BLOCK_N_TALLEST: tl.constexpr,
     STAGES: tl.constexpr,
+    TALLEST_STAGES: tl.constexpr,
     EVEN_N: tl.constexpr,
     OVERWRITE: tl.constexpr,
     HAS_INDEX: tl.constexpr,
@@ -192,7 +197,8 @@ def lora_expand_kernel(
 
     An item is one block of columns of one tile. EVEN_N: every slice's width is a multiple of BLOCK_N.
     Nothing is computed beyond a rank rounded up to 16. Where that is 16, 32, 64 or 128, h stays on the chip for a run
-    of blocks: of BLOCK_N columns for 16 ranks, of BLOCK_N_TALL, a divisor of it, for 32 and 64, of half that for 128.
+    of blocks: of BLOCK_N columns for 16 ranks, of BLOCK_N_TALL, a divisor of it, for 32 and 64, and of
+    BLOCK_N_TALLEST for 128.
     Otherwise sixteen ranks at a time are multiplied, and h is read again for each block of columns.
     """
     if DEPENDENT_LAUNCH:
@@ -254,7 +260,9 @@ def lora_expand_kernel(
                     16,
                     BLOCK_N,
                     BLOCK_N_TALL,
+                    BLOCK_N_TALLEST,
                     STAGES,
+                    TALLEST_STAGES,
                     EVEN_N,
                     OVERWRITE,
                 )
@@ -274,7 +282,9 @@ def lora_expand_kernel(
                     32,
                     BLOCK_N,
                     BLOCK_N_TALL,
+                    BLOCK_N_TALLEST,
                     STAGES,
+                    TALLEST_STAGES,
                     EVEN_N,
                     OVERWRITE,
                 )
@@ -294,7 +304,9 @@ def lora_expand_kernel(
                     64,
                     BLOCK_N,
                     BLOCK_N_TALL,
+                    BLOCK_N_TALLEST,
                     STAGES,
+                    TALLEST_STAGES,
                     EVEN_N,
                     OVERWRITE,
                 )
@@ -314,7 +326,9 @@ def lora_expand_kernel(
                     128,
                     BLOCK_N,
                     BLOCK_N_TALL,
+                    BLOCK_N_TALLEST,
                     STAGES,
+                    TALLEST_STAGES,
                     EVEN_N,
                     OVERWRITE,
                 )

@@ -65,23 +65,34 @@ def _store_h(h_rows, ranks, rank, token_mask, products, scaling, GROUPS: tl.cons
 @triton.jit
 def _rank_blocks(rank, BLOCK_R: tl.constexpr):
     """Number of blocks of ranks that a slice of an adapter is computed in: see `_rank_block`."""
-    tl.static_assert(BLOCK_R <= 64)
-    rest = ceil_div(rank, 16) % (BLOCK_R // 16)
-    return ceil_div(rank, 16) // (BLOCK_R // 16) + (rest >> 1) + (rest & 1)
+    sixteens = ceil_div(rank, 16)
+    blocks = sixteens // (BLOCK_R // 16)
+    for i in tl.static_range(4, 7):
+        if (1 << i) < BLOCK_R:
+            blocks += (sixteens >> (i - 4)) & 1
+    return blocks
 
 
 @triton.jit
 def _rank_block(index, rank, BLOCK_R: tl.constexpr):
-    """(first rank, ranks that are there) of a block: as many of BLOCK_R as fit, then one of 32, then one of 16.
-
-    So nothing is computed beyond the rank rounded up to 16.
+    """(first rank, ranks that are there) of a block: as many of BLOCK_R as fit, then at most one of each half of it,
+    down to 16. So nothing is computed beyond the rank rounded up to 16.
     """
-    whole = ceil_div(rank, 16) // (BLOCK_R // 16)
-    rest = ceil_div(rank, 16) % (BLOCK_R // 16)
-    is_whole = index < whole
-    is_half = (index == whole) & (rest >= 2)
-    first = tl.where(is_whole, index * BLOCK_R, tl.where(is_half, whole * BLOCK_R, (ceil_div(rank, 16) - 1) * 16))
-    height = tl.where(is_whole, BLOCK_R, tl.where(is_half, 32, 16))
+    tl.static_assert(BLOCK_R <= 128)
+    sixteens = ceil_div(rank, 16)
+    whole = sixteens // (BLOCK_R // 16)
+    first = index * BLOCK_R
+    height = BLOCK_R
+    next_first = whole * BLOCK_R
+    next_index = whole
+    for i in tl.static_range(6, 3, -1):
+        if (1 << i) < BLOCK_R:
+            is_there = (sixteens >> (i - 4)) & 1
+            is_this = (is_there == 1) & (index == next_index)
+            first = tl.where(is_this, next_first, first)
+            height = tl.where(is_this, 1 << i, height)
+            next_first += is_there * (1 << i)
+            next_index += is_there
     return first, tl.minimum(rank - first, height)
 
 
@@ -241,7 +252,7 @@ def lora_shrink_kernel(
         token_mask = tokens < end
         x_rows = x_ptr + token_rows(tokens, token_mask, row_index_ptr, HAS_INDEX) * x_stride
         h_rows = h_ptr + slice_id * h_slice_stride + tokens.to(tl.int64) * h_token_stride + first_rank
-        for i in tl.static_range(4, 7):
+        for i in tl.static_range(4, 8):
             if (1 << i) <= BLOCK_R:
                 is_of_this_height = (num_ranks <= 1 << i) & ((num_ranks > 1 << (i - 1)) | (i == 4))
                 if is_of_this_height:

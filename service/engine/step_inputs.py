@@ -22,7 +22,7 @@ from kernels.lora.maps import LoraMaps, Segment
 from kernels.lora.side import SideLines
 from service.engine import maps
 from service.engine.maps import ChunkInput
-from service.engine.step_sizes import StepSizes
+from service.engine.step_sizes import TOKEN_SIZES, StepSizes
 from service.models.batch import AttentionMaps, ConvMaps, StepBatch
 
 
@@ -322,4 +322,5 @@ def _lora_maps(
         token_segment=tensors[f"{prefix}/token_segment"],
         num_segments=tensors[f"{prefix}/num_segments"],
         side=lines,
+        runs_once=num_tokens > TOKEN_SIZES[-1],
     )

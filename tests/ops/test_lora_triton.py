@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import platform
-from kernels.lora import ops
+from kernels.lora import ops, plain
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.lora.triton_cuda_configs import (
     TABLES,
@@ -295,6 +295,26 @@ def test_configuration_follows_from_the_token_count() -> None:
         assert config_for("unknown", config.max_tokens) is config
         assert config_for("unknown", config.max_tokens + 1) is following
     assert config_for("NVIDIA H200", 1) is TABLES["NVIDIA H200"][0]
+
+
+LONG = {
+    "one adapter": Case(40, (24,), ((40,),), (9,), num_base_tokens=3),
+    "slices that it leaves alone": Case(64, (24, 8, 40), ((130,), (0,), (16,)), (7,), num_base_tokens=2),
+    "behind a base weight": Case(96, (32, 8), ((80,), (66,)), (12,), interleaved=True, dtype=torch.bfloat16),
+    "several": Case(96, (50,), ((140, 16, 7),), (5, 8, 4), num_base_tokens=1, seed=3),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_prompts_are_products_of_the_library(name: str, triton_cuda: ModuleType, device: str) -> None:
+    """Of steps that run once only, since a captured one serves other adapters when it is replayed."""
+    config, step = replace(SMALL[1], min_plain_tokens=4), make_step(LONG[name], device=device, pad_to=8)
+    assert not plain.serves(config, step.x, step.stack, step.maps)
+    step = replace(step, maps=replace(step.maps, runs_once=True))
+    assert plain.serves(config, step.x, step.stack, step.maps)
+    assert not plain.serves(replace(config, min_plain_tokens=10_000), step.x, step.stack, step.maps)
+    run(triton_cuda, step, config)
+    run(triton_cuda, step, config, overwrite=True)
 
 
 def test_largest_rank(triton_cuda: ModuleType, device: str) -> None:
