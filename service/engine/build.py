@@ -123,8 +123,11 @@ def build_engine(
 def _probe_and_load(
     device: str, shapes: ProbeShapes, probing: ProbeProcess | None, load: Callable[[], LoadedModel]
 ) -> tuple[tuple[Platform, tuple[OpReport, ...]], LoadedModel]:
-    """Both at once on an accelerator, whose ops another process probes."""
-    if torch.device(device).type == "cpu":
+    """Both at once on an accelerator, whose ops another process probes.
+
+    Weights of experts are packed for what serves them, so they are loaded when that is known.
+    """
+    if torch.device(device).type == "cpu" or shapes.experts is not None:
         return choose_implementations(device, shapes, probing), load()
     with ThreadPoolExecutor(1, "probe") as thread:
         choosing = thread.submit(choose_implementations, device, shapes, probing)
