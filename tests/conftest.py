@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import compiled_after_ready
+
 torch.set_num_threads(1)
 _POISONED = Path(__file__).parent / "support" / "poisoned"
 
@@ -63,3 +65,18 @@ def _poisoned_memory() -> Iterator[None]:
         yield
     torch.use_deterministic_algorithms(before[0])
     torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _watched_engines() -> Iterator[None]:
+    """The last test of a server ends before the server does."""
+    with compiled_after_ready.watching():
+        yield
+        compiled_after_ready.check()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiles_after_ready() -> Iterator[None]:
+    """No step of an engine or a server that the test had has waited for a compiler."""
+    yield
+    compiled_after_ready.check()

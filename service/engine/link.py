@@ -155,6 +155,7 @@ class EngineLink(abc.ABC):
                 if stream is not None:
                     stream.push(message)
             case Stats():
+                self._warn_of_compiling(message)
                 self.stats = message
                 self._move(message.moved_adapters)
                 for listener in self._stats_listeners:
@@ -167,6 +168,12 @@ class EngineLink(abc.ABC):
                     self._set_state("ready")
             case Fatal():
                 self._fatal = message.error
+
+    def _warn_of_compiling(self, stats: Stats) -> None:
+        before = 0 if self.stats is None else self.stats.num_kernel_variants_after_ready
+        num_new = stats.num_kernel_variants_after_ready - before
+        if num_new > 0:
+            log.warning("engine: steps waited for kernels, %d variants compiled after it was ready", num_new)
 
     def _move(self, moved: dict[str, Tier]) -> None:
         for digest, tier in moved.items():

@@ -51,7 +51,6 @@ def server(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
     settings |= {"refusal_lines_per_minute": 1_000_000}  # the tests are one payer, and look for lines
     with running_server(checkpoints.base, tmp_path_factory.mktemp("server"), **settings) as running:
         yield running
-        assert running.metric("kernel_variants_compiled_after_ready_total") == 0
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ import pytest
 
 from adapters.names import move
 from adapters.store import AdapterStore
-from service.engine import build
 from service.engine.engine import Engine
 from service.engine.messages import Abort, Evict, Finished, Submit, Tokens
 from service.models.layouts import layout_in
@@ -97,7 +96,7 @@ def test_a_thousand_changes_beside_steps_in_flight_lose_and_change_nothing(world
     limits = {"token_budget": 14, "max_sequences": 5, "max_steps_waiting_for_rows": 3}
     usual = config_of(world, num_blocks=18, num_rows=32, num_embedding_rows=8, **limits, overlap=True)
     config = msgspec.structs.replace(usual, row_bytes=usual.row_bytes // 2)
-    engine = build.build_engine(config, loader=loader)
+    engine = build_engine(config, loader=loader)
     running: dict[str, tuple[str, int, int]] = {}
     tokens: dict[str, list[int]] = {}
     current, num_ended, num_changes = uploaded[-1], 0, 0

@@ -23,6 +23,8 @@ from service.engine import build
 from service.engine.config import EngineConfig, EngineOptions
 from service.engine.engine import Engine
 from service.engine.messages import Finished, Sampling, Submit, TokenLogprob, Tokens
+from service.engine.process import compile_kernels
+from service.engine.residency_parts import Loader
 from service.models.caches import kv_bytes_per_token
 from service.models.config_json import read_config
 from service.models.families import model_spec
@@ -219,9 +221,15 @@ def run_engine(engine: Engine, submits: Sequence[Submit], *, joins_per_step: int
     return answers
 
 
-def build_engine(options: EngineOptions, **others: Any) -> Engine:
-    """The engine of these tests: adapters are read at once, so that its steps depend on nothing but the requests."""
-    return build.build_engine(options, loader=PromptLoader(), **others)
+def build_engine(options: EngineOptions, *, loader: Loader | None = None, **others: Any) -> Engine:
+    """The engine of these tests. On a device it is ready, as one that serves: its steps compile nothing.
+
+    loader  None: adapters are read at once, so that steps depend on nothing but the requests
+    """
+    engine = build.build_engine(options, loader=loader or PromptLoader(), **others)
+    if engine.capacity.device.type != "cpu":
+        compile_kernels(engine)
+    return engine
 
 
 def submit_every_sampling(engine: Engine, world: World) -> None:

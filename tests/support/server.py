@@ -11,7 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.server_process import Server, running_server, start_server, wait_for
+from bench import server_process
+from bench.server_process import Server, wait_for
+from tests.support import compiled_after_ready
 
 __all__ = [
     "Server",
@@ -23,6 +25,21 @@ __all__ = [
     "still_loading",
     "wait_for",
 ]
+
+
+def start_server(model_dir: Path | None, work_dir: Path, **settings: Any) -> Server:
+    """See `bench.server_process.start_server`; from now on each test looks whether it has compiled anything."""
+    server = server_process.start_server(model_dir, work_dir, **settings)
+    compiled_after_ready.watch_log(server.log_path)
+    return server
+
+
+@contextlib.contextmanager
+def running_server(model_dir: Path | None, work_dir: Path, **settings: Any) -> Iterator[Server]:
+    """See `bench.server_process.running_server`; likewise."""
+    with server_process.running_server(model_dir, work_dir, **settings) as server:
+        compiled_after_ready.watch_log(server.log_path)
+        yield server
 
 
 @contextlib.contextmanager
