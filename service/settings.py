@@ -2,39 +2,22 @@
 
 from __future__ import annotations
 
-import ipaddress
-import re
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    EnvSettingsSource,
-    NoDecode,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic import ByteSize, Field, ValidationError, model_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from service.engine.config import EngineOptions
+from service.setting_types import Addresses, Keys, OpenPaths, Origins, Size
 
 MIB = 2**20
 _BUNDLED = Path(__file__).resolve().parent / "bundled"
 BUNDLED_MODEL_DIR = _BUNDLED / "base"
 BUNDLED_ADAPTERS_DIR = _BUNDLED / "adapters"
 
-Size = Annotated[ByteSize, Field(ge=0)]
-Keys = Annotated[tuple[SecretStr, ...], NoDecode]
-Origins = Annotated[tuple[str, ...], NoDecode]
-Paths = Annotated[tuple[str, ...], NoDecode]
-Addresses = Annotated[tuple[str, ...], NoDecode]
-
-
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/,\s]+")
 _KEY_FIELDS = ("api_keys", "admin_api_keys")
-# Those of which an operator says whether they need a key.
-_MAY_BE_OPEN = ("/docs", "/openapi.json", "/version", "/metrics")
 
 
 class SettingsError(ValueError):
@@ -42,7 +25,7 @@ class SettingsError(ValueError):
 
 
 class _KeyVariables(EnvSettingsSource):
-    """The variables of API keys, the empty ones too: those must not pass for unset, see `Settings._split_keys`."""
+    """The variables of API keys, the empty ones too: those must not pass for unset, see `setting_types`."""
 
     def __init__(self, settings: type[BaseSettings]) -> None:
         super().__init__(settings, env_ignore_empty=False)
@@ -226,7 +209,7 @@ class Settings(BaseSettings):
         description="TOML file of tenants, their limits and the hashes of their keys, which multilora keys changes; "
         "default: all that asks is one tenant",
     )
-    open_paths: Paths = Field(
+    open_paths: OpenPaths = Field(
         ("/docs", "/openapi.json", "/version"),
         description="which of /docs, /openapi.json, /version and /metrics need no key where keys are set, separated by "
         "commas; none for none of them",
@@ -273,62 +256,6 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """What is given, then the environment."""
         return init_settings, env_settings, _KeyVariables(settings_cls)
-
-    @field_validator(*_KEY_FIELDS, mode="before")
-    @classmethod
-    def _split_keys(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        keys = tuple(key.strip() for key in value.split(",") if key.strip())
-        if not keys:  # of a Secret without values, say: nobody means a server that is open to all
-            raise ValueError("it is set, but there is no key in it; give at least one key, or unset it to need none")
-        return keys
-
-    @field_validator("cors_origins", mode="before")
-    @classmethod
-    def _split_origins(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        origins = tuple(origin.strip() for origin in value.split(",") if origin.strip())
-        for origin in origins:
-            if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise ValueError(
-                    f"{origin!r} is no origin; write scheme, host and port, such as https://ui.example:3000"
-                )
-        return origins
-
-    @field_validator("trusted_proxies", mode="before")
-    @classmethod
-    def _split_addresses(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        addresses = tuple(address.strip() for address in value.split(",") if address.strip())
-        for address in addresses:
-            try:
-                ipaddress.ip_network(address)
-            except ValueError as error:
-                raise ValueError(f"{error}; write addresses or networks, such as 10.0.0.7,10.1.0.0/16") from error
-        return addresses
-
-    @field_validator("open_paths", mode="before")
-    @classmethod
-    def _split_paths(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        paths = tuple(path.strip() for path in value.split(",") if path.strip())
-        if paths == ("none",):
-            return ()
-        for path in paths:
-            if path not in _MAY_BE_OPEN:
-                raise ValueError(f"{path!r} is none of {', '.join(_MAY_BE_OPEN)}; all others are as they are")
-        return paths
-
-    @field_validator(*_KEY_FIELDS)
-    @classmethod
-    def _printable_keys(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
-        if any(not key.get_secret_value().isascii() or not key.get_secret_value().isprintable() for key in keys):
-            raise ValueError("keys are printable ASCII")
-        return keys
 
     @model_validator(mode="after")
     def _check_together(self) -> Settings:

@@ -1,0 +1,65 @@
+"""Types of settings that are written as one text: sizes such as 512MiB, and lists separated by commas."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr
+from pydantic_settings import NoDecode
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/,\s]+")
+# Those of which an operator says whether they need a key.
+_MAY_BE_OPEN = ("/docs", "/openapi.json", "/version", "/metrics")
+
+
+def _split(value: Any) -> Any:
+    """A text at its commas, without what is empty; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    return tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+def _split_keys(value: Any) -> Any:
+    if isinstance(value, str) and not _split(value):  # of a Secret without values: nobody means a server open to all
+        raise ValueError("it is set, but there is no key in it; give at least one key, or unset it to need none")
+    return _split(value)
+
+
+def _are_printable(keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
+    if any(not key.get_secret_value().isascii() or not key.get_secret_value().isprintable() for key in keys):
+        raise ValueError("keys are printable ASCII")
+    return keys
+
+
+def _are_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ValueError(f"{origin!r} is no origin; write scheme, host and port, such as https://ui.example:3000")
+    return origins
+
+
+def _are_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
+    for address in addresses:
+        try:
+            ipaddress.ip_network(address)
+        except ValueError as error:
+            raise ValueError(f"{error}; write addresses or networks, such as 10.0.0.7,10.1.0.0/16") from error
+    return addresses
+
+
+def _may_be_open(paths: tuple[str, ...]) -> tuple[str, ...]:
+    if paths == ("none",):
+        return ()
+    for path in paths:
+        if path not in _MAY_BE_OPEN:
+            raise ValueError(f"{path!r} is none of {', '.join(_MAY_BE_OPEN)}; all others are as they are")
+    return paths
+
+
+Size = Annotated[ByteSize, Field(ge=0)]
+Keys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_keys), AfterValidator(_are_printable)]
+Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_are_origins)]
+Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_are_addresses)]
+OpenPaths = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_may_be_open)]
