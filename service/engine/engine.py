@@ -1,10 +1,10 @@
 """The engine: requests in, tokens out, one step at a time. Knows token ids, not text; runs in-process or behind
 `process.py`.
 
-Who owns: the scheduler owns the sequences and what they hold; the desk owns the way of adapters to the device; the
-runner owns the model and its caches, the launcher all else that a step reads and writes there. The engine owns nothing
-but the table of requests, the step in flight and the records of past ones. Who frees: `_finish` and `abort`, through
-the scheduler, at once. After kill -9 nothing is left but the adapter store on disk, which the engine never writes.
+Who owns: `requests.py` owns the table of requests; the scheduler owns the sequences and what they hold; the desk owns
+the way of adapters to the device; the runner owns the model and its caches, the launcher all else that a step reads and
+writes there. The engine owns nothing but the step in flight and the records of past ones. After kill -9 nothing is left
+but the adapter store on disk, which the engine never writes.
 
 A step has two halves: `_launch` decides what runs and asks the device for it, `_collect` waits for what was sampled and
 tells of it. With overlap, which is for devices, the next step is launched before the last one is collected, so that the
@@ -41,15 +41,15 @@ from dataclasses import dataclass
 
 import torch
 
-from service.engine import request_checks
 from service.engine.adapter_loads import AdapterLoads
 from service.engine.block_pool import BlockPool
 from service.engine.config import EngineConfig
-from service.engine.constrained import ConstrainedSequences, without_grammar
+from service.engine.constrained import ConstrainedSequences
 from service.engine.grammars import Worker
-from service.engine.messages import Abort, Evict, Finished, Keep, Load, OpInUse, Ready, Stats, Submit, Tokens
+from service.engine.messages import Abort, Evict, Keep, Load, OpInUse, Ready, Stats, Submit
 from service.engine.pooling import PooledStep
 from service.engine.records import StepRecord, StepRecords, record_of
+from service.engine.requests import Event, Requests
 from service.engine.residency_parts import HostSource, Loader, Rows
 from service.engine.results import StepResult
 from service.engine.runner import Runner
@@ -60,11 +60,6 @@ from service.engine.slots import Slots
 from service.engine.stats import stats_of
 from service.engine.step_launcher import StepLauncher
 from service.grammars.matching import TokenTable
-
-Event = Tokens | Finished
-NOT_FINITE = "The model gave no finite logits for this request."
-ADAPTER_NOT_FINITE = "The adapter gives no finite logits for this request: its weights or its scaling are too large."
-BAD_GRAMMAR = "The answer's format cannot be followed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +116,7 @@ class Engine:
         self.constrained = ConstrainedSequences(
             tokens, compiler, self.wake.set, capacity, config.max_sequences, self.scheduler.grammar_turns
         )
+        self.requests = Requests(capacity, self.kv_capacity_tokens, self.desk.rows, self.scheduler, self.constrained)
         self.records = StepRecords()
         self.is_idle = True  # the last call of `step` has neither launched nor collected anything
         self.rows = rows
@@ -131,9 +127,6 @@ class Engine:
         self._launcher = StepLauncher(runner, rows, self.blocks, config, keeps_tokens=self._overlaps)
         self._in_flight: _StepInFlight | None = None
         self._collected_at = 0.0
-        self._sequences: dict[str, Sequence] = {}
-        self._num_arrived = 0
-        self._events: list[Event] = []
 
     # ---- requests
 
@@ -145,7 +138,7 @@ class Engine:
     @property
     def num_requests(self) -> int:
         """Waiting and running."""
-        return len(self._sequences)
+        return len(self.requests)
 
     @property
     def num_steps(self) -> int:
@@ -190,35 +183,19 @@ class Engine:
 
     def submit(self, request: Submit) -> None:
         """Queue a request. One that can never run is answered with Finished(error) by the next step."""
-        error = request_checks.error_in(
-            request,
-            self.capacity,
-            self.kv_capacity_tokens,
-            self.desk.rows,
-            has_grammars=self.constrained.has_grammars,
-        )
-        if error is None and request.request_id in self._sequences:
-            error = f"The request id {request.request_id!r} is in use."
-        if error is not None:
-            self._events.append(Finished(request.request_id, "error", error=error, client_fault=True))
-            return
-        sequence = request_checks.sequence_of(without_grammar(request), self._num_arrived, self.capacity)
-        sequence.came_at = (time.perf_counter(), self.records.num_steps)
-        self._num_arrived += 1
-        self._sequences[request.request_id] = sequence
-        if self.constrained.add(sequence, request):
-            self.scheduler.add(sequence)
+        self.requests.submit(request, self.records.num_steps)
 
     def abort(self, request_id: str) -> None:
         """Forget the request; everything it holds is free when this returns. Unknown ids are ignored."""
-        sequence = self._sequences.get(request_id)
-        if sequence is not None:
-            self._forget(sequence)
+        self.requests.abort(request_id)
 
     def fail_all(self, error: str) -> None:
         """End every request with an error, as at the end of a drain."""
-        for sequence in list(self._sequences.values()):
-            self._finish(sequence, Finished(sequence.request_id, "error", error=error))
+        self.requests.fail_all(error)
+
+    def take_events(self) -> list[Event]:
+        """What there is to tell since the last call; `step` returns it too."""
+        return self.requests.take_events()
 
     # ---- the step
 
@@ -237,10 +214,10 @@ class Engine:
         """Step until no request is left, waiting for adapter loads in between; for use without the process."""
         deadline = time.monotonic() + timeout_seconds
         events = []
-        while self._sequences or self._in_flight is not None:
+        while self.requests or self._in_flight is not None:
             self.wake.clear()
             events += self.step()
-            if self._sequences and self.is_idle and not self.wake.wait(deadline - time.monotonic()):
+            if self.requests and self.is_idle and not self.wake.wait(deadline - time.monotonic()):
                 raise TimeoutError("no step was possible, and no adapter load ended, within the time given")
         return events
 
@@ -256,9 +233,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Every block, slot, pin and row is where the requests say."""
         self.scheduler.check_integrity()
-        known = sorted(sequence.key for sequence in self._sequences.values())
-        queued = [*self.scheduler.waiting, *self.scheduler.running, *self.constrained.waiting]
-        assert known == sorted(sequence.key for sequence in queued), "a request is lost"
+        self.requests.check_integrity()
 
     def compile_kernels(self) -> None:
         """Compile what steps can need, before the first request: on an NPU a kernel takes seconds to compile."""
@@ -273,7 +248,7 @@ class Engine:
 
         What has not come to its turn is captured by the first step of its size.
         """
-        if self._sequences or self._in_flight is not None:
+        if self.requests or self._in_flight is not None:
             return False
         return self._launcher.capture_next()
 
@@ -290,20 +265,9 @@ class Engine:
 
     def _admit(self) -> None:
         """Take over compiled grammars and finished adapter loads; answer the users of those that failed."""
-        for sequence, error in self.constrained.take_compiled():
-            if error:
-                self._finish(sequence, _bad_grammar(sequence, error))
-            else:
-                self.scheduler.add(sequence)
+        self.requests.schedule_compiled()
         self.desk.settle_loads(is_idle=not self.scheduler.running)
-        failures = self.desk.take_failures()
-        if not failures:
-            return
-        for sequence in list(self._sequences.values()):
-            failure = None if sequence.adapter is None else failures.get(sequence.adapter)
-            if failure is not None and not sequence.is_running:
-                error, is_clients = failure.error, failure.client_fault
-                self._finish(sequence, Finished(sequence.request_id, "error", error=error, client_fault=is_clients))
+        self.requests.fail_waiting(self.desk.take_failures())
 
     def _launch(self) -> _StepInFlight | None:
         """Decide what runs next, and ask the device for it. None if nothing can run."""
@@ -326,19 +290,12 @@ class Engine:
     def _masks_of(self, constrained: list[Sequence]) -> torch.Tensor:
         """The masks of these sequences, whose tokens before this step are known when this returns."""
         if self._collect_in_flight():
-            gone = {one for one in constrained if self._sequences.get(one.request_id) is not one}
+            gone = {one for one in constrained if one not in self.requests}
             self.constrained.begin_masks(constrained, gone)
         masks = self.constrained.wait_masks()
         for sequence in constrained:
-            self._end_if_stuck(sequence)
+            self.requests.end_if_stuck(sequence)
         return masks
-
-    def _end_if_stuck(self, sequence: Sequence) -> bool:
-        """End a sequence whose grammar cannot be followed any further; False if it can be."""
-        error = self.constrained.error_in(sequence)
-        if error and self._sequences.get(sequence.request_id) is sequence:
-            self._finish(sequence, _bad_grammar(sequence, error))
-        return bool(error)
 
     def _collect_in_flight(self) -> bool:
         """Collect the step in flight; False without one."""
@@ -351,57 +308,15 @@ class Engine:
         """Wait for what the step has sampled, tell of it, and end what has ended."""
         packed = step.pooled.read(step.result.wait())
         for sequence, choice in read_sampled(packed, step.sampling):
-            if self._sequences.get(sequence.request_id) is not sequence:
+            if sequence not in self.requests:
                 continue  # it has ended since the launch
             if sequence.request.sampling.max_tokens > 0:
                 sequence.num_in_flight -= 1
             message = tokens_message(sequence, choice)
             if message is not None:
-                self._events.append(message)
+                self.requests.events.append(message)
                 self.records.add_first_token(sequence, step.number, time.perf_counter())
-            self._advance(sequence, choice.token_id)
+            self.requests.advance(sequence, choice.token_id)
         now = time.perf_counter()
         self.records.add(step.record, (now - max(step.launched_at, self._collected_at)) * 1e3)
         self._collected_at = now
-
-    def _advance(self, sequence: Sequence, token: int | None) -> None:
-        """The sequence has its next token (None: there was none to choose); end it if that was the last."""
-        request_id, sampling = sequence.request_id, sequence.request.sampling
-        if token is None:
-            is_adapters = sequence.adapter is not None
-            error = ADAPTER_NOT_FINITE if is_adapters else NOT_FINITE
-            self._finish(sequence, Finished(request_id, "error", error=error, client_fault=is_adapters))
-            return
-        if sampling.max_tokens > 0:
-            sequence.token_ids.append(token)
-            if token in sequence.stop_ids:
-                self._finish(sequence, Finished(request_id, "stop", stop_token_id=token))
-                return
-        if sequence.constraint is not None:
-            sequence.constraint.consume(token)
-            if self._end_if_stuck(sequence):
-                return
-            if sequence.constraint.is_complete:
-                self._finish(sequence, Finished(request_id, "stop"))
-                return
-        if len(sequence.token_ids) >= sequence.max_total:
-            self._finish(sequence, Finished(request_id, "length", pooled=sequence.pooled))
-
-    def _finish(self, sequence: Sequence, message: Finished) -> None:
-        self._forget(sequence)
-        self._events.append(message)
-
-    def _forget(self, sequence: Sequence) -> None:
-        """Give back all that the sequence holds."""
-        del self._sequences[sequence.request_id]
-        if not self.constrained.discard(sequence):
-            self.scheduler.remove(sequence)
-
-    def take_events(self) -> list[Event]:
-        """What there is to tell since the last call; `step` returns it too."""
-        events, self._events = self._events, []
-        return events
-
-
-def _bad_grammar(sequence: Sequence, reason: str) -> Finished:
-    return Finished(sequence.request_id, "error", error=f"{BAD_GRAMMAR}: {reason}.", client_fault=True)

@@ -300,14 +300,14 @@ def test_an_adapter_that_overflows_is_its_owners_fault(mock: MockEngine) -> None
 
 
 def test_without_lora_requests_for_adapters_are_refused(mock: MockEngine) -> None:
-    mock.engine.desk.rows = None
-    mock.submit("r", adapter="a1")
-    mock.engine.handle(Load("a1"))
-    mock.engine.handle(Evict("a1"))
-    mock.settle()
-    mock.step()
-    assert "adapter_row_bytes" in (mock.finished["r"].error or "")
-    assert not mock.host.reads
+    engine = Engine(mock.runner, None, None, mock.engine.config, loader=mock.loader)
+    engine.submit(Submit("r", (1, 2, 3), Sampling(max_tokens=4), "a1", {GROUP: 1}))
+    engine.handle(Load("a1"))
+    engine.handle(Evict("a1"))
+    (refused,) = engine.step()
+    assert isinstance(refused, Finished) and "adapter_row_bytes" in refused.error
+    assert engine.num_requests == 0
+    assert not mock.loader.do_all()
 
 
 # ---- aborts and evictions
