@@ -206,13 +206,13 @@ def test_a_disk_that_refuses_signs_of_life_is_told_of_once(
 
 
 def test_a_server_that_stands_still_in_its_turn_blocks_changes_and_no_look_up(
-    stores: Two, monkeypatch: pytest.MonkeyPatch
+    root: Path, stores: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharing, "TURN_SECONDS", 0.05)
     one, other = stores
     upload_small(one, LAYOUT, "mine", seed=1)
-    assert one._sharing is not None
-    with one._sharing.turn():
+    standing = Sharing(next(root.iterdir()))
+    with standing.turn():
         assert other.get("mine").name == "mine"
         with pytest.raises(StoreBusy, match="try again"):
             other.delete("mine")

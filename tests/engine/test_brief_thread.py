@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+import weakref
 
 import pytest
 
@@ -61,11 +63,13 @@ def test_without_a_thread_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
 def test_closing_drops_what_has_not_begun_and_waits_for_what_has() -> None:
     brief, gate, done = BriefThread("brief"), _Gate(), list[int]()
     brief.submit(gate)
-    brief.submit(lambda: done.append(1))
+    dropped = weakref.ref(work := functools.partial(done.append, 1))
+    brief.submit(work)
+    del work
     assert gate.begun.wait(LIMIT_SECONDS)
     closer = threading.Thread(target=brief.close)
     closer.start()
-    wait_for(lambda: not brief._work, "the queue to be empty")
+    wait_for(lambda: dropped() is None, "the queue to be empty")
     assert closer.is_alive()
     gate.go.set()
     closer.join(LIMIT_SECONDS)

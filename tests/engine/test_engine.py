@@ -727,9 +727,8 @@ def test_random_operations_lose_nothing(seed: int) -> None:
         max_steps_waiting_for_rows=rng.randint(1, 6),
         max_loads_ahead=rng.randint(1, 3),
         overlap=rng.random() < 0.5,
+        host=LruHost(rng.randint(1, 3)) if rng.random() < 0.5 else None,
     )
-    if rng.random() < 0.5:
-        mock.use_host(LruHost(rng.randint(1, 3)))
     marks = SlowMarks()
     if rng.random() < 0.5:
         mock.rows.new_mark = marks

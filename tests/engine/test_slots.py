@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from service.engine.slots import Slots
+from tests.support.engine_mock import make_mock_engine
 
 
 def test_every_line_but_the_null_line_is_handed_out_once() -> None:
@@ -28,8 +29,12 @@ def test_releasing_a_free_line_is_a_bug() -> None:
         slots.release(1)
 
 
-def test_integrity_notices_a_lost_line() -> None:
-    slots = Slots(3)
-    slots._free.pop()
-    with pytest.raises(AssertionError, match="lost or held twice"):
-        slots.check_integrity()
+def test_integrity_notices_a_slot_that_nobody_holds() -> None:
+    mock = make_mock_engine()
+    mock.submit("r", max_tokens=9)
+    mock.step()
+    slot = mock.engine.slots.take()
+    with pytest.raises(AssertionError, match="slots held by a sequence that does not run"):
+        mock.engine.check_integrity()
+    mock.engine.slots.release(slot)
+    mock.settle()

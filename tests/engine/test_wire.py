@@ -49,12 +49,13 @@ def test_the_engine_reads_what_was_sent_however_it_was_cut() -> None:
 def test_the_client_reads_what_the_engine_wrote() -> None:
     async def drive() -> list[list[FromEngine] | None]:
         ours, theirs = socket.socketpair()
-        side = EngineSide(theirs.detach())
+        side = EngineSide(theirs.dup().detach())
         side.write(FROM_ENGINE)
         side.write(FROM_ENGINE[1:])
         reader, writer = await asyncio.open_connection(sock=ours)
         first, second = await read_from_engine(reader), await read_from_engine(reader)
-        side._socket.close()
+        with theirs:
+            theirs.shutdown(socket.SHUT_RDWR)  # what the end of the process does
         third = await read_from_engine(reader)
         writer.close()
         return [first, second, third]

@@ -368,11 +368,6 @@ class MockEngine:
         self.engine.submit(Submit(request_id, prompt, chosen, adapter, rows, tenant, weight, pooling))
         self.engine.check_integrity()
 
-    def use_host(self, host: MockHost) -> None:
-        """Another host tier, before anything was read."""
-        assert self.engine.desk.residency is not None
-        self.engine.desk.residency._host = self.host = host
-
     def step(self) -> list[Event]:
         events = self.engine.step()
         self.engine.check_integrity()
@@ -428,9 +423,10 @@ def make_mock_engine(
     token_budget: int = 16,
     max_sequences: int = 8,
     has_tokens: bool = True,
+    host: MockHost | None = None,
     **config: object,
 ) -> MockEngine:
-    """has_tokens: the engine knows its vocabulary, which grammars need."""
+    """has_tokens: the engine knows its vocabulary, which grammars need. host: None is one that keeps nothing."""
     settings = EngineConfig(
         model_dir="",
         store_root="",
@@ -439,7 +435,7 @@ def make_mock_engine(
         max_sequences=max_sequences,
         **config,  # type: ignore[arg-type]
     )
-    rows, host = MockRows(num_rows), MockHost()
+    rows, host = MockRows(num_rows), host or MockHost()
     runner = MockRunner(rows, settings, num_blocks=num_blocks, has_conv=has_conv, max_len=max_len)
     loader = SteppedLoader()
     tokens = mock_tokens() if has_tokens else None
