@@ -20,6 +20,7 @@ from service.api.schemas import DetokenizeRequest, TokenizeRequest
 from service.api.state import Services
 from service.payer import PAYER
 from service.tenants.tenants import Tenants
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server
 
 NUM_PLACES = 8
@@ -39,7 +40,7 @@ class Slow:
 
     def work(self, *_: Any, **__: Any) -> Any:
         self.threads.add(threading.current_thread())
-        assert self.go.wait(30)
+        assert self.go.wait(LIMIT_SECONDS)
         return []
 
     encode = page = work
@@ -116,7 +117,7 @@ def test_they_have_places_and_no_more_run_than_there_are(
         for answer in await asyncio.gather(*running):
             await sent(answer)
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
     assert (parts.calls.num_open, parts.gate.num_open) == (0, 0)
     assert slow.threads
     assert threading.main_thread() not in slow.threads
@@ -142,7 +143,7 @@ def test_one_payer_that_has_all_places_keeps_nobody_out(
         for answer in await asyncio.gather(*running, late):
             await sent(answer)
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +166,7 @@ def test_long_texts_have_several(monkeypatch: pytest.MonkeyPatch, call: Callable
         slow.go.set()
         await sent(await running)
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
     assert parts.calls.num_open == 0
 
 
@@ -181,7 +182,7 @@ def test_who_goes_away_gives_the_places_back(monkeypatch: pytest.MonkeyPatch) ->
         assert parts.calls.num_open == 0
         slow.go.set()
 
-    asyncio.run(asyncio.wait_for(run(), 60))
+    asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
 
 
 def test_a_long_list_of_tokens_is_detokenised(server: Server) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.blocks import ROOT, blocks, run
 from tests.support.client_environments import environment
+from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, running_server, wait_for
 
 PAGE = "docs/clients.md"
@@ -113,11 +114,11 @@ def _open_webui(server: Server, work_dir: Path) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         os.killpg(process.pid, signal.SIGTERM)
-        process.wait(60)
+        process.wait(LIMIT_SECONDS)
 
 
 def test_open_webui(server: Server, tmp_path: Path) -> None:
-    with _open_webui(server, tmp_path) as url, httpx.Client(base_url=url, timeout=60) as browser:
+    with _open_webui(server, tmp_path) as url, httpx.Client(base_url=url, timeout=LIMIT_SECONDS) as browser:
         token = browser.post("/api/v1/auths/signin", json={"email": "", "password": ""}).json()["token"]
         browser.headers["Authorization"] = f"Bearer {token}"
         models = {model["id"] for model in browser.get("/api/models").json()["data"]}
