@@ -24,6 +24,7 @@ class FairPool:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name, initializer=initializer)
         self._lock = threading.Lock()
         self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}  # whose turn is next comes first
+        self._ready: deque[tuple[str, Future[Any], Callable[[], Any]]] = deque()  # one for each thread that is to begin
         self._num_running: Counter[str] = Counter()
 
     def submit(self, owner: str, work: Callable[[], T]) -> Future[T]:
@@ -55,9 +56,13 @@ class FairPool:
             if queue:
                 self._waiting[owner] = queue  # behind all others
             self._num_running[owner] += 1
-            self._threads.submit(self._run, owner, future, work)
+            self._ready.append((owner, future, work))
+            self._threads.submit(self._run)
 
-    def _run(self, owner: str, future: Future[Any], work: Callable[[], Any]) -> None:
+    def _run(self) -> None:
+        """What is ready. Not given as arguments: an error's traceback leads here and to who called, and with them it
+        would go round in a circle, which holds all that the work had until Python's collector comes by."""
+        owner, future, work = self._ready.popleft()
         try:
             if future.set_running_or_notify_cancel():
                 try:
@@ -65,6 +70,7 @@ class FairPool:
                 except BaseException as error:
                     future.set_exception(error)
         finally:
+            del future, work
             with self._lock:
                 self._num_running[owner] -= 1
                 if not self._num_running[owner]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 
@@ -78,6 +80,30 @@ def test_what_is_cancelled_never_runs_and_what_fails_says_so(pool: FairPool) -> 
         raise KeyError("broken")
 
     assert isinstance(pool.submit("a", fail).exception(LIMIT_SECONDS), KeyError)
+
+
+def test_a_failure_is_gone_with_its_future() -> None:
+    """Its traceback leads to all that the work had in hand, which Python's collector may leave for minutes."""
+    pool, held = FairPool(1, "forgetful"), []
+
+    class Failure(Exception):
+        pass
+
+    def fail() -> None:
+        failure = Failure()
+        held.append(weakref.ref(failure))
+        try:
+            raise failure
+        finally:
+            del failure
+
+    gc.disable()
+    try:
+        assert isinstance(pool.submit("a", fail).exception(LIMIT_SECONDS), Failure)
+        pool.close()
+        assert held[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_payer_is_a_key_or_else_a_network() -> None:
