@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from service.api.request_body import FIRST, Request, field_error
+from service.api.request_body import FIRST, Request, field_error, value_fault
 
 # What others say is there: without it there is no message. An assistant may have called tools, and a tool be silent.
 _MUST_HAVE_CONTENT = ("system", "developer", "user")
@@ -37,7 +37,7 @@ class TextPart(_Kept):
     @model_validator(mode="after")
     def _check_text(self) -> TextPart:
         if (self.refusal if self.type == "refusal" else self.text) is None:
-            raise ValueError(f"a part of type '{self.type}' has no text")
+            raise value_fault(f"a part of type '{self.type}' has no text")
         return self
 
     @property

@@ -126,7 +126,12 @@ def _validated(model: type[BaseModel], body: bytes) -> BaseModel:
     try:
         return model.model_validate(_parsed(body))
     except ValidationError as error:
-        raise bad_request(error.errors()) from None
+        refusal = bad_request(error.errors())
+    # Behind the handler: what is raised in it has pydantic's error as its context, which holds the body.
+    try:
+        raise refusal
+    finally:
+        del refusal
 
 
 def check_counts(body: bytes) -> None:

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from service.api.chat_messages import ChatMessage
 from service.api.fields import EMBEDDING_FIELDS, GENERATION_FIELDS, STREAM_FIELDS, TOKENIZE_FIELDS
 from service.api.formats import JsonSchema, ResponseFormat, StructuredOutputs
-from service.api.request_body import FIRST, Request, bounded, field_error
+from service.api.request_body import FIRST, Request, bounded, field_error, value_fault
 from service.api.tools import MAX_TOOLS, ToolChoice, Tools, check_tool_choice, check_tools
 
 MAX_LOGPROBS = 20
@@ -317,7 +317,7 @@ class TokenizeRequest(Request):
         if self.tools:
             check_tools(self.tools)
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("send either `prompt` or `messages`")
+            raise value_fault("send either `prompt` or `messages`")
         names = (
             "add_generation_prompt",
             "continue_final_message",
@@ -327,7 +327,7 @@ class TokenizeRequest(Request):
             "tools",
         )
         if self.messages is None and any(getattr(self, name) for name in names):
-            raise ValueError(f"{', '.join(f'`{name}`' for name in names)} are only allowed with `messages`")
+            raise value_fault(f"{', '.join(f'`{name}`' for name in names)} are only allowed with `messages`")
         if self.continue_final_message and self.add_generation_prompt:
             raise field_error(
                 "continue_final_message",

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator
 
 from service.api.fields import TOOL_FIELDS
-from service.api.request_body import FIRST, Request, field_error
+from service.api.request_body import FIRST, Request, field_error, value_fault
 
 # OpenAI's figure.
 MAX_TOOLS = 128
@@ -38,19 +38,19 @@ class FunctionDefinition(Request):
         if parameters is None:
             return None
         if parameters.get("type", "object") != "object":
-            raise ValueError('must be the JSON schema of an object, with `type`: "object"')
+            raise value_fault('must be the JSON schema of an object, with `type`: "object"')
         properties = parameters.get("properties", {})
         if not isinstance(properties, dict) or not all(isinstance(one, dict | bool) for one in properties.values()):
-            raise ValueError("must be a JSON schema whose `properties` is an object of schemas")
+            raise value_fault("must be a JSON schema whose `properties` is an object of schemas")
         required = parameters.get("required", [])
         if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
-            raise ValueError("must be a JSON schema whose `required` is a list of names")
+            raise value_fault("must be a JSON schema whose `required` is a list of names")
         level: list[Any] = [parameters]
         for _ in range(MAX_SCHEMA_DEPTH):
             level = [inner for value in level for inner in _inner(value)]
             if not level:
                 return parameters
-        raise ValueError(f"may be nested up to {MAX_SCHEMA_DEPTH} levels deep")
+        raise value_fault(f"may be nested up to {MAX_SCHEMA_DEPTH} levels deep")
 
 
 class Tool(Request):

@@ -143,7 +143,7 @@ def _words(fault: Mapping[str, Any]) -> str:
         return f"it is empty; send at least {least} {unit}{'' if least == 1 else 's'}"
     if fault["type"] == "too_long" and fault["ctx"]["actual_length"] is not None:
         return f"it may have at most {fault['ctx']['max_length']} items, and has {fault['ctx']['actual_length']}"
-    message = str(fault["msg"]).removeprefix("Value error, ").rstrip(".")
+    message = str(fault["msg"]).rstrip(".")
     return _SHOULD.sub("it must", message)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import tracemalloc
@@ -14,11 +15,13 @@ import pytest
 from fastapi import FastAPI, Request
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from service.api import json_body
 from service.api.auth import Access
-from service.api.errors import BodyTooLarge, QueueFull
+from service.api.errors import ApiError, BodyTooLarge, QueueFull
 from service.api.json_body import (
+    LARGE_BODY_BYTES,
     MAX_CONTAINERS,
     MAX_STRINGS,
     MAX_VALUES,
@@ -29,6 +32,7 @@ from service.api.json_body import (
 )
 from service.api.metrics import Metrics
 from service.api.middleware import BodyRule, Door, Refusal
+from service.api.request_body import MAX_FIELDS
 from service.api.schemas import DetokenizeRequest
 from service.tenants.tenants import Tenants
 from tests.support.server import Server
@@ -134,7 +138,7 @@ def an_app(budget: BodyBudget, **limits: Any) -> FastAPI:
         return {"count": len(body.tokens)}
 
     async def refuse(_request: Request, error: Exception) -> Refusal:
-        return Refusal(error.__cause__ if isinstance(error.__cause__, BodyTooLarge | QueueFull) else error)  # type: ignore[arg-type]
+        return Refusal(error.__cause__ if isinstance(error.__cause__, ApiError) else error)
 
     for kind in (400, BodyTooLarge, QueueFull):
         app.add_exception_handler(kind, refuse)
@@ -169,6 +173,20 @@ def test_large_bodies_are_parsed_beside_the_loop(monkeypatch: pytest.MonkeyPatch
     assert (threads[0] is threading.main_thread()) == (num_tokens == 1)
     assert app.state.held == [(0, b"")], "a parsed body is still held"
     assert budget.num_bytes == 0
+
+
+def test_a_large_body_that_is_wrong_is_forgotten() -> None:
+    """What pydantic says of it holds it, where Python's collector does not look."""
+
+    def num_errors() -> int:
+        gc.collect()
+        return sum(type(one) is ValidationError for one in gc.get_objects())
+
+    body = json.dumps({f"field {number}": "a" * 100 for number in range(MAX_FIELDS + 1)}).encode()
+    app, num_before = an_app(BodyBudget(MIB)), num_errors()
+    assert len(body) > LARGE_BODY_BYTES
+    assert [answer.status_code for answer in post(app, body)] == [400]
+    assert num_errors() == num_before
 
 
 def test_bodies_share_one_budget_and_are_told_when_to_come_back() -> None:

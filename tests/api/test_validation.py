@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from service.api.errors import BadRequest, error_body
+from service.api.request_body import MAX_FIELDS
 from service.api.schemas import (
     MAX_DETOKENIZED,
     MAX_LOGIT_BIASES,
@@ -28,6 +30,10 @@ def refusal(kind: type[Request], body: dict[str, Any], *, prefix: tuple[str, ...
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(body)
     return bad_request([{**fault, "loc": (*prefix, *fault["loc"])} for fault in caught.value.errors()])
+
+
+def tool(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
 def chat(content: Any, **fields: Any) -> dict[str, Any]:
@@ -151,3 +157,25 @@ def test_a_whole_number_is_an_integer_however_it_is_written() -> None:
     # Names and values that are the client's own stay what they are.
     variables = {"chat_template_kwargs": {"a": 1.0}}
     assert repr(ChatRequest.model_validate({**chat("hi"), **variables}).chat_template_kwargs) == "{'a': 1.0}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {**COMPLETION, "logit_bias": {str(number): 1.0 for number in range(MAX_LOGIT_BIASES + 1)}}),
+        (CompletionRequest, {f"field {number}": 1 for number in range(MAX_FIELDS + 1)}),
+        (TokenizeRequest, {}),
+        (TokenizeRequest, {"prompt": "a", "tools": [tool({})]}),
+        (ChatRequest, chat([{"type": "text"}])),
+        (ChatRequest, chat("a", tools=[tool({"type": "string"})])),
+        (ChatRequest, chat("a", tools=[tool({"properties": 1})])),
+        (ChatRequest, chat("a", tools=[tool({"required": 1})])),
+        (ChatRequest, chat("a", tools=[tool(functools.reduce(lambda inner, _: {"items": inner}, range(100), {}))])),
+    ],
+)
+def test_no_fault_holds_an_exception(kind: type[Request], body: dict[str, Any]) -> None:
+    """Nor, by its traceback, the body and all who looked at it."""
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(body)
+    contexts = [fault.get("ctx", {}) for fault in caught.value.errors()]
+    assert not [value for context in contexts for value in context.values() if isinstance(value, Exception)]
