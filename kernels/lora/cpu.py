@@ -1,7 +1,8 @@
-"""The LoRA ops on a CPU: few, batched matrix products over segments, computed in float32.
+"""The LoRA ops on a CPU, computed in float32.
 
-A CPU step costs what its rows' bytes cost only when the products of many adapters run as one batched product: a product
-per adapter is dominated by call overhead. `cpu_plan` says which segments share one.
+A CPU step costs what its rows' bytes cost only when short segments share their calls and rows are read where they lie:
+products per adapter are dominated by call overhead, copies of rows read and write them once more. `cpu_plan` says which
+segments share; x meets their rows of A as the entries of a sparse matrix, and rows of B are summed as bags.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from operator import itemgetter
 import torch
 
 from kernels.contract import Contract
-from kernels.lora.cpu_plan import Batch, CpuPlan, Solo, make_plan
+from kernels.lora.cpu_plan import CpuPlan, Pairs, Solo, make_plan, shares_of
 from kernels.lora.maps import LoraMaps, LoraStack, Segment
 
 CONTRACT = Contract()
 
-_MAX_KEPT_VIEWS = 64  # pairs, of a stack
+_MAX_KEPT_VIEWS = 64  # of A and B, of a stack
+_SUM = 0  # mode of `embedding_bag`
 
 # Of A and of B.
 _Rows = tuple[torch.Tensor, torch.Tensor]
@@ -99,17 +101,17 @@ def _linear_in_order(x: torch.Tensor, out: torch.Tensor, stack: LoraStack, maps:
     if x.dtype != rows_dtype:
         x = x.to(rows_dtype)
     x = x.float()
-    padded: dict[int, torch.Tensor] = {}  # x of a batch, by identity of the batch: slices may share it
+    chosen: dict[int, torch.Tensor] = {}  # x of pairs, by identity of the pairs: slices may share it
     for s, (start, b) in enumerate(zip(stack.slice_starts, stack.b, strict=True)):
         plan = _plan(maps, stack, s)
         target = out.narrow(1, start, b.shape[1])
         for one in plan.solos:
             _run_solo(x, target, _rows_of_one(stack, s, one), one, overwrite)
-        for batch in plan.batches:
-            batch_x = padded.get(id(batch))
-            if batch_x is None:
-                batch_x = padded[id(batch)] = _padded_x(x, batch)
-            _run_batch(batch_x, target, _rows_of_batch(stack, s, batch), batch, overwrite)
+        pairs = plan.pairs
+        if pairs is not None:
+            if id(pairs) not in chosen:
+                chosen[id(pairs)] = x[pairs.start : pairs.end] if pairs.tokens is None else x[pairs.tokens]
+            _run_pairs(chosen[id(pairs)], target, (stack.a[s], b), pairs, overwrite)
         if overwrite:
             for first, end in plan.untargeted:
                 target[first:end].zero_()
@@ -127,33 +129,22 @@ def _run_solo(x: torch.Tensor, target: torch.Tensor, rows: _Rows, one: Solo, ove
         _ = out.copy_(delta) if overwrite else out.add_(delta)
 
 
-def _padded_x(x: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """x of the batch as [S, L, in]."""
-    chosen = x[batch.start : batch.end] if batch.tokens is None else x.index_select(0, batch.tokens)
-    return chosen.view(batch.num_segments, batch.length, -1)
-
-
-def _run_batch(x: torch.Tensor, target: torch.Tensor, rows: _Rows, batch: Batch, overwrite: bool) -> None:
-    """rows  [S, in, R] and [S, R, width]"""
+def _run_pairs(x: torch.Tensor, target: torch.Tensor, rows: _Rows, pairs: Pairs, overwrite: bool) -> None:
+    """x [T, in] of the pairs' tokens; rows: all of the stack, [rows, in] and [rows, width], of which only theirs are
+    read."""
     a, b = rows
-    h = torch.bmm(x, a)  # [S, L, R]
-    factor = batch.factor
-    if factor is None:
-        h *= batch.scaling
-        factor = 1.0
-    out = target[batch.start : batch.end]
-    if batch.tokens is None and not overwrite and out.dtype == torch.float32 and out.is_contiguous():
-        out.view(batch.num_segments, batch.length, -1).baddbmm_(h, b, alpha=factor)
+    h = pairs.products.values().zero_()  # what beta multiplies although it is 0, and no number stays one
+    torch.sparse.sampled_addmm(pairs.products, x, a.t(), beta=0.0, alpha=pairs.factor, out=pairs.products)
+    if pairs.scaling is not None:
+        h *= pairs.scaling
+    # Each token's sum of rows of B, weighted by h: `nn.functional.embedding_bag` without its checks of the arguments.
+    delta = torch.embedding_bag(b, pairs.rows, pairs.offsets, False, _SUM, False, h)[0]  # [T, width]
+    if pairs.tokens is None:
+        out = target[pairs.start : pairs.end]
+        _ = out.copy_(delta) if overwrite else out.add_(delta)
         return
-    delta = torch.bmm(h, b).flatten(0, 1)  # [S * L, width]
-    if batch.members is not None:
-        tokens, positions = batch.members
-        delta = delta.index_select(0, positions) * factor
-        target[tokens] = delta.to(target.dtype) if overwrite else (target[tokens] + delta).to(target.dtype)
-        return
-    if batch.valid is not None:
-        delta = delta.index_select(0, batch.valid)
-    _ = out.copy_(delta.mul_(factor)) if overwrite else out.add_(delta, alpha=factor)
+    tokens = pairs.tokens
+    target[tokens] = (delta if overwrite else target[tokens] + delta).to(target.dtype)
 
 
 def _rows_of_one(stack: LoraStack, s: int, one: Solo) -> _Rows:
@@ -165,28 +156,6 @@ def _rows_of_one(stack: LoraStack, s: int, one: Solo) -> _Rows:
         kept = _keep(stack, key, a.t(), b)
     a, b = kept
     return a.float(), b.float()
-
-
-def _rows_of_batch(stack: LoraStack, s: int, batch: Batch) -> _Rows:
-    """The batch's rows of a[s] and b[s] as float32 [S, in, R] and [S, R, width]: views where the ranges are evenly
-    spaced."""
-    if batch.rows is not None:
-        a, b = (stacked.index_select(0, batch.rows).float() for stacked in (stack.a[s], stack.b[s]))
-        num, rank = batch.num_segments, batch.rank
-        return a.view(num, rank, -1).transpose(1, 2), b.view(num, rank, -1)
-    key = (s, batch.first_row, batch.row_step, batch.num_segments, batch.rank)
-    kept: _Rows | None = stack.kept.get(key)
-    if kept is None:
-        a, b = (_view_of_rows(stacked, batch) for stacked in (stack.a[s], stack.b[s]))
-        kept = _keep(stack, key, a.transpose(1, 2), b)
-    a, b = kept
-    return a.float(), b.float()
-
-
-def _view_of_rows(stacked: torch.Tensor, batch: Batch) -> torch.Tensor:
-    stride = stacked.stride(0)
-    shape, strides = (batch.num_segments, batch.rank, stacked.shape[1]), (batch.row_step * stride, stride, 1)
-    return stacked.as_strided(shape, strides, stacked.storage_offset() + batch.first_row * stride)
 
 
 def _keep(stack: LoraStack, key: tuple[int, ...], a: torch.Tensor, b: torch.Tensor) -> _Rows:
@@ -203,12 +172,21 @@ def _plan(maps: LoraMaps, stack: LoraStack, s: int) -> CpuPlan:
     of_places = plans.get("of_places")
     if of_places is None:
         of_places = plans["of_places"] = itemgetter(*(segment.place for segment in maps.segments))
+    a, b = stack.a[s], stack.b[s]
     ranks, scalings = stack.host_ranks[s], stack.host_scalings[s]
-    num_columns = stack.a[s].shape[1] + stack.b[s].shape[1]
-    key = (stack.group, num_columns, of_places(ranks), of_places(scalings))
-    plan: CpuPlan | None = plans.get(key)
+    wanted = (stack.group, a.shape[0], of_places(ranks), of_places(scalings))
+    # Pairs hold products in float32, as the activations are.
+    num_columns = a.shape[1] + b.shape[1] if b.dtype == torch.float32 else None
+    plan: CpuPlan | None = plans.get((wanted, num_columns))
     if plan is None:
-        plan = plans[key] = make_plan(maps.segments, stack.group, ranks, scalings, num_columns)
+        shares = (False,) * len(maps.segments)
+        if num_columns is not None:
+            shares = shares_of(maps.segments, ranks, num_columns)
+        # Slices of other widths mostly divide alike.
+        plan = plans.get((wanted, shares))
+        if plan is None:
+            plan = make_plan(maps.segments, stack.group, ranks, scalings, shares=shares, num_rows=a.shape[0])
+        plans[wanted, shares] = plans[wanted, num_columns] = plan
     return plan
 
 

@@ -1,97 +1,103 @@
-"""How the CPU's LoRA ops divide a step into products: what shares a batch, and what it reads in place."""
+"""How the CPU's LoRA ops divide a step into products: what shares calls, and that nothing reads what is not its own."""
 
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
 
 from kernels.lora import cpu, cpu_plan, ops
-from kernels.lora.cpu_plan import Solo, _divided, make_plan
+from kernels.lora.cpu_plan import CpuPlan, make_plan, shares_of
 from kernels.lora.maps import Segment
 from tests.ops.test_lora import POPULARITIES, assert_right, expected_linear
 from tests.support.lora_cases import Case, Step, make_maps, make_step, popularity
 
-WIDE = 4096  # columns of a row of A and of B together, of which 16 ranks are what one batch costs
+COLUMNS = 512  # of a row of A and of B together: 32 tokens of rank 16 are as much as may share
+NAN = float("nan")
 
 
-def members(first_rows: list[int], *, rank: int = 16, lengths: list[int] | None = None) -> list[Solo]:
-    """Adjacent segments of one token each, or of `lengths`."""
-    found, start = [], 0
-    for row, length in zip(first_rows, lengths or [1] * len(first_rows), strict=True):
-        found.append(Solo(start, start + length, row, rank, 1.0))
+def plan_of(lengths: list[int], first_rows: list[int], ranks: list[int], *, gaps: list[int] | None = None) -> CpuPlan:
+    """One segment each, in this order; before it as many tokens of nobody as `gaps` says."""
+    segments, start = [], 0
+    for place, (length, first_row) in enumerate(zip(lengths, first_rows, strict=True)):
+        start += gaps[place] if gaps else 0
+        segments.append(Segment(start, start + length, place, (first_row,)))
         start += length
-    return found
+    of_step = tuple(segments)
+    shares = shares_of(of_step, ranks, COLUMNS)
+    return make_plan(of_step, 0, ranks, [1.0] * len(ranks), shares=shares, num_rows=2048)
 
 
-def first_rows(batches: list[list[Solo]]) -> list[list[int]]:
-    return [[one.first_row for one in batch] for batch in batches]
+def pairs_of(plan: CpuPlan) -> list[list[int]]:
+    """The rows of each token that shares."""
+    assert plan.pairs is not None
+    bounds = [*plan.pairs.offsets.tolist(), len(plan.pairs.rows)]
+    rows = plan.pairs.rows.tolist()
+    return [rows[first:end] for first, end in pairwise(bounds)]
 
 
-def test_evenly_spaced_rows_are_one_batch() -> None:
-    assert first_rows(_divided(members([16, 48, 80, 112]), WIDE)) == [[16, 48, 80, 112]]
+def test_short_segments_share_whatever_their_ranks_lengths_and_rows() -> None:
+    plan = plan_of([1, 2, 1], [40, 0, 16], [3, 2, 4])
+    assert pairs_of(plan) == [[40, 41, 42], [0, 1], [0, 1], [16, 17, 18, 19]]
+    assert not plan.solos
+    assert plan.pairs is not None
+    assert (plan.pairs.start, plan.pairs.end, plan.pairs.tokens) == (0, 4, None)
 
 
-def test_a_gap_divides_a_batch_of_wide_rows() -> None:
-    assert first_rows(_divided(members([0, 16, 48, 64, 80]), WIDE)) == [[0, 16], [48, 64, 80]]
+def test_tokens_of_others_in_between_are_left_out() -> None:
+    pairs = plan_of([1, 2, 1], [0, 16, 8], [2, 2, 2], gaps=[0, 3, 1]).pairs
+    assert pairs is not None
+    assert pairs.tokens is not None
+    assert pairs.tokens.tolist() == [0, 4, 5, 7]
 
 
-def test_rows_that_go_back_divide_a_batch() -> None:
-    assert first_rows(_divided(members([32, 48, 0, 16]), WIDE)) == [[32, 48], [0, 16]]
+@pytest.mark.parametrize(("length", "is_alone"), [(32, False), (33, True)])
+def test_a_segment_of_much_work_has_products_of_its_own(length: int, is_alone: bool) -> None:
+    plan = plan_of([1, length, 1, 1], [0, 16, 32, 48], [16] * 4)
+    assert [one.start for one in plan.solos] == ([1] if is_alone else [])
+    assert len(pairs_of(plan)) == (3 if is_alone else 3 + length)
 
 
-def test_narrow_rows_are_gathered() -> None:
-    assert first_rows(_divided(members([0, 16, 48, 64, 80]), 256)) == [[0, 16, 48, 64, 80]]
+def test_two_short_segments_have_products_of_their_own() -> None:
+    plan = plan_of([1, 1, 33], [0, 16, 32], [16, 16, 16])
+    assert plan.pairs is None
+    assert sorted(one.start for one in plan.solos) == [0, 1, 2]
 
 
-def test_a_division_pays_for_the_batches_that_it_adds() -> None:
-    rows = [0, 16, 48]  # 384 KiB of 2048 columns, for one batch more than there would be
-    assert first_rows(_divided(members(rows), 2048)) == [[0, 16], [48]]
-    assert first_rows(_divided(members(rows), 1024)) == [rows]
+def test_no_more_rows_are_read_than_the_ranks_say() -> None:
+    ranks = [4, 16, 4, 16, 4, 16]
+    assert [len(rows) for rows in pairs_of(plan_of([1] * 6, [0, 4, 24, 28, 52, 56], ranks))] == ranks
 
 
-def test_tokens_that_stand_apart_divide_a_batch_once_copying_them_costs_more() -> None:
-    near, far = members([0, 16], lengths=[8, 8]), members([32, 48], lengths=[8, 8])
-    far = [Solo(one.start + 100, one.end + 100, one.first_row, one.rank, 1.0) for one in far]
-    assert first_rows(_divided([*near, *far], 4096)) == [[0, 16], [32, 48]]
-    assert first_rows(_divided([*near, *far], 1024)) == [[0, 16, 32, 48]]
-
-
-def test_unequal_ranks_divide_a_batch_of_wide_rows() -> None:
-    one, other = members([0, 16])
-    other = Solo(other.start, other.end, other.first_row, 8, 1.0)
-    assert first_rows(_divided([one, other], WIDE)) == [[0], [16]]
-
-
-@pytest.mark.parametrize("num_columns", [64, WIDE, 64 * WIDE])
-def test_every_segment_has_its_product(num_columns: int) -> None:
-    """Under any mix: each targeted segment is in one solo or batch, each other one is named as untargeted."""
-    rng = random.Random(num_columns)
+@pytest.mark.parametrize("max_work", [0, cpu_plan._MAX_SHARED_WORK, 2**60], ids=["alone", "as is", "shared"])
+def test_every_segment_has_its_product(max_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under any mix: each token of a targeted segment is in one solo or once among the pairs, others are untargeted."""
+    monkeypatch.setattr(cpu_plan, "_MAX_SHARED_WORK", max_work)
+    rng = random.Random(max_work)
     for _ in range(200):
-        segments, start = [], 0
-        for place in range(rng.randint(1, 12)):
-            start += rng.choice([0, 0, 3])
-            length = rng.choice([1, 1, 2, 8, 9, 100])
-            segments.append(Segment(start, start + length, place, (rng.choice([-1, 16 * place, 16 * (20 - place)]),)))
-            start += length
-        ranks = [rng.choice([0, 8, 16, 16, 40, 300]) for _ in segments]
-        plan = make_plan(tuple(segments), 0, ranks, [0.5] * len(segments), num_columns)
+        count = rng.randint(1, 12)
+        lengths = [rng.choice([1, 1, 2, 8, 9, 100]) for _ in range(count)]
+        first_rows = [rng.choice([-1, 16 * place, 16 * (20 - place)]) for place in range(count)]
+        gaps = [rng.choice([0, 0, 3]) for _ in range(count)]
+        ranks = [rng.choice([0, 8, 16, 16, 40, 300]) for _ in range(count)]
+        plan = plan_of(lengths, first_rows, ranks, gaps=gaps)
         covered = [list(range(one.start, one.end)) for one in plan.solos]
-        for batch in plan.batches:
-            if batch.members is not None:
-                covered.append(batch.members[0].tolist())
-            else:
-                covered.append(list(range(batch.start, batch.end)))
+        if plan.pairs is not None:
+            everything = list(range(plan.pairs.start, plan.pairs.end))
+            covered.append(everything if plan.pairs.tokens is None else plan.pairs.tokens.tolist())
+            assert len(pairs_of(plan)) == len(covered[-1])
         covered += [list(range(*bounds)) for bounds in plan.untargeted]
-        tokens = [token for segment in segments for token in range(segment.start, segment.end)]
+        starts = [sum(lengths[:at]) + sum(gaps[: at + 1]) for at in range(count)]
+        tokens = [start + at for start, length in zip(starts, lengths, strict=True) for at in range(length)]
         assert sorted(token for some in covered for token in some) == tokens
 
 
-@pytest.mark.parametrize("bytes_per_batch", [0, cpu_plan._BYTES_PER_BATCH, 2**60], ids=["divided", "as is", "gathered"])
+@pytest.mark.parametrize("max_work", [0, cpu_plan._MAX_SHARED_WORK, 2**60], ids=["alone", "as is", "shared"])
 @pytest.mark.parametrize("name", POPULARITIES)
-def test_however_divided_it_equals_float64(name: str, bytes_per_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_plan, "_BYTES_PER_BATCH", bytes_per_batch)
+def test_however_divided_it_equals_float64(name: str, max_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_plan, "_MAX_SHARED_WORK", max_work)
     for num_tokens in (5, 20, 90):
         lengths = popularity(name, num_tokens, 9, random.Random(num_tokens))
         ranks = tuple((16, 16, 16, 8, 16, 0, 40, 16, 300) for _ in range(2))
@@ -99,13 +105,50 @@ def test_however_divided_it_equals_float64(name: str, bytes_per_batch: int, monk
             step = make_step(Case(96, (72, 40), ranks, lengths, num_base_tokens=2, seed=num_tokens))
             out = step.out.clone()
             if overwrite:
-                out[step.maps.token_segment >= 0] = float("nan")
+                out[step.maps.token_segment >= 0] = NAN
             ops.lora_linear(step.x, out, step.stack, step.maps, overwrite=overwrite)
             assert_right(out, expected_linear(step, overwrite=overwrite), step, step.out)
 
 
+@pytest.mark.parametrize("length", [1, 2, 8])
+@pytest.mark.parametrize("rank", [4, 16, 64])
+@pytest.mark.parametrize(("in_features", "width"), [(256, 128), (256, 768), (100, 36), (7, 5)])
+def test_rows_that_nobody_asked_for_are_not_read(in_features: int, width: int, rank: int, length: int) -> None:
+    """A third of the places is asked for; the others, and what is past each rank, hold NaN. Ranks differ by one."""
+    case = Case(in_features, (width,), (tuple(rank - at % 2 for at in range(12)),), (length,) * 12, seed=rank)
+    step = make_step(case)
+    chosen = step.maps.segments[::3]
+    owned = torch.zeros(step.stack.a[0].shape[0], dtype=torch.bool)
+    for one in chosen:
+        owned[one.first_rows[0] : one.first_rows[0] + step.stack.host_ranks[0][one.place]] = True
+    for rows in (step.stack.a[0], step.stack.b[0]):
+        rows[~owned] = NAN
+    num_tokens = length * len(chosen) + 1
+    maps = make_maps(
+        [length] * len(chosen), [one.place for one in chosen], [one.first_rows[0] for one in chosen], num_tokens
+    )
+    now = Step(step.x[:num_tokens], step.out[:num_tokens], step.stack, maps)
+    out = now.out.clone()
+    ops.lora_linear(now.x, out, now.stack, maps)
+    assert_right(out, expected_linear(now), now, now.out)
+    assert torch.isfinite(out).all()
+
+
+def test_an_adapter_without_finite_values_spoils_its_own_tokens_alone() -> None:
+    """Not those of others, nor its own in the next slice, for which the same memory is used again."""
+    step = make_step(Case(64, (32, 48), ((4, 4, 4), (4, 4, 4)), (1, 2, 1)))
+    spoilt = step.maps.segments[1]
+    step.stack.a[0][spoilt.first_rows[0]] = NAN
+    out = step.out.clone()
+    ops.lora_linear(step.x, out, step.stack, step.maps)
+    assert out[1:3, :32].isnan().all()
+    out[1:3, :32] = 0.0
+    assert torch.isfinite(out).all()
+
+
 def test_kept_views_are_bounded_and_right_after_they_were_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_MAX_KEPT_VIEWS", 2)
+    monkeypatch.setattr(cpu_plan, "_MAX_SHARED_WORK", 0)
     step = make_step(Case(64, (32,), ((300, 300, 300, 300),), (1, 2, 3, 4)))
     for _ in range(2):
         out = step.out.clone()
@@ -136,13 +179,3 @@ def test_steps_of_one_stack_read_their_own_rows(seed: int) -> None:
         out = before.clone()
         ops.lora_linear(x, out, step.stack, maps)
         assert_right(out, expected_linear(now), now, before)
-
-
-def test_rows_of_rank_4_are_not_read_as_if_they_were_16() -> None:
-    """Among adapters of rank 16 at uneven distances, whose rows are gathered."""
-    ranks = [4, 16, 4, 16, 4, 16]
-    first_rows = [0, 4, 24, 28, 52, 56]
-    segments = tuple(Segment(at, at + 1, at, (first_row,)) for at, first_row in enumerate(first_rows))
-    plan = make_plan(segments, 0, ranks, [1.0] * 6, 512)
-    assert sorted(one.rank for one in (*plan.solos, *plan.batches)) == [4, 16]
-    assert sum(batch.num_segments * batch.rank for batch in plan.batches) == sum(ranks)
