@@ -1,12 +1,15 @@
-"""What the model remembers of its sequences between steps: paged keys and values, and lines of convolution state."""
+"""What the model remembers of its sequences between steps, as its mixers declare it: paged keys and values, and lines
+of state."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
 import torch
 
-from service.models.spec import AttentionSpec, GatedDeltaSpec, Mixer, ModelSpec, ShortConvSpec
+from service.models.parts import State
+from service.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +40,8 @@ class DeltaStates:
 
 
 LayerCache = KvCache | ConvStates | DeltaStates
+# By what a mixer's states are called.
+_BY_NAMES = {tuple(field.name for field in fields(kind)): kind for kind in (KvCache, ConvStates, DeltaStates)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,37 +67,32 @@ def allocate_caches(
     block_size             tokens per block
     """
 
-    def empty(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+    def tensor(state: State) -> torch.Tensor:
+        is_paged = state.per == "token"
+        shape = ((num_blocks, block_size) if is_paged else (num_lines,)) + state.shape
+        make = torch.zeros if is_paged and device.type == "npu" else torch.empty
+        return make(shape, dtype=_dtype_of(state, dtype), device=device)
 
-    def of(mixer: Mixer) -> LayerCache:
-        if isinstance(mixer, ShortConvSpec):
-            return ConvStates(empty(num_lines, mixer.width - 1, mixer.size))
-        if isinstance(mixer, GatedDeltaSpec):
-            shape = (num_lines, mixer.num_value_heads, mixer.key_dim, mixer.value_dim)
-            matrices = torch.empty(shape, dtype=torch.float32, device=device)
-            return DeltaStates(empty(num_lines, mixer.width - 1, mixer.size), matrices)
-        shape = (num_blocks, block_size, mixer.num_kv_heads, mixer.head_dim)
-        make = torch.zeros if device.type == "npu" else torch.empty
-        return KvCache(*(make(shape, dtype=dtype, device=device) for _ in range(2)))
+    def cache(states: tuple[State, ...]) -> LayerCache:
+        return _BY_NAMES[tuple(state.name for state in states)](*map(tensor, states))
 
-    return Caches(tuple(of(layer.mixer) for layer in spec.layers))
+    return Caches(tuple(cache(layer.mixer.states) for layer in spec.layers))
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Bytes that one cached token takes in all attention layers."""
-    return sum(2 * attention.kv_size for attention in spec.attentions) * dtype.itemsize
+    return _line_bytes(spec, "token", dtype)
 
 
 def state_bytes_per_line(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Bytes of one line of state in all layers; 0 without layers that have states."""
-    return sum(_state_bytes(layer.mixer, dtype) for layer in spec.layers)
+    return _line_bytes(spec, "sequence", dtype)
 
 
-def _state_bytes(mixer: Mixer, dtype: torch.dtype) -> int:
-    if isinstance(mixer, AttentionSpec):
-        return 0
-    conv_bytes = (mixer.width - 1) * mixer.size * dtype.itemsize
-    if isinstance(mixer, GatedDeltaSpec):
-        return conv_bytes + mixer.num_value_heads * mixer.key_dim * mixer.value_dim * torch.float32.itemsize
-    return conv_bytes
+def _line_bytes(spec: ModelSpec, per: str, dtype: torch.dtype) -> int:
+    states = (state for layer in spec.layers for state in layer.mixer.states if state.per == per)
+    return sum(math.prod(state.shape) * _dtype_of(state, dtype).itemsize for state in states)
+
+
+def _dtype_of(state: State, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if state.in_float32 else dtype

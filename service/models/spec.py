@@ -7,152 +7,25 @@ relative to the module around them.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
-from kernels.swiglu.activation import Activation
+from service.models.mixer_specs import AttentionSpec, GatedDeltaSpec, Mixer, ShortConvSpec
+from service.models.mlp_specs import FeedForward, MlpSpec, MoeSpec
+from service.models.parts import Linear, Shapes
 from service.models.rope_facts import RopeFacts
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSpec:
-    """Grouped-query attention; needs no state but cached keys and values.
-
-    inputs           modules that yield queries, keys and values, in this order: three, or one for all
-    scale            of the scores
-    rotary           which of the model's rotations turns queries and keys
-    sliding_window   number of latest tokens a query sees, itself included; None: all of them
-    score_cap        scores come out as cap * tanh(score / cap); None: as they are
-    head_norms       modules of the norms of each query and each key head before rotation
-    whole_norms      modules of the norms of all queries and of all keys of a token, taken together, before rotation
-    has_output_gate  the query module yields for each head its query, then a gate: the head's output is multiplied with
-                     the gate's sigmoid
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    name: str = "self_attn"
-    inputs: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    output: str = "o_proj"
-    input_bias: bool = False
-    output_bias: bool = False
-    rotary: int = 0
-    sliding_window: int | None = None
-    score_cap: float | None = None
-    head_norms: tuple[str, str] | None = None
-    whole_norms: tuple[str, str] | None = None
-    has_output_gate: bool = False
-
-    @property
-    def query_size(self) -> int:
-        """Columns of the queries, their gates included."""
-        return self.num_heads * self.head_dim * (2 if self.has_output_gate else 1)
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShortConvSpec:
-    """A gated short convolution over `size` channels; its state is the last `width` - 1 inputs of a sequence."""
-
-    size: int
-    width: int
-    bias: bool
-    name: str = "conv"
-
-    @property
-    def fixed(self) -> tuple[str, ...]:
-        """What adapters cannot change."""
-        return (f"{self.name}.conv",)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GatedDeltaSpec:
-    """A gated delta net: a short convolution with silu over queries, keys and values, then a matrix of state for each
-    value head (`kernels.gated_delta.ops`). Its state is both, per sequence.
-
-    inputs  modules of what the convolution reads, of the output's gate, and of the two gates of the state, b and a
-    """
-
-    num_key_heads: int
-    num_value_heads: int
-    key_dim: int
-    value_dim: int
-    width: int
-    name: str = "linear_attn"
-    inputs: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-
-    @property
-    def value_size(self) -> int:
-        """Columns of all values."""
-        return self.num_value_heads * self.value_dim
-
-    @property
-    def size(self) -> int:
-        """Channels of the convolution."""
-        return 2 * self.num_key_heads * self.key_dim + self.value_size
-
-    @property
-    def fixed(self) -> tuple[str, ...]:
-        """What adapters cannot change."""
-        return tuple(f"{self.name}.{part}" for part in ("conv1d", "A_log", "dt_bias", "norm"))
-
-    @property
-    def input_sizes(self) -> tuple[int, ...]:
-        """Columns of each of the inputs."""
-        return (self.size, self.value_size, self.num_value_heads, self.num_value_heads)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MlpSpec:
-    """output(activation(gate(x)) * up(x)).
-
-    inputs  modules of gate and up, or one for both
-    packed  what the one product of both is called
-    """
-
-    size: int
-    name: str = "mlp"
-    inputs: tuple[str, ...] = ("gate_proj", "up_proj")
-    packed: str = "gate_up_proj"
-    output: str = "down_proj"
-    bias: bool = False
-    activation: Activation = "silu"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MoeSpec:
-    """A mixture of experts: each token has the weighted sum of those few of them that its router chose, and perhaps
-    what an expert of all tokens says, times the sigmoid of a gate.
-
-    num_chosen   experts of a token
-    size         width of each expert
-    normalises   the weights of a token's experts add up to 1
-    shared       the expert of all tokens; None: there is none
-    shared_gate  its gate's module
-    """
-
-    num_experts: int
-    num_chosen: int
-    size: int
-    normalises: bool
-    shared: MlpSpec | None = None
-    name: str = "mlp"
-    router: str = "gate"
-    experts: str = "experts"
-    shared_gate: str = "shared_expert_gate"
-
-    @property
-    def unadapted(self) -> tuple[str, ...]:
-        """Modules that adapters cannot bind to yet."""
-        return f"{self.name}.{self.router}", f"{self.name}.{self.experts}"
-
-
-FeedForward = MlpSpec | MoeSpec
-Mixer = AttentionSpec | ShortConvSpec | GatedDeltaSpec
+__all__ = [
+    "AttentionSpec",
+    "FeedForward",
+    "GatedDeltaSpec",
+    "LayerSpec",
+    "Mixer",
+    "MlpSpec",
+    "ModelSpec",
+    "MoeSpec",
+    "ShortConvSpec",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +39,26 @@ class LayerSpec:
     mlp_norm: str | None = "post_attention_layernorm"
     mixer_end_norm: str | None = None
     mlp_end_norm: str | None = None
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Modules of the norms of the hidden states."""
+        each = (self.mixer_norm, self.mixer_end_norm, self.mlp_norm, self.mlp_end_norm)
+        return tuple(norm for norm in each if norm is not None)
+
+    def linears(self, hidden_size: int) -> tuple[Linear, ...]:
+        """All products that adapters bind to, in the order of the forward pass; names are relative to the layer."""
+        return (*self.mixer.linears(hidden_size), *self.mlp.linears(hidden_size))
+
+    def tensors(self, hidden_size: int, *, has_packed_experts: bool) -> Shapes:
+        """All tensors of the layer as checkpoints hold them; names are relative to the layer."""
+        shapes: Shapes = {f"{norm}.weight": (hidden_size,) for norm in self.norms}
+        for linear in self.linears(hidden_size):
+            for module, size in linear.slices.items():
+                shapes[f"{module}.weight"] = (size, linear.in_features)
+                if linear.has_bias:
+                    shapes[f"{module}.bias"] = (size,)
+        return shapes | self.mixer.tensors | self.mlp.tensors(hidden_size, is_packed=has_packed_experts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,16 +136,13 @@ class ModelSpec:
     @property
     def has_states(self) -> bool:
         """Whether sequences have states of a fixed size, beside cached keys and values."""
-        return len(self.attentions) < len(self.layers)
+        return any(state.per == "sequence" for layer in self.layers for state in layer.mixer.states)
 
     @property
     def widest_projection(self) -> int:
         """Columns of the widest product in a layer; of experts, what all of a token hold between them."""
-        sizes = [2 * mlp.size for mlp in self.mlps]
-        sizes += [moe.num_chosen * (moe.size + self.hidden_size) for moe in self.moes]
-        sizes += [attention.query_size + 2 * attention.kv_size for attention in self.attentions]
-        sizes += [sum(delta.input_sizes) for delta in self.deltas]
-        sizes += [3 * conv.size for conv in self.convs if isinstance(conv, ShortConvSpec)]
+        sizes = [moe.num_chosen * (moe.size + self.hidden_size) for moe in self.moes]
+        sizes += [sum(linear.slices.values()) for layer in self.layers for linear in layer.linears(self.hidden_size)]
         return max(sizes)
 
     @property
@@ -273,6 +163,20 @@ class ModelSpec:
     def needs_rope_limits(self) -> bool:
         """Whether `StepBatch.rope_limits` has to be filled: some scalings depend on a request's own limit."""
         return any(rope.depends_on_limit for rope in self.rotations)
+
+    def tensors(self, stored: Container[str]) -> Shapes:
+        """Every tensor that is read of a checkpoint which holds the tensors `stored`: experts may be stored all in one
+        or one by one, and a tied head may be stored or not."""
+        shapes: Shapes = {f"{self.prefix}embed_tokens.weight": (self.vocab_size, self.hidden_size)}
+        for index, layer in enumerate(self.layers):
+            prefix = f"{self.layer_prefix}{index}."
+            has_packed_experts = any(prefix + name in stored for name in layer.mlp.packed_tensors)
+            of_layer = layer.tensors(self.hidden_size, has_packed_experts=has_packed_experts)
+            shapes |= {prefix + name: shape for name, shape in of_layer.items()}
+        shapes[f"{self.prefix}{self.final_norm}.weight"] = (self.hidden_size,)
+        if not self.tie_word_embeddings or "lm_head.weight" in stored:
+            shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
+        return shapes
 
     def _context_of(self, rope: RopeFacts) -> int:
         if rope.kind == "dynamic":

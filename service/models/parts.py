@@ -1,0 +1,50 @@
+"""What the parts of a layer declare, by which all else is derived from them: projections and states. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from adapters.layout import Group
+
+# Shapes of tensors as checkpoints hold them, by name.
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A product of a layer that adapters bind to; names are relative to the layer.
+
+    slices  widths of the outputs by module, in the order in which they are packed: each has a weight [width,
+            in_features] and, where `has_bias`, a bias [width]
+    """
+
+    name: str
+    group: Group
+    in_features: int
+    slices: Mapping[str, int]
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A tensor that a mixer remembers between steps, as lines of `shape`.
+
+    per         how a step advances it. "token": it appends a line for each of its tokens, in blocks of the paged cache,
+                and leaves the lines before. "sequence": it reads and overwrites the one line that a sequence has in its
+                slot, whatever the number of its tokens; a sequence's first step reads none.
+    in_float32  whatever the model computes in; else in the model's dtype
+    """
+
+    name: str
+    per: Literal["token", "sequence"]
+    shape: tuple[int, ...]
+    in_float32: bool = False
+
+
+def named(parent: str, modules: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, int]:
+    """Widths of outputs by module: one for each size, or one module for all of them."""
+    if len(modules) == 1:
+        return {f"{parent}.{modules[0]}": sum(sizes)}
+    return {f"{parent}.{module}": size for module, size in zip(modules, sizes, strict=True)}
