@@ -4,7 +4,7 @@ config.json, unless `write_checkpoint` is asked for it."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,12 +15,11 @@ from safetensors.torch import save_file
 
 from service.models.checkpoint import OpenTensors, TensorSource
 from service.models.config_json import read_config
-from service.models.layouts import layout_of
+from service.models.families import model_spec
 
 BUNDLED = Path(__file__).parents[1] / "service" / "bundled" / "base"
 SEED = 20_26
 _STANDARD_DEVIATION = 0.02
-_NORMS = ("input_layernorm", "post_attention_layernorm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +73,7 @@ class RandomTensors:
         self._device, self._dtype, self._is_tied = device, dtype, is_tied
         self._generator = torch.Generator(device).manual_seed(seed)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object, /) -> bool:
         return not (self._is_tied and name == "lm_head.weight")
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -87,7 +86,10 @@ class RandomTensors:
     def dtype(self, name: str) -> str:  # noqa: ARG002
         return str(self._dtype).removeprefix("torch.")
 
-    def unread(self) -> list[str]:
+    def fault(self, name: str, shape: tuple[int, ...]) -> None:
+        """Every tensor is as it is asked for."""
+
+    def others(self, names: Iterable[str]) -> list[str]:  # noqa: ARG002
         return []
 
 
@@ -123,24 +125,17 @@ def _write_config(directory: Path, shape: Shape, dtype: torch.dtype) -> None:
 def write_checkpoint(directory: Path, shape: Shape, device: str, dtype: torch.dtype) -> None:
     """What `opener` gives, as a checkpoint of one file for each layer, for servers that run as processes; with a
     tokenizer whose tokens are bytes and, from 256 on, made-up words."""
-    assert shape.model_type == "llama", "other families have tensors beside projections and norms"
     _write_config(directory, shape, dtype)
-    layout = layout_of(read_config(directory))
+    spec = model_spec(read_config(directory))
     source = RandomTensors(torch.device(device), dtype, is_tied=shape.tie_word_embeddings)
-    files: dict[int, dict[str, tuple[int, ...]]] = {
-        layer: {f"model.layers.{layer}.{norm}.weight": (shape.hidden_size,) for norm in _NORMS}
-        for layer in range(shape.num_hidden_layers)
-    }
-    files[-1] = {"model.norm.weight": (shape.hidden_size,)}
-    for projection in layout.projections:
-        for piece in projection.slices:
-            size = (piece.out_features, projection.in_features)
-            is_embedding = projection.kind == "embedding"
-            files[projection.layer][f"{piece.module}.weight"] = size[::-1] if is_embedding else size
+    files: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, size in spec.tensors(source).items():
+        layer, _, _ = name.removeprefix(spec.layer_prefix).partition(".")
+        files.setdefault(layer if name.startswith(spec.layer_prefix) else "rest", {})[name] = size
     weight_map: dict[str, str] = {}
     for layer, shapes in files.items():
         name = f"layer-{layer}.safetensors"
-        tensors = {key: source.tensor(key, size).cpu() for key, size in shapes.items() if key in source}
+        tensors = {key: source.tensor(key, size).cpu() for key, size in shapes.items()}
         save_file(tensors, directory / name)
         weight_map |= dict.fromkeys(tensors, name)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 _RANK = 16
 _MIB = 2**20
+# Of the tensors that do not fit, so many are named and the others counted.
+_MOST_FAULTS = 20
 
 
 def look_at_model(examination: Examination) -> Section:
@@ -41,13 +43,14 @@ def look_at_model(examination: Examination) -> Section:
             "hidden_size": spec.hidden_size,
             "weight_bytes": weight_bytes,
         }
-        _check_tensors(settings.model_dir, spec)
+        if not _compare_tensors(section, settings.model_dir, spec):
+            return section
         if examination.platform is not None:
             examination.config, _ = decide(settings.engine_options(), examination.device, weight_bytes)
             examination.shapes = shapes_to_probe(examination.config)
             section.facts["dtype"] = examination.shapes.dtype
     except ModelError as error:
-        section.find("error", "model-refused", f"{_sentence(error)}", "Name another --model-dir, or repair this one.")
+        _refuse(section, str(error))
         return section
     _compare_memory(section, examination, weight_bytes)
     return section
@@ -139,19 +142,28 @@ def look_at_store(examination: Examination) -> Section:
     return section
 
 
-def _check_tensors(model_dir: Path, spec: ModelSpec) -> None:
-    """Whether the checkpoint has the weights of all projections, in their shapes; none is read. Raises ModelError."""
+def _compare_tensors(section: Section, model_dir: Path, spec: ModelSpec) -> bool:
+    """Finds every tensor that is missing, misshapen or not used; none is read. Returns whether the model can be loaded.
+    Raises ModelError."""
     from service.models.checkpoint import open_checkpoint
-    from service.models.layouts import layout_of_spec
+    from service.models.tensors import compare
 
     with open_checkpoint(model_dir) as checkpoint:
-        for projection in layout_of_spec(spec).projections:
-            for piece in projection.slices:
-                rows = projection.in_features if projection.kind == "embedding" else piece.out_features
-                columns = piece.out_features if projection.kind == "embedding" else projection.in_features
-                is_tied = piece.module == "lm_head" and spec.tie_word_embeddings
-                if not is_tied or "lm_head.weight" in checkpoint:
-                    checkpoint.tensor(f"{piece.module}.weight", (rows, columns))
+        found = compare(spec, checkpoint)
+    if found.not_served:
+        section.facts["not_served"] = ", ".join(f"{prefix}*" for prefix in found.not_served)
+    for fault in found.faults[:_MOST_FAULTS]:
+        _refuse(section, fault)
+    if len(found.faults) > _MOST_FAULTS:
+        _refuse(section, f"{len(found.faults) - _MOST_FAULTS} more tensors are missing or do not fit")
+    if found.warning is not None:
+        cure = "Take config.json and the weights from one download."
+        section.find("warning", "tensors-unused", _sentence(found.warning), cure)
+    return not found.faults
+
+
+def _refuse(section: Section, why: str) -> None:
+    section.find("error", "model-refused", _sentence(why), "Name another --model-dir, or repair this one.")
 
 
 def _compare_memory(section: Section, examination: Examination, weight_bytes: int) -> None:
@@ -203,6 +215,6 @@ class _Clock:
         return seconds
 
 
-def _sentence(error: Exception) -> str:
+def _sentence(error: Exception | str) -> str:
     text = str(error).rstrip(".")
     return f"{text[:1].upper()}{text[1:]}."

@@ -6,7 +6,7 @@ Nothing else is opened: no pickle, no code from the model's directory.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,10 +25,11 @@ _MAPPED_BYTES = 128 << 20
 class TensorSource(Protocol):
     """Where a model's tensors come from: an open `Checkpoint`, or weights that are made up, for benchmarks."""
 
-    def __contains__(self, name: str) -> bool: ...
+    def __contains__(self, name: object, /) -> bool: ...
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
     def dtype(self, name: str) -> str: ...
-    def unread(self) -> list[str]: ...
+    def fault(self, name: str, shape: tuple[int, ...]) -> str | None: ...
+    def others(self, names: Iterable[str]) -> list[str]: ...
 
 
 # Opens the tensors that belong to the config.json in a directory.
@@ -49,27 +50,36 @@ class Checkpoint:
         self._by_tail: dict[str, list[str]] = {}
         for name in self._file_of:
             self._by_tail.setdefault(tail_of(name), []).append(name)
-        self._read: set[str] = set()
         self._mapped_bytes = 0
 
-    def __contains__(self, name: str) -> bool:
-        return self._stored(name) is not None
+    def __contains__(self, name: object, /) -> bool:
+        return isinstance(name, str) and self._stored(name) is not None
+
+    def fault(self, name: str, shape: tuple[int, ...]) -> str | None:
+        """What is wrong with a tensor that config.json calls for in this shape, in one sentence; None: nothing is."""
+        stored = self._stored(name)
+        if stored is None:
+            return self._missing(name)
+        file = self._file_of[stored]
+        header = self._files[file].get_slice(stored)
+        if tuple(header.get_shape()) != shape:
+            return (
+                f"tensor {stored} in {file} has the shape {header.get_shape()}, and config.json calls for "
+                f"{list(shape)}: take both from one download"
+            )
+        if header.get_dtype() not in _DTYPES:
+            return f"tensor {stored} in {file} is {header.get_dtype()}; served are {', '.join(_DTYPES)}"
+        return None
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor as it is stored, perhaps still in the memory map. Raises ModelError."""
+        fault = self.fault(name, shape)
+        if fault is not None:
+            raise ModelError(fault)
         name, file = self._find(name)
-        header = self._files[file].get_slice(name)
-        if tuple(header.get_shape()) != shape:
-            raise ModelError(
-                f"tensor {name} in {file} has the shape {header.get_shape()}, and config.json calls for {list(shape)}: "
-                "take both from one download"
-            )
-        if header.get_dtype() not in _DTYPES:
-            raise ModelError(f"tensor {name} in {file} is {header.get_dtype()}; served are {', '.join(_DTYPES)}")
         self._give_back_pages(file)
         tensor: torch.Tensor = self._files[file].get_tensor(name)
         self._mapped_bytes += tensor.nbytes
-        self._read.add(name)
         return tensor
 
     def dtype(self, name: str) -> str:
@@ -78,9 +88,9 @@ class Checkpoint:
         stored: str = self._files[file].get_slice(name).get_dtype()
         return _DTYPES.get(stored, stored)
 
-    def unread(self) -> list[str]:
-        """Names of tensors that nobody asked for, in order."""
-        return sorted(set(self._file_of) - self._read)
+    def others(self, names: Iterable[str]) -> list[str]:
+        """Names of the stored tensors that none of `names` stands for, in order."""
+        return sorted(set(self._file_of) - {self._stored(name) for name in names})
 
     def close(self) -> None:
         self._files.clear()
@@ -89,11 +99,14 @@ class Checkpoint:
         """The name in the file, and the file."""
         stored = self._stored(name)
         if stored is None:
-            raise ModelError(
-                f"the checkpoint in {self._model_dir} has no tensor {name}, which config.json calls for: download it "
-                "again, or take the config.json that belongs to it"
-            )
+            raise ModelError(self._missing(name))
         return stored, self._file_of[stored]
+
+    def _missing(self, name: str) -> str:
+        return (
+            f"the checkpoint in {self._model_dir} has no tensor {name}, which config.json calls for: download it "
+            "again, or take the config.json that belongs to it"
+        )
 
     def _stored(self, name: str) -> str | None:
         if name in self._file_of:

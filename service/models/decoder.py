@@ -24,7 +24,7 @@ class Decoder:
     def __init__(self, weights: Weights, spec: ModelSpec) -> None:
         """Reads all tensors. Raises ModelError for one that is missing or misshapen."""
         name = f"{spec.prefix}embed_tokens"
-        table = weights.tensor(f"{name}.weight", spec.vocab_size, spec.hidden_size)
+        table = weights.tensor(f"{name}.weight")
         self._embedding = TokenEmbedding(name, table)
         self._layers = [build_layer(weights, spec, index) for index in range(spec.num_layers)]
         self._norm = RmsNorm(weights, f"{spec.prefix}{spec.final_norm}", spec)

@@ -17,8 +17,8 @@ class GatedMlp:
 
     def __init__(self, weights: Weights, prefix: str, mlp: MlpSpec) -> None:
         """prefix  of its modules' names, "model.layers.3.mlp" say"""
-        self._gate_up = weights.projection(f"{prefix}.{mlp.packed}", bias=mlp.bias)
-        self._down = weights.projection(f"{prefix}.{mlp.output}", bias=mlp.bias)
+        self._gate_up = weights.projection(f"{prefix}.{mlp.packed}")
+        self._down = weights.projection(f"{prefix}.{mlp.output}")
         self._activation = mlp.activation
 
     @property
@@ -48,7 +48,7 @@ class MixtureOfExperts:
     def __init__(self, weights: Weights, prefix: str, moe: MoeSpec, spec: ModelSpec) -> None:
         """prefix  before the names of the layer's modules, "model.layers.3." say"""
         name = prefix + moe.name
-        self._router = weights.unadapted(f"{name}.{moe.router}", moe.num_experts, spec.hidden_size)
+        self._router = weights.unadapted(f"{name}.{moe.router}")
         self._experts = weights.experts(f"{name}.{moe.experts}", moe.num_experts, moe.size, spec.hidden_size)
         self._shared = None if moe.shared is None else GatedMlp(weights, prefix + moe.shared.name, moe.shared)
         self._shared_gate = None if moe.shared is None else weights.projection(f"{name}.{moe.shared_gate}")

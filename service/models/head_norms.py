@@ -37,10 +37,7 @@ class HeadNorms:
         self._num_heads = (attention.num_heads, attention.num_kv_heads)
         self._eps = spec.norm_eps
         names = [f"{prefix}.{name}" for name in attention.head_norms]
-        self.each = tuple(
-            HeadNorm(name, weights.norm(name, attention.head_dim, zero_centred=spec.zero_centred_norms))
-            for name in names
-        )
+        self.each = tuple(HeadNorm(name, weights.norm(name, zero_centred=spec.zero_centred_norms)) for name in names)
         self.weight = torch.cat(
             [norm.weight.expand(num, -1) for norm, num in zip(self.each, self._num_heads, strict=True)]
         )

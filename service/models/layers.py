@@ -29,9 +29,9 @@ from service.models.spec import AttentionSpec, GatedDeltaSpec, ModelSpec, ShortC
 from service.models.weights import Weights
 
 
-def _norm_weight(weights: Weights, name: str, size: int, spec: ModelSpec) -> torch.Tensor:
-    """[size], as it multiplies."""
-    return weights.norm(name, size, zero_centred=spec.zero_centred_norms, exact=spec.exact_norms)
+def _norm_weight(weights: Weights, name: str, spec: ModelSpec) -> torch.Tensor:
+    """[width], as it multiplies."""
+    return weights.norm(name, zero_centred=spec.zero_centred_norms, exact=spec.exact_norms)
 
 
 class RmsNorm:
@@ -39,7 +39,7 @@ class RmsNorm:
 
     def __init__(self, weights: Weights, name: str, spec: ModelSpec) -> None:
         self.name = name
-        self.weight = _norm_weight(weights, name, spec.hidden_size, spec)
+        self.weight = _norm_weight(weights, name, spec)
         self._eps = spec.norm_eps
         # Of adapters, by line, and the weight that a norm has before theirs; see `kernels.lora.side`.
         self._own: torch.Tensor | None = None
@@ -78,17 +78,13 @@ class Attention:
 
     def __init__(self, weights: Weights, prefix: str, attention: AttentionSpec, spec: ModelSpec) -> None:
         """prefix  of its modules' names, "model.layers.3.self_attn" say"""
-        self._qkv = weights.projection(f"{prefix}.qkv_proj", bias=attention.input_bias)
-        self._out = weights.projection(f"{prefix}.{attention.output}", bias=attention.output_bias)
+        self._qkv = weights.projection(f"{prefix}.qkv_proj")
+        self._out = weights.projection(f"{prefix}.{attention.output}")
         self._spec, self._head_eps = attention, spec.norm_eps
         self.head_norms = HeadNorms(weights, prefix, attention, spec) if attention.head_norms is not None else None
         self._whole_weights: list[torch.Tensor] = []  # of all queries, of all keys
         if attention.whole_norms is not None:
-            sizes = (attention.num_heads * attention.head_dim, attention.kv_size)
-            self._whole_weights = [
-                _norm_weight(weights, f"{prefix}.{name}", size, spec)
-                for name, size in zip(attention.whole_norms, sizes, strict=True)
-            ]
+            self._whole_weights = [_norm_weight(weights, f"{prefix}.{name}", spec) for name in attention.whole_norms]
 
     @property
     def form(self) -> object:
@@ -158,10 +154,10 @@ class ShortConv:
 
     def __init__(self, weights: Weights, prefix: str, conv: ShortConvSpec) -> None:
         """prefix  of its modules' names, "model.layers.3.conv" say"""
-        self._in = weights.projection(f"{prefix}.in_proj", bias=conv.bias)
-        self._out = weights.projection(f"{prefix}.out_proj", bias=conv.bias)
-        self._taps = weights.taps(f"{prefix}.conv", conv.size, conv.width)
-        self._bias = weights.tensor(f"{prefix}.conv.bias", conv.size) if conv.bias else None
+        self._in = weights.projection(f"{prefix}.in_proj")
+        self._out = weights.projection(f"{prefix}.out_proj")
+        self._taps = weights.taps(f"{prefix}.conv")
+        self._bias = weights.tensor(f"{prefix}.conv.bias") if conv.bias else None
 
     @property
     def form(self) -> object:
@@ -205,10 +201,10 @@ class GatedDeltaNet:
         """prefix  of its modules' names, "model.layers.3.linear_attn" say"""
         self._in = weights.projection(f"{prefix}.in_proj")
         self._out = weights.projection(f"{prefix}.out_proj")
-        self._taps = weights.taps(f"{prefix}.conv1d", delta.size, delta.width)
-        self._a_log = weights.exact(f"{prefix}.A_log", delta.num_value_heads)
-        self._dt_bias = weights.exact(f"{prefix}.dt_bias", delta.num_value_heads)
-        self._norm_weight = weights.exact(f"{prefix}.norm.weight", delta.value_dim)
+        self._taps = weights.taps(f"{prefix}.conv1d")
+        self._a_log = weights.exact(f"{prefix}.A_log")
+        self._dt_bias = weights.exact(f"{prefix}.dt_bias")
+        self._norm_weight = weights.exact(f"{prefix}.norm.weight")
         self._spec, self._eps = delta, spec.norm_eps
 
     @property

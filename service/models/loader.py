@@ -19,13 +19,12 @@ from service.models.families import model_spec
 from service.models.heap import trim_heap
 from service.models.layouts import layout_in
 from service.models.spec import ModelSpec
+from service.models.tensors import compare
 from service.models.weights import Weights
 
 log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-# What some exports carry and nobody needs: rotary frequencies, which follow from the config.
-_REDUNDANT = "rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,17 +56,17 @@ def load_model(
     layout = layout_in(model_dir)
     with open_tensors(model_dir) as checkpoint:
         compute_dtype, reason = choose_dtype(dtype, device, spec, checkpoint)
-        weights = Weights(checkpoint, layout, compute_dtype, torch.device(device))
+        found = compare(spec, checkpoint)
+        _refuse(found.faults)
+        weights = Weights(checkpoint, spec, layout, compute_dtype, torch.device(device))
         model = Decoder(weights, spec)
-        unread = [name for name in checkpoint.unread() if not name.endswith(_REDUNDANT)]
     trim_heap()
     log.info("computing in %s, %s", str(compute_dtype).removeprefix("torch."), reason)
-    left = [prefix for prefix in spec.unused if any(name.startswith(prefix) for name in unread)]
-    if left:
-        log.info("parts of the checkpoint that are not served: %s", ", ".join(f"{prefix}*" for prefix in left))
-    unread = [name for name in unread if not name.startswith(spec.unused)]
-    if unread:
-        log.warning("the model does not use these tensors of the checkpoint: %s", ", ".join(unread))
+    if found.not_served:
+        parts = ", ".join(f"{prefix}*" for prefix in found.not_served)
+        log.info("parts of the checkpoint that are not served: %s", parts)
+    if found.warning is not None:
+        log.warning("%s", found.warning)
     seconds = time.monotonic() - started
     log.info("loaded %s: %.1f MiB of weights in %.2f s", spec.model_type, weights.num_bytes / 2**20, seconds)
     return LoadedModel(model, spec, layout, compute_dtype, torch.device(device), weights.num_bytes)
@@ -90,3 +89,10 @@ def choose_dtype(wanted: str, device: str, spec: ModelSpec, checkpoint: TensorSo
     if stored == "bfloat16" and not has_bfloat16:
         return torch.float16, "since this NPU does not compute in the checkpoint's bfloat16"
     return _DTYPES[stored], "the checkpoint's dtype"
+
+
+def _refuse(faults: tuple[str, ...]) -> None:
+    """Raises ModelError with the first of them, if any."""
+    if faults:
+        more = f" (and {len(faults) - 1} more: see `multilora doctor`)"
+        raise ModelError(faults[0] + (more if len(faults) > 1 else ""))
