@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 from kernels.causal_conv1d import reference, triton_ascend
 from kernels.causal_conv1d.call import Launch as Plan
 from kernels.causal_conv1d.call import PrefillCall, UpdateCall
+from service.models.spec import ShortConvSpec
 from tests.ascend.far import far_apart
 from tests.ascend.gate.cases import MAX_TRAFFIC, Case, Launch
 from tests.support.conv_cases import randn
 from tests.support.conv_checks import serving
+from tests.support.published import spec_of
 from tests.tolerances import OP
 
 NUM_VECTOR_CORES = 40
@@ -91,6 +94,7 @@ def update(
     null_targets: bool = False,
     is_gated: bool = False,
     is_bare: bool = False,
+    has_bias: bool = True,
     in_place: bool = False,
     judge_traffic: bool = False,
     max_traffic: float = MAX_TRAFFIC,
@@ -123,6 +127,8 @@ def update(
         call |= {"gate_in": call["x"].flip(0).contiguous(), "gate_out": call["x"].roll(1, 0)}
     if is_bare:
         call |= {"bias": None, "activation": None}
+    if not has_bias:
+        call["bias"] = None
     if far:
         call |= _far(call)
     if tokens_each > 1:
@@ -159,6 +165,7 @@ def prefill(
     has_states: bool = True,
     is_gated: bool = False,
     is_bare: bool = False,
+    has_bias: bool = True,
     in_place: bool = False,
     num_cores: int = NUM_VECTOR_CORES,
     judge_traffic: bool = False,
@@ -202,6 +209,8 @@ def prefill(
         call |= {"gate_in": call["x"].flip(0).contiguous(), "gate_out": call["x"].roll(1, 0)}
     if is_bare:
         call |= {"bias": None, "activation": None}
+    if not has_bias:
+        call["bias"] = None
     if far:
         call |= _far(call)
     if not has_states:
@@ -222,6 +231,16 @@ def prefill(
     )
 
 
+def published(make: Callable[..., Launch], model: str, *arguments: Any, **options: Any) -> Callable[[], Launch]:
+    """With the convolution of a published model: gated and without an activation, or with silu in a delta net."""
+    mixer = spec_of(model).convs[0]
+    if isinstance(mixer, ShortConvSpec):
+        options |= {"is_gated": True, "is_bare": not mixer.bias}
+    else:
+        options |= {"has_bias": False}
+    return partial(make, mixer.size, mixer.width, *arguments, **options)
+
+
 _UPDATES = {
     "one sequence": partial(update, 2048, 4, (1,), judge_traffic=True),
     # An item for every core: each reads the taps of its block of channels.
@@ -240,9 +259,9 @@ _UPDATES = {
     ),
     "drafts in a prefix cache": partial(update, 70, 4, (3, 1, 0, 2), lengths=(2, 3, 1, 0), draft=3, is_paged=True),
     # Queries, keys and values of a delta net: of Qwen3.5 0.8B, and of the other sizes' 32 value heads.
-    "qwen3.5 0.8B": partial(update, 6144, 4, (2, 1)),
-    "qwen3.5": partial(update, 8192, 4, (2, 0, 1), lengths=(1, 0, 2)),
-    "lfm2": partial(update, 1024, 3, tuple(range(1, 9)), is_gated=True, is_bare=True),
+    "qwen3.5 0.8B": published(update, "Qwen3.5-0.8B", (2, 1)),
+    "qwen3.5": published(update, "Qwen3.5-9B", (2, 0, 1), lengths=(1, 0, 2)),
+    "lfm2": published(update, "LFM2-350M", tuple(range(1, 9))),
     "lfm2, fp16, in place": partial(
         update,
         600,
@@ -264,13 +283,14 @@ _PREFILLS = {
     "mixed": prefill,
     # Of 16 tokens; every second sequence has an old state, which the program of its first tile alone may touch.
     "sequences that begin with a tile": partial(prefill, 64, 4, (1, 2, 3), (16, 16, 40)),
-    "qwen3.5": partial(prefill, 6144, 4, (1, 2), (9, 18)),
+    "qwen3.5": published(prefill, "Qwen3.5-0.8B", (1, 2), (9, 18)),
     "long": partial(prefill, 512, 4, (1, 2), (400, 240), judge_traffic=True, max_traffic=1.3),
     "far": partial(prefill, 40, 3, (4, 0, 3), (9, 3, 12), is_gated=True, far=True),
     "gated, width 3, own lines": partial(prefill, 600, 3, None, (3, 0, 18), is_gated=True, state_dtype=torch.float32),
     "width 8, fp32": partial(prefill, 130, 8, dtype=torch.float32, state_dtype=torch.float32),
     "width 2, no states": partial(prefill, 77, 2, None, has_states=False),
-    "lfm2": partial(prefill, 600, 3, (1, 2), (9, 18), is_gated=True, is_bare=True),
+    "lfm2": published(prefill, "LFM2-350M", (1, 2), (9, 18)),
+    "gated, no bias, odd channels": partial(prefill, 600, 3, (1, 2), (9, 18), is_gated=True, is_bare=True),
     "lfm2, fp16, in place": partial(
         prefill,
         130,

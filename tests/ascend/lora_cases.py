@@ -13,6 +13,7 @@ from kernels.lora import reference, triton_ascend, triton_ascend_kernels, triton
 from kernels.lora.maps import LoraMaps, LoraStack, Segment
 from tests.ascend.far import far_apart, far_down
 from tests.ascend.gate.cases import MAX_TRAFFIC, Case, Launch
+from tests.support.published import product_of
 from tests.tolerances import OP
 
 NUM_VECTOR_CORES = 40
@@ -241,13 +242,15 @@ def expand(
     )
 
 
-FOUR = Step([16] * 4, [[16] * 4], 4096, [4096])
-UNEVEN = Step([10, 23, 14, 17], [[16] * 4], 4096, [4096])
-SKEWED = Step([61, 1, 1, 1], [[16] * 4], 4096, [4096])
-SIXTY_FOUR = Step([1] * 64, [[16] * 64], 4096, [4096])
+# Of an 8B model: what reads the heads of its attention.
+OUT = product_of("Llama-3-8B", "self_attn.o_proj")
+FOUR = Step([16] * 4, [[16] * 4], *OUT)
+UNEVEN = Step([10, 23, 14, 17], [[16] * 4], *OUT)
+SKEWED = Step([61, 1, 1, 1], [[16] * 4], *OUT)
+SIXTY_FOUR = Step([1] * 64, [[16] * 64], *OUT)
 ODD = Step([3, 20, 1], [[16, 5, 40]], 1000, [777], num_base=4)
 PACKED = Step([2, 1, 5], [[16, 8, 0], [16, 0, 0], [3, 33, 0]], 500, [300, 40, 8], num_base=1, interleaved=True)
-ONE = Step([1], [[16]], 4096, [4096])
+ONE = Step([1], [[16]], *OUT)
 LARGE_RANKS = Step([18, 1, 5], [[40, 130, 33]], 200, [300])
 # A tile of tokens that has no adapter's.
 BASE_TILE = Step([3], [[16]], 256, [130], num_base=40)
@@ -260,13 +263,19 @@ BASE_TILE_PREFILL = Step([20], [[16]], 128, [130], num_base=140)
 # As many segments as the maps have, and base tokens behind the last one: nothing behind the maps may be read.
 NO_SPARE = Step([3, 2], [[16, 5]], 200, [130], num_base=4, num_spare=0)
 NO_SPARE_PREFILL = Step([70, 30], [[16, 5]], 128, [130], num_base=9, num_spare=0)
-# Decode of an 8B model; of Qwen3.5 9B (inputs of a delta net, gates and queries of an attention) and LFM2 (a short
-# convolution's inputs); with ranks that are no multiple of 16.
-EIGHT = Step([1] * 8, [[16] * 8], 4096, [4096])
-WIDE_RANK = Step([1], [[64]], 4096, [4096])
-QWEN35 = Step([2, 1, 1], [[16, 8, 0], [16, 5, 24], [8, 0, 16], [0, 16, 3]], 4096, [8192, 4096, 32, 32], num_base=1)
-QWEN35_QKV = Step([1, 3], [[16, 24], [8, 16], [16, 5]], 2560, [8192, 1024, 1024], interleaved=True)
-LFM2 = Step([3, 1], [[24, 5], [16, 0], [8, 16]], 1024, [1024, 1024, 1024], num_base=1)
+# Decode of an 8B model; of Qwen3.5 (inputs of a delta net, gates and queries of an attention, the gate of the expert of
+# all tokens, which is one column) and LFM2 (a short convolution's inputs); with ranks that are no multiple of 16.
+EIGHT = Step([1] * 8, [[16] * 8], *OUT)
+WIDE_RANK = Step([1], [[64]], *OUT)
+DELTA = product_of("Qwen3.5-9B", "linear_attn.in_proj")
+QWEN35 = Step([2, 1, 1], [[16, 8, 0], [16, 5, 24], [8, 0, 16], [0, 16, 3]], *DELTA, num_base=1)
+QKV = product_of("Qwen3.5-4B", "self_attn.qkv_proj")
+QWEN35_QKV = Step([1, 3], [[16, 24], [8, 16], [16, 5]], *QKV, interleaved=True)
+COLUMN = product_of("Qwen3.5-35B-A3B", "mlp.shared_expert_gate")
+ONE_COLUMN = Step([3, 1], [[24, 5]], *COLUMN, num_base=1)
+CONV = product_of("LFM2-350M", "conv.in_proj")
+LFM2 = Step([3, 1], [[24, 5]], *CONV, num_base=1)
+THREE_SLICES = Step([3, 1], [[24, 5], [16, 0], [8, 16]], 1024, [1024, 1024, 1024], num_base=1)
 
 FAR = Step([33], [[16]], 256, [256], far=True)
 FAR_PREFILL = Step([130], [[16]], 256, [256], far=True)
@@ -284,6 +293,7 @@ JUDGED = {
 _FEW = JUDGED | {
     "odd sizes": ODD, "packed": PACKED, "large ranks": LARGE_RANKS, "base tile": BASE_TILE, "no spare": NO_SPARE,
     "qwen3.5": QWEN35, "qwen3.5 qkv": QWEN35_QKV, "lfm2": LFM2, "far": FAR,
+    "three slices": THREE_SLICES, "one column": ONE_COLUMN,
 }  # fmt: skip
 _MANY = {
     "no spare": NO_SPARE_PREFILL, "far": FAR_PREFILL,

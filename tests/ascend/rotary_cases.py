@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -11,6 +13,7 @@ from kernels.platform import detect, installed
 from kernels.rotary_kv import reference, triton_ascend
 from tests.ascend.far import far_apart
 from tests.ascend.gate.cases import MAX_TRAFFIC, Case, Launch
+from tests.support.published import PUBLISHED, heads_of
 from tests.tolerances import OP
 
 NUM_VECTOR_CORES = 40
@@ -75,28 +78,55 @@ def rotary_kv(
     )
 
 
+def published(model: str, num_tokens: int, **options: Any) -> Callable[[], Launch]:
+    """With the heads of a published model."""
+    heads = heads_of(model)
+    return partial(
+        rotary_kv,
+        num_tokens,
+        (heads.num_heads, heads.num_kv_heads),
+        heads.head_dim,
+        rotary_dim=heads.rotary_dim,
+        is_normed=heads.is_normed,
+        weight_dtype=torch.float32 if heads.has_exact_weight else None,
+        **options,
+    )
+
+
+def _other_forms() -> dict[str, Callable[[], Launch]]:
+    """A decode step with a padded token for each form of heads that a family's model has and no case above."""
+    models = {heads_of(model).form: model for model in reversed(PUBLISHED)}
+    judged = {heads_of(model).form for model in ("Llama-3-8B", "Qwen3-8B", "Qwen3.5-0.8B")}
+    return {model: published(model, 3, padding=(1,)) for form, model in models.items() if form not in judged}
+
+
 _PLAIN = {
-    "llama 8B, one token": partial(rotary_kv, 1, (32, 8), is_normed=False, judge_traffic=True),
-    "llama 8B, 64 tokens": partial(rotary_kv, 64, (32, 8), is_normed=False, judge_traffic=True),
+    "llama 8B, one token": published("Llama-3-8B", 1, judge_traffic=True),
+    "llama 8B, 64 tokens": published("Llama-3-8B", 64, judge_traffic=True),
     "padding": partial(rotary_kv, 5, (6, 2), 64, is_normed=False, padding=(0, 4), num_behind=16),
     "fp32": partial(rotary_kv, 3, (7, 1), 32, is_normed=False, dtype=torch.float32),
     "far": partial(rotary_kv, 4, (4, 2), 64, is_normed=False, far=True),
 }
 _NORMED = {
-    "qwen3 8B, one token": partial(rotary_kv, 1, (32, 8), judge_traffic=True),
+    "qwen3 8B, one token": published("Qwen3-8B", 1, judge_traffic=True),
     # Each core reads the weights of its own block of heads.
-    "qwen3 8B, 64 tokens": partial(rotary_kv, 64, (32, 8), judge_traffic=True, max_traffic=1.2),
+    "qwen3 8B, 64 tokens": published("Qwen3-8B", 64, judge_traffic=True, max_traffic=1.2),
     "heads of odd numbers, padding": partial(rotary_kv, 5, (14, 3), 96, padding=(2,), num_behind=16),
     "several blocks of keys": partial(rotary_kv, 3, (20, 20), 64, padding=(1,)),
     "weights of fp32, fp16": partial(rotary_kv, 3, (4, 4), 64, dtype=torch.float16, weight_dtype=torch.float32),
 }
 _PARTIAL = {
-    "qwen3.5, a quarter is turned": partial(rotary_kv, 5, (8, 2), 256, rotary_dim=64, padding=(1,)),
+    "qwen3.5, a quarter is turned": published("Qwen3.5-0.8B", 5, padding=(1,)),
     "not normed": partial(rotary_kv, 3, (6, 2), 96, rotary_dim=64, is_normed=False, num_behind=16),
 }
 
 # Around an item stand the loops over blocks of heads and over tokens.
 CASES = [
     Case(name, triton_ascend.rotary_kv_kernel, launches, work_loop_depth=2, on_chip_fraction=0.85)
-    for name, launches in (("rotary_kv", _PLAIN), ("rotary_kv_normed", _NORMED), ("rotary_kv_partial", _PARTIAL))
+    for name, launches in (
+        ("rotary_kv", _PLAIN),
+        ("rotary_kv_normed", _NORMED),
+        ("rotary_kv_partial", _PARTIAL),
+        ("rotary_kv_published", _other_forms()),
+    )
 ]

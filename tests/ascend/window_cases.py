@@ -14,7 +14,20 @@ from kernels.lora.triton_ascend_tiles import TABLES, Regime
 from kernels.lora_window import reference, triton_ascend, triton_ascend_kernels
 from tests.ascend.far import far_apart
 from tests.ascend.gate.cases import MAX_TRAFFIC, Case, Launch
-from tests.ascend.lora_cases import MAPS, NUM_VECTOR_CORES, ON_CHIP_BYTES, ON_CHIP_FRACTION, Data, Step, make_data
+from tests.ascend.lora_cases import (
+    COLUMN,
+    CONV,
+    DELTA,
+    MAPS,
+    NUM_VECTOR_CORES,
+    ON_CHIP_BYTES,
+    ON_CHIP_FRACTION,
+    OUT,
+    Data,
+    Step,
+    make_data,
+)
+from tests.support.published import product_of
 from tests.tolerances import OP
 
 # Rows that the window has behind the last adapter's.
@@ -107,13 +120,13 @@ def _packed(step: Step, num_slices: int, widths: list[int]) -> Step:
     return dataclasses.replace(step, ranks=[step.ranks[0]] * num_slices, widths=widths)
 
 
-ONE = Step([1], [[16]], 16, [4096])
-FOUR = Step([16] * 4, [[16] * 4], 16, [4096])
-UNEVEN = Step([10, 23, 14, 17], [[16] * 4], 16, [4096])
-EIGHT = Step([1] * 8, [[16] * 8], 16, [4096])
-SIXTY_FOUR = Step([1] * 64, [[16] * 64], 16, [4096])
-WIDE_RANK = Step([1], [[64]], 16, [4096])
-QKV = [4096, 1024, 1024]
+ONE = Step([1], [[16]], 16, OUT[1])
+FOUR = Step([16] * 4, [[16] * 4], 16, OUT[1])
+UNEVEN = Step([10, 23, 14, 17], [[16] * 4], 16, OUT[1])
+EIGHT = Step([1] * 8, [[16] * 8], 16, OUT[1])
+SIXTY_FOUR = Step([1] * 64, [[16] * 64], 16, OUT[1])
+WIDE_RANK = Step([1], [[64]], 16, OUT[1])
+_, QKV = product_of("Llama-3-8B", "self_attn.qkv_proj")
 GATES = [4096, 4096]
 # For steps of many adapters, which take the simulator long; with fewer columns h is more beside B.
 FEW_QKV = [1024, 256, 256]
@@ -124,9 +137,11 @@ LARGE_RANKS = Step([18, 1, 5], [[40, 130, 33]], 16, [300])
 # A tile of tokens that has no adapter's.
 BASE_TILE = Step([3], [[16]], 16, [130], num_base=70)
 NO_SPARE = Step([3, 2], [[16, 5]], 16, [130], num_base=4, num_spare=0)
-# Qwen3.5 9B and LFM2, as in `lora_cases`.
-QWEN35 = Step([2, 1, 1], [[16, 8, 0], [16, 5, 24], [8, 0, 16], [0, 16, 3]], 16, [8192, 4096, 32, 32], num_base=1)
-LFM2 = Step([3, 1], [[24, 5], [16, 0], [8, 16]], 16, [1024, 1024, 1024], num_base=1)
+# Qwen3.5 and LFM2, as in `lora_cases`.
+QWEN35 = Step([2, 1, 1], [[16, 8, 0], [16, 5, 24], [8, 0, 16], [0, 16, 3]], 16, DELTA[1], num_base=1)
+ONE_COLUMN = Step([3, 1], [[24, 5]], 16, COLUMN[1], num_base=1)
+LFM2 = Step([3, 1], [[24, 5]], 16, CONV[1], num_base=1)
+THREE_SLICES = Step([3, 1], [[24, 5], [16, 0], [8, 16]], 16, [1024, 1024, 1024], num_base=1)
 # Far are both a token of a visit and the first of another.
 FAR = Step([33, 1], [[16, 40]], 16, [256], far=True)
 
@@ -147,6 +162,7 @@ _JUDGED_EXPANDS = {
 _EXPANDS = {
     "odd sizes": ODD, "packed": PACKED, "large ranks": LARGE_RANKS, "base tile": BASE_TILE, "no spare": NO_SPARE,
     "two tiles": TILES, "qwen3.5": QWEN35, "lfm2": LFM2, "far": FAR,
+    "three slices": THREE_SLICES, "one column": ONE_COLUMN,
 }  # fmt: skip
 _JUDGED_GATES = {
     "one token": _packed(ONE, 2, GATES), "8 adapters": _packed(EIGHT, 2, GATES),
