@@ -24,7 +24,7 @@ _STANDARD_DEVIATION = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a llama, or of another family with `others` of its config.json; named as there."""
+    """Sizes of a model, named as in config.json; `others` are further fields of it."""
 
     hidden_size: int
     intermediate_size: int
@@ -36,7 +36,7 @@ class Shape:
     max_position_embeddings: int
     tie_word_embeddings: bool = False
     model_type: str = "llama"
-    others: tuple[tuple[str, Any], ...] = ()
+    others: tuple[tuple[str, Any], ...] = (("architectures", ("LlamaForCausalLM",)),)
 
 
 _QWEN3_5: tuple[tuple[str, Any], ...] = (
@@ -113,8 +113,6 @@ def write_outside(directory: Path, shape: Shape, dtype: torch.dtype) -> None:
 
 def _write_config(directory: Path, shape: Shape, dtype: torch.dtype) -> None:
     config: dict[str, Any] = {"hidden_act": "silu"}
-    if shape.model_type == "llama":
-        config["architectures"] = ["LlamaForCausalLM"]
     sizes = asdict(shape)
     del sizes["others"]
     config |= sizes | {"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "bos_token_id": None, "eos_token_id": 0}
