@@ -41,6 +41,8 @@ def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor
             problems.append((tensor.name, reason))
     _tie_whole_head(known, others)
     problems += _check_targets(known, config, found)
+    if not problems:
+        problems += _check_unserved_targets(known, config, layout)
     slices, misfits = _bind_modules(known, config, found, others)
     problems += misfits
     problems += [
@@ -151,6 +153,21 @@ def _check_targets(
         if module in found and path not in matched and module not in matched:
             problems.append((module, "the file has tensors for it, but target_modules does not name it"))
     return problems
+
+
+def _check_unserved_targets(known: KnownModules, config: AdapterConfig, layout: BaseLayout) -> list[tuple[str, str]]:
+    """Names in a list of targets that stand for what no adapter changes, and have no tensors: PEFT adapts such a module
+    or refuses it, so the file lacks what was asked for."""
+    if isinstance(config.target_modules, str):
+        return []
+    paths = [model_prefix(layout.layer_prefix) + tail for tail in known.unserved]
+    matched, names = targeted(config, paths, ()), frozenset(config.target_modules)
+    problems: dict[str, str] = {}  # one for each name, of the first module that it stands for
+    for path in paths:
+        if path in matched:
+            name = next(ending for ending in endings(path) if ending in names)
+            problems.setdefault(f"target_modules {name!r}", known.why_unknown(path))
+    return list(problems.items())
 
 
 def _tie_whole_head(known: KnownModules, others: OtherTensors) -> None:

@@ -59,6 +59,11 @@ class KnownModules:
         module = next((module for module in self._fixed if tail.startswith(f"{module}.")), None)
         return None if module is None else f"adapters that change {module} are not served: train without it"
 
+    @property
+    def unserved(self) -> tuple[str, ...]:
+        """Modules and parameters of this base, without the model's name, which no adapter changes."""
+        return (*self.unadapted, *self._fixed)
+
     def resolve_fused(self, path: str) -> tuple[str, ...] | None:
         """The modules that the one at `path` stands for, in the order of its rows."""
         return self.fused.get(tail_of(path))

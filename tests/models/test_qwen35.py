@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,6 +209,23 @@ NOT_SERVED = {
         )
     },
 }
+
+
+@pytest.mark.parametrize("target", ["conv1d", "linear_attn.A_log", "dt_bias", "model.layers.1.linear_attn.norm"])
+def test_a_target_that_no_adapter_changes_is_named_though_it_has_no_tensors(target: str) -> None:
+    config, tensors = adapter_of("model.layers.2.self_attn.q_proj")
+    assert bind(layout_of(text_config()), config, tensors).slices
+    with pytest.raises(BindingError) as caught:
+        bind(layout_of(text_config()), replace(config, target_modules=("q_proj", target)), tensors)
+    part, layer = target.rsplit(".", 1)[-1], 1 if "layers" in target else 0
+    assert caught.value.problems == (
+        (
+            f"target_modules '{target}'",
+            f"adapters that change layers.{layer}.linear_attn.{part} are not served: train without it",
+        ),
+    )
+    only_attention = replace(config, target_modules=("q_proj", "conv1d"), layers_to_transform=(2,))
+    assert bind(layout_of(text_config()), only_attention, tensors).slices
 
 
 @pytest.mark.parametrize("modules_to_save", [None, ["conv1d", "norm"]], ids=["lora", "whole-modules"])
