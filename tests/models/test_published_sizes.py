@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
+from service.models.caches import kv_bytes_per_token, state_bytes_per_line
 from tests.support.published import PUBLISHED, heads_of, product_of, spec_of
 from tests.support.tiny_models import FAMILIES
 
@@ -32,6 +34,17 @@ def test_each_family_has_a_model() -> None:
 @pytest.mark.parametrize("model", NUM_PARAMETERS)
 def test_the_specifications_have_as_many_parameters_as_the_models(model: str) -> None:
     assert sum(math.prod(shape) for shape in spec_of(model).tensors(()).values()) == NUM_PARAMETERS[model]
+
+
+@pytest.mark.parametrize(
+    ("model", "kib_per_token", "state_mib"),
+    [("Qwen3.5-0.8B", 12, 18.6), ("Qwen3.5-4B", 32, 49.1), ("Qwen3.5-9B", 32, 49.1), ("Qwen3.5-27B", 64, 146.8)],
+)
+def test_a_sequence_takes_what_the_documentation_says(model: str, kib_per_token: int, state_mib: float) -> None:
+    """docs/models.md."""
+    spec = spec_of(model)
+    assert kv_bytes_per_token(spec, torch.bfloat16) == kib_per_token * 2**10
+    assert round(state_bytes_per_line(spec, torch.bfloat16) / 2**20, 1) == state_mib
 
 
 def test_what_the_gate_takes_from_the_table() -> None:
