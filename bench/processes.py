@@ -25,9 +25,10 @@ def parent(pid: int) -> int:
 def children(pid: int) -> list[int]:
     """Process ids of its children."""
     pids: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended meanwhile
-            pids += [int(child) for child in task.read_text().split()]
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a process that has ended meanwhile
+        for task in list(Path(f"/proc/{pid}/task").iterdir()):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread
+                pids += [int(child) for child in (task / "children").read_text().split()]
     return pids
 
 
