@@ -1,0 +1,98 @@
+"""What the upload of a large adapter takes, beside what one core takes to hash its bytes.
+
+    .venv/bin/python -m bench.adapters.upload [--rank 1064] [--uploads 7]
+
+Adapters on every projection of the bundled model, which at rank 1,064 have 84 MB as those of rank 16 of an 8B model
+have, each of another content, over HTTP, one after the other; before each the same bytes are hashed in this process
+(SHA-256). Bodies are written before the clock starts. Prints a JSON line: medians in seconds, and the median of the
+ratio of the two rates (MB of the upload a second over MB hashed a second); by the clock, and by processor time, of the
+API process and of the hash, which other work on the machine changes less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.adapters.__main__ import api_cpu_seconds
+from bench.adapters.made_up import adapter_files
+from bench.server_process import Server, running_server, wait_for
+from service.settings import BUNDLED_MODEL_DIR
+
+
+def measure(work_dir: Path, rank: int, num_uploads: int) -> dict[str, Any]:
+    """Figures by name; the first upload, which finds nothing warm, is not counted."""
+    (work_dir / "none").mkdir()  # no adapters but those made here
+    samples = []
+    settings = {"adapter_row_bytes": "512MiB", "host_tier_bytes": "0", "preload_adapters_dir": work_dir / "none"}
+    with running_server(BUNDLED_MODEL_DIR, work_dir, **settings) as server:
+        wait_for(lambda: server.get("/ready").status_code == 200, "the server to be ready")
+        for at in range(num_uploads + 1):
+            samples.append(_upload(server, at, rank))
+    del samples[0]
+
+    def median(value: Callable[[Sample], float]) -> float:
+        return round(statistics.median(map(value, samples)), 3)
+
+    return {
+        "megabytes": median(lambda one: one.num_bytes / 1e6),
+        "upload_seconds": median(lambda one: one.upload_seconds),
+        "hash_seconds": median(lambda one: one.hash_seconds),
+        "rate_of_hashing": median(lambda one: one.hash_seconds / one.upload_seconds),
+        "upload_cpu_seconds": median(lambda one: one.upload_cpu_seconds),
+        "hash_cpu_seconds": median(lambda one: one.hash_cpu_seconds),
+        "rate_of_hashing_by_cpu": median(lambda one: one.hash_cpu_seconds / one.upload_cpu_seconds),
+    }
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One upload. `upload_cpu_seconds` are the API process's, in steps of 10 ms."""
+
+    num_bytes: int
+    upload_seconds: float
+    upload_cpu_seconds: float
+    hash_seconds: float
+    hash_cpu_seconds: float
+
+
+def _upload(server: Server, at: int, rank: int) -> Sample:
+    url = f"{server.url}/v1/adapters/n{at}"
+    files = adapter_files(at, rank, is_whole=True)
+    request = server.http.build_request("PUT", url, files=files)
+    content = request.read()
+    tensors = files[1][1][1]
+    headers = {"content-type": request.headers["content-type"]}
+    begin, begin_cpu = time.perf_counter(), time.process_time()
+    hashlib.sha256(tensors)
+    hashed, hashed_cpu = time.perf_counter(), time.process_time()
+    api_cpu = api_cpu_seconds(server)
+    server.http.put(url, content=content, headers=headers).raise_for_status()
+    return Sample(
+        num_bytes=len(tensors),
+        upload_seconds=time.perf_counter() - hashed,
+        upload_cpu_seconds=api_cpu_seconds(server) - api_cpu,
+        hash_seconds=hashed - begin,
+        hash_cpu_seconds=hashed_cpu - begin_cpu,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.adapters.upload", description=__doc__)
+    parser.add_argument("--rank", type=int, default=1064)
+    parser.add_argument("--uploads", type=int, default=7)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        print(json.dumps(measure(Path(scratch), arguments.rank, arguments.uploads)))
+
+
+if __name__ == "__main__":
+    main()
