@@ -26,12 +26,13 @@ from tests.support.triton_interpreter import kernels_wished_for
 
 pytest.importorskip("triton", reason="NOT RUN: Triton is not installed")
 
-OPS = ("paged_attention", "lora", "causal_conv1d", "rms_norm", "rotary_kv", "row_scatter", "swiglu")
+OPS = ("paged_attention", "lora", "causal_conv1d", "rms_norm", "rotary_kv", "row_scatter", "swiglu", "gated_delta")
 # The interpreter takes seconds for a step, so there are few layers.
 FAMILIES = {
     "llama": {"num_hidden_layers": 1},
     "qwen3": {"num_hidden_layers": 1},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "qwen3_5_text": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
 }
 
 
