@@ -287,8 +287,11 @@ from service.ray_app import RayArgs, build
 from service.settings import SettingsError
 for text in (open(sys.argv[1]).read(), yaml.safe_load(open(sys.argv[2]))["spec"]["serveConfigV2"]):
     (application,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
-    build(RayArgs(**application.args))
+    args = RayArgs(**application.args)
+    build(args)
     print(application.import_path)
+# An old cluster of KubeRay's stays until the requests that it has may be over.
+assert yaml.safe_load(open(sys.argv[2]))["spec"]["rayClusterDeletionDelaySeconds"] >= args.drain_seconds
 try:
     build(RayArgs(settings={"replicas": 2}))
 except SettingsError as error:

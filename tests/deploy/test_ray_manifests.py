@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
 from service.ray_haproxy import ENVIRONMENT
 from service.settings import load_settings
@@ -51,6 +52,12 @@ def test_every_process_of_ray_has_the_environment_that_is_tested() -> None:
         assert said.pop("RAY_SERVE_ENABLE_HA_PROXY") == "1"
         assert Path(said.pop("RAY_SERVE_HAPROXY_BINARY_PATH")).name in scripts
         assert said == ENVIRONMENT
+
+
+def test_kuberay_knows_each_field_and_calls_none_deprecated() -> None:
+    schema = yaml.safe_load((Path(__file__).parent / "rayservice-spec.yaml").read_text())
+    assert (SERVICE["apiVersion"], SERVICE["kind"]) == ("ray.io/v1", "RayService")
+    assert [error.message for error in Draft202012Validator(schema).iter_errors(SERVICE["spec"])] == []
 
 
 @pytest.mark.parametrize("group", [CLUSTER["headGroupSpec"], WORKERS], ids=["head", "workers"])
