@@ -102,7 +102,7 @@ def create_app(settings: Settings, engine: EngineClient | Engines | None = None)
         app.include_router(router)
     if settings.page:
         app.include_router(page.router)
-    _add_error_handlers(app)
+    add_error_handlers(app)
     access = Access(services.tenants, settings.open_paths)
     buffered_bytes = int(settings.max_buffered_bytes)
     budget = BodyBudget(max(buffered_bytes // 2, int(settings.max_body_bytes)), ALWAYS_BYTES)
@@ -339,7 +339,7 @@ def _body_rule(settings: Settings) -> Callable[[str, str], BodyRule]:
     return rule
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def add_error_handlers(app: FastAPI) -> None:
     """Every error leaves in OpenAI's shape, by way of the Door."""
 
     async def refuse(_request: Request, error: Exception) -> Response:
@@ -347,10 +347,12 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def refuse_body(_request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError), "registered for nothing else"
+        _forget_frames(error)
         return Refusal(bad_request(error.errors()))
 
     async def refuse_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException), "registered for nothing else"
+        _forget_frames(error)
         cause = error.__cause__
         if isinstance(cause, ClientDisconnect):
             raise cause
@@ -363,6 +365,14 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, refuse_body)
     app.add_exception_handler(HTTPException, refuse_http)
     app.add_exception_handler(Exception, refuse)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """FastAPI's function keeps what it has raised of a body, whose traceback leads back to it, and to the body: they
+    would wait for Python's collector together, which walks through all of them in one stretch."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
 
 
 def _from_http(request: Request, error: HTTPException) -> Exception:

@@ -35,8 +35,14 @@ class _WithConnection:
         self._app, self._connection = app, connection
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        own = set(scope)
         scope["multilora.connection"] = self._connection
-        await self._app(scope, receive, send)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            # The connection has the scope until its next request, and with it all that knows the connection.
+            for name in scope.keys() - own:
+                del scope[name]
 
 
 class _Mark(NamedTuple):
@@ -89,6 +95,9 @@ class Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It is closed."""
         super().connection_lost(exc)
+        # What else has it: a timer, where the client has reset it, and its own application.
+        self._unset_keepalive_if_required()
+        self.app = self.config.loaded_app
         if self._network is not None:
             self._shares.close(self._network, self._tenant)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from functools import cache
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_MMAP_THRESHOLD_BYTES = 32 << 20  # glibc takes no larger one
@@ -14,6 +15,12 @@ _OWN_PAGES_BYTES, _FREE_END_BYTES = 1 << 20, 4 << 20
 # Where oneDNN, and torch's way to it, look for how many compiled products they may keep: 1,024 unless told.
 _PRODUCT_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _MAX_KEPT_PRODUCTS = 128
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    """Once: each makes a class of its own, which only Python's collector frees."""
+    return ctypes.CDLL(None)
 
 
 def keep_freed_memory() -> None:
@@ -39,7 +46,7 @@ def give_back_freed_memory() -> None:
 
 
 def _use_one_heap(mmap_threshold_bytes: int, trim_threshold_bytes: int) -> None:
-    options = getattr(ctypes.CDLL(None), "mallopt", None)
+    options = getattr(_libc(), "mallopt", None)
     if options is not None:
         options(_M_MMAP_THRESHOLD, mmap_threshold_bytes)
         options(_M_TRIM_THRESHOLD, trim_threshold_bytes)
@@ -52,7 +59,7 @@ def trim_heap() -> None:
     glibc keeps freed blocks of up to 32 MiB for later: after loading, a tenth of the model's size. Other C libraries
     have no such call, and none is made there.
     """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = getattr(_libc(), "malloc_trim", None)
     if trim is not None:
         trim(0)
 

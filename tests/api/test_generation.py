@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
+import weakref
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -245,6 +247,22 @@ def test_what_is_closed_early_gives_back_what_it_still_holds(parts: Services, pl
     job.close()
     assert (places.num_open, places.has_adapter) == (0, False)
     assert set("ab"[num_begun:]) <= set(engine.aborted)
+
+
+def test_what_is_closed_is_gone_with_who_had_it(parts: Services, places: Places) -> None:
+    """Python's collector has nothing to do: of a few hundred requests that end together it would make one stretch."""
+    job = a_job(parts, places, [plan("a"), plan("b")])
+    job.listen(job.poll)
+    cast(Any, parts.engine).streams["a"].push(Finished("a", "length"))
+    left = [weakref.ref(one) for one in (job, *job.runs)]
+    gc.disable()
+    try:
+        job.close()
+        cast(Any, parts.engine).streams.clear()
+        del job
+        assert [one() for one in left] == [None, None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
