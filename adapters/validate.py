@@ -169,11 +169,14 @@ def _refuse_non_finite(tensor: Tensor, chunk: bytes) -> float:
     unsigned, exponent = _EXPONENT[tensor.dtype]
     bits = np.frombuffer(chunk, unsigned)
     without_sign = (1 << (8 * bits.itemsize - 1)) - 1
-    largest = (bits & bits.dtype.type(without_sign)).max(initial=0)
+    # As integers with a sign the largest are the positive values of most magnitude, without one the negative ones: no
+    # copy of the chunk is made.
+    positive, negative = bits.view(unsigned.replace("u", "i")).max(initial=0), bits.max(initial=0)
+    largest = max(int(positive), int(negative) & without_sign)
     if largest >= exponent:
         raise Malformed(f"Tensor {tensor.name[:200]!r} holds NaN or infinity; the training has diverged.")
     if tensor.dtype == "F16":
-        return float(largest.view("<f2"))
+        return float(np.uint16(largest).view("<f2"))
     return float((np.uint32(largest) << (32 - 8 * bits.itemsize)).view("<f4"))
 
 

@@ -150,7 +150,12 @@ def test_every_dtype_is_stored_as_it_came(store: AdapterStore, dtype: str) -> No
 
 
 @pytest.mark.parametrize(
-    "bits", [("<f4", 0x7FC00000), ("<f4", 0xFF800000), ("<f2", 0x7C00), ("<u2", 0x7F80), ("<u2", 0xFFC1)]
+    "bits",
+    [
+        *(("<f4", pattern) for pattern in (0x7FC00000, 0x7F800000, 0xFF800000, 0xFFFFFFFF)),
+        *(("<f2", pattern) for pattern in (0x7C00, 0xFC00)),
+        *(("<u2", pattern) for pattern in (0x7F80, 0xFF80, 0xFFC1)),
+    ],
 )
 def test_nan_and_infinity_are_refused_by_tensor_name(store: AdapterStore, bits: tuple[str, int]) -> None:
     dtype, pattern = bits
