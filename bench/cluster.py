@@ -2,7 +2,7 @@
 
 python -m bench.cluster [--device cpu] [--shape tiny] [--replicas 1 2] [--requests 64] [--adapters 128] [--rank 16]
                         [--zipf 1.0] [--rows-for N] [--prompt-tokens 64] [--output-tokens 64] [--waves 4] [--random]
-                        [--json FILE]
+                        [--turns 1] [--json FILE]
 
 For each number of engines a server is started, which has `--requests` times as many requests at once, in waves, each
 for an adapter drawn by Zipf's law (0: all alike). The model and its adapters are random numbers, written to a temporary
@@ -10,8 +10,10 @@ directory: 16 GB for 8b, and for each of its adapters 84 MB at rank 16. The firs
 
 --rows-for  adapters that the rows of one device hold; default: as the server chooses
 --random    also the largest number as servers of one engine each, on one store that they share, each request to any
+--turns     so many times in turn, all being there at once: a machine that others use is then as slow for each
 
-tokens/s    of all answers; tok/CPU s: through the processor time of server and engines
+tokens/s    of all answers; tok/CPU s: through the processor time of servers and engines
+server us   processor time of the servers for each token; engine us: of the engines; tok/step: in a step of an engine
 loads       adapters brought to a device, per request; on device: requests that needed none
 """
 
@@ -24,6 +26,7 @@ import itertools
 import json
 import random
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +40,15 @@ from bench.http_client import complete_all
 from bench.server_process import Server, running_server
 from bench.shapes import SEED, SHAPES, Shape, write_checkpoint
 
+# Head, figure, width, digits.
+_COLUMNS = (
+    ("tok/CPU s", "tokens_per_cpu_second", 11, 1),
+    ("server us", "server_us_per_token", 11, 1),
+    ("engine us", "engine_us_per_token", 11, 1),
+    ("tok/step", "tokens_per_step", 10, 2),
+    ("loads", "loads_per_request", 7, 3),
+    ("on device", "on_device", 11, 3),
+)
 _WORDS = [f"word{number}" for number in range(200)]
 
 
@@ -72,27 +84,38 @@ class Side:
 
     def __init__(self, servers: list[Server], given: argparse.Namespace, num_engines: int) -> None:
         self._servers, self._given, self._num_engines = servers, given, num_engines
+        self._sums: defaultdict[str, float] = defaultdict(float)
         self._random = random.Random(SEED)
         weights = (1 / (one + 1) ** given.zipf for one in range(given.adapters))
         self._weights = list(itertools.accumulate(weights))
 
-    def measure(self) -> dict[str, float]:
-        self._wave()
-        num_tokens, seconds, before = 0, 0.0, self._counted()
+    def turn(self) -> None:
+        """So many waves more that count."""
+        before = self._counted()
         for _ in range(self._given.waves):
-            tokens, taken = self._wave()
-            num_tokens, seconds = num_tokens + tokens, seconds + taken
-        loads, cpu_seconds = (after - first for after, first in zip(self._counted(), before, strict=True))
-        num_requests = self._given.waves * self._given.requests * self._num_engines
+            num_tokens, seconds = self.wave()
+            self._sums["tokens"] += num_tokens
+            self._sums["seconds"] += seconds
+            self._sums["requests"] += self._given.requests * self._num_engines
+        for what, count in self._counted().items():
+            self._sums[what] += count - before[what]
+
+    def figures(self) -> dict[str, float]:
+        """Of all turns."""
+        sums = self._sums
+        loads, num_tokens = sums["loads"] / sums["requests"], sums["tokens"]
         return {
-            "tokens_per_second": num_tokens / seconds,
-            "tokens_per_cpu_second": num_tokens / cpu_seconds,
-            "loads_per_request": loads / num_requests,
-            "on_device": 1 - loads / num_requests,
+            "tokens_per_second": num_tokens / sums["seconds"],
+            "tokens_per_cpu_second": num_tokens / (sums["server_seconds"] + sums["engine_seconds"]),
+            "server_us_per_token": sums["server_seconds"] / num_tokens * 1e6,
+            "engine_us_per_token": sums["engine_seconds"] / num_tokens * 1e6,
+            "tokens_per_step": num_tokens / sums["steps"],
+            "loads_per_request": loads,
+            "on_device": 1 - loads,
         }
 
-    def _wave(self) -> tuple[int, float]:
-        """Tokens and seconds."""
+    def wave(self) -> tuple[int, float]:
+        """Requests at once, which count for nothing; tokens and seconds."""
         bodies: list[list[dict[str, Any]]] = [[] for _ in self._servers]
         for _ in range(self._given.requests * self._num_engines):
             self._random.choice(bodies).append(self._body())
@@ -107,11 +130,16 @@ class Side:
         body = {"model": f"adapter-{which}", "prompt": prompt, "max_tokens": self._given.output_tokens}
         return body | {"temperature": 0, "ignore_eos": True}
 
-    def _counted(self) -> tuple[float, float]:
-        """Loads, and processor seconds."""
-        loads = sum(one.metric("adapter_loads_total") for one in self._servers)
+    def _counted(self) -> dict[str, float]:
+        """Loads, steps, and processor seconds, since the start."""
+        engine_pids = [pid for one in self._servers for pid in one.engine_pids()]
         pids = [pid for one in self._servers for pid in (one.process.pid, *one.child_pids())]
-        return loads, sum(map(processor_seconds, pids))
+        return {
+            "loads": sum(one.metric("adapter_loads_total") for one in self._servers),
+            "steps": sum(one.metric("engine_steps_total") for one in self._servers),
+            "engine_seconds": sum(map(processor_seconds, engine_pids)),
+            "server_seconds": sum(processor_seconds(pid) for pid in pids if pid not in engine_pids),
+        }
 
 
 @contextlib.contextmanager
@@ -128,13 +156,14 @@ def sides(given: argparse.Namespace, root: Path) -> Iterator[list[tuple[str, int
     yield [*made, (f"servers at random: {max(given.replicas)}", max(given.replicas), True)] if given.random else made
 
 
-def measure(given: argparse.Namespace, root: Path, num_engines: int, *, apart: bool) -> dict[str, float]:
-    """Of one side."""
+@contextlib.contextmanager
+def serving(given: argparse.Namespace, root: Path, num_engines: int, *, apart: bool) -> Iterator[Side]:
+    """One side, warm."""
     settings = {
         "model_name": "base",
         "device": given.device,
         "preload_adapters_dir": root / "adapters",
-        "store_dir": root / "store",
+        "store_dir": root / ("store" if given.turns == 1 else f"store-{num_engines}-{apart}"),
         "store_shared": apart,
         "replicas": 1 if apart else num_engines,
         "num_threads": 1 if given.device == "cpu" else None,
@@ -146,9 +175,27 @@ def measure(given: argparse.Namespace, root: Path, num_engines: int, *, apart: b
     with contextlib.ExitStack() as stack:
         servers = []
         for number in range(num_engines if apart else 1):
-            started = running_server(root / "model", root / f"server-{number}", **settings)
+            started = running_server(root / "model", root / f"server-{num_engines}-{apart}-{number}", **settings)
             servers.append(stack.enter_context(started))
-        return Side(servers, given, num_engines).measure()
+        side = Side(servers, given, num_engines)
+        side.wave()
+        yield side
+
+
+def measure(given: argparse.Namespace, root: Path, made: list[tuple[str, int, bool]]) -> Iterator[dict[str, float]]:
+    """Of each side: one after the other, or in turns."""
+    if given.turns == 1:
+        for _, num_engines, apart in made:
+            with serving(given, root, num_engines, apart=apart) as side:
+                side.turn()
+                yield side.figures()
+        return
+    with contextlib.ExitStack() as stack:
+        all_sides = [stack.enter_context(serving(given, root, number, apart=apart)) for _, number, apart in made]
+        for _ in range(given.turns):
+            for side in all_sides:
+                side.turn()
+        yield from (side.figures() for side in all_sides)
 
 
 def main() -> None:
@@ -159,7 +206,7 @@ def main() -> None:
     shapes = [name for name, shape in SHAPES.items() if shape is not None]
     parser.add_argument("--shape", choices=shapes, default="tiny")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2])
-    for flag, default in (("requests", 64), ("adapters", 128), ("rank", 16), ("waves", 4)):
+    for flag, default in (("requests", 64), ("adapters", 128), ("rank", 16), ("waves", 4), ("turns", 1)):
         parser.add_argument(f"--{flag}", type=int, default=default)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=64)
@@ -171,16 +218,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE")
     given = parser.parse_args()
     result = {}
-    print(f"{'side':24}{'tokens/s':>10}{'of first':>10}{'tok/CPU s':>11}{'loads':>8}{'on device':>11}")
+    print(f"{'side':22}{'tokens/s':>9}{'of first':>9}" + "".join(f"{head:>{width}}" for head, _, width, _ in _COLUMNS))
     with tempfile.TemporaryDirectory() as scratch, sides(given, Path(scratch)) as made:
-        for name, num_engines, apart in made:
-            one = result[name] = measure(given, Path(scratch), num_engines, apart=apart)
+        for (name, _, _), one in zip(made, measure(given, Path(scratch), made), strict=True):
+            result[name] = one
             share = one["tokens_per_second"] / next(iter(result.values()))["tokens_per_second"]
-            print(
-                f"{name:24}{one['tokens_per_second']:10.1f}{share:10.2f}{one['tokens_per_cpu_second']:11.1f}"
-                f"{one['loads_per_request']:8.3f}{one['on_device']:11.3f}",
-                flush=True,
-            )
+            rest = "".join(f"{one[key]:{width}.{digits}f}" for _, key, width, digits in _COLUMNS)
+            print(f"{name:22}{one['tokens_per_second']:9.1f}{share:9.2f}{rest}", flush=True)
     if given.json is not None:
         given.json.write_text(json.dumps(result, indent=1))
 
