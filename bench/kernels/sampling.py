@@ -22,7 +22,7 @@ import torch
 from kernels.platform import detect, installed
 from kernels.sampling import ops
 from kernels.sampling.asked import RowSampling, ask, mask_of
-from kernels.sampling.maps import SamplingMaps, number_dtype
+from kernels.sampling.maps import SamplingArrays, SamplingFacts, SamplingMaps, number_dtype
 from kernels.sampling.parameters import index_of, neutral_row
 
 NUM_REPEATS = 9
@@ -56,12 +56,12 @@ def measure(implementation: str, rows: list[RowSampling], logits: torch.Tensor) 
     platform = detect(str(device))
     names = MappingProxyType({**platform.implementations, "sampling": implementation})
 
-    def prepare() -> tuple[Any, dict[str, Any]]:
+    def prepare() -> tuple[SamplingFacts, SamplingArrays]:
         asked = ask(rows, num_logits=num_rows, vocab=vocab)
         return asked.facts, asked.arrays(number_dtype(device))
 
     facts, arrays = prepare()
-    maps = SamplingMaps.from_tensors(facts, {name: torch.from_numpy(a).to(device) for name, a in arrays.items()})
+    maps = SamplingMaps.from_tensors(facts, [torch.from_numpy(array).to(device) for array in arrays])
     with installed(replace(platform, implementations=names)), torch.inference_mode():
         state = ops.new_state(num_rows, vocab, device)
         for slot in range(num_rows if facts.num_penalised else 0):

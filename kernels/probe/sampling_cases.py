@@ -64,7 +64,7 @@ def _prepared(rows: list[RowSampling], given: list[GivenRow], vocab: int, place:
     logits[6, 1] = torch.nan
     asked = ask(rows, given, num_logits=len(logits), vocab=vocab, num_rows=len(rows) + 1)
     arrays = asked.arrays(number_dtype(place.device))
-    tensors = {name: torch.from_numpy(array).to(place.device) for name, array in arrays.items()}
+    tensors = [torch.from_numpy(array).to(place.device) for array in arrays]
     maps = SamplingMaps.from_tensors(asked.facts, tensors)
     state = ops.new_state(_NUM_SLOTS, vocab, place.device)
     slots = [row.slot for row in rows if row.slot >= 0]

@@ -3,7 +3,7 @@
 Everything is known before the model runs, so the arrays travel with the step's other inputs:
 
     asked = ask(rows, given, num_logits=..., vocab=...)
-    arrays = asked.arrays(number_dtype(device))  # numpy, by name; the caller brings them to the device
+    arrays = asked.arrays(number_dtype(device))  # numpy; the caller brings each to the device
     maps = SamplingMaps.from_tensors(asked.facts, tensors)
 """
 
@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kernels.sampling import parameters
-from kernels.sampling.maps import MASK_WORD_BITS, SamplingFacts
+from kernels.sampling.maps import MASK_WORD_BITS, NOTHING, SamplingArrays, SamplingFacts
 from kernels.sampling.parameters import index_of, matrix_of, neutral_row, used_in, uses_penalties
 from kernels.sampling.random_numbers import uniform
 
@@ -75,66 +75,84 @@ class Asked:
     facts: SamplingFacts
     matrix: np.ndarray
 
-    def arrays(self, number_dtype: type[np.floating]) -> dict[str, np.ndarray]:
-        """The fields of `SamplingMaps` by name, for `facts`; absent where these need none, and `masks` that follow.
+    def arrays(self, number_dtype: type[np.floating]) -> SamplingArrays:
+        """What the device is told, without `masks` that follow.
 
         number_dtype  of parameters and uniform numbers, see `number_dtype`
         """
-        facts, num_padding = self.facts, self.facts.num_rows - len(self.rows)
-        arrays: dict[str, np.ndarray] = {}
-        if facts.num_rows:
-            rows = [row.logits_row for row in self.rows]
-            matrix = self.matrix
-            if num_padding:
-                rows += [min(i, facts.num_logits - 1) for i in range(len(rows), facts.num_rows)]
-                neutral = np.repeat(neutral_row()[:, None], num_padding, axis=1)
-                neutral[index_of("temperature")] = 0.0
-                matrix = np.concatenate((matrix, neutral), axis=1)
-            arrays["rows"] = np.array(rows, np.int64)
-            arrays["parameters"] = matrix.astype(number_dtype)
-        if facts.is_random:
-            numbers = uniform([row.seed for row in self.rows], [row.index for row in self.rows])
-            arrays["numbers"] = np.concatenate((numbers, np.zeros(num_padding))).astype(number_dtype)
-        return arrays | self._penalty_arrays() | self._edit_arrays() | self._logprob_arrays()
+        facts = self.facts
+        rows, parameters = self._rows_and_parameters(number_dtype)
+        slots, penalised = self._penalties()
+        biased, bias = self._bias()
+        masked, masks = self._masks()
+        barred = [i * facts.vocab + token for i, row in enumerate(self.rows) for token in row.barred]
+        chosen = [i for i, row in enumerate(self.rows) if row.num_top is not None]
+        return SamplingArrays(
+            rows=rows,
+            parameters=parameters,
+            numbers=self._numbers(number_dtype),
+            slots=slots,
+            penalised=penalised,
+            biased=biased,
+            bias=bias,
+            barred=_filled(barred, facts.num_barred, np.int64),
+            masked=masked,
+            masks=masks,
+            mask_bits=_BITS if facts.num_masked else NOTHING,
+            given=_filled([entry.logits_row for entry in self.given], facts.num_given, np.int64),
+            given_tokens=_filled([entry.token_id for entry in self.given], facts.num_given, np.int64),
+            chosen=_filled(chosen, facts.num_chosen, np.int64),
+        )
 
-    def _penalty_arrays(self) -> dict[str, np.ndarray]:
+    def _rows_and_parameters(self, number_dtype: type[np.floating]) -> tuple[np.ndarray, np.ndarray]:
+        facts, num_padding = self.facts, self.facts.num_rows - len(self.rows)
+        if not facts.num_rows:
+            return NOTHING, NOTHING
+        rows = [row.logits_row for row in self.rows]
+        matrix = self.matrix
+        if num_padding:
+            rows += [min(i, facts.num_logits - 1) for i in range(len(rows), facts.num_rows)]
+            neutral = np.repeat(neutral_row()[:, None], num_padding, axis=1)
+            neutral[index_of("temperature")] = 0.0
+            matrix = np.concatenate((matrix, neutral), axis=1)
+        return np.array(rows, np.int64), matrix.astype(number_dtype)
+
+    def _numbers(self, number_dtype: type[np.floating]) -> np.ndarray:
+        if not self.facts.is_random:
+            return NOTHING
+        numbers = uniform([row.seed for row in self.rows], [row.index for row in self.rows])
+        return np.concatenate((numbers, np.zeros(self.facts.num_rows - len(self.rows)))).astype(number_dtype)
+
+    def _penalties(self) -> tuple[np.ndarray, np.ndarray]:
+        """Slots of all rows, and the rows with penalties."""
         facts = self.facts
         if not facts.num_penalised:
-            return {}
+            return NOTHING, NOTHING
         slots = np.full(facts.num_rows, -1, np.int64)
         penalised = uses_penalties(self.matrix).nonzero()[0].tolist()
         slots[penalised] = [self.rows[i].slot for i in penalised]
         assert (slots[penalised] >= 0).all(), "a row with penalties has the slot of its sequence"
-        return {"slots": slots, "penalised": _filled(penalised, facts.num_penalised, np.int64)}
+        return slots, _filled(penalised, facts.num_penalised, np.int64)
 
-    def _edit_arrays(self) -> dict[str, np.ndarray]:
-        facts, arrays = self.facts, {}
-        if facts.num_biased:
-            bias = {
-                i * facts.vocab + token: added for i, row in enumerate(self.rows) for token, added in row.bias.items()
-            }
-            arrays["biased"] = _filled(list(bias), facts.num_biased, np.int64)
-            arrays["bias"] = _filled(list(bias.values()), facts.num_biased, np.float32)
-        if facts.num_barred:
-            barred = [i * facts.vocab + token for i, row in enumerate(self.rows) for token in row.barred]
-            arrays["barred"] = _filled(barred, facts.num_barred, np.int64)
-        if facts.num_masked:
-            masks = {i: row.mask for i, row in enumerate(self.rows) if row.mask is not None}
-            arrays["masked"] = _filled(list(masks), facts.num_masked, np.int64)
-            if not any(mask is MASK_FOLLOWS for mask in masks.values()):
-                arrays["masks"] = _filled(list(masks.values()), facts.num_masked, np.int32)
-            arrays["mask_bits"] = _BITS
-        return arrays
+    def _bias(self) -> tuple[np.ndarray, np.ndarray]:
+        """Places, and what is added there."""
+        facts = self.facts
+        if not facts.num_biased:
+            return NOTHING, NOTHING
+        bias = {i * facts.vocab + token: added for i, row in enumerate(self.rows) for token, added in row.bias.items()}
+        num = facts.num_biased
+        return _filled(list(bias), num, np.int64), _filled(list(bias.values()), num, np.float32)
 
-    def _logprob_arrays(self) -> dict[str, np.ndarray]:
-        facts, arrays = self.facts, {}
-        chosen = [i for i, row in enumerate(self.rows) if row.num_top is not None]
-        if facts.num_given:
-            arrays["given"] = _filled([entry.logits_row for entry in self.given], facts.num_given, np.int64)
-            arrays["given_tokens"] = _filled([entry.token_id for entry in self.given], facts.num_given, np.int64)
-        if facts.num_chosen:
-            arrays["chosen"] = _filled(chosen, facts.num_chosen, np.int64)
-        return arrays
+    def _masks(self) -> tuple[np.ndarray, np.ndarray]:
+        """Rows with a mask, and the masks unless they follow."""
+        facts = self.facts
+        if not facts.num_masked:
+            return NOTHING, NOTHING
+        masks = {i: row.mask for i, row in enumerate(self.rows) if row.mask is not None}
+        masked = _filled(list(masks), facts.num_masked, np.int64)
+        if any(mask is MASK_FOLLOWS for mask in masks.values()):
+            return masked, NOTHING
+        return masked, _filled(list(masks.values()), facts.num_masked, np.int32)
 
 
 def ask(
@@ -214,7 +232,9 @@ def _num_ranked(matrix: np.ndarray, vocab: int) -> int:
 
 
 def _filled(entries: Sequence[object], num_entries: int, dtype: type[np.generic]) -> np.ndarray:
-    """The entries, and the first of them again until there are so many."""
+    """The entries, and the first of them again until there are so many; `NOTHING` of none."""
+    if not num_entries:
+        return NOTHING
     return np.array([*entries, *[entries[0]] * (num_entries - len(entries))], dtype)
 
 

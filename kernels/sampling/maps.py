@@ -5,9 +5,9 @@ A captured step may be run again with all that `asked.ask` gives for equal facts
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -74,6 +74,29 @@ class SamplingFacts:
         return replace(self, **changed, used=frozenset(used))
 
 
+# What facts do not need.
+NOTHING = np.empty(0, np.float32)
+
+
+class SamplingArrays(NamedTuple):
+    """The arrays of `SamplingMaps` on the host, in its order; `NOTHING` where the facts need none."""
+
+    rows: np.ndarray = NOTHING
+    parameters: np.ndarray = NOTHING
+    numbers: np.ndarray = NOTHING
+    slots: np.ndarray = NOTHING
+    penalised: np.ndarray = NOTHING
+    biased: np.ndarray = NOTHING
+    bias: np.ndarray = NOTHING
+    barred: np.ndarray = NOTHING
+    masked: np.ndarray = NOTHING
+    masks: np.ndarray = NOTHING
+    mask_bits: np.ndarray = NOTHING
+    given: np.ndarray = NOTHING
+    given_tokens: np.ndarray = NOTHING
+    chosen: np.ndarray = NOTHING
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SamplingMaps:
     """A step's sampling on the device. A number is float32, on a CPU float64. A place is row * vocab + token, where row
@@ -111,12 +134,19 @@ class SamplingMaps:
     chosen: torch.Tensor
 
     @classmethod
-    def from_tensors(cls, facts: SamplingFacts, tensors: Mapping[str, torch.Tensor]) -> SamplingMaps:
-        """tensors  those of `Asked.arrays` on one device, by name; others are ignored"""
-        for name, shape in shapes_of(facts).items():
-            found = tuple(tensors[name].shape)
+    def from_tensors(
+        cls, facts: SamplingFacts, tensors: Sequence[torch.Tensor], masks: torch.Tensor | None = None
+    ) -> SamplingMaps:
+        """tensors  those of `SamplingArrays` on one device, in its order
+        masks    that were made later than these
+        """
+        maps = cls(facts, *tensors)
+        if masks is not None:
+            maps = replace(maps, masks=masks)
+        for name, shape in shapes_of(facts):
+            found = tuple(getattr(maps, name).shape)
             assert found == shape, f"{name} is {list(found)}, and these facts want {list(shape)}"
-        return cls(facts, *(tensors.get(name, _NOTHING) for name in _TENSORS))
+        return maps
 
     def uses(self, name: str) -> bool:
         """Whether some row does not leave the parameter neutral."""
@@ -127,30 +157,30 @@ class SamplingMaps:
         return self.parameters[index_of(name)]
 
 
-_TENSORS = tuple(entry.name for entry in fields(SamplingMaps)[1:])
-
-
-def shapes_of(facts: SamplingFacts) -> dict[str, tuple[int, ...]]:
-    """Shapes of the arrays that these facts need, by name."""
-    shapes: dict[str, tuple[int, ...]] = {}
+def shapes_of(facts: SamplingFacts) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The arrays that these facts need, and their shapes."""
     if facts.num_rows:
-        shapes |= {"rows": (facts.num_rows,), "parameters": (len(neutral_row()), facts.num_rows)}
+        yield "rows", (facts.num_rows,)
+        yield "parameters", (len(neutral_row()), facts.num_rows)
     if facts.is_random:
-        shapes["numbers"] = (facts.num_rows,)
+        yield "numbers", (facts.num_rows,)
     if facts.num_penalised:
-        shapes |= {"slots": (facts.num_rows,), "penalised": (facts.num_penalised,)}
+        yield "slots", (facts.num_rows,)
+        yield "penalised", (facts.num_penalised,)
     if facts.num_biased:
-        shapes |= {"biased": (facts.num_biased,), "bias": (facts.num_biased,)}
+        yield "biased", (facts.num_biased,)
+        yield "bias", (facts.num_biased,)
     if facts.num_barred:
-        shapes["barred"] = (facts.num_barred,)
+        yield "barred", (facts.num_barred,)
     if facts.num_masked:
-        masks = (facts.num_masked, facts.num_words)
-        shapes |= {"masked": masks[:1], "masks": masks, "mask_bits": (MASK_WORD_BITS,)}
+        yield "masked", (facts.num_masked,)
+        yield "masks", (facts.num_masked, facts.num_words)
+        yield "mask_bits", (MASK_WORD_BITS,)
     if facts.num_given:
-        shapes |= {"given": (facts.num_given,), "given_tokens": (facts.num_given,)}
+        yield "given", (facts.num_given,)
+        yield "given_tokens", (facts.num_given,)
     if facts.num_chosen:
-        shapes["chosen"] = (facts.num_chosen,)
-    return shapes
+        yield "chosen", (facts.num_chosen,)
 
 
 def number_dtype(device: torch.device) -> type[np.floating]:
@@ -160,6 +190,3 @@ def number_dtype(device: torch.device) -> type[np.floating]:
 
 def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length() if number else 0
-
-
-_NOTHING = torch.empty(0)

@@ -5,8 +5,8 @@ with an event that says when its latest copy has run: the host prepares a step w
 before, and waits only if it is two steps ahead. The copy runs on the stream of the steps, hence after the step before
 it has read the buffer. On a CPU there is one buffer, which the step reads where the host has written it.
 
-Behind the maps, whose places follow from the sizes of the step, travel the *riders*: arrays of any length that no
-captured step reads, those of the sampler.
+Behind the maps, whose places follow from the sizes of the step, travel the arrays of the sampler, of any length, which
+no captured step reads. What has no room there has a buffer of its own, which grows and stays.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class InputLimits:
 
 _Shapes = dict[str, tuple[type[Any], tuple[int, ...]]]
 _ALIGNMENT_BYTES = 64  # each array begins on its own line
-_RIDER_BYTES = 4 << 20  # larger riders travel by themselves
+_SAMPLER_BYTES = 4 << 20  # behind the maps
 _MAX_KNOWN_SIZES = 512
 
 
@@ -82,11 +82,12 @@ class StepInputs:
         largest = StepSizes(
             limits.token_budget, num_sequences, limits.max_logits_rows, limits.max_blocks, False, True, side=side
         )
-        num_bytes = _end_of(self._shapes(largest)) + _RIDER_BYTES
-        is_pinned = limits.device.type != "cpu"
+        num_bytes = _end_of(self._shapes(largest)) + _SAMPLER_BYTES
         num_host_buffers = 1 if self._runtime is None else 2
-        self._host = [torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_pinned) for _ in range(num_host_buffers)]
+        self._host = [self._host_buffer(num_bytes) for _ in range(num_host_buffers)]
         self._host_arrays = [buffer.numpy() for buffer in self._host]
+        self._apart: list[torch.Tensor | None] = [None] * num_host_buffers
+        self._device_apart = torch.empty(0, dtype=torch.uint8)
         self._copied: list[Event | None] = [None] * num_host_buffers
         self._device = self._host[0]
         if self._runtime is not None:
@@ -100,14 +101,14 @@ class StepInputs:
         block_table: np.ndarray,
         block_tuples: Sequence[tuple[int, ...]],
         sizes: StepSizes,
-        riders: Mapping[str, np.ndarray] | None = None,
-    ) -> StepBatch:
-        """The batch of `chunks`, which stand in adapter order already, on the device and padded to `sizes`.
+        sampler: Sequence[np.ndarray] = (),
+    ) -> tuple[StepBatch, tuple[torch.Tensor, ...]]:
+        """The batch of `chunks`, which stand in adapter order already, on the device and padded to `sizes`; and the
+        arrays of the sampler there, in their order.
 
         block_table   int32 [slots, blocks], by slot; block_tuples are the chunks' own blocks
-        riders        become `StepBatch.riders`
 
-        The batch holds until the next call; on a device its tensors are the same for the same sizes.
+        Both hold until the next call; on a device the batch's tensors are the same for the same sizes.
         """
         places = self._places(sizes)
         host = self._writable()
@@ -129,8 +130,8 @@ class StepInputs:
             if sizes.has_lora:
                 maps.fill_lora(arrays, "rows", row_segments)
                 maps.fill_side(arrays, "rows", row_segments, side_groups)
-        on_device = self._send(host, places.end, riders or {})
-        return self._batch(places.device, chunks, starts, block_tuples, segments, row_segments, sizes, on_device)
+        sent = self._send(host, places.end, sampler)
+        return self._batch(places.device, chunks, starts, block_tuples, segments, row_segments, sizes), sent
 
     def _batch(
         self,
@@ -141,7 +142,6 @@ class StepInputs:
         segments: tuple[Segment, ...],
         row_segments: tuple[Segment, ...],
         sizes: StepSizes,
-        riders: dict[str, torch.Tensor],
     ) -> StepBatch:
         lora = _lora_maps("tokens", segments, sizes.num_tokens, tensors, sizes.side) if sizes.has_lora else None
         rows_lora = lora
@@ -177,7 +177,6 @@ class StepInputs:
             conv=conv,
             logits_rows=tensors.get("logits_rows"),
             logits_lora=rows_lora,
-            riders=riders,
             window_rows=sizes.window_rows,
         )
 
@@ -226,25 +225,39 @@ class StepInputs:
             copied.synchronize()
         return self._host[self._turn]
 
-    def _send(self, host: torch.Tensor, end: int, riders: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
-        """Bring the first `end` bytes to the device, the riders behind them; returns these as they are there."""
+    def _send(self, host: torch.Tensor, end: int, sampler: Sequence[np.ndarray]) -> tuple[torch.Tensor, ...]:
+        """Bring the first `end` bytes to the device, and the sampler's arrays; returns these as they are there. Arrays
+        of nothing stay where they are."""
         if self._runtime is None:
-            return {name: torch.from_numpy(array) for name, array in riders.items()}
-        shapes: _Shapes = {name: (array.dtype.type, array.shape) for name, array in riders.items()}
-        start, end = end, _end_of(shapes, end)
-        fits = end <= len(host)
-        if fits:
-            for name, view in _views(self._host_arrays[self._turn], shapes, start).items():
-                view[...] = riders[name]
+            return tuple(torch.from_numpy(array) for array in sampler)
+        starts, last = _starts(sampler, end)
+        source, target = host, self._device
+        if last > len(host):
+            starts, num_bytes = _starts(sampler, 0)
+            source, target = self._apart_of(num_bytes)
+            target[:num_bytes].copy_(_written(source, sampler, starts)[:num_bytes], non_blocking=True)
         else:
-            end = start
+            _written(host, sampler, starts)
+            end = last
         self._device[:end].copy_(host[:end], non_blocking=True)
         event = self._runtime.Event()
         event.record()
         self._copied[self._turn] = event
-        if fits:
-            return _tensors(self._device, shapes, start)
-        return {name: torch.from_numpy(array).to(self._limits.device, copy=True) for name, array in riders.items()}
+        return tuple(_tensor_at(target, start, array) for start, array in zip(starts, sampler, strict=True))
+
+    def _apart_of(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A buffer on the host, and the one on the device, for arrays that have no room behind the maps."""
+        if num_bytes > len(self._device_apart):
+            num_bytes = 1 << (num_bytes - 1).bit_length()
+            self._device_apart = torch.zeros(num_bytes, dtype=torch.uint8, device=self._limits.device)
+            self._apart = [None] * len(self._apart)
+        host = self._apart[self._turn]
+        if host is None:
+            host = self._apart[self._turn] = self._host_buffer(len(self._device_apart))
+        return host, self._device_apart
+
+    def _host_buffer(self, num_bytes: int) -> torch.Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._limits.device.type != "cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +301,32 @@ def _tensors(buffer: torch.Tensor, shapes: _Shapes, start: int = 0) -> dict[str,
         tensors[name] = buffer[start : start + num_bytes].view(torch_dtype).view(shape)
         start += _aligned(num_bytes)
     return tensors
+
+
+def _starts(arrays: Sequence[np.ndarray], start: int) -> tuple[list[int], int]:
+    """The bytes where arrays begin that lie one after the other, and the one behind them."""
+    starts = []
+    for array in arrays:
+        starts.append(start)
+        start += _aligned(array.nbytes)
+    return starts, start
+
+
+def _written(buffer: torch.Tensor, arrays: Sequence[np.ndarray], starts: Sequence[int]) -> torch.Tensor:
+    """The buffer of bytes, with the arrays at these bytes."""
+    memory = buffer.numpy()
+    for array, start in zip(arrays, starts, strict=True):
+        if array.size:
+            memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+    return buffer
+
+
+def _tensor_at(buffer: torch.Tensor, start: int, array: np.ndarray) -> torch.Tensor:
+    """Where an array of this dtype and shape lies in a buffer of bytes."""
+    if not array.size:
+        return torch.from_numpy(array)
+    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+    return buffer[start : start + array.nbytes].view(dtype).view(array.shape)
 
 
 def _lora_shapes(prefix: str, num_tokens: int, limits: InputLimits) -> _Shapes:

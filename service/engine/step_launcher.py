@@ -33,12 +33,18 @@ from service.models.batch import StepBatch
 
 @dataclass(frozen=True, slots=True)
 class FilledStep:
-    """A step whose inputs are on their way: its chunks in adapter order, and what is asked of its logits."""
+    """A step whose inputs are on their way: its chunks in adapter order, and what is asked of its logits.
+
+    sampler        tensors of `SamplingArrays`, in its order, without masks
+    sampled_slots  int64 [rows that get a token, without padding]
+    """
 
     chunks: list[ScheduledChunk]
     sizes: StepSizes
     batch: StepBatch
     sampling: StepSampling
+    sampler: tuple[torch.Tensor, ...]
+    sampled_slots: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +102,17 @@ class StepLauncher:
         sizes = self._runner.padded(self._sizes_of(inputs, chunks))
         num_logits = sizes.num_tokens if sizes.num_rows is None else sizes.num_rows
         sampling = sampling_of(chunks, num_logits, self._runner.capacity.vocab_size)
-        riders = sampling.asked.arrays(number_dtype(self._runner.capacity.device))
-        riders["sampled_slots"] = np.array([sequence.slot for sequence in sampling.sequences], np.int64)
+        arrays = sampling.asked.arrays(number_dtype(self._runner.capacity.device))
+        slots = np.array([sequence.slot for sequence in sampling.sequences], np.int64)
         blocks = [self._blocks.blocks(chunk.sequence.key) for chunk in chunks]
-        batch = self._inputs.fill(inputs, self._table.block_table, blocks, sizes, riders)
+        batch, (*sampler, sampled_slots) = self._inputs.fill(
+            inputs, self._table.block_table, blocks, sizes, (*arrays, slots)
+        )
         if self._keeps_tokens:
             assert batch.token_slots is not None
             self._table.resolve_tokens(batch.token_ids, batch.token_slots)
         self._reset_penalties(chunks)
-        return FilledStep(chunks, sizes, batch, sampling)
+        return FilledStep(chunks, sizes, batch, sampling, tuple(sampler), sampled_slots)
 
     @torch.inference_mode()
     def run(self, step: FilledStep) -> ModelOutput:
@@ -123,10 +131,10 @@ class StepLauncher:
         facts = step.sampling.asked.facts
         if not facts.num_rows + facts.num_given:  # chunks of prompts alone
             return self._results.fetch(output.logits.new_empty(0, dtype=torch.int32))
-        riders = step.batch.riders if masks is None else {**step.batch.riders, "masks": masks}
-        sampled = sample(output.logits, SamplingMaps.from_tensors(facts, riders), self._penalties)
+        maps = SamplingMaps.from_tensors(facts, step.sampler, masks)
+        sampled = sample(output.logits, maps, self._penalties)
         if self._keeps_tokens and step.sampling.sequences:
-            self._table.keep_tokens(riders["sampled_slots"], sampled.token_ids)
+            self._table.keep_tokens(step.sampled_slots, sampled.token_ids)
         return self._results.fetch(output.pooled.packed_with(sampled.packed))
 
     # ---- captures
@@ -157,7 +165,8 @@ class StepLauncher:
             self._runner.capture(self._empty(sizes), sizes)
 
     def _empty(self, sizes: StepSizes) -> StepBatch:
-        return self._inputs.fill([], self._table.block_table, [], sizes)
+        batch, _ = self._inputs.fill([], self._table.block_table, [], sizes)
+        return batch
 
     # ---- inner parts of `fill`
 

@@ -6,8 +6,7 @@ Sequences stand in adapter order, the base model's last; the tokens of a sequenc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -49,7 +48,6 @@ class StepBatch:
     logits_lora      maps of those rows for the head; None like `lora`
     window_rows      rows of A behind the base weights that the base products take along (`kernels.lora_window`); all
                      rows of the step's adapters lie among them. 0: shrink and expand are kernels of their own
-    riders           tensors that came to the device with the maps and are none of the model's: the sampler's
     """
 
     token_ids: torch.Tensor
@@ -61,5 +59,4 @@ class StepBatch:
     logits_rows: torch.Tensor | None
     logits_lora: LoraMaps | None
     token_slots: torch.Tensor | None = None
-    riders: Mapping[str, torch.Tensor] = field(default_factory=dict)
     window_rows: int = 0

@@ -640,7 +640,7 @@ def test_each_token_is_drawn_from_its_own_place_in_the_stream_with_all_counts_so
         state.reset(0, prompt, history[3:])
         row = RowSampling(0, row_of(sampling), seed=5, index=index, slot=0)
         asked = ask([row], num_logits=1, vocab=VOCAB)
-        tensors = {name: torch.from_numpy(array) for name, array in asked.arrays(number_dtype(cpu)).items()}
+        tensors = [torch.from_numpy(array) for array in asked.arrays(number_dtype(cpu))]
         maps = SamplingMaps.from_tensors(asked.facts, tensors)
         history.append(int(sample(next_logits(history, -1)[None], maps, state).token_ids[0]))
     mock.submit("r", prompt, max_tokens=12, temperature=0.8, frequency_penalty=4.0, seed=5)

@@ -38,7 +38,6 @@ def build(
     chunks: list[ChunkInput],
     limits: InputLimits = LIMITS,
     sizes: StepSizes | None = None,
-    riders: dict[str, np.ndarray] | None = None,
 ) -> StepBatch:
     """The step of these chunks, as large as they are unless `sizes` pads it."""
     table = np.zeros((5, limits.max_blocks), np.int32)
@@ -53,7 +52,7 @@ def build(
         all_decode=all_decode,
         has_lora=any(chunk.place != BASE for chunk in chunks),
     )
-    return StepInputs(limits).fill(chunks, table, [BLOCKS[chunk.slot] for chunk in chunks], sizes or exact, riders)
+    return StepInputs(limits).fill(chunks, table, [BLOCKS[chunk.slot] for chunk in chunks], sizes or exact)[0]
 
 
 def test_adapters_stand_in_the_order_of_their_rows_and_the_base_last() -> None:
@@ -156,12 +155,6 @@ def test_parts_out_of_adapter_order_are_a_bug() -> None:
         build([CHUNK, MIDDLE, DECODE])
 
 
-def test_riders_travel_with_the_maps() -> None:
-    batch = build(CHUNKS, riders={"numbers": np.array([0.5, 0.25], np.float32)})
-    assert {name: tensor.tolist() for name, tensor in batch.riders.items()} == {"numbers": [0.5, 0.25]}
-    assert build(CHUNKS).riders == {}
-
-
 def test_base_is_the_place_of_no_adapter() -> None:
     assert PLAIN.place == BASE == -1
 
@@ -203,8 +196,8 @@ def test_nothing_of_an_earlier_step_is_left() -> None:
     table = np.arange(20, dtype=np.int32).reshape(5, 4)
     blocks = [tuple(table[chunk.slot].tolist()) for chunk in CHUNKS]
     inputs.fill(CHUNKS, table, blocks, sizes)
-    small = inputs.fill([PLAIN], table, blocks[3:], sizes)
-    expected = StepInputs(LIMITS).fill([PLAIN], table, blocks[3:], sizes)
+    small, _ = inputs.fill([PLAIN], table, blocks[3:], sizes)
+    expected, _ = StepInputs(LIMITS).fill([PLAIN], table, blocks[3:], sizes)
     for part in ("attention", "conv", "lora", "logits_lora"):
         for field in dataclasses.fields(getattr(small, part)):
             found, fresh = getattr(getattr(small, part), field.name), getattr(getattr(expected, part), field.name)

@@ -6,6 +6,7 @@ two places of host memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -60,50 +61,66 @@ TABLE = np.arange(8, dtype=np.int32).reshape(2, 4)
 SIZES = StepSizes(8, 8, None, table_blocks=4, all_decode=True, has_lora=False)
 
 
-def fill(inputs: StepInputs, step: int, riders: dict[str, np.ndarray] | None = None) -> StepBatch:
+def fill(
+    inputs: StepInputs, step: int, sampler: Sequence[np.ndarray] = ()
+) -> tuple[StepBatch, tuple[torch.Tensor, ...]]:
     """A step of one token, whose value is the step's number."""
-    return inputs.fill([ChunkInput([step], 5, 1, 1)], TABLE, [(4, 5)], SIZES, riders)
+    return inputs.fill([ChunkInput([step], 5, 1, 1)], TABLE, [(4, 5)], SIZES, sampler)
 
 
-def riders(step: int, length: int = 5) -> dict[str, np.ndarray]:
-    return {
-        "ints": np.arange(length, dtype=np.int64) + step,
-        "flags": np.array([True, False, step % 2 == 0]),
-        "matrix": np.full((2, 3), step, np.int32),
-        "none": np.empty((0, 4), np.float32),
-        "across": np.arange(6, dtype=np.float32).reshape(2, 3).T + step,
-    }
+def sampler_arrays(step: int, length: int = 5) -> list[np.ndarray]:
+    return [
+        np.arange(length, dtype=np.int64) + step,
+        np.array([True, False, step % 2 == 0]),
+        np.full((2, 3), step, np.int32),
+        np.empty((0, 4), np.float32),
+        np.arange(6, dtype=np.float32).reshape(2, 3).T + step,
+    ]
 
 
-def test_riders_reach_a_cpu_without_a_copy() -> None:
+def test_arrays_of_the_sampler_reach_a_cpu_without_a_copy() -> None:
     array = np.array([1, 2, 3], np.int32)
-    tensor = fill(StepInputs(LIMITS), 0, {"x": array}).riders["x"]
+    (tensor,) = fill(StepInputs(LIMITS), 0, [array])[1]
     array[0] = 7
     assert tensor.tolist() == [7, 2, 3]
 
 
 @pytest.mark.parametrize("length", [5, 100_000, 1_000_000])
 def test_inputs_arrive_as_they_were_when_handed_over(length: int) -> None:
-    """The longest riders are larger than what is set aside for them."""
+    """The longest arrays of the sampler are larger than the room for them behind the maps."""
     inputs = StepInputs(LIMITS, RecordingRuntime())
     for step in range(5):
-        handed = riders(step, length)
-        batch = fill(inputs, step, handed)
-        for array in handed.values():
+        handed = sampler_arrays(step, length)
+        batch, sampler = fill(inputs, step, handed)
+        for array in handed:
             array[:] = 0
         assert batch.token_ids.tolist() == [step, *[0] * 7]
-        for name, array in riders(step, length).items():
-            assert batch.riders[name].dtype == torch.from_numpy(array).dtype, name
-            np.testing.assert_array_equal(batch.riders[name].numpy(), array)
+        for tensor, array in zip(sampler, sampler_arrays(step, length), strict=True):
+            assert tensor.dtype == torch.from_numpy(array).dtype
+            np.testing.assert_array_equal(tensor.numpy(), array)
+
+
+def test_what_has_no_room_behind_the_maps_has_memory_that_stays() -> None:
+    """It moves only to grow, and the maps never do."""
+    inputs, places = StepInputs(LIMITS, RecordingRuntime()), []
+    for step, length in enumerate((700_000, 5, 900_000, 700_000, 3_000_000, 800_000)):
+        batch, (first, *_) = fill(inputs, step, sampler_arrays(step, length))
+        assert first.tolist()[-1] == length - 1 + step
+        places.append((batch.token_ids.data_ptr(), first.data_ptr()))
+    maps, first = zip(*places, strict=True)
+    assert len(set(maps)) == 1
+    large, small, *others, grown, after = first
+    assert others == [large] * 2 and grown == after
+    assert len({large, small, grown}) == 3
 
 
 def test_the_inputs_of_a_step_lie_in_one_copy_and_never_move() -> None:
     inputs = StepInputs(LIMITS, RecordingRuntime())
     places = []
     for step in range(3):
-        batch = fill(inputs, step, riders(step, 5 + step))
-        tensors = [batch.token_ids, batch.positions, batch.attention.block_table, *batch.riders.values()]
-        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
+        batch, sampler = fill(inputs, step, sampler_arrays(step, 5 + step))
+        tensors = [batch.token_ids, batch.positions, batch.attention.block_table, *sampler]
+        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}) == 1
         assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors if tensor.numel())
         places.append([tensor.data_ptr() for tensor in tensors[:3]])
     assert places[0] == places[1] == places[2]

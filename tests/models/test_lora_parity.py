@@ -196,7 +196,8 @@ def run(served: Served, chunk_starts: list[dict[str, int]]) -> dict[str, torch.T
         has_lora = any(chunk.place != BASE for chunk in ordered)
         sizes = StepSizes(num_step_tokens, len(ordered), num_step_tokens, num_blocks, False, has_lora)
         blocks = [tuple(table[chunk.slot].tolist()) for chunk in ordered]
-        batch = replace(inputs.fill(ordered, table, blocks, sizes), window_rows=served.window_rows)
+        batch, _ = inputs.fill(ordered, table, blocks, sizes)
+        batch = replace(batch, window_rows=served.window_rows)
         out = loaded.model.forward(batch, caches)
         for i, part in zip(order, out.split([chunk.num_logits for chunk in ordered]), strict=True):
             logits[running[i]].append(part.float().cpu())

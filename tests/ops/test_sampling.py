@@ -16,7 +16,7 @@ import torch
 
 from kernels.sampling import any_device, ops, parameters
 from kernels.sampling.asked import GivenRow, RowSampling, ask, mask_of
-from kernels.sampling.maps import SamplingMaps
+from kernels.sampling.maps import SamplingArrays, SamplingMaps
 from kernels.sampling.parameters import index_of
 from kernels.sampling.random_numbers import uniform
 from kernels.sampling.results import Choice, TokenLogprob
@@ -168,7 +168,7 @@ def drawn_with(numbers: Sequence[float], logits: torch.Tensor, implementation: s
     rows = [row(i, **{"temperature": 1.0, **values}) for i in range(len(numbers))]
     asked = ask(rows, num_logits=len(rows), vocab=logits.shape[1])
     tensors = tensors_of(asked, implementation, str(logits.device))
-    tensors["numbers"].copy_(torch.tensor(numbers, dtype=torch.float64))
+    tensors[SamplingArrays._fields.index("numbers")].copy_(torch.tensor(numbers, dtype=torch.float64))
     maps = SamplingMaps.from_tensors(asked.facts, tensors)
     module = importlib.import_module(f"kernels.sampling.{implementation}")
     found: list[int] = module.sample(logits.repeat(len(rows), 1), maps, None).token_ids.tolist()
@@ -546,8 +546,8 @@ def test_a_recorded_step_serves_others_of_equal_facts(seed: int, name: str, devi
         expected = module.sample(
             mix.logits.clone(), SamplingMaps.from_tensors(facts, tensors_of(its, name)), mix.state(name)
         )
-        for entry_name, values in tensors_of(its, name).items():
-            tensors[entry_name].copy_(values)
+        for tensor, values in zip(tensors, tensors_of(its, name), strict=True):
+            tensor.copy_(values)
         logits.copy_(mix.logits)
         for slot, (prompt, output) in mix.held.items():
             state.reset(slot, prompt, output)

@@ -44,10 +44,10 @@ def row(logits_row: int, *, temperature: float = 0.0, wanted: Mapping[str, Any] 
     return RowSampling(logits_row, parameters, **{"seed": 1, "index": logits_row, **(wanted or {})})
 
 
-def tensors_of(asked: Asked, implementation: str, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """On the device, in the numbers that an implementation gets where it serves."""
+def tensors_of(asked: Asked, implementation: str, device: str = "cpu") -> list[torch.Tensor]:
+    """The `SamplingArrays` on the device, in the numbers that an implementation gets where it serves."""
     dtype = np.float64 if implementation == "cpu" else np.float32
-    return {name: torch.from_numpy(array).to(device) for name, array in asked.arrays(dtype).items()}
+    return [torch.from_numpy(array).to(device) for array in asked.arrays(dtype)]
 
 
 def sample(
