@@ -20,6 +20,7 @@ class Mutant:
     kind      what sort of place it is
     line      of the original source
     before, after  the changed expression
+    statement  the first line of the statement that it stands in
     """
 
     function: str
@@ -28,6 +29,7 @@ class Mutant:
     before: str
     after: str
     make: Callable[[], str] = field(repr=False, compare=False)
+    statement: str = ""
 
     @property
     def source(self) -> str:
@@ -44,8 +46,12 @@ def mutants_of(source: str) -> list[Mutant]:
     found = []
     for function in module.body:
         if isinstance(function, ast.FunctionDef) and any("jit" in ast.unparse(one) for one in function.decorator_list):
+            statements = _statements(function)
             for node in ast.walk(ast.Module(function.body, [])):
-                found += [_mutant(module, function.name, node, kind, other) for kind, other in _changes(node)]
+                found += [
+                    _mutant(module, function.name, node, kind, other, statements.get(node, ""))
+                    for kind, other in _changes(node)
+                ]
     return [mutant for mutant in found if mutant.before != mutant.after]
 
 
@@ -62,11 +68,22 @@ def kernels_with(function: str, source: str) -> set[str]:
     return found
 
 
-def _mutant(module: ast.Module, function: str, node: ast.AST, kind: str, other: ast.AST) -> Mutant:
+def _statements(function: ast.FunctionDef) -> dict[ast.AST, str]:
+    """Of each node the first line of the innermost statement around it: `ast.walk` comes to inner ones later."""
+    return {
+        node: ast.unparse(statement).partition("\n")[0]
+        for statement in ast.walk(ast.Module(function.body, []))
+        if isinstance(statement, ast.stmt)
+        for node in ast.walk(statement)
+    }
+
+
+def _mutant(module: ast.Module, function: str, node: ast.AST, kind: str, other: ast.AST, statement: str) -> Mutant:
     def make() -> str:
         return ast.unparse(ast.fix_missing_locations(_Replace(node, other).visit(module)))
 
-    return Mutant(function, kind, node.lineno, ast.unparse(node), ast.unparse(other), make)  # type: ignore[attr-defined]
+    line: int = node.lineno  # type: ignore[attr-defined]
+    return Mutant(function, kind, line, ast.unparse(node), ast.unparse(other), make, statement)
 
 
 class _Replace(ast.NodeTransformer):

@@ -26,13 +26,57 @@ EQUIVALENT |= {
 }
 EQUIVALENT |= {
     (function, "end < stop", "end <= stop"): "one more round for a segment without tokens, in which all is masked"
-    for function in ("lora_shrink_few", "lora_expand_many")
+    for function in ("lora_shrink_few", "lora_expand_few", "lora_expand_many", "lora_expand_window_few")
 }
 EQUIVALENT["lora_expand_few", "tl.cast(t, tl.int64)", "t"] = (
     "of the tokens of a group, at most 16, whose rows 32 bits count from the first one's"
 )
+EQUIVALENT["rotary_kv_kernel", "tl.minimum(first_item + share, num_items)", "first_item + share"] = (
+    "items behind the last one are blocks of heads behind the last value head, where every access is masked"
+)
+EQUIVALENT["swiglu_window_few", "end > begin", "end >= begin"] = (
+    "one more round for each segment without tokens; the base's tokens come after the last segment all the same"
+)
+EQUIVALENT["conv_prefill", "starts <= first_token", "starts < first_token"] = (
+    "one more round, for the sequence that ends where the tile begins: it has no token there, nor is it the head's"
+)
+EQUIVALENT |= {
+    ("_copy_state", before, after): "changes only rows that are inputs, of which the state's are not read"
+    for before, after in (
+        ("tl.minimum(token - start + WIDTH - 1, WIDTH - 2)", "token - start + WIDTH - 1"),
+        (
+            "tl.maximum(tl.minimum(token - start + WIDTH - 1, WIDTH - 2), 0)",
+            "tl.minimum(token - start + WIDTH - 1, WIDTH - 2)",
+        ),
+    )
+}
+
+_SAME_ROW = "the block is shorter than the row of angles, and no output reads what lies beyond the half"
+_EMPTY_REST = "where all of a head is turned, a load of which nothing is inside its mask, and which nobody reads"
+
+# (function, before, after, first line of the statement) -> reason, where it holds in one statement alone.
+EQUIVALENT_IN: dict[tuple[str, str, str, str], str] = {
+    ("rotary_kv_kernel", "ROTARY_DIM < HEAD_DIM", "ROTARY_DIM <= HEAD_DIM", "if ROTARY_DIM < HEAD_DIM:"): _EMPTY_REST,
+    (
+        "rotary_kv_kernel", "tl.cast(token, tl.int64)", "token", "angles = tl.cast(token, tl.int64) * ROTARY_DIM"
+    ): "a step's angles, of tokens x head_dim elements, which 32 bits count by far",
+    (
+        "rotary_kv_kernel", "tl.cast(token, tl.int64)", "token",
+        "out = q_ptr + (tl.cast(token, tl.int64) * (NUM_HEADS * HEAD_DIM) + first * HEAD_DIM)",
+    ): "a step's fresh queries, of tokens x heads x head_dim elements, which 32 bits count by far",
+    (
+        "swiglu_window_few", "tl.cast(begin + group, tl.int64)", "begin + group",
+        "out_rows = out_ptr + tl.cast(begin + group, tl.int64) * size + first_column",
+    ): "a step's fresh output, of at most 64 tokens x size elements, which 32 bits count by far",
+}  # fmt: skip
+for _name in ("cos", "sin"):
+    _statement = f"{_name} = tl.load({_name}_ptr + angles + dim, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]"
+    _load = f"tl.load({_name}_ptr + angles + dim"
+    EQUIVALENT_IN["rotary_kv_kernel", f"{_load}, mask=dim < HALF, other=0.0)", f"{_load})", _statement] = _SAME_ROW
+    EQUIVALENT_IN["rotary_kv_kernel", "dim < HALF", "dim <= HALF", _statement] = _SAME_ROW
 
 
 def reason_for(mutant: Mutant) -> str | None:
     """Why a surviving mutant is equivalent; None if it is not listed."""
-    return EQUIVALENT.get((mutant.function, mutant.before, mutant.after))
+    key = mutant.function, mutant.before, mutant.after
+    return EQUIVALENT.get(key) or EQUIVALENT_IN.get((*key, mutant.statement))
