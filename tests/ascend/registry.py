@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from tests.ascend import conv_cases, lora_cases, rotary_cases, window_cases
+from tests.ascend import conv_cases, gated_delta_cases, lora_cases, rotary_cases, window_cases
 from tests.ascend.gate.cases import Case
 
-CASES: list[Case] = [*lora_cases.CASES, *conv_cases.CASES, *rotary_cases.CASES, *window_cases.CASES]
+CASES: list[Case] = [
+    *lora_cases.CASES,
+    *conv_cases.CASES,
+    *rotary_cases.CASES,
+    *window_cases.CASES,
+    *gated_delta_cases.CASES,
+]

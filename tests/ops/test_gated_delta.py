@@ -350,11 +350,12 @@ def test_compiles_for_hopper_without_a_gpu(device: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [70, 1, 0, 5]], ids=str)
-def test_an_npu_is_served_by_torch_that_waits_for_nothing(lengths: list[int]) -> None:
+def test_an_npu_without_triton_is_served_by_torch_that_waits_for_nothing(lengths: list[int]) -> None:
     """Tensors without contents stand for the NPU's: whoever asks for a value of theirs fails."""
     with made_up_npu({"name": "Ascend910B3"}, "none"):
         platform = detect("npu:0")
-    assert platform.implementations["gated_delta"] == IMPLEMENTATIONS["npu"]["gated_delta"][0] == "any_device"
+    assert IMPLEMENTATIONS["npu"]["gated_delta"][0] == "triton_ascend"
+    assert platform.implementations["gated_delta"] == "any_device"
     inputs = make_inputs(SIZES[1], sum(lengths), torch.bfloat16, "cpu")
     decoding = make_decoding(inputs)
     starts, host_starts = starts_of(lengths, "cpu")

@@ -128,7 +128,13 @@ def _finder(site: Path, triton: TritonKind) -> Callable[[str], ModuleSpec | None
 
 
 # What serves without Triton.
-TRITON_OPS = {"lora": "any_device", "lora_window": "reference", "causal_conv1d": "any_device", "rotary_kv": "npu"}
+TRITON_OPS = {
+    "lora": "any_device",
+    "lora_window": "reference",
+    "causal_conv1d": "any_device",
+    "gated_delta": "any_device",
+    "rotary_kv": "npu",
+}
 NO_TRITON = "Triton kernels are off: triton-ascend is not installed (see docs/ascend.md)."
 NO_310P = "Triton kernels are off: triton-ascend 3.2.x does not serve Ascend310P3."
 UPSTREAM = (
@@ -139,7 +145,7 @@ SERVED = {
     "lora": "triton_ascend",
     "lora_window": "triton_ascend",
     "causal_conv1d": "triton_ascend",
-    "gated_delta": "any_device",
+    "gated_delta": "triton_ascend",
     "experts": "any_device",
     "paged_attention": "npu",
     "linear": "reference",
