@@ -74,7 +74,8 @@ def _weights_bytes(call: dict[str, Any]) -> int:
 def _plan(kind: type[PrefillCall] | type[UpdateCall], call: dict[str, Any], *, in_place: bool, num_cores: int) -> Plan:
     """What the launcher makes of a call, with fresh outputs."""
     fields = dict.fromkeys(field.name for field in dataclasses.fields(kind))
-    out = call["x"] if in_place else torch.full_like(call["x"], torch.nan)
+    x = call["x"]
+    out = x if in_place else torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).fill_(torch.nan)  # far too
     made = kind(**{**fields, "pad_slot_id": -1, "out": out, **call})
     with serving(triton_ascend, num_cores=num_cores):
         return triton_ascend.plan_prefill(made) if isinstance(made, PrefillCall) else triton_ascend.plan_update(made)
@@ -92,6 +93,7 @@ def update(
     draft: int | None = None,
     is_paged: bool = False,
     null_targets: bool = False,
+    pad_slot_id: int = -1,
     is_gated: bool = False,
     is_bare: bool = False,
     has_bias: bool = True,
@@ -108,7 +110,7 @@ def update(
     state_len = width - 1 + (draft or 0)
     num_lines = (3 if is_paged else 1) * (max(lines) + 1)
     call = _tensors(dim, width, num_tokens, num_lines, state_len, dtype, state_dtype)
-    call["state_indices"] = _int32(lines)
+    call |= {"state_indices": _int32(lines), "pad_slot_id": pad_slot_id}
     if lengths is not None:
         call |= {
             "query_start_loc": _int32([sum(lengths[:n]) for n in range(num_sequences + 1)]),
@@ -162,6 +164,7 @@ def prefill(
     block_size_tokens: int | None = None,
     source_blocks: tuple[int, ...] | None = None,
     skipped_blocks: int = 0,
+    pad_slot_id: int = -1,
     has_states: bool = True,
     is_gated: bool = False,
     is_bare: bool = False,
@@ -187,6 +190,7 @@ def prefill(
     call |= {
         "query_start_loc": _int32([sum(lengths[:n]) for n in range(num_sequences + 1)]),
         "has_initial_state": torch.tensor([n % 2 == 0 for n in range(num_sequences)]),
+        "pad_slot_id": pad_slot_id,
     }
     if lines is not None:
         call["state_indices"] = _int32(lines)
@@ -247,6 +251,8 @@ _UPDATES = {
     "8 sequences": partial(update, 2048, 4, tuple(range(1, 9)), judge_traffic=True, max_traffic=2.0),
     "32 sequences": partial(update, judge_traffic=True, max_traffic=1.3),
     "far": partial(update, 40, 3, (3, 0, 1, 7), is_gated=True, far=True),
+    "far, drafts": partial(update, 40, 4, (3, 0, 7, 1), lengths=(2, 1, 3, 1), draft=3, far=True),
+    "another pad slot": partial(update, 70, 3, (3, 5, 1), pad_slot_id=5),
     "padding and odd channels": partial(update, 600, 3, (3, 0, 1, -1, 2), is_gated=True),
     "width 2, fp32": partial(update, 77, 2, (2, 1), dtype=torch.float32, state_dtype=torch.float32),
     "width 8": partial(update, 520, 8, (2, 1, -1), state_dtype=torch.float32),
@@ -284,6 +290,8 @@ _PREFILLS = {
     # Of 16 tokens; every second sequence has an old state, which the program of its first tile alone may touch.
     "sequences that begin with a tile": partial(prefill, 64, 4, (1, 2, 3), (16, 16, 40)),
     "qwen3.5": published(prefill, "Qwen3.5-0.8B", (1, 2), (9, 18)),
+    # Each program zeroes the rows of its own tile.
+    "padding of several tiles": partial(prefill, 64, 4, (0, 2), (40, 8)),
     "long": partial(prefill, 512, 4, (1, 2), (400, 240), judge_traffic=True, max_traffic=1.3),
     "far": partial(prefill, 40, 3, (4, 0, 3), (9, 3, 12), is_gated=True, far=True),
     "gated, width 3, own lines": partial(prefill, 600, 3, None, (3, 0, 18), is_gated=True, state_dtype=torch.float32),
@@ -315,6 +323,7 @@ _PREFIX_CACHE = {
     "blocks of 1, any source": partial(
         prefill, 70, 8, None, (20, 5, 6), block_size_tokens=1, source_blocks=(3, 1, 5), skipped_blocks=1
     ),
+    "blocks of 1, another pad slot": partial(prefill, 70, 4, None, (5, 2), block_size_tokens=1, pad_slot_id=6),
     "far": partial(prefill, 40, 3, None, (9, 3, 12), block_size_tokens=4, far=True),
     "lfm2, in place": partial(
         prefill, 70, 3, None, (20, 5), block_size_tokens=8, is_gated=True, is_bare=True, in_place=True
