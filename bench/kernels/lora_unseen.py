@@ -15,11 +15,18 @@ _WIDTHS = ((1024,), (4096,), (4096, 1024, 1024), (5120,), (11008, 11008), (14336
 _RANKS = (8, 16, 32, 64, 128)
 _DECODE_TOKENS, _PREFILL_TOKENS = (1, 4, 16, 64, 128, 256), (512, 1024, 2048, 4096, 8192)
 _ADAPTERS = (1, 2, 4, 8, 32, 64)
-# Beside those that are drawn, in each run: a long prompt of one adapter, where two plain products are at their best,
-# and the decode row that stood closest to the best peer.
+# Beside those that are drawn, in each run: prompts of one adapter, where two plain products are at their best, high
+# ranks and wide outputs, and decode rows of long inputs, the first of which stood closest to the best peer.
 HARD_ROWS = (
     *(Row(f"o.r{rank}.M8192.n1.pf", 4096, (4096,), rank, 8192, 1) for rank in (32, 64, 128)),
+    *(Row(f"o.r128.M{num_tokens}.n1.pf", 4096, (4096,), 128, num_tokens, 1) for num_tokens in (512, 1024, 2048)),
+    Row("o.r16.M512.n1.pf", 4096, (4096,), 16, 512, 1),
+    Row("o.r256.M4096.n1.pf", 4096, (4096,), 256, 4096, 1),
+    Row("qkv.r128.M1024.n8.pf", 4096, (4096, 1024, 1024), 128, 1024, 8),
+    Row("gu.r128.M2048.n1.pf", 4096, (14336, 14336), 128, 2048, 1),
+    Row("gu.r16.M2048.n4.pf", 4096, (14336, 14336), 16, 2048, 4),
     Row("down.r16.M64.n8", 14336, (4096,), 16, 64, 8),
+    Row("down.r16.M64.n64", 14336, (4096,), 16, 64, 64),
 )
 
 

@@ -277,14 +277,15 @@ def _num_bytes(dtype: type[Any], shape: tuple[int, ...]) -> int:
     return int(np.dtype(dtype).itemsize * np.prod(shape, dtype=np.int64))
 
 
-def _end_of(shapes: _Shapes, start: int = 0) -> int:
-    """The byte behind the arrays, of which the first begins at byte `start`."""
-    return start + sum(_aligned(_num_bytes(dtype, shape)) for dtype, shape in shapes.values())
+def _end_of(shapes: _Shapes) -> int:
+    """The byte behind the arrays."""
+    return sum(_aligned(_num_bytes(dtype, shape)) for dtype, shape in shapes.values())
 
 
-def _views(buffer: np.ndarray, shapes: _Shapes, start: int = 0) -> dict[str, np.ndarray]:
+def _views(buffer: np.ndarray, shapes: _Shapes) -> dict[str, np.ndarray]:
     """Arrays that lie in a buffer of bytes one after the other."""
     views: dict[str, np.ndarray] = {}
+    start = 0
     for name, (dtype, shape) in shapes.items():
         num_bytes = _num_bytes(dtype, shape)
         views[name] = buffer[start : start + num_bytes].view(dtype).reshape(shape)
@@ -292,9 +293,10 @@ def _views(buffer: np.ndarray, shapes: _Shapes, start: int = 0) -> dict[str, np.
     return views
 
 
-def _tensors(buffer: torch.Tensor, shapes: _Shapes, start: int = 0) -> dict[str, torch.Tensor]:
+def _tensors(buffer: torch.Tensor, shapes: _Shapes) -> dict[str, torch.Tensor]:
     """The same as tensors."""
     tensors: dict[str, torch.Tensor] = {}
+    start = 0
     for name, (dtype, shape) in shapes.items():
         num_bytes = _num_bytes(dtype, shape)
         torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
