@@ -186,6 +186,7 @@ def warm_up(
     drafts: bool = False,
     paged: bool = False,
     x_dtype: torch.dtype | None = None,
+    x_columns: int | None = None,
 ) -> int:
     """Compile every kernel that calls with these tensors can need, whatever their batches and lengths.
 
@@ -198,6 +199,8 @@ def warm_up(
         drafts: sequences may have several tokens in an update, and num_accepted_tokens.
         paged: calls have the block indices of the prefix cache; without it they have none.
         x_dtype: of x, the gates and the outputs; None: weight's.
+        x_columns: without gates, x is the first columns of a tensor of so many; None: it is contiguous. How far its
+            rows are apart decides, by what divides it, which variant serves.
 
     Returns the number of variants that were compiled.
     """
@@ -210,6 +213,7 @@ def warm_up(
         drafts=drafts,
         paged=paged,
         x_dtype=weight.dtype if x_dtype is None else x_dtype,
+        x_columns=x_columns,
     )
 
 

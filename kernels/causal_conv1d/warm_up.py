@@ -21,6 +21,7 @@ def warm_up_calls(
     drafts: bool,
     paged: bool,
     x_dtype: torch.dtype,
+    x_columns: int | None = None,
 ) -> Iterator[PrefillCall | UpdateCall]:
     """The calls that `warm_up` makes: all of one sequence, which is padding; its arguments are those of `ops.warm_up`.
 
@@ -30,11 +31,13 @@ def warm_up_calls(
     def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=weight.device)
 
+    dim = weight.shape[1]
+
     def tokens(*shape: int) -> dict[str, Any]:
-        thirds = zeros(*shape, 3 * weight.shape[1], dtype=x_dtype).chunk(3, dim=-1)
-        x = thirds[2] if gated else thirds[2].contiguous()
-        return {"x": x, "gate_in": thirds[0] if gated else None, "gate_out": thirds[1] if gated else None,
-                "out": torch.empty(x.shape, dtype=x.dtype, device=x.device)}  # fmt: skip
+        columns = zeros(*shape, 3 * dim if gated else x_columns or dim, dtype=x_dtype)
+        gate_in, gate_out, x = columns.chunk(3, dim=-1) if gated else (None, None, columns[..., :dim])
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        return {"x": x, "gate_in": gate_in, "gate_out": gate_out, "out": out}
 
     block = zeros(1) if paged else None
     every: dict[str, Any] = {

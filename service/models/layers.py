@@ -214,7 +214,8 @@ class GatedDeltaNet:
 
     def warm_up(self, cache: DeltaStates, _rotary_dim: int) -> None:
         """Compile what steps of any size need here."""
-        causal_conv1d_ops.warm_up(self._taps, None, cache.lines, activation="silu")
+        columns = sum(self._spec.input_sizes)
+        causal_conv1d_ops.warm_up(self._taps, None, cache.lines, activation="silu", x_columns=columns)
         gated_delta_ops.warm_up(cache.matrices, cache.lines)
 
     def __call__(

@@ -191,7 +191,7 @@ def test_compiles_without_a_gpu_for_hopper_and_for_what_came_before(compiled: di
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("form", ["plain", "paged"])
+@pytest.mark.parametrize("form", ["plain", "paged", "columns"])
 def test_another_batch_is_another_variant_of_no_kernel(compiled: dict[str, Any], source: ModuleType, form: str) -> None:
     """Batch sizes, lengths, drafts and the alignment of packed maps are no part of a kernel's identity."""
     found = compiled["variants"][source.__name__.rpartition(".")[2]][form]
@@ -264,11 +264,11 @@ def test_waits_for_nothing(name: str) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("paged", [False, True])
-def test_after_warming_up_nothing_is_compiled(source: ModuleType, paged: bool) -> None:
+@pytest.mark.parametrize(("paged", "columns"), [(False, 384), (True, 384), (False, 390)])
+def test_after_warming_up_nothing_is_compiled(source: ModuleType, paged: bool, columns: int) -> None:
     weight = torch.randn(4, 384, device="cuda")
     states = torch.zeros(70, 6, 384, device="cuda")
-    ops.warm_up(weight, None, states, activation="silu", drafts=True, paged=paged)
+    ops.warm_up(weight, None, states, activation="silu", drafts=True, paged=paged, x_columns=columns)
 
     def num_compiled() -> list[int]:
         torch.cuda.synchronize()
@@ -282,7 +282,7 @@ def test_after_warming_up_nothing_is_compiled(source: ModuleType, paged: bool) -
         starts, lines = packed[offset:][: num_sequences + 1], packed[200 + offset :][:num_sequences]
         starts.copy_(torch.arange(num_sequences + 1) * length)
         lines.copy_(torch.arange(num_sequences) + 1)
-        x = torch.randn(num_sequences * length, 384, device="cuda")
+        x = torch.randn(num_sequences * length, columns, device="cuda")[:, :384]
         table: Call = {"state_indices": lines}
         firsts: Call = {}
         if paged:
@@ -292,5 +292,5 @@ def test_after_warming_up_nothing_is_compiled(source: ModuleType, paged: bool) -
             firsts = {"block_idx_first_scheduled_token": zeros, "num_computed_tokens": zeros, "block_size_tokens": 40}
         ops.causal_conv1d_prefill(x, query_start_loc=starts, has_initial_state=lines > 1, **table, **firsts, **fixed)
         ops.causal_conv1d_update(x[:num_sequences], **table, **fixed)
-        ops.causal_conv1d_update(x.view(num_sequences, length, -1), **table, **fixed)
+        ops.causal_conv1d_update(x.unflatten(0, (num_sequences, length)), **table, **fixed)
     assert num_compiled() == before

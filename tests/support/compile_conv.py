@@ -111,9 +111,10 @@ def random_calls(layer: dict[str, Any], count: int) -> Iterator[PrefillCall | Up
     for number in range(count):
         num_sequences, length = rng.choice([1, 2, 16, 33, 300]), rng.choice([1, 2, 5, 7, 16, 40])
         shape = (num_sequences, length) if number % 4 == 2 else (num_sequences * (1 if number % 4 == 1 else length),)
-        gate_in, gate_out, x = torch.zeros(*shape, 3 * layer["weight"].shape[1], dtype=layer["x_dtype"]).chunk(3, -1)
+        dim, x_columns = layer["weight"].shape[1], layer.get("x_columns")
+        gate_in, gate_out, x = torch.zeros(*shape, 3 * dim, dtype=layer["x_dtype"]).chunk(3, -1)
         if not layer["gated"]:
-            gate_in, gate_out, x = None, None, x.contiguous()
+            gate_in, gate_out, x = None, None, torch.zeros(*shape, x_columns or dim, dtype=x.dtype)[..., :dim]
         tokens = {"x": x, "gate_in": gate_in, "gate_out": gate_out, "out": torch.zeros(x.shape, dtype=x.dtype)}
         block_names = ["initial_state_idx", "block_idx_last_scheduled_token"]
         first_names = ["block_idx_first_scheduled_token", "num_computed_tokens"]
@@ -151,7 +152,13 @@ def variants(module: ModuleType, layer: dict[str, Any], num_calls: int) -> dict[
 def main() -> None:
     lfm2 = {**LFM2, "activation": None, "gated": True, "drafts": False, "paged": False, "x_dtype": BFLOAT16}
     wide = {**WIDE, "gated": False, "drafts": True, "paged": True, "x_dtype": torch.float32}
-    layers = {"plain": {**lfm2, "drafts": True}, "paged": {**lfm2, "drafts": True, "paged": True}}
+    # Queries, keys and values in front of other columns, whose number is no multiple of 16.
+    columns = {**lfm2, "activation": "silu", "gated": False, "x_columns": 2 * LFM2["weight"].shape[1] + 10}
+    layers = {
+        "plain": {**lfm2, "drafts": True},
+        "paged": {**lfm2, "drafts": True, "paged": True},
+        "columns": {**columns, "drafts": True},
+    }
     with serving(triton_cuda):
         overlaps = {
             90: overlaps_launches(90, [lfm2, wide]),
