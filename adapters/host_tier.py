@@ -18,7 +18,7 @@ from adapters.layout import TABLE_GROUPS, BaseLayout, Group, Projection, Slice
 from adapters.paths import EMBEDDING_SIDES, LINEAR_SIDES, MANIFEST_FILE, TENSOR_FILE, adapter_dir, stored_name
 from adapters.records import UNREADABLE, Manifest
 from adapters.slab import Arena, Extras, HostAdapter, ModuleShape, PageableMemory, SlabMemory, make_adapter, slab_bytes
-from adapters.worth import Worths
+from adapters.worth import OrderedWorths
 
 _NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<i2")}
 # To find a file, read its manifest and header, and begin, costs about as much as reading so many bytes more.
@@ -50,7 +50,7 @@ class HostTier:
         self._lock = threading.Lock()
         self._kept: dict[str, HostAdapter] = {}
         self._used_bytes = 0
-        self._worths = Worths(self._cost_per_byte)
+        self._worths = OrderedWorths(self._cost_per_byte)
         self._evicted: list[str] = []
         self._memory: SlabMemory = Arena(budget_bytes) if is_pinned else PageableMemory()
         self._is_pinned = is_pinned
@@ -144,7 +144,7 @@ class HostTier:
         self._worths.come(adapter.digest)
 
     def _evict_one(self) -> None:
-        digest = min(self._kept, key=self._worths.of)
+        digest = self._worths.least()
         self._worths.evict(digest)
         self._remove(digest)
         self._evicted.append(digest)

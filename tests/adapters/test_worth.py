@@ -6,7 +6,7 @@ import bisect
 import itertools
 import random
 
-from adapters.worth import MOST_REMEMBERED, Worths
+from adapters.worth import MOST_REMEMBERED, OrderedWorths, Worths
 from bench.cluster_bounds import hits_of_greedy_dual, hits_of_least_recent, hits_of_worth
 
 
@@ -62,6 +62,40 @@ def test_dear_ones_stay_longer() -> None:
     _used(worths, "dear", 1)
     _used(worths, "cheap", 3)
     assert worths.of("dear") > worths.of("cheap")
+
+
+def test_the_least_is_known_whatever_has_come_gone_and_been_used() -> None:
+    chance, kept = random.Random(3), set[str]()
+    costs = {str(number): chance.uniform(1.0, 5.0) for number in range(60)}
+    worths = OrderedWorths(costs.__getitem__)
+    for _ in range(5000):
+        digest = chance.choice([*costs])
+        if digest not in kept:
+            worths.come(digest)
+            kept.add(digest)
+        chance.choice([worths.use, worths.use, worths.look_at])(digest)
+        assert worths.least() == min(kept, key=worths.of)
+        if len(kept) > chance.randint(10, 50):
+            gone = worths.least() if chance.random() < 0.8 else digest
+            (worths.evict if chance.random() < 0.8 else worths.forget)(gone)
+            kept.remove(gone)
+
+
+def test_the_least_costs_no_look_at_all_that_are_there() -> None:
+    num_asked: list[str] = []
+
+    def cost_per_size(digest: str) -> float:
+        num_asked.append(digest)
+        return 1.0
+
+    worths = OrderedWorths(cost_per_size)
+    for number in range(2000):
+        worths.come(str(number))
+    num_asked.clear()
+    for number in range(2000, 3000):
+        worths.evict(worths.least())
+        worths.come(str(number))
+    assert len(num_asked) < 10 * 1000
 
 
 def _requests(*, moves: bool) -> list[int]:
