@@ -63,7 +63,8 @@ def rotary_kv_normed(shapes: ProbeShapes, place: Place) -> Prepared:
 
 def _rotary_kv(shapes: ProbeShapes, place: Place, head_weight: torch.Tensor | None) -> Prepared:
     """Positions near and far, slots in and out of order, over the end of a block; all others stay as they are."""
-    block_size, num_all_heads = shapes.block_size, shapes.num_heads + 2 * shapes.num_kv_heads
+    block_size = shapes.block_size
+    num_all_heads = shapes.num_heads * (2 if shapes.has_output_gate else 1) + 2 * shapes.num_kv_heads
     cache_shape = (_NUM_BLOCKS, block_size, shapes.num_kv_heads, shapes.head_dim)
     k_cache, v_cache = (place.put(place.fresh(*cache_shape)) for _ in range(2))
     inside = min(3, block_size - 1)
@@ -80,7 +81,10 @@ def _rotary_kv(shapes: ProbeShapes, place: Place, head_weight: torch.Tensor | No
 
     def call() -> tuple[torch.Tensor, ...]:
         q = rotary_kv_ops.rotary_kv(
-            qkv, cos, sin, k_cache, v_cache, slot_mapping, head_weight=head_weight, eps=shapes.norm_eps
+            *(qkv, cos, sin, k_cache, v_cache, slot_mapping),
+            head_weight=head_weight,
+            eps=shapes.norm_eps,
+            has_gates=shapes.has_output_gate,
         )
         return q[:_NUM_TOKENS], k_cache, v_cache
 

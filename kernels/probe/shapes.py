@@ -23,6 +23,7 @@ class ProbeShapes:
     delta              num_key_heads, num_value_heads, key_dim and value_dim of the gated delta rule; None: not probed
     experts            number of experts, how many a token has, and their width; None: not probed
     rotary_dim         elements of a head that are turned; None: all
+    has_output_gate    behind each query head of the projection stands a gate
     activation         of the feed-forward layers' gates
     exact_norms        weights of norms are float32 whatever the dtype
     block_size         tokens per KV block
@@ -39,6 +40,7 @@ class ProbeShapes:
     num_kv_heads: int = 2
     head_dim: int = 64
     rotary_dim: int | None = None
+    has_output_gate: bool = False
     activation: Activation = "silu"
     exact_norms: bool = False
     sliding_window: int | None = None

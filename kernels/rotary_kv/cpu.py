@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.contract import Contract
+from kernels.rotary_kv.gates import without_gates
 from kernels.rotary_kv.reference import rotated
 
 CONTRACT = Contract()
@@ -19,8 +20,11 @@ def rotary_kv(
     slot_mapping: torch.Tensor,
     head_weight: torch.Tensor | None,
     eps: float,
+    has_gates: bool = False,
 ) -> torch.Tensor:
     """See `ops.rotary_kv`."""
+    if has_gates:
+        qkv = without_gates(qkv, k_cache.shape[2])
     q, k, v = rotated(qkv, cos, sin, k_cache.shape[2], head_weight, eps)
     try:
         _write(k, v, k_cache, v_cache, slot_mapping)

@@ -15,6 +15,7 @@ import torch_npu
 from kernels.contract import Contract
 from kernels.probe.shapes import ProbeShapes
 from kernels.rotary_kv import reference
+from kernels.rotary_kv.gates import without_gates
 
 # What torch_npu documents for the mode "half": fewer heads and a smaller head than these.
 _HEADS_END = 1000
@@ -40,8 +41,11 @@ def rotary_kv(
     slot_mapping: torch.Tensor,
     head_weight: torch.Tensor | None,
     eps: float,
+    has_gates: bool = False,
 ) -> torch.Tensor:
     """See `ops.rotary_kv`. What `refuses` names must have been kept away."""
+    if has_gates:
+        qkv = without_gates(qkv, k_cache.shape[2])
     kv_heads = k_cache.shape[2]
     num_heads = qkv.shape[1] - 2 * kv_heads
     qk, v = qkv[:, : num_heads + kv_heads], qkv[:, num_heads + kv_heads :]

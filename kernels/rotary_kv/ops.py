@@ -20,6 +20,7 @@ def rotary_kv(
     *,
     head_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    has_gates: bool = False,
 ) -> torch.Tensor:
     """Rotate queries and keys, and write keys and values into the paged cache. For token t, with s = slot_mapping[t]:
 
@@ -30,7 +31,8 @@ def rotary_kv(
         k_cache[s // block_size, s % block_size] = r(k),  v_cache likewise = v
 
     qkv               [tokens, heads + 2 * kv_heads, head_dim], unit stride along head_dim, head_dim stride between
-                      heads, any stride between tokens; read only
+                      heads, any stride between tokens; read only. With has_gates [tokens, 2 * heads + 2 * kv_heads,
+                      head_dim]: behind each query stands its gate, which is passed over
     cos, sin          [tokens, 1, rotary_dim], contiguous, dtype of qkv; both halves of a row are the same. Values in
                       [-1, 1] where rotary_dim is head_dim
     k_cache, v_cache  [num_blocks, block_size, kv_heads, head_dim], contiguous, dtype of qkv; changed in place
@@ -43,9 +45,13 @@ def rotary_kv(
     """
     num_tokens, num_all_heads, head_dim = qkv.shape
     kv_heads = k_cache.shape[2]
+    num_heads = num_all_heads - 2 * kv_heads
+    if has_gates:
+        assert num_heads % 2 == 0, "qkv: each of the first heads before its gate, then kv_heads, then kv_heads"
+        num_heads //= 2
     assert k_cache.shape == v_cache.shape and k_cache.dim() == 4, "caches: [num_blocks, block_size, kv_heads, head_dim]"
     assert k_cache.is_contiguous() and v_cache.is_contiguous(), "the caches are contiguous"
-    assert k_cache.shape[3] == head_dim and num_all_heads > 2 * kv_heads, "qkv: heads, then kv_heads, then kv_heads"
+    assert k_cache.shape[3] == head_dim and num_heads > 0, "qkv: heads, then kv_heads, then kv_heads"
     assert head_dim % 2 == 0 and qkv.stride()[1:] == (head_dim, 1), "the heads of a token are contiguous, of two halves"
     rotary_dim = cos.shape[-1]
     assert cos.shape == sin.shape == (num_tokens, 1, rotary_dim), "cos, sin: [tokens, 1, rotary_dim]"
@@ -54,16 +60,21 @@ def rotary_kv(
     assert k_cache.dtype == v_cache.dtype == qkv.dtype, f"the caches hold {k_cache.dtype}, not {qkv.dtype}"
     assert slot_mapping.shape == (num_tokens,), "slot_mapping: [tokens]"
     if head_weight is not None:
-        assert head_weight.shape == (num_all_heads - kv_heads, head_dim), "head_weight: [heads + kv_heads, head_dim]"
+        assert head_weight.shape == (num_heads + kv_heads, head_dim), "head_weight: [heads + kv_heads, head_dim]"
         assert head_weight.dtype in (qkv.dtype, torch.float32), f"qkv is {qkv.dtype}, head_weight {head_weight.dtype}"
     q: torch.Tensor = implementation("rotary_kv", qkv.device).rotary_kv(
-        qkv, cos, sin, k_cache, v_cache, slot_mapping, head_weight, eps
+        qkv, cos, sin, k_cache, v_cache, slot_mapping, head_weight, eps, has_gates
     )
     return q
 
 
 def warm_up(
-    k_cache: torch.Tensor, num_heads: int, *, head_weight: torch.Tensor | None = None, rotary_dim: int | None = None
+    k_cache: torch.Tensor,
+    num_heads: int,
+    *,
+    head_weight: torch.Tensor | None = None,
+    rotary_dim: int | None = None,
+    has_gates: bool = False,
 ) -> int:
     """Compile all that calls with this cache can need, whatever their number of tokens.
 
@@ -73,4 +84,4 @@ def warm_up(
     Returns the number of variants that were compiled; 0 where nothing is ever compiled (on a CPU).
     """
     serving = contract("rotary_kv", k_cache.device)
-    return serving.warm_up_and_count(k_cache, num_heads, head_weight, rotary_dim or k_cache.shape[3])
+    return serving.warm_up_and_count(k_cache, num_heads, head_weight, rotary_dim or k_cache.shape[3], has_gates)

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from kernels.contract import Contract
+from kernels.rotary_kv.gates import without_gates
 
 CONTRACT = Contract(replayable=True)
 
@@ -19,8 +20,11 @@ def rotary_kv(
     slot_mapping: torch.Tensor,
     head_weight: torch.Tensor | None,
     eps: float,
+    has_gates: bool = False,
 ) -> torch.Tensor:
     """See `ops.rotary_kv`."""
+    if has_gates:
+        qkv = without_gates(qkv, k_cache.shape[2])
     q, k, v = rotated(qkv, cos, sin, k_cache.shape[2], head_weight, eps)
     # Slot 0 stands in the null block, which no token owns. Padding writes there what is there.
     is_padding = (slot_mapping < 0)[:, None, None]

@@ -23,6 +23,7 @@ from kernels.ascend_runtime import check_launch
 from kernels.contract import Contract
 from kernels.platform import in_use
 from kernels.probe.shapes import ProbeShapes
+from kernels.rotary_kv.gates import without_gates
 
 # Elements of an item: few enough that one token has work for several cores.
 _ITEM_ELEMENTS = 1024
@@ -176,8 +177,11 @@ def rotary_kv(
     slot_mapping: torch.Tensor,
     head_weight: torch.Tensor | None,
     eps: float,
+    has_gates: bool = False,
 ) -> torch.Tensor:
     """See `ops.rotary_kv`; q is contiguous. What `refuses` names must have been kept away."""
+    if has_gates:
+        qkv = without_gates(qkv, k_cache.shape[2])
     num_tokens, num_all_heads, head_dim = qkv.shape
     q = qkv.new_empty(num_tokens, num_all_heads - 2 * k_cache.shape[2], head_dim)
     if not num_tokens:
@@ -230,13 +234,15 @@ def plan(
     return Launch((in_use(qkv.device).num_cores,), arguments)
 
 
-def warm_up(k_cache: torch.Tensor, num_heads: int, head_weight: torch.Tensor | None, rotary_dim: int) -> None:
+def warm_up(
+    k_cache: torch.Tensor, num_heads: int, head_weight: torch.Tensor | None, rotary_dim: int, has_gates: bool
+) -> None:
     """See `ops.warm_up`: one token, which is padding. The number of tokens is no constant of the kernel."""
     kv_heads, head_dim = k_cache.shape[2:]
-    qkv = k_cache.new_zeros(1, num_heads + 2 * kv_heads, head_dim)
+    qkv = k_cache.new_zeros(1, num_heads * (2 if has_gates else 1) + 2 * kv_heads, head_dim)
     angles = k_cache.new_zeros(1, 1, rotary_dim)
     slots = torch.full((1,), -1, dtype=torch.int64, device=k_cache.device)
-    rotary_kv(qkv, angles, angles, k_cache, k_cache, slots, head_weight, 1.0)
+    rotary_kv(qkv, angles, angles, k_cache, k_cache, slots, head_weight, 1.0, has_gates)
 
 
 def compiled_count() -> int:

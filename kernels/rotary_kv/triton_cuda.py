@@ -22,7 +22,7 @@ _TILE_ELEMENTS = 2048
 
 @triton.jit(do_not_specialize=["slots_ptr"])
 def rotary_kv_kernel(
-    qkv_ptr,  # [tokens, NUM_HEADS + 2 * KV_HEADS, HEAD_DIM], rows of qkv_stride
+    qkv_ptr,  # [tokens, NUM_HEADS + 2 * KV_HEADS, HEAD_DIM], rows of qkv_stride; a gate behind each query if HAS_GATES
     cos_ptr,  # [tokens, ROTARY_DIM], sin likewise
     sin_ptr,
     weight_ptr,  # [NUM_HEADS + KV_HEADS, HEAD_DIM] or None
@@ -39,6 +39,7 @@ def rotary_kv_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,  # power of two that holds half of what is turned
     BLOCK_R: tl.constexpr,  # power of two that holds the rest of a head
+    HAS_GATES: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """Grid (tokens, blocks of BLOCK_H heads). What is turned of a head is held in its two halves, and the rest by
@@ -67,6 +68,8 @@ def rotary_kv_kernel(
     sin = tl.load(sin_ptr + token * ROTARY_DIM + dim, mask=is_dim, other=0.0).to(tl.float32)[None, :]
     is_head = (head < NUM_HEADS + 2 * KV_HEADS)[:, None] & is_dim[None, :]
     qkv_ptr += token * qkv_stride
+    if HAS_GATES:
+        qkv_ptr += tl.minimum(head, NUM_HEADS)[:, None] * HEAD_DIM  # the gates before a head
     first = tl.load(qkv_ptr + in_head, mask=is_head, other=0.0)
     second = tl.load(qkv_ptr + in_head + HALF, mask=is_head, other=0.0)
     if ROTARY_DIM < HEAD_DIM:
@@ -120,11 +123,13 @@ def rotary_kv(
     slot_mapping: torch.Tensor,
     head_weight: torch.Tensor | None,
     eps: float,
+    has_gates: bool = False,
 ) -> torch.Tensor:
     """See `ops.rotary_kv`; q is contiguous."""
     num_tokens, num_all_heads, head_dim = qkv.shape
     kv_heads = k_cache.shape[2]
-    num_heads = num_all_heads - 2 * kv_heads
+    num_heads = (num_all_heads - 2 * kv_heads) // (2 if has_gates else 1)
+    num_all_heads = num_heads + 2 * kv_heads
     q = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     rotary_dim = cos.shape[-1]
     block_d = triton.next_power_of_2(rotary_dim // 2)
@@ -149,6 +154,7 @@ def rotary_kv(
         BLOCK_H=block_h,
         BLOCK_D=block_d,
         BLOCK_R=block_r,
+        HAS_GATES=has_gates,
         DEPENDENT_LAUNCH=triton_launch.launches_dependently(qkv.device),
         num_warps=4,
         **triton_launch.launch_options(qkv.device),
@@ -156,13 +162,15 @@ def rotary_kv(
     return q
 
 
-def warm_up(k_cache: torch.Tensor, num_heads: int, head_weight: torch.Tensor | None, rotary_dim: int) -> None:
+def warm_up(
+    k_cache: torch.Tensor, num_heads: int, head_weight: torch.Tensor | None, rotary_dim: int, has_gates: bool
+) -> None:
     """See `ops.warm_up`: one token, which is padding. The number of tokens is no argument of the kernel."""
     kv_heads, head_dim = k_cache.shape[2:]
-    qkv = k_cache.new_zeros(1, num_heads + 2 * kv_heads, head_dim)
+    qkv = k_cache.new_zeros(1, num_heads * (2 if has_gates else 1) + 2 * kv_heads, head_dim)
     angles = k_cache.new_zeros(1, 1, rotary_dim)
     slots = torch.full((1,), -1, dtype=torch.int64, device=k_cache.device)
-    rotary_kv(qkv, angles, angles, k_cache, k_cache, slots, head_weight, 1.0)
+    rotary_kv(qkv, angles, angles, k_cache, k_cache, slots, head_weight, 1.0, has_gates)
 
 
 def compiled_count() -> int:

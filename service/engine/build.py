@@ -237,6 +237,7 @@ def shapes_to_probe(config: EngineConfig) -> ProbeShapes:
         num_kv_heads=attention.num_kv_heads,
         head_dim=attention.head_dim,
         rotary_dim=spec.rotations[attention.rotary].rotary_dim(attention.head_dim),
+        has_output_gate=attention.has_output_gate,
         activation=next((mlp.activation for mlp in spec.mlps), "silu"),
         exact_norms=spec.zero_centred_norms or spec.exact_norms,
         sliding_window=min(windows, default=None),

@@ -6,6 +6,7 @@ import torch
 
 from kernels.lora.maps import LoraMaps
 from kernels.lora.side import own_head_norms
+from kernels.rotary_kv.gates import without_gates
 from service.models.projection import RowSource, side_of
 from service.models.spec import AttentionSpec, ModelSpec
 from service.models.weights import Weights
@@ -35,7 +36,7 @@ class HeadNorms:
         """prefix  of the attention's modules"""
         assert attention.head_norms is not None
         self._num_heads = (attention.num_heads, attention.num_kv_heads)
-        self._eps = spec.norm_eps
+        self._eps, self._has_gates = spec.norm_eps, attention.has_output_gate
         names = [f"{prefix}.{name}" for name in attention.head_norms]
         self.each = tuple(HeadNorm(name, weights.norm(name, zero_centred=spec.zero_centred_norms)) for name in names)
         self.weight = torch.cat(
@@ -48,11 +49,13 @@ class HeadNorms:
         return self.each[0].own is not None
 
     def apply(self, qkv: torch.Tensor, lora: LoraMaps | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """qkv [tokens, heads + 2 * kv_heads, head_dim] and the weight to norm it with: fresh, normed and None where a
-        token has an adapter with norms."""
+        """qkv as the projection yields it and the weight to norm it with. Where a token has an adapter with norms:
+        fresh, normed and without output gates, [tokens, heads + 2 * kv_heads, head_dim], and None."""
         side = side_of(lora)
         if side is None or side.norms is None:
             return qkv, self.weight
         query, key = (norm.own for norm in self.each)
         assert query is not None and key is not None, f"{self.each[0].name} has no room for adapters' weights"
+        if self._has_gates:
+            qkv = without_gates(qkv, self._num_heads[1])
         return own_head_norms(qkv, (query, key), self._num_heads, side.norms, self._eps), None

@@ -97,7 +97,8 @@ class Attention:
         for weight in self._whole_weights:
             rms_norm_ops.warm_up(weight, cache.k.dtype)
         head_weight = None if norms is None else norms.weight
-        rotary_kv_ops.warm_up(cache.k, num_heads, head_weight=head_weight, rotary_dim=rotary_dim)
+        has_gates = self._spec.has_output_gate
+        rotary_kv_ops.warm_up(cache.k, num_heads, head_weight=head_weight, rotary_dim=rotary_dim, has_gates=has_gates)
         if norms is not None and norms.has_own:
             rotary_kv_ops.warm_up(cache.k, num_heads, rotary_dim=rotary_dim)
         window, cap = self._spec.sliding_window, self._spec.score_cap
@@ -107,12 +108,9 @@ class Attention:
         self, x: torch.Tensor, batch: StepBatch, rotations: tuple[Rotation, ...], cache: KvCache
     ) -> torch.Tensor:
         spec, rotation = self._spec, rotations[self._spec.rotary]
-        # [tokens, heads + kv_heads + kv_heads, head_dim]
+        # [tokens, heads + kv_heads + kv_heads, head_dim], with output gates one behind each of the first heads
         qkv = self._qkv(x, batch.lora, batch.window_rows).view(x.shape[0], -1, spec.head_dim)
-        gate: torch.Tensor | None = None
-        if spec.has_output_gate:
-            query, gate = qkv[:, : 2 * spec.num_heads].unflatten(1, (-1, 2)).unbind(2)
-            qkv = torch.cat((query, qkv[:, 2 * spec.num_heads :]), dim=1)
+        gate = qkv[:, 1 : 2 * spec.num_heads : 2] if spec.has_output_gate else None
         if self._whole_weights:
             self._norm_whole(qkv)
         qkv, head_weight = (qkv, None) if self.head_norms is None else self.head_norms.apply(qkv, batch.lora)
@@ -125,6 +123,7 @@ class Attention:
             batch.attention.slot_mapping,
             head_weight=head_weight,
             eps=self._head_eps,
+            has_gates=qkv.shape[1] > spec.num_heads + 2 * spec.num_kv_heads,
         )
         scale = rotation.score_factor * spec.scale
         mixed = paged_attention(

@@ -131,10 +131,12 @@ def check_rotary_kv(
     num_padding: int = 2,
     rotary_dim: int | None = None,
     weight_dtype: torch.dtype | None = None,
+    has_gates: bool = False,
 ) -> None:
     """Padding first and last: rows of NaN, of which no slot may hear."""
     num_heads, kv_heads = heads
-    num_real, num_all_heads = num_tokens - num_padding, num_heads + 2 * kv_heads
+    num_real, num_gated = num_tokens - num_padding, num_heads * (2 if has_gates else 1)
+    num_all_heads = num_gated + 2 * kv_heads
     packed = random(num_tokens, num_all_heads * head_dim + num_behind, dtype=dtype, device=device)
     padding = [0, num_tokens - 1][:num_padding]
     packed[padding] = torch.nan
@@ -147,17 +149,20 @@ def check_rotary_kv(
     real = torch.tensor([token for token in range(num_tokens) if token not in padding], dtype=torch.int64)
     slots = torch.full((num_tokens,), -1)
     slots[real] = free[:num_real]
-    qk = qkv[:, : num_heads + kv_heads]
+    if has_gates:
+        qkv[:, 1:num_gated:2] = torch.nan
+    heads_of_qk = [*range(0, num_gated, 2 if has_gates else 1), *range(num_gated, num_gated + kv_heads)]
+    qk = qkv[:, heads_of_qk]
     turned = rotated(qk if weight is None else norm_of(qk, weight, 1e-3), cos, sin)[real]
     caches = [torch.full((NUM_BLOCKS, BLOCK_SIZE, kv_heads, head_dim), torch.nan, dtype=dtype, device=device)
               for _ in range(2)]  # fmt: skip
     before = packed.clone()
-    q = rotary_kv(qkv, cos, sin, *caches, slots.to(device), head_weight=weight, eps=1e-3)
+    q = rotary_kv(qkv, cos, sin, *caches, slots.to(device), head_weight=weight, eps=1e-3, has_gates=has_gates)
     assert q.shape == (num_tokens, num_heads, head_dim) and q.stride()[1:] == (head_dim, 1)
     assert_close(q[real], turned[:, :num_heads])
     k, v = (cache.view(-1, kv_heads, head_dim) for cache in caches)
     assert_close(k[slots[real]], turned[:, num_heads:])
-    assert torch.equal(v[slots[real]], qkv[real, num_heads + kv_heads :])
+    assert torch.equal(v[slots[real]], qkv[real, num_gated + kv_heads :])
     rest = torch.ones(len(k), dtype=torch.bool).index_fill_(0, slots[real], False)
     assert bool(k[rest].isnan().all()) and bool(v[rest].isnan().all()), "a slot of nobody was written"
     assert torch.equal(packed.nan_to_num(7.0), before.nan_to_num(7.0))
@@ -179,6 +184,25 @@ def test_a_share_of_each_head_is_turned(
     rotary_dim: int, head_dim: int, is_normed: bool, dtype: torch.dtype, device: str
 ) -> None:
     check_rotary_kv(5, (6, 2), head_dim, dtype, device, is_normed=is_normed, rotary_dim=rotary_dim)
+
+
+@pytest.mark.usefixtures("serving")
+@DTYPES
+@pytest.mark.parametrize("is_normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("num_behind", [16, 5])
+@pytest.mark.parametrize(("rotary_dim", "head_dim"), [(48, 48), (64, 256)])
+@pytest.mark.parametrize("heads", [(6, 2), (7, 1), (16, 4)], ids=str)
+def test_gates_behind_queries_are_passed_over(
+    heads: tuple[int, int],
+    rotary_dim: int,
+    head_dim: int,
+    num_behind: int,
+    is_normed: bool,
+    dtype: torch.dtype,
+    device: str,
+) -> None:
+    options = {"is_normed": is_normed, "rotary_dim": rotary_dim, "num_behind": num_behind}
+    check_rotary_kv(5, heads, head_dim, dtype, device, **options, has_gates=True)
 
 
 @pytest.mark.usefixtures("serving")
@@ -321,6 +345,7 @@ ANGLES, CACHE, SLOTS = torch.zeros(2, 1, 8), torch.zeros(2, 4, 1, 8), torch.zero
         (lambda: rotary_kv(HEADS, ANGLES.repeat(1, 1, 2), ANGLES.repeat(1, 1, 2), CACHE, CACHE, SLOTS), "two halves"),
         (lambda: rotary_kv(HEADS, ANGLES, ANGLES.double(), CACHE, CACHE, SLOTS), "rotation"),
         (lambda: rotary_kv(HEADS[:, :2], ANGLES, ANGLES, CACHE, CACHE, SLOTS), "then kv_heads"),
+        (lambda: rotary_kv(HEADS[:, :3], ANGLES, ANGLES, CACHE, CACHE, SLOTS, has_gates=True), "before its gate"),
         (
             lambda: rotary_kv(torch.zeros(4, 2, 8).transpose(0, 1), ANGLES, ANGLES, CACHE, CACHE, SLOTS),
             "heads of a token",
