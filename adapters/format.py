@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from adapters.errors import Malformed, Unsupported
+from adapters.errors import AdapterError, Malformed, Unsupported
+from adapters.json_pieces import parsed
+from adapters.turns import each_in_turns
 
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 MAX_HEADER_BYTES = 8 << 20
@@ -18,6 +22,7 @@ MAX_TENSORS = 65_536
 MAX_DIMENSIONS = 8
 MAX_NAME_LENGTH = 1000
 CHUNK_BYTES = 1 << 20
+_SORTED_AT_ONCE = 512
 # Of an adapter's JSON beside its tensors. Tokenizers of 6,000 added tokens have 6,000 objects and 50,000 values;
 # millions are built for a second in which no other thread of Python works.
 MAX_CONTAINERS = 1 << 15
@@ -62,29 +67,28 @@ def read_header(path: Path, *, any_dtype: bool = False) -> dict[str, Tensor]:
                 f"The safetensors header claims {header_bytes} bytes; the file has {size} and the limit is "
                 f"{MAX_HEADER_BYTES}. The file is damaged or not safetensors."
             )
-        entries = _parse(file.read(header_bytes))
-    data_start = 8 + header_bytes
-    tensors = [_tensor(name, entry, data_start, any_dtype) for name, entry in entries.items() if name != "__metadata__"]
-    tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
-    _check_contiguous(tensors, data_start, size)
-    return {tensor.name: tensor for tensor in tensors if tensor.dtype in ELEMENT_BYTES}
+        data_start = 8 + header_bytes
+        found = _tensors(file.read(header_bytes), data_start, any_dtype)
+    contiguous = each_in_turns(_contiguous(_in_order(found), data_start, size))
+    return {tensor.name: tensor for tensor in contiguous if tensor.dtype in ELEMENT_BYTES}
 
 
-def parse_json_object(text: bytes, what: str, *, is_bounded: bool = True) -> dict[str, Any]:
+def parse_json_object(
+    text: bytes, what: str, *, is_bounded: bool = True, field: Callable[[str, Any], Any] | None = None
+) -> dict[str, Any]:
     """A JSON object without duplicate keys, NaN, Infinity or strings that are no Unicode. Raises Malformed naming
     `what`.
 
     is_bounded  whether it may have MAX_CONTAINERS brackets and braces that open, and MAX_VALUES commas, those in
                 strings counted too; else the caller bounds its length
+    field       (name, value) to what takes the value's place
     """
     if is_bounded and (text.count(b"[") + text.count(b"{") > MAX_CONTAINERS or text.count(b",") > MAX_VALUES):
         raise Malformed(
             f"{what} cannot be read: it may have {MAX_CONTAINERS} lists and objects and {MAX_VALUES} commas."
         )
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
-        if _SURROGATE.search(text):
-            refuse_surrogates(value)
+        value = parsed(text, _parse_strictly, merge=_add_unique, field=field)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         reason = error if isinstance(error, Malformed) else "it is not valid JSON in UTF-8"
         raise Malformed(f"{what} cannot be read: {reason}") from None
@@ -134,16 +138,50 @@ def write_header(file: BinaryIO, tensors: Iterable[tuple[str, str, tuple[int, ..
     file.write(len(text).to_bytes(8, "little") + text)
 
 
-def _parse(text: bytes) -> dict[str, Any]:
+def _parse_strictly(piece: bytes) -> Any:
+    value = json.loads(piece.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+    if _SURROGATE.search(piece):
+        refuse_surrogates(value)
+    return value
+
+
+class _TooManyTensors(Exception):
+    """Not read any further: an object of a million fields is kept together with Python's lock held."""
+
+
+def _tensors(text: bytes, data_start: int, any_dtype: bool) -> Iterator[Tensor]:
+    """Of a header, as it has them. Each entry becomes a tensor as soon as it is read: hundreds of thousands of parsed
+    lists and objects are a walk of 30 ms for Python's collector."""
     if not text.startswith(b"{"):
         raise Malformed("The safetensors header is not a JSON object; the file is damaged or not safetensors.")
-    entries = parse_json_object(text, "The safetensors header", is_bounded=False)
-    if len(entries) > MAX_TENSORS:
-        raise Malformed(f"The safetensors header lists {len(entries)} tensors; the limit is {MAX_TENSORS}.")
-    metadata = entries.get("__metadata__", {})
+
+    num_entries, faults = count(1), list[AdapterError]()  # the first one is told, if the rest is JSON
+
+    def read(name: str, entry: Any) -> Tensor | None:
+        if next(num_entries) > MAX_TENSORS:
+            raise _TooManyTensors
+        if faults:
+            return None
+        try:
+            if name != "__metadata__":
+                return _tensor(name, entry, data_start, any_dtype)
+            _check_metadata(entry)
+        except AdapterError as fault:
+            faults.append(fault)
+        return None
+
+    try:
+        tensors = parse_json_object(text, "The safetensors header", is_bounded=False, field=read)
+    except _TooManyTensors:
+        raise Malformed(f"The safetensors header lists more than {MAX_TENSORS} tensors, which is the limit.") from None
+    if faults:
+        raise faults[0]
+    return (tensor for tensor in tensors.values() if tensor is not None)
+
+
+def _check_metadata(metadata: Any) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise Malformed("The safetensors header's __metadata__ is not a map of strings.")
-    return entries
 
 
 def _tensor(name: str, entry: Any, data_start: int, any_dtype: bool) -> Tensor:
@@ -168,14 +206,27 @@ def _is_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 48 for size in value)
 
 
-def _check_contiguous(tensors: list[Tensor], data_start: int, file_size: int) -> None:
-    """Tensors in data order must follow each other from the header's end to the file's end."""
+def _in_order(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """In the order of their data. Sorted in pieces: Python's lock is kept while a list is sorted."""
+    made, runs = each_in_turns(tensors), []
+    while some := list(islice(made, _SORTED_AT_ONCE)):
+        runs.append(sorted(some, key=_place))
+    return heapq.merge(*runs, key=_place)
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    return tensor.start, tensor.end
+
+
+def _contiguous(tensors: Iterable[Tensor], data_start: int, file_size: int) -> Iterator[Tensor]:
+    """The same, which are in data order: they must follow each other from the header's end to the file's end."""
     expected = data_start
     for tensor in tensors:
         if tensor.start != expected:
             kind = "overlaps the tensor before it" if tensor.start < expected else "leaves a gap before it"
             raise Malformed(f"Tensor {tensor.name[:200]!r} {kind}; the file is damaged.")
         expected = tensor.end
+        yield tensor
     if expected != file_size:
         fault = "cut off" if expected > file_size else "too long"
         raise Malformed(f"The tensors end at byte {expected} of {file_size}: the file is {fault}.")
@@ -188,6 +239,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise Malformed(f"key {key[:200]!r} occurs twice")
         result[key] = value
     return result
+
+
+def _add_unique(known: dict[str, Any], fields: dict[str, Any]) -> None:
+    for key in fields:
+        if key in known:
+            raise Malformed(f"key {key[:200]!r} occurs twice")
+    known.update(fields)
 
 
 def _no_constant(text: str) -> Any:

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from adapters.errors import AdapterError, Malformed, Unsupported
-from adapters.format import CHUNK_BYTES, read_chunks, read_header, write_header
+from adapters.format import CHUNK_BYTES, MAX_TENSORS, read_chunks, read_header, write_header
+from adapters.turns import TURNS
 from tests.support.adapter_files import file_bytes, safetensors_bytes
 
 GOOD = {
@@ -23,6 +24,7 @@ GOOD = {
     "b": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
 }
 DATA = bytes(range(32))
+PIECE_BYTES = 1 << 14
 quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -98,6 +100,38 @@ def test_a_file_of_ours_is_read_by_the_safetensors_library(tmp_path: Path) -> No
 def test_inconsistent_files_are_refused(tmp_path: Path, content: bytes, says: str) -> None:
     with pytest.raises(Malformed, match=says):
         read_header(write(tmp_path, content))
+
+
+def header_of(num_tensors: int) -> bytes:
+    entry = '"layers.{0}.lora_A.weight":{{"dtype":"F32","shape":[1],"data_offsets":[{1},{2}]}}'
+    numbers = range(num_tensors)
+    return ("{" + ",".join(entry.format(one, 4 * one, 4 * one + 4) for one in reversed(numbers)) + "}").encode()
+
+
+def test_a_long_header_is_read_in_pieces(tmp_path: Path) -> None:
+    """Tensors in the order of their data, whatever that of the header."""
+    header, num_pieces = header_of(20_000), TURNS.num_pieces
+    tensors = read_header(write(tmp_path, file_bytes(header, bytes(80_000))))
+    assert list(tensors) == [f"layers.{number}.lora_A.weight" for number in range(20_000)]
+    assert TURNS.num_pieces - num_pieces > len(header) // PIECE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        (b'{"a": {"dtype": "F32", "shape": [%s4], "data_offsets": [0, 4]}}' % (b"1," * 500_000), "sizes"),
+        (header_of(20_000)[:-1] + b',"layers.19999.lora_A.weight":1}', "occurs twice"),
+        (header_of(20_000)[:-1] + b',"b":1}', "exactly"),
+        (header_of(20_000)[:-1], "not valid JSON"),
+        (header_of(20_000)[:-1] + b',"b":{"\\ud800":' + b" " * PIECE_BYTES + b"1}}", r"\\ud800 outside"),
+        (b"{" + b",".join(b'"%d":1' % number for number in range(MAX_TENSORS + 1)) + b"}", "more than 65536 tensors"),
+    ],
+)
+def test_long_headers_are_refused_for_the_same_reasons(tmp_path: Path, header: bytes, says: str) -> None:
+    num_pieces = TURNS.num_pieces
+    with pytest.raises(Malformed, match=says):
+        read_header(write(tmp_path, file_bytes(header, bytes(80_000))))
+    assert TURNS.num_pieces - num_pieces > len(header) // PIECE_BYTES // 2
 
 
 @pytest.mark.parametrize("dtype", ["F64", "I64", "F8_E4M3", "BOOL", "f32", ["F32"], None])
