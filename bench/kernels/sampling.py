@@ -22,7 +22,7 @@ import torch
 from kernels.platform import detect, installed
 from kernels.sampling import ops
 from kernels.sampling.asked import RowSampling, ask, mask_of
-from kernels.sampling.maps import SamplingArrays, SamplingFacts, SamplingMaps, number_dtype
+from kernels.sampling.maps import SamplingMaps
 from kernels.sampling.parameters import index_of, neutral_row
 
 NUM_REPEATS = 9
@@ -51,20 +51,18 @@ def rows_of(values: dict[str, float], wanted: dict[str, Any], num_rows: int, voc
 
 
 def measure(implementation: str, rows: list[RowSampling], logits: torch.Tensor) -> tuple[float, float]:
-    """Milliseconds of a step's sampling from maps to host, and of its arrays on the host; medians."""
+    """Milliseconds of a step's sampling from maps to host, and of making its maps; medians."""
     device, (num_rows, vocab) = logits.device, logits.shape
     platform = detect(str(device))
     names = MappingProxyType({**platform.implementations, "sampling": implementation})
 
-    def prepare() -> tuple[SamplingFacts, SamplingArrays]:
-        asked = ask(rows, num_logits=num_rows, vocab=vocab)
-        return asked.facts, asked.arrays(number_dtype(device))
+    def prepare() -> SamplingMaps:
+        return ask(rows, num_logits=num_rows, vocab=vocab).maps(device)
 
-    facts, arrays = prepare()
-    maps = SamplingMaps.from_tensors(facts, [torch.from_numpy(array).to(device) for array in arrays])
+    maps = prepare()
     with installed(replace(platform, implementations=names)), torch.inference_mode():
         state = ops.new_state(num_rows, vocab, device)
-        for slot in range(num_rows if facts.num_penalised else 0):
+        for slot in range(num_rows if maps.facts.num_penalised else 0):
             state.reset(slot, range(NUM_TOKENS_HELD // 2), range(NUM_TOKENS_HELD // 2, NUM_TOKENS_HELD))
         copying = median_milliseconds(lambda: logits.clone()[0, 0].cpu())
         total = median_milliseconds(lambda: ops.sample(logits.clone(), maps, state).packed.cpu())

@@ -6,11 +6,14 @@ base model (no adapter) come last. Only integers live here; the weights are in `
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic
 
+import numpy as np
 import torch
 
+from kernels.arrays import LAST, Array, HostArray, declared
 from kernels.lora.side import SideLines
 
 
@@ -28,16 +31,54 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class LoraMaps:
+class LoraSizes:
+    """Of the arrays of a step, or of its rows of logits.
+
+    max_segments  all steps have as many, so that kernels are compiled for one length
+    side          fields of `SideArrays` that are there
+    """
+
+    num_tokens: int
+    max_segments: int
+    num_groups: int
+    side: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class LoraArrays(Generic[Array]):
+    """Index maps of one step, by `LoraSizes`.
+
+    segment_starts   token at which each segment begins, and where the last one ends; padding segments are empty
+    places           of each segment's adapter
+    first_rows       of each segment's adapter in each group; -1 where it has no rows in the group
+    token_segment    of each token; -1 for tokens of the base model
+    num_segments     the active ones, read by persistent kernels on the device
+    """
+
+    segment_starts: Array = field(metadata=declared(np.int32, lambda sizes: (sizes.max_segments + 1,), LAST))
+    places: Array = field(metadata=declared(np.int32, lambda sizes: (sizes.max_segments,), -1))
+    first_rows: Array = field(metadata=declared(np.int32, lambda sizes: (sizes.num_groups, sizes.max_segments), -1))
+    token_segment: Array = field(metadata=declared(np.int32, lambda sizes: (sizes.num_tokens,), -1))
+    num_segments: Array = field(metadata=declared(np.int32, lambda _: (1,)))
+
+
+def fill_lora(arrays: LoraArrays[HostArray], segments: Sequence[Segment]) -> None:
+    """Write what the segments say, in the order of their tokens."""
+    num = len(segments)
+    arrays.segment_starts.put([*(segment.start for segment in segments), segments[-1].end if segments else 0])
+    arrays.places.put([segment.place for segment in segments])
+    arrays.first_rows.put(np.array([segment.first_rows for segment in segments], np.int32).T)
+    lengths = [segment.end - segment.start for segment in segments]
+    arrays.token_segment.put(np.repeat(np.arange(num, dtype=np.int32), lengths))
+    arrays.num_segments.put([num])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraMaps(LoraArrays[torch.Tensor]):
     """Index maps of one step. Host integers and their device copies say the same; nothing here needs a device sync.
 
     segments         host view, in adapter order, without padding; empty segments do not occur
     num_tokens       tokens of the step, the base model's included
-    segment_starts   int32 [max_segments + 1]; padding segments are empty (start = end = last token of the last segment)
-    places           int32 [max_segments]; padding -1
-    first_rows       int32 [num_groups, max_segments]; -1 where the adapter has no rows in the group
-    token_segment    int32 [num_tokens]; -1 for tokens of the base model
-    num_segments     int32 [1]; the active ones, read by persistent kernels on the device
     side             lines of what adapters have beside rows; None where no adapter of the step has such
     runs_once        the step is captured by nobody, so that what is launched may follow from `segments`
     kept             what an implementation derived from `segments`, for the other layers of the step
@@ -45,11 +86,6 @@ class LoraMaps:
 
     segments: tuple[Segment, ...]
     num_tokens: int
-    segment_starts: torch.Tensor
-    places: torch.Tensor
-    first_rows: torch.Tensor
-    token_segment: torch.Tensor
-    num_segments: torch.Tensor
     side: SideLines | None = None
     runs_once: bool = False
     kept: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)

@@ -12,10 +12,15 @@ captured. A *line* of a tensor belongs to one adapter; line 0 is the base's own 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic
 
+import numpy as np
 import torch
 from torch.nn import functional
+
+from kernels.arrays import Array, declared
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,17 +35,27 @@ class SideVectors:
     shift: torch.Tensor
 
 
+def _lines(name: str) -> Mapping[str, Any]:
+    return declared(np.int64, lambda sizes: (sizes.num_tokens,) if name in sizes.side else None)
+
+
 @dataclass(frozen=True, slots=True)
-class SideLines:
-    """Lines of the tokens of a step, int64 [num_tokens] each; None where no token has one, so that nothing is launched.
+class SideArrays(Generic[Array]):
+    """Lines of the tokens of a step, by `LoraSizes`; None where no token has one, so that nothing is launched."""
+
+    vectors: Array | None = field(default=None, metadata=_lines("vectors"))
+    norms: Array | None = field(default=None, metadata=_lines("norms"))
+    saved_embedding: Array | None = field(default=None, metadata=_lines("saved_embedding"))
+    saved_head: Array | None = field(default=None, metadata=_lines("saved_head"))
+
+
+@dataclass(frozen=True, slots=True)
+class SideLines(SideArrays[torch.Tensor]):
+    """The same on the device.
 
     num_heads  tables of heads to multiply with: the highest line among `saved_head`
     """
 
-    vectors: torch.Tensor | None = None
-    norms: torch.Tensor | None = None
-    saved_embedding: torch.Tensor | None = None
-    saved_head: torch.Tensor | None = None
     num_heads: int = 0
 
 

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic
 
+import numpy as np
 import torch
+
+from kernels.arrays import LAST, Array, declared
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionMaps:
+class AttentionArrays(Generic[Array]):
+    """By num_tokens, num_sequences and table_blocks, the width of the block table.
+
+    query_start_loc  token at which each sequence begins, and where the last one ends
+    kv_lens_device   length of each sequence in the cache after this step's tokens are written
+    block_table      its KV blocks in order; behind them the null block, 0
+    slot_mapping     of each token: block * block_size + offset; -1 for padding
+    """
+
+    query_start_loc: Array = field(metadata=declared(np.int32, lambda sizes: (sizes.num_sequences + 1,), LAST))
+    kv_lens_device: Array = field(metadata=declared(np.int32, lambda sizes: (sizes.num_sequences,)))
+    block_table: Array = field(metadata=declared(np.int32, lambda sizes: (sizes.num_sequences, sizes.table_blocks)))
+    slot_mapping: Array = field(metadata=declared(np.int64, lambda sizes: (sizes.num_tokens,), -1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionMaps(AttentionArrays[torch.Tensor]):
     """Paged attention over all sequences of the step; a decode token is a query of length 1.
 
     query_starts  host, [num_sequences + 1]: tokens [query_starts[i], query_starts[i + 1]) belong to sequence i
-    kv_lens       host, [num_sequences]: length of the sequence in the cache after this step's tokens are written
+    kv_lens       host, [num_sequences]: as on the device
     block_tables  host, per sequence its KV blocks in order (block 0 is the null block and occurs in none of them)
-    query_start_loc int32 [num_sequences + 1], kv_lens_device int32 [num_sequences],
-    block_table   int32 [num_sequences, max_blocks] (padding 0)
-    slot_mapping  int64 [num_tokens] = block * block_size + offset
     is_decode     host: every sequence has one token; False says nothing
 
     Tokens behind the last sequence pad a step: their slot is -1, and what attention gives for them harms no other. Ops
@@ -26,10 +43,6 @@ class AttentionMaps:
     query_starts: tuple[int, ...]
     kv_lens: tuple[int, ...]
     block_tables: tuple[tuple[int, ...], ...]
-    query_start_loc: torch.Tensor
-    kv_lens_device: torch.Tensor
-    block_table: torch.Tensor
-    slot_mapping: torch.Tensor
     is_decode: bool = False
 
     def __post_init__(self) -> None:

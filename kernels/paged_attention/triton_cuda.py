@@ -116,7 +116,15 @@ def warm_up(
         q = queries[:num_tokens]
         # No tokens, so that no slot is read: all queries are padding behind the only sequence.
         slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=k_cache.device)
-        maps = AttentionMaps((0, 0), (0,), ((),), zeros[:2], zeros[:1], zeros[:1, None], slots)
+        maps = AttentionMaps(
+            query_starts=(0, 0),
+            kv_lens=(0,),
+            block_tables=((),),
+            query_start_loc=zeros[:2],
+            kv_lens_device=zeros[:1],
+            block_table=zeros[:1, None],
+            slot_mapping=slots,
+        )
         for num_splits in (1, 2):
             plan = LaunchPlan(tile, num_splits, 1)
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

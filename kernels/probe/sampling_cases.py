@@ -12,7 +12,6 @@ from kernels.probe.prepared import Prepared
 from kernels.probe.shapes import ProbeShapes
 from kernels.sampling import ops
 from kernels.sampling.asked import GivenRow, RowSampling, ask, mask_of
-from kernels.sampling.maps import SamplingMaps, number_dtype
 from kernels.sampling.parameters import index_of, neutral_row
 
 _SCALE = 6.0
@@ -63,9 +62,7 @@ def _prepared(rows: list[RowSampling], given: list[GivenRow], vocab: int, place:
     logits = (_SCALE * place.random(7, vocab)).to(place.device)
     logits[6, 1] = torch.nan
     asked = ask(rows, given, num_logits=len(logits), vocab=vocab, num_rows=len(rows) + 1)
-    arrays = asked.arrays(number_dtype(place.device))
-    tensors = [torch.from_numpy(array).to(place.device) for array in arrays]
-    maps = SamplingMaps.from_tensors(asked.facts, tensors)
+    maps = asked.maps(place.device)
     state = ops.new_state(_NUM_SLOTS, vocab, place.device)
     slots = [row.slot for row in rows if row.slot >= 0]
     columns = torch.arange(vocab, device=place.device)

@@ -3,8 +3,10 @@
 Everything is known before the model runs, so the arrays travel with the step's other inputs:
 
     asked = ask(rows, given, num_logits=..., vocab=...)
-    arrays = asked.arrays(number_dtype(device))  # numpy; the caller brings each to the device
-    maps = SamplingMaps.from_tensors(asked.facts, tensors)
+    asked.fill(host_arrays)  # laid out for `asked.facts`; the caller brings them to the device
+    maps = SamplingMaps.of(asked.facts, device_arrays)
+
+and where there are none, `asked.maps(device)` does both.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
+from kernels.arrays import HostArray, in_host, in_nothing, in_tensor, number_dtype
 from kernels.sampling import parameters
-from kernels.sampling.maps import MASK_WORD_BITS, NOTHING, SamplingArrays, SamplingFacts
+from kernels.sampling.maps import MASK_WORD_BITS, SamplingArrays, SamplingFacts, SamplingMaps
 from kernels.sampling.parameters import index_of, matrix_of, neutral_row, used_in, uses_penalties
 from kernels.sampling.random_numbers import uniform
 
@@ -75,84 +79,55 @@ class Asked:
     facts: SamplingFacts
     matrix: np.ndarray
 
-    def arrays(self, number_dtype: type[np.floating]) -> SamplingArrays:
-        """What the device is told, without `masks` that follow.
+    def fill(self, arrays: SamplingArrays[HostArray]) -> None:
+        """Write what the device is told, to arrays that are laid out for `facts`."""
+        facts, rows = self.facts, self.rows
+        padding = range(len(rows), facts.num_rows)
+        arrays.rows.put([*(row.logits_row for row in rows), *(min(i, facts.num_logits - 1) for i in padding)])
+        arrays.parameters.put(np.concatenate((self.matrix, *[_greedy()] * len(padding)), axis=1))
+        if facts.is_random:
+            arrays.numbers.put(uniform([row.seed for row in rows], [row.index for row in rows]))
+        if facts.num_penalised:
+            self._fill_penalised(arrays)
+        if facts.num_biased:
+            places = {i * facts.vocab + token: added for i, row in enumerate(rows) for token, added in row.bias.items()}
+            arrays.biased.put(list(places))
+            arrays.bias.put(list(places.values()))
+        if facts.num_barred:
+            arrays.barred.put([i * facts.vocab + token for i, row in enumerate(rows) for token in row.barred])
+        if facts.num_masked:
+            arrays.masked.put([i for i, row in enumerate(rows) if row.mask is not None])
+            arrays.mask_bits.put(_BITS)
+        if facts.num_given:
+            arrays.given.put([entry.logits_row for entry in self.given])
+            arrays.given_tokens.put([entry.token_id for entry in self.given])
+        if facts.num_chosen:
+            arrays.chosen.put([i for i, row in enumerate(rows) if row.num_top is not None])
 
-        number_dtype  of parameters and uniform numbers, see `number_dtype`
-        """
-        facts = self.facts
-        rows, parameters = self._rows_and_parameters(number_dtype)
-        slots, penalised = self._penalties()
-        biased, bias = self._bias()
-        masked, masks = self._masks()
-        barred = [i * facts.vocab + token for i, row in enumerate(self.rows) for token in row.barred]
-        chosen = [i for i, row in enumerate(self.rows) if row.num_top is not None]
-        return SamplingArrays(
-            rows=rows,
-            parameters=parameters,
-            numbers=self._numbers(number_dtype),
-            slots=slots,
-            penalised=penalised,
-            biased=biased,
-            bias=bias,
-            barred=_filled(barred, facts.num_barred, np.int64),
-            masked=masked,
-            masks=masks,
-            mask_bits=_BITS if facts.num_masked else NOTHING,
-            given=_filled([entry.logits_row for entry in self.given], facts.num_given, np.int64),
-            given_tokens=_filled([entry.token_id for entry in self.given], facts.num_given, np.int64),
-            chosen=_filled(chosen, facts.num_chosen, np.int64),
-        )
+    def _fill_penalised(self, arrays: SamplingArrays[HostArray]) -> None:
+        is_penalised = uses_penalties(self.matrix)
+        slots = np.where(is_penalised, [row.slot for row in self.rows], -1)
+        assert (slots[is_penalised] >= 0).all(), "a row with penalties has the slot of its sequence"
+        arrays.slots.put(slots)
+        arrays.penalised.put(is_penalised.nonzero()[0])
 
-    def _rows_and_parameters(self, number_dtype: type[np.floating]) -> tuple[np.ndarray, np.ndarray]:
-        facts, num_padding = self.facts, self.facts.num_rows - len(self.rows)
-        if not facts.num_rows:
-            return NOTHING, NOTHING
-        rows = [row.logits_row for row in self.rows]
-        matrix = self.matrix
-        if num_padding:
-            rows += [min(i, facts.num_logits - 1) for i in range(len(rows), facts.num_rows)]
-            neutral = np.repeat(neutral_row()[:, None], num_padding, axis=1)
-            neutral[index_of("temperature")] = 0.0
-            matrix = np.concatenate((matrix, neutral), axis=1)
-        return np.array(rows, np.int64), matrix.astype(number_dtype)
+    def masks(self) -> np.ndarray | None:
+        """int32 [num_masked, num_words], of rows that bring theirs; None without masks, and of those that follow."""
+        masks = [row.mask for row in self.rows if row.mask is not None]
+        if not masks or any(mask is MASK_FOLLOWS for mask in masks):
+            return None
+        return np.stack(masks + masks[:1] * (self.facts.num_masked - len(masks)))
 
-    def _numbers(self, number_dtype: type[np.floating]) -> np.ndarray:
-        if not self.facts.is_random:
-            return NOTHING
-        numbers = uniform([row.seed for row in self.rows], [row.index for row in self.rows])
-        return np.concatenate((numbers, np.zeros(self.facts.num_rows - len(self.rows)))).astype(number_dtype)
-
-    def _penalties(self) -> tuple[np.ndarray, np.ndarray]:
-        """Slots of all rows, and the rows with penalties."""
-        facts = self.facts
-        if not facts.num_penalised:
-            return NOTHING, NOTHING
-        slots = np.full(facts.num_rows, -1, np.int64)
-        penalised = uses_penalties(self.matrix).nonzero()[0].tolist()
-        slots[penalised] = [self.rows[i].slot for i in penalised]
-        assert (slots[penalised] >= 0).all(), "a row with penalties has the slot of its sequence"
-        return slots, _filled(penalised, facts.num_penalised, np.int64)
-
-    def _bias(self) -> tuple[np.ndarray, np.ndarray]:
-        """Places, and what is added there."""
-        facts = self.facts
-        if not facts.num_biased:
-            return NOTHING, NOTHING
-        bias = {i * facts.vocab + token: added for i, row in enumerate(self.rows) for token, added in row.bias.items()}
-        num = facts.num_biased
-        return _filled(list(bias), num, np.int64), _filled(list(bias.values()), num, np.float32)
-
-    def _masks(self) -> tuple[np.ndarray, np.ndarray]:
-        """Rows with a mask, and the masks unless they follow."""
-        facts = self.facts
-        if not facts.num_masked:
-            return NOTHING, NOTHING
-        masks = {i: row.mask for i, row in enumerate(self.rows) if row.mask is not None}
-        masked = _filled(list(masks), facts.num_masked, np.int64)
-        if any(mask is MASK_FOLLOWS for mask in masks.values()):
-            return masked, NOTHING
-        return masked, _filled(list(masks.values()), facts.num_masked, np.int32)
+    def maps(self, device: torch.device, number: type[np.floating] | None = None) -> SamplingMaps:
+        """All of it on a device, in memory of its own. number: None stands for `number_dtype`."""
+        number = number or number_dtype(device)
+        layout = in_nothing(number)
+        layout.add(SamplingArrays, self.facts)
+        host = torch.zeros(layout.end, dtype=torch.uint8)
+        self.fill(in_host(host.numpy(), number).add(SamplingArrays[HostArray], self.facts))
+        arrays = in_tensor(host.to(device), number).add(SamplingArrays[torch.Tensor], self.facts)
+        masks = self.masks()
+        return SamplingMaps.of(self.facts, arrays, None if masks is None else torch.from_numpy(masks).to(device))
 
 
 def ask(
@@ -231,11 +206,11 @@ def _num_ranked(matrix: np.ndarray, vocab: int) -> int:
     return largest if largest <= _LARGEST_TOP_K else vocab
 
 
-def _filled(entries: Sequence[object], num_entries: int, dtype: type[np.generic]) -> np.ndarray:
-    """The entries, and the first of them again until there are so many; `NOTHING` of none."""
-    if not num_entries:
-        return NOTHING
-    return np.array([*entries, *[entries[0]] * (num_entries - len(entries))], dtype)
+def _greedy() -> np.ndarray:
+    """float64 [num_parameters, 1] of a row whose token is the most likely one."""
+    column = neutral_row()[:, None]
+    column[index_of("temperature")] = 0.0
+    return column
 
 
 _BITS = (np.uint32(1) << np.arange(MASK_WORD_BITS, dtype=np.uint32)).view(np.int32)

@@ -5,13 +5,13 @@ A captured step may be run again with all that `asked.ask` gives for equal facts
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic
 
 import numpy as np
 import torch
 
+from kernels.arrays import FIRST, Array, by_name, declared
 from kernels.sampling.parameters import index_of, names_by_stage, neutral_row
 
 MASK_WORD_BITS = 32
@@ -74,79 +74,65 @@ class SamplingFacts:
         return replace(self, **changed, used=frozenset(used))
 
 
-# What facts do not need.
-NOTHING = np.empty(0, np.float32)
+_NO_MASKS = torch.empty(0, dtype=torch.int32)
 
 
-class SamplingArrays(NamedTuple):
-    """The arrays of `SamplingMaps` on the host, in its order; `NOTHING` where the facts need none."""
+@dataclass(frozen=True, slots=True)
+class SamplingArrays(Generic[Array]):
+    """What a step's sampling reads, by `SamplingFacts`; empty where these need none.
 
-    rows: np.ndarray = NOTHING
-    parameters: np.ndarray = NOTHING
-    numbers: np.ndarray = NOTHING
-    slots: np.ndarray = NOTHING
-    penalised: np.ndarray = NOTHING
-    biased: np.ndarray = NOTHING
-    bias: np.ndarray = NOTHING
-    barred: np.ndarray = NOTHING
-    masked: np.ndarray = NOTHING
-    masks: np.ndarray = NOTHING
-    mask_bits: np.ndarray = NOTHING
-    given: np.ndarray = NOTHING
-    given_tokens: np.ndarray = NOTHING
-    chosen: np.ndarray = NOTHING
+    A place is row * vocab + token, where row counts the rows that get a token, as everywhere but in `rows` and `given`.
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SamplingMaps:
-    """A step's sampling on the device. A number is float32, on a CPU float64. A place is row * vocab + token, where row
-    counts the rows that get a token, as everywhere but in `rows` and `given`.
-
-    rows          int64 [num_rows], rows of the logits
-    parameters    number [num_parameters, num_rows], as `parameters.matrix_of` makes them; padding is greedy and neutral
-    numbers       number [num_rows], uniform in [0, 1); if rounded to float32, in [0, 1]
-    slots         int64 [num_rows], whose counts a row reads and its token is added to; -1 in rows without penalties
-    penalised     int64 [num_penalised], rows with penalties
-    biased, bias  int64 [num_biased] places, float32 [num_biased]
-    barred        int64 [num_barred] places
-    masked, masks int64 [num_masked] rows, int32 [num_masked, num_words]: bit t % 32 of word t // 32 allows token t
-    mask_bits     int32 [32], 1 << bit
-    given, given_tokens  int64 [num_given] rows of the logits, and tokens whose log probabilities are wanted
-    chosen        int64 [num_chosen], rows whose token's log probability is wanted
+    rows          of the logits
+    parameters    as `parameters.matrix_of` makes them; padding is greedy and neutral
+    numbers       uniform in [0, 1); if rounded to float32, in [0, 1]
+    slots         whose counts a row reads and its token is added to; -1 in rows without penalties
+    penalised     rows with penalties
+    biased, bias  places, and what is added there
+    barred        places
+    masked        rows with a mask
+    mask_bits     1 << bit
+    given, given_tokens  rows of the logits, and tokens whose log probabilities are wanted
+    chosen        rows whose token's log probability is wanted
 
     Padding of lists repeats their first entry, so that an edit of the logits must read, compute, then write.
     """
 
+    rows: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_rows,)))
+    parameters: Array = field(metadata=declared(np.floating, lambda facts: (len(neutral_row()), facts.num_rows)))
+    numbers: Array = field(metadata=declared(np.floating, lambda facts: (facts.num_rows * facts.is_random,)))
+    slots: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_rows * (facts.num_penalised > 0),), -1))
+    penalised: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_penalised,), FIRST))
+    biased: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_biased,), FIRST))
+    bias: Array = field(metadata=declared(np.float32, lambda facts: (facts.num_biased,), FIRST))
+    barred: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_barred,), FIRST))
+    masked: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_masked,), FIRST))
+    mask_bits: Array = field(metadata=declared(np.int32, lambda facts: (MASK_WORD_BITS * (facts.num_masked > 0),)))
+    given: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_given,), FIRST))
+    given_tokens: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_given,), FIRST))
+    chosen: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_chosen,), FIRST))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SamplingMaps(SamplingArrays[torch.Tensor]):
+    """A step's sampling on the device.
+
+    masks  int32 [num_masked, num_words], made later than the arrays: bit t % 32 of word t // 32 allows token t; empty
+           without masks
+    """
+
     facts: SamplingFacts
-    rows: torch.Tensor
-    parameters: torch.Tensor
-    numbers: torch.Tensor
-    slots: torch.Tensor
-    penalised: torch.Tensor
-    biased: torch.Tensor
-    bias: torch.Tensor
-    barred: torch.Tensor
-    masked: torch.Tensor
     masks: torch.Tensor
-    mask_bits: torch.Tensor
-    given: torch.Tensor
-    given_tokens: torch.Tensor
-    chosen: torch.Tensor
 
     @classmethod
-    def from_tensors(
-        cls, facts: SamplingFacts, tensors: Sequence[torch.Tensor], masks: torch.Tensor | None = None
+    def of(
+        cls, facts: SamplingFacts, arrays: SamplingArrays[torch.Tensor], masks: torch.Tensor | None = None
     ) -> SamplingMaps:
-        """tensors  those of `SamplingArrays` on one device, in its order
-        masks    that were made later than these
-        """
-        maps = cls(facts, *tensors)
-        if masks is not None:
-            maps = replace(maps, masks=masks)
-        for name, shape in shapes_of(facts):
-            found = tuple(getattr(maps, name).shape)
-            assert found == shape, f"{name} is {list(found)}, and these facts want {list(shape)}"
-        return maps
+        """arrays  laid out for these facts"""
+        masks = _NO_MASKS if masks is None else masks
+        wanted = (facts.num_masked, facts.num_words) if facts.num_masked else (0,)
+        assert tuple(masks.shape) == wanted, f"masks are {list(masks.shape)}, and these facts want {list(wanted)}"
+        return cls(**by_name(arrays, SamplingArrays), facts=facts, masks=masks)
 
     def uses(self, name: str) -> bool:
         """Whether some row does not leave the parameter neutral."""
@@ -155,37 +141,6 @@ class SamplingMaps:
     def parameter(self, name: str) -> torch.Tensor:
         """number [num_rows]"""
         return self.parameters[index_of(name)]
-
-
-def shapes_of(facts: SamplingFacts) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The arrays that these facts need, and their shapes."""
-    if facts.num_rows:
-        yield "rows", (facts.num_rows,)
-        yield "parameters", (len(neutral_row()), facts.num_rows)
-    if facts.is_random:
-        yield "numbers", (facts.num_rows,)
-    if facts.num_penalised:
-        yield "slots", (facts.num_rows,)
-        yield "penalised", (facts.num_penalised,)
-    if facts.num_biased:
-        yield "biased", (facts.num_biased,)
-        yield "bias", (facts.num_biased,)
-    if facts.num_barred:
-        yield "barred", (facts.num_barred,)
-    if facts.num_masked:
-        yield "masked", (facts.num_masked,)
-        yield "masks", (facts.num_masked, facts.num_words)
-        yield "mask_bits", (MASK_WORD_BITS,)
-    if facts.num_given:
-        yield "given", (facts.num_given,)
-        yield "given_tokens", (facts.num_given,)
-    if facts.num_chosen:
-        yield "chosen", (facts.num_chosen,)
-
-
-def number_dtype(device: torch.device) -> type[np.floating]:
-    """In which parameters and uniform numbers go to a device: accelerators may lack float64, or be slow at it."""
-    return np.float64 if device.type == "cpu" else np.float32
 
 
 def _power_of_two(number: int) -> int:

@@ -16,14 +16,12 @@ from service.api.fields import EMBEDDING_FIELDS, GENERATION_FIELDS, STREAM_FIELD
 from service.api.formats import JsonSchema, ResponseFormat, StructuredOutputs
 from service.api.request_body import FIRST, Request, bounded, field_error, value_fault
 from service.api.tools import MAX_TOOLS, ToolChoice, Tools, check_tool_choice, check_tools
+from service.engine.messages import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
 
 MAX_LOGPROBS = 20
 # Alternatives included, of one request, and of all answers of a payer that are not sent yet: 0.5 KB each.
 MAX_HELD_LOGPROBS = 1_000_000
 MAX_STOP_STRINGS = 32
-# Both are gone through token by token in each step of the request; 300 is OpenAI's figure.
-MAX_LOGIT_BIASES = 300
-MAX_STOP_TOKEN_IDS = 512
 MAX_DETOKENIZED = 1 << 20  # tokens
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
 MAX_BAD_WORDS = 128

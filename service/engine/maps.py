@@ -1,4 +1,4 @@
-"""Fills the maps of a step: pure functions from plain integers into arrays, which know neither scheduler nor model.
+"""Fills the arrays of a step from plain integers: pure functions, which know neither scheduler nor model.
 
 The layout: sequences in adapter order, those of the base model last, so that the tokens of one adapter, and the rows
 of its logits, form one contiguous segment. Adapters stand in the order of their rows, which lets a CPU read
@@ -19,7 +19,9 @@ from itertools import accumulate
 
 import numpy as np
 
-from kernels.lora.maps import Segment
+from kernels.arrays import HostArray
+from kernels.lora.maps import Segment, fill_lora
+from service.engine.step_arrays import AdapterArrays, StepArrays
 
 BASE = -1  # the place of sequences without an adapter
 IN_FLIGHT = -1  # a token whose value the request table has
@@ -50,9 +52,6 @@ class ChunkInput:
         return self.start + len(self.token_ids)
 
 
-Arrays = Mapping[str, np.ndarray]
-
-
 def adapter_order(chunks: Sequence[ChunkInput]) -> list[int]:
     """Indices of the chunks in the order of a step: by the adapter's rows, the base model last, else as they came."""
     return sorted(range(len(chunks)), key=lambda i: (chunks[i].place == BASE, chunks[i].first_rows, chunks[i].place))
@@ -63,13 +62,14 @@ def is_all_decode(chunks: Sequence[ChunkInput]) -> bool:
     return all(len(chunk.token_ids) == 1 and chunk.start > 0 and chunk.num_logits == 1 for chunk in chunks)
 
 
-def fill_tokens(arrays: Arrays, chunks: Sequence[ChunkInput], block_table: np.ndarray, block_size: int) -> list[int]:
+def fill_tokens(
+    arrays: StepArrays[HostArray], chunks: Sequence[ChunkInput], block_table: np.ndarray, block_size: int
+) -> list[int]:
     """Tokens, where they stand and where their keys go; returns the running sum of the chunks' lengths.
 
-    arrays       token_ids, token_slots, positions, slot_mapping int64 [tokens]; query_start_loc int32 [sequences + 1];
-                 kv_lens int32 [sequences]; block_table int32 [sequences, columns]
     block_table  int32 [slots, blocks], by slot
     """
+    tokens, attention = arrays.tokens, arrays.attention
     slots = np.array([chunk.slot for chunk in chunks], np.int64)
     positions = np.array([chunk.start for chunk in chunks], np.int64)
     lengths = [len(chunk.token_ids) for chunk in chunks]
@@ -78,34 +78,25 @@ def fill_tokens(arrays: Arrays, chunks: Sequence[ChunkInput], block_table: np.nd
     if starts[-1] != len(chunks):
         token_slots = np.repeat(slots, lengths)
         positions = np.arange(starts[-1]) + np.repeat(positions - starts[:-1], lengths)
-    _put(arrays["token_ids"], [token for chunk in chunks for token in chunk.token_ids], 0)
-    _put(arrays["token_slots"], token_slots, 0)
-    _put(arrays["positions"], positions, 0)
+    tokens.token_ids.put([token for chunk in chunks for token in chunk.token_ids])
+    tokens.positions.put(positions)
+    if tokens.token_slots is not None:
+        tokens.token_slots.put(token_slots)
+    if tokens.rope_limits is not None:
+        limits = np.fromiter((chunk.length_limit for chunk in chunks), np.float32, len(chunks))
+        tokens.rope_limits.put(np.repeat(limits, lengths))
+    if tokens.logits_rows is not None:
+        ends = zip(chunks, starts[1:], strict=True)
+        tokens.logits_rows.put([row for chunk, end in ends for row in range(end - chunk.num_logits, end)])
     blocks, offsets = np.divmod(positions, block_size)
-    _put(arrays["slot_mapping"], block_table[token_slots, blocks].astype(np.int64) * block_size + offsets, -1)
-    _put(arrays["query_start_loc"], starts, starts[-1])
-    _put(arrays["kv_lens"], kv_lens, 0)
-    _put(arrays["block_table"], block_table[slots, : arrays["block_table"].shape[1]], 0)
+    attention.slot_mapping.put(block_table[token_slots, blocks].astype(np.int64) * block_size + offsets)
+    attention.query_start_loc.put(starts)
+    attention.kv_lens_device.put(kv_lens)
+    attention.block_table.put(block_table[slots, : attention.block_table.shape[1]])
+    if arrays.conv is not None:  # a sequence's line is its slot's
+        arrays.conv.state_indices.put(slots)
+        arrays.conv.has_initial_state.put([chunk.start > 0 for chunk in chunks])
     return starts
-
-
-def fill_conv(arrays: Arrays, chunks: Sequence[ChunkInput]) -> None:
-    """state_indices int32 and has_initial_state bool, [sequences]: a sequence's line is its slot's."""
-    _put(arrays["state_indices"], [chunk.slot for chunk in chunks], 0)
-    _put(arrays["has_initial_state"], [chunk.start > 0 for chunk in chunks], False)
-
-
-def fill_length_limits(arrays: Arrays, chunks: Sequence[ChunkInput]) -> None:
-    """length_limits float32 [tokens]."""
-    lengths = [len(chunk.token_ids) for chunk in chunks]
-    limits = np.fromiter((chunk.length_limit for chunk in chunks), np.float32, len(chunks))
-    _put(arrays["length_limits"], np.repeat(limits, lengths), 0)
-
-
-def fill_logits_rows(arrays: Arrays, chunks: Sequence[ChunkInput], starts: Sequence[int]) -> None:
-    """logits_rows int64 [rows]: the tokens whose logits are wanted."""
-    rows = [row for chunk, end in zip(chunks, starts[1:], strict=True) for row in range(end - chunk.num_logits, end)]
-    _put(arrays["logits_rows"], rows, 0)
 
 
 def segments_of(chunks: Sequence[ChunkInput], lengths: Sequence[int]) -> tuple[Segment, ...]:
@@ -125,28 +116,18 @@ def segments_of(chunks: Sequence[ChunkInput], lengths: Sequence[int]) -> tuple[S
     return tuple(segments)
 
 
-def fill_lora(arrays: Arrays, prefix: str, segments: Sequence[Segment]) -> None:
-    """The device half of `LoraMaps`, in the arrays of that prefix; all of them say the same without segments."""
-    num, last = len(segments), segments[-1].end if segments else 0
-    starts, places = arrays[f"{prefix}/segment_starts"], arrays[f"{prefix}/places"]
-    assert num <= len(places), "more adapters in a step than sequences"
-    _put(starts, [segment.start for segment in segments], last)
-    _put(places, [segment.place for segment in segments], -1)
-    first_rows = arrays[f"{prefix}/first_rows"]
-    first_rows[:, num:] = -1
-    if num:
-        first_rows[:, :num] = np.array([segment.first_rows for segment in segments], np.int32).T
-    lengths = [segment.end - segment.start for segment in segments]
-    _put(arrays[f"{prefix}/token_segment"], np.repeat(np.arange(num, dtype=np.int32), lengths), -1)
-    arrays[f"{prefix}/num_segments"][0] = num
-
-
-def fill_side(arrays: Arrays, prefix: str, segments: Sequence[Segment], groups: Mapping[str, int]) -> None:
-    """Lines of the tokens, int64 [tokens], 0 where they have none; `groups` says where each stands in `first_rows`."""
+def fill_adapters(arrays: AdapterArrays[HostArray], segments: Sequence[Segment], groups: Mapping[str, int]) -> None:
+    """Rows and lines of the tokens' adapters; `groups` says where each of the lines' stands in `first_rows`."""
+    assert len(segments) <= arrays.lora.places.shape[0], "more adapters in a step than sequences"
+    fill_lora(arrays.lora, segments)
+    if arrays.side is None:
+        return
     lengths = [segment.end - segment.start for segment in segments]
     for group, index in groups.items():
-        lines = np.array([segment.first_rows[index] + 1 for segment in segments], np.int64)
-        _put(arrays[f"{prefix}/{group}"], np.repeat(lines, lengths), 0)
+        array = getattr(arrays.side, group)
+        if array is not None:
+            lines = np.array([segment.first_rows[index] + 1 for segment in segments], np.int64)
+            array.put(np.repeat(lines, lengths))
 
 
 def side_lines(chunks: Sequence[ChunkInput], groups: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -158,11 +139,3 @@ def side_lines(chunks: Sequence[ChunkInput], groups: Mapping[str, int]) -> tuple
         if highest:
             found.append((group, highest if group == "saved_head" else 1))
     return tuple(found)
-
-
-def _put(array: np.ndarray, values: np.ndarray | list[int], padding: int | bool) -> None:
-    """array = values, and `padding` behind them."""
-    num = len(values)
-    array[:num] = values
-    if num < len(array):
-        array[num:] = padding

@@ -12,6 +12,10 @@ import msgspec
 
 # Of a tenant, in `Submit`.
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
+# Of a request, in `Sampling`: gone through token by token in each of its steps. 300 is OpenAI's figure.
+MAX_LOGIT_BIASES = 300
+MAX_STOP_TOKEN_IDS = 512
+MAX_ENDINGS = MAX_STOP_TOKEN_IDS + 512  # the model's own among them
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

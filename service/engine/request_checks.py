@@ -13,7 +13,7 @@ from adapters.errors import RowsExceeded
 from kernels.sampling.parameters import row_of
 from service.engine.adapter_loads import LORA_IS_OFF
 from service.engine.grammars import NO_GRAMMARS
-from service.engine.messages import MAX_WEIGHT, MIN_WEIGHT, Sampling, Submit
+from service.engine.messages import MAX_ENDINGS, MAX_LOGIT_BIASES, MAX_WEIGHT, MIN_WEIGHT, Sampling, Submit
 from service.engine.residency_parts import Rows
 from service.engine.sequence import Sequence
 
@@ -114,10 +114,12 @@ def _error_in_sampling(sampling: Sampling, capacity: Capacity) -> str | None:
         ("frequency_penalty", math.isfinite(sampling.frequency_penalty)),
         ("logprobs", sampling.logprobs is None or sampling.logprobs >= 0),
         ("prompt_logprobs", sampling.prompt_logprobs is None or sampling.prompt_logprobs >= 0),
+        ("logit_bias", len(sampling.logit_bias) <= MAX_LOGIT_BIASES),
         ("logit_bias", all(0 <= token < vocab_size for token in sampling.logit_bias)),
         ("logit_bias", all(math.isfinite(bias) for bias in sampling.logit_bias.values())),
         ("allowed_tokens", len(sampling.allowed_tokens) <= -(-vocab_size // 8)),
         ("bad_words", all(word and all(0 <= token < vocab_size for token in word) for word in sampling.bad_words)),
+        ("stop_token_ids", len(_endings(sampling, capacity)) <= MAX_ENDINGS),
         ("stop_token_ids", all(0 <= token < vocab_size for token in sampling.stop_token_ids)),
     ]
     for name, is_fine in fields:

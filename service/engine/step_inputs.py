@@ -5,25 +5,31 @@ with an event that says when its latest copy has run: the host prepares a step w
 before, and waits only if it is two steps ahead. The copy runs on the stream of the steps, hence after the step before
 it has read the buffer. On a CPU there is one buffer, which the step reads where the host has written it.
 
-Behind the maps, whose places follow from the sizes of the step, travel the arrays of the sampler, of any length, which
-no captured step reads. What has no room there has a buffer of its own, which grows and stays.
+What the model reads ends in the middle of a buffer, at a place that follows from the sizes of the step; there begins
+what the sampler reads, at places that follow from the facts of the sampling. So one copy brings what a step has of
+both, and neither moves with the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from kernels.lora.maps import LoraMaps, Segment
-from kernels.lora.side import SideLines
+from kernels.arrays import HostArray, Layout, by_name, in_host, in_nothing, in_tensor, number_dtype
+from kernels.lora.maps import LoraArrays, LoraMaps, Segment
+from kernels.lora.side import SideArrays, SideLines
+from kernels.paged_attention.maps import AttentionArrays
+from kernels.sampling.asked import Asked
+from kernels.sampling.maps import SamplingFacts
 from service.engine import maps
 from service.engine.maps import ChunkInput
+from service.engine.step_arrays import AdapterArrays, InputLimits, SamplerArrays, StepArrays, step_arrays
 from service.engine.step_sizes import TOKEN_SIZES, StepSizes
-from service.models.batch import AttentionMaps, ConvMaps, StepBatch
+from service.models.batch import AttentionMaps, ConvArrays, ConvMaps, StepBatch, TokenArrays
 
 
 class Event(Protocol):
@@ -40,32 +46,20 @@ class Runtime(Protocol):
     def Event(self) -> Event: ...
 
 
-@dataclass(frozen=True, slots=True)
-class InputLimits:
-    """What the inputs of all steps of an engine have in common.
+_MAX_KNOWN = 512  # sizes, and facts, whose places are remembered
 
-    token_budget, max_sequences, max_blocks  the largest step, and the longest sequence in blocks
-    max_logits_rows    the most rows of logits that a step yields
-    num_groups         of LoRA rows and of what adapters have beside them; see `RowPlan.groups`
-    side_groups        of these, where each stands among them
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """The same arrays in each of the host's buffers and in the device's, from one byte to another.
+
+    host, device  of `HostArray` and of tensors: `StepArrays` or `SamplerArrays`
     """
 
-    token_budget: int
-    max_sequences: int
-    max_blocks: int
-    max_logits_rows: int
-    block_size: int
-    num_groups: int
-    has_conv: bool
-    has_length_limits: bool
-    device: torch.device
-    side_groups: Mapping[str, int] = field(default_factory=dict)
-
-
-_Shapes = dict[str, tuple[type[Any], tuple[int, ...]]]
-_ALIGNMENT_BYTES = 64  # each array begins on its own line
-_SAMPLER_BYTES = 4 << 20  # behind the maps
-_MAX_KNOWN_SIZES = 512
+    host: tuple[Any, ...]
+    device: Any
+    start: int
+    end: int
 
 
 class StepInputs:
@@ -77,23 +71,17 @@ class StepInputs:
         self._runtime: Any = runtime
         if runtime is None and limits.device.type != "cpu":
             self._runtime = torch.get_device_module(limits.device)
-        num_sequences = max(limits.max_sequences, min(limits.token_budget, limits.max_logits_rows))
-        side = tuple((group, 1) for group in limits.side_groups)
-        largest = StepSizes(
-            limits.token_budget, num_sequences, limits.max_logits_rows, limits.max_blocks, False, True, side=side
-        )
-        num_bytes = _end_of(self._shapes(largest)) + _SAMPLER_BYTES
-        num_host_buffers = 1 if self._runtime is None else 2
-        self._host = [self._host_buffer(num_bytes) for _ in range(num_host_buffers)]
-        self._host_arrays = [buffer.numpy() for buffer in self._host]
-        self._apart: list[torch.Tensor | None] = [None] * num_host_buffers
-        self._device_apart = torch.empty(0, dtype=torch.uint8)
-        self._copied: list[Event | None] = [None] * num_host_buffers
+        self._number = number_dtype(limits.device)
+        self._middle = self._num_bytes(self._lay_step(limits.largest_sizes))
+        num_bytes = self._middle + self._num_bytes(_lay_sampler(limits.largest_facts))
+        self._host = [self._host_buffer(num_bytes) for _ in range(1 if self._runtime is None else 2)]
+        self._host_bytes = [buffer.numpy() for buffer in self._host]
+        self._copied: list[Event | None] = [None] * len(self._host)
         self._device = self._host[0]
         if self._runtime is not None:
             self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=limits.device)
         self._turn = 0
-        self._known: dict[StepSizes, _Places] = {}
+        self._known: dict[StepSizes | SamplingFacts, _Places] = {}
 
     def fill(
         self,
@@ -101,267 +89,141 @@ class StepInputs:
         block_table: np.ndarray,
         block_tuples: Sequence[tuple[int, ...]],
         sizes: StepSizes,
-        sampler: Sequence[np.ndarray] = (),
-    ) -> tuple[StepBatch, tuple[torch.Tensor, ...]]:
-        """The batch of `chunks`, which stand in adapter order already, on the device and padded to `sizes`; and the
-        arrays of the sampler there, in their order.
+        asked: Asked | None = None,
+        sampled_slots: Sequence[int] = (),
+    ) -> tuple[StepBatch, SamplerArrays[torch.Tensor] | None]:
+        """The batch of `chunks`, which stand in adapter order already, on the device and padded to `sizes`; and what is
+        asked of its logits there, None for None.
 
-        block_table   int32 [slots, blocks], by slot; block_tuples are the chunks' own blocks
+        block_table    int32 [slots, blocks], by slot; block_tuples are the chunks' own blocks
+        sampled_slots  of the sequences that get a token
 
-        Both hold until the next call; on a device the batch's tensors are the same for the same sizes.
+        Both hold until the next call; on a device the batch's tensors are the same for the same sizes, and those of the
+        sampler for the same facts.
         """
-        places = self._places(sizes)
-        host = self._writable()
-        arrays = places.host[self._turn]
+        step = self._places_of_step(sizes)
+        sampler = None if asked is None else self._places_of_sampler(asked.facts)
+        self._wait_for_turn()
+        arrays: StepArrays[HostArray] = step.host[self._turn]
         starts = maps.fill_tokens(arrays, chunks, block_table, self._limits.block_size)
-        if self._limits.has_conv:
-            maps.fill_conv(arrays, chunks)
-        if self._limits.has_length_limits:
-            maps.fill_length_limits(arrays, chunks)
         segments = maps.segments_of(chunks, [len(chunk.token_ids) for chunk in chunks])
         row_segments = segments
-        if sizes.has_lora:
-            maps.fill_lora(arrays, "tokens", segments)
-            side_groups = {group: self._limits.side_groups[group] for group, _ in sizes.side}
-            maps.fill_side(arrays, "tokens", segments, side_groups)
         if sizes.num_rows is not None:
-            maps.fill_logits_rows(arrays, chunks, starts)
             row_segments = maps.segments_of(chunks, [chunk.num_logits for chunk in chunks])
-            if sizes.has_lora:
-                maps.fill_lora(arrays, "rows", row_segments)
-                maps.fill_side(arrays, "rows", row_segments, side_groups)
-        sent = self._send(host, places.end, sampler)
-        return self._batch(places.device, chunks, starts, block_tuples, segments, row_segments, sizes), sent
+        for adapters, its in ((arrays.adapters, segments), (arrays.rows_adapters, row_segments)):
+            if adapters is not None:
+                maps.fill_adapters(adapters, its, self._limits.side_groups)
+        if asked is not None and sampler is not None:
+            asked.fill(sampler.host[self._turn])
+            sampler.host[self._turn].sampled_slots.put(sampled_slots)
+        self._send(step.start, step.end if sampler is None else sampler.end)
+        batch = _batch(step.device, chunks, starts, block_tuples, segments, row_segments, sizes)
+        return batch, None if sampler is None else sampler.device
 
-    def _batch(
-        self,
-        tensors: dict[str, torch.Tensor],
-        chunks: Sequence[ChunkInput],
-        starts: list[int],
-        block_tuples: Sequence[tuple[int, ...]],
-        segments: tuple[Segment, ...],
-        row_segments: tuple[Segment, ...],
-        sizes: StepSizes,
-    ) -> StepBatch:
-        lora = _lora_maps("tokens", segments, sizes.num_tokens, tensors, sizes.side) if sizes.has_lora else None
-        rows_lora = lora
-        if sizes.num_rows is not None and sizes.has_lora:
-            rows_lora = _lora_maps("rows", row_segments, sizes.num_rows, tensors, sizes.side)
-        num_missing = sizes.num_sequences - len(chunks)
-        attention = AttentionMaps(
-            query_starts=(*starts, *starts[-1:] * num_missing),
-            kv_lens=(*(chunk.end for chunk in chunks), *(0,) * num_missing),
-            block_tables=(*block_tuples, *((),) * num_missing),
-            query_start_loc=tensors["query_start_loc"],
-            kv_lens_device=tensors["kv_lens"],
-            block_table=tensors["block_table"],
-            slot_mapping=tensors["slot_mapping"],
-            is_decode=sizes.all_decode,
-        )
-        conv = None
-        if self._limits.has_conv:
-            conv = ConvMaps(
-                query_starts=attention.query_starts,
-                query_start_loc=attention.query_start_loc,
-                state_indices=tensors["state_indices"],
-                has_initial_state=tensors["has_initial_state"],
-                all_decode=sizes.all_decode,
-            )
-        return StepBatch(
-            token_ids=tensors["token_ids"],
-            token_slots=tensors["token_slots"],
-            positions=tensors["positions"],
-            rope_limits=tensors.get("length_limits"),
-            lora=lora,
-            attention=attention,
-            conv=conv,
-            logits_rows=tensors.get("logits_rows"),
-            logits_lora=rows_lora,
-            window_rows=sizes.window_rows,
-        )
-
-    def _shapes(self, sizes: StepSizes) -> _Shapes:
-        """What travels, in its order."""
-        num_tokens, num_sequences, limits = sizes.num_tokens, sizes.num_sequences, self._limits
-        shapes: _Shapes = {
-            "token_ids": (np.int64, (num_tokens,)),
-            "token_slots": (np.int64, (num_tokens,)),
-            "positions": (np.int64, (num_tokens,)),
-            "slot_mapping": (np.int64, (num_tokens,)),
-            "query_start_loc": (np.int32, (num_sequences + 1,)),
-            "kv_lens": (np.int32, (num_sequences,)),
-            "block_table": (np.int32, (num_sequences, sizes.table_blocks)),
-        }
-        if limits.has_conv:
-            shapes["state_indices"] = (np.int32, (num_sequences,))
-            shapes["has_initial_state"] = (np.bool_, (num_sequences,))
-        if limits.has_length_limits:
-            shapes["length_limits"] = (np.float32, (num_tokens,))
-        if sizes.num_rows is not None:
-            shapes["logits_rows"] = (np.int64, (sizes.num_rows,))
-        if sizes.has_lora:
-            lengths = {"tokens": num_tokens} | ({} if sizes.num_rows is None else {"rows": sizes.num_rows})
-            for prefix, length in lengths.items():
-                shapes |= _lora_shapes(prefix, length, limits)
-                shapes |= {f"{prefix}/{group}": (np.int64, (length,)) for group, _ in sizes.side}
-        return shapes
-
-    def _places(self, sizes: StepSizes) -> _Places:
-        """Where the arrays of a step of these sizes lie."""
+    def _places_of_step(self, sizes: StepSizes) -> _Places:
         known = self._known.get(sizes)
         if known is None:
-            if len(self._known) == _MAX_KNOWN_SIZES:
-                self._known.clear()
-            shapes = self._shapes(sizes)
-            host = [_views(buffer, shapes) for buffer in self._host_arrays]
-            known = self._known[sizes] = _Places(host, _tensors(self._device, shapes), _end_of(shapes))
+            lay = self._lay_step(sizes)
+            start = self._middle - self._num_bytes(lay)
+            assert start >= 0, f"a step of {sizes} is larger than the limits of all steps"
+            known = self._remembered(sizes, lay, start)
         return known
 
-    def _writable(self) -> torch.Tensor:
-        """A host buffer that no copy reads any more."""
+    def _places_of_sampler(self, facts: SamplingFacts) -> _Places:
+        return self._known.get(facts) or self._remembered(facts, _lay_sampler(facts), self._middle)
+
+    def _lay_step(self, sizes: StepSizes) -> Callable[[Layout[Any]], StepArrays[Any]]:
+        return lambda layout: step_arrays(layout, sizes, self._limits)
+
+    def _num_bytes(self, lay: Callable[[Layout[Any]], object]) -> int:
+        layout = in_nothing(self._number)
+        lay(layout)
+        return layout.end
+
+    def _remembered(self, key: StepSizes | SamplingFacts, lay: Callable[[Layout[Any]], Any], start: int) -> _Places:
+        if len(self._known) == _MAX_KNOWN:
+            self._known.clear()
+        host = tuple(lay(in_host(buffer, self._number, start)) for buffer in self._host_bytes)
+        on_device = in_tensor(self._device, self._number, start)
+        self._known[key] = _Places(host, lay(on_device), start, on_device.end)
+        return self._known[key]
+
+    def _wait_for_turn(self) -> None:
+        """Turn to a host buffer that no copy reads any more."""
         self._turn = (self._turn + 1) % len(self._host)
         copied = self._copied[self._turn]
         if copied is not None:
             copied.synchronize()
-        return self._host[self._turn]
 
-    def _send(self, host: torch.Tensor, end: int, sampler: Sequence[np.ndarray]) -> tuple[torch.Tensor, ...]:
-        """Bring the first `end` bytes to the device, and the sampler's arrays; returns these as they are there. Arrays
-        of nothing stay where they are."""
+    def _send(self, start: int, end: int) -> None:
+        """Bring these bytes of the host's buffer to the device."""
         if self._runtime is None:
-            return tuple(torch.from_numpy(array) for array in sampler)
-        starts, last = _starts(sampler, end)
-        source, target = host, self._device
-        if last > len(host):
-            starts, num_bytes = _starts(sampler, 0)
-            source, target = self._apart_of(num_bytes)
-            target[:num_bytes].copy_(_written(source, sampler, starts)[:num_bytes], non_blocking=True)
-        else:
-            _written(host, sampler, starts)
-            end = last
-        self._device[:end].copy_(host[:end], non_blocking=True)
+            return
+        self._device[start:end].copy_(self._host[self._turn][start:end], non_blocking=True)
         event = self._runtime.Event()
         event.record()
         self._copied[self._turn] = event
-        return tuple(_tensor_at(target, start, array) for start, array in zip(starts, sampler, strict=True))
-
-    def _apart_of(self, num_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A buffer on the host, and the one on the device, for arrays that have no room behind the maps."""
-        if num_bytes > len(self._device_apart):
-            num_bytes = 1 << (num_bytes - 1).bit_length()
-            self._device_apart = torch.zeros(num_bytes, dtype=torch.uint8, device=self._limits.device)
-            self._apart = [None] * len(self._apart)
-        host = self._apart[self._turn]
-        if host is None:
-            host = self._apart[self._turn] = self._host_buffer(len(self._device_apart))
-        return host, self._device_apart
 
     def _host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._limits.device.type != "cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """The arrays of a step: views of each host buffer, views of the device's, and where they end, in bytes."""
-
-    host: list[dict[str, np.ndarray]]
-    device: dict[str, torch.Tensor]
-    end: int
+def _lay_sampler(facts: SamplingFacts) -> Callable[[Layout[Any]], SamplerArrays[Any]]:
+    return lambda layout: layout.add(SamplerArrays, facts)
 
 
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-
-
-def _num_bytes(dtype: type[Any], shape: tuple[int, ...]) -> int:
-    return int(np.dtype(dtype).itemsize * np.prod(shape, dtype=np.int64))
-
-
-def _end_of(shapes: _Shapes) -> int:
-    """The byte behind the arrays."""
-    return sum(_aligned(_num_bytes(dtype, shape)) for dtype, shape in shapes.values())
-
-
-def _views(buffer: np.ndarray, shapes: _Shapes) -> dict[str, np.ndarray]:
-    """Arrays that lie in a buffer of bytes one after the other."""
-    views: dict[str, np.ndarray] = {}
-    start = 0
-    for name, (dtype, shape) in shapes.items():
-        num_bytes = _num_bytes(dtype, shape)
-        views[name] = buffer[start : start + num_bytes].view(dtype).reshape(shape)
-        start += _aligned(num_bytes)
-    return views
-
-
-def _tensors(buffer: torch.Tensor, shapes: _Shapes) -> dict[str, torch.Tensor]:
-    """The same as tensors."""
-    tensors: dict[str, torch.Tensor] = {}
-    start = 0
-    for name, (dtype, shape) in shapes.items():
-        num_bytes = _num_bytes(dtype, shape)
-        torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
-        tensors[name] = buffer[start : start + num_bytes].view(torch_dtype).view(shape)
-        start += _aligned(num_bytes)
-    return tensors
-
-
-def _starts(arrays: Sequence[np.ndarray], start: int) -> tuple[list[int], int]:
-    """The bytes where arrays begin that lie one after the other, and the one behind them."""
-    starts = []
-    for array in arrays:
-        starts.append(start)
-        start += _aligned(array.nbytes)
-    return starts, start
-
-
-def _written(buffer: torch.Tensor, arrays: Sequence[np.ndarray], starts: Sequence[int]) -> torch.Tensor:
-    """The buffer of bytes, with the arrays at these bytes."""
-    memory = buffer.numpy()
-    for array, start in zip(arrays, starts, strict=True):
-        if array.size:
-            memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
-    return buffer
-
-
-def _tensor_at(buffer: torch.Tensor, start: int, array: np.ndarray) -> torch.Tensor:
-    """Where an array of this dtype and shape lies in a buffer of bytes."""
-    if not array.size:
-        return torch.from_numpy(array)
-    dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-    return buffer[start : start + array.nbytes].view(dtype).view(array.shape)
-
-
-def _lora_shapes(prefix: str, num_tokens: int, limits: InputLimits) -> _Shapes:
-    """All maps hold as many segments, so that kernels are compiled for one length."""
-    num_segments = limits.max_sequences
-    return {
-        f"{prefix}/segment_starts": (np.int32, (num_segments + 1,)),
-        f"{prefix}/places": (np.int32, (num_segments,)),
-        f"{prefix}/first_rows": (np.int32, (limits.num_groups, num_segments)),
-        f"{prefix}/token_segment": (np.int32, (num_tokens,)),
-        f"{prefix}/num_segments": (np.int32, (1,)),
-    }
+def _batch(
+    arrays: StepArrays[torch.Tensor],
+    chunks: Sequence[ChunkInput],
+    starts: list[int],
+    block_tuples: Sequence[tuple[int, ...]],
+    segments: tuple[Segment, ...],
+    row_segments: tuple[Segment, ...],
+    sizes: StepSizes,
+) -> StepBatch:
+    """The arrays with what the host says of them."""
+    lora = _lora_maps(arrays.adapters, segments, sizes.num_tokens, sizes)
+    rows_lora = lora
+    if sizes.num_rows is not None:
+        rows_lora = _lora_maps(arrays.rows_adapters, row_segments, sizes.num_rows, sizes)
+    num_missing = sizes.num_sequences - len(chunks)
+    attention = AttentionMaps(
+        **by_name(arrays.attention, AttentionArrays),
+        query_starts=(*starts, *starts[-1:] * num_missing),
+        kv_lens=(*(chunk.end for chunk in chunks), *(0,) * num_missing),
+        block_tables=(*block_tuples, *((),) * num_missing),
+        is_decode=sizes.all_decode,
+    )
+    conv = None
+    if arrays.conv is not None:
+        conv = ConvMaps(
+            **by_name(arrays.conv, ConvArrays),
+            query_starts=attention.query_starts,
+            query_start_loc=attention.query_start_loc,
+            all_decode=sizes.all_decode,
+        )
+    return StepBatch(
+        **by_name(arrays.tokens, TokenArrays),
+        lora=lora,
+        attention=attention,
+        conv=conv,
+        logits_lora=rows_lora,
+        window_rows=sizes.window_rows,
+    )
 
 
 def _lora_maps(
-    prefix: str,
-    segments: tuple[Segment, ...],
-    num_tokens: int,
-    tensors: dict[str, torch.Tensor],
-    side: tuple[tuple[str, int], ...],
-) -> LoraMaps:
+    arrays: AdapterArrays[torch.Tensor] | None, segments: tuple[Segment, ...], num_tokens: int, sizes: StepSizes
+) -> LoraMaps | None:
+    if arrays is None:
+        return None
     lines = None
-    if side:
-        each = {group: tensors[f"{prefix}/{group}"] for group, _ in side}
-        lines = SideLines(num_heads=dict(side).get("saved_head", 0), **each)
+    if arrays.side is not None:
+        lines = SideLines(**by_name(arrays.side, SideArrays), num_heads=dict(sizes.side).get("saved_head", 0))
     return LoraMaps(
+        **by_name(arrays.lora, LoraArrays),
         segments=segments,
         num_tokens=num_tokens,
-        segment_starts=tensors[f"{prefix}/segment_starts"],
-        places=tensors[f"{prefix}/places"],
-        first_rows=tensors[f"{prefix}/first_rows"],
-        token_segment=tensors[f"{prefix}/token_segment"],
-        num_segments=tensors[f"{prefix}/num_segments"],
         side=lines,
         runs_once=num_tokens > TOKEN_SIZES[-1],
     )

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from kernels.sampling.maps import SamplingMaps, number_dtype
+from kernels.sampling.maps import SamplingMaps
 from kernels.sampling.ops import new_state, sample
 from kernels.sampling.parameters import uses_penalties
 from service.engine.block_pool import BlockPool
@@ -26,7 +25,8 @@ from service.engine.results import ResultBuffers, StepResult
 from service.engine.runner import Runner
 from service.engine.sampled import StepSampling, sampling_of
 from service.engine.sequence import ScheduledChunk
-from service.engine.step_inputs import InputLimits, StepInputs
+from service.engine.step_arrays import InputLimits, SamplerArrays
+from service.engine.step_inputs import StepInputs
 from service.engine.step_sizes import StepSizes, padded_tokens
 from service.models.batch import StepBatch
 
@@ -35,16 +35,14 @@ from service.models.batch import StepBatch
 class FilledStep:
     """A step whose inputs are on their way: its chunks in adapter order, and what is asked of its logits.
 
-    sampler        tensors of `SamplingArrays`, in its order, without masks
-    sampled_slots  int64 [rows that get a token, without padding]
+    sampler  what is asked, on the device
     """
 
     chunks: list[ScheduledChunk]
     sizes: StepSizes
     batch: StepBatch
     sampling: StepSampling
-    sampler: tuple[torch.Tensor, ...]
-    sampled_slots: torch.Tensor
+    sampler: SamplerArrays[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,17 +100,15 @@ class StepLauncher:
         sizes = self._runner.padded(self._sizes_of(inputs, chunks))
         num_logits = sizes.num_tokens if sizes.num_rows is None else sizes.num_rows
         sampling = sampling_of(chunks, num_logits, self._runner.capacity.vocab_size)
-        arrays = sampling.asked.arrays(number_dtype(self._runner.capacity.device))
-        slots = np.array([sequence.slot for sequence in sampling.sequences], np.int64)
+        slots = [sequence.slot for sequence in sampling.sequences]
         blocks = [self._blocks.blocks(chunk.sequence.key) for chunk in chunks]
-        batch, (*sampler, sampled_slots) = self._inputs.fill(
-            inputs, self._table.block_table, blocks, sizes, (*arrays, slots)
-        )
+        batch, sampler = self._inputs.fill(inputs, self._table.block_table, blocks, sizes, sampling.asked, slots)
+        assert sampler is not None
         if self._keeps_tokens:
             assert batch.token_slots is not None
             self._table.resolve_tokens(batch.token_ids, batch.token_slots)
         self._reset_penalties(chunks)
-        return FilledStep(chunks, sizes, batch, sampling, tuple(sampler), sampled_slots)
+        return FilledStep(chunks, sizes, batch, sampling, sampler)
 
     @torch.inference_mode()
     def run(self, step: FilledStep) -> ModelOutput:
@@ -131,10 +127,10 @@ class StepLauncher:
         facts = step.sampling.asked.facts
         if not facts.num_rows + facts.num_given:  # chunks of prompts alone
             return self._results.fetch(output.logits.new_empty(0, dtype=torch.int32))
-        maps = SamplingMaps.from_tensors(facts, step.sampler, masks)
+        maps = SamplingMaps.of(facts, step.sampler, masks)
         sampled = sample(output.logits, maps, self._penalties)
         if self._keeps_tokens and step.sampling.sequences:
-            self._table.keep_tokens(step.sampled_slots, sampled.token_ids)
+            self._table.keep_tokens(step.sampler.sampled_slots, sampled.token_ids)
         return self._results.fetch(output.pooled.packed_with(sampled.packed))
 
     # ---- captures

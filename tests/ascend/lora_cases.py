@@ -71,13 +71,13 @@ def make_maps(step: Step, first_rows: Sequence[int]) -> LoraMaps:
     token_segment = [i for i, length in enumerate(step.lengths) for _ in range(length)] + [-1] * step.num_base
     spare = [-1] * step.num_spare
     return LoraMaps(
-        segments,
-        len(token_segment),
-        torch.tensor(starts + [starts[-1]] * step.num_spare, dtype=torch.int32),
-        torch.tensor([*range(num_segments), *spare], dtype=torch.int32),
-        torch.tensor([[*first_rows, *spare]], dtype=torch.int32),
-        torch.tensor(token_segment, dtype=torch.int32),
-        torch.tensor([num_segments], dtype=torch.int32),
+        segments=segments,
+        num_tokens=len(token_segment),
+        segment_starts=torch.tensor(starts + [starts[-1]] * step.num_spare, dtype=torch.int32),
+        places=torch.tensor([*range(num_segments), *spare], dtype=torch.int32),
+        first_rows=torch.tensor([[*first_rows, *spare]], dtype=torch.int32),
+        token_segment=torch.tensor(token_segment, dtype=torch.int32),
+        num_segments=torch.tensor([num_segments], dtype=torch.int32),
     )
 
 

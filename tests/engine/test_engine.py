@@ -22,13 +22,24 @@ from adapters.errors import NotFound, RowsExceeded, Unsupported
 from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.platform import detect
 from kernels.sampling.asked import RowSampling, ask
-from kernels.sampling.maps import SamplingMaps, number_dtype
 from kernels.sampling.ops import new_state, sample
 from kernels.sampling.parameters import row_of
 from service.engine.brief_thread import BriefThread
 from service.engine.build import max_rank_of
 from service.engine.engine import Engine
-from service.engine.messages import Abort, Evict, Finished, Keep, Load, Sampling, Submit, Tokens
+from service.engine.messages import (
+    MAX_ENDINGS,
+    MAX_LOGIT_BIASES,
+    Abort,
+    Evict,
+    Finished,
+    Keep,
+    Load,
+    Sampling,
+    Submit,
+    Tokens,
+)
+from service.engine.request_checks import error_in
 from tests.support.engine_mock import (
     EOS,
     GROUP,
@@ -166,6 +177,22 @@ def test_a_bad_request_is_answered_and_stops_nobody(mock: MockEngine, fields: di
     assert (mock.finished["bad"].reason, mock.finished["bad"].client_fault) == ("error", True)
     assert word in (mock.finished["bad"].error or "")
     assert mock.output["good"] == expected_tokens((1, 2, 3), None, 4)
+
+
+def test_more_than_a_step_has_room_for_is_refused(mock: MockEngine) -> None:
+    capacity = replace(mock.runner.capacity, vocab_size=2 * MAX_ENDINGS, eos_token_ids=(2, 3))
+    biases = dict.fromkeys(range(MAX_LOGIT_BIASES + 1), 1.0)
+    endings = tuple(range(4, MAX_ENDINGS + 3))
+
+    def error(**fields: Any) -> str | None:
+        submit = Submit("r", (1,), Sampling(max_tokens=2, **fields))
+        return error_in(submit, capacity, 99, None, has_grammars=False)
+
+    assert "logit_bias" in (error(logit_bias=biases) or "")
+    assert "stop_token_ids" in (error(stop_token_ids=endings) or "")
+    del biases[0]
+    assert error(logit_bias=biases, stop_token_ids=endings, ignore_eos=True) is None
+    assert error(stop_token_ids=endings[1:]) is None
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf, 1e-9, 1e9])
@@ -640,9 +667,7 @@ def test_each_token_is_drawn_from_its_own_place_in_the_stream_with_all_counts_so
         state.reset(0, prompt, history[3:])
         row = RowSampling(0, row_of(sampling), seed=5, index=index, slot=0)
         asked = ask([row], num_logits=1, vocab=VOCAB)
-        tensors = [torch.from_numpy(array) for array in asked.arrays(number_dtype(cpu))]
-        maps = SamplingMaps.from_tensors(asked.facts, tensors)
-        history.append(int(sample(next_logits(history, -1)[None], maps, state).token_ids[0]))
+        history.append(int(sample(next_logits(history, -1)[None], asked.maps(cpu), state).token_ids[0]))
     mock.submit("r", prompt, max_tokens=12, temperature=0.8, frequency_penalty=4.0, seed=5)
     mock.settle()
     assert mock.output["r"] == history[3:]

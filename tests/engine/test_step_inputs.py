@@ -7,18 +7,25 @@ two places of host memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from kernels.sampling.asked import Asked, GivenRow, RowSampling, ask
+from kernels.sampling.maps import SamplingArrays
+from kernels.sampling.parameters import index_of, neutral_row
 from service.engine.maps import ChunkInput
-from service.engine.step_inputs import InputLimits, StepInputs
+from service.engine.messages import MAX_ENDINGS, MAX_LOGIT_BIASES
+from service.engine.step_arrays import InputLimits, SamplerArrays
+from service.engine.step_inputs import StepInputs
 from service.engine.step_sizes import StepSizes
 from service.models.batch import StepBatch
 
 CPU = torch.device("cpu")
+SAMPLING_NAMES = [field.name for field in fields(SamplingArrays)]
 
 
 class RecordingRuntime:
@@ -61,69 +68,92 @@ TABLE = np.arange(8, dtype=np.int32).reshape(2, 4)
 SIZES = StepSizes(8, 8, None, table_blocks=4, all_decode=True, has_lora=False)
 
 
+def asked_of(rows: Sequence[RowSampling], given: Sequence[GivenRow] = ()) -> Asked:
+    return ask(rows, given, num_logits=8, vocab=2 * MAX_ENDINGS)
+
+
+def row(step: int, num_biased: int = 0, num_barred: int = 0) -> RowSampling:
+    """Wants what names the step."""
+    return RowSampling(
+        logits_row=7 - step % 7,  # never in order
+        parameters=neutral_row(),
+        seed=step,
+        bias={step + token: float(step) for token in range(num_biased)},
+        barred=range(step, step + num_barred),
+        num_top=0,
+    )
+
+
 def fill(
-    inputs: StepInputs, step: int, sampler: Sequence[np.ndarray] = ()
-) -> tuple[StepBatch, tuple[torch.Tensor, ...]]:
+    inputs: StepInputs, step: int, asked: Asked | None = None, sizes: StepSizes = SIZES
+) -> tuple[StepBatch, SamplerArrays[torch.Tensor] | None]:
     """A step of one token, whose value is the step's number."""
-    return inputs.fill([ChunkInput([step], 5, 1, 1)], TABLE, [(4, 5)], SIZES, sampler)
+    slots = () if asked is None else [step + i for i in range(len(asked.rows))]
+    return inputs.fill([ChunkInput([step], 5, 1, 1)], TABLE, [(4, 5)], sizes, asked, slots)
 
 
-def sampler_arrays(step: int, length: int = 5) -> list[np.ndarray]:
-    return [
-        np.arange(length, dtype=np.int64) + step,
-        np.array([True, False, step % 2 == 0]),
-        np.full((2, 3), step, np.int32),
-        np.empty((0, 4), np.float32),
-        np.arange(6, dtype=np.float32).reshape(2, 3).T + step,
-    ]
+def tensors_of(sampler: SamplerArrays[torch.Tensor] | None) -> list[torch.Tensor]:
+    """Those of any length."""
+    assert sampler is not None
+    return [tensor for field in fields(sampler) if (tensor := getattr(sampler, field.name)).numel()]
 
 
-def test_arrays_of_the_sampler_reach_a_cpu_without_a_copy() -> None:
-    array = np.array([1, 2, 3], np.int32)
-    (tensor,) = fill(StepInputs(LIMITS), 0, [array])[1]
-    array[0] = 7
-    assert tensor.tolist() == [7, 2, 3]
-
-
-@pytest.mark.parametrize("length", [5, 100_000, 1_000_000])
-def test_inputs_arrive_as_they_were_when_handed_over(length: int) -> None:
-    """The longest arrays of the sampler are larger than the room for them behind the maps."""
-    inputs = StepInputs(LIMITS, RecordingRuntime())
+@pytest.mark.parametrize("runtime", [None, RecordingRuntime()], ids=["cpu", "device"])
+def test_inputs_arrive_as_they_were_when_handed_over(runtime: RecordingRuntime | None) -> None:
+    """Whatever they were in steps before."""
+    inputs = StepInputs(LIMITS, runtime)
     for step in range(5):
-        handed = sampler_arrays(step, length)
-        batch, sampler = fill(inputs, step, handed)
-        for array in handed:
-            array[:] = 0
+        rows = [row(step + i, 10 * step, 3 * step) for i in range(step + 1)]
+        asked = asked_of(rows, [GivenRow(step, 7, 0)])
+        batch, sampler = fill(inputs, step, asked)
         assert batch.token_ids.tolist() == [step, *[0] * 7]
-        for tensor, array in zip(sampler, sampler_arrays(step, length), strict=True):
-            assert tensor.dtype == torch.from_numpy(array).dtype
-            np.testing.assert_array_equal(tensor.numpy(), array)
+        assert sampler is not None
+        assert sampler.sampled_slots.tolist() == [step + i for i in range(len(rows))]
+        expected = asked.maps(CPU)
+        for name in SAMPLING_NAMES:
+            found = getattr(sampler, name)
+            assert found.dtype == getattr(expected, name).dtype, name
+            np.testing.assert_array_equal(found.numpy(), getattr(expected, name).numpy(), err_msg=name)
 
 
-def test_what_has_no_room_behind_the_maps_has_memory_that_stays() -> None:
-    """It moves only to grow, and the maps never do."""
-    inputs, places = StepInputs(LIMITS, RecordingRuntime()), []
-    for step, length in enumerate((700_000, 5, 900_000, 700_000, 3_000_000, 800_000)):
-        batch, (first, *_) = fill(inputs, step, sampler_arrays(step, length))
-        assert first.tolist()[-1] == length - 1 + step
-        places.append((batch.token_ids.data_ptr(), first.data_ptr()))
-    maps, first = zip(*places, strict=True)
-    assert len(set(maps)) == 1
-    large, small, *others, grown, after = first
-    assert others == [large] * 2 and grown == after
-    assert len({large, small, grown}) == 3
+def test_there_is_room_for_all_that_requests_may_ask_for() -> None:
+    """Of as many sequences as can run, beside the log probabilities of prompts."""
+    inputs = StepInputs(LIMITS, RecordingRuntime())
+    mask = np.zeros(2 * MAX_ENDINGS // 32, np.int32)
+    rows = [replace(row(i, MAX_LOGIT_BIASES, MAX_ENDINGS), slot=i, mask=mask) for i in range(LIMITS.max_sequences)]
+    for each in rows:
+        each.parameters[index_of("frequency_penalty")] = 1.0
+    sizes = StepSizes(LIMITS.token_budget, 8, LIMITS.max_logits_rows, LIMITS.max_blocks, False, False)
+    batch, sampler = fill(inputs, 1, asked_of(rows, [GivenRow(i, i, 0) for i in range(8)]), sizes)
+    assert batch.positions.shape == (LIMITS.token_budget,)
+    assert sampler is not None
+    assert sampler.barred.tolist()[-1] == 7 * 2 * MAX_ENDINGS + 7 + MAX_ENDINGS - 1
+    assert sampler.sampled_slots.tolist() == list(range(1, 9))
+
+
+def test_steps_larger_than_the_limits_are_a_bug() -> None:
+    inputs = StepInputs(LIMITS, RecordingRuntime())
+    with pytest.raises(AssertionError, match="larger"):
+        fill(inputs, 1, sizes=replace(SIZES, num_tokens=10 * LIMITS.token_budget))
+    with pytest.raises(AssertionError, match="larger"):
+        fill(inputs, 1, asked_of([row(i, 0, MAX_ENDINGS) for i in range(4 * LIMITS.max_sequences)]))
 
 
 def test_the_inputs_of_a_step_lie_in_one_copy_and_never_move() -> None:
+    """Those of the model by the sizes of the step, and those of the sampler by its facts, whatever the other."""
     inputs = StepInputs(LIMITS, RecordingRuntime())
-    places = []
-    for step in range(3):
-        batch, sampler = fill(inputs, step, sampler_arrays(step, 5 + step))
-        tensors = [batch.token_ids, batch.positions, batch.attention.block_table, *sampler]
-        assert len({tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}) == 1
-        assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors if tensor.numel())
-        places.append([tensor.data_ptr() for tensor in tensors[:3]])
-    assert places[0] == places[1] == places[2]
+    places: dict[object, set[tuple[int, ...]]] = {}
+    for step in range(4):
+        asked = asked_of([row(step, 5 * (step % 2))])
+        sizes = replace(SIZES, table_blocks=2 + step // 2)
+        batch, sampler = fill(inputs, step, asked, sizes)
+        of_model = [batch.token_ids, batch.positions, batch.attention.block_table]
+        of_sampler = tensors_of(sampler)
+        assert len({tensor.untyped_storage().data_ptr() for tensor in of_model + of_sampler}) == 1
+        for key, tensors in ((sizes, of_model), (asked.facts, of_sampler)):
+            assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
+            places.setdefault(key, set()).add(tuple(tensor.data_ptr() for tensor in tensors))
+    assert [len(found) for found in places.values()] == [1] * 4
 
 
 def test_memory_is_rewritten_only_when_its_own_copy_has_run() -> None:

@@ -7,7 +7,7 @@ import importlib
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 
 from kernels.sampling import any_device, ops, parameters
 from kernels.sampling.asked import GivenRow, RowSampling, ask, mask_of
-from kernels.sampling.maps import SamplingArrays, SamplingMaps
+from kernels.sampling.maps import SamplingMaps
 from kernels.sampling.parameters import index_of
 from kernels.sampling.random_numbers import uniform
 from kernels.sampling.results import Choice, TokenLogprob
@@ -27,11 +27,11 @@ from tests.support.sampling_cases import (
     VOCAB,
     Mix,
     hashed_logits,
+    maps_of,
     new_state,
     random_mix,
     row,
     sample,
-    tensors_of,
     tokens_of,
 )
 from tests.tolerances import OP
@@ -167,9 +167,8 @@ def drawn_with(numbers: Sequence[float], logits: torch.Tensor, implementation: s
     """Tokens of the one row of logits, drawn with these uniform numbers."""
     rows = [row(i, **{"temperature": 1.0, **values}) for i in range(len(numbers))]
     asked = ask(rows, num_logits=len(rows), vocab=logits.shape[1])
-    tensors = tensors_of(asked, implementation, str(logits.device))
-    tensors[SamplingArrays._fields.index("numbers")].copy_(torch.tensor(numbers, dtype=torch.float64))
-    maps = SamplingMaps.from_tensors(asked.facts, tensors)
+    maps = maps_of(asked, implementation, str(logits.device))
+    maps.numbers.copy_(torch.tensor(numbers, dtype=torch.float64))
     module = importlib.import_module(f"kernels.sampling.{implementation}")
     found: list[int] = module.sample(logits.repeat(len(rows), 1), maps, None).token_ids.tolist()
     return found
@@ -251,7 +250,7 @@ def test_rows_of_logits_may_stand_apart(is_greedy: bool, dtype: torch.dtype, imp
     mix = random_mix(3)
     rows = [row(i) for i in range(len(mix.logits))] if is_greedy else mix.rows
     asked = ask(rows, [] if is_greedy else mix.given, num_logits=len(mix.logits), vocab=VOCAB)
-    maps = SamplingMaps.from_tensors(asked.facts, tensors_of(asked, implementation, device))
+    maps = maps_of(asked, implementation, device)
     module = importlib.import_module(f"kernels.sampling.{implementation}")
     logits = mix.logits.to(device, dtype)
     product = torch.full((len(logits), VOCAB + 16), math.nan, dtype=dtype, device=device)
@@ -535,19 +534,18 @@ def test_a_recorded_step_serves_others_of_equal_facts(seed: int, name: str, devi
     mixes[1] = replace(mixes[1], given=[replace(entry, token_id=3, logits_row=1) for entry in mixes[0].given])
     asked = [ask(mix.rows, mix.given, num_logits=16, vocab=VOCAB, num_rows=16, is_rounded_up=True) for mix in mixes]
     assert asked[0].facts == asked[1].facts
-    facts = asked[0].facts
-    tensors = tensors_of(asked[0], name)
+    maps = maps_of(asked[0], name)
     logits, state = mixes[0].logits.clone(), mixes[0].state(name)
     with recorded_waits() as waits:
-        recording = Recording(lambda: module.sample(logits, SamplingMaps.from_tensors(facts, tensors), state))
+        recording = Recording(lambda: module.sample(logits, maps, state))
     assert waits == []
     assert torch.float64 not in recording.dtypes
     for mix, its in ((mixes[1], asked[1]), (mixes[0], asked[0])):
-        expected = module.sample(
-            mix.logits.clone(), SamplingMaps.from_tensors(facts, tensors_of(its, name)), mix.state(name)
-        )
-        for tensor, values in zip(tensors, tensors_of(its, name), strict=True):
-            tensor.copy_(values)
+        others = maps_of(its, name)
+        expected = module.sample(mix.logits.clone(), others, mix.state(name))
+        for field in fields(maps):
+            if field.name != "facts":
+                getattr(maps, field.name).copy_(getattr(others, field.name))
         logits.copy_(mix.logits)
         for slot, (prompt, output) in mix.held.items():
             state.reset(slot, prompt, output)
@@ -579,7 +577,7 @@ def _with_values_of(first: RowSampling, other: RowSampling) -> RowSampling:
 
 def call(logits: torch.Tensor, **changed: Any) -> object:
     asked = ask(**{"rows": [row(0), row(1)], "num_logits": 2, "vocab": 8, **changed})
-    return ops.sample(logits, SamplingMaps.from_tensors(asked.facts, tensors_of(asked, "cpu")))
+    return ops.sample(logits, maps_of(asked, "cpu"))
 
 
 @pytest.mark.parametrize(
@@ -592,7 +590,7 @@ def call(logits: torch.Tensor, **changed: Any) -> object:
         (lambda: call(torch.zeros(2, 8), num_rows=1), "not taken away"),
         (lambda: call(torch.zeros(2, 8), rows=[row(0, presence_penalty=1.0, wanted={"slot": 0})]), "state"),
         (lambda: call(torch.zeros(2, 8), rows=[row(0, presence_penalty=1.0)]), "has the slot"),
-        (lambda: call(torch.zeros(2, 8), rows=[row(0, wanted={"mask": np.zeros(2, np.int32)})]), "masks is"),
+        (lambda: call(torch.zeros(2, 8), rows=[row(0, wanted={"mask": np.zeros(2, np.int32)})]), "masks are"),
     ],
 )
 def test_wrong_arguments_are_named(wrong: Callable[[], object], message: str) -> None:

@@ -44,10 +44,9 @@ def row(logits_row: int, *, temperature: float = 0.0, wanted: Mapping[str, Any] 
     return RowSampling(logits_row, parameters, **{"seed": 1, "index": logits_row, **(wanted or {})})
 
 
-def tensors_of(asked: Asked, implementation: str, device: str = "cpu") -> list[torch.Tensor]:
-    """The `SamplingArrays` on the device, in the numbers that an implementation gets where it serves."""
-    dtype = np.float64 if implementation == "cpu" else np.float32
-    return [torch.from_numpy(array).to(device) for array in asked.arrays(dtype)]
+def maps_of(asked: Asked, implementation: str, device: str = "cpu") -> SamplingMaps:
+    """On the device, in the numbers that an implementation gets where it serves."""
+    return asked.maps(torch.device(device), np.float64 if implementation == "cpu" else np.float32)
 
 
 def sample(
@@ -62,7 +61,7 @@ def sample(
     """What one call says; the logits keep their values."""
     device = str(logits.device)
     asked = ask(rows, given, num_logits=len(logits), vocab=logits.shape[1], **options)
-    maps = SamplingMaps.from_tensors(asked.facts, tensors_of(asked, implementation, device))
+    maps = maps_of(asked, implementation, device)
     with serving(implementation, device), torch.inference_mode():
         sampled = ops.sample(logits.clone(), maps, state)
     assert sampled.token_ids.shape == (asked.facts.num_rows,) and sampled.packed.dtype == torch.int32
