@@ -19,8 +19,13 @@ from pathlib import Path
 from typing import NoReturn
 
 # What all of Ray's processes are to have in their environment beside the path of this program: a HAProxy that has died
-# is replaced after three checks, in seconds; and how long a request may be that is sent again, in bytes.
-ENVIRONMENT = {"RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1", "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "65536"}
+# is replaced after three checks, in seconds; how long a request may be that is sent again, in bytes; and workers get
+# their turn as other processes do (see `service.ray_app`).
+ENVIRONMENT = {
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "65536",
+    "RAY_worker_niceness": "0",
+}
 # POST to these changes nothing that anybody else can see: the routes of `service.api.auth` with the scope `infer`.
 REPEATABLE_PATHS = (
     "/v1/chat/completions",

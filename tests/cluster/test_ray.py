@@ -135,6 +135,13 @@ def test_answers_are_those_of_a_server_without_ray(server: RayServer, checkpoint
     assert "".join(piece["choices"][0]["text"] for piece in pieces) == server.text(NAMES[0])
 
 
+def test_what_serves_gets_its_turn_as_other_processes_do(server: RayServer) -> None:
+    titles = (b"ray::ServeReplica:multilora:Ingress", b"ray::ServeReplica:multilora:EngineReplica")
+    pids = [*server.engine_pids(), *(pid for title in titles for pid in server.pids_of(title))]
+    assert len(pids) == 5
+    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids} == {os.getpriority(os.PRIO_PROCESS, 0)}
+
+
 def test_an_upload_is_there_for_the_next_request_on_every_replica(server: RayServer, checkpoints: Path) -> None:
     names = "adapter_config.json", "adapter_model.safetensors"
     files = {name.partition(".")[0]: (checkpoints / "uploaded" / name).read_bytes() for name in names}
