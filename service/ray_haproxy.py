@@ -1,10 +1,11 @@
 """HAProxy as Ray Serve runs it, with what our requests want of it: `multilora-haproxy`, which Ray starts in HAProxy's
 place where RAY_SERVE_HAPROXY_BINARY_PATH names it (docs/scale.md).
 
-Ray writes HAProxy's configuration anew before each start. Each of its backends over HTTP gets a few lines more here:
-a request that changes nothing is sent again when the ingress that had it ends before the first byte of its answer, and
-what HAProxy answers itself has the shape of our errors. One that has just started knows of no application until Ray has
-told it: it says so, where Ray's lines say 404 to everything. Everything else is Ray's.
+Ray writes HAProxy's configuration anew before each start. Each of its backends over HTTP gets a few lines more here: a
+request that changes nothing is sent again when the ingress that had it ends before the first byte of its answer, and
+what HAProxy answers itself has the shape of our errors. An ingress that stands still is noticed sooner. A HAProxy
+that has just started knows of no application until Ray has told it: it says so, where Ray's lines say 404 to
+everything. Everything else is Ray's.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ _RETRIES = 8
 # A request is kept for another attempt when its body is there before the first one, and fits HAProxy's buffer
 # (RAY_SERVE_HAPROXY_TUNE_BUFSIZE); of a longer one only so much is waited for.
 _BODY_SECONDS = 60
+# An ingress that stands still accepts connections and answers nothing. Ray's checks, each 5 s, see that after 15 s. It
+# leaves the rotation after two checks that have no answer in time: after 8.3 s at the most, with Ray's 0.25 s between
+# them. What it had is answered when it goes on, and sent again when Ray has killed it.
+_CHECKS = "    default-server inter 2s fall 2\n"
+_CHECK_SECONDS = 3
 _LOST = "The process that had this request is gone. If it was to change an adapter, look whether it has; send it again."
 _NOBODY = "No server takes requests now; send the request again in a moment."
 _ANSWERS = {
@@ -93,7 +99,9 @@ def _extended(backend: str) -> str:
     if "\n    server " not in backend or " proto h2" in backend:
         return backend
     first, _, rest = backend.partition("\n")
-    # Below Ray's own lines: of two alike the last one counts.
+    # Below Ray's own lines: of two alike the last one counts. That is so of what servers have by default, too, for
+    # those below it.
+    rest = rest.replace("    server ", f"{_CHECKS}    server ", 1)
     return f"{first}\n{rest.rstrip()}\n{_OURS}{_lines()}"
 
 
@@ -110,6 +118,7 @@ def _lines() -> str:
         "http-request disable-l7-retry if !is_repeatable",
         "retry-on conn-failure empty-response",
         f"retries {_RETRIES}",
+        f"timeout check {_CHECK_SECONDS}s",
         *answers,
     ]
     return "".join(f"    {line}\n" for line in lines)

@@ -9,7 +9,8 @@ A victim is an API process, an engine or a process for chat templates; with seve
 engine that stands still (SIGSTOP) until the server has noticed. With several servers, which share the store, the one
 whose process is killed has clients, and so has another one. With --ray, where Ray is installed, `--servers` are the
 ingresses of one application on Ray Serve, and victims are engines and the replicas that own them, killed or standing
-still, ingresses, processes for chat templates, the proxy in front, and Ray's controller.
+still, ingresses, where HAProxy has several also one that stands still, processes for chat templates, the proxy in
+front, and Ray's controller.
 
 A server has a keys file with three tenants, each of which changes names of its own, the same ones, and who may use
 them. Before each kill `multilora keys` adds a key and revokes one that it added earlier. On Ray there is one tenant

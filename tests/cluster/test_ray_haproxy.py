@@ -21,6 +21,7 @@ from service.ray_haproxy import REPEATABLE_PATHS, extended
 from tests.support.blocks import ROOT
 from tests.support.client_environments import environment
 from tests.support.limits import LIMIT_SECONDS
+from tests.support.server import standing_still, wait_for
 
 _CONFIGURATION = """\
 defaults
@@ -35,6 +36,7 @@ defaults
     balance roundrobin
 frontend http_frontend
     bind fd@{descriptor}
+    http-request return status 200 content-type text/plain lf-string "%[nbsrv(app)]" if {{ path /servers-up }}
     acl is_app path_beg /
     use_backend app if is_app
     default_backend default_backend
@@ -43,13 +45,20 @@ backend default_backend
 backend app
     log global
     http-reuse always
-    # Servers in this backend
+{checks}    # Servers in this backend
 {servers}
 backend other
     http-request return status 404 content-type text/plain string "none"
 """
+# In place of Ray's five seconds: of one that stands still nothing is seen by these.
+_CHECKS = """\
+    option httpchk GET /
+    default-server fastinter 250ms downinter 250ms fall 2 rise 2 inter 1h check
+"""
 # As Ray writes it first for a HAProxy that takes the place of one that has died.
-_WITHOUT_APPLICATION = re.sub("    (acl|use_backend) .*\n", "", _CONFIGURATION.partition("backend app\n")[0])
+_WITHOUT_APPLICATION = re.sub(
+    "    (acl|use_backend|http-request return .*nbsrv).*\n", "", _CONFIGURATION.partition("backend app\n")[0]
+)
 _ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\nConnection: close\r\n\r\ndone"
 
 
@@ -97,8 +106,12 @@ def _length(head: bytes) -> int:
     return int(lines[0].split(b":")[1]) if lines else 0
 
 
+def _written(text: str, descriptor: int, error_file: str, servers: str, checks: str = "") -> str:
+    return text.format(descriptor=descriptor, error_file=error_file, servers=servers, checks=checks)
+
+
 @contextmanager
-def _haproxy(tmp_path: Path, *ports: int) -> Iterator[httpx.Client]:
+def _haproxy(tmp_path: Path, *ports: int, checks: str = "") -> Iterator[httpx.Client]:
     python = environment("ray") / "bin" / "python"
     error_file = tmp_path / "error"
     error_file.write_text("HTTP/1.0 500 Internal Server Error\r\n\r\nRay's")
@@ -106,7 +119,7 @@ def _haproxy(tmp_path: Path, *ports: int) -> Iterator[httpx.Client]:
     path, text = tmp_path / "haproxy.cfg", _CONFIGURATION if ports else _WITHOUT_APPLICATION
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        path.write_text(text.format(descriptor=listener.fileno(), error_file=error_file, servers=servers))
+        path.write_text(_written(text, listener.fileno(), str(error_file), servers, checks))
         process = subprocess.Popen(
             [str(python), "-m", "service.ray_haproxy", "-db", "-f", str(path)],
             env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_SERVE_HAPROXY_BINARY_PATH": "/this/program"},
@@ -190,13 +203,41 @@ def test_one_that_has_just_started_says_so_until_it_knows_the_application(tmp_pa
     assert refused.json()["error"]["code"] == "not_ready"
 
 
+@contextmanager
+def _answering(folder: Path) -> Iterator[tuple[int, int]]:
+    """A process that answers every request for / with its folder's name; its id and its port."""
+    folder.mkdir()
+    (folder / "index.html").write_text(folder.name)
+    command = [sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1", "--directory", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r"port (\d+)", process.stdout.readline())
+            assert found is not None
+            yield process.pid, int(found.group(1))
+        finally:
+            process.kill()
+
+
+def test_a_server_that_stands_still_gets_nothing_until_it_goes_on(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        (pid, port), (_, other) = (stack.enter_context(_answering(tmp_path / name)) for name in ("stopped", "other"))
+        http = stack.enter_context(_haproxy(tmp_path, port, other, checks=_CHECKS))
+        assert {http.get("/").text for _ in range(4)} == {"stopped", "other"}
+        with standing_still(pid):
+            wait_for(lambda: http.get("/servers-up").text == "1", "it to leave the rotation")
+            assert {http.get("/").text for _ in range(4)} == {"other"}
+        wait_for(lambda: http.get("/servers-up").text == "2", "it to come back")
+        assert {http.get("/").text for _ in range(4)} == {"stopped", "other"}
+
+
 def test_what_is_repeatable_is_what_runs_models() -> None:
     assert [one.path for one in ROUTES if one.need == "infer"] == list(REPEATABLE_PATHS)
 
 
 def test_a_configuration_is_extended_once_and_only_where_servers_are() -> None:
     grpc = "backend grpc\n    mode http\n    server a 127.0.0.1:1 proto h2 check\n"
-    text = _CONFIGURATION.format(descriptor=3, error_file="e", servers="    server s0 127.0.0.1:2") + grpc
+    text = _written(_CONFIGURATION, 3, "e", "    server s0 127.0.0.1:2", _CHECKS) + grpc
     once = extended(text)
     assert extended(once) == once
     assert "return status 404" in once and "return status 503" not in once
