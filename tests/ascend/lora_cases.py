@@ -29,6 +29,7 @@ class Step:
     ranks        [slice][segment]; 0 = the slice is not targeted
     widths       output columns of each slice
     num_spare    padding segments of the maps
+    first_row    of the first adapter; rows before it are nobody's
     dtype        of x and out; row_dtype of the rows, None = the same
     interleaved  the rows of A stand slice by slice in one buffer, as behind a base weight
     far          32 bits do not count the elements before a tile of x or out, nor those before the rows of A or B
@@ -40,6 +41,7 @@ class Step:
     widths: Sequence[int]
     num_base: int = 0
     num_spare: int = 2
+    first_row: int = 16
     dtype: torch.dtype = torch.bfloat16
     row_dtype: torch.dtype | None = None
     interleaved: bool = False
@@ -88,7 +90,7 @@ def make_data(step: Step, seed: int = 0) -> Data:
     """
     random = torch.Generator().manual_seed(seed)
     largest = [max(of_slices) for of_slices in zip(*step.ranks, strict=True)]
-    first_rows, num_rows = [], 16  # the first range stays free, so that row 0 is nobody's
+    first_rows, num_rows = [], step.first_row
     for rank in largest:
         first_rows.append(num_rows if rank else -1)
         num_rows += -(-rank // 16) * 16

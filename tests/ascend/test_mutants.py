@@ -27,6 +27,13 @@ def found(module: ModuleType, function: str, before: str, after: str) -> Mutant:
     return next(one for one in mutants if (one.function, one.before, one.after) == (function, before, after))
 
 
+def in_statement(module: ModuleType, function: str, before: str, after: str, statement: str) -> Mutant:
+    """A mutant of an expression that stands in several statements, in this one."""
+    of_change = (function, before, after, statement)
+    mutants = mutants_of(source_of(module))
+    return next(one for one in mutants if (one.function, one.before, one.after, one.statement) == of_change)
+
+
 def replaced(module: ModuleType, function: str, before: str, after: str) -> Mutant:
     """A mutant that no change of one place makes."""
     source = source_of(module)
@@ -56,6 +63,10 @@ MISSED = {
     "a state that is not kept": (
         conv, "prefix cache, not kept",
         found(conv, "conv_update", "(target > NULL_LINE) & (target != pad_slot)", "target != pad_slot"), "not kept",
+    ),
+    "a window's first row": (
+        window, "first rows",
+        in_statement(window, "swiglu_window_few", "0", "1", "first_row = tl.maximum(first_row, 0)"), "Mismatch",
     ),
     # Right, but what belongs to later groups is read for nothing.
     "tokens of later groups": (

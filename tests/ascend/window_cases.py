@@ -142,6 +142,8 @@ QWEN35 = Step([2, 1, 1], [[16, 8, 0], [16, 5, 24], [8, 0, 16], [0, 16, 3]], 16, 
 ONE_COLUMN = Step([3, 1], [[24, 5]], 16, COLUMN[1], num_base=1)
 LFM2 = Step([3, 1], [[24, 5]], 16, CONV[1], num_base=1)
 THREE_SLICES = Step([3, 1], [[24, 5], [16, 0], [8, 16]], 16, [1024, 1024, 1024], num_base=1)
+# The window's first adapter: rows may begin at row 0, which is also what stands for those of adapters without any.
+FIRST_ROWS = Step([3, 2], [[16, 5]], 16, [130], num_base=1, first_row=0)
 # Far are both a token of a visit and the first of another.
 FAR = Step([33, 1], [[16, 40]], 16, [256], far=True)
 
@@ -162,7 +164,7 @@ _JUDGED_EXPANDS = {
 _EXPANDS = {
     "odd sizes": ODD, "packed": PACKED, "large ranks": LARGE_RANKS, "base tile": BASE_TILE, "no spare": NO_SPARE,
     "two tiles": TILES, "qwen3.5": QWEN35, "lfm2": LFM2, "far": FAR,
-    "three slices": THREE_SLICES, "one column": ONE_COLUMN,
+    "three slices": THREE_SLICES, "one column": ONE_COLUMN, "first rows": FIRST_ROWS,
 }  # fmt: skip
 _JUDGED_GATES = {
     "one token": _packed(ONE, 2, GATES), "8 adapters": _packed(EIGHT, 2, GATES),
@@ -171,6 +173,7 @@ _JUDGED_GATES = {
 _GATES = {
     "odd sizes": GATE_ODD, "untargeted": GATE_UNTARGETED, "no rows": GATE_BASE, "no spare": GATE_NO_SPARE,
     "base tile": GATE_BEHIND, "two tiles": _packed(TILES, 2, [130, 130]), "far": _packed(FAR, 2, [256, 256]),
+    "first rows": _packed(FIRST_ROWS, 2, [130, 130]),
 }  # fmt: skip
 # Three groups of at most 8 tokens: B is read once for each, and h of a token in its own alone.
 GROUPS = Step([20], [[64]], 16, [512])
