@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import os
 import shutil
 import uuid
 from collections.abc import Callable
 from filecmp import cmp
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -26,8 +25,8 @@ from adapters.paths import CONFIG_FILE, DIGEST, MANIFEST_FILE, TEMPLATE_FILE, TE
 from adapters.records import UNREADABLE, Manifest, Summary
 from adapters.store_faults import store_faults_are_ours
 from adapters.synced_files import delete, refuse_shortage, sync_directory, sync_renamed, unless_gone, write_synced
+from adapters.written import WriteFault, write_fault
 
-StoreFault = Literal["unreachable", "read-only"]
 _Read = TypeVar("_Read", Manifest, Summary)
 log = logging.getLogger(__name__)
 
@@ -145,14 +144,9 @@ class StoreFiles:
     def digests(self) -> set[str]:
         return {path.name for path in self._adapters.iterdir() if DIGEST.fullmatch(path.name)}
 
-    def fault(self) -> StoreFault | None:
-        """What keeps the store from taking changes, as far as one can see without making any."""
-        try:
-            flags = os.statvfs(self._names).f_flag
-        except OSError:
-            return "unreachable"
-        is_writable = not flags & os.ST_RDONLY and os.access(self._names, os.W_OK | os.X_OK)
-        return None if is_writable else "read-only"
+    def fault(self) -> WriteFault | None:
+        """What keeps the store from taking changes; seen by writing a file without a name."""
+        return write_fault(self.staging)
 
     def has_adapter(self, digest: str) -> bool:
         """Whether there is anything under the digest, whole or not."""

@@ -29,7 +29,7 @@ from adapters import names as rules
 from adapters import pins as pin_rules
 from adapters.catalog import Catalog
 from adapters.changes import Changes
-from adapters.disk import StoreFault, StoreFiles
+from adapters.disk import StoreFiles
 from adapters.errors import Damaged, NotFound, TooLarge
 from adapters.handles import Lease, Upload
 from adapters.housekeeping import Housekeeping
@@ -45,6 +45,7 @@ from adapters.sharing import Sharing
 from adapters.staging_bytes import StagingBytes
 from adapters.store_faults import store_faults_are_ours
 from adapters.upload import Account, Budget, Part, Staging, StoreLimits
+from adapters.written import WriteFault
 
 log = logging.getLogger(__name__)
 
@@ -276,7 +277,7 @@ class AdapterStore:
             return None
         return (self.path_of(digest) / TEMPLATE_FILE).read_text(encoding="utf-8")
 
-    def fault(self) -> StoreFault | None:
+    def fault(self) -> WriteFault | None:
         """What keeps the store from taking changes; None where nothing is seen that would. Asks the disk."""
         return self._files.fault()
 

@@ -11,7 +11,8 @@ from adapters.errors import AdapterError, StorageFull, StoreUnreachable
 
 log = logging.getLogger(__name__)
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+READ_ONLY = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 # Unmounted or moved away, read-only, without access, or on a file server that does not answer.
 _AWAY = frozenset(
     {
@@ -24,7 +25,7 @@ _AWAY = frozenset(
 
 def store_fault(error: OSError) -> AdapterError | None:
     """StorageFull or StoreUnreachable for what was done to the store's own files, None for any other fault."""
-    if error.errno in _FULL:
+    if error.errno in FULL:
         return StorageFull("The store's disk is full; delete adapters that are not needed.")
     if error.errno not in _AWAY:
         return None

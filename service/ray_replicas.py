@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -11,6 +13,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from service.cluster import members
+from service.cluster.disks import DiskWatch
 from service.cluster.relay import Relay
 from service.cluster.remote import Address, RemoteEngines
 from service.engine.client import EngineClient
@@ -71,6 +74,10 @@ class EngineReplica:
         self._host = ray.util.get_node_ip_address()
         self._relay = Relay(self._client)
         await self._relay.start(self._host)
+        # Ray's worker and the engine write there. Ray is not told: a replica started anew would find the same disk.
+        disks = DiskWatch([Path(tempfile.gettempdir()), settings.store_root], self._relay.cordon)
+        await disks.look()
+        self._watching_disks = asyncio.create_task(disks.run())
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Where ingresses find the engine, and the word that it knows them by; asked for once."""
@@ -101,6 +108,8 @@ class EngineReplica:
 
     async def __del__(self) -> None:
         """Ray has told ingresses by now that this replica goes: once they have left, the engine ends."""
+        if hasattr(self, "_watching_disks"):
+            self._watching_disks.cancel()
         if hasattr(self, "_relay"):
             await self._relay.close(self._drain_seconds)
         if hasattr(self, "_client"):

@@ -122,12 +122,12 @@ class DetokenizeResponse(Response):
 
 class HealthResponse(Response):
     """The process is up; `engine` tells how the engine is, and where there are several, `replicas` how each is. `store`
-    is there while the directory of the adapters is not, or cannot be written."""
+    is there while the directory of the adapters is not, or cannot be written: what was uploaded is served."""
 
     status: Literal["ok"]
     engine: str
     replicas: dict[str, str] | None = None
-    store: Literal["unreachable", "read-only"] | None = None
+    store: Literal["full", "unreachable", "read-only"] | None = None
 
 
 class ReadyResponse(Response):

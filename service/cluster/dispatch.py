@@ -103,7 +103,7 @@ class Dispatch:
 
     def home_of(self, digest: str) -> Member | None:
         """Where an adapter that nobody has asked for yet would be; None where nobody is ready."""
-        ready = [one for one in self._members if one.takes_requests]
+        ready = self._taking()
         if not ready:
             return None
         home = choose(digest, 0, 0, [Replica(one.name) for one in ready], rule=self._rule)[0]
@@ -114,7 +114,7 @@ class Dispatch:
         lost = routed.member
         self._forget(routed)
         was_sent = not isinstance(death, NeverSent)
-        others = [one for one in self._order(routed.request, 1) if one is not lost and one.takes_requests]
+        others = [one for one in self._order(routed.request, 1) if one is not lost and one.answers]
         is_open = routed.request.request_id in self._routed
         if routed.was_resent or not others or not is_open or not routed.begins_anew():
             self.over(routed)
@@ -141,7 +141,7 @@ class Dispatch:
     def move_waiting(self, member: Member) -> None:
         """Requests of an engine that does not answer, whose clients have had nothing, go to others."""
         for request_id, routed in list(member.open.items()):
-            can_move = any(one.takes_requests for one in self._members if one is not member)
+            can_move = any(one.answers for one in self._members if one is not member)
             if can_move and not routed.was_resent and routed.begins_anew():
                 member.client.abort(request_id)
                 with contextlib.suppress(EngineDied):
@@ -152,8 +152,7 @@ class Dispatch:
     def _order(self, request: Submit, homes: int) -> list[Member]:
         """All engines, the best first, those that take no requests last."""
         by_name = {one.name: one for one in self._members}
-        taking = [one for one in self._members if one.takes_requests]
-        known = [one.as_replica() for one in taking]
+        known = [one.as_replica() for one in self._taking()]
         num_rows = max(request.adapter_rows.values(), default=0)
         names = choose(
             *(request.adapter, num_rows, expected_tokens(request), known),
@@ -162,7 +161,13 @@ class Dispatch:
             rule=self._rule,
         )
         chosen = [by_name[name] for name in names]
-        return [*chosen, *(one for one in self._members if one not in chosen)]
+        others = (one for one in self._members if one not in chosen)
+        return [*chosen, *sorted(others, key=lambda one: not one.answers)]
+
+    def _taking(self) -> list[Member]:
+        """Those that may have new requests: where all are cordoned that is no reason, since they do answer."""
+        answering = [one for one in self._members if one.answers]
+        return [one for one in answering if one.takes_requests] or answering
 
     def _send(self, routed: Routed, member: Member) -> None:
         request = routed.request

@@ -25,6 +25,7 @@ from service.engine.client import EngineClient
 from service.engine.messages import (
     Abort,
     Ask,
+    Cordon,
     Drain,
     Evict,
     Fatal,
@@ -89,6 +90,7 @@ class Relay:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self.port = 0
         self._client = client
+        self._cordoned: str | None = None
         self._server: asyncio.Server | None = None
         self._connections: set[_Connection] = set()
         self._nobody = asyncio.Event()
@@ -104,6 +106,14 @@ class Relay:
         """Listen on this address, on a free port. Raises OSError."""
         self._server = await asyncio.start_server(self._serve, host, 0)
         self.port = self._server.sockets[0].getsockname()[1]
+
+    def cordon(self, reason: str | None) -> None:
+        """Have servers send no new requests, for a reason that is one word, while they know of another engine; None:
+        they may again. What has been sent goes on."""
+        if reason != self._cordoned:
+            self._cordoned = reason
+            for one in self._connections:
+                one.say(Cordon(reason))
 
     async def close(self, limit_seconds: float) -> None:
         """Wait until nobody is connected any more, for so long, and end."""
@@ -126,6 +136,8 @@ class Relay:
                 connection.end(str(error))
                 return
             connection.say(ready)
+            if self._cordoned is not None:
+                connection.say(Cordon(self._cordoned))
             if self._client.stats is not None:
                 connection.say(msgspec.structs.replace(self._client.stats, moved_adapters=dict(self._client.tiers)))
             self._connections.add(connection)

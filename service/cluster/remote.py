@@ -108,7 +108,7 @@ class RemoteEngine(EngineLink):
     def _lose(self, error: str) -> None:
         if self._writer is not None:
             self._writer.close()
-        self._writer = self.ready = self.stats = None
+        self._writer = self.ready = self.stats = self.cordoned = None
         self.tiers = {}
         self._lose_all(error)
 

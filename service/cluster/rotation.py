@@ -42,8 +42,13 @@ class Member:
     asked_seconds: float = 0.0
 
     @property
-    def takes_requests(self) -> bool:
+    def answers(self) -> bool:
+        """Whether it is ready, and not silent."""
         return self.client.state == "ready" and self.num_questions < QUESTIONS_UNTIL_SILENT
+
+    @property
+    def takes_requests(self) -> bool:
+        return self.answers and self.client.cordoned is None
 
     def ask_if_silent(self) -> None:
         """Count the questions that it has not answered; one more if it has said nothing for a while."""
@@ -62,9 +67,11 @@ class Member:
 
     def said(self) -> EngineSaid:
         """What is told of it."""
-        is_silent = self.client.state == "ready" and not self.takes_requests
+        state: str = self.client.state
+        if state == "ready":
+            state = (self.client.cordoned or state) if self.answers else "silent"
         return EngineSaid(
-            "silent" if is_silent else self.client.state,
+            state,
             self.client.state_error,
             self.queued_tokens,
             len(self.open),

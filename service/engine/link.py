@@ -15,6 +15,7 @@ from typing import Literal
 from service.engine.messages import (
     Abort,
     Ask,
+    Cordon,
     Evict,
     Fatal,
     Finished,
@@ -40,8 +41,8 @@ class EngineLink(abc.ABC):
     """One engine, wherever it runs: what it has said, and the streams of the requests that were sent to it.
 
     `state_error` is one sentence while the state is "restarting" or "down"; `ready` and `stats` are what the engine
-    that lives now has said, else None; `tiers` where it holds adapters, by digest; `heard_seconds` when it said
-    something last, by time.monotonic().
+    that lives now has said, else None; `cordoned` why it is to get no new requests though it is ready; `tiers` where it
+    holds adapters, by digest; `heard_seconds` when it said something last, by time.monotonic().
     """
 
     def __init__(self) -> None:
@@ -50,6 +51,7 @@ class EngineLink(abc.ABC):
         self.state_error: str | None = None
         self.ready: Ready | None = None
         self.stats: Stats | None = None
+        self.cordoned: str | None = None
         self.tiers: dict[str, Tier] = {}
         self.num_restarts = 0
         self._kept: tuple[str, ...] = ()  # adapters, by each engine from its start on
@@ -168,6 +170,10 @@ class EngineLink(abc.ABC):
                     self._set_state("ready")
             case Fatal():
                 self._fatal = message.error
+            case Cordon():
+                if message.reason is not None:
+                    log.error("engine: gets no new requests: %s", message.reason)
+                self.cordoned = message.reason
 
     def _warn_of_compiling(self, stats: Stats) -> None:
         before = 0 if self.stats is None else self.stats.num_kernel_variants_after_ready

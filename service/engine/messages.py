@@ -1,6 +1,7 @@
 """What the API process and the engine process say to each other: small typed messages, msgpack by msgspec.
 
-API to engine: Submit, Abort, Load, Evict, Keep, Ask, Drain. Engine to API: Ready, Tokens, Finished, Stats, Fatal.
+API to engine: Submit, Abort, Load, Evict, Keep, Ask, Drain. Engine to API: Ready, Tokens, Finished, Stats, Fatal;
+a relay between them adds Cordon.
 Text never crosses: the engine knows token ids only. Weights never cross: the engine reads adapters from the store.
 """
 
@@ -234,13 +235,20 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
-FromEngine = Ready | Tokens | Finished | Stats | Fatal
+class Cordon(msgspec.Struct, frozen=True, tag=True):
+    """Why the engine is to get no new requests while another one may have them, in a word; None: it may again. Said by
+    who gives it to servers elsewhere (`service.cluster.relay`), and not by the engine itself."""
+
+    reason: str | None
+
+
+FromEngine = Ready | Tokens | Finished | Stats | Fatal | Cordon
 
 
 class EngineSaid(msgspec.Struct, frozen=True):
     """Of one engine: its state ("silent": ready, but it does not answer; "missing": it should be there and nobody knows
-    of it), one sentence about its last death, what it has to do, how many requests for adapters went to it by where the
-    adapter was then, how many it lost that another one got, and its last Stats."""
+    of it; ready, but cordoned: the reason), one sentence about its last death, what it has to do, how many requests for
+    adapters went to it by where the adapter was then, how many it lost that another one got, and its last Stats."""
 
     state: str
     error: str | None

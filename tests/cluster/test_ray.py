@@ -25,6 +25,7 @@ from tests.support.blocks import ROOT
 from tests.support.client_environments import environment
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import is_alive, running_server, standing_still, wait_for
+from tests.support.small_disk import filled, small_disk_if_allowed
 from tests.support.tiny_models import make_adapter, make_tiny_model
 
 NAMES = [f"adapter-{seed}" for seed in range(4)]
@@ -80,7 +81,15 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(checkpoints: Path) -> Iterator[RayServer]:
+def small_store(checkpoints: Path) -> Iterator[str | None]:
+    """Why the disk of the store cannot be filled; None where it can."""
+    with small_disk_if_allowed(checkpoints / "disk") as refusal:
+        yield refusal
+
+
+@pytest.fixture(scope="module")
+def server(checkpoints: Path, small_store: str | None) -> Iterator[RayServer]:
+    del small_store  # the store lies there, small or not
     python = environment("ray") / "bin" / "python"
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -88,7 +97,8 @@ def server(checkpoints: Path) -> Iterator[RayServer]:
         "model_dir": str(checkpoints / "base"),
         "model_name": "tiny",
         "preload_adapters_dir": str(checkpoints / "adapters"),
-        "store_dir": str(checkpoints / "store"),
+        "store_dir": str(checkpoints / "disk" / "store"),
+        "min_free_disk_bytes": 0,
         "kv_bytes": "24MiB",
     }
     # Ray's sockets lie there, and their paths may not be long.
@@ -205,6 +215,22 @@ def test_a_replica_that_stands_still_gets_nothing(server: RayServer) -> None:
         assert dict(zip(NAMES, texts, strict=True)) == expected
         wait_for(lambda: "ready" in server.replicas().values() and not server.is_whole(), "it to leave the rotation")
     wait_for(server.is_whole, "both engines")
+
+
+def test_replicas_whose_disk_is_full_are_named_and_not_started_anew(
+    server: RayServer, checkpoints: Path, small_store: str | None
+) -> None:
+    if small_store is not None:
+        pytest.skip(small_store)
+    wait_for(server.is_whole, "both engines")
+    pids, names = server.engine_pids(), set(server.replicas())
+    with filled(checkpoints / "disk"):
+        wait_for(lambda: set(server.replicas().values()) == {"disk-full"}, "the full disk to be seen")
+        assert server.http.get("/health").json()["store"] == "full"
+        # They are all that there is, and can compute.
+        assert server.text("tiny")
+    wait_for(server.is_whole, "both to be back")
+    assert (server.engine_pids(), set(server.replicas())) == (pids, names)
 
 
 @pytest.mark.parametrize("title", [b"ray::ServeReplica:multilora:Ingress", b"ray::ServeController"])
