@@ -77,7 +77,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "service.fair_pool",
         "service.payer",
     ),
-    "service/cluster": ("service.engine", "service.start_check"),
+    # Of the store, what tells whether its directory can be written.
+    "service/cluster": ("service.engine", "service.start_check", "adapters.written"),
     # Of the engine, what it takes for a weight.
     "service/tenants": ("service.engine.messages", "service.logs"),
     "service/api": (
