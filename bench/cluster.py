@@ -24,6 +24,7 @@ import bisect
 import contextlib
 import itertools
 import json
+import os
 import random
 import tempfile
 from collections import defaultdict
@@ -150,8 +151,12 @@ def sides(given: argparse.Namespace, root: Path) -> Iterator[list[tuple[str, int
     dtype = torch.float32 if given.device == "cpu" else torch.bfloat16
     (root / "model").mkdir()
     write_checkpoint(root / "model", shape, given.device, dtype)
-    for number in range(given.adapters):
-        given.adapter_bytes = write_adapter(root / "adapters" / f"adapter-{number}", shape, given.rank, number, dtype)
+
+    def write(number: int) -> int:
+        return write_adapter(root / "adapters" / f"adapter-{number}", shape, given.rank, number, dtype)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # making random numbers leaves Python's lock
+        given.adapter_bytes = list(pool.map(write, range(given.adapters)))[-1]
     made = [(f"engines: {number}", number, False) for number in given.replicas]
     yield [*made, (f"servers at random: {max(given.replicas)}", max(given.replicas), True)] if given.random else made
 
