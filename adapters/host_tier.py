@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from adapters.bound import TOKENS, WEIGHT
@@ -23,6 +24,10 @@ from adapters.worth import OrderedWorths
 _NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<i2")}
 # To find a file, read its manifest and header, and begin, costs about as much as reading so many bytes more.
 READ_OVERHEAD_BYTES = 1 << 20
+# torch divides an elementwise operation on so many numbers and more among its threads (`at::internal::GRAIN_SIZE`).
+_NUM_DIVIDED = 32_768
+# Of the dtypes that another one's numbers may exceed, without the sign.
+_INFINITY_BITS = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
 
 
 class HostTier:
@@ -211,8 +216,7 @@ def read_adapter(
         raise Malformed(f"Adapter {digest} is damaged on disk; delete it and upload it again.")
     for module, held in adapter.slices.items():
         for target, source in zip((held.a, held.b), stored[module], strict=True):
-            target.copy_(source)
-            _check_finite(target)
+            _copy(target, source)
     return adapter
 
 
@@ -238,14 +242,38 @@ def _group_of(module: str, part: str, known: Mapping[str, tuple[Projection, Slic
 def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A contiguous copy in `dtype`, of its own memory."""
     owned = torch.empty(tensor.shape, dtype=dtype)
-    owned.copy_(tensor)
-    _check_finite(owned)
+    _copy(owned, tensor)
     return owned
 
 
-def _check_finite(tensor: torch.Tensor) -> None:
-    if tensor.dtype != torch.float32 and not torch.isfinite(tensor).all():
-        raise Unsupported(f"The adapter has weights beyond the range of {tensor.dtype}; serve it in a wider dtype.")
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """In this thread alone: torch's other ones cost a hundred times as much where cores are busy, as with an engine's.
+
+    Raises Unsupported where target's dtype is too narrow. What is stored is finite: its upload was looked at.
+    """
+    if target.dtype == source.dtype:
+        np.copyto(_bits(target), _bits(source))  # columns to rows, in a third of torch's time
+        return
+    for piece, source_piece in zip(_pieces(target), _pieces(source), strict=True):
+        piece.copy_(source_piece)
+    infinity = _INFINITY_BITS.get(target.dtype)
+    if infinity is None or torch.finfo(target.dtype).max >= torch.finfo(source.dtype).max:
+        return
+    if target.numel() and (_bits(target) & 0x7FFF).max() >= infinity:
+        raise Unsupported(f"The adapter has weights beyond the range of {target.dtype}; serve it in a wider dtype.")
+
+
+def _bits(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The same memory as integers: numpy has no bfloat16."""
+    return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16).numpy()
+
+
+def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Along the longest axis, each of fewer numbers than torch divides among threads."""
+    if not tensor.numel():
+        return (tensor,)
+    length, axis = max((length, axis) for axis, length in enumerate(tensor.shape))
+    return tensor.split(max(1, (_NUM_DIVIDED - 1) * length // tensor.numel()), axis)
 
 
 def _read_manifest(directory: Path, digest: str) -> Manifest:
