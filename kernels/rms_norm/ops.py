@@ -46,11 +46,17 @@ def add_rms_norm(
     return both
 
 
-def warm_up(weight: torch.Tensor, dtype: torch.dtype | None = None) -> int:
+def warm_up(
+    weight: torch.Tensor, dtype: torch.dtype | None = None, *, columns: int | None = None, first: int = 0
+) -> int:
     """Compile all that calls with such a weight can need, whatever their number of tokens; the variants compiled.
 
-    dtype  of x; None: the weight's
+    dtype           of x; None: the weight's
+    columns, first  x are columns of a tensor of so many, from `first` on; None: it is contiguous. How far its rows are
+                    apart and where it begins decide, by what divides them, which variant serves.
 
     0 where nothing is ever compiled (on a CPU).
     """
-    return contract("rms_norm", weight.device).warm_up_and_count(weight, dtype or weight.dtype)
+    size = weight.shape[0]
+    x = weight.new_zeros(1, columns or size, dtype=dtype or weight.dtype)[:, first : first + size]
+    return contract("rms_norm", weight.device).warm_up_and_count(x, weight)

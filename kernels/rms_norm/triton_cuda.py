@@ -67,11 +67,10 @@ def add_rms_norm(
     return _launch(x, residual, weight, eps), residual
 
 
-def warm_up(weight: torch.Tensor, dtype: torch.dtype) -> None:
-    """See `ops.warm_up`. The number of tokens is no argument of the kernel."""
-    x = weight.new_zeros(1, weight.shape[0], dtype=dtype)
+def warm_up(x: torch.Tensor, weight: torch.Tensor) -> None:
+    """See `ops.warm_up`; x [1, size]. The number of tokens is no argument of the kernel."""
     rms_norm(x, weight, 1.0)
-    add_rms_norm(x, torch.zeros_like(x), weight, 1.0)
+    add_rms_norm(x, x.clone(memory_format=torch.contiguous_format), weight, 1.0)
 
 
 def compiled_count() -> int:

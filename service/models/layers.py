@@ -94,8 +94,10 @@ class Attention:
     def warm_up(self, cache: KvCache, rotary_dim: int) -> None:
         """Compile what steps of any size need here."""
         num_heads, norms = self._spec.num_heads, self.head_norms
+        columns, first = (num_heads + 2 * self._spec.num_kv_heads) * self._spec.head_dim, 0
         for weight in self._whole_weights:
-            rms_norm_ops.warm_up(weight, cache.k.dtype)
+            rms_norm_ops.warm_up(weight, cache.k.dtype, columns=columns, first=first)
+            first += weight.shape[0]
         head_weight = None if norms is None else norms.weight
         has_gates = self._spec.has_output_gate
         rotary_kv_ops.warm_up(cache.k, num_heads, head_weight=head_weight, rotary_dim=rotary_dim, has_gates=has_gates)
