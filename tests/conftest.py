@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,12 +35,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _choose_examples() -> None:
-    """Hypothesis tries the same cases each time, however slow the machine is; `--hypothesis-profile=search` tries
-    others. What that finds belongs into an `@example`."""
-    from hypothesis import settings
+    """Hypothesis tries the same cases each time, and calls none too slow, however slow the machine is;
+    `--hypothesis-profile=search` tries others. What that finds belongs into an `@example`."""
+    from hypothesis import HealthCheck, settings
 
-    settings.register_profile("search", deadline=None, print_blob=True)
-    settings.register_profile("same", deadline=None, derandomize=True)
+    unhurried: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("search", **unhurried, print_blob=True)
+    settings.register_profile("same", **unhurried, derandomize=True)
     settings.load_profile("same")
 
 

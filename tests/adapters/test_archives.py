@@ -378,7 +378,9 @@ def test_a_gzip_without_its_end_is_damaged(store: AdapterStore) -> None:
             send(store, content[:-num_bytes])
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(data=st.data())
 def test_any_damage_is_an_error_of_ours_or_harmless(store: AdapterStore, data: st.DataObject) -> None:
     """Bytes flipped and cut anywhere in either kind of archive."""

@@ -25,7 +25,9 @@ GOOD = {
 }
 DATA = bytes(range(32))
 PIECE_BYTES = 1 << 14
-quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 def write(tmp_path: Path, content: bytes) -> Path:
