@@ -5,6 +5,7 @@ Small bodies take FastAPI's way, in the event loop; their size bounds what they 
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 import sys
@@ -15,6 +16,7 @@ from fastapi import Request, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
+from adapters import json_pieces
 from adapters.shares import Shares
 from service.api.errors import BodyTooLarge, QueueFull
 from service.api.threads import in_turn
@@ -36,7 +38,7 @@ _INSIDE_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _QUOTE, _BACKSLASH = b'"'[0], b"\\"[0]
 # A payer may have so much of its bodies read whatever others hold. Payers have connections, which bounds their number.
 ALWAYS_BYTES = 1 << 16
-# One after the other, since parsed they take many times their size.
+# One after the other, since parsed they take many times their size; in pieces, so that Python's lock is kept briefly.
 _large_bodies = FairPool(1, "large-body")
 
 
@@ -98,7 +100,7 @@ class _JsonRequest(Request):
         body = await self.body()
         try:
             if len(body) <= LARGE_BODY_BYTES:
-                return _parsed(body)
+                return _parsed(body, _loads)
             return await in_turn(_validated, self._model, body, pool=_large_bodies)
         finally:
             # Nobody reads it again, and an answer may take minutes.
@@ -106,10 +108,18 @@ class _JsonRequest(Request):
             self.scope["multilora.forget_body"]()
 
 
-def _parsed(body: bytes) -> Any:
+def _loads(text: bytes) -> Any:
+    return json.loads(text.decode("utf-8", "surrogatepass"))
+
+
+def _loads_in_pieces(text: bytes) -> Any:
+    return json_pieces.parsed(text, _loads)
+
+
+def _parsed(body: bytes, loads: Callable[[bytes], Any]) -> Any:
     """JSONDecodeError for all that cannot be parsed, whose message says why."""
     try:
-        return json.loads(body.decode("utf-8-sig", "surrogatepass"))
+        return loads(body.removeprefix(codecs.BOM_UTF8))
     except UnicodeDecodeError as error:
         raise json.JSONDecodeError("it is not in UTF-8", "", error.start) from error
     except RecursionError as error:
@@ -124,7 +134,7 @@ def _parsed(body: bytes) -> Any:
 def _validated(model: type[BaseModel], body: bytes) -> BaseModel:
     check_counts(body)
     try:
-        return model.model_validate(_parsed(body))
+        return model.model_validate(_parsed(body, _loads_in_pieces))
     except ValidationError as error:
         refusal = bad_request(error.errors())
     # Behind the handler: what is raised in it has pydantic's error as its context, which holds the body.

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from service.api.chat_messages import ChatMessage
 from service.api.fields import EMBEDDING_FIELDS, GENERATION_FIELDS, STREAM_FIELDS, TOKENIZE_FIELDS
 from service.api.formats import JsonSchema, ResponseFormat, StructuredOutputs
-from service.api.request_body import FIRST, Request, bounded, field_error, value_fault
+from service.api.request_body import FIRST, Request, bounded, field_error, in_pieces, value_fault
 from service.api.tools import MAX_TOOLS, ToolChoice, Tools, check_tool_choice, check_tools
 from service.engine.messages import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
 
@@ -30,6 +30,7 @@ MAX_EMBEDDED = 2048  # OpenAI's figure
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 BadWord = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], FIRST, in_pieces()]
 
 
 _REASONING_EFFORT = (
@@ -166,12 +167,9 @@ class Generation(Decoding):
 class CompletionRequest(Generation):
     """Body of POST /v1/completions."""
 
-    prompt: (
-        str
-        | Annotated[list[str], FIRST]
-        | Annotated[list[TokenId], FIRST]
-        | Annotated[list[Annotated[list[TokenId], FIRST]], FIRST]
-    ) = Field(description="a text, texts, token ids, or lists of token ids")
+    prompt: str | Annotated[list[str], FIRST] | TokenIds | Annotated[list[TokenIds], FIRST] = Field(
+        description="a text, texts, token ids, or lists of token ids"
+    )
     echo: bool | None = Field(None, description="begin the answer with the prompt")
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
         None,
@@ -251,8 +249,8 @@ class EmbeddingRequest(Request):
     input: (
         str
         | Annotated[list[str], Field(max_length=MAX_EMBEDDED), FIRST]
-        | Annotated[list[TokenId], FIRST]
-        | Annotated[list[Annotated[list[TokenId], FIRST]], Field(max_length=MAX_EMBEDDED), FIRST]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(max_length=MAX_EMBEDDED), FIRST]
     ) = Field(description=f"a text, texts, token ids, or lists of token ids; up to {MAX_EMBEDDED} of them")
     encoding_format: Literal["float", "base64"] | None = Field(
         None, description="numbers, the default, or the bytes of float32 numbers, little-endian, in base64"
@@ -338,7 +336,7 @@ class DetokenizeRequest(Request):
     """Body of POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], FIRST, Field(max_length=MAX_DETOKENIZED)] = Field(
+    tokens: Annotated[list[TokenId], FIRST, Field(max_length=MAX_DETOKENIZED), in_pieces(MAX_DETOKENIZED)] = Field(
         description=f"token ids, up to {MAX_DETOKENIZED}"
     )
 

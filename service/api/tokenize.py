@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, Field
 
+from adapters.turns import in_turns
 from service.api.answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo
 from service.api.auth import caller_of
 from service.api.errors import BadRequest
@@ -24,6 +25,7 @@ from service.api.state import Services, services_of
 from service.api.targets import resolve
 from service.api.threads import in_turn
 from service.tenants.tenants import Caller
+from service.text.tokenizer import TextTokenizer
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)
 
@@ -127,11 +129,16 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     services = services_of(request)
     if body.model is not None:
         resolve(services, caller_of(request), body.model).release()
-    vocab_size = services.tokenizer.vocab_size
-    highest = max(body.tokens, default=-1)
-    if highest >= vocab_size:
-        raise BadRequest(f"`tokens` holds {highest}, but the vocabulary ends at {vocab_size - 1}.", param="tokens")
     with ExitStack() as held:
         held.enter_context(services.calls.places(_num_places(len(body.tokens), _TOKENS_PER_PLACE)))
-        text = await in_turn(services.tokenizer.decode, body.tokens, pool=LONG_TEXTS, skip_special_tokens=False)
+        text = await in_turn(_text, services.tokenizer, body.tokens, pool=LONG_TEXTS)
         return json_answer({"prompt": text}, held.pop_all().close)
+
+
+def _text(tokenizer: TextTokenizer, token_ids: list[int]) -> str:
+    starts = range(0, len(token_ids), _TOKENS_PER_PLACE)
+    highest = max(in_turns(max(token_ids[at : at + _TOKENS_PER_PLACE]) for at in starts), default=-1)
+    if highest >= tokenizer.vocab_size:
+        last = tokenizer.vocab_size - 1
+        raise BadRequest(f"`tokens` holds {highest}, but the vocabulary ends at {last}.", param="tokens")
+    return tokenizer.decode_in_pieces(token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import json
 import re
@@ -16,6 +17,7 @@ _NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pa
 
 
 # So many are decoded in a millisecond.
+_TOKENS_OF_A_PIECE = 1 << 14
 _FEW_TOKENS = 1000
 
 
@@ -123,6 +125,27 @@ class TextTokenizer:
         if len(token_ids) > _FEW_TOKENS:  # as a batch of one: that lets other threads run meanwhile
             return self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def decode_in_pieces(self, token_ids: Sequence[int]) -> str:
+        """The same, special tokens included, without a long stretch at Python's lock: tokens are handed over some
+        thousands at a time. Where the tokenizer does more to a text than to take bytes together they go at once."""
+        if not self.joins_bytes:
+            return self.decode(token_ids, skip_special_tokens=False)
+        texts, start = [], 0
+        while start < len(token_ids):
+            end = min(start + _TOKENS_OF_A_PIECE, len(token_ids))
+            while end < len(token_ids) and not self._is_between_chars(token_ids, end):
+                end += 1
+            texts.append(self.decode(token_ids[start:end], skip_special_tokens=False))
+            start = end
+        return "".join(texts)
+
+    def _is_between_chars(self, token_ids: Sequence[int], at: int) -> bool:
+        """Whether no character goes on behind the tokens before `at`, which end at most three bytes after it began."""
+        before = codecs.getincrementaldecoder("utf-8")("replace")
+        before.decode(b"".join(map(self.token_bytes, token_ids[max(0, at - 4) : at])))
+        (unfinished, _), after = before.getstate(), self.token_bytes(token_ids[at])
+        return not unfinished or (bool(after) and not 0x80 <= after[0] < 0xC0)
 
     def token_text(self, token_id: int) -> str:
         """Text of one token inside a text, special tokens included; for listing alternatives in log probabilities."""

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from service.api.lengths import MAX_TEXT_CHARS
+from service.api.schemas import MAX_DETOKENIZED
 from tests.api.conftest import BASE, Checkpoints
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, wait_for
@@ -238,6 +239,17 @@ def test_a_text_is_counted_beyond_the_context_but_not_without_end(server: Server
 @pytest.mark.parametrize("tokens", [None, "x", [-1], [999], [1.5], ["1"]])
 def test_bad_detokenize_requests_are_refused(server: Server, tokens: Any) -> None:
     check_error(server.post("/detokenize", json={"tokens": tokens}), 400, None, "tokens")
+
+
+def test_what_is_wrong_in_a_long_list_is_told_by_its_place(server: Server) -> None:
+    """Such a list is looked at in pieces."""
+    for wrong, words in ((-1, "greater than or equal to 0"), ("5", "integer"), (None, "integer")):
+        tokens: list[Any] = [5] * 40_000
+        tokens[33_333] = wrong
+        check_error(server.post("/detokenize", json={"tokens": tokens}), 400, "tokens[33333]", words)
+    tokens = [5] * 40_000 + [VOCAB_SIZE]
+    check_error(server.post("/detokenize", json={"tokens": tokens}), 400, "tokens", f"holds {VOCAB_SIZE}")
+    check_error(server.post("/detokenize", json={"tokens": [5] * (MAX_DETOKENIZED + 1)}), 400, "tokens", "1048576")
 
 
 def test_unknown_paths_and_methods_have_the_same_shape(server: Server) -> None:

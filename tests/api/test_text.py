@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,6 +72,29 @@ def pieces_of(tokenizer: TextTokenizer, token_ids: list[int], **options: Any) ->
 
 
 class TestTokenizer:
+    @pytest.mark.parametrize("offset", range(4))
+    @pytest.mark.parametrize(
+        "bytes_", ["𝄞".encode(), b"\xe4", b"\x80", b"\xf0\x9d", b"\xe4\xb8\xff", "aü".encode(), None]
+    )
+    def test_tokens_in_pieces_give_the_text_of_all_at_once(
+        self, byte_level: TextTokenizer, offset: int, bytes_: bytes | None
+    ) -> None:
+        """Characters of several tokens, whole and broken, wherever a piece may end; None: any tokens."""
+        num_tokens = 40_000
+        if bytes_ is None:
+            rng = random.Random(offset)
+            token_ids = [rng.randrange(byte_level.vocab_size) for _ in range(num_tokens)]
+        else:
+            id_of = {byte_level.token_bytes(one): one for one in range(byte_level.vocab_size)}
+            ids = [id_of[bytes([byte])] for byte in bytes_]
+            token_ids = ids[:1] * offset + ids * (num_tokens // len(ids))
+        assert byte_level.decode_in_pieces(token_ids) == byte_level.decode(token_ids, skip_special_tokens=False)
+
+    def test_tokens_of_other_decoders_are_taken_at_once(self, byte_fallback: TextTokenizer) -> None:
+        token_ids = [*byte_fallback.encode("a b", add_special_tokens=False)] * 10_000
+        expected = byte_fallback.decode(token_ids, skip_special_tokens=False)
+        assert byte_fallback.decode_in_pieces(token_ids) == expected
+
     @pytest.mark.parametrize("text", TEXTS)
     def test_ids_are_those_of_transformers(self, tmp_path: Path, text: str) -> None:
         make_tokenizer(tmp_path)
