@@ -38,7 +38,7 @@ from service.engine.messages import (
     Tokens,
 )
 from service.engine.streams import EngineDied, TokenStream
-from service.engine.wire import frame, read_to_engine
+from service.engine.wire import Outbox, read_to_engine
 
 log = logging.getLogger(__name__)
 
@@ -52,32 +52,21 @@ MOST_UNREAD_BYTES = 1 << 26
 class _Connection:
     """A server that uses the engine.
 
-    said  what is to be written at the end of this turn of the loop: all that a step gave is one frame
     left  tokens that its requests are still expected to take, by request
     """
 
-    writer: asyncio.StreamWriter
-    said: list[FromEngine] = field(default_factory=list)
+    outbox: Outbox[FromEngine]
     left: dict[str, int] = field(default_factory=dict)
 
     def say(self, message: FromEngine) -> None:
-        if not self.said:
-            asyncio.get_running_loop().call_soon(self.flush)
-        self.said.append(message)
-
-    def flush(self) -> None:
-        said, self.said = self.said, []
-        if not said or self.writer.is_closing():
-            return
-        self.writer.write(frame(said))
-        if self.writer.transport.get_write_buffer_size() > MOST_UNREAD_BYTES:
+        self.outbox.say(message)
+        if self.outbox.num_unread_bytes > MOST_UNREAD_BYTES:
             log.error("a server that reads nothing is let go")
-            self.writer.transport.abort()
+            self.outbox.abort()
 
     def end(self, error: str) -> None:
         self.say(Fatal(error))
-        self.flush()
-        self.writer.close()
+        self.outbox.close()
 
 
 class Relay:
@@ -126,7 +115,7 @@ class Relay:
         self._end_all("The engine is shutting down.")
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = _Connection(writer)
+        connection = _Connection(Outbox(writer))
         try:
             if not await self._knows_token(reader):
                 return
@@ -200,6 +189,6 @@ class Relay:
         for request_id in connection.left:
             self._client.abort(request_id)
         connection.left.clear()
-        connection.writer.close()
+        connection.outbox.close()
         if not self._connections:
             self._nobody.set()

@@ -14,7 +14,7 @@ from service.cluster.rotation import Member
 from service.cluster.routing import DEFAULT_RULE, Rule
 from service.engine.link import EngineLink
 from service.engine.messages import EngineSaid, Ready
-from service.engine.wire import read_from_engine
+from service.engine.wire import Outbox, read_from_engine
 
 log = logging.getLogger(__name__)
 
@@ -70,8 +70,8 @@ class RemoteEngine(EngineLink):
 
     def kill(self) -> None:
         """Disconnect at once, whatever is still to be sent: its process is its owner's."""
-        if self._writer is not None:
-            self._writer.transport.abort()
+        if self._outbox is not None:
+            self._outbox.abort()
 
     async def _keep(self) -> None:
         while True:
@@ -95,8 +95,8 @@ class RemoteEngine(EngineLink):
         address = self.address
         connecting = asyncio.open_connection(address.host, address.port)
         reader, writer = await asyncio.wait_for(connecting, CONNECT_SECONDS)
-        self._writer = writer
-        self._write(writer, bytes.fromhex(address.token))
+        self._outbox = Outbox(writer)
+        self._outbox.write(bytes.fromhex(address.token))
         while (messages := await read_from_engine(reader)) is not None:
             for message in messages:
                 # Counters of an engine that lived on while it was not connected go on, too.
@@ -106,9 +106,9 @@ class RemoteEngine(EngineLink):
             self._take_all(messages)
 
     def _lose(self, error: str) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = self.ready = self.stats = self.cordoned = None
+        if self._outbox is not None:
+            self._outbox.close()
+        self._outbox = self.ready = self.stats = self.cordoned = None
         self.tiers = {}
         self._lose_all(error)
 

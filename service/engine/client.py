@@ -21,7 +21,7 @@ from service.child_process import child_environment
 from service.engine.config import EngineOptions
 from service.engine.link import EngineLink
 from service.engine.messages import Drain, EngineSaid, Tier
-from service.engine.wire import frame, read_from_engine
+from service.engine.wire import Outbox, frame, read_from_engine
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class EngineClient(EngineLink):
             log.exception("the engine is given up")
             if self._process is not None and self._process.returncode is None:
                 self._process.kill()
-            self._writer = self.ready = self.stats = None
+            self._outbox = self.ready = self.stats = None
             self.tiers = {}
             self._lose_all(str(error))
             self._set_state("down", f"The engine cannot be kept running: {type(error).__name__}: {error}")
@@ -146,16 +146,17 @@ class EngineClient(EngineLink):
         """The whole life of one engine process. Returns whether it was ever ready, and how it ended."""
         self._fatal = None
         try:
-            self._process, reader, self._writer = await _spawn(self._environment)
+            self._process, reader, writer = await _spawn(self._environment)
         except OSError as error:
             return False, f"The engine process could not be started: {error.strerror or error}"
-        self._write(self._writer, frame(self.options))
+        self._outbox = outbox = Outbox(writer)
+        outbox.write(frame(self.options))
         if self.state == "draining":  # closed while the process was being made
             self._process.kill()
         while (messages := await read_from_engine(reader)) is not None:
             self._take_all(messages)
-        self._writer.close()
-        self._writer = self.stats = None
+        outbox.close()
+        self._outbox = self.stats = None
         self.tiers = {}
         if self.state == "ready":
             self._set_state("restarting", "The engine process has ended.")

@@ -30,7 +30,7 @@ from service.engine.messages import (
     Tokens,
 )
 from service.engine.streams import EngineDied, NeverSent, TokenStream
-from service.engine.wire import frame
+from service.engine.wire import Outbox
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class EngineLink(abc.ABC):
         self._stats_listeners: list[Callable[[Stats], None]] = []
         self._end_listeners: list[Callable[[str], None]] = []
         self._changed = asyncio.Event()
-        self._writer: asyncio.StreamWriter | None = None
+        self._outbox: Outbox[ToEngine] | None = None
         self._fatal: str | None = None
 
     # ---- life
@@ -199,16 +199,10 @@ class EngineLink(abc.ABC):
             listener(error)
 
     def _send(self, message: ToEngine) -> None:
-        """Into the socket's buffer. After the engine's end it goes nowhere, and the streams are told of that."""
-        if self._writer is not None:
-            self._write(self._writer, frame([message]))
-
-    @staticmethod
-    def _write(writer: asyncio.StreamWriter, data: bytes) -> None:
-        """Of a connection that has just ended nobody may know yet: uvloop, which Ray's loops are, raises when one is
-        written to, where asyncio's own loop does not mind."""
-        if not writer.is_closing():
-            writer.write(data)
+        """With all else of this turn of the loop. After the engine's end it goes nowhere, and the streams are told of
+        that."""
+        if self._outbox is not None:
+            self._outbox.say(message)
 
     def _set_state(self, state: State, error: str | None = None) -> None:
         self.state, self.state_error = state, error

@@ -46,7 +46,7 @@ SHUTTING_DOWN = "The server is shutting down."
 class EngineProcess:
     """Feeds messages to the engine and sends out what it says."""
 
-    def __init__(self, engine: Engine, side: EngineSide, inbox: queue.SimpleQueue[ToEngine]) -> None:
+    def __init__(self, engine: Engine, side: EngineSide, inbox: queue.SimpleQueue[list[ToEngine]]) -> None:
         self._engine = engine
         self._side = side
         self._inbox = inbox
@@ -106,14 +106,17 @@ class EngineProcess:
 
     def _take_messages(self) -> None:
         while not self._inbox.empty():
-            message = self._inbox.get()
             self._stats_are_due = self._trim_is_due = True
-            if isinstance(message, Drain):
-                self._drain_deadline = time.monotonic() + message.limit_seconds
-            elif isinstance(message, Submit) and self._drain_deadline is not None:
-                self._refused.append(Finished(message.request_id, "error", error=SHUTTING_DOWN))
-            elif not isinstance(message, Ask):  # which wants Stats, like every message
-                self._engine.handle(message)
+            for message in self._inbox.get():
+                self._take(message)
+
+    def _take(self, message: ToEngine) -> None:
+        if isinstance(message, Drain):
+            self._drain_deadline = time.monotonic() + message.limit_seconds
+        elif isinstance(message, Submit) and self._drain_deadline is not None:
+            self._refused.append(Finished(message.request_id, "error", error=SHUTTING_DOWN))
+        elif not isinstance(message, Ask):  # which wants Stats, like every message
+            self._engine.handle(message)
 
     def _stats_are_old(self) -> bool:
         return time.monotonic() - self._stats_sent_at >= self._engine.config.stats_interval_seconds
@@ -144,7 +147,7 @@ def main() -> int:
     if options is None:
         return 0
     logs.configure(options.log_format, options.log_level)
-    inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[list[ToEngine]] = queue.SimpleQueue()
     wake: list[threading.Event] = []
     threading.Thread(target=_read, args=(side, inbox, wake), name="reader", daemon=True).start()
     try:
@@ -236,11 +239,10 @@ def warm_up(engine: Engine) -> None:
     engine.forget_history()
 
 
-def _read(side: EngineSide, inbox: queue.SimpleQueue[ToEngine], wake: list[threading.Event]) -> None:
+def _read(side: EngineSide, inbox: queue.SimpleQueue[list[ToEngine]], wake: list[threading.Event]) -> None:
     """The reader thread. Without a parent there is nobody to work for: the process ends here, at once."""
     while (messages := side.read()) is not None:
-        for message in messages:
-            inbox.put(message)
+        inbox.put(messages)  # a frame whole: its requests begin in the same step
         for event in wake:
             event.set()
     os._exit(0)

@@ -1,7 +1,8 @@
 """How messages cross the socket between the API process and the engine process; the only place that knows.
 
-A frame is a 4-byte big-endian length and a msgpack array of messages, so that all output of a step is one write. The
-first frame to the engine is its EngineOptions instead.
+A frame is a 4-byte big-endian length and a msgpack array of messages, so that all output of a step is one write, and
+all requests that came at the same time are there for one step. The first frame to the engine is its EngineOptions
+instead.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -24,8 +26,61 @@ _from_engine_decoder = msgspec.msgpack.Decoder(list[FromEngine])
 
 def frame(content: Sequence[ToEngine] | Sequence[FromEngine] | EngineOptions) -> bytes:
     """The bytes of one frame."""
-    payload = _encoder.encode(content)
+    return _framed(_encoder.encode(content))
+
+
+def _framed(payload: bytes) -> bytes:
     return len(payload).to_bytes(_LENGTH_BYTES, "big") + payload
+
+
+_Message = TypeVar("_Message", ToEngine, FromEngine)
+
+
+class Outbox(Generic[_Message]):
+    """What is said by one connection: all of one turn of the event loop is one frame, in the order in which it was
+    said. An engine looks for news between two steps, and what comes together is computed together.
+
+    Who owns: messages belong to their connection, and go with it. Everything is in the event loop that makes it.
+    """
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._writer = writer
+        self._unsent: list[msgspec.Raw] = []
+
+    def say(self, message: _Message) -> None:
+        """Never waits. What msgpack cannot express is raised to who says it, and harms nobody else's message."""
+        encoded = msgspec.Raw(_encoder.encode(message))
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.append(encoded)
+
+    def write(self, data: bytes) -> None:
+        """Bytes that are no message, at once, before anything is said. Of a connection that has just ended nobody may
+        know yet: uvloop, which Ray's loops are, raises when one is written to, where asyncio's own loop does not
+        mind."""
+        if not self._writer.is_closing():
+            self._writer.write(data)
+
+    @property
+    def num_unread_bytes(self) -> int:
+        """What the system has not taken yet."""
+        return self._writer.transport.get_write_buffer_size()
+
+    def close(self) -> None:
+        """After what has been said."""
+        self._flush()
+        self._writer.close()
+
+    def abort(self) -> None:
+        """Now, whatever is still to be written."""
+        self._unsent.clear()
+        self._writer.transport.abort()
+
+    def _flush(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        if unsent:
+            self.write(_framed(_encoder.encode(unsent)))
 
 
 class EngineSide:

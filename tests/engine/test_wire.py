@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from collections.abc import Awaitable, Callable
 
 import pytest
 
 from service.engine.config import EngineOptions
 from service.engine.messages import Abort, Finished, FromEngine, Sampling, Submit, ToEngine, TokenLogprob, Tokens
-from service.engine.wire import EngineSide, frame, read_from_engine
+from service.engine.wire import EngineSide, Outbox, frame, read_from_engine
 from tests.support.engine_mock import make_mock_engine
 
 TO_ENGINE: list[ToEngine] = [
@@ -61,6 +62,54 @@ def test_the_client_reads_what_the_engine_wrote() -> None:
         return [first, second, third]
 
     assert asyncio.run(drive()) == [FROM_ENGINE, FROM_ENGINE[1:], None]
+
+
+def _said(drive: Callable[[Outbox[ToEngine]], Awaitable[None]]) -> list[list[ToEngine] | None]:
+    """Frames that an engine reads of what `drive` says, to its end."""
+
+    async def run() -> None:
+        _, writer = await asyncio.open_connection(sock=ours)
+        outbox = Outbox[ToEngine](writer)
+        await drive(outbox)
+        outbox.close()
+
+    ours, theirs = socket.socketpair()
+    side = EngineSide(theirs.detach())
+    asyncio.run(run())
+    return list(iter(side.read, None))
+
+
+def test_what_is_said_in_one_turn_of_the_loop_is_one_frame() -> None:
+    async def drive(outbox: Outbox[ToEngine]) -> None:
+        for message in TO_ENGINE:
+            outbox.say(message)
+        await asyncio.sleep(0)
+        outbox.say(TO_ENGINE[1])
+        outbox.say(TO_ENGINE[2])
+
+    assert _said(drive) == [TO_ENGINE, TO_ENGINE[1:]]
+
+
+def test_a_message_that_cannot_be_expressed_is_nobody_else_s_loss() -> None:
+    too_large = Submit("r3", (1,), Sampling(max_tokens=4, seed=2**70))
+
+    async def drive(outbox: Outbox[ToEngine]) -> None:
+        outbox.say(TO_ENGINE[0])
+        with pytest.raises(OverflowError):
+            outbox.say(too_large)
+        outbox.say(TO_ENGINE[1])
+
+    assert _said(drive) == [TO_ENGINE[:2]]
+
+
+def test_what_is_said_after_the_end_goes_nowhere() -> None:
+    async def drive(outbox: Outbox[ToEngine]) -> None:
+        outbox.say(TO_ENGINE[0])
+        outbox.close()
+        outbox.say(TO_ENGINE[1])
+        await asyncio.sleep(0)
+
+    assert _said(drive) == [TO_ENGINE[:1]]
 
 
 def test_a_frame_cut_off_by_death_is_the_end() -> None:

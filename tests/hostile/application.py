@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -17,7 +17,8 @@ from adapters.row_plan import plan_rows
 from service.app import create_app
 from service.cluster.engines import Engines
 from service.engine.link import EngineLink
-from service.engine.messages import Finished, Ready, Submit, Tier, ToEngine, TokenLogprob, Tokens
+from service.engine.messages import Finished, Ready, Submit, Tier, TokenLogprob, Tokens
+from service.engine.wire import Outbox, read_to_engine
 from service.settings import Settings
 
 LIMIT_SECONDS = 120.0
@@ -29,15 +30,17 @@ def _logprob(token: int, num_top: int) -> TokenLogprob:
 
 
 class ReadyEngine(EngineLink):
-    """Says some tokens of its vocabulary, at once."""
+    """Says some tokens of its vocabulary, at once. What is said to it comes in frames, as to any engine."""
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
+        self._hearing = set[asyncio.Task[None]]()
         self.state = "ready"
         self.ready = Ready(512, 4096, vocab_size, 64, "float32", "cpu", 0, 64 << 20, 4, 16)
 
     async def start(self) -> None:
-        """It is there."""
+        """It is there, and can be spoken to from now on."""
+        self._outbox = Outbox(cast("asyncio.StreamWriter", self))
 
     async def drain(self, limit_seconds: float) -> None:
         """Nothing runs."""
@@ -54,11 +57,26 @@ class ReadyEngine(EngineLink):
     def places_of(self, _digest: str) -> dict[str, Tier]:
         return {}
 
-    def _send(self, message: ToEngine) -> None:
-        if isinstance(message, Submit):
-            assert self.ready is not None
-            for one in _messages(message, self.ready.vocab_size):
-                asyncio.get_running_loop().call_soon(self._take, one)
+    def is_closing(self) -> bool:
+        """As a connection that stays."""
+        return False
+
+    def write(self, data: bytes) -> None:
+        """As a connection whose other end has these bytes at once."""
+        hearing = asyncio.get_running_loop().create_task(self._hear(data))
+        self._hearing.add(hearing)
+        hearing.add_done_callback(self._hearing.discard)
+
+    async def _hear(self, data: bytes) -> None:
+        assert self.ready is not None
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        messages = await read_to_engine(reader)
+        assert messages is not None, "no frame of ours"
+        for request in messages:
+            if isinstance(request, Submit):
+                for one in _messages(request, self.ready.vocab_size):
+                    asyncio.get_running_loop().call_soon(self._take, one)
 
 
 def _messages(request: Submit, vocab_size: int) -> Iterator[Tokens | Finished]:
@@ -102,19 +120,20 @@ class Application:
             min_free_disk_bytes=0,  # type: ignore[arg-type]
             **more,
         )
+        self.loop = asyncio.new_event_loop()
         engine = _engine(vocab_size=256)
         self.app = create_app(settings, engine)
         self.services = self.app.state.services
         for one in engine.clients if isinstance(engine, Engines) else (engine,):
             assert one.ready is not None
             one.ready = msgspec.structs.replace(one.ready, vocab_size=self.services.tokenizer.vocab_size)
+            self.loop.run_until_complete(one.start())
         ready = engine.ready
         assert ready is not None
         self.services.store.row_plan = plan_rows(
             self.services.layout, ready.row_bytes, element_bytes=4, alignment=16, max_rank=None
         )
         self.services.prepared = True
-        self.loop = asyncio.new_event_loop()
 
     def close(self) -> None:
         self.loop.close()
