@@ -149,17 +149,33 @@ def multiplexed(view: View, replicas: Sequence[SimulatedReplica], request: Reque
 
 
 def inference_extension(view: View, replicas: Sequence[SimulatedReplica], request: Request) -> str:
-    """The Gateway API inference extension's LoRA scorer as llm-d has it, where servers report adapters in flight: 1.0
-    for those of requests that run or wait, 0.8 where fewer than fit do, else 0; added to a score of 1 for the shortest
-    queue down to 0 for the longest. The highest sum wins, any of several."""
+    """The Gateway API inference extension's LoRA scorer as llm-d has it, where servers report adapters in flight."""
+    return _by_lora_scorer(view, replicas, request, lambda name: set(view.reports[name][2]))
+
+
+def inference_extension_of_residents(view: View, replicas: Sequence[SimulatedReplica], request: Request) -> str:
+    """The same scorer, where servers report adapters on the device too."""
+
+    def told(name: str) -> set[str]:
+        _, tiers, in_flight = view.reports[name]
+        return {*in_flight, *(digest for digest, tier in tiers.items() if tier == "device")}
+
+    return _by_lora_scorer(view, replicas, request, told)
+
+
+def _by_lora_scorer(
+    view: View, replicas: Sequence[SimulatedReplica], request: Request, told: Callable[[str], set[str]]
+) -> str:
+    """1.0 for those that report the adapter, 0.8 where they report fewer than fit, else 0; added to a score of 1 for
+    the shortest queue down to 0 for the longest. The highest sum wins, any of several."""
     digest, _, _ = request
     loads = [view.load(one.name) for one in replicas]
     low, high = min(loads), max(loads)
 
     def score(one: SimulatedReplica, load: float) -> float:
-        in_flight = set(view.reports[one.name][2])
-        lora = 0.8 if len(in_flight) < one.num_device else 0.0
-        lora = 0.0 if digest is None else 1.0 if digest in in_flight else lora
+        reported = told(one.name)
+        lora = 0.8 if len(reported) < one.num_device else 0.0
+        lora = 0.0 if digest is None else 1.0 if digest in reported else lora
         return lora + (1.0 if high == low else (high - load) / (high - low))
 
     scores = [score(one, load) for one, load in zip(replicas, loads, strict=True)]
@@ -174,6 +190,7 @@ RULES: dict[str, Choice] = {
     "session (production-stack)": session,
     "multiplexed (Ray Serve)": multiplexed,
     "LoRA scorer (inference extension)": inference_extension,
+    "LoRA scorer, told of residents": inference_extension_of_residents,
 }
 
 

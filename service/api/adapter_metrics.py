@@ -16,10 +16,15 @@ import msgspec
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from service.engine.messages import Tier
+
 # Series of adapters that are called "deleted:", which no adapter can be.
 DELETED = "deleted:"
-# Names in each list of `vllm:lora_requests_info`: it is one line, and routers look for few.
-_MOST_LISTED = 100
+# Names in each list of `vllm:lora_requests_info`: it is one line, and routers look for few. As many adapters of the
+# device and of host memory are told one by one.
+MOST_LISTED = 100
+# What vLLM calls the tiers.
+_LEVELS: dict[Tier, str] = {"device": "gpu", "host": "cpu"}
 
 
 class VersionOf(NamedTuple):
@@ -27,6 +32,15 @@ class VersionOf(NamedTuple):
 
     number: int
     digest: str
+
+
+class Resident(NamedTuple):
+    """An adapter that is ready to run, or nearly."""
+
+    name: str
+    tier: Tier
+    rank: int
+    is_pinned: bool
 
 
 class _Counts(msgspec.Struct, gc=False):
@@ -53,6 +67,7 @@ class AdapterMetrics:
 
     most_shown  adapters that a scrape shows where it does not ask for some
     version_of  what a name stands for now, None for one that is gone
+    residents   adapters on the device, then those in host memory, by name, some of each; and how many are on the device
     """
 
     def __init__(self, base_name: str, most_shown: int) -> None:
@@ -63,6 +78,7 @@ class AdapterMetrics:
         self._waiting: Counter[str] = Counter()
         self._running: Counter[str] = Counter()
         self.version_of: Callable[[str], VersionOf | None] = lambda _: None
+        self.residents: Callable[[], tuple[list[Resident], int]] = lambda: ([], 0)
         self.max_adapters = 0
 
     # ---- which names have series
@@ -133,25 +149,40 @@ class AdapterMetrics:
             generated.add_metric((name,), one.generation_tokens)
             if (version := self.version_of(name)) is not None:
                 info.add_metric((name, str(version.number), version.digest[:12]), 1)
-        yield from (ended, prompt, generated, info, self._requests_info())
+        yield from (ended, prompt, generated, info, *self._for_routers())
 
     def _busiest(self, counts: dict[str, _Counts]) -> list[str]:
         return heapq.nlargest(self._most_shown, counts, key=lambda name: (counts[name].tokens(), name))
 
-    def _requests_info(self) -> Metric:
-        """vLLM's, for routers that send a request where its adapter is: the value is the time."""
-        info = GaugeMetricFamily(
+    def _for_routers(self) -> Iterator[Metric]:
+        """vLLM's, by which routers send a request where its adapter is. Those that go by adapters of running sequences
+        are told of all on the device: that is what they want to know."""
+        residents, num_on_device = self.residents()
+        on_device = [one.name for one in residents if one.tier == "device"]
+        requests = GaugeMetricFamily(
             "vllm:lora_requests_info",
-            f"Adapters of running and waiting sequences, at most {_MOST_LISTED} of each, the busiest first.",
+            "The time, with adapters of running sequences, the busiest first, and others on the device; and with those "
+            f"of waiting sequences; at most {MOST_LISTED} of each.",
             labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
         )
-        lists = (self._listed(self._running), self._listed(self._waiting))
-        info.add_metric((str(self.max_adapters), *lists), time.time())
-        return info
+        lists = (self._listed(self._running, on_device), self._listed(self._waiting))
+        requests.add_metric((str(self.max_adapters), *lists), time.time())
+        loaded = GaugeMetricFamily(
+            "vllm:lora_adapter_loaded",
+            f"1 for an adapter on the device or in host memory, at most {MOST_LISTED} of each.",
+            labels=("adapter_name", "level", "pinned", "rank"),
+        )
+        for one in residents:
+            loaded.add_metric((one.name, _LEVELS[one.tier], str(one.is_pinned).lower(), str(one.rank)), 1)
+        counts = (
+            ("num_gpu_loaded_lora_adapters", "Adapters on the device.", num_on_device),
+            ("max_gpu_lora_adapters", "As many adapters of rank 16 fit on the device.", self.max_adapters),
+        )
+        yield from (requests, loaded, *(GaugeMetricFamily(f"vllm:{name}", what, n) for name, what, n in counts))
 
-    def _listed(self, sequences: Counter[str]) -> str:
-        names = (name for name, _ in Counter(dict(sequences)).most_common(_MOST_LISTED + 1) if name != self._base_name)
-        return ",".join(list(names)[:_MOST_LISTED])
+    def _listed(self, sequences: Counter[str], more: Collection[str] = ()) -> str:
+        names = [name for name, _ in Counter(dict(sequences)).most_common(MOST_LISTED + 1) if name != self._base_name]
+        return ",".join(list(dict.fromkeys((*names, *more)))[:MOST_LISTED])
 
 
 def _take(counter: Counter[str], name: str) -> None:

@@ -12,12 +12,13 @@ from weakref import WeakValueDictionary
 
 from fastapi import Request
 
+from adapters.index import Query
 from adapters.layout import BaseLayout
 from adapters.paths import layout_fingerprint
 from adapters.records import AdapterRecord
 from adapters.shares import Shares
 from adapters.store import AdapterStore
-from service.api.adapter_metrics import VersionOf
+from service.api.adapter_metrics import MOST_LISTED, Resident, VersionOf
 from service.api.engine import Engine
 from service.api.errors import NotReady
 from service.api.gate import Gate
@@ -27,7 +28,7 @@ from service.api.page_cache import PageCache
 from service.api.sampling import SamplingDefaults
 from service.api.schemas import MAX_HELD_LOGPROBS
 from service.api.upload_places import UploadPlace, UploadPlaces
-from service.engine.messages import Ready
+from service.engine.messages import Ready, Tier
 from service.grammars.trial import GrammarTrial
 from service.payer import PAYER
 from service.settings import Settings
@@ -99,11 +100,25 @@ class Services:
         self._uploads = UploadPlaces(self.settings.max_uploads)
         self._no_uploads.set()
         self.metrics.by_adapter.version_of = self._version_of
+        self.metrics.by_adapter.residents = self._residents
 
     def _version_of(self, name: str) -> VersionOf | None:
         """Any thread."""
         record = None if self.store is None else self.store.find(name)
         return None if record is None else VersionOf(record.current.number, record.digest)
+
+    def _residents(self) -> tuple[list[Resident], int]:
+        """See `AdapterMetrics`. Any thread; takes a millisecond or two."""
+        held = dict(self.engine.tiers)
+        if self.store is None or not held:
+            return [], 0
+        residents: list[Resident] = []
+        tiers: tuple[Tier, Tier] = ("device", "host")
+        for tier in tiers:
+            there = frozenset(digest for digest, where in held.items() if where == tier)
+            rows = self.store.page(Query(MOST_LISTED, in_digests=there)) if there else []
+            residents += [Resident(one.name, tier, one.rank, one.is_pinned) for one in rows]
+        return residents, sum(where == "device" for where in held.values())
 
     def adapter_template(self, digest: str) -> AdapterTemplate | None:
         """The chat template that an adapter ships, None if it ships none. Reads a file."""

@@ -6,7 +6,7 @@ import gc
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.api.adapter_metrics import VersionOf
+from service.api.adapter_metrics import Resident, VersionOf
 from service.api.metrics import Metrics, SequenceTimer
 from tests.api.conftest import BASE
 from tests.support.server import Server, wait_for
@@ -106,6 +106,24 @@ def test_routers_are_told_who_runs_and_who_waits() -> None:
     assert told() == ("4", "", "")
 
 
+def test_routers_are_told_what_is_on_the_device() -> None:
+    metrics = used(0)
+    metrics.by_adapter.max_adapters = 4
+    residents = [Resident("idle", "device", 8, is_pinned=True), Resident("one", "device", 16, is_pinned=False)]
+    residents.append(Resident("near", "host", 4, is_pinned=False))
+    metrics.by_adapter.residents = lambda: (residents, 2)
+    SequenceTimer(metrics, "one", 1).token()
+    text = metrics.render().decode()
+    assert 'vllm:lora_requests_info{max_lora="4",running_lora_adapters="one,idle",waiting_lora_adapters=""}' in text
+    assert {line for line in text.splitlines() if line.startswith("vllm:") and "requests_info" not in line} == {
+        'vllm:lora_adapter_loaded{adapter_name="idle",level="gpu",pinned="true",rank="8"} 1.0',
+        'vllm:lora_adapter_loaded{adapter_name="one",level="gpu",pinned="false",rank="16"} 1.0',
+        'vllm:lora_adapter_loaded{adapter_name="near",level="cpu",pinned="false",rank="4"} 1.0',
+        "vllm:num_gpu_loaded_lora_adapters 2.0",
+        "vllm:max_gpu_lora_adapters 4.0",
+    }
+
+
 def test_a_scrape_may_ask_for_adapters(server: Server) -> None:
     server.post("/v1/completions", json={"model": "alpha", "prompt": "the", "max_tokens": 1}).raise_for_status()
     wait_for(lambda: server.metric("requests_total", adapter="alpha") > 0, "the request to be counted")
@@ -116,3 +134,7 @@ def test_a_scrape_may_ask_for_adapters(server: Server) -> None:
     assert 'multilora_adapter_info{adapter="beta",digest="' in text
     (info,) = [line for line in text.splitlines() if line.startswith("vllm:lora_requests_info{")]
     assert int(info.partition('max_lora="')[2].partition('"')[0]) > 0
+    # Long over, and still on the device.
+    assert 'running_lora_adapters="alpha"' in info
+    loaded = [line for line in text.splitlines() if line.startswith("vllm:lora_adapter_loaded{")]
+    assert len(loaded) == 1 and 'adapter_name="alpha",level="gpu",pinned="false"' in loaded[0]
