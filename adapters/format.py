@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from adapters.errors import AdapterError, Malformed, Unsupported
 from adapters.json_pieces import parsed
@@ -21,7 +21,8 @@ MAX_HEADER_BYTES = 8 << 20
 MAX_TENSORS = 65_536
 MAX_DIMENSIONS = 8
 MAX_NAME_LENGTH = 1000
-CHUNK_BYTES = 1 << 20
+# A larger block of the API process has pages of its own, which cost more than the read (`service.models.heap`).
+CHUNK_BYTES = 1 << 18
 _SORTED_AT_ONCE = 512
 # Of an adapter's JSON beside its tensors. Tokenizers of 6,000 added tokens have 6,000 objects and 50,000 values;
 # millions are built for a second in which no other thread of Python works.
@@ -125,8 +126,9 @@ def read_chunks(path: Path, tensor: Tensor, chunk_bytes: int = CHUNK_BYTES) -> I
             yield chunk
 
 
-def write_header(file: BinaryIO, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> None:
-    """Write the header of a file whose tensors (name, dtype, shape) follow in this order without gaps."""
+def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
+    """The header of a file whose tensors (name, dtype, shape) follow in this order without gaps, as the safetensors
+    library writes it."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, dtype, shape in tensors:
@@ -135,7 +137,7 @@ def write_header(file: BinaryIO, tensors: Iterable[tuple[str, str, tuple[int, ..
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # data starts aligned, so that it can be mapped
-    file.write(len(text).to_bytes(8, "little") + text)
+    return len(text).to_bytes(8, "little") + text
 
 
 def _parse_strictly(piece: bytes) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from adapters import extras
 from adapters.base_weights import BaseWeights
+from adapters.canonical import CanonicalForm
 from adapters.disk import StoreFiles
 from adapters.errors import AdapterError, Malformed
 from adapters.layout import BaseLayout
@@ -14,7 +15,7 @@ from adapters.paths import TENSOR_FILE, layout_fingerprint
 from adapters.records import Manifest
 from adapters.row_plan import RowPlan
 from adapters.upload import Staging
-from adapters.validate import check_headers, module_reports, write_canonical
+from adapters.validate import check_headers, module_reports
 
 
 class Intake:
@@ -49,17 +50,21 @@ class Intake:
         template_bytes = None if template is None else template.encode()
         binding = check_headers(config, tensors, self._layout, self.row_plan, self._base)
         modules = module_reports(binding)
-        num_bytes = sum(report.num_bytes for report in modules)
-        staging.reserve(num_bytes)
         ready = staging.directory / "ready"
         ready.mkdir()
-        digest, warnings = write_canonical(binding, tensors, ready / TENSOR_FILE, template_bytes)
+        form = CanonicalForm(binding)
+        if form.is_that_of(tensors):
+            tensors.rename(ready / TENSOR_FILE)
+        else:
+            staging.reserve(form.num_bytes)
+            form.write(tensors, ready / TENSOR_FILE)
+        digest, warnings = form.digest(ready / TENSOR_FILE, template_bytes)
         ignored = [f"The file {name} is not needed and was left out." for name in staging.ignored]
         manifest = Manifest(
             digest=digest,
             layout=self.fingerprint,
             rank=max(report.rank for report in modules),
-            num_bytes=num_bytes,
+            num_bytes=sum(report.num_bytes for report in modules),
             rows=binding.rows,
             modules=modules,
             notes=(*warnings, *binding.notes, *ignored),

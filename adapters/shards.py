@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from adapters.errors import Malformed
-from adapters.format import Tensor, parse_json_object, read_chunks, read_header, write_header
+from adapters.format import Tensor, header_bytes, parse_json_object, read_chunks, read_header
 
 SHARD_NAME = re.compile(r"adapter_model-(\d{5})-of-(\d{5})\.safetensors")
 INDEX_NAME = "adapter_model.safetensors.index.json"
@@ -30,7 +30,7 @@ def join_shards(shards: Mapping[str, Path], index: bytes | None, target: Path) -
     if index is not None:
         _check_index(index, {name: shard for name, (shard, _) in tensors.items()})
     with target.open("xb") as file:
-        write_header(file, ((tensor.name, tensor.dtype, tensor.shape) for _, tensor in tensors.values()))
+        file.write(header_bytes((tensor.name, tensor.dtype, tensor.shape) for _, tensor in tensors.values()))
         for shard, tensor in tensors.values():
             for chunk in read_chunks(shards[shard], tensor):
                 file.write(chunk)

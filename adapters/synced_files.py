@@ -6,7 +6,9 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -21,6 +23,15 @@ def write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
+
+
+@contextmanager
+def synced_beside(path: Path) -> Iterator[None]:
+    """A file that has been written is synced in another thread while the body runs, and on disk when it ends."""
+    with path.open("r+b") as file, ThreadPoolExecutor(1, thread_name_prefix="sync") as thread:
+        synced = thread.submit(os.fsync, file.fileno())
+        yield
+        synced.result()
 
 
 def sync_renamed(path: Path) -> None:

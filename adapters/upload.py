@@ -20,7 +20,7 @@ from adapters.staging_bytes import StagingBytes
 from adapters.store_faults import store_faults_are_ours
 from adapters.unpack import adapter_root, unpack
 
-COPY_BYTES = 1 << 20
+COPY_BYTES = 1 << 18
 # Free disk space is asked for again after this many bytes.
 DISK_CHECK_BYTES = 16 << 20
 
@@ -33,7 +33,7 @@ class StoreLimits:
     max_files             parts, archive members or directory entries
     free_disk_floor_bytes refuse to write when less than this would stay free on the store's file system
     max_staging_bytes     of all uploads until they are adapters; None = no limit. An archive counts packed and
-                          unpacked, and the checked copy of the tensors counts too
+                          unpacked, and so does the copy of tensors that came in another form than the stored one
 
     and how many versions of a name are kept:
 

@@ -1,4 +1,5 @@
-"""Small adapters for the bundled model, each of another content, made without training."""
+"""Small adapters for the bundled model, each of another content, made without training. Their files are as PEFT saves
+them."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import functools
 import json
 
 import numpy as np
+from safetensors.numpy import save
 
 from service.models.layouts import layout_in
 from service.settings import BUNDLED_MODEL_DIR
@@ -30,21 +32,14 @@ def adapter_files(seed: int, rank: int = RANK, *, is_whole: bool = False) -> Fil
     is_whole  on every projection of every layer instead
     """
     generator = np.random.default_rng(seed)
-    header, parts, offset = {}, [], 0
+    tensors = {}
     modules = _every_module() if is_whole else [(module, _HIDDEN, _HIDDEN) for module in _MODULES]
     for module, in_features, out_features in modules:
         for side, shape in (("A", (rank, in_features)), ("B", (out_features, rank))):
-            data = generator.normal(0, 0.01, shape).astype("<f4").tobytes()
-            header[f"base_model.model.{module}.lora_{side}.weight"] = {
-                "dtype": "F32",
-                "shape": shape,
-                "data_offsets": [offset, offset + len(data)],
-            }
-            parts.append(data)
-            offset += len(data)
-    text = json.dumps(header).encode()
-    tensors = len(text).to_bytes(8, "little") + text + b"".join(parts)
+            values = generator.normal(0, 0.01, shape).astype("<f4")
+            tensors[f"base_model.model.{module}.lora_{side}.weight"] = values
     targets = sorted({module.rpartition(".")[2] for module, _, _ in modules})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "target_modules": targets}
-    named = {"adapter_config.json": json.dumps(config).encode(), "adapter_model.safetensors": tensors}
+    saved = save(tensors, {"format": "pt"})
+    named = {"adapter_config.json": json.dumps(config).encode(), "adapter_model.safetensors": saved}
     return [("file", named_part) for named_part in named.items()]

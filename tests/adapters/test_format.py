@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from adapters.errors import AdapterError, Malformed, Unsupported
-from adapters.format import CHUNK_BYTES, MAX_TENSORS, read_chunks, read_header, write_header
+from adapters.format import CHUNK_BYTES, MAX_TENSORS, header_bytes, read_chunks, read_header
 from adapters.turns import TURNS
 from tests.support.adapter_files import file_bytes, safetensors_bytes
 
@@ -61,7 +61,7 @@ def test_names_in_any_spelling_of_unicode_are_read(tmp_path: Path) -> None:
 def test_a_file_of_ours_is_read_by_the_safetensors_library(tmp_path: Path) -> None:
     path, data = tmp_path / "x.safetensors", np.arange(6, dtype="<f4").reshape(2, 3)
     with path.open("wb") as file:
-        write_header(file, [("a", "F32", (2, 3))])
+        file.write(header_bytes([("a", "F32", (2, 3))]))
         file.write(data.tobytes())
     with safe_open(path, framework="numpy") as opened:
         assert (opened.get_tensor("a") == data).all()

@@ -1,0 +1,131 @@
+"""The form in which tensors are stored: PEFT's own names for the base's modules, sorted, nothing else in the file. What
+PEFT has saved has it already, and is not written a second time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from adapters.bound import TOKENS, Binding, BoundSlice
+from adapters.errors import Malformed
+from adapters.format import ELEMENT_BYTES, Tensor, header_bytes, read_chunks
+from adapters.paths import EMBEDDING_SIDES, LINEAR_SIDES, stored_name
+from adapters.synced_files import synced_beside
+
+IDLE = "The adapter changes nothing: lora_A or lora_B is zero in all of its modules."
+LARGE = "Weights are so large that answers may not be finite"
+# No training comes near: products of a few such overflow float32.
+LARGE_DELTA = 1e6
+# Exponent bits all ones: NaN or infinity.
+_EXPONENT = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
+
+
+class CanonicalForm:
+    """Of the tensors that `binding` says.
+
+    num_bytes  of the file
+    """
+
+    def __init__(self, binding: Binding) -> None:
+        self._binding = binding
+        self._entries = _entries(binding)
+        self._header = header_bytes((name, tensor.dtype, tensor.shape) for name, tensor in self._entries)
+        self.num_bytes = len(self._header) + sum(tensor.num_bytes for _, tensor in self._entries)
+
+    def is_that_of(self, source: Path) -> bool:
+        """Whether the file that the tensors were found in is what `write` would make of it. They fill it."""
+        with source.open("rb") as file:
+            return file.read(len(self._header)) == self._header
+
+    def write(self, source: Path, target: Path) -> None:
+        """Write `target` of the file that the tensors were found in."""
+        with target.open("wb") as file:
+            file.write(self._header)
+            for _, tensor in self._entries:
+                for chunk in read_chunks(source, tensor):
+                    file.write(chunk)
+
+    def digest(self, path: Path, chat_template: bytes | None) -> tuple[str, tuple[str, ...]]:
+        """Of a file in this form, which is synced to disk meanwhile: the adapter's digest, and warnings.
+
+        The digest covers each module's rank, scaling, dtypes and data and the chat template: whatever changes an
+        answer. Key order, metadata, tensor order and training-only settings do not. Raises Malformed for NaN and
+        infinity.
+        """
+        digest = hashlib.sha256(_described(self._binding, chat_template))
+        largest: dict[str, float] = {}  # magnitude, by tensor
+        with synced_beside(path):
+            end = len(self._header)
+            for _, tensor in self._entries:
+                start, end = end, end + tensor.num_bytes
+                for chunk in read_chunks(path, replace(tensor, start=start, end=end)):
+                    found = _refuse_non_finite(tensor, chunk)
+                    largest[tensor.name] = max(found, largest.get(tensor.name, 0.0))
+                    digest.update(chunk)
+        return digest.hexdigest(), tuple(_warnings(self._binding, largest))
+
+
+def _warnings(binding: Binding, largest: Mapping[str, float]) -> Iterator[str]:
+    """What a probe would refuse, as far as the weights tell."""
+    has_delta = any(bound.scaling and largest[bound.a.name] and largest[bound.b.name] for bound in binding.slices)
+    if not (has_delta or binding.extras or binding.tokens):
+        yield IDLE
+    large = next((bound.slice.module for bound in binding.slices if _too_large(bound, largest)), None)
+    if large is not None:
+        yield f"{LARGE}, as those of {large}; upload it with ?probe=true to find out."
+
+
+def _sides(bound: BoundSlice) -> Iterator[tuple[str, Tensor]]:
+    names = EMBEDDING_SIDES if bound.projection.kind == "embedding" else LINEAR_SIDES
+    for side, tensor in zip(names, (bound.a, bound.b), strict=True):
+        yield stored_name(bound.slice.module, side), tensor
+
+
+def _entries(binding: Binding) -> list[tuple[str, Tensor]]:
+    """Wide elements first, so that every tensor is aligned in the file; then by name."""
+    entries = [entry for bound in binding.slices for entry in _sides(bound)]
+    entries += [(stored_name(extra.module, extra.part), extra.tensor) for extra in binding.extras]
+    entries += [(stored_name(tokens.module, TOKENS), tokens.tensor) for tokens in binding.tokens]
+    return sorted(entries, key=lambda entry: (-ELEMENT_BYTES[entry[1].dtype], entry[0]))
+
+
+def _described(binding: Binding, chat_template: bytes | None) -> bytes:
+    """What the digest covers besides the data; shapes too, which also tell adapters of different bases apart."""
+    modules = sorted(
+        [bound.slice.module, bound.scaling.hex(), bound.a.dtype, bound.a.shape, bound.b.dtype, bound.b.shape]
+        for bound in binding.slices
+    )
+    template = None if chat_template is None else hashlib.sha256(chat_template).hexdigest()
+    extras = sorted([extra.module, extra.part, extra.tensor.dtype, extra.tensor.shape] for extra in binding.extras)
+    described: list[object] = ["multilora adapter 1", modules, template, *([extras] if extras else [])]
+    if binding.tokens:
+        described.append({"tokens": sorted([one.module, one.token_ids, one.tensor.dtype] for one in binding.tokens)})
+    if binding.invocation:
+        described.append({"invocation": binding.invocation})
+    return json.dumps(described, separators=(",", ":")).encode() + b"\n"
+
+
+def _refuse_non_finite(tensor: Tensor, chunk: bytes) -> float:
+    """The largest magnitude among the values."""
+    import numpy as np
+
+    unsigned, exponent = _EXPONENT[tensor.dtype]
+    bits = np.frombuffer(chunk, unsigned)
+    without_sign = (1 << (8 * bits.itemsize - 1)) - 1
+    # As integers with a sign the largest are the positive values of most magnitude, without one the negative ones: no
+    # copy of the chunk is made.
+    positive, negative = bits.view(unsigned.replace("u", "i")).max(initial=0), bits.max(initial=0)
+    largest = max(int(positive), int(negative) & without_sign)
+    if largest >= exponent:
+        raise Malformed(f"Tensor {tensor.name[:200]!r} holds NaN or infinity; the training has diverged.")
+    if tensor.dtype == "F16":
+        return float(np.uint16(largest).view("<f2"))
+    return float((np.uint32(largest) << (32 - 8 * bits.itemsize)).view("<f4"))
+
+
+def _too_large(bound: BoundSlice, largest: Mapping[str, float]) -> bool:
+    """Whether an element of the delta could be LARGE_DELTA."""
+    return bound.rank * abs(bound.scaling) * largest[bound.a.name] * largest[bound.b.name] > LARGE_DELTA
