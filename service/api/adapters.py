@@ -29,13 +29,14 @@ from service.api.listing import (
     page,
     page_of_adapters,
 )
-from service.api.multipart_upload import UploadQuery, in_upload_thread, receive_upload
+from service.api.multipart_upload import UploadQuery, in_upload_thread
 from service.api.namespace import Namespace
 from service.api.openapi import DELETE_ERRORS, UPLOAD_BODY, UPLOAD_ERRORS, errors
 from service.api.probe import probe, refuse_probe
 from service.api.requestlog import note
 from service.api.state import Services, services_of
 from service.api.threads import in_turn
+from service.api.upload_body import receive_upload
 from service.engine.messages import Tier
 from service.logs import audit
 from service.payer import PAYER

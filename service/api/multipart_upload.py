@@ -1,18 +1,18 @@
 """Multipart uploads straight into the store's staging files: never a whole part in memory, refused early.
 
-The parser's callbacks write to disk, so each chunk is parsed in a thread; one chunk at a time, hence no locks.
+The parser's callbacks write to disk, so that pieces are parsed in a thread, while more comes; one thread at a time,
+hence no locks.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast, get_args
 
-from fastapi import Request
 from pydantic import BaseModel, Field
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
@@ -21,15 +21,11 @@ from adapters.names import Visibility
 from adapters.shares import NUM_SMALL
 from adapters.store import Part, Upload
 from service.api.errors import BadRequest
-from service.api.upload_places import UploadPlace
 from service.tenants.keys_file import TENANT
 
 VISIBILITIES: tuple[str, ...] = get_args(Visibility)
 # Parts that are text, and how long each may be.
 _TEXT_PARTS = {"name": 1024, "note": 4096, "visibility": 16, "shared_with": 4096}
-# The parser is fed at least so much at a time, so that small network reads do not cost a thread switch each.
-_FEED_BYTES = 1 << 20
-MAX_SILENCE_SECONDS = 60.0
 
 # One for each upload that may be open (`--max-uploads`, up to 64, and one of each of NUM_SMALL payers beyond them):
 # whatever one of them is checked for, no other waits for its thread.
@@ -82,7 +78,8 @@ class MultipartUpload:
 
     check_name  called with the part `name` as soon as it is there; what it raises refuses the upload
 
-    feed    may write files: call it in a thread. Raises BadRequest and the errors of the store.
+    feed, feed_all
+            may write files: call them in a thread. Raise BadRequest and the errors of the store.
     finish  those parts. BadRequest if the body is incomplete.
     """
 
@@ -118,6 +115,11 @@ class MultipartUpload:
             self._parser.write(data)
         except FormParserError as error:
             raise BadRequest(f"The multipart body is broken: {error}.") from error
+
+    def feed_all(self, pieces: Iterable[bytes | bytearray]) -> None:
+        """Feed them one after the other."""
+        for piece in pieces:
+            self.feed(bytes(piece))
 
     def finish(self) -> Sent:
         if not self._complete:
@@ -196,27 +198,6 @@ async def in_upload_thread(work: Callable[..., _Result], *arguments: Any, **name
     return await asyncio.get_running_loop().run_in_executor(_threads, partial(here.run, work, *arguments, **named))
 
 
-async def _chunks(request: Request, place: UploadPlace) -> AsyncIterator[bytes]:
-    """The body, as it comes. BadRequest when nothing has come for too long: a client that lost its network says
-    nothing, and its bytes would stay in the store's staging directory. QueueFull when its place is taken back."""
-    stream = aiter(request.stream())
-    while True:
-        try:
-            async with asyncio.timeout(MAX_SILENCE_SECONDS) as timeout:
-                with place.waiting(timeout):
-                    chunk = await anext(stream)
-        except StopAsyncIteration:
-            return
-        except TimeoutError:
-            place.check()
-            raise BadRequest(
-                f"Nothing of the upload has come for {MAX_SILENCE_SECONDS:g} seconds; send it again."
-            ) from None
-        place.came(len(chunk))
-        place.check()
-        yield chunk
-
-
 class UploadQuery(BaseModel, extra="forbid"):
     """What an upload may ask for in its address."""
 
@@ -225,25 +206,3 @@ class UploadQuery(BaseModel, extra="forbid"):
         description="run a fixed prompt with the adapter before it gets its name, and refuse one that changes nothing "
         "or gives logits that are no numbers",
     )
-
-
-async def receive_upload(
-    request: Request, check_name: Callable[[str], object], upload: Upload, place: UploadPlace
-) -> Sent:
-    """Read the request's body into `upload`; its text parts. Raises BadRequest, QueueFull when its place is taken back,
-    what `check_name` raises, and the errors of the store."""
-    kind, options = parse_options_header(request.headers.get("content-type"))
-    if kind != b"multipart/form-data" or not options.get(b"boundary"):
-        raise BadRequest("Send the adapter as multipart/form-data, for example with curl -F.")
-    parts = MultipartUpload(check_name, upload, options[b"boundary"])
-    try:
-        waiting = bytearray()
-        async for chunk in _chunks(request, place):
-            waiting += chunk
-            if len(waiting) >= _FEED_BYTES:
-                await in_upload_thread(parts.feed, bytes(waiting))
-                waiting.clear()
-        await in_upload_thread(parts.feed, bytes(waiting))
-        return parts.finish()
-    finally:
-        parts.close()

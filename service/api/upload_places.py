@@ -55,6 +55,10 @@ class UploadPlace:
     def take_back(self) -> None:
         """It may not go on."""
         self._is_taken_back = True
+        self.wake()
+
+    def wake(self) -> None:
+        """If its client is waited for, end the timeout of that at once."""
         if self._timeout is not None and not self._timeout.expired():
             self._timeout.reschedule(asyncio.get_running_loop().time())
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from adapters.store import AdapterStore, StoreLimits
+from adapters.errors import Unsupported
+from adapters.store import AdapterStore, Part, StoreLimits
 from service.api.errors import BadRequest, QueueFull
-from service.api.multipart_upload import in_upload_thread, receive_upload
+from service.api.multipart_upload import in_upload_thread
+from service.api.upload_body import receive_upload
 from service.api.upload_places import MIN_BYTES_PER_SECOND, WINDOW_SECONDS, UploadPlace, UploadPlaces
 from service.payer import PAYER
-from tests.support.adapter_files import small_layout
+from tests.support.adapter_files import config_bytes, small_layout
 from tests.support.limits import LIMIT_SECONDS
 
 
@@ -31,7 +33,7 @@ class SilentRequest:
 
 
 def test_an_upload_that_falls_silent_ends_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.api.multipart_upload.MAX_SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr("service.api.upload_body.MAX_SILENCE_SECONDS", 0.05)
     store = AdapterStore(tmp_path, small_layout(), StoreLimits(free_disk_floor_bytes=0), base_name="base")
 
     async def drive() -> None:
@@ -134,4 +136,58 @@ def test_an_upload_whose_place_is_taken_back_is_told_why(tmp_path: Path) -> None
 
     asyncio.run(asyncio.wait_for(drive(), LIMIT_SECONDS))
     assert list(tmp_path.glob("*/staging/*")) == []
+    store.close()
+
+
+HEAD = b'--x\r\nContent-Disposition: form-data; name="%b"\r\n\r\n'
+PIECE = bytes(2 << 20)  # more than is collected before it is written
+
+
+def test_a_refused_configuration_ends_an_upload_whose_client_says_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is refused was being written when the client fell silent."""
+    monkeypatch.setattr("service.api.upload_body.MAX_SILENCE_SECONDS", 2 * LIMIT_SECONDS)
+    store = AdapterStore(tmp_path, small_layout(), StoreLimits(free_disk_floor_bytes=0), base_name="base")
+
+    class Request(SilentRequest):
+        async def stream(self) -> AsyncIterator[bytes]:
+            yield HEAD % b"adapter_config" + config_bytes(layer_replication=[[0, 1]])
+            yield b"\r\n" + HEAD % b"adapter_model" + PIECE
+            await asyncio.Event().wait()
+
+    async def drive() -> None:
+        request: Any = Request()
+        with store.begin() as upload, pytest.raises(Unsupported, match="layer_replication"):
+            await receive_upload(request, store.check_name, upload, UploadPlace("slow"))
+
+    asyncio.run(asyncio.wait_for(drive(), LIMIT_SECONDS))
+    assert list(tmp_path.glob("*/staging/*")) == []
+    store.close()
+
+
+def test_an_upload_comes_while_what_came_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = AdapterStore(tmp_path, small_layout(), StoreLimits(free_disk_floor_bytes=0), base_name="base")
+    has_come, write = threading.Event(), Part.write
+
+    def write_late(part: Part, data: bytes) -> int:
+        assert has_come.wait(LIMIT_SECONDS)
+        return write(part, data)
+
+    monkeypatch.setattr(Part, "write", write_late)
+
+    class Request(SilentRequest):
+        async def stream(self) -> AsyncIterator[bytes]:
+            yield HEAD % b"adapter_model" + PIECE
+            has_come.set()
+            yield PIECE + b"\r\n--x--\r\n"
+
+    async def drive() -> None:
+        request: Any = Request()
+        with store.begin() as upload:
+            await receive_upload(request, store.check_name, upload, UploadPlace("fast"))
+            (staged,) = tmp_path.glob("*/staging/*/*")
+            assert staged.stat().st_size == 2 * len(PIECE)
+
+    asyncio.run(asyncio.wait_for(drive(), LIMIT_SECONDS))
     store.close()
