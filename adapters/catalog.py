@@ -14,6 +14,7 @@ from adapters.disk import StoreFiles
 from adapters.errors import Damaged, NotFound
 from adapters.index import Index, Query, Row
 from adapters.names import NameRecord, Version
+from adapters.owned import Owned
 from adapters.pins import Pinned
 from adapters.records import AdapterRecord, Manifest
 
@@ -38,6 +39,7 @@ class Catalog:
         self._num_names = Counter(rules.uses(names.values()))
         self._pinned = {name for name, record in names.items() if record.is_pinned}
         self._manifests: OrderedDict[str, Manifest] = OrderedDict()
+        self._owned: dict[str, Owned] = {}  # by owner, of those whose names have changed since the start
         # Of all digests that quotas had to look at.
         self._sizes: dict[str, int] = {}
         self._leases: Counter[str] = Counter()
@@ -62,10 +64,16 @@ class Catalog:
         with self._lock:
             return rules.record_of(self._names, name)
 
-    def owned(self, owner: str) -> dict[str, NameRecord]:
-        """The owner's names."""
-        with self._lock:
-            return {name: record for name, record in self._names.items() if record.owner == owner}
+    def owned(self, owner: str) -> Owned:
+        """What the owner has. The first call of an owner looks at all names; those after it do not."""
+        with self.changing:
+            if owner not in self._owned:
+                with self._lock:
+                    names = {name: record for name, record in self._names.items() if record.owner == owner}
+                with suppress(sqlite3.Error):  # then manifests are read
+                    self._sizes = self._index.sizes(owner) | self._sizes
+                self._owned[owner] = Owned(names, self.num_bytes)
+            return self._owned[owner]
 
     @property
     def num_names(self) -> int:
@@ -113,7 +121,14 @@ class Catalog:
             if before is not None:
                 self._num_names.subtract(before.digests)
             (self._pinned.add if record is not None and record.is_pinned else self._pinned.discard)(name)
+        self._tell_owner(name, before, record)
         self._tell_index(name, record)
+
+    def _tell_owner(self, name: str, before: NameRecord | None, after: NameRecord | None) -> None:
+        """Under `changing`. Another server of the store may have given the name to another owner."""
+        for owner in {record.owner for record in (before, after) if record is not None} & self._owned.keys():
+            was, now = (record if record is not None and record.owner == owner else None for record in (before, after))
+            self._owned[owner].point(name, was, now)
 
     def _tell_index(self, name: str, record: NameRecord | None) -> None:
         """Under `changing`."""

@@ -151,6 +151,11 @@ class Index:
             found = self._database.execute(statement, (*told, *values, query.limit)).fetchall()
         return [_row(one[:-1]) for one in found]
 
+    def sizes(self, owner: str) -> dict[str, int]:
+        """Bytes by digest, of the owner's current ones. Raises sqlite3.Error."""
+        with self._lock:
+            return dict(self._database.execute("SELECT digest, num_bytes FROM names WHERE owner = ?", (owner,)))
+
     def each(self) -> Iterator[Row]:
         """All rows, by name."""
         with self._lock:

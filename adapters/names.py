@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from adapters.errors import Conflict, NotFound, QuotaExceeded, Stale
+from adapters.errors import Conflict, NotFound, Stale
 
 Visibility = Literal["private", "shared", "public"]
 
@@ -184,53 +184,14 @@ def seen(record: NameRecord, change: Change) -> NameRecord:
     return msgspec.structs.replace(record, visibility=change.visibility, shared_with=change.shared_with)
 
 
-def refuse_twin(names: Iterable[str], name: str) -> None:
-    """Conflict if one of the names, all of one owner, differs from `name` in case alone, or in its Unicode form."""
-    twin = next((one for one in names if one != name and are_twins(one, name)), None)
-    if twin is not None:
-        raise Conflict(f"The name {name!r} differs in case alone from {twin!r}, which is there; choose another.")
-
-
 def are_twins(one: str, other: str) -> bool:
     """Whether the names are the same but for case and their Unicode form."""
-    return _folded(one) == _folded(other)
+    return folded(one) == folded(other)
 
 
-def _folded(name: str) -> str:
+def folded(name: str) -> str:
+    """The same for all twins."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
-
-
-def refuse_excess(
-    before: NameRecord | None,
-    after: NameRecord,
-    others: Iterable[NameRecord],
-    quota: Quota,
-    size_of: Callable[[str], int],
-) -> None:
-    """QuotaExceeded if a name's becoming `after` makes its owner's names, or the bytes that they keep, more than they
-    were and more than they may be. `others` are the owner's other names."""
-    others = list(others)
-    if quota.max_names is not None and before is None and len(others) + 1 > quota.max_names:
-        raise QuotaExceeded(
-            f"You have {len(others)} of your {quota.max_names} adapters; delete one first.",
-            "adapters",
-            quota.max_names,
-            len(others),
-        )
-    if quota.max_bytes is None:
-        return
-    kept = set().union(*(record.digests for record in others))
-    before_bytes, after_bytes = (
-        sum(map(size_of, kept | (record.digests if record is not None else set()))) for record in (before, after)
-    )
-    if after_bytes > max(quota.max_bytes, before_bytes):
-        raise QuotaExceeded(
-            f"Your adapters have {before_bytes} bytes, with versions that are kept, and would have {after_bytes} of "
-            f"your {quota.max_bytes}; delete some first.",
-            "adapter-bytes",
-            quota.max_bytes,
-            before_bytes,
-        )
 
 
 def split(reference: str) -> tuple[str, str]:

@@ -181,10 +181,10 @@ class Publishing:
         """Raises Conflict, QuotaExceeded. Names without an owner may be older than the rule about twins."""
         if not after.owner and quota == Quota():
             return
-        others = {one: record for one, record in self._catalog.owned(after.owner).items() if one != name}
+        owned = self._catalog.owned(after.owner)
         if before is None and after.owner:
-            rules.refuse_twin(others, name)
-        rules.refuse_excess(before, after, others.values(), quota, self._catalog.num_bytes)
+            owned.refuse_twin(name)
+        owned.refuse_excess(before, after, quota)
 
     def _shown(self, name: str, manifest: Manifest) -> AdapterRecord:
         return self._catalog.shown(name, self._catalog.record_of(name).current, manifest)

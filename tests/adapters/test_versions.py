@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from adapters.disk import StoreFiles
 from adapters.errors import Conflict, InvalidName, NotFound, QuotaExceeded, Stale
 from adapters.names import Change, NameRecord, Quota, Version, if_absent, if_match, keep, move, or_made, pruned
+from adapters.records import Manifest
 from adapters.store import AdapterStore, StoreLimits
 from tests.support.adapter_files import (
     HIDDEN,
@@ -310,3 +313,21 @@ def test_a_quota_of_bytes_counts_each_content_once_and_what_is_kept(store: Adapt
     store.delete("acme/a")
     store.delete("acme/c")
     put_version(store, LAYOUT, "acme/c", 3, owner="acme", quota=quota)
+
+
+def test_a_quota_reads_no_manifest_after_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of thousands of names that took a second, in which nobody else's could change."""
+    with closing(opened(tmp_path)) as store:
+        records = [put_version(store, LAYOUT, f"acme/a{index}", index, owner="acme")[0] for index in range(3)]
+    num_bytes = sum(record.manifest.num_bytes for record in records)
+    with closing(opened(tmp_path)) as store:
+        read, asked = StoreFiles.read_manifest, list[str]()
+
+        def note(files: StoreFiles, digest: str) -> Manifest:
+            asked.append(digest)
+            return read(files, digest)
+
+        monkeypatch.setattr(StoreFiles, "read_manifest", note)
+        with pytest.raises(QuotaExceeded, match=f"have {num_bytes} bytes"):
+            put_version(store, LAYOUT, "acme/b", 9, owner="acme", quota=Quota(max_bytes=num_bytes))
+        assert not set(asked) & {record.digest for record in records}
