@@ -142,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "who may use it; default: as it was, and a new one the server's way"
     upload.add_argument("--visibility", choices=("private", "shared", "public"), help=text)
     upload.add_argument("--shared-with", help="with shared: the tenants, with commas between them")
+    upload.add_argument("--probe", action="store_true", help="refuse what changes no answer, or makes no finite one")
     condition = upload.add_mutually_exclusive_group()
     condition.add_argument("--new", action="store_true", help="refuse if there is an adapter of this name")
     condition.add_argument("--if-version", metavar="VERSION", help="refuse if the adapter is at another version")

@@ -52,7 +52,8 @@ def upload(arguments: argparse.Namespace) -> int:
             path, headers = path_of("/v1/adapters", name), _conditions(arguments)
             said = {part: getattr(arguments, part) for part in ("note", "visibility", "shared_with")}
             data = {part: text for part, text in said.items() if text}
-            response = client.put(path, data=data, files=opened, headers=headers)
+            probe = {"probe": "true"} if arguments.probe else None
+            response = client.put(path, params=probe, data=data, files=opened, headers=headers)
         print(answer_of(response, lambda report: _bound(report, is_new=response.status_code == httpx.codes.CREATED)))
     return 0
 

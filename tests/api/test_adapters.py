@@ -33,6 +33,7 @@ from service.api.json_body import BodyBudget
 from service.api.metrics import Metrics
 from service.api.middleware import BodyRule, Door
 from service.api.state import Services
+from service.cli import main
 from service.settings import Settings
 from service.tenants.tenants import Tenants
 from service.text.tokenizer import TextTokenizer
@@ -485,6 +486,22 @@ class TestProbe:
         answer = server.http.put(f"{server.url}/v1/adapters/kept", files=parts_of(wild), params={"probe": "true"})
         assert (answer.status_code, "no finite logits" in answer.text) == (400, True)
         assert server.get("/v1/adapters/kept").json()["digest"] == before
+
+    def test_the_command_asks_for_it(
+        self,
+        server: Server,
+        checkpoints: Checkpoints,
+        gone: list[str],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        idle = changed(checkpoints.spare, tmp_path / "idle", lambda name, one: one * ("lora_A" in name))
+        command = ["upload", "--name=tried", "--probe", f"--url={server.url}"]
+        gone.append("tried")
+        assert main([*command, str(idle)]) == 1
+        assert "changes nothing" in capsys.readouterr().err
+        assert main([*command, str(checkpoints.spare)]) == 0
+        assert "tried@1 is there" in capsys.readouterr().out
 
     def test_other_parameters_are_refused(self, server: Server, checkpoints: Checkpoints) -> None:
         for params in ({"prob": "true"}, {"probe": "perhaps"}):
