@@ -46,6 +46,15 @@ def test_npu_versions_are_those_of_the_tests() -> None:
     assert unlike == []
 
 
+def test_what_is_copied_is_sent_to_the_build() -> None:
+    """.dockerignore keeps back all but what it names; a file that it forgets ends the build."""
+    sent = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
+    copied = {source for line in re.findall(r"^COPY (?!--from)(.*) \S+$", DOCKERFILE, re.MULTILINE)
+              for source in line.split() if source != "."}  # fmt: skip
+    assert len(copied) > 5 and all((ROOT / source).exists() for source in copied)
+    assert {source for source in copied if not any(f"{source}/".startswith(f"{one}/") for one in sent)} == set()
+
+
 def test_the_second_set_of_pins_takes_the_place_of_three_lines(tmp_path: Path) -> None:
     """By the Dockerfile's own command."""
     first, second = pins("constraints-npu.txt"), pins("constraints-npu-2.12.txt")
