@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -60,7 +61,9 @@ def measure_launches(num_tokens: int, *, has_window: bool) -> dict[str, float]:
     kernels = [kernel for name, kernel in vars(triton_ascend_kernels).items() if name.startswith("lora_")]
     kernels += [rotary.rotary_kv_kernel, window_kernels.lora_expand_window_few, window_kernels.swiglu_window_few]
     modules = {("lora", "cpu"): triton_ascend, ("lora_window", "cpu"): window, ("rotary_kv", "cpu"): rotary}
+    npu = replace(platform.detect("cpu"), device="npu", num_cores=NUM_VECTOR_CORES)
     with (
+        platform.installed(npu, "cpu"),
         mock.patch.object(triton_ascend, "chip_sizes", return_value=(NUM_VECTOR_CORES, ON_CHIP_BYTES)),
         mock.patch.object(ascend_runtime, "_launch_device_type", return_value="cpu"),
         mock.patch.dict(platform._modules, modules),
@@ -113,8 +116,8 @@ def _rotation(num_tokens: int) -> dict[str, Any]:
         "qkv": zeros(num_tokens, num_heads + 2 * kv_heads, head_dim),
         "cos": zeros(num_tokens, 1, head_dim),
         "sin": zeros(num_tokens, 1, head_dim),
-        "k_cache": zeros(2, 128, kv_heads, head_dim),
-        "v_cache": zeros(2, 128, kv_heads, head_dim),
+        "k_cache": zeros(2, kv_heads, 128, head_dim).transpose(1, 2),
+        "v_cache": zeros(2, kv_heads, 128, head_dim).transpose(1, 2),
         "slot_mapping": torch.arange(num_tokens),
         "head_weight": zeros(num_heads + kv_heads, head_dim),
         "eps": 1e-6,

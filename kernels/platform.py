@@ -65,7 +65,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "causal_conv1d": ("triton_ascend", "any_device", "reference"),
         "gated_delta": ("triton_ascend", "any_device", "reference"),
         "experts": ("any_device", "reference"),
-        "paged_attention": ("npu", "gathered", "reference"),
+        "paged_attention": ("npu_heads_first", "npu", "gathered", "reference"),
         "linear": ("reference",),
         "sampling": ("any_device", "reference"),
         "rms_norm": ("npu", "reference"),
@@ -95,6 +95,9 @@ REGIMES: Mapping[str, str] = {
     "window": "decode steps with windows",
     "mixed_window": "steps with prompts and windows",
 }
+# Implementations of attention for which caches lie head by head (`kernels/paged_attention/layout.py`). Caches lie one
+# way, so that these serve all regimes or none.
+HEADS_FIRST = frozenset({"npu_heads_first"})
 # What captured steps of an NPU are made of.
 DECODE_REGIMES = ("", "window")
 # LoRA's kernels for few tokens serve so many, those for many tokens the rest.
@@ -164,6 +167,11 @@ class Platform:
         Only where weights are held as they are, and a kernel adds the expand to such a product.
         """
         return self.implementations["linear"] == "reference" and self.implementations["lora_window"] != "reference"
+
+    @property
+    def kv_heads_first(self) -> bool:
+        """Whether a block of the paged caches lies head by head, and not token by token."""
+        return self.implementations["paged_attention"] in HEADS_FIRST
 
     def row_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Dtype in which LoRA rows are held beside a model of `model_dtype`.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from kernels.contract import Contract
+from kernels.paged_attention.layout import is_heads_first
 from kernels.paged_attention.maps import AttentionMaps
 
 CONTRACT = Contract()
@@ -43,8 +44,7 @@ def paged_attention(
         num_blocks = -(-max(maps.kv_lens[first:last]) // block_size)
         blocks = maps.block_table[first:last, :num_blocks].reshape(-1)
         shape = (last - first, num_blocks * block_size, kv_heads, head_dim)
-        keys = k_cache.index_select(0, blocks).view(shape).float()
-        values = v_cache.index_select(0, blocks).view(shape).float()
+        keys, values = (_gathered(cache, blocks).reshape(shape).float() for cache in (k_cache, v_cache))
         lens = maps.kv_lens_device[first:last].long()
         num_queries = (end - start) // (last - first)
         for tile in range(0, num_queries, _TILE_TOKENS):
@@ -55,6 +55,14 @@ def paged_attention(
             positions = (lens - num_queries + tile)[:, None] + torch.arange(size, device=q.device)
             mixed = _attend(tile_q, keys, values, positions, scale, sliding_window, score_cap)
             grouped_out[rows].copy_(mixed.reshape(grouped_out[rows].shape))
+
+
+def _gathered(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """[blocks, block_size, kv_heads, head_dim], copied out of memory as it lies: devices make a copy of all of what is
+    not contiguous first."""
+    if is_heads_first(cache):
+        return cache.transpose(1, 2).index_select(0, blocks).transpose(1, 2)
+    return cache.index_select(0, blocks)
 
 
 def _runs(maps: AttentionMaps, block_bytes: int, block_size: int) -> list[tuple[int, int]]:

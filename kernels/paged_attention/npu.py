@@ -1,5 +1,7 @@
 """Paged attention with torch_npu's fused attention: prefill, chunks and decode in one call. Not verified on an NPU.
 
+Of caches that lie token by token; `npu_heads_first.py` is the same for the others.
+
 The lengths go to the operator as host integers, so they come from the maps' host side: reading them back from the
 device would stall every layer.
 
@@ -91,8 +93,27 @@ def paged_attention(
     """See `ops.paged_attention`; writes all of `out`. What `refuses` names must have been kept away."""
     assert score_cap is None, "scores are not capped"
     flat_shape = (*k_cache.shape[:2], k_cache.shape[2] * k_cache.shape[3])
-    keys, values = k_cache.view(flat_shape), v_cache.view(flat_shape)
-    call = _Call(q.contiguous(), keys, values, maps, host_lengths(maps), k_cache.shape[2], scale, sliding_window)
+    attend(q, k_cache.view(flat_shape), v_cache.view(flat_shape), k_cache.shape, maps, scale, sliding_window, out)
+
+
+def attend(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    cache_shape: torch.Size,
+    maps: AttentionMaps,
+    scale: float,
+    sliding_window: int | None,
+    out: torch.Tensor,
+) -> None:
+    """`paged_attention` over a cache as the operator takes it, contiguous: with three dimensions token by token, with
+    four head by head.
+
+    keys, values  [num_blocks, block_size, kv_heads * head_dim], or [num_blocks, kv_heads, block_size, head_dim]
+    cache_shape   (num_blocks, block_size, kv_heads, head_dim)
+    """
+    _, block_size, kv_heads, _ = cache_shape
+    call = _Call(q.contiguous(), keys, values, maps, host_lengths(maps), block_size, kv_heads, scale, sliding_window)
     kept = _kept(q.device, q.dtype)
     workspace = kept.workspace(call) if maps.is_decode else None
     torch_npu.npu_fused_infer_attention_score.out(
@@ -110,20 +131,21 @@ def paged_attention(
         input_layout="TND",
         num_key_value_heads=call.kv_heads,
         sparse_mode=call.sparse_mode,
-        block_size=k_cache.shape[1],
+        block_size=block_size,
         workspace=workspace,
         out=[out, kept.lse],
     )
 
 
 class _Call(NamedTuple):
-    """What the operator is asked. q, keys and values are contiguous, with three dimensions each."""
+    """What the operator is asked, of contiguous tensors."""
 
     q: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     maps: AttentionMaps
     lengths: Mapping[str, list[int]]
+    block_size: int
     kv_heads: int
     scale: float
     sliding_window: int | None
@@ -183,7 +205,7 @@ def _largest_workspace(call: _Call) -> torch.Tensor:
         input_layout="TND",
         num_key_value_heads=call.kv_heads,
         sparse_mode=call.sparse_mode,
-        block_size=call.keys.shape[1],
+        block_size=call.block_size,
     )
     return made
 

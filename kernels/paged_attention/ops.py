@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import torch
 
+from kernels.paged_attention.layout import is_heads_first
 from kernels.paged_attention.maps import AttentionMaps
-from kernels.platform import contract, implementation
+from kernels.platform import contract, implementation, in_use
 
 
 def paged_attention(
@@ -32,7 +33,8 @@ def paged_attention(
     """Attention of a step's tokens over their own sequences, this step's keys and values being in the cache already.
 
     q                 [tokens, num_heads, head_dim], unit stride along head_dim, head_dim stride between heads
-    k_cache, v_cache  [num_blocks, block_size, kv_heads, head_dim], contiguous, same dtype as q; read only
+    k_cache, v_cache  [num_blocks, block_size, kv_heads, head_dim], same dtype as q, both contiguous, or both head by
+                      head (`layout.py`) where the platform has them so; read only
     sliding_window    latest tokens that a query sees, itself included; None = all
     score_cap         above 0: bound of the scores' magnitude; None = none
     out               [tokens, num_heads, head_dim] contiguous; made when None
@@ -41,7 +43,10 @@ def paged_attention(
     """
     num_tokens, num_heads, head_dim = q.shape
     assert q.stride(2) == 1 and q.stride(1) == head_dim, "the heads of a token are contiguous"
-    assert k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape == v_cache.shape, "caches disagree"
+    assert k_cache.shape == v_cache.shape and k_cache.stride() == v_cache.stride(), "caches disagree"
+    heads_first = is_heads_first(k_cache)
+    assert heads_first or k_cache.is_contiguous(), "a cache is contiguous, or lies head by head"
+    assert not heads_first or in_use(q.device).kv_heads_first, "caches lie as the platform has them"
     assert k_cache.shape[3] == head_dim and num_heads % k_cache.shape[2] == 0, "q does not fit the cache"
     assert q.dtype == k_cache.dtype == v_cache.dtype, "q and the cache have one dtype"
     assert maps.slot_mapping.shape == (num_tokens,), "the maps do not cover the step's tokens"

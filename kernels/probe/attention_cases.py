@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from kernels.paged_attention import ops
+from kernels.paged_attention.layout import made
 from kernels.paged_attention.maps import AttentionMaps
+from kernels.platform import in_use
 from kernels.probe.place import Place
 from kernels.probe.prepared import Prepared
 from kernels.probe.shapes import ProbeShapes
@@ -51,8 +53,8 @@ def _attend(shapes: ProbeShapes, place: Place, sliding_window: int | None, *, is
         slots = [blocks[p // shapes.block_size] * shapes.block_size + p % shapes.block_size for p in range(kv_len)]
         for cache in (k_cache, v_cache):
             cache[slots] = place.random(kv_len, shapes.num_kv_heads, head_dim)
-    k, v = (place.put(cache).view(_NUM_BLOCKS, shapes.block_size, shapes.num_kv_heads, head_dim)
-            for cache in (k_cache, v_cache))  # fmt: skip
+    cache_shape = (_NUM_BLOCKS, shapes.block_size, shapes.num_kv_heads, head_dim)
+    k, v = (_laid_out(place.put(cache).view(cache_shape)) for cache in (k_cache, v_cache))
     # As they come out of the rotation: queries beside keys.
     q = place.put(place.random(num_tokens, shapes.num_heads + shapes.num_kv_heads, head_dim))[:, : shapes.num_heads]
 
@@ -65,6 +67,12 @@ def _attend(shapes: ProbeShapes, place: Place, sliding_window: int | None, *, is
         return out.unbind()
 
     return call
+
+
+def _laid_out(cache: torch.Tensor) -> torch.Tensor:
+    """As the implementation at work has caches."""
+    heads_first = in_use(cache.device).kv_heads_first
+    return made(cache.new_empty, tuple(cache.shape), heads_first=heads_first).copy_(cache)
 
 
 def _maps(block_size: int, place: Place, is_decode: bool) -> AttentionMaps:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 
 from kernels.linear import ops as linear_ops
+from kernels.paged_attention.layout import made
+from kernels.platform import in_use
 from kernels.probe.place import Place
 from kernels.probe.prepared import Prepared
 from kernels.probe.shapes import ProbeShapes
@@ -62,11 +64,19 @@ def rotary_kv_normed(shapes: ProbeShapes, place: Place) -> Prepared:
 
 
 def _rotary_kv(shapes: ProbeShapes, place: Place, head_weight: torch.Tensor | None) -> Prepared:
-    """Positions near and far, slots in and out of order, over the end of a block; all others stay as they are."""
+    """Positions near and far, slots in and out of order, over the end of a block; all others stay as they are.
+
+    Into both layouts that an NPU's caches may have: which one they get, the cases of attention decide.
+    """
     block_size = shapes.block_size
     num_all_heads = shapes.num_heads * (2 if shapes.has_output_gate else 1) + 2 * shapes.num_kv_heads
     cache_shape = (_NUM_BLOCKS, block_size, shapes.num_kv_heads, shapes.head_dim)
-    k_cache, v_cache = (place.put(place.fresh(*cache_shape)) for _ in range(2))
+    on_npu = in_use(place.device).device == "npu"
+
+    def fresh(shape: tuple[int, ...]) -> torch.Tensor:
+        return place.put(place.fresh(*shape))
+
+    caches = [[made(fresh, cache_shape, heads_first=first) for _ in range(2)] for first in (False, on_npu)]
     inside = min(3, block_size - 1)
     slots = [2 * block_size - 1, 2 * block_size, 7 * block_size + inside, 5 * block_size, 5 * block_size + 1]
     slot_mapping = place.ints([*slots, -1], torch.int64)
@@ -80,13 +90,16 @@ def _rotary_kv(shapes: ProbeShapes, place: Place, head_weight: torch.Tensor | No
     qkv = packed[:, :width].unflatten(1, (num_all_heads, shapes.head_dim))
 
     def call() -> tuple[torch.Tensor, ...]:
-        q = rotary_kv_ops.rotary_kv(
-            *(qkv, cos, sin, k_cache, v_cache, slot_mapping),
-            head_weight=head_weight,
-            eps=shapes.norm_eps,
-            has_gates=shapes.has_output_gate,
-        )
-        return q[:_NUM_TOKENS], k_cache, v_cache
+        outputs = []
+        for k_cache, v_cache in caches:
+            q = rotary_kv_ops.rotary_kv(
+                *(qkv, cos, sin, k_cache, v_cache, slot_mapping),
+                head_weight=head_weight,
+                eps=shapes.norm_eps,
+                has_gates=shapes.has_output_gate,
+            )
+            outputs += [q[:_NUM_TOKENS], k_cache, v_cache]
+        return tuple(outputs)
 
     return call
 

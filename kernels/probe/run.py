@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import torch
 
-from kernels.platform import IMPLEMENTATIONS, REGIME_OF_CASE, Platform, detect, installed
+from kernels.platform import HEADS_FIRST, IMPLEMENTATIONS, REGIME_OF_CASE, Platform, detect, installed
 from kernels.probe.cases import Case, cases_of
 from kernels.probe.place import Place
 from kernels.probe.results import OpReport, Status, Trial
@@ -48,7 +48,7 @@ def try_op(
     begin: Callable[[str, str], None] | None = None,
 ) -> Iterator[Trial]:
     """Trials of `op`: of each implementation the cases of those regimes that none before it serves. A regime is served
-    by the first implementation that passes all its cases.
+    by the first implementation that passes all its cases; one of HEADS_FIRST serves all regimes or none.
 
     device       where the tensors are; the platform serves them there
     excluded     implementations that are passed over, "name", or are in one regime, "name/regime"
@@ -60,7 +60,7 @@ def try_op(
     for implementation in candidates(platform, op):
         left = {name: case for name, case in cases.items()
                 if _regime(name) not in served and _spelt(implementation, _regime(name)) not in excluded}  # fmt: skip
-        if implementation in excluded or (cases and not left):
+        if implementation in excluded or (cases and not left) or (_is_whole(implementation) and len(left) < len(cases)):
             continue
         if begin is not None:
             begin(implementation, "")
@@ -71,7 +71,7 @@ def try_op(
         serving = replace(platform, implementations={**platform.implementations, op: implementation}, regimes={})
         failed: set[str] = set()
         for name, case in left.items():
-            if _regime(name) in failed:
+            if _regime(name) in failed or (failed and _is_whole(implementation)):
                 continue
             if begin is not None:
                 begin(implementation, name)
@@ -80,13 +80,19 @@ def try_op(
             yield trial
             if trial.status != "ok":
                 failed.add(_regime(name))
-        served |= {_regime(name) for name in left} - failed
+        if not (failed and _is_whole(implementation)):
+            served |= {_regime(name) for name in left} - failed
         if {_regime(name) for name in cases} <= served:
             return
 
 
 def _regime(case: str) -> str:
     return REGIME_OF_CASE.get(case, "")
+
+
+def _is_whole(implementation: str) -> bool:
+    """Whether it serves all regimes of its op or none."""
+    return implementation in HEADS_FIRST
 
 
 def _spelt(implementation: str, regime: str) -> str:
@@ -133,8 +139,9 @@ def report_of(op: str, wished: str, platform: Platform, trials: tuple[Trial, ...
     regimes: dict[str, str | None] = {}
     if trials:
         by_regime: dict[str, dict[str, bool]] = {}
+        failed = {trial.implementation for trial in trials if trial.status != "ok" and _is_whole(trial.implementation)}
         for trial in trials:
-            if trial.case or trial.status == "ok":
+            if (trial.case or trial.status == "ok") and trial.implementation not in failed:
                 passed = by_regime.setdefault(_regime(trial.case), {})
                 passed[trial.implementation] = passed.get(trial.implementation, True) and trial.status == "ok"
         serving = {

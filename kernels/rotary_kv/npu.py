@@ -3,6 +3,7 @@
 Queries and keys are turned apart, since what reads them next wants contiguous tensors: two launches instead of one
 launch and two copies. The scatter takes contiguous tensors too: keys come so from the rotation; values are a slice of
 the packed projection and are copied. It skips slots of -1, which torch_npu does not document, but vllm-ascend tests.
+A cache that lies head by head is told to it as one of a single head, with a slot for each head of a token.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch_npu
 
 from kernels.contract import Contract
+from kernels.paged_attention.layout import as_lines, line_slots
 from kernels.probe.shapes import ProbeShapes
 from kernels.rotary_kv import reference
 from kernels.rotary_kv.gates import without_gates
@@ -59,13 +61,14 @@ def rotary_kv(
     # [1, tokens, 1, head_dim]: the documented layout with a batch of one.
     cos, sin = cos.unsqueeze(0), sin.unsqueeze(0)
     k = _turn(qk[:, num_heads:].unsqueeze(0), cos, sin)
+    keys, values = as_lines(k_cache), as_lines(v_cache)
     # "Norm" is the plain layout [num_blocks, block_size, kv_heads, head_dim]; the default is another one.
     torch_npu.npu_scatter_pa_kv_cache(
-        key=k.contiguous(),
-        value=v.contiguous(),
-        key_cache=k_cache,
-        value_cache=v_cache,
-        slot_mapping=slot_mapping,
+        key=k.reshape(-1, *keys.shape[2:]),
+        value=v.reshape(-1, *values.shape[2:]).contiguous(),
+        key_cache=keys,
+        value_cache=values,
+        slot_mapping=line_slots(k_cache, slot_mapping),
         cache_mode="Norm",
     )
     return _turn(qk[:, :num_heads].unsqueeze(0), cos, sin)

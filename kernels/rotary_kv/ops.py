@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.platform import contract, implementation
+from kernels.paged_attention.layout import is_heads_first
+from kernels.platform import contract, implementation, in_use
 
 
 def rotary_kv(
@@ -35,7 +36,8 @@ def rotary_kv(
                       head_dim]: behind each query stands its gate, which is passed over
     cos, sin          [tokens, 1, rotary_dim], contiguous, dtype of qkv; both halves of a row are the same. Values in
                       [-1, 1] where rotary_dim is head_dim
-    k_cache, v_cache  [num_blocks, block_size, kv_heads, head_dim], contiguous, dtype of qkv; changed in place
+    k_cache, v_cache  [num_blocks, block_size, kv_heads, head_dim], dtype of qkv, both contiguous, or both head by head
+                      (`kernels/paged_attention/layout.py`) on an NPU; changed in place
     slot_mapping      int64 [tokens], contiguous; no slot twice, none in block 0. -1 pads a step: such a token writes
                       nothing to the caches, its rows may hold anything, and its queries come out as anything
     head_weight, eps  of the norm of query and key heads, None where they have none: [heads + kv_heads, head_dim],
@@ -50,7 +52,10 @@ def rotary_kv(
         assert num_heads % 2 == 0, "qkv: each of the first heads before its gate, then kv_heads, then kv_heads"
         num_heads //= 2
     assert k_cache.shape == v_cache.shape and k_cache.dim() == 4, "caches: [num_blocks, block_size, kv_heads, head_dim]"
-    assert k_cache.is_contiguous() and v_cache.is_contiguous(), "the caches are contiguous"
+    heads_first = is_heads_first(k_cache)
+    assert heads_first or k_cache.is_contiguous(), "a cache is contiguous, or lies head by head"
+    assert k_cache.stride() == v_cache.stride(), "both caches lie alike"
+    assert not heads_first or in_use(qkv.device).device == "npu", "head by head, caches are an NPU's"
     assert k_cache.shape[3] == head_dim and num_heads > 0, "qkv: heads, then kv_heads, then kv_heads"
     assert head_dim % 2 == 0 and qkv.stride()[1:] == (head_dim, 1), "the heads of a token are contiguous, of two halves"
     rotary_dim = cos.shape[-1]

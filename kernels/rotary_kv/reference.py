@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from kernels.contract import Contract
+from kernels.paged_attention.layout import as_lines, line_slots
 from kernels.rotary_kv.gates import without_gates
 
 CONTRACT = Contract(replayable=True)
@@ -26,12 +27,13 @@ def rotary_kv(
     if has_gates:
         qkv = without_gates(qkv, k_cache.shape[2])
     q, k, v = rotated(qkv, cos, sin, k_cache.shape[2], head_weight, eps)
+    slots = line_slots(k_cache, slot_mapping)
     # Slot 0 stands in the null block, which no token owns. Padding writes there what is there.
-    is_padding = (slot_mapping < 0)[:, None, None]
-    slots = slot_mapping.clamp(min=0)
-    for cache, new in ((k_cache, k), (v_cache, v)):
+    is_padding = (slots < 0)[:, None, None]
+    slots = slots.clamp(min=0)
+    for cache, new in ((as_lines(k_cache), k), (as_lines(v_cache), v)):
         lines = cache.view(-1, *cache.shape[2:])
-        lines.index_copy_(0, slots, torch.where(is_padding, lines[0], new))
+        lines.index_copy_(0, slots, torch.where(is_padding, lines[0], new.reshape(-1, *lines.shape[1:])))
     return q
 
 

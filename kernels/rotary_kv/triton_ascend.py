@@ -21,6 +21,7 @@ from kernels import triton_launch
 from kernels.ascend_relaunch import Relaunch, current_stream
 from kernels.ascend_runtime import check_launch
 from kernels.contract import Contract
+from kernels.paged_attention.layout import is_heads_first
 from kernels.platform import in_use
 from kernels.probe.shapes import ProbeShapes
 from kernels.rotary_kv.gates import without_gates
@@ -35,6 +36,18 @@ KEPT_TOKENS = 256
 _TENSORS = ("qkv_ptr", "cos_ptr", "sin_ptr", "weight_ptr", "slots_ptr", "q_ptr", "k_cache_ptr", "v_cache_ptr")
 
 
+@triton.jit
+def _first_head(
+    slot, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, HEADS_FIRST: tl.constexpr
+):
+    """Element of a cache at which a slot's first head begins."""
+    if HEADS_FIRST:
+        first = slot // BLOCK_SIZE * (BLOCK_SIZE * KV_HEADS * HEAD_DIM) + slot % BLOCK_SIZE * HEAD_DIM
+    else:
+        first = slot * (KV_HEADS * HEAD_DIM)
+    return first
+
+
 @triton.jit(do_not_specialize=[*_TENSORS, "qkv_stride", "eps", "num_tokens"])
 def rotary_kv_kernel(
     qkv_ptr,  # [tokens, NUM_HEADS + 2 * KV_HEADS, HEAD_DIM], rows of qkv_stride
@@ -43,8 +56,8 @@ def rotary_kv_kernel(
     weight_ptr,  # [NUM_HEADS + KV_HEADS, HEAD_DIM] or None
     slots_ptr,  # int64 [tokens]
     q_ptr,  # [tokens, NUM_HEADS, HEAD_DIM]
-    k_cache_ptr,  # [slots, KV_HEADS, HEAD_DIM], v likewise
-    v_cache_ptr,
+    k_cache_ptr,  # [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM], with HEADS_FIRST [blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM];
+    v_cache_ptr,  # v likewise
     qkv_stride,
     eps,
     num_tokens,
@@ -52,6 +65,8 @@ def rotary_kv_kernel(
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,  # power of two that holds half of what is turned
     BLOCK_R: tl.constexpr,  # power of two that holds the rest of a head
@@ -59,6 +74,8 @@ def rotary_kv_kernel(
 ):
     """What is turned of a head is held in its two halves, and the rest by itself."""
     HALF: tl.constexpr = ROTARY_DIM // 2
+    # In a cache, from a head of a token to its next one.
+    HEAD_STRIDE: tl.constexpr = BLOCK_SIZE * HEAD_DIM if HEADS_FIRST else HEAD_DIM
     Q_BLOCKS: tl.constexpr = (NUM_HEADS + BLOCK_H - 1) // BLOCK_H
     KV_BLOCKS: tl.constexpr = (KV_HEADS + BLOCK_H - 1) // BLOCK_H
     num_items = (Q_BLOCKS + 2 * KV_BLOCKS) * num_tokens
@@ -114,11 +131,14 @@ def rotary_kv_kernel(
                 else:
                     slot = tl.load(slots_ptr + token)
                     if slot >= 0:
-                        key = k_cache_ptr + (slot * (KV_HEADS * HEAD_DIM) + (first - NUM_HEADS) * HEAD_DIM)
-                        tl.store(key + in_block, turned_a, mask=valid)
-                        tl.store(key + HALF + in_block, turned_b, mask=valid)
+                        key_line = _first_head(slot, KV_HEADS, HEAD_DIM, BLOCK_SIZE, HEADS_FIRST)
+                        key = k_cache_ptr + (key_line + (first - NUM_HEADS) * HEAD_STRIDE)
+                        in_cache = head[:, None] * HEAD_STRIDE + dim[None, :]
+                        tl.store(key + in_cache, turned_a, mask=valid)
+                        tl.store(key + HALF + in_cache, turned_b, mask=valid)
                         if ROTARY_DIM < HEAD_DIM:
-                            tl.store(key + rest_in_block, c.to(q_ptr.dtype.element_ty), mask=rest_valid)
+                            rest_in_cache = head[:, None] * HEAD_STRIDE + rest[None, :]
+                            tl.store(key + rest_in_cache, c.to(q_ptr.dtype.element_ty), mask=rest_valid)
         else:
             first_value = (block - Q_BLOCKS - KV_BLOCKS) * BLOCK_H
             value_head = tl.arange(0, BLOCK_H)
@@ -131,9 +151,10 @@ def rotary_kv_kernel(
                     values = qkv_ptr + (
                         tl.cast(token, tl.int64) * qkv_stride + (NUM_HEADS + KV_HEADS + first_value) * HEAD_DIM
                     )
-                    line = v_cache_ptr + (slot * (KV_HEADS * HEAD_DIM) + first_value * HEAD_DIM)
+                    value_line = _first_head(slot, KV_HEADS, HEAD_DIM, BLOCK_SIZE, HEADS_FIRST)
+                    line = v_cache_ptr + (value_line + first_value * HEAD_STRIDE)
                     tl.store(
-                        line + value_in_block,
+                        line + (value_head[:, None] * HEAD_STRIDE + value_dim[None, :]),
                         tl.load(values + value_in_block, mask=value_valid, other=0.0),
                         mask=value_valid,
                     )
@@ -187,7 +208,8 @@ def rotary_kv(
     if not num_tokens:
         return q
     weight_dtype = None if head_weight is None else head_weight.dtype
-    key = (*qkv.shape, k_cache.shape[2], cos.shape[-1], qkv.stride(0), qkv.dtype, weight_dtype, eps, qkv.device)
+    of_cache = k_cache.shape[1], k_cache.stride(1), k_cache.shape[2]
+    key = (*qkv.shape, *of_cache, cos.shape[-1], qkv.stride(0), qkv.dtype, weight_dtype, eps, qkv.device)
     tensors = (qkv, cos, sin, head_weight, slot_mapping, q, k_cache, v_cache)
     kept = _kept.get(key)
     if kept is not None:
@@ -226,6 +248,8 @@ def plan(
         "KV_HEADS": k_cache.shape[2],
         "HEAD_DIM": head_dim,
         "ROTARY_DIM": rotary_dim,
+        "BLOCK_SIZE": k_cache.shape[1],
+        "HEADS_FIRST": is_heads_first(k_cache),
         "BLOCK_H": min(max(1, _ITEM_ELEMENTS // held), triton.next_power_of_2(q.shape[1])),
         "BLOCK_D": block_d,
         "BLOCK_R": block_r,

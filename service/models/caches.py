@@ -3,18 +3,24 @@ of state."""
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, fields
 
 import torch
 
+from kernels.paged_attention import layout
+from kernels.platform import in_use
 from service.models.parts import State
 from service.models.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KvCache:
-    """Keys and values of one attention layer, each [num_blocks, block_size, kv_heads, head_dim]; block 0 is null."""
+    """Keys and values of one attention layer, each [num_blocks, block_size, kv_heads, head_dim]; block 0 is null.
+
+    They lie in memory as attention wants them on this device (`kernels/paged_attention/layout.py`).
+    """
 
     k: torch.Tensor
     v: torch.Tensor
@@ -69,9 +75,12 @@ def allocate_caches(
 
     def tensor(state: State) -> torch.Tensor:
         is_paged = state.per == "token"
-        shape = ((num_blocks, block_size) if is_paged else (num_lines,)) + state.shape
         make = torch.zeros if is_paged and device.type == "npu" else torch.empty
-        return make(shape, dtype=_dtype_of(state, dtype), device=device)
+        of_shape = functools.partial(make, dtype=_dtype_of(state, dtype), device=device)
+        if not is_paged:
+            return of_shape((num_lines, *state.shape))
+        shape = (num_blocks, block_size, *state.shape)
+        return layout.made(of_shape, shape, heads_first=in_use(device).kv_heads_first)
 
     def cache(states: tuple[State, ...]) -> LayerCache:
         return _BY_NAMES[tuple(state.name for state in states)](*map(tensor, states))

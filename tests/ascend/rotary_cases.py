@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kernels.paged_attention.layout import made
 from kernels.platform import detect, installed
 from kernels.rotary_kv import reference, triton_ascend
 from tests.ascend.far import far_apart
@@ -35,8 +36,12 @@ def rotary_kv(
     judge_traffic: bool = False,
     max_traffic: float = MAX_TRAFFIC,
     far: bool = False,
+    heads_first: bool = True,
 ) -> Launch:
-    """Tokens in no order of slots; those in `padding` have none, and rows of NaN."""
+    """Tokens in no order of slots; those in `padding` have none, and rows of NaN.
+
+    heads_first  the caches lie head by head, as FIA wants them where it works
+    """
     (num_heads, kv_heads), rotary_dim = heads, rotary_dim or head_dim
     generator = torch.Generator().manual_seed(num_tokens + head_dim)
 
@@ -53,10 +58,11 @@ def rotary_kv(
     angles = torch.cat([4.0 * values(num_tokens, 1, rotary_dim // 2, of=torch.float32)] * 2, -1)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     weight = values(num_heads + kv_heads, head_dim, of=weight_dtype or dtype) if is_normed else None
-    caches = [values(num_tokens // BLOCK_SIZE + 3, BLOCK_SIZE, kv_heads, head_dim) for _ in range(2)]
+    cache_shape = (num_tokens // BLOCK_SIZE + 3, BLOCK_SIZE, kv_heads, head_dim)
+    caches = [made(lambda shape: values(*shape), cache_shape, heads_first=heads_first) for _ in range(2)]
     slots = torch.randperm(num_tokens + BLOCK_SIZE - 1, generator=generator)[:num_tokens] + BLOCK_SIZE
     slots[list(padding)] = -1
-    truth = [cache.double() for cache in caches]
+    truth = [cache.double() for cache in caches]  # as the caches lie
     exact_weight = None if weight is None else weight.double()
     expected_q = reference.rotary_kv(qkv.double(), cos.double(), sin.double(), *truth, slots, exact_weight, EPS)
     q = torch.full((num_tokens, num_heads, head_dim), torch.nan, dtype=dtype)
@@ -103,6 +109,7 @@ def _other_forms() -> dict[str, Callable[[], Launch]]:
 _PLAIN = {
     "llama 8B, one token": published("Llama-3-8B", 1, judge_traffic=True),
     "llama 8B, 64 tokens": published("Llama-3-8B", 64, judge_traffic=True),
+    "token by token": partial(rotary_kv, 5, (6, 2), 64, is_normed=False, padding=(1,), heads_first=False),
     "padding": partial(rotary_kv, 5, (6, 2), 64, is_normed=False, padding=(0, 4), num_behind=16),
     "fp32": partial(rotary_kv, 3, (7, 1), 32, is_normed=False, dtype=torch.float32),
     "far": partial(rotary_kv, 4, (4, 2), 64, is_normed=False, far=True),
@@ -113,11 +120,15 @@ _NORMED = {
     "qwen3 8B, 64 tokens": published("Qwen3-8B", 64, judge_traffic=True, max_traffic=1.2),
     "heads of odd numbers, padding": partial(rotary_kv, 5, (14, 3), 96, padding=(2,), num_behind=16),
     "several blocks of keys": partial(rotary_kv, 3, (20, 20), 64, padding=(1,)),
+    "qwen3 8B, 64 tokens, token by token": published(
+        "Qwen3-8B", 64, judge_traffic=True, max_traffic=1.2, heads_first=False
+    ),
     "weights of fp32, fp16": partial(rotary_kv, 3, (4, 4), 64, dtype=torch.float16, weight_dtype=torch.float32),
 }
 _PARTIAL = {
     "qwen3.5, a quarter is turned": published("Qwen3.5-0.8B", 5, padding=(1,)),
     "not normed": partial(rotary_kv, 3, (6, 2), 96, rotary_dim=64, is_normed=False, num_behind=16),
+    "token by token": partial(rotary_kv, 3, (6, 2), 96, rotary_dim=64, heads_first=False),
 }
 
 # Around an item stand the loops over blocks of heads and over tokens.

@@ -152,6 +152,9 @@ def test_no_step_makes_what_a_warm_up_has_left_out(widths: list[int]) -> None:
     assert {key for key in stack.kept if key[0] != triton_ascend.LINEAR} == tables
 
 
+CACHES = ("k_cache", "v_cache")
+
+
 def rotation(seed: int, *, num_tokens: int = 3, is_normed: bool = True, heads: int = 4) -> dict[str, Any]:
     """Arguments of the rotation; each call's tensors lie elsewhere."""
     generator = torch.Generator().manual_seed(seed)
@@ -194,6 +197,8 @@ def test_other_rotations_are_launches_of_their_own(launches: Launches) -> None:
         "type": {name: value.half() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
                  for name, value in rotation(0).items()},
         "type of the weights": rotation(0) | {"head_weight": torch.zeros(6, 64, dtype=torch.float16)},
+        "blocks": rotation(0) | {name: torch.zeros(3, 32, 2, 64) for name in CACHES},
+        "caches head by head": rotation(0) | {name: torch.zeros(3, 2, 16, 64).transpose(1, 2) for name in CACHES},
         "share": rotation(0) | {"cos": torch.zeros(3, 1, 32), "sin": torch.zeros(3, 1, 32)},
         "large": rotation(0, num_tokens=rotary.KEPT_TOKENS + 1) ,
     }  # fmt: skip

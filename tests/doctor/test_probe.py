@@ -21,6 +21,7 @@ from kernels.lora import cpu as lora
 from kernels.lora.triton_ascend_tiles import choose
 from kernels.lora.triton_cuda_configs import config_for
 from kernels.paged_attention import sdpa
+from kernels.paged_attention.layout import is_heads_first
 from kernels.platform import (
     FEW_TOKENS,
     IMPLEMENTATIONS,
@@ -312,6 +313,40 @@ def test_what_fails_for_many_tokens_keeps_decode_steps(monkeypatch: pytest.Monke
         for case in cases_of("lora", shapes).values():  # none reaches the kernel that fails
             case(shapes, Place(CPU, torch.float32, torch.float32))()
         assert not contract("lora", CPU).replayable
+
+
+@pytest.mark.parametrize("broken", ["", "mixed"])
+def test_attention_that_caches_are_laid_out_for_serves_all_regimes_or_none(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks at how caches lie: those of its own cases head by head, those of the next one's token by token."""
+    seen: set[tuple[str, bool]] = set()
+
+    def attend(name: str) -> Any:
+        def paged_attention(q: Any, k_cache: Any, v_cache: Any, maps: Any, **options: Any) -> None:
+            seen.add((name, is_heads_first(k_cache)))
+            if name == "npu_heads_first" and maps.is_decode == (broken == ""):
+                raise RuntimeError("561002")
+            sdpa.paged_attention(q, k_cache.contiguous(), v_cache.contiguous(), maps, **options)
+
+        return paged_attention
+
+    names = ("npu_heads_first", "npu")
+    for name in names:
+        module = ModuleType(f"kernels.paged_attention.{name}")
+        vars(module).update(CONTRACT=Contract(), paged_attention=attend(name))
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(IMPLEMENTATIONS["cpu"], "paged_attention", (*names, "reference"))  # type: ignore[arg-type]
+    platform = detect("cpu").with_fallback("paged_attention", names[0], "for the test")
+    assert platform.kv_heads_first
+    (report,) = (one for one in probe(platform, CPU, SHAPES, ops={"paged_attention"}) if one.op == "paged_attention")
+    assert (report.used, dict(report.regimes)) == ("npu", {})
+    assert "served by npu instead of npu_heads_first" in str(report.sentence) and "561002" in str(report.sentence)
+    assert not with_reports(platform, (report,)).kv_heads_first
+    assert seen == {("npu_heads_first", True), ("npu", False)}
+    # Also where what it fails in ends its process, and the next one is told.
+    trials = list(try_op(platform, CPU, "paged_attention", SHAPES, excluded=[f"{names[0]}/{broken}"]))
+    assert {trial.implementation for trial in trials} == {"npu"}
 
 
 def test_what_another_model_of_the_process_could_not_use_serves_again() -> None:

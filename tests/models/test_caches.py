@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from kernels.platform import detect, installed
 from service.models.caches import ConvStates, KvCache, allocate_caches, kv_bytes_per_token, state_bytes_per_line
 from service.models.config_json import read_config
 from service.models.families import model_spec
@@ -21,16 +22,26 @@ def _on_the_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return lambda *arguments, **options: make(*arguments, **{**options, "device": "cpu"})
 
 
-def test_keys_and_values_on_an_npu_begin_as_zeros(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("serving", ["npu_heads_first", "npu", "gathered"])
+def test_keys_and_values_on_an_npu_begin_as_zeros(serving: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is made up: its memory is the host's."""
+    platform = replace(detect("cpu"), device="npu").with_fallback("paged_attention", serving, "for the test")
     spec = model_spec(read_config(make_tiny_model("lfm2", tmp_path)))
     for name in ("zeros", "empty"):
         monkeypatch.setattr(torch, name, _on_the_host(getattr(torch, name)))
     npu = cast("torch.device", SimpleNamespace(type="npu"))
-    caches = [one for one in allocate_caches(spec, 3, 16, 2, torch.bfloat16, npu).layers if isinstance(one, KvCache)]
+    with installed(platform):
+        layers = allocate_caches(spec, 3, 16, 2, torch.bfloat16, npu).layers
+    caches = [one for one in layers if isinstance(one, KvCache)]
     assert caches
     for cache in caches:
-        assert all(torch.count_nonzero(getattr(cache, name)) == 0 for name in cache.__slots__)
+        for name in cache.__slots__:
+            tensor = getattr(cache, name)
+            assert torch.count_nonzero(tensor) == 0
+            kv_heads, head_dim = tensor.shape[2:]
+            by_token = kv_heads * head_dim
+            strides = (head_dim, 16 * head_dim) if serving == "npu_heads_first" else (by_token, head_dim)
+            assert kv_heads > 1 and tensor.shape[:2] == (3, 16) and tensor.stride() == (16 * by_token, *strides, 1)
 
 
 @pytest.mark.parametrize("family", ["llama", "lfm2", "qwen3_5_text"])

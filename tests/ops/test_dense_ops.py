@@ -6,13 +6,15 @@ interpreter on a CPU. What the ops read has NaN around it: in the columns behind
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch.nn import functional
 
-from kernels.platform import contract, in_use, installed
+from kernels.paged_attention.layout import made
+from kernels.platform import contract, detect, in_use, installed
 from kernels.rms_norm import ops as rms_norm_ops
 from kernels.rms_norm.ops import add_rms_norm, rms_norm
 from kernels.rotary_kv import ops as rotary_kv_ops
@@ -132,6 +134,7 @@ def check_rotary_kv(
     rotary_dim: int | None = None,
     weight_dtype: torch.dtype | None = None,
     has_gates: bool = False,
+    heads_first: bool = False,
 ) -> None:
     """Padding first and last: rows of NaN, of which no slot may hear."""
     num_heads, kv_heads = heads
@@ -154,13 +157,13 @@ def check_rotary_kv(
     heads_of_qk = [*range(0, num_gated, 2 if has_gates else 1), *range(num_gated, num_gated + kv_heads)]
     qk = qkv[:, heads_of_qk]
     turned = rotated(qk if weight is None else norm_of(qk, weight, 1e-3), cos, sin)[real]
-    caches = [torch.full((NUM_BLOCKS, BLOCK_SIZE, kv_heads, head_dim), torch.nan, dtype=dtype, device=device)
-              for _ in range(2)]  # fmt: skip
+    cache_shape = (NUM_BLOCKS, BLOCK_SIZE, kv_heads, head_dim)
+    caches = [made(qkv.new_empty, cache_shape, heads_first=heads_first).fill_(torch.nan) for _ in range(2)]
     before = packed.clone()
     q = rotary_kv(qkv, cos, sin, *caches, slots.to(device), head_weight=weight, eps=1e-3, has_gates=has_gates)
     assert q.shape == (num_tokens, num_heads, head_dim) and q.stride()[1:] == (head_dim, 1)
     assert_close(q[real], turned[:, :num_heads])
-    k, v = (cache.view(-1, kv_heads, head_dim) for cache in caches)
+    k, v = (cache.reshape(-1, kv_heads, head_dim) for cache in caches)
     assert_close(k[slots[real]], turned[:, num_heads:])
     assert torch.equal(v[slots[real]], qkv[real, num_gated + kv_heads :])
     rest = torch.ones(len(k), dtype=torch.bool).index_fill_(0, slots[real], False)
@@ -174,6 +177,14 @@ def check_rotary_kv(
 @pytest.mark.parametrize("head_dim", [8, 64, 80, 96, 128, 256])
 def test_heads_of_every_size(head_dim: int, is_normed: bool, dtype: torch.dtype, device: str) -> None:
     check_rotary_kv(5, (6, 2), head_dim, dtype, device, is_normed=is_normed)
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (4, 4), (7, 1)], ids=str)
+def test_caches_of_an_npu_lie_head_by_head(heads: tuple[int, int]) -> None:
+    """The last of its fallbacks, on this host."""
+    npu = dataclasses.replace(detect("cpu"), device="npu").with_fallback("rotary_kv", "reference", "for the test")
+    with installed(npu, "cpu"):
+        check_rotary_kv(5, heads, 16, torch.float32, "cpu", is_normed=True, heads_first=True)
 
 
 @pytest.mark.usefixtures("serving")

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kernels.paged_attention import gathered, sdpa
+from kernels.paged_attention.layout import as_lines, is_heads_first, line_slots, made
 from kernels.paged_attention.ops import paged_attention, warm_up
 from tests.support.attention_cases import SCALE, Case, Step, check, float64_truth, make_step
 
@@ -66,9 +67,11 @@ def test_capped_scores_equal_float64(
 @pytest.mark.parametrize("sliding_window", [None, 1, 6, 150])
 @pytest.mark.parametrize("score_cap", [None, 0.7])
 @pytest.mark.parametrize("max_bytes", [gathered._MAX_BYTES, 1], ids=["together", "one-by-one"])
+@pytest.mark.parametrize("heads_first", [False, True], ids=["token-by-token", "head-by-head"])
 @pytest.mark.parametrize("step", STEPS)
 def test_gathered_equals_float64(
     dtype: torch.dtype,
+    heads_first: bool,
     sliding_window: int | None,
     max_bytes: int,
     score_cap: float | None,
@@ -81,9 +84,36 @@ def test_gathered_equals_float64(
 
     def attend_gathered(step: Step, out: torch.Tensor) -> None:
         maps = replace(step.maps, block_tables=())
-        gathered.paged_attention(step.q, step.k_cache, step.v_cache, maps, scale=SCALE, **step.options, out=out)
+        caches = [made(cache.new_empty, tuple(cache.shape), heads_first=heads_first).copy_(cache)
+                  for cache in (step.k_cache, step.v_cache)]  # fmt: skip
+        gathered.paged_attention(step.q, *caches, maps, scale=SCALE, **step.options, out=out)
 
     check(Case(STEPS[step], 6, 2, 20, 4, dtype, sliding_window, score_cap), device, attend_gathered)
+
+
+def test_blocks_of_a_cache_lie_head_by_head() -> None:
+    cache = made(torch.zeros, (3, 4, 2, 8), heads_first=True)
+    assert cache.shape == (3, 4, 2, 8) and cache.stride() == (64, 8, 32, 1)
+    assert is_heads_first(cache) and not is_heads_first(cache[:, :2])
+    assert not is_heads_first(made(torch.zeros, (3, 4, 2, 8), heads_first=False))
+    # Of one head there is one layout.
+    assert not is_heads_first(made(torch.zeros, (3, 4, 1, 8), heads_first=True))
+    slots = torch.tensor([6, -1, 11])
+    lines = as_lines(cache).view(-1, 8)
+    assert lines.data_ptr() == cache.data_ptr()
+    assert line_slots(cache, slots).tolist() == [10, 14, -1, -1, 19, 23]
+    lines[line_slots(cache, slots[:1])] = torch.tensor([[1.0], [2.0]])
+    assert cache[1, 2, :, 0].tolist() == [1.0, 2.0] and cache.count_nonzero() == 16
+
+
+def test_a_cache_that_lies_as_no_platform_of_its_kind_has_it_is_refused() -> None:
+    step = make_step(Case(STEPS["decode"]))
+    caches = [made(cache.new_empty, tuple(cache.shape), heads_first=True).copy_(cache)
+              for cache in (step.k_cache, step.v_cache)]  # fmt: skip
+    with pytest.raises(AssertionError, match="as the platform has them"):
+        paged_attention(step.q, *caches, step.maps, scale=1.0)
+    with pytest.raises(AssertionError, match="disagree"):
+        paged_attention(step.q, caches[0], step.v_cache, step.maps, scale=1.0)
 
 
 def test_gathered_serves_decode_tokens_together() -> None:

@@ -147,7 +147,7 @@ SERVED = {
     "causal_conv1d": "triton_ascend",
     "gated_delta": "triton_ascend",
     "experts": "any_device",
-    "paged_attention": "npu",
+    "paged_attention": "npu_heads_first",
     "linear": "reference",
     "sampling": "any_device",
     "rms_norm": "npu",

@@ -50,6 +50,13 @@ def test_heads_of_every_number(heads: tuple[int, int], num_tokens: int) -> None:
     check_rotary_kv(num_tokens, heads, 32, torch.float32, "cpu", is_normed=heads == (6, 2), num_padding=0)
 
 
+@pytest.mark.parametrize("rotary_dim", [32, 64])
+@pytest.mark.parametrize("heads", [(4, 4), (6, 2), (7, 1), (40, 8)], ids=str)
+def test_caches_lie_head_by_head(heads: tuple[int, int], rotary_dim: int) -> None:
+    with installed(replace(in_use(torch.device("cpu")), device="npu"), "cpu"):
+        check_rotary_kv(7, heads, 64, torch.float32, "cpu", is_normed=True, rotary_dim=rotary_dim, heads_first=True)
+
+
 def test_a_step_of_padding_writes_nothing() -> None:
     caches = [torch.arange(2.0 * BLOCK_SIZE * 64).view(2, BLOCK_SIZE, 2, 32) for _ in range(2)]
     qkv, slots = torch.full((3, 8, 32), torch.nan), torch.full((3,), -1)

@@ -12,6 +12,7 @@ import torch
 
 from kernels.paged_attention import npu
 from kernels.paged_attention import reference as attention_reference
+from kernels.paged_attention.layout import made
 from kernels.paged_attention.maps import AttentionMaps
 from kernels.paged_attention.ops import paged_attention
 from kernels.platform import in_use, installed
@@ -29,7 +30,8 @@ DECODE = tuple((1, kv_len) for _, kv_len in STEP)
 EPS = 1e-5
 
 
-def attend(dtype: torch.dtype, sliding_window: int | None, is_decode: bool) -> None:
+def attend(dtype: torch.dtype, sliding_window: int | None, is_decode: bool, name: str = "npu_heads_first") -> None:
+    """name: of the implementation, which has caches in a layout of its own."""
     random, step = _Random(dtype), DECODE if is_decode else STEP
     maps = attention_maps(step)
     shape = (NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
@@ -44,17 +46,25 @@ def attend(dtype: torch.dtype, sliding_window: int | None, is_decode: bool) -> N
     attention_reference.paged_attention(
         q, k_cache, v_cache, maps, scale=0.3, sliding_window=sliding_window, out=expected
     )
+    platform = in_use(q.device).with_fallback("paged_attention", name, "for the check")
+    k_cache, v_cache = (laid_out(cache, platform.kv_heads_first) for cache in (k_cache, v_cache))
     # Nothing that was asked for, or lies ready, from before.
     stand_ins.asked_workspaces.clear()
     stand_ins.writes.clear()
     npu._kept.cache_clear()
     for _ in range(2):
         out = torch.full(q.shape, torch.nan, dtype=dtype)
-        paged_attention(q, k_cache, v_cache, maps, scale=0.3, sliding_window=sliding_window, out=out)
+        with installed(platform, q.device.type):
+            paged_attention(q, k_cache, v_cache, maps, scale=0.3, sliding_window=sliding_window, out=out)
         assert_close(out, expected, dtype)
     if is_decode:
         first, second = ([tensor.data_ptr() for tensor in places] for places in stand_ins.writes)
         assert first == second, "captured calls write again where they wrote"
+
+
+def laid_out(cache: torch.Tensor, heads_first: bool) -> torch.Tensor:
+    """A copy of a cache in one of the two layouts."""
+    return made(cache.new_empty, tuple(cache.shape), heads_first=heads_first).copy_(cache)
 
 
 def attention_maps(step: tuple[tuple[int, int], ...]) -> AttentionMaps:
@@ -91,7 +101,7 @@ def norm_of_sum(dtype: torch.dtype) -> None:
     assert_close(stream, total.double(), dtype)
 
 
-def rotate_and_write(dtype: torch.dtype, has_norm: bool) -> None:
+def rotate_and_write(dtype: torch.dtype, has_norm: bool, heads_first: bool = False) -> None:
     """Of tokens in no order of slots, one of which is padding; what is not named keeps its bits."""
     random = _Random(dtype)
     caches = [random(NUM_BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM) for _ in range(2)]
@@ -116,6 +126,7 @@ def rotate_and_write(dtype: torch.dtype, has_norm: bool) -> None:
         for slot, value in zip(slots.tolist(), values, strict=True):
             if slot >= 0:
                 cache[slot // BLOCK_SIZE, slot % BLOCK_SIZE] = value
+    caches = [laid_out(cache, heads_first) for cache in caches]
     # The second choice; the first calls nothing of torch_npu.
     with installed(in_use(qkv.device).with_fallback("rotary_kv", "npu", "for the check"), qkv.device.type):
         q = rotary_kv(qkv, cos, sin, *caches, slots, head_weight=weight, eps=EPS)
@@ -149,10 +160,13 @@ CHECKS: dict[str, Callable[[], None]] = {
         (attend, "window", (7, False)),
         (attend, "all of a decode step", (None, True)),
         (attend, "window of a decode step", (7, True)),
+        (attend, "all, token by token", (None, False, "npu")),
+        (attend, "window of a decode step, token by token", (7, True, "npu")),
         (norm, "", ()),
         (norm_of_sum, "", ()),
         (rotate_and_write, "", (False,)),
         (rotate_and_write, "normed", (True,)),
+        (rotate_and_write, "head by head", (False, True)),
         (gate, "", ()),
     )
     for dtype in HALVES

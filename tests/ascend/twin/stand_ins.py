@@ -149,7 +149,8 @@ def attend(
     """Attention of T query tokens of B requests, one after the other, over a paged cache (layout TND).
 
     query       [T, num_heads, head_dim]
-    key, value  [num_blocks, block_size, num_key_value_heads * head_dim]
+    key, value  [num_blocks, block_size, num_key_value_heads * head_dim], or
+                [num_blocks, num_key_value_heads, block_size, head_dim]
     A request's last query stands at its last key. sparse_mode 3: each query sees all keys up to its own; 4 (band): of
     these the `pre_tokens` before its own, and its own.
     """
@@ -159,11 +160,16 @@ def attend(
     for request, kv_len in enumerate(actual_seq_lengths_kv):
         q = query[starts[request] : starts[request + 1]].float()
         blocks = block_table[request, : -(-kv_len // block_size)].long()
-        k, v = (cache[blocks].view(-1, *kv_shape)[:kv_len].float() for cache in (key, value))
+        k, v = (_rows(cache[blocks], kv_shape)[:kv_len].float() for cache in (key, value))
         out[starts[request] : starts[request + 1]] = _attend(
             q, k, v, scale, pre_tokens if sparse_mode == 4 else INT_MAX
         )
     return out
+
+
+def _rows(blocks: torch.Tensor, kv_shape: tuple[int, int]) -> torch.Tensor:
+    """Blocks of a cache in either layout as [positions, kv_heads, head_dim]."""
+    return (blocks.transpose(1, 2) if blocks.dim() == 4 else blocks).reshape(-1, *kv_shape)
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, reach: int) -> torch.Tensor:
@@ -179,8 +185,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, rea
 def _check_attention_tensors(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_heads: int, num_kv_heads: int, block_size: int
 ) -> None:
+    rule(query.dim() == 3, "the query has three dimensions")
     for tensor in (query, key, value):
-        rule(tensor.dim() == 3, "query, key and value have three dimensions")
         rule(tensor.is_contiguous(), "query, key and value are contiguous")
         rule(tensor.dtype == query.dtype, "query, key and value have one dtype")
         rule(tensor.numel() < 2**31, "a cache has fewer than 2**31 elements")
@@ -194,8 +200,10 @@ def _check_attention_tensors(
     rule(num_kv_heads * head_dim <= 65535, "a token's keys have at most 65535 elements")
     rule(128 <= block_size <= 512 and block_size % 128 == 0, "block_size is 128, 256, 384 or 512")
     rule(key.shape == value.shape, "key and value have one shape")
+    shapes = {3: (block_size, num_kv_heads * head_dim), 4: (num_kv_heads, block_size, head_dim)}
     rule(
-        key.shape[1:] == (block_size, num_kv_heads * head_dim), "the cache is [blocks, block_size, kv_heads * head_dim]"
+        key.shape[1:] == shapes.get(key.dim()),
+        "the cache is [blocks, block_size, kv_heads * head_dim] or [blocks, kv_heads, block_size, head_dim]",
     )
 
 

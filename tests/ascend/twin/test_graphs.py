@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kernels.lora import triton_ascend as lora
-from kernels.paged_attention import npu
+from kernels.paged_attention import npu, npu_heads_first
 from kernels.paged_attention.maps import AttentionMaps
 from service.engine.captured_steps import LARGE, UPDATE_FAILED
 from service.engine.engine import Engine
@@ -161,12 +161,12 @@ def another_sequence_s_lengths(patch: pytest.MonkeyPatch) -> None:
         told = right(maps)
         return {**told, "actual_seq_lengths_kv": told["actual_seq_lengths_kv"][::-1]}
 
-    patch.setattr(npu, "CONTRACT", replace(npu.CONTRACT, updates=turned))
+    patch.setattr(npu_heads_first, "CONTRACT", replace(npu.CONTRACT, updates=turned))
 
 
 def a_key_that_the_operator_has_not(patch: pytest.MonkeyPatch) -> None:
     right = npu.host_lengths
-    patch.setattr(npu, "CONTRACT", replace(npu.CONTRACT, updates=lambda maps: {"lengths": right(maps)}))
+    patch.setattr(npu_heads_first, "CONTRACT", replace(npu.CONTRACT, updates=lambda maps: {"lengths": right(maps)}))
 
 
 @pytest.mark.parametrize(

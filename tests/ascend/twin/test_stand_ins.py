@@ -117,7 +117,13 @@ REFUSED: list[tuple[str, str, Callable[[Arguments], Arguments]]] = [
     (FIA, "one dtype", float32("value")),
     (FIA, "contiguous", lambda good: {"query": strided(good["query"])}),
     (FIA, "contiguous", lambda good: {"key": strided(good["key"])}),
-    (FIA, "three dimensions", lambda good: {"key": good["key"].view(BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM)}),
+    (FIA, "three dimensions", lambda good: {"query": good["query"][None]}),
+    (FIA, "one shape", lambda good: {"key": good["key"].view(BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM)}),
+    # Head by head is the order of its four dimensions, and of memory.
+    (FIA, "the cache is", lambda good: {
+        name: good[name].view(BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM) for name in ("key", "value")}),
+    (FIA, "contiguous", lambda good: {
+        name: good[name].view(BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM).transpose(1, 2) for name in ("key", "value")}),
     (FIA, "num_heads is", given(num_heads=2)),
     (FIA, "shared evenly", given(num_key_value_heads=3)),
     (FIA, "block_size is", given(block_size=64)),
@@ -261,6 +267,20 @@ def test_the_16_bit_rule_can_be_lifted() -> None:
     assert out is wide["out"][0] and not out.isnan().any()
     with pytest.raises(BrokenRule, match="16 bits"):
         torch.ops.npu.npu_fused_infer_attention_score(**wide)
+
+
+def test_both_layouts_of_a_cache_give_one_result() -> None:
+    good = attention()
+    results = []
+    for heads_first in (False, True):
+        call = dict(good)
+        if heads_first:
+            for name in ("key", "value"):
+                cache = good[name].view(BLOCKS, BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+                call[name] = cache.transpose(1, 2).contiguous()
+        out, _ = torch.ops.npu.npu_fused_infer_attention_score.out(**call, out=places_of(call))
+        results.append(out)
+    assert torch.equal(*results) and not results[0].isnan().any()
 
 
 def test_the_wheels_own_shape_function_is_asked_first() -> None:

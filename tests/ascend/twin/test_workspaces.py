@@ -12,11 +12,11 @@ from kernels.paged_attention import npu
 from kernels.paged_attention.maps import AttentionMaps
 from kernels.paged_attention.ops import paged_attention
 from tests.ascend.twin import stand_ins
-from tests.ascend.twin.checks import HEAD_DIM, KV_HEADS, NUM_BLOCKS, NUM_HEADS, attention_maps
+from tests.ascend.twin.checks import HEAD_DIM, KV_HEADS, NUM_BLOCKS, NUM_HEADS, attention_maps, laid_out
 
 WORKSPACE = "_npu_fused_infer_attention_score_get_max_workspace"
 DTYPE = torch.float16
-CACHE = torch.zeros(NUM_BLOCKS, 128, KV_HEADS, HEAD_DIM, dtype=DTYPE)
+CACHE = laid_out(torch.zeros(NUM_BLOCKS, 128, KV_HEADS, HEAD_DIM, dtype=DTYPE), heads_first=True)
 
 
 pytestmark = pytest.mark.usefixtures("npu")
@@ -95,4 +95,4 @@ def test_a_step_of_known_sizes_makes_no_tensor_and_copies_none() -> None:
     attend(maps)
     with _Operators() as operators:
         paged_attention(q, CACHE, CACHE, maps, scale=0.1, out=out)
-    assert operators.names == ["aten.view.default", "aten.view.default", "npu.npu_fused_infer_attention_score.out"]
+    assert operators.names == ["aten.transpose.int", "aten.transpose.int", "npu.npu_fused_infer_attention_score.out"]
