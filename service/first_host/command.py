@@ -118,8 +118,9 @@ class _Run:
         self._request = {"options": _asked(settings)}
         self._steps = steps
         self._scale = minutes / MINUTES
-        self._deadline = time.monotonic()
-        self._end = self._deadline + minutes * 60
+        begun = time.monotonic()
+        self._deadline = begun + self._left_over()
+        self._end = begun + minutes * 60
 
     def to_the_end(self) -> int:
         """The exit code."""
@@ -139,6 +140,12 @@ class _Run:
         self._journal.write(self._report)
         self._tell_of_all()
         return 1 if self._report.faults else 0
+
+    def _left_over(self) -> float:
+        """Seconds that steps of an earlier run, which have their answers, have left of their time."""
+        steps = zip(self._steps, self._report.steps, strict=True)
+        ended = [(step, outcome) for step, outcome in steps if outcome.num_begun and outcome.status in ENDED]
+        return sum(max(step.limit_seconds * self._scale - outcome.seconds, 0.0) for step, outcome in ended)
 
     def _failed_before(self, index: int) -> str | None:
         """Name of a step before this one that it needs, and that has failed."""

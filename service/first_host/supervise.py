@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import IO, Any
 
 from service.child_process import child_environment
@@ -42,8 +42,13 @@ def run_step(
     started = time.monotonic()
     outcome.status, outcome.reason, outcome.facts, outcome.faults = "running", None, {}, []
     asked = {**request, "step": step.name, "work": step.work, "devices": step.devices, "changed": dict(step.options)}
-    with tempfile.TemporaryFile() as said:
-        child = _Child(asked, {**child_environment(), **step.environment}, said)
+    with ExitStack() as stack:
+        try:
+            said = stack.enter_context(tempfile.TemporaryFile())
+            child = _Child(asked, {**child_environment(), **step.environment}, said)
+        except OSError as error:  # no temporary directory has room, or there are too many processes
+            outcome.status, outcome.reason = "crashed", f"its process could not be started ({error.strerror})"
+            return
         try:
             _follow(child, outcome, started + limit_seconds, tell)
         finally:

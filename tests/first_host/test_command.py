@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.first_host_steps import MAX_FILE_BYTES, MEETING
+from tests.support.first_host_steps import MAX_FILE_BYTES, MEETING, NO_TEMPORARY_FILES
 from tests.support.limits import LIMIT_SECONDS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -125,7 +126,10 @@ def test_a_killed_command_is_resumed(meeting: Meeting) -> None:
     assert [step["status"] for step in meeting.report["steps"]] == ["ok", "running"]
     code, _, err = meeting.run("works,waits")
     assert (code, "--resume goes on with it" in err) == (2, True)
-    assert meeting.run("works,waits", "--resume")[0] == 0
+    code, out, _ = meeting.run("works,waits", "--resume")
+    assert code == 0
+    (limit,) = re.findall(r"waits: .* \(at most (\d+) s\)", out)
+    assert 300 < int(limit) <= 600, "what the first step had left of its time is the other one's too"
     assert [step["status"] for step in meeting.report["steps"]] == ["ok", "ok"]
     assert (meeting.directory / "begun").read_text().split() == ["works", "waits", "waits"]
     assert meeting.step("waits")["facts"] == {"answer": 43}
@@ -180,6 +184,14 @@ def test_a_disk_that_is_full_leaves_the_report_as_it_was(meeting: Meeting) -> No
     assert err.startswith("multilora: The report cannot be written to first-host: File too large. Make room")
     assert (directory / "report.json").read_bytes() == was
     assert not list(directory.glob("*.new"))
+
+
+def test_a_step_that_cannot_be_started_costs_no_report(meeting: Meeting) -> None:
+    code, _, _ = meeting.run("works,warns", **{NO_TEMPORARY_FILES: "1"})
+    assert code == 1
+    assert [(step["status"], step["reason"]) for step in meeting.report["steps"]] == [
+        ("crashed", "its process could not be started (No usable temporary directory)")
+    ] * 2
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ Each step is a function of this module, with what may happen to a step on an unk
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import subprocess
@@ -23,6 +24,8 @@ from service.first_host.plan import Step
 MEETING = "FIRST_HOST_MEETING"
 # How large files may grow that the command writes; no bound without it.
 MAX_FILE_BYTES = "FIRST_HOST_MAX_FILE_BYTES"
+# Where no directory for temporary files has room, as on a host whose disk is full but for the report's.
+NO_TEMPORARY_FILES = "FIRST_HOST_NO_TEMPORARY_FILES"
 
 
 def works(host: Host) -> None:
@@ -111,10 +114,17 @@ def _note(name: str) -> None:
         file.write(f"{name}\n")
 
 
+def _no_temporary_file() -> None:
+    """As `tempfile` raises it."""
+    raise FileNotFoundError(errno.ENOENT, "No usable temporary directory")
+
+
 def main() -> int:
     supervise.time = SimpleNamespace(monotonic=_clock)  # type: ignore[assignment]
     if MAX_FILE_BYTES in os.environ:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ[MAX_FILE_BYTES]),) * 2)
+    if NO_TEMPORARY_FILES in os.environ:
+        supervise.tempfile = SimpleNamespace(TemporaryFile=_no_temporary_file)  # type: ignore[assignment]
     steps = [
         Step(
             name=name,
