@@ -114,7 +114,7 @@ ENV PATH=/opt/multilora/venv/bin:$PATH \
 COPY constraints-npu.txt constraints-npu-2.12.txt /opt/multilora/image/
 ARG NPU_PINS=2.13
 RUN if [ "$NPU_PINS" != 2.13 ]; then \
-        sed -i -E '/^(torch|torch-npu|triton-ascend)==/d' /opt/multilora/image/constraints-npu.txt && \
+        sed -i -E '/^(torch|torch-npu|triton-ascend|setuptools)==/d' /opt/multilora/image/constraints-npu.txt && \
         cat "/opt/multilora/image/constraints-npu-$NPU_PINS.txt" >>/opt/multilora/image/constraints-npu.txt; \
     fi
 # torch's build for the CPU: torch_npu refuses to live beside one for CUDA, which is what the default index has.

@@ -5,12 +5,21 @@
 #
 #   PYTHON=PATH       interpreter that makes the environment, python3.11 unless told
 #   TORCH_INDEX=URL   package index to take torch from; else as scripts/torch-index.sh finds it
+#   NPU_PINS=2.12     the twin alone, with torch and torch_npu of the second set of pins (constraints-npu-2.12.txt), in
+#                     an environment of its own. Its triton-ascend is not on PyPI: today's serves
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-venv=.venv-ascend
+pins=${NPU_PINS:-}
+venv=.venv-ascend${pins:+-$pins}
 stamp=$venv/installed
 constraints=constraints-ascend.txt
+if [ -n "$pins" ]; then
+    constraints=$(mktemp)
+    trap 'rm -f "$constraints"' EXIT
+    sed -E '/^torch(_npu)?==/d' constraints-ascend.txt >"$constraints"
+    sed -n 's/^torch-npu/torch_npu/; /^(torch|setuptools)/p' -E "constraints-npu-$pins.txt" >>"$constraints"
+fi
 
 install_system_tools() {
     command -v mlir-opt-19 >/dev/null && command -v mlir-translate-19 >/dev/null && command -v clang-19 >/dev/null && return
@@ -32,6 +41,8 @@ install_venv() {
     # Torch alone is taken from there; what it requires comes with the next step.
     "$venv/bin/pip" install -q --no-deps -c "$constraints" ${index:+--index-url "$index"} torch
     "$venv/bin/pip" install -q -c "$constraints" torch numpy pybind11 pytest pytest-timeout pytest-xdist hypothesis
+    # Both are the directory `triton`; upstream's comes with torch's builds for CUDA.
+    "$venv/bin/pip" uninstall -q -y triton
     # Without its dependencies: they would bring another copy of torch's build for a device that is not here.
     "$venv/bin/pip" install -q --no-deps -c "$constraints" triton-ascend
     # Only the compiler's binaries are used, so the wheel is unpacked beside the environment, not installed into it.
@@ -42,7 +53,7 @@ install_venv() {
     chmod +x "$venv"/compiler/ascendnpuir/bin/*
     rm -r "$wheels"
     # The twin runs the whole service, in the service's own versions wherever Ascend's packages allow.
-    grep -vE '^(numpy|torch|triton)==' constraints.txt >"$venv/constraints.txt"
+    grep -vE '^(numpy|torch|triton|setuptools)==' constraints.txt >"$venv/constraints.txt"
     "$venv/bin/python" -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"],
         sep="\n")' >"$venv/requirements.txt"
     "$venv/bin/pip" install -q -c "$constraints" -c "$venv/constraints.txt" -r "$venv/requirements.txt" transformers peft
@@ -65,8 +76,10 @@ workers=$(awk -v cores="$(nproc)" '$1 == "MemAvailable:" { fits = int($2 / 2 / 1
 export OMP_NUM_THREADS=1
 # A test that hangs fails by its name, as in the Makefile.
 pytest=("$venv/bin/python" -m pytest --timeout 900 -n "$workers" "$@")
-"${pytest[@]}" tests/ascend
-TRITON_INTERPRET=1 "${pytest[@]}" tests/ascend
+if [ -z "$pins" ]; then
+    "${pytest[@]}" tests/ascend
+    TRITON_INTERPRET=1 "${pytest[@]}" tests/ascend
+fi
 
 # Arguments may select none of the twin's tests, which pytest calls a failure (5).
 TORCH_DEVICE_BACKEND_AUTOLOAD=0 PYTHONPATH="$PWD/$venv/torch_npu" TRITON_INTERPRET=1 \

@@ -55,10 +55,10 @@ def test_what_is_copied_is_sent_to_the_build() -> None:
     assert {source for source in copied if not any(f"{source}/".startswith(f"{one}/") for one in sent)} == set()
 
 
-def test_the_second_set_of_pins_takes_the_place_of_three_lines(tmp_path: Path) -> None:
+def test_the_second_set_of_pins_takes_the_place_of_four_lines(tmp_path: Path) -> None:
     """By the Dockerfile's own command."""
     first, second = pins("constraints-npu.txt"), pins("constraints-npu-2.12.txt")
-    assert second.keys() == {"torch", "torch-npu", "triton-ascend"} <= first.keys()
+    assert second.keys() == {"torch", "torch-npu", "triton-ascend", "setuptools"} <= first.keys()
     assert second["torch-npu"].partition(".post")[0] == second["torch"]
     (command,) = re.findall(r"^RUN (if \[ \"\$NPU_PINS.*?fi)$", TARGETS["npu"], re.DOTALL | re.MULTILINE)
     command = command.replace("/opt/multilora/image", str(tmp_path))

@@ -62,6 +62,15 @@ def test_torch_npu_of_the_second_set_has_a_wheel(machine: str, tmp_path: Path) -
     assert found == wanted, error
 
 
+def test_torch_of_the_second_set_agrees_with_the_other_pins(tmp_path: Path) -> None:
+    """All that is installed beside it is pinned too; what it asks for by itself may not be at odds with that."""
+    wanted = {**NPU_PINS, **pins("constraints-npu-2.12.txt")}
+    constraints = _requirements(tmp_path / "constraints.txt", wanted)
+    torch = {"torch": wanted["torch"]}
+    found, error = _resolve(_requirements(tmp_path / "requirements.in", torch), "x86_64", f"--constraint={constraints}")
+    assert found.items() >= {**torch, "setuptools": wanted["setuptools"]}.items(), error
+
+
 def test_a_pin_without_a_wheel_is_found(tmp_path: Path) -> None:
     """triton-ascend 3.2.0 is why the image has Python 3.11: there is no wheel for 3.12."""
     wanted = {"triton-ascend": NPU_PINS["triton-ascend"]}

@@ -20,9 +20,10 @@ TOKENS, HEADS, KV_HEADS, HEAD_DIM, BLOCKS, BLOCK_SIZE = 6, 4, 2, 64, 5, 128
 def test_the_wheel_is_the_one_that_is_served_with() -> None:
     import torch_npu
 
-    assert torch_npu.__version__ == "2.13.0"
     assert not torch.npu.is_available()
-    assert sum(name.startswith("npu::") for name in torch._C._dispatch_get_all_op_names()) == 425
+    num_operators = sum(name.startswith("npu::") for name in torch._C._dispatch_get_all_op_names())
+    # The second is that of NPU_PINS=2.12.
+    assert (torch_npu.__version__, num_operators) in {("2.13.0", 425), ("2.12.0.post2", 424)}
 
 
 def attention() -> Arguments:
