@@ -34,6 +34,9 @@ EQUIVALENT["lora_expand_few", "tl.cast(t, tl.int64)", "t"] = (
 EQUIVALENT["rotary_kv_kernel", "tl.minimum(first_item + share, num_items)", "first_item + share"] = (
     "items behind the last one are blocks of heads behind the last value head, where every access is masked"
 )
+EQUIVALENT["rotary_kv_kernel", "slot >= 0", "slot > 0"] = (
+    "slot 0 stands in the null block, of which no token has a slot"
+)
 EQUIVALENT["swiglu_window_few", "end > begin", "end >= begin"] = (
     "one more round for each segment without tokens; the base's tokens come after the last segment all the same"
 )
