@@ -41,10 +41,6 @@ install_venv() {
     # Torch alone is taken from there; what it requires comes with the next step.
     "$venv/bin/pip" install -q --no-deps -c "$constraints" ${index:+--index-url "$index"} torch
     "$venv/bin/pip" install -q -c "$constraints" torch numpy pybind11 pytest pytest-timeout pytest-xdist hypothesis
-    # Both are the directory `triton`; upstream's comes with torch's builds for CUDA.
-    "$venv/bin/pip" uninstall -q -y triton
-    # Without its dependencies: they would bring another copy of torch's build for a device that is not here.
-    "$venv/bin/pip" install -q --no-deps -c "$constraints" triton-ascend
     # Only the compiler's binaries are used, so the wheel is unpacked beside the environment, not installed into it.
     local wheels
     wheels=$(mktemp -d)
@@ -57,6 +53,10 @@ install_venv() {
     "$venv/bin/python" -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"],
         sep="\n")' >"$venv/requirements.txt"
     "$venv/bin/pip" install -q -c "$constraints" -c "$venv/constraints.txt" -r "$venv/requirements.txt" transformers peft
+    # Upstream's triton, which torch's builds for CUDA bring, and bring again with each install, is the same directory.
+    "$venv/bin/pip" uninstall -q -y triton
+    # Without its dependencies: they would bring another copy of torch's build for a device that is not here.
+    "$venv/bin/pip" install -q --no-deps -c "$constraints" triton-ascend
     # Beside the environment too: where torch finds it, it would be imported along, which fails without CANN.
     rm -rf "$venv/torch_npu"
     "$venv/bin/pip" install -q --no-deps --target "$venv/torch_npu" "$(grep ^torch_npu== "$constraints")"
