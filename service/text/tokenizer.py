@@ -18,6 +18,7 @@ _NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pa
 
 # So many are decoded in a millisecond.
 _TOKENS_OF_A_PIECE = 1 << 14
+_MOST_BEGUN_BYTES = 3  # of a character of UTF-8 that is not whole
 _FEW_TOKENS = 1000
 
 
@@ -141,10 +142,14 @@ class TextTokenizer:
         return "".join(texts)
 
     def _is_between_chars(self, token_ids: Sequence[int], at: int) -> bool:
-        """Whether no character goes on behind the tokens before `at`, which end at most three bytes after it began."""
-        before = codecs.getincrementaldecoder("utf-8")("replace")
-        before.decode(b"".join(map(self.token_bytes, token_ids[max(0, at - 4) : at])))
-        (unfinished, _), after = before.getstate(), self.token_bytes(token_ids[at])
+        """Whether no character goes on behind the tokens before `at`: it begins three bytes before, at most."""
+        start, before = at, b""
+        while start and len(before) < _MOST_BEGUN_BYTES:  # some tokens have none
+            start -= 1
+            before = self.token_bytes(token_ids[start]) + before
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(before)
+        (unfinished, _), after = decoder.getstate(), self.token_bytes(token_ids[at])
         return not unfinished or (bool(after) and not 0x80 <= after[0] < 0xC0)
 
     def token_text(self, token_id: int) -> str:

@@ -90,6 +90,22 @@ class TestTokenizer:
             token_ids = ids[:1] * offset + ids * (num_tokens // len(ids))
         assert byte_level.decode_in_pieces(token_ids) == byte_level.decode(token_ids, skip_special_tokens=False)
 
+    def test_ids_that_are_no_tokens_may_stand_inside_a_character(self, tmp_path: Path) -> None:
+        make_tokenizer(tmp_path)
+        path = tmp_path / "tokenizer.json"
+        parts = json.loads(path.read_text())
+        last = max(parts["model"]["vocab"], key=parts["model"]["vocab"].get)
+        parts["model"]["vocab"][last] += 100
+        path.write_text(json.dumps(parts))
+        tokenizer = TextTokenizer.load(tmp_path)
+        hole = parts["model"]["vocab"][last] - 1
+        assert tokenizer.token_bytes(hole) == b""
+        id_of = {tokenizer.token_bytes(one): one for one in range(tokenizer.vocab_size)}
+        first, *rest = (id_of[bytes([byte])] for byte in "𝄞".encode())
+        token_ids = ([first] + [hole] * 9 + rest) * 4_000
+        assert tokenizer.decode_in_pieces(token_ids) == tokenizer.decode(token_ids, skip_special_tokens=False)
+        assert tokenizer.decode_in_pieces(token_ids) == "𝄞" * 4_000
+
     def test_tokens_of_other_decoders_are_taken_at_once(self, byte_fallback: TextTokenizer) -> None:
         token_ids = [*byte_fallback.encode("a b", add_special_tokens=False)] * 10_000
         expected = byte_fallback.decode(token_ids, skip_special_tokens=False)
