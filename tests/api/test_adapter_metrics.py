@@ -134,7 +134,7 @@ def test_a_scrape_may_ask_for_adapters(server: Server) -> None:
     assert 'multilora_adapter_info{adapter="beta",digest="' in text
     (info,) = [line for line in text.splitlines() if line.startswith("vllm:lora_requests_info{")]
     assert int(info.partition('max_lora="')[2].partition('"')[0]) > 0
-    # Long over, and still on the device.
-    assert 'running_lora_adapters="alpha"' in info
+    # Long over, and still on the device, where others may have come since their upload.
+    assert "alpha" in info.partition('running_lora_adapters="')[2].partition('"')[0].split(",")
     loaded = [line for line in text.splitlines() if line.startswith("vllm:lora_adapter_loaded{")]
-    assert len(loaded) == 1 and 'adapter_name="alpha",level="gpu",pinned="false"' in loaded[0]
+    assert sum('adapter_name="alpha",level="gpu",pinned="false"' in line for line in loaded) == 1

@@ -224,9 +224,14 @@ def test_replicas_whose_disk_is_full_are_named_and_not_started_anew(
         pytest.skip(small_store)
     wait_for(server.is_whole, "both engines")
     pids, names = server.engine_pids(), set(server.replicas())
-    with filled(checkpoints / "disk"):
-        wait_for(lambda: set(server.replicas().values()) == {"disk-full"}, "the full disk to be seen")
-        assert server.http.get("/health").json()["store"] == "full"
+    with filled(checkpoints / "disk") as fill:
+
+        def is_seen() -> bool:
+            fill()
+            health = server.http.get("/health").json()
+            return set(health["replicas"].values()) == {"disk-full"} and health.get("store") == "full"
+
+        wait_for(is_seen, "the full disk to be seen")
         # They are all that there is, and can compute.
         assert server.text("tiny")
     wait_for(server.is_whole, "both to be back")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -40,13 +40,18 @@ def small_disk(directory: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def filled(directory: Path) -> Iterator[None]:
-    """Nothing more can be written there."""
+def filled(directory: Path) -> Iterator[Callable[[], None]]:
+    """Nothing more can be written there, unless who writes there lets go of something; what is yielded fills it
+    again."""
     filler = directory / "filler"
-    try:
-        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+
+    def fill() -> None:
+        with contextlib.suppress(OSError), filler.open("ab", buffering=0) as file:
             while file.write(bytes(1 << 20)):
                 pass
-        yield
+
+    try:
+        fill()
+        yield fill
     finally:
         filler.unlink()
