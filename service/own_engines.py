@@ -7,7 +7,7 @@ import msgspec
 from service.cluster.devices import environment_of
 from service.cluster.engines import Engines
 from service.engine.client import EngineClient
-from service.machine import num_usable_cpus
+from service.machine import may_find_accelerator, num_usable_cpus
 from service.settings import Settings
 
 
@@ -16,6 +16,6 @@ def own_engines(settings: Settings) -> EngineClient | Engines:
     options = settings.engine_options()
     if settings.replicas == 1:
         return EngineClient(options)
-    if options.num_threads is None and options.device == "cpu":
+    if options.num_threads is None and not may_find_accelerator(options.device):
         options = msgspec.structs.replace(options, num_threads=max(1, num_usable_cpus() // settings.replicas))
     return Engines([EngineClient(options, environment_of(number)) for number in range(settings.replicas)])
