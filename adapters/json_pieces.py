@@ -41,7 +41,7 @@ _OBJECT_RUN = _run_of(_TEXT + _BLANKS + rb":" + _BLANKS + _VALUE)
 # Of a list, where there are no texts, lists and objects: numbers, which are read faster so.
 _FLAT_RUN = re.compile(rb'[^][{}"]*+')
 # Of a text, so that no character and no pair of escapes that are one character is cut in two.
-_HIGH_HALF = rb"\\u[dD][89abAB]..(?:\\u....|(?=[^\\])|(?=\\[^u]))"
+_HIGH_HALF = rb"\\u[dD][89abAB]..(?:\\u[dD][c-fC-F]..|(?=[^\\])|(?=\\[^u])|(?=\\u(?![dD][c-fC-F])....))"
 _TEXT_RUN = re.compile(rb'(?:[^"\\]++|\\[^u\x80-\xff]|\\u(?![dD][89abAB])....|' + _HIGH_HALF + rb")*+", re.DOTALL)
 _SOME_BLANKS, _SOME_PLAIN = re.compile(_BLANKS), re.compile(rb"[-+.0-9A-Za-z]++")
 _LONG_NUMBER = re.compile(rb"-?[0-9][-+.0-9eE]*")

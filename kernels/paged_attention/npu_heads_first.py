@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import torch
 
+from kernels.contract import Contract
 from kernels.paged_attention import npu
 from kernels.paged_attention.maps import AttentionMaps
 
-CONTRACT = npu.CONTRACT
+CONTRACT = Contract(refuses=npu.refuses, updates=npu.host_lengths)
 
 
 def paged_attention(

@@ -74,6 +74,7 @@ def test_all_is_as_with_pythons_parser(
         b'"' + b"a" * 46 + b"\\\xe2\x82\xac" + b'"',
         b'"' + b"\\ud83d" * 20 + b'"',
         b'"' + b"a" * 39 + b"\\ud83d\\ude00" * 4 + b'"',
+        b'"' + b"a" * 35 + b"\\ud83d\\ud83d\\ude00" * 4 + b'"',
         b"[" + b" " * 60 + b"truex]",
         b"[" + b" " * 60 + b"\xe2\x82\xac]",
         b'"\xe2\x82\xac' + b'" ' * 40,
