@@ -134,23 +134,27 @@ class TextTokenizer:
             return self.decode(token_ids, skip_special_tokens=False)
         texts, start = [], 0
         while start < len(token_ids):
-            end = min(start + _TOKENS_OF_A_PIECE, len(token_ids))
-            while end < len(token_ids) and not self._is_between_chars(token_ids, end):
-                end += 1
+            end = self._end_of_char(token_ids, start, min(start + _TOKENS_OF_A_PIECE, len(token_ids)))
             texts.append(self.decode(token_ids[start:end], skip_special_tokens=False))
             start = end
         return "".join(texts)
 
-    def _is_between_chars(self, token_ids: Sequence[int], at: int) -> bool:
-        """Whether no character goes on behind the tokens before `at`: it begins three bytes before, at most."""
-        start, before = at, b""
-        while start and len(before) < _MOST_BEGUN_BYTES:  # some tokens have none
-            start -= 1
-            before = self.token_bytes(token_ids[start]) + before
+    def _end_of_char(self, token_ids: Sequence[int], start: int, end: int) -> int:
+        """The first index from `end` on at which no character goes on, if none does at `start`. Every token is looked
+        at once in each direction: a character begins three bytes before, at most, but some tokens have no bytes."""
+        first, before = end, b""
+        while first > start and len(before) < _MOST_BEGUN_BYTES:
+            first -= 1
+            before = self.token_bytes(token_ids[first]) + before
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         decoder.decode(before)
-        (unfinished, _), after = decoder.getstate(), self.token_bytes(token_ids[at])
-        return not unfinished or (bool(after) and not 0x80 <= after[0] < 0xC0)
+        while end < len(token_ids) and decoder.getstate()[0]:
+            after = self.token_bytes(token_ids[end])
+            if after and not 0x80 <= after[0] < 0xC0:
+                break
+            decoder.decode(after)
+            end += 1
+        return end
 
     def token_text(self, token_id: int) -> str:
         """Text of one token inside a text, special tokens included; for listing alternatives in log probabilities."""

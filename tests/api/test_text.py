@@ -66,6 +66,21 @@ def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     return TextTokenizer.load(directory)
 
 
+@pytest.fixture
+def with_hole(tmp_path: Path) -> tuple[TextTokenizer, int]:
+    """A byte-level tokenizer and an id that stands for nothing."""
+    make_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    parts = json.loads(path.read_text())
+    last = max(parts["model"]["vocab"], key=parts["model"]["vocab"].get)
+    parts["model"]["vocab"][last] += 100
+    path.write_text(json.dumps(parts))
+    tokenizer = TextTokenizer.load(tmp_path)
+    hole = parts["model"]["vocab"][last] - 1
+    assert tokenizer.token_bytes(hole) == b""
+    return tokenizer, hole
+
+
 def pieces_of(tokenizer: TextTokenizer, token_ids: list[int], **options: Any) -> list[str]:
     detokenizer = detokenizer_of(tokenizer, **options)
     return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.finish()]
@@ -90,21 +105,32 @@ class TestTokenizer:
             token_ids = ids[:1] * offset + ids * (num_tokens // len(ids))
         assert byte_level.decode_in_pieces(token_ids) == byte_level.decode(token_ids, skip_special_tokens=False)
 
-    def test_ids_that_are_no_tokens_may_stand_inside_a_character(self, tmp_path: Path) -> None:
-        make_tokenizer(tmp_path)
-        path = tmp_path / "tokenizer.json"
-        parts = json.loads(path.read_text())
-        last = max(parts["model"]["vocab"], key=parts["model"]["vocab"].get)
-        parts["model"]["vocab"][last] += 100
-        path.write_text(json.dumps(parts))
-        tokenizer = TextTokenizer.load(tmp_path)
-        hole = parts["model"]["vocab"][last] - 1
-        assert tokenizer.token_bytes(hole) == b""
+    def test_ids_that_are_no_tokens_may_stand_inside_a_character(self, with_hole: tuple[TextTokenizer, int]) -> None:
+        tokenizer, hole = with_hole
         id_of = {tokenizer.token_bytes(one): one for one in range(tokenizer.vocab_size)}
         first, *rest = (id_of[bytes([byte])] for byte in "𝄞".encode())
         token_ids = ([first] + [hole] * 9 + rest) * 4_000
         assert tokenizer.decode_in_pieces(token_ids) == tokenizer.decode(token_ids, skip_special_tokens=False)
         assert tokenizer.decode_in_pieces(token_ids) == "𝄞" * 4_000
+
+    @pytest.mark.parametrize("holes_before, holes_behind", [(16_383, 40_000), (10, 60_000), (60_000, 10)])
+    def test_many_ids_that_are_no_tokens_are_looked_at_once(
+        self, with_hole: tuple[TextTokenizer, int], holes_before: int, holes_behind: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tokenizer, hole = with_hole
+        id_of = {tokenizer.token_bytes(one): one for one in range(tokenizer.vocab_size)}
+        first, *rest = (id_of[bytes([byte])] for byte in "𝄞".encode())
+        token_ids = [hole] * holes_before + [first] + [hole] * holes_behind + rest
+        num_looks, token_bytes = 0, tokenizer.token_bytes
+
+        def counted(token_id: int) -> bytes:
+            nonlocal num_looks
+            num_looks += 1
+            return token_bytes(token_id)
+
+        monkeypatch.setattr(tokenizer, "token_bytes", counted)
+        assert tokenizer.decode_in_pieces(token_ids) == "𝄞"
+        assert num_looks <= 2 * len(token_ids)
 
     def test_tokens_of_other_decoders_are_taken_at_once(self, byte_fallback: TextTokenizer) -> None:
         token_ids = [*byte_fallback.encode("a b", add_special_tokens=False)] * 10_000
