@@ -23,6 +23,7 @@ from kernels.arrays import HostArray, Layout, by_name, in_host, in_nothing, in_t
 from kernels.lora.maps import LoraArrays, LoraMaps, Segment
 from kernels.lora.side import SideArrays, SideLines
 from kernels.paged_attention.maps import AttentionArrays
+from kernels.query_starts import QueryStarts
 from kernels.sampling.asked import Asked
 from kernels.sampling.maps import SamplingFacts
 from service.engine import maps
@@ -187,9 +188,10 @@ def _batch(
     if sizes.num_rows is not None:
         rows_lora = _lora_maps(arrays.rows_adapters, row_segments, sizes.num_rows, sizes)
     num_missing = sizes.num_sequences - len(chunks)
+    query_starts = QueryStarts((*starts, *starts[-1:] * num_missing))
     attention = AttentionMaps(
         **by_name(arrays.attention, AttentionArrays),
-        query_starts=(*starts, *starts[-1:] * num_missing),
+        query_starts=query_starts,
         kv_lens=(*(chunk.end for chunk in chunks), *(0,) * num_missing),
         block_tables=(*block_tuples, *((),) * num_missing),
         is_decode=sizes.all_decode,
@@ -198,7 +200,7 @@ def _batch(
     if arrays.conv is not None:
         conv = ConvMaps(
             **by_name(arrays.conv, ConvArrays),
-            query_starts=attention.query_starts,
+            query_starts=query_starts,
             query_start_loc=attention.query_start_loc,
             all_decode=sizes.all_decode,
         )

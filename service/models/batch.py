@@ -15,6 +15,7 @@ import torch
 from kernels.arrays import Array, declared
 from kernels.lora.maps import LoraMaps
 from kernels.paged_attention.maps import AttentionMaps
+from kernels.query_starts import QueryStarts
 
 __all__ = ["AttentionMaps", "ConvArrays", "ConvMaps", "StepBatch", "TokenArrays", "TokenSizes"]
 
@@ -36,7 +37,7 @@ class ConvMaps(ConvArrays[torch.Tensor]):
     token and an initial state, so the update op serves the step.
     """
 
-    query_starts: tuple[int, ...]
+    query_starts: QueryStarts
     query_start_loc: torch.Tensor
     all_decode: bool
 

@@ -113,9 +113,13 @@ class TestTokenizer:
         assert tokenizer.decode_in_pieces(token_ids) == tokenizer.decode(token_ids, skip_special_tokens=False)
         assert tokenizer.decode_in_pieces(token_ids) == "𝄞" * 4_000
 
-    @pytest.mark.parametrize("holes_before, holes_behind", [(16_383, 40_000), (10, 60_000), (60_000, 10)])
+    @pytest.mark.parametrize(("holes_before", "holes_behind"), [(16_383, 40_000), (10, 60_000), (60_000, 10)])
     def test_many_ids_that_are_no_tokens_are_looked_at_once(
-        self, with_hole: tuple[TextTokenizer, int], holes_before: int, holes_behind: int, monkeypatch: pytest.MonkeyPatch
+        self,
+        with_hole: tuple[TextTokenizer, int],
+        holes_before: int,
+        holes_behind: int,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         tokenizer, hole = with_hole
         id_of = {tokenizer.token_bytes(one): one for one in range(tokenizer.vocab_size)}

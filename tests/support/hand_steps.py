@@ -9,6 +9,7 @@ import torch
 
 from kernels.lora.maps import LoraMaps
 from kernels.paged_attention.maps import AttentionMaps
+from kernels.query_starts import QueryStarts
 from service.models.batch import ConvMaps, StepBatch
 from service.models.caches import allocate_caches
 from service.models.loader import LoadedModel
@@ -81,7 +82,7 @@ class HandDriver:
         conv = None
         if spec.has_states:
             conv = ConvMaps(
-                query_starts=tuple(starts),
+                query_starts=QueryStarts(starts),
                 query_start_loc=attention.query_start_loc,
                 state_indices=torch.tensor([sequence.line for sequence, _ in chunks], dtype=torch.int32, device=device),
                 has_initial_state=torch.tensor(known, device=device),
