@@ -17,12 +17,12 @@ from adapters.bound import (
     BoundSlice,
     rows_of,
 )
-from adapters.config import AdapterConfig
 from adapters.errors import BindingError
 from adapters.format import Tensor
 from adapters.layout import BaseLayout, Projection, Slice
 from adapters.module_names import KnownModules, model_prefix, tail_of
 from adapters.patterns import endings, pattern_values, targeted
+from adapters.peft_config import AdapterConfig
 from adapters.tensor_sorting import FoundModule, OtherTensors, sort_in
 
 MAX_SHOWN = 8

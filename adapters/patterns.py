@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from adapters.config import AdapterConfig
 from adapters.errors import Malformed
+from adapters.peft_config import AdapterConfig
 
 # Of processor time, to compile and match: one expression; all keys of rank_pattern or alpha_pattern. What people train
 # with takes a millisecond on hundreds of modules.

@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass, field, replace
 
 from adapters.bound import BIAS, LORA_BIAS, MAGNITUDE, WEIGHT, BaseCopy, BoundExtra, BoundTokens
-from adapters.config import AdapterConfig
 from adapters.format import Tensor
 from adapters.layout import Group, Projection, Slice
 from adapters.module_names import KnownModules, tail_of, trained_path
 from adapters.patterns import endings
+from adapters.peft_config import AdapterConfig
 
 _SIDE = re.compile(
     r"(?P<path>.+)\.(?P<side>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"

@@ -10,11 +10,11 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import IO
 
-from adapters.config import parse_config
 from adapters.errors import Malformed, StorageFull, TooLarge, Unsupported
 from adapters.extras import KEPT_BYTES, Role, role_of, role_of_part
 from adapters.format import printable
 from adapters.paths import CONFIG_FILE, TENSOR_FILE
+from adapters.peft_config import parse_config
 from adapters.shards import join_shards
 from adapters.staging_bytes import StagingBytes
 from adapters.store_faults import store_faults_are_ours

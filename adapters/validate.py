@@ -7,10 +7,10 @@ from pathlib import Path
 from adapters.base_weights import BaseWeights
 from adapters.binding import bind
 from adapters.bound import TOKENS, Binding, BoundExtra
-from adapters.config import parse_config
 from adapters.errors import BindingError, RowsExceeded
 from adapters.format import read_header
 from adapters.layout import BaseLayout
+from adapters.peft_config import parse_config
 from adapters.records import ModuleReport
 from adapters.row_plan import RowPlan
 

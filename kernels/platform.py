@@ -95,8 +95,8 @@ REGIMES: Mapping[str, str] = {
     "window": "decode steps with windows",
     "mixed_window": "steps with prompts and windows",
 }
-# Implementations of attention for which caches lie head by head (`kernels/paged_attention/layout.py`). Caches lie one
-# way, so that these serve all regimes or none.
+# Implementations of attention for which caches lie head by head (`kernels/paged_attention/cache_layout.py`). Caches lie
+# one way, so that these serve all regimes or none.
 HEADS_FIRST = frozenset({"npu_heads_first"})
 # What captured steps of an NPU are made of.
 DECODE_REGIMES = ("", "window")

@@ -33,7 +33,7 @@ from service.api import (
     lora_compat,
     models,
     page,
-    pins,
+    pinning,
     responses,
     tokenize,
     versions,
@@ -76,7 +76,7 @@ ROUTERS = (
     models.router,
     tokenize.router,
     versions.router,  # before the adapters: below an adapter's path there are names too
-    pins.router,
+    pinning.router,
     adapters.router,
     lora_compat.router,
     health.router,
@@ -233,7 +233,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     await engine.start()
     tasks = [asyncio.create_task(_prepare(services, engine), name="prepare")]
     if services.store is not None:
-        tasks.append(asyncio.create_task(pins.follow_pins(services, services.store), name="pins"))
+        tasks.append(asyncio.create_task(pinning.follow_pins(services, services.store), name="pins"))
     if services.settings.store_shared and services.tenants.has_file:
         directory = services.settings.store_root / "tenants"
         tasks.append(asyncio.create_task(follow_usage(services.tenants, directory), name="usage"))

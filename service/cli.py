@@ -91,7 +91,7 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
     if name == "completion":
         return _completion
     if name == "chat":
-        from service.chat import chat
+        from service.chat_command import chat
 
         return chat
     from service import commands

@@ -88,7 +88,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     # A client of a server that runs elsewhere.
     "service/command_client.py": ("service.version",),
-    "service/chat.py": ("service.command_client",),
+    "service/chat_command.py": ("service.command_client",),
     "service/commands.py": ("service.command_client",),
     "service/load_test.py": ("service.command_client",),
     # What everybody may import knows nobody.

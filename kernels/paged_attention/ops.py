@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.paged_attention.layout import is_heads_first
+from kernels.paged_attention.cache_layout import is_heads_first
 from kernels.paged_attention.maps import AttentionMaps
 from kernels.platform import contract, implementation, in_use
 
@@ -34,7 +34,7 @@ def paged_attention(
 
     q                 [tokens, num_heads, head_dim], unit stride along head_dim, head_dim stride between heads
     k_cache, v_cache  [num_blocks, block_size, kv_heads, head_dim], same dtype as q, both contiguous, or both head by
-                      head (`layout.py`) where the platform has them so; read only
+                      head (`cache_layout.py`) where the platform has them so; read only
     sliding_window    latest tokens that a query sees, itself included; None = all
     score_cap         above 0: bound of the scores' magnitude; None = none
     out               [tokens, num_heads, head_dim] contiguous; made when None

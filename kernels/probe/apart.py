@@ -10,8 +10,8 @@ from dataclasses import asdict
 from typing import Any
 
 from kernels.platform import IMPLEMENTATIONS, REGIME_OF_CASE, BackendError, Platform
-from kernels.probe.process import ProbeProcess
-from kernels.probe.results import OpReport, Status, Trial
+from kernels.probe.op_reports import OpReport, Status, Trial
+from kernels.probe.probe_process import ProbeProcess
 from kernels.probe.run import report_of
 from kernels.probe.shapes import ProbeShapes
 

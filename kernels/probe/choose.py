@@ -9,8 +9,8 @@ import torch
 
 from kernels.platform import BackendError, Platform, in_use, install
 from kernels.probe.apart import probe_apart
-from kernels.probe.process import ProbeProcess
-from kernels.probe.results import OpReport
+from kernels.probe.op_reports import OpReport
+from kernels.probe.probe_process import ProbeProcess
 from kernels.probe.run import REFERENCE, probe
 from kernels.probe.shapes import ProbeShapes
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from kernels.linear import ops as linear_ops
-from kernels.paged_attention.layout import made
+from kernels.paged_attention.cache_layout import made
 from kernels.platform import in_use
 from kernels.probe.place import Place
 from kernels.probe.prepared import Prepared

@@ -18,8 +18,8 @@ import torch
 
 from kernels.platform import HEADS_FIRST, IMPLEMENTATIONS, REGIME_OF_CASE, Platform, detect, installed
 from kernels.probe.cases import Case, cases_of
+from kernels.probe.op_reports import OpReport, Status, Trial
 from kernels.probe.place import Place
-from kernels.probe.results import OpReport, Status, Trial
 from kernels.probe.shapes import ProbeShapes
 
 REFERENCE = "reference"

@@ -14,7 +14,7 @@ import torch
 import torch_npu
 
 from kernels.contract import Contract
-from kernels.paged_attention.layout import as_lines, line_slots
+from kernels.paged_attention.cache_layout import as_lines, line_slots
 from kernels.probe.shapes import ProbeShapes
 from kernels.rotary_kv import reference
 from kernels.rotary_kv.gates import without_gates

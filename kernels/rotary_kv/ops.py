@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.paged_attention.layout import is_heads_first
+from kernels.paged_attention.cache_layout import is_heads_first
 from kernels.platform import contract, implementation, in_use
 
 
@@ -37,7 +37,7 @@ def rotary_kv(
     cos, sin          [tokens, 1, rotary_dim], contiguous, dtype of qkv; both halves of a row are the same. Values in
                       [-1, 1] where rotary_dim is head_dim
     k_cache, v_cache  [num_blocks, block_size, kv_heads, head_dim], dtype of qkv, both contiguous, or both head by head
-                      (`kernels/paged_attention/layout.py`) on an NPU; changed in place
+                      (`kernels/paged_attention/cache_layout.py`) on an NPU; changed in place
     slot_mapping      int64 [tokens], contiguous; no slot twice, none in block 0. -1 pads a step: such a token writes
                       nothing to the caches, its rows may hold anything, and its queries come out as anything
     head_weight, eps  of the norm of query and key heads, None where they have none: [heads + kv_heads, head_dim],

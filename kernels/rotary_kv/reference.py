@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from kernels.contract import Contract
-from kernels.paged_attention.layout import as_lines, line_slots
+from kernels.paged_attention.cache_layout import as_lines, line_slots
 from kernels.rotary_kv.gates import without_gates
 
 CONTRACT = Contract(replayable=True)

@@ -21,7 +21,7 @@ from kernels import triton_launch
 from kernels.ascend_relaunch import Relaunch, current_stream
 from kernels.ascend_runtime import check_launch
 from kernels.contract import Contract
-from kernels.paged_attention.layout import is_heads_first
+from kernels.paged_attention.cache_layout import is_heads_first
 from kernels.platform import in_use
 from kernels.probe.shapes import ProbeShapes
 from kernels.rotary_kv.gates import without_gates

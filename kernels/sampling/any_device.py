@@ -17,8 +17,8 @@ from torch.nn import functional
 from kernels.contract import Contract
 from kernels.sampling.common import edit, model_logprobs, rows_to_sample
 from kernels.sampling.maps import SamplingMaps
+from kernels.sampling.penalty_state import DenseState, PenaltyState
 from kernels.sampling.results import Sampled, pack
-from kernels.sampling.state import DenseState, PenaltyState
 
 CONTRACT = Contract(replayable=True)
 _BLOCK = 128

@@ -20,8 +20,8 @@ import torch
 
 from kernels.platform import contract, implementation
 from kernels.sampling.maps import SamplingMaps
+from kernels.sampling.penalty_state import PenaltyState
 from kernels.sampling.results import Sampled
-from kernels.sampling.state import PenaltyState
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

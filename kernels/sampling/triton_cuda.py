@@ -20,8 +20,8 @@ from kernels.contract import Contract
 from kernels.sampling import any_device
 from kernels.sampling.common import rows_to_sample
 from kernels.sampling.maps import SamplingMaps
+from kernels.sampling.penalty_state import PenaltyState
 from kernels.sampling.results import Sampled
-from kernels.sampling.state import PenaltyState
 
 # Columns of a part: 64 bytes of bfloat16 for each thread, and enough programs where rows are few.
 PART_COLUMNS = 4096

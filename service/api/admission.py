@@ -8,16 +8,16 @@ from functools import partial
 from typing import Protocol
 
 from service.api.errors import BadRequest
-from service.api.grammars import requested_grammar
 from service.api.off_loop import off_loop
 from service.api.places import enter, leave, num_sequences, payer_of
 from service.api.plans import Plan, plan_sequences
 from service.api.prompts import request_prompts, truncated
+from service.api.requested_grammar import requested_grammar
 from service.api.sampling import stop_strings
 from service.api.schemas import ChatRequest, CompletionRequest
 from service.api.state import Services
 from service.api.targets import Target, resolve
-from service.api.token_rules import num_rule_chars, token_rules
+from service.api.token_lists import num_rule_chars, token_rules
 from service.tenants.limits import Charge, Tenant
 from service.tenants.tenants import Caller
 from service.text.stop_strings import StopAutomaton

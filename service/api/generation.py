@@ -114,7 +114,7 @@ class SequenceRun:
         self._drop_logprobs()
 
     def _begin_anew(self) -> bool:
-        """See `service.api.engine.Messages.listen`."""
+        """See `service.api.engine_protocol.Messages.listen`."""
         if self._was_taken or self.is_over:
             return False
         self._forget_all()

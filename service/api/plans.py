@@ -15,7 +15,7 @@ from service.api.prompts import Prompt
 from service.api.sampling import build_sampling, seed_of_choice
 from service.api.schemas import MAX_HELD_LOGPROBS, ChatRequest, CompletionRequest
 from service.api.state import Services
-from service.api.token_rules import TokenRules
+from service.api.token_lists import TokenRules
 from service.engine.messages import Ready, Sampling
 from service.text.stop_strings import StopAutomaton
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from service.text.answer_reader import AnswerReader, Reading, Thought
-from service.text.calls.call import Arguments, Begun, Call
+from service.text.calls.call_parser import Arguments, Begun, Call
 
 
 class Speaker:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from service.api.errors import BadRequest
 from service.api.schemas import ChatRequest, CompletionRequest, Generation
-from service.api.token_rules import TokenRules
+from service.api.token_lists import TokenRules
 from service.api.validation import bad_request
 from service.engine.messages import Sampling
 from service.text.tokenizer import TextError, read_json
@@ -56,8 +56,8 @@ def build_sampling(
     grammar: str | None = None,
 ) -> Sampling:
     """What the engine is told. `eos_token_ids` end the answer unless `ignore_eos`; those that the model cannot produce,
-    which checkpoints may name, are left out. `grammar` is what `service.api.grammars` gives. BadRequest names a wrong
-    field."""
+    which checkpoints may name, are left out. `grammar` is what `service.api.requested_grammar` gives. BadRequest names
+    a wrong field."""
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise BadRequest(

@@ -13,8 +13,8 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from service.api.chat_messages import ChatMessage
 from service.api.fields import EMBEDDING_FIELDS, GENERATION_FIELDS, STREAM_FIELDS, TOKENIZE_FIELDS
-from service.api.formats import JsonSchema, ResponseFormat, StructuredOutputs
 from service.api.request_body import FIRST, Request, bounded, field_error, in_pieces, value_fault
+from service.api.response_formats import JsonSchema, ResponseFormat, StructuredOutputs
 from service.api.tools import MAX_TOOLS, ToolChoice, Tools, check_tool_choice, check_tools
 from service.engine.messages import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
 

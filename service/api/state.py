@@ -19,7 +19,7 @@ from adapters.records import AdapterRecord
 from adapters.shares import Shares
 from adapters.store import AdapterStore
 from service.api.adapter_metrics import MOST_LISTED, Resident, VersionOf
-from service.api.engine import Engine
+from service.api.engine_protocol import Engine
 from service.api.errors import NotReady
 from service.api.gate import Gate
 from service.api.held_logprobs import logprob_shares

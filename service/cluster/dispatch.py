@@ -17,7 +17,7 @@ MOST_EXPECTED_TOKENS = 256
 
 
 class Routed:
-    """The messages of one request, whichever engine they come from; see `service.api.engine.Messages`."""
+    """The messages of one request, whichever engine they come from; see `service.api.engine_protocol.Messages`."""
 
     def __init__(self, dispatch: Dispatch, request: Submit) -> None:
         self.request = request
@@ -47,7 +47,7 @@ class Routed:
         return not self.has_begun
 
     def listen(self, listener: Callable[[], None], begin_anew: Callable[[], bool] | None = None) -> None:
-        """See `service.api.engine.Messages`."""
+        """See `service.api.engine_protocol.Messages`."""
         self._listener, self._begin_anew = listener, begin_anew
         assert self._inner is not None, "listened to before it was sent"
         self._inner.listen(listener)

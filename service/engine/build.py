@@ -20,8 +20,8 @@ from kernels.compile_ahead import warm_up_ahead
 from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.platform import Platform, detect, find_device, in_use, prepare
 from kernels.probe.choose import choose_implementations
-from kernels.probe.process import ProbeProcess
-from kernels.probe.results import OpReport
+from kernels.probe.op_reports import OpReport
+from kernels.probe.probe_process import ProbeProcess
 from kernels.probe.shapes import ProbeShapes
 from service.engine.brief_thread import BriefThread
 from service.engine.budgets import Budgets, ModelSizes, budgets_behind_graphs, decide_budgets, sentences, shown

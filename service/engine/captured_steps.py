@@ -24,7 +24,7 @@ import torch
 
 from kernels.platform import DECODE_REGIMES, IMPLEMENTATIONS, contract, in_use
 from service.engine.step_sizes import StepSizes
-from service.models.batch import StepBatch
+from service.models.step_batch import StepBatch
 
 log = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
 """Sequences that may not choose any token they like, from their request on: they wait for their grammars, which are
-compiled beside the steps, and each of their steps has a mask of its own (`grammars.py`).
+compiled beside the steps, and each of their steps has a mask of its own (`compiled_grammars.py`).
 
 Who owns: this has the compiled grammars, the masks under way and the sequences that wait; a sequence's constraint is
 the sequence's. Whoever forgets a sequence says so here.
@@ -15,8 +15,8 @@ import msgspec
 import torch
 
 from service.engine.brief_thread import BriefThread
+from service.engine.compiled_grammars import Constraint, Grammars, StepMasks, Worker, has_constraint
 from service.engine.grammar_turns import GrammarTurns
-from service.engine.grammars import Constraint, Grammars, StepMasks, Worker, has_constraint
 from service.engine.messages import Submit
 from service.engine.runner import Capacity
 from service.engine.sequence import Sequence

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from service.models.batch import StepBatch
+from service.models.step_batch import StepBatch
 
 
 class CudaGraph:

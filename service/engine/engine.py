@@ -43,15 +43,13 @@ import torch
 
 from service.engine.adapter_loads import AdapterLoads
 from service.engine.block_pool import BlockPool
+from service.engine.compiled_grammars import Worker
 from service.engine.config import EngineConfig
 from service.engine.constrained import ConstrainedSequences
-from service.engine.grammars import Worker
 from service.engine.messages import Abort, Evict, Keep, Load, OpInUse, Ready, Stats, Submit
 from service.engine.pooling import PooledStep
-from service.engine.records import StepRecord, StepRecords, record_of
 from service.engine.requests import Event, Requests
 from service.engine.residency_parts import HostSource, Loader, Rows
-from service.engine.results import StepResult
 from service.engine.runner import Runner
 from service.engine.sampled import StepSampling, read_sampled, tokens_message
 from service.engine.scheduler import Scheduler
@@ -59,6 +57,8 @@ from service.engine.sequence import Sequence
 from service.engine.slots import Slots
 from service.engine.stats import stats_of
 from service.engine.step_launcher import StepLauncher
+from service.engine.step_records import StepRecord, StepRecords, record_of
+from service.engine.step_results import StepResult
 from service.grammars.matching import TokenTable
 
 

@@ -21,7 +21,7 @@ import torch
 
 from kernels.ascend_runtime import torch_npu
 from kernels.platform import DECODE_REGIMES, contract
-from service.models.batch import StepBatch
+from service.models.step_batch import StepBatch
 
 
 class NpuGraph:

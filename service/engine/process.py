@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from adapters.errors import AdapterError
-from kernels.probe.process import ProbeProcess
+from kernels.probe.probe_process import ProbeProcess
 from service import logs
 from service.engine.config import EngineOptions
+from service.engine.cpu_threads import DecodeStep, choose_num_threads
 from service.engine.messages import Ask, Drain, Fatal, Finished, FromEngine, Sampling, Stats, Submit, ToEngine
-from service.engine.threads import DecodeStep, choose_num_threads
 from service.engine.wire import EngineSide
 from service.machine import may_find_accelerator, num_usable_cpus
 from service.models.errors import ModelError

@@ -12,7 +12,7 @@ import numpy as np
 from adapters.errors import RowsExceeded
 from kernels.sampling.parameters import row_of
 from service.engine.adapter_loads import LORA_IS_OFF
-from service.engine.grammars import NO_GRAMMARS
+from service.engine.compiled_grammars import NO_GRAMMARS
 from service.engine.messages import MAX_ENDINGS, MAX_LOGIT_BIASES, MAX_WEIGHT, MIN_WEIGHT, Sampling, Submit
 from service.engine.residency_parts import Rows
 from service.engine.sequence import Sequence

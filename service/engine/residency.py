@@ -27,8 +27,8 @@ from functools import partial
 from typing import Any
 
 from service.engine.messages import Tier
-from service.engine.records import MAX_RECORDS
 from service.engine.residency_parts import CopyMark, HostSource, Loader, Rows
+from service.engine.step_records import MAX_RECORDS
 
 
 class State(Enum):

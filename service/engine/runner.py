@@ -19,8 +19,8 @@ from service.engine.captured_steps import HIDDEN, CapturedSteps, Graphs, unrepla
 from service.engine.config import EngineConfig
 from service.engine.cuda_graphs import CudaGraphs
 from service.engine.step_sizes import Padding, StepSizes, from_python_on_npu, padded_tokens
-from service.models.batch import StepBatch
 from service.models.errors import ModelError
+from service.models.step_batch import StepBatch
 
 # Captured beside those that are planned: steps of adapters that have more than rows.
 SPARE_GRAPHS = 64

@@ -16,7 +16,7 @@ import numpy as np
 from service.engine.messages import Submit, Tier, TokenLogprob
 
 if TYPE_CHECKING:
-    from service.engine.grammars import Constraint
+    from service.engine.compiled_grammars import Constraint
 
 
 @dataclass(slots=True, eq=False)

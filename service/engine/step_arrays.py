@@ -21,7 +21,7 @@ from kernels.paged_attention.maps import AttentionArrays
 from kernels.sampling.maps import SamplingArrays, SamplingFacts
 from service.engine.messages import MAX_ENDINGS, MAX_LOGIT_BIASES
 from service.engine.step_sizes import StepSizes
-from service.models.batch import ConvArrays, TokenArrays, TokenSizes
+from service.models.step_batch import ConvArrays, TokenArrays, TokenSizes
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from service.engine import maps
 from service.engine.maps import ChunkInput
 from service.engine.step_arrays import AdapterArrays, InputLimits, SamplerArrays, StepArrays, step_arrays
 from service.engine.step_sizes import TOKEN_SIZES, StepSizes
-from service.models.batch import AttentionMaps, ConvArrays, ConvMaps, StepBatch, TokenArrays
+from service.models.step_batch import AttentionMaps, ConvArrays, ConvMaps, StepBatch, TokenArrays
 
 
 class Event(Protocol):

@@ -21,14 +21,14 @@ from service.engine.maps import BASE, IN_FLIGHT, ChunkInput, adapter_order, is_a
 from service.engine.pooling import PooledStep, Pools
 from service.engine.request_table import RequestTable
 from service.engine.residency_parts import Rows
-from service.engine.results import ResultBuffers, StepResult
 from service.engine.runner import Runner
 from service.engine.sampled import StepSampling, sampling_of
 from service.engine.sequence import ScheduledChunk
 from service.engine.step_arrays import InputLimits, SamplerArrays
 from service.engine.step_inputs import StepInputs
+from service.engine.step_results import ResultBuffers, StepResult
 from service.engine.step_sizes import StepSizes, padded_tokens
-from service.models.batch import StepBatch
+from service.models.step_batch import StepBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from kernels.lora_window.lengths import window_for, window_lengths
+from kernels.lora_window.window_lengths import window_for, window_lengths
 from kernels.platform import FEW_TOKENS
 
 # Decode steps are small and must fit closely; from 128 tokens on, chunks of prompts are among them.

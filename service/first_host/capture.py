@@ -7,9 +7,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from service.first_host.child import Host, StepFailed
 from service.first_host.driving import run_to_the_end
-from service.first_host.engines import Subject, build_subject, names
+from service.first_host.step_process import Host, StepFailed
+from service.first_host.subject import Subject, build_subject, names
 
 _NUM_REQUESTS, _NUM_TOKENS = 4, 8
 _KV_BYTES, _ROW_BYTES = 512 << 20, 256 << 20

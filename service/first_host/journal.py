@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from service.first_host.outcome import Report, read_report
-from service.first_host.page import page_of
+from service.first_host.report_page import page_of
 
 JSON_NAME, PAGE_NAME = "report.json", "report.html"
 _LOCK_NAME = ".in-use"

@@ -17,7 +17,7 @@ class Step:
     """One step, run by a process of its own.
 
     asks           the question that it answers
-    work           "module:function", called with `child.Host`
+    work           "module:function", called with `step_process.Host`
     limit_seconds  after which its process group is killed; what earlier steps have left of theirs comes on top
     devices        where it means something
     environment    variables that its process has beside the command's own
@@ -63,14 +63,14 @@ STEPS: Sequence[Step] = (
         name="environment",
         title="Environment",
         asks="What is installed here, and what is known to go wrong with it?",
-        work="service.first_host.host:environment",
+        work="service.first_host.machine_facts:environment",
         limit_seconds=40.0,
     ),
     Step(
         name="permissions",
         title="Permissions",
         asks="Who may use the device: this user, and users 10001, 1000 and 0?",
-        work="service.first_host.host:permissions",
+        work="service.first_host.machine_facts:permissions",
         limit_seconds=110.0,
         devices=ACCELERATORS,
         is_needed=True,
@@ -79,14 +79,14 @@ STEPS: Sequence[Step] = (
         name="doctor",
         title="Doctor, on the model",
         asks="Which implementation serves each op at this model's sizes, and why not the one wished for?",
-        work="service.first_host.ops:doctor",
+        work="service.first_host.kernel_steps:doctor",
         limit_seconds=220.0,
     ),
     Step(
         name="triton",
         title="Triton, with an empty cache",
         asks="Does a first kernel build and run, and how long does that take with an empty cache and with a full one?",
-        work="service.first_host.ops:triton",
+        work="service.first_host.kernel_steps:triton",
         limit_seconds=120.0,
         devices=ACCELERATORS,
     ),
@@ -94,14 +94,14 @@ STEPS: Sequence[Step] = (
         name="races",
         title="Races",
         asks="Are 20 repeats of each op the same bit for bit, LoRA with ranks 5, 8 and 24 over 64 tokens among them?",
-        work="service.first_host.ops:races",
+        work="service.first_host.kernel_steps:races",
         limit_seconds=130.0,
     ),
     Step(
         name="attention",
         title="Attention",
         asks="Which attention is right for heads of 64 and 128, NaN behind the sequences, mixed steps and windows?",
-        work="service.first_host.ops:attention",
+        work="service.first_host.kernel_steps:attention",
         limit_seconds=120.0,
     ),
     Step(

@@ -14,9 +14,9 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from service.first_host.child import Host, StepFailed
 from service.first_host.driving import Driver
-from service.first_host.engines import Subject, build_subject, names
+from service.first_host.step_process import Host, StepFailed
+from service.first_host.subject import Subject, build_subject, names
 
 NUM_STEPS = 20
 _NUM_KERNELS = 25

@@ -7,9 +7,9 @@ import time
 from typing import Any
 
 from service.engine.messages import Submit
-from service.first_host.child import Host, StepFailed
 from service.first_host.driving import Run, greedy
-from service.first_host.engines import Subject, budgets_of, build_subject, names
+from service.first_host.step_process import Host, StepFailed
+from service.first_host.subject import Subject, budgets_of, build_subject, names
 
 NUM_REQUESTS = (1, 8, 32, 64)
 NUM_ADAPTERS = (0, 1, 64)

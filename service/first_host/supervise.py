@@ -1,7 +1,7 @@
 """One step in a process of its own: whatever it does, crash, hang or flood its output, costs that step alone.
 
 The process is the leader of a session, so that everything it starts is killed with it. It dies with this process, by
-the kernel's parent-death signal (see `child.py`), so that nobody who is killed leaves a device in use.
+the kernel's parent-death signal (see `step_process.py`), so that nobody who is killed leaves a device in use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run_step(
 ) -> None:
     """Fill in the outcome: status, reason, facts, faults, seconds. Raises nothing that the step has done.
 
-    request  what `child.py` reads, beside the step's own
+    request  what `step_process.py` reads, beside the step's own
     tell     shows what is being done, in a few words
     """
     started = time.monotonic()
@@ -67,7 +67,7 @@ class _Child:
         reader, writer = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "service.first_host.child", str(writer)],
+                [sys.executable, "-m", "service.first_host.step_process", str(writer)],
                 stdin=subprocess.PIPE,
                 stdout=said,
                 stderr=said,

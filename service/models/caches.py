@@ -9,9 +9,9 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from kernels.paged_attention import layout
+from kernels.paged_attention import cache_layout
 from kernels.platform import in_use
-from service.models.parts import State
+from service.models.layer_parts import State
 from service.models.spec import ModelSpec
 
 
@@ -19,7 +19,7 @@ from service.models.spec import ModelSpec
 class KvCache:
     """Keys and values of one attention layer, each [num_blocks, block_size, kv_heads, head_dim]; block 0 is null.
 
-    They lie in memory as attention wants them on this device (`kernels/paged_attention/layout.py`).
+    They lie in memory as attention wants them on this device (`kernels/paged_attention/cache_layout.py`).
     """
 
     k: torch.Tensor
@@ -80,7 +80,7 @@ def allocate_caches(
         if not is_paged:
             return of_shape((num_lines, *state.shape))
         shape = (num_blocks, block_size, *state.shape)
-        return layout.made(of_shape, shape, heads_first=in_use(device).kv_heads_first)
+        return cache_layout.made(of_shape, shape, heads_first=in_use(device).kv_heads_first)
 
     def cache(states: tuple[State, ...]) -> LayerCache:
         return _BY_NAMES[tuple(state.name for state in states)](*map(tensor, states))

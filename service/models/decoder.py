@@ -8,13 +8,13 @@ from kernels.lora import ops as lora_ops
 from kernels.lora.maps import LoraMaps
 from kernels.lora_window import ops as window_ops
 from kernels.platform import in_use
-from service.models.batch import StepBatch
 from service.models.caches import Caches
 from service.models.decoder_layer import build_layer
 from service.models.layers import RmsNorm
 from service.models.projection import RowSource, TokenEmbedding
 from service.models.rope import RotaryEmbedding
 from service.models.spec import ModelSpec
+from service.models.step_batch import StepBatch
 from service.models.weights import Weights
 
 

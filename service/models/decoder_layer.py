@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from kernels.lora.maps import LoraMaps
-from service.models.batch import StepBatch
 from service.models.caches import LayerCache
 from service.models.feed_forward import FeedForwardLayer, build_feed_forward
 from service.models.head_norms import HeadNorm
 from service.models.layers import Attention, GatedDeltaNet, RmsNorm, ShortConv
 from service.models.rope import Rotation
 from service.models.spec import GatedDeltaSpec, Mixer, ModelSpec, ShortConvSpec
+from service.models.step_batch import StepBatch
 from service.models.weights import Weights
 
 LayerMixer = Attention | ShortConv | GatedDeltaNet

@@ -20,12 +20,12 @@ from kernels.rms_norm import ops as rms_norm_ops
 from kernels.rms_norm.ops import add_rms_norm, rms_norm
 from kernels.rotary_kv import ops as rotary_kv_ops
 from kernels.rotary_kv.ops import rotary_kv
-from service.models.batch import StepBatch
 from service.models.caches import ConvStates, DeltaStates, KvCache
 from service.models.head_norms import HeadNorms
 from service.models.projection import RowSource, side_of
 from service.models.rope import Rotation
 from service.models.spec import AttentionSpec, GatedDeltaSpec, ModelSpec, ShortConvSpec
+from service.models.step_batch import StepBatch
 from service.models.weights import Weights
 
 

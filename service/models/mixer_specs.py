@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from service.models.parts import Linear, Shapes, State, named
+from service.models.layer_parts import Linear, Shapes, State, named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kernels.swiglu.activation import Activation
-from service.models.parts import Linear, Shapes, named
+from service.models.layer_parts import Linear, Shapes, named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
+from service.models.layer_parts import Linear, Shapes
 from service.models.mixer_specs import AttentionSpec, GatedDeltaSpec, Mixer, ShortConvSpec
 from service.models.mlp_specs import FeedForward, MlpSpec, MoeSpec
-from service.models.parts import Linear, Shapes
 from service.models.rope_facts import RopeFacts
 
 __all__ = [

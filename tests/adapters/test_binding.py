@@ -13,10 +13,10 @@ import pytest
 
 from adapters.binding import bind
 from adapters.bound import Binding
-from adapters.config import parse_config
 from adapters.errors import BindingError
 from adapters.format import read_header
 from adapters.layout import BaseLayout
+from adapters.peft_config import parse_config
 from tests.support.adapter_files import (
     HIDDEN,
     VOCAB,

@@ -15,9 +15,9 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 
 from adapters import patterns
-from adapters.config import parse_config
 from adapters.errors import Malformed
 from adapters.patterns import pattern_values, targeted
+from adapters.peft_config import parse_config
 from tests.support.adapter_files import config_bytes
 
 PATHS = [

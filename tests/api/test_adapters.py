@@ -28,7 +28,7 @@ from adapters.store import AdapterStore, Upload
 from service.api import adapters as adapter_routes
 from service.api import lora_compat
 from service.api.auth import Access
-from service.api.engine import Engine
+from service.api.engine_protocol import Engine
 from service.api.json_body import BodyBudget
 from service.api.metrics import Metrics
 from service.api.middleware import BodyRule, Door

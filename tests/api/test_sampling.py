@@ -12,7 +12,7 @@ import pytest
 
 from service.api.sampling import SamplingDefaults, build_sampling, model_defaults
 from service.api.schemas import ChatRequest, CompletionRequest
-from service.api.token_rules import TokenRules, token_rules
+from service.api.token_lists import TokenRules, token_rules
 from service.engine.messages import Sampling
 from service.text.tokenizer import TextError, TextTokenizer
 from tests.api.conftest import BASE, Checkpoints
@@ -40,7 +40,7 @@ FIELDS: dict[str, Any] = {
     "stop_token_ids": [8, 6],
     "ignore_eos": True,
 }
-# Made of several fields, by `service.api.grammars` and `service.api.token_rules`.
+# Made of several fields, by `service.api.requested_grammar` and `service.api.token_lists`.
 GRAMMAR = "start: /a/"
 RULES = TokenRules(allowed_tokens=b"\0\6", bad_words=((9, 17),))
 COMMON = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kernels.paged_attention.layout import made
+from kernels.paged_attention.cache_layout import made
 from kernels.platform import detect, installed
 from kernels.rotary_kv import reference, triton_ascend
 from tests.ascend.far import far_apart

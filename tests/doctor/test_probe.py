@@ -21,7 +21,7 @@ from kernels.lora import cpu as lora
 from kernels.lora.triton_ascend_tiles import choose
 from kernels.lora.triton_cuda_configs import config_for
 from kernels.paged_attention import sdpa
-from kernels.paged_attention.layout import is_heads_first
+from kernels.paged_attention.cache_layout import is_heads_first
 from kernels.platform import (
     FEW_TOKENS,
     IMPLEMENTATIONS,
@@ -36,9 +36,9 @@ from kernels.probe.apart import _Work, probe_apart
 from kernels.probe.cases import cases_of
 from kernels.probe.child import DEVICE_IS_LOST
 from kernels.probe.choose import with_reports
+from kernels.probe.op_reports import OpReport, Trial
 from kernels.probe.place import Place
-from kernels.probe.process import ProbeProcess
-from kernels.probe.results import OpReport, Trial
+from kernels.probe.probe_process import ProbeProcess
 from kernels.probe.run import candidates, probe, report_of, try_op
 from kernels.probe.shapes import ProbeShapes
 from kernels.rotary_kv import reference as rotary_kv

@@ -13,7 +13,7 @@ from service.engine.maps import BASE, IN_FLIGHT, ChunkInput, adapter_order, is_a
 from service.engine.step_arrays import InputLimits
 from service.engine.step_inputs import StepInputs
 from service.engine.step_sizes import StepSizes
-from service.models.batch import StepBatch
+from service.models.step_batch import StepBatch
 
 LIMITS = InputLimits(
     token_budget=16,

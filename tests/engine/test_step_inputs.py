@@ -22,7 +22,7 @@ from service.engine.messages import MAX_ENDINGS, MAX_LOGIT_BIASES
 from service.engine.step_arrays import InputLimits, SamplerArrays
 from service.engine.step_inputs import StepInputs
 from service.engine.step_sizes import StepSizes
-from service.models.batch import StepBatch
+from service.models.step_batch import StepBatch
 
 CPU = torch.device("cpu")
 SAMPLING_NAMES = [field.name for field in fields(SamplingArrays)]

@@ -157,7 +157,7 @@ def headers() -> st.SearchStrategy[Any]:
 
 def configs() -> st.SearchStrategy[Any]:
     """adapter_config.json with a few fields that hold anything."""
-    from adapters.config import INERT, NOT_SUPPORTED
+    from adapters.peft_config import INERT, NOT_SUPPORTED
 
     known = ["r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules"]
     known += ["layers_to_transform", "layers_pattern", "peft_type", *INERT, *NOT_SUPPORTED]

@@ -14,7 +14,7 @@ from kernels.platform import detect, installed
 from service.models.caches import ConvStates, KvCache, allocate_caches, kv_bytes_per_token, state_bytes_per_line
 from service.models.config_json import read_config
 from service.models.families import model_spec
-from service.models.parts import State
+from service.models.layer_parts import State
 from tests.support.tiny_models import make_tiny_model
 
 

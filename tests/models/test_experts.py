@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from adapters.binding import bind
-from adapters.config import parse_config
 from adapters.errors import BindingError
 from adapters.format import Tensor
+from adapters.peft_config import parse_config
 from service.models.errors import ModelError
 from service.models.families import model_spec
 from service.models.layouts import layout_of

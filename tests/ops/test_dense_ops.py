@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.paged_attention.layout import made
+from kernels.paged_attention.cache_layout import made
 from kernels.platform import contract, detect, in_use, installed
 from kernels.rms_norm import ops as rms_norm_ops
 from kernels.rms_norm.ops import add_rms_norm, rms_norm

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from kernels import platform
 from kernels.lora import ops as lora_ops
 from kernels.lora_window import ops, reference
-from kernels.lora_window.lengths import LENGTHS, window_for, window_lengths
 from kernels.lora_window.triton_cuda_configs import TABLE, OpConfig, TileConfig, TokenConfig
+from kernels.lora_window.window_lengths import LENGTHS, window_for, window_lengths
 from tests.ops.test_lora import expected_linear
 from tests.ops.test_lora_triton import run_compiling
 from tests.support.lora_cases import Case, Step, make_step, popularity

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from service.engine.records import StepRecord
+from service.engine.step_records import StepRecord
 from tests.support.engine_parity import (
     BASE,
     Answer,

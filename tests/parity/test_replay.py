@@ -21,7 +21,7 @@ import torch
 from adapters import copy_stream
 from kernels.experts import grouped
 from kernels.platform import IMPLEMENTATIONS, detect, installed
-from kernels.probe.results import OpReport
+from kernels.probe.op_reports import OpReport
 from service.engine import build
 from service.engine.engine import Engine
 from service.engine.step_sizes import StepSizes

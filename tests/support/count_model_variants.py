@@ -23,7 +23,7 @@ from triton import knobs
 from triton.runtime import driver
 
 from kernels.platform import IMPLEMENTATIONS, Platform, detect, installed
-from kernels.probe.results import OpReport
+from kernels.probe.op_reports import OpReport
 from service.engine import build
 from tests.support.count_lora_variants import NoDriver
 from tests.support.engine_parity import SAMPLINGS, World, build_engine, config_of, make_requests, make_world, run_engine

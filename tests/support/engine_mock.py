@@ -31,7 +31,7 @@ from service.engine.residency_parts import CopyMark
 from service.engine.runner import Capacity
 from service.engine.step_sizes import StepSizes
 from service.grammars.matching import TokenTable
-from service.models.batch import StepBatch
+from service.models.step_batch import StepBatch
 from service.text.tokenizer import TextTokenizer
 from tests.support.stepped_loader import SteppedLoader
 

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 
 from service.cli import _parser
 from service.first_host import supervise
-from service.first_host.child import Host, NotApplicable, StepFailed
 from service.first_host.command import first_host
 from service.first_host.plan import Step
+from service.first_host.step_process import Host, NotApplicable, StepFailed
 
 # Where steps meet the test: a directory with a named pipe `gate` and a list of what was begun, `begun`.
 MEETING = "FIRST_HOST_MEETING"

@@ -10,9 +10,9 @@ import torch
 from kernels.lora.maps import LoraMaps
 from kernels.paged_attention.maps import AttentionMaps
 from kernels.query_starts import QueryStarts
-from service.models.batch import ConvMaps, StepBatch
 from service.models.caches import allocate_caches
 from service.models.loader import LoadedModel
+from service.models.step_batch import ConvMaps, StepBatch
 
 
 @dataclass

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from service.text.calls import hermes, lfm2, llama3, mistral, qwen3_coder, xml_spelling
-from service.text.calls.call import CallParser, Tools
+from service.text.calls.call_parser import CallParser, Tools
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from service.text.calls.call import Call
+from service.text.calls.call_parser import Call
 from service.text.calls.value_kinds import kind_of_value
 
 _BLANKS = re.compile(r"[ \t\r\n]*")

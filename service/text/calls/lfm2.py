@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
-from service.text.calls.call import Call, CallParser, find_mark
+from service.text.calls.call_parser import Call, CallParser, find_mark
+from service.text.calls.feeds import Feed, JsonFeed
 from service.text.calls.json_text import BETWEEN, calls_in, head
-from service.text.calls.pieces import Feed, JsonFeed
 from service.text.calls.pythonic import pythonic_calls
 from service.text.calls.pythonic_pieces import PythonicFeed
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import re
 
-from service.text.calls.call import BracketScanner, Call, CallParser, find_mark
+from service.text.calls.call_parser import BracketScanner, Call, CallParser, find_mark
+from service.text.calls.feeds import Feed, JsonFeed
 from service.text.calls.json_text import BETWEEN, calls_in, head, is_object
-from service.text.calls.pieces import Feed, JsonFeed
 
 START, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable
 
-from service.text.calls.call import Call
+from service.text.calls.call_parser import Call
 
 _MAX_DEPTH = 64
 _BLANKS = re.compile(r"\s*")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from service.text.calls.call import Arguments, Begun, Found
-from service.text.calls.pieces import Feed
+from service.text.calls.call_parser import Arguments, Begun, Found
+from service.text.calls.feeds import Feed
 from service.text.calls.pythonic import BEHIND_QUOTE, pythonic_argument
 
 _OPENING = r"\s*(?P<name>[^\W\d][\w.-]*)\s*\("

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import re
 
-from service.text.calls.call import Call, CallParser, MarkScanner, find_mark
+from service.text.calls.call_parser import Call, CallParser, MarkScanner, find_mark
+from service.text.calls.feeds import Feed, JsonFeed
 from service.text.calls.hermes import HEAD
 from service.text.calls.json_text import calls_in
-from service.text.calls.pieces import Feed, JsonFeed
 from service.text.calls.qwen3_coder_pieces import XmlFeed
 from service.text.calls.xml_spelling import (
     CLOSING,

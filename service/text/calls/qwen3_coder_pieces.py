@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 
 from service.text.calls import xml_spelling as xml
-from service.text.calls.call import Arguments, Begun, Found, Tools, find_mark
-from service.text.calls.pieces import Feed
+from service.text.calls.call_parser import Arguments, Begun, Found, Tools, find_mark
+from service.text.calls.feeds import Feed
 from service.text.calls.value_kinds import Schema, kinds_of
 
 # What stands before a parameter's value is looked at again with every piece of it.

@@ -12,7 +12,7 @@ import torch
 
 from kernels.paged_attention import npu
 from kernels.paged_attention import reference as attention_reference
-from kernels.paged_attention.layout import made
+from kernels.paged_attention.cache_layout import made
 from kernels.paged_attention.maps import AttentionMaps
 from kernels.paged_attention.ops import paged_attention
 from kernels.platform import in_use, installed

@@ -15,7 +15,7 @@ import torch
 
 from kernels.platform import IMPLEMENTATIONS, in_use, installed
 from service.engine.config import EngineConfig
-from service.engine.records import StepRecord
+from service.engine.step_records import StepRecord
 from service.models.caches import kv_bytes_per_token
 from service.models.config_json import read_config
 from service.models.families import model_spec

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from service.text.calls.pieces import Feed
+    from service.text.calls.feeds import Feed
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class CallParser(ABC):
     """Calls in a text that arrives in pieces; what is found does not depend on where the pieces are cut.
 
     A call is given out when it is complete, since half of one may turn out to be none: what begins like a call and is
-    none is text, with all its marks. In pieces it is given out as it is written (`service.text.calls.pieces`).
+    none is text, with all its marks. In pieces it is given out as it is written (`service.text.calls.feeds`).
     A subclass says where a call may begin, where it ends and what it says.
 
     tools      JSON schemas of the arguments of the tools that there are, by name

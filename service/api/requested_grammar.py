@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from service.api.errors import BadRequest
-from service.api.formats import JsonObjectFormat, JsonSchemaFormat, StructuralTagFormat, StructuredOutputs
+from service.api.response_formats import JsonObjectFormat, JsonSchemaFormat, StructuralTagFormat, StructuredOutputs
 from service.api.schemas import ChatRequest, Generation
 from service.api.state import Services
 from service.api.tool_grammars import chat_constraint

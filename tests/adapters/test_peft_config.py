@@ -12,16 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from adapters import config as config_module
-from adapters.config import AdapterConfig, parse_config
+from adapters import peft_config
 from adapters.errors import AdapterError, Malformed, Unsupported
+from adapters.peft_config import AdapterConfig, parse_config
 from tests.support.adapter_files import config_bytes
 
 
 def test_every_setting_of_peft_has_been_decided() -> None:
     """A new PEFT brings new settings; each is read, inert or refused on purpose."""
     fields = {field.name for field in dataclasses.fields(LoraConfig)}
-    decided = config_module.KNOWN | config_module.INERT | config_module.NOT_SUPPORTED.keys()
+    decided = peft_config.KNOWN | peft_config.INERT | peft_config.NOT_SUPPORTED.keys()
     assert fields - decided == set()
 
 
@@ -176,7 +176,7 @@ any_json = st.recursive(
 @settings(max_examples=200, deadline=None)
 @given(
     st.dictionaries(
-        st.sampled_from(sorted(config_module.KNOWN | set(config_module.NOT_SUPPORTED) | {"new"})), any_json, max_size=4
+        st.sampled_from(sorted(peft_config.KNOWN | set(peft_config.NOT_SUPPORTED) | {"new"})), any_json, max_size=4
     )
 )
 def test_any_values_are_parsed_or_refused(fields: dict[str, Any]) -> None:

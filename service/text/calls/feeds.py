@@ -11,7 +11,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from service.text.calls.call import Arguments, Begun, BracketScanner, Call, Found
+from service.text.calls.call_parser import Arguments, Begun, BracketScanner, Call, Found
 
 # What stands before the arguments of a call is looked at again with every piece of it.
 _MAX_HEAD_CHARS = 1024

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from service.child_process import child_environment
-from service.first_host.child import Host, StepFailed
+from service.first_host.step_process import Host, StepFailed
 
 _TOOLS = {"npu": ("npu-smi", "info"), "cuda": ("nvidia-smi",)}
 _NODES = {

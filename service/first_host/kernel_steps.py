@@ -18,12 +18,12 @@ from kernels.platform import IMPLEMENTATIONS, detect, in_use, installed, prepare
 from kernels.probe import run as probing
 from kernels.probe.cases import Case, cases_of
 from kernels.probe.lora_cases import race_cases
+from kernels.probe.op_reports import OpReport
 from kernels.probe.place import Place
-from kernels.probe.results import OpReport
 from kernels.probe.shapes import ProbeShapes
 from service.child_process import child_environment
 from service.doctor.report import Level
-from service.first_host.child import Host, StepFailed
+from service.first_host.step_process import Host, StepFailed
 
 if TYPE_CHECKING:
     from kernels.platform import Platform

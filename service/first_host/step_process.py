@@ -1,4 +1,4 @@
-"""The process of one step: `python -m service.first_host.child FD`, started by `supervise.py`.
+"""The process of one step: `python -m service.first_host.step_process FD`, started by `supervise.py`.
 
 Reads one JSON request from stdin, and writes to the descriptor one JSON line for each thing that it has to say.
 """
@@ -119,9 +119,9 @@ def _sentence(error: Exception) -> str:
 
 if __name__ == "__main__":
     # Steps import this module by its name, so it is that one's exceptions that must be known.
-    from service.first_host import child
+    from service.first_host import step_process
 
-    code = child.main()
+    code = step_process.main()
     # Without the teardown of torch's threads and of drivers, which may hang; everything is said by now.
     sys.stderr.flush()
     os._exit(code)

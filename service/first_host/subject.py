@@ -14,9 +14,9 @@ from service.engine.build import build_engine, decide, shapes_to_probe
 from service.engine.engine import Engine
 from service.engine.messages import Submit
 from service.engine.process import compile_kernels, warm_up
-from service.first_host.child import Host
 from service.first_host.driving import Driver, Run, greedy, run_to_the_end
 from service.first_host.made_up import MadeUpAdapters
+from service.first_host.step_process import Host
 from service.machine import num_usable_cpus
 from service.models.config_json import read_config
 from service.models.layouts import layout_of
