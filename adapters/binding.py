@@ -19,7 +19,7 @@ from adapters.bound import (
 )
 from adapters.errors import BindingError
 from adapters.format import Tensor
-from adapters.layout import BaseLayout, Projection, Slice
+from adapters.layout import BaseLayout, ProjectionSpec, Slice
 from adapters.module_names import KnownModules, model_prefix, tail_of
 from adapters.patterns import endings, pattern_values, targeted
 from adapters.peft_config import AdapterConfig
@@ -93,7 +93,7 @@ def _bind_modules(
 
 
 def _bind_module(
-    projection: Projection, piece: Slice, entry: FoundModule, rank: int, alpha: float, use_rslora: bool
+    projection: ProjectionSpec, piece: Slice, entry: FoundModule, rank: int, alpha: float, use_rslora: bool
 ) -> BoundSlice | list[tuple[str, str]]:
     """The module's slice, or what is wrong with its tensors."""
     if not {"A", "B"} <= entry.sides.keys():

@@ -6,14 +6,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from adapters.format import Tensor
-from adapters.layout import Group, Projection, Slice
+from adapters.layout import Group, ProjectionSpec, Slice
 
 
 @dataclass(frozen=True, slots=True)
 class BoundSlice:
     """LoRA weights of one slice: a [rank, in_features] and b [out_features, rank] as the file holds them."""
 
-    projection: Projection
+    projection: ProjectionSpec
     slice: Slice
     rank: int
     scaling: float

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from adapters.names import Change, Condition, keep
 from adapters.records import AdapterRecord, Manifest
 from adapters.store_faults import store_faults_are_ours
-from adapters.upload import Part, Staging
+from adapters.upload import Staging, UploadPart
 
 if TYPE_CHECKING:
     from adapters.publishing import Publishing
@@ -53,7 +53,7 @@ class Upload:
         # directory beside it would empty what it publishes: a rename does not hinder who has a directory open.
         self._at_work = threading.RLock()  # `finish` discards
 
-    def open_part(self, part_name: str, file_name: str | None = None) -> Part:
+    def open_part(self, part_name: str, file_name: str | None = None) -> UploadPart:
         """Open the next file, recognised by its part name ("adapter_config", "adapter_model", "archive",
         "chat_template"...) or else by its file name (adapter_config.json, *.safetensors, *.tar.gz, *.tgz, *.zip...).
 

@@ -15,7 +15,7 @@ import torch
 from adapters.bound import TOKENS, WEIGHT
 from adapters.errors import Malformed, NotFound, Unsupported
 from adapters.format import Tensor, read_header
-from adapters.layout import TABLE_GROUPS, BaseLayout, Group, Projection, Slice
+from adapters.layout import TABLE_GROUPS, BaseLayout, Group, ProjectionSpec, Slice
 from adapters.paths import EMBEDDING_SIDES, LINEAR_SIDES, MANIFEST_FILE, TENSOR_FILE, adapter_dir, stored_name
 from adapters.records import UNREADABLE, Manifest
 from adapters.slab import Arena, Extras, HostAdapter, ModuleShape, PageableMemory, SlabMemory, make_adapter, slab_bytes
@@ -221,7 +221,7 @@ def read_adapter(
 
 
 def _trained(
-    values: torch.Tensor, token_ids: tuple[int, ...], projection: Projection
+    values: torch.Tensor, token_ids: tuple[int, ...], projection: ProjectionSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Trained tokens as A and B of LoRA: one rank for each, which only its token meets. values [num_ids, hidden]"""
     vocab_size = projection.in_features if projection.kind == "embedding" else projection.slices[0].out_features
@@ -230,7 +230,7 @@ def _trained(
     return (meets, values) if projection.kind == "embedding" else (values, meets)
 
 
-def _group_of(module: str, part: str, known: Mapping[str, tuple[Projection, Slice]]) -> Group:
+def _group_of(module: str, part: str, known: Mapping[str, tuple[ProjectionSpec, Slice]]) -> Group:
     """The side group that holds a part of this module."""
     if part != WEIGHT:
         return "vectors"

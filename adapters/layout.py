@@ -26,7 +26,7 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class Projection:
+class ProjectionSpec:
     """One (packed) projection: slices that share their input. `kind` "embedding" looks its input up by token id.
 
     name         unique, e.g. `model.layers.3.self_attn.qkv_proj`
@@ -61,7 +61,7 @@ class BaseLayout:
     model_type: str
     num_layers: int
     layer_prefix: str
-    projections: tuple[Projection, ...]
+    projections: tuple[ProjectionSpec, ...]
     weights: str = ""
     unadapted: tuple[str, ...] = ()
     norms: tuple[Slice, ...] = ()

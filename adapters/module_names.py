@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
-from adapters.layout import BaseLayout, Projection
+from adapters.layout import BaseLayout, ProjectionSpec
 
 # Path components that wrap a model without being part of it; training frameworks stack them in any order.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -83,7 +83,7 @@ def trained_path(name: str) -> str:
     return name[_end(_PEFT_PREFIX, name) :]
 
 
-def _fused(projection: Projection) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _fused(projection: ProjectionSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Modules that trainers merge out of two neighbours of one input, named by joining what tells them apart:
     in_proj_qkv and in_proj_z become in_proj_qkvz, with the rows of the first before those of the second."""
     for first, second in pairwise(piece.module for piece in projection.slices):

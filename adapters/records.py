@@ -14,7 +14,7 @@ from adapters.names import Version, Visibility
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
 
 
-class ModuleReport(msgspec.Struct, frozen=True, gc=False):
+class ModuleRecord(msgspec.Struct, frozen=True, gc=False):
     """One adapted module of the base, e.g. `model.layers.3.self_attn.q_proj`; `num_bytes` counts what is stored for it.
 
     rank   0 for a module without LoRA
@@ -44,7 +44,7 @@ class Manifest(msgspec.Struct, frozen=True, gc=False):
     rank: int
     num_bytes: int
     rows: dict[str, int]
-    modules: tuple[ModuleReport, ...]
+    modules: tuple[ModuleRecord, ...]
     notes: tuple[str, ...] = ()
     has_chat_template: bool = False
     invocation: tuple[int, ...] = ()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from adapters.layout import BaseLayout, Group, Projection
+from adapters.layout import BaseLayout, Group, ProjectionSpec
 from adapters.pages import give_back_pages
 from adapters.row_allocation import Placement, RowMove
 from adapters.row_plan import RowPlan
@@ -101,7 +101,7 @@ class RowTensors:
         wanted = [[scalings[place] for place in places] for scalings in host_scalings]
         assert torch.equal(self.scalings[:, places].cpu(), torch.tensor(wanted).reshape(len(wanted), -1))
 
-    def _make_stack(self, projection: Projection, dtype: torch.dtype, device: torch.device | str) -> LoraStack:
+    def _make_stack(self, projection: ProjectionSpec, dtype: torch.dtype, device: torch.device | str) -> LoraStack:
         num_rows = self._plan.rows[projection.group]
         first = sum(len(stack.a) for stack in self.stacks.values())
         num_slices = len(projection.slices)
@@ -125,5 +125,5 @@ class RowTensors:
             host_scalings=[[] for _ in widths],
         )
 
-    def _projections(self, group: Group) -> list[Projection]:
+    def _projections(self, group: Group) -> list[ProjectionSpec]:
         return [projection for projection in self._layout.projections if projection.group == group]

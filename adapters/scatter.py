@@ -55,7 +55,7 @@ class _PartPlan:
     sources: tuple[torch.Tensor, ...] | None = None
 
 
-class Part:
+class LoadPart:
     """One part of one load: `fetch`, then `write`."""
 
     def __init__(self, scatter: Scatter, plan: _PartPlan, adapter: HostAdapter) -> None:
@@ -119,7 +119,7 @@ class Scatter:
         size = max(min(buffer_bytes, plan.total_bytes), largest)
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
 
-    def parts(self, adapter: HostAdapter) -> Iterator[Part]:
+    def parts(self, adapter: HostAdapter) -> Iterator[LoadPart]:
         """Of a load, in order."""
         key = adapter.shape_key
         plans = self._plans.get(key)
@@ -127,7 +127,7 @@ class Scatter:
             if len(self._plans) >= _MAX_KEPT:
                 self._plans.clear()
             plans = self._plans[key] = self._plan(adapter)
-        return (Part(self, plan, adapter) for plan in plans)
+        return (LoadPart(self, plan, adapter) for plan in plans)
 
     def _plan(self, adapter: HostAdapter) -> list[_PartPlan]:
         limit = adapter.slab.nbytes if self.buffer is None else len(self.buffer)

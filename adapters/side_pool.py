@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from adapters.bound import BIAS, LORA_BIAS, MAGNITUDE, WEIGHT
-from adapters.layout import TABLE_GROUPS, BaseLayout, Group, Projection
+from adapters.layout import TABLE_GROUPS, BaseLayout, Group, ProjectionSpec
 from adapters.slab import HostAdapter, HostSlice
 from kernels.lora.side import SideVectors
 
@@ -142,7 +142,7 @@ class SidePool:
         return self._base.delta_norms(name, first, weights.a.to(device), weights.b.to(device), weights.scaling)
 
 
-def _num_outputs(projection: Projection) -> int:
+def _num_outputs(projection: ProjectionSpec) -> int:
     return sum(piece.out_features for piece in projection.slices)
 
 

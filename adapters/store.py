@@ -44,12 +44,12 @@ from adapters.row_plan import RowPlan
 from adapters.sharing import Sharing
 from adapters.staging_bytes import StagingBytes
 from adapters.store_faults import store_faults_are_ours
-from adapters.upload import Account, Budget, Part, Staging, StoreLimits
+from adapters.upload import Budget, HeldBytes, Staging, StoreLimits, UploadPart
 from adapters.written import WriteFault
 
 log = logging.getLogger(__name__)
 
-__all__ = ["AdapterStore", "Lease", "Part", "StoreLimits", "Upload"]
+__all__ = ["AdapterStore", "Lease", "StoreLimits", "Upload", "UploadPart"]
 
 
 class AdapterStore:
@@ -153,10 +153,10 @@ class AdapterStore:
         pays for its bytes on the disk until it is finished."""
         if declared_bytes is not None and declared_bytes > self.limits.max_upload_bytes:
             raise TooLarge(f"The upload is larger than the limit of {self.limits.max_upload_bytes} bytes.")
-        account = Account(self.staging_bytes, owner)
-        Budget(self._files.staging, self.limits, account).check_disk(declared_bytes or 0)
+        held = HeldBytes(self.staging_bytes, owner)
+        Budget(self._files.staging, self.limits, held).check_disk(declared_bytes or 0)
         with store_faults_are_ours():
-            staging = Staging(self._files.staging / uuid.uuid4().hex, self.limits, account)
+            staging = Staging(self._files.staging / uuid.uuid4().hex, self.limits, held)
             return Upload(self._publishing, staging)
 
     # ---- changes of names

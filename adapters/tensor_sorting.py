@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from adapters.bound import BIAS, LORA_BIAS, MAGNITUDE, WEIGHT, BaseCopy, BoundExtra, BoundTokens
 from adapters.format import Tensor
-from adapters.layout import Group, Projection, Slice
+from adapters.layout import Group, ProjectionSpec, Slice
 from adapters.module_names import KnownModules, tail_of, trained_path
 from adapters.patterns import endings
 from adapters.peft_config import AdapterConfig
@@ -177,7 +177,7 @@ def _add_tokens(tensor: Tensor, path: str, known: KnownModules, others: OtherTen
     return None
 
 
-def _add_bias(tensor: Tensor, projection: Projection, piece: Slice, others: OtherTensors) -> str | None:
+def _add_bias(tensor: Tensor, projection: ProjectionSpec, piece: Slice, others: OtherTensors) -> str | None:
     if projection.kind == "embedding" or tensor.shape != (piece.out_features,):
         return f"it is a bias of shape {tensor.shape}; that of {piece.module} would be {(piece.out_features,)}"
     return others.add(BoundExtra(piece.module, BIAS, tensor, "vectors"))

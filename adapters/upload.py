@@ -49,7 +49,7 @@ class StoreLimits:
     max_version_bytes: int = 1 << 30
 
 
-class Account:
+class HeldBytes:
     """What one upload holds of the bytes that all have."""
 
     def __init__(self, shared: StagingBytes | None, owner: str) -> None:
@@ -73,10 +73,10 @@ class Account:
 class Budget:
     """The running counts of one upload, or of what an archive in it holds."""
 
-    def __init__(self, directory: Path, limits: StoreLimits, account: Account) -> None:
+    def __init__(self, directory: Path, limits: StoreLimits, held: HeldBytes) -> None:
         self._directory = directory
         self._limits = limits
-        self._account = account
+        self._held = held
         self._num_bytes = 0
         self._num_files = 0
         self._checked_at = 0
@@ -86,7 +86,7 @@ class Budget:
         self._num_bytes += num_bytes
         if self._num_bytes > self._limits.max_upload_bytes:
             raise TooLarge(f"The upload is larger than the limit of {self._limits.max_upload_bytes} bytes.")
-        self._account.take(num_bytes)
+        self._held.take(num_bytes)
         if self._num_bytes - self._checked_at >= DISK_CHECK_BYTES:
             self.check_disk(num_bytes)
 
@@ -104,7 +104,7 @@ class Budget:
             raise TooLarge(f"The upload has more than {self._limits.max_files} files.")
 
 
-class Part:
+class UploadPart:
     """A file of an upload, open for writing; a context manager. Not thread-safe by itself."""
 
     def __init__(self, path: Path | None, role: Role, budget: Budget) -> None:
@@ -138,7 +138,7 @@ class Part:
             with store_faults_are_ours():
                 self._file.close()
 
-    def __enter__(self) -> Part:
+    def __enter__(self) -> UploadPart:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -148,25 +148,25 @@ class Part:
 class Staging:
     """The files of one upload, by role, in a directory of their own."""
 
-    def __init__(self, directory: Path, limits: StoreLimits, account: Account | None = None) -> None:
+    def __init__(self, directory: Path, limits: StoreLimits, held: HeldBytes | None = None) -> None:
         directory.mkdir()
         self.directory = directory
         self.limits = limits
-        self._account = account or Account(None, "")
-        self.budget = Budget(directory, limits, self._account)
+        self._held = held or HeldBytes(None, "")
+        self.budget = Budget(directory, limits, self._held)
         self.files: dict[Role, Path] = {}
         self._shards: dict[str, Path] = {}
         self.ignored: list[str] = []
 
-    def open(self, role: Role, shown_name: str) -> Part:
+    def open(self, role: Role, shown_name: str) -> UploadPart:
         """Raises Malformed when the role is taken, TooLarge for too many files."""
         self.budget.count_file()
         if role == "ignored":
             self._ignore(shown_name)
-            return Part(None, role, self.budget)
+            return UploadPart(None, role, self.budget)
         path = self.directory / (f"part-{role}" if role != "shard" else f"part-shard-{len(self._shards)}")
         self._assign(role, path, shown_name)
-        return Part(path, role, self.budget)
+        return UploadPart(path, role, self.budget)
 
     def _ignore(self, shown_name: str) -> None:
         self.ignored.append(printable(shown_name[:200]))
@@ -181,7 +181,7 @@ class Staging:
             )
         self.files[role] = path
 
-    def open_part(self, part_name: str, file_name: str | None) -> Part:
+    def open_part(self, part_name: str, file_name: str | None) -> UploadPart:
         return self.open(role_of_part(part_name, file_name), file_name or part_name)
 
     def add_directory(self, directory: Path) -> None:
@@ -207,14 +207,14 @@ class Staging:
             return
         if self.files or self._shards:
             raise Malformed("The upload holds an archive and single files; send either.")
-        inner = Budget(self.directory, self.limits, self._account)
+        inner = Budget(self.directory, self.limits, self._held)
         members: list[tuple[PurePosixPath, Role, Path | None]] = []
 
         def sink(path: PurePosixPath, data: IO[bytes]) -> None:
             role = role_of(path.name)
             target = None if role == "ignored" else self.directory / f"member-{len(members)}"
             members.append((path, role, target))
-            with Part(target, role, inner) as part:
+            with UploadPart(target, role, inner) as part:
                 _copy(data, part.write)
             if role == "config" and target is not None:
                 parse_config(target.read_bytes())  # refused before gigabytes are unpacked, if it comes before them
@@ -267,12 +267,12 @@ class Staging:
 
     def reserve(self, num_bytes: int) -> None:
         """So many are about to be written beside the parts. Raises StorageFull, StagingFull."""
-        self._account.take(num_bytes)
+        self._held.take(num_bytes)
         self.budget.check_disk(num_bytes)
 
     def remove(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
-        self._account.close()
+        self._held.close()
 
 
 def _copy(source: IO[bytes], write: Callable[[bytes], int]) -> None:

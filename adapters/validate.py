@@ -11,7 +11,7 @@ from adapters.errors import BindingError, RowsExceeded
 from adapters.format import read_header
 from adapters.layout import BaseLayout
 from adapters.peft_config import parse_config
-from adapters.records import ModuleReport
+from adapters.records import ModuleRecord
 from adapters.row_plan import RowPlan
 
 
@@ -47,7 +47,7 @@ def check_headers(
     return binding
 
 
-def module_reports(binding: Binding) -> tuple[ModuleReport, ...]:
+def module_reports(binding: Binding) -> tuple[ModuleRecord, ...]:
     """The load report, in the order of the forward pass; modules without LoRA behind the others."""
     extras: dict[str, list[BoundExtra]] = {}
     for extra in binding.extras:
@@ -57,13 +57,13 @@ def module_reports(binding: Binding) -> tuple[ModuleReport, ...]:
         also = extras.pop(bound.slice.module, [])
         num_bytes = bound.a.num_bytes + bound.b.num_bytes + sum(extra.tensor.num_bytes for extra in also)
         parts = tuple(extra.part for extra in also)
-        reports.append(ModuleReport(bound.slice.module, bound.rank, bound.scaling, num_bytes, parts))
+        reports.append(ModuleRecord(bound.slice.module, bound.rank, bound.scaling, num_bytes, parts))
     for module, alone in extras.items():
         num_bytes = sum(extra.tensor.num_bytes for extra in alone)
-        reports.append(ModuleReport(module, 0, 0.0, num_bytes, tuple(extra.part for extra in alone)))
+        reports.append(ModuleRecord(module, 0, 0.0, num_bytes, tuple(extra.part for extra in alone)))
     for tokens in binding.tokens:
         num_bytes = tokens.tensor.num_bytes
-        reports.append(ModuleReport(tokens.module, 0, 0.0, num_bytes, (TOKENS,), tokens.token_ids))
+        reports.append(ModuleRecord(tokens.module, 0, 0.0, num_bytes, (TOKENS,), tokens.token_ids))
     return tuple(reports)
 
 

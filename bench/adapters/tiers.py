@@ -32,7 +32,7 @@ from bench.arguments import facts_of, load_of, parser_of
 from bench.in_process import Subject, build_subject
 from bench.rounds import percentile
 from service.engine.messages import Submit
-from service.engine.residency import State
+from service.engine.residency import AdapterState
 from service.first_host.driving import Driver, greedy
 
 NUM_LOADS = 20
@@ -95,7 +95,7 @@ class Bench:
         for at in range(NUM_LOADS + 3):
             digest = f"adapter-{self._num_adapters + at}"
             residency.read(digest, lambda: True)
-            self._until(lambda digest=digest: residency.state_of(digest) is State.HOST)
+            self._until(lambda digest=digest: residency.state_of(digest) is AdapterState.HOST)
             self._synchronize()
             begin = time.perf_counter()
             assert residency.copy(digest), "the rows in use leave no room"

@@ -17,7 +17,7 @@ from service.api.sampling import stop_strings
 from service.api.schemas import ChatRequest, CompletionRequest
 from service.api.state import Services
 from service.api.targets import Target, resolve
-from service.api.token_lists import num_rule_chars, token_rules
+from service.api.token_lists import num_list_chars, token_lists
 from service.tenants.limits import Charge, Tenant
 from service.tenants.tenants import Caller
 from service.text.stop_strings import StopAutomaton
@@ -113,11 +113,11 @@ async def admit(
         prompts = await request_prompts(services, ready, target, request)
         kept = [truncated(services, ready, request, prompt) for prompt in prompts]
         stop = await _stop_automaton(request)
-        rules = await off_loop(
-            partial(token_rules, request, services.tokenizer, ready.vocab_size), size_chars=num_rule_chars(request)
+        lists = await off_loop(
+            partial(token_lists, request, services.tokenizer, ready.vocab_size), size_chars=num_list_chars(request)
         )
         grammar = await requested_grammar(services, request, kept[0].reading)
-        plans = plan_sequences(services, ready, request, kept, stop, rules, grammar)
+        plans = plan_sequences(services, ready, request, kept, stop, lists, grammar)
         return Admitted(services, tenant, target, plans, payer, charged(tenant, plans))
     except BaseException:
         leave(services, tenant, places, payer)

@@ -46,19 +46,19 @@ class TextPart(_Kept):
         return (self.refusal if self.type == "refusal" else self.text) or ""
 
 
-class CalledFunction(_Kept):
+class CalledFunctionParam(_Kept):
     """Which function, and with what: `arguments` is JSON as text, or an object."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(_Kept):
+class ToolCallParam(_Kept):
     """A call that the assistant made."""
 
     id: str | None = None
     type: Literal["function"] | None = None
-    function: CalledFunction
+    function: CalledFunctionParam
 
 
 class ChatMessage(_Kept):
@@ -67,12 +67,14 @@ class ChatMessage(_Kept):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | Annotated[list[TextPart], FIRST] | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], FIRST] | None = None
+    tool_calls: Annotated[list[ToolCallParam], FIRST] | None = None
     tool_call_id: str | None = Field(None, description="of a tool's answer: the call that it answers")
     reasoning_content: Thought = Field(None, description="for templates that show earlier reasoning")
     reasoning: Thought = Field(None, description="the same, as vLLM calls it")
     refusal: str | None = Field(None, description="what the assistant said where it has no content")
-    function_call: CalledFunction | None = Field(None, description="a tool call, as it was before there were several")
+    function_call: CalledFunctionParam | None = Field(
+        None, description="a tool call, as it was before there were several"
+    )
 
     @model_validator(mode="after")
     def _check_content(self) -> ChatMessage:
@@ -131,7 +133,7 @@ class ChatMessage(_Kept):
         return self.content if self.content is not None else self.refusal or ""
 
 
-def _called(function: CalledFunction, call_id: str | None) -> dict[str, Any]:
+def _called(function: CalledFunctionParam, call_id: str | None) -> dict[str, Any]:
     call: dict[str, Any] = {} if call_id is None else {"id": call_id}
     return call | {"type": "function", "function": {"name": function.name, "arguments": _arguments(function.arguments)}}
 

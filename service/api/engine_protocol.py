@@ -22,7 +22,7 @@ class Messages(Protocol):
         """The next message, None while there is none. Raises EngineDied."""
 
 
-class Engine(Protocol):
+class EngineProtocol(Protocol):
     """What the routers need of the engine client; `service.engine.client.EngineClient` is the real one."""
 
     @property

@@ -19,7 +19,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from adapters.names import Visibility
 from adapters.shares import NUM_SMALL
-from adapters.store import Part, Upload
+from adapters.store import Upload, UploadPart
 from service.api.errors import BadRequest
 from service.tenants.keys_file import TENANT
 
@@ -86,7 +86,7 @@ class MultipartUpload:
     def __init__(self, check_name: Callable[[str], object], upload: Upload, boundary: bytes) -> None:
         self._check_name = check_name
         self._upload = upload
-        self._part: Part | None = None
+        self._part: UploadPart | None = None
         self._text_part = ""
         self._texts: dict[str, bytearray] = {}
         self._header_name = b""

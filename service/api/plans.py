@@ -15,7 +15,7 @@ from service.api.prompts import Prompt
 from service.api.sampling import build_sampling, seed_of_choice
 from service.api.schemas import MAX_HELD_LOGPROBS, ChatRequest, CompletionRequest
 from service.api.state import Services
-from service.api.token_lists import TokenRules
+from service.api.token_lists import TokenLists
 from service.engine.messages import Ready, Sampling
 from service.text.stop_strings import StopAutomaton
 
@@ -45,7 +45,7 @@ def plan_sequences(
     request: CompletionRequest | ChatRequest,
     prompts: Sequence[Prompt],
     stop: StopAutomaton,
-    rules: TokenRules,
+    lists: TokenLists,
     grammar: str | None = None,
 ) -> list[Plan]:
     """`n` sequences for each prompt, in order of the choices' index. BadRequest if one could never be served."""
@@ -58,7 +58,7 @@ def plan_sequences(
             vocab_size=ready.vocab_size,
             eos_token_ids=services.tokenizer.eos_token_ids,
             defaults=services.sampling_defaults,
-            rules=rules,
+            lists=lists,
             grammar=grammar,
         )
         for index in range(request.n or 1):

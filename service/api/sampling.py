@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from service.api.errors import BadRequest
 from service.api.schemas import ChatRequest, CompletionRequest, Generation
-from service.api.token_lists import TokenRules
+from service.api.token_lists import TokenLists
 from service.api.validation import bad_request
 from service.engine.messages import Sampling
 from service.text.tokenizer import TextError, read_json
@@ -52,7 +52,7 @@ def build_sampling(
     vocab_size: int,
     eos_token_ids: tuple[int, ...],
     defaults: SamplingDefaults = SamplingDefaults(),
-    rules: TokenRules = TokenRules(),
+    lists: TokenLists = TokenLists(),
     grammar: str | None = None,
 ) -> Sampling:
     """What the engine is told. `eos_token_ids` end the answer unless `ignore_eos`; those that the model cannot produce,
@@ -67,7 +67,7 @@ def build_sampling(
     if not request.ignore_eos:
         endings = (token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
         stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *endings)))
-    if not rules.leave_a_token(stop_token_ids if min_tokens else (), vocab_size):
+    if not lists.leave_a_token(stop_token_ids if min_tokens else (), vocab_size):
         raise _no_token_left(request)
     logprobs, prompt_logprobs = _logprobs(request)
     return Sampling(
@@ -81,8 +81,8 @@ def build_sampling(
         presence_penalty=_or(request.presence_penalty, 0.0),
         frequency_penalty=_or(request.frequency_penalty, 0.0),
         logit_bias=_logit_bias(request, vocab_size),
-        allowed_tokens=rules.allowed_tokens,
-        bad_words=rules.bad_words,
+        allowed_tokens=lists.allowed_tokens,
+        bad_words=lists.bad_words,
         seed=request.seed,
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(request.ignore_eos),

@@ -19,7 +19,7 @@ from adapters.records import AdapterRecord
 from adapters.shares import Shares
 from adapters.store import AdapterStore
 from service.api.adapter_metrics import MOST_LISTED, Resident, VersionOf
-from service.api.engine_protocol import Engine
+from service.api.engine_protocol import EngineProtocol
 from service.api.errors import NotReady
 from service.api.gate import Gate
 from service.api.held_logprobs import logprob_shares
@@ -61,7 +61,7 @@ class Services:
     """
 
     settings: Settings
-    engine: Engine
+    engine: EngineProtocol
     layout: BaseLayout
     tokenizer: TextTokenizer
     template: ChatTemplate | None
@@ -220,7 +220,7 @@ class Services:
         return ready
 
 
-def engine_sentence(engine: Engine) -> str:
+def engine_sentence(engine: EngineProtocol) -> str:
     """One sentence about an engine that is not ready."""
     cause = f" {engine.state_error}" if engine.state_error else ""
     if engine.state == "down":

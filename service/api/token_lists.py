@@ -14,7 +14,7 @@ MAX_BAD_CHARS = 4096
 
 
 @dataclass(frozen=True)
-class TokenRules:
+class TokenLists:
     """See `Sampling`, whose fields these are. The default allows everything."""
 
     allowed_tokens: bytes = b""
@@ -32,14 +32,14 @@ class TokenRules:
         return any(bits)
 
 
-def num_rule_chars(request: Generation) -> int:
-    """About the characters that `token_rules` has to handle, for `off_loop`."""
+def num_list_chars(request: Generation) -> int:
+    """About the characters that `token_lists` has to handle, for `off_loop`."""
     return len(request.allowed_token_ids or ()) + 2 * sum(map(len, request.bad_words or ()))
 
 
-def token_rules(request: Generation, tokenizer: TextTokenizer, vocab_size: int) -> TokenRules:
+def token_lists(request: Generation, tokenizer: TextTokenizer, vocab_size: int) -> TokenLists:
     """BadRequest names a wrong field."""
-    return TokenRules(_allowed(request, vocab_size), _bad_words(request, tokenizer, vocab_size))
+    return TokenLists(_allowed(request, vocab_size), _bad_words(request, tokenizer, vocab_size))
 
 
 def _allowed(request: Generation, vocab_size: int) -> bytes:

@@ -24,7 +24,7 @@ from adapters.errors import AdapterError, NotFound, RowsExceeded, Unsupported
 from service.engine.adapter_users import AdapterUsers, Wanted
 from service.engine.messages import Tier
 from service.engine.operator_pins import OperatorPins
-from service.engine.residency import ReadEnd, Residency, State
+from service.engine.residency import AdapterState, ReadEnd, Residency
 from service.engine.residency_parts import HostSource, Loader, Rows
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class AdapterLoads:
     @property
     def num_wanted(self) -> int:
         """Adapters that have users, or are being read."""
-        reading = 0 if self.residency is None else self.residency.num_in(State.READING)
+        reading = 0 if self.residency is None else self.residency.num_in(AdapterState.READING)
         return len(self._users) + reading
 
     @property
@@ -97,12 +97,12 @@ class AdapterLoads:
             return "disk"
         tier = residency.tier_of(digest)
         self.num_hits[tier] += 1
-        if residency.state_of(digest) is State.HOST:
+        if residency.state_of(digest) is AdapterState.HOST:
             if residency.hold(digest):
                 self._check_size(digest, wanted)
                 return tier
             tier = "disk"
-        if residency.state_of(digest) is State.ABSENT and (tier == "host" or self._num_places(None) > 1):
+        if residency.state_of(digest) is AdapterState.ABSENT and (tier == "host" or self._num_places(None) > 1):
             self._read(digest, wanted)
         return tier
 
@@ -110,7 +110,7 @@ class AdapterLoads:
         """It is over, and holds no pin any more."""
         if self._users.leave(digest):
             self._kept.users_left(digest)
-            if self.residency is not None and self.residency.state_of(digest) is State.HOST:
+            if self.residency is not None and self.residency.state_of(digest) is AdapterState.HOST:
                 self.residency.release(digest)
 
     def hint(self, digest: str) -> None:
@@ -156,10 +156,10 @@ class AdapterLoads:
         for digest, could_join in wanted.items():
             is_useful = digest == first or could_join
             state = residency.state_of(digest)
-            if state is State.HOST and residency.hold(digest):
+            if state is AdapterState.HOST and residency.hold(digest):
                 if not is_useful and residency.is_spare(digest):
                     spare.append(digest)
-            elif residency.state_of(digest) is State.ABSENT:
+            elif residency.state_of(digest) is AdapterState.ABSENT:
                 if residency.tier_of(digest) == "host":
                     self._read(digest, self._users[digest])
                 elif is_useful:
@@ -183,7 +183,7 @@ class AdapterLoads:
         """Whether it is on the device, or has come there now; else its copy may have begun, which a later step will
         find there."""
         assert self.residency is not None
-        if self.residency.state_of(digest) is State.HOST:
+        if self.residency.state_of(digest) is AdapterState.HOST:
             self._copy(digest)
         return self.is_on_device(digest)
 
@@ -203,12 +203,12 @@ class AdapterLoads:
 
     def is_on_device(self, digest: str) -> bool:
         """Whether `acquire` may be called."""
-        return self.residency is not None and self.residency.state_of(digest) is State.DEVICE
+        return self.residency is not None and self.residency.state_of(digest) is AdapterState.DEVICE
 
     def is_read(self, digest: str) -> bool:
         """Whether nothing but rows can keep it from running."""
         assert self.residency is not None
-        return self.residency.state_of(digest) in (State.HOST, State.DEVICE)
+        return self.residency.state_of(digest) in (AdapterState.HOST, AdapterState.DEVICE)
 
     def is_in_use(self, digest: str) -> bool:
         """Whether requests run with it, so that its rows are pinned."""
@@ -218,7 +218,9 @@ class AdapterLoads:
         """Whether it is on the device or on its way there, or has been read and has room there."""
         assert self.residency is not None
         state = self.residency.state_of(digest)
-        return state in (State.DEVICE, State.COPYING) or (state is State.HOST and self.has_room(digest))
+        return state in (AdapterState.DEVICE, AdapterState.COPYING) or (
+            state is AdapterState.HOST and self.has_room(digest)
+        )
 
     def has_room(self, digest: str) -> bool:
         """Whether the rows in use leave it its own."""
@@ -241,7 +243,7 @@ class AdapterLoads:
         """
         if self.residency is None:
             return
-        num_copying = self.residency.num_in(State.COPYING)
+        num_copying = self.residency.num_in(AdapterState.COPYING)
         for end in self.residency.settle(is_idle=is_idle):
             self._settle_read(end)
         self._users.num_pin_changes += num_copying > 0  # what is on its way counts as in use
@@ -254,17 +256,17 @@ class AdapterLoads:
             return
         for digest in self._kept.due():
             self._hints.setdefault(digest)
-        while self._hints and not is_short and not residency.num_in(State.READING):
+        while self._hints and not is_short and not residency.num_in(AdapterState.READING):
             digest = next(iter(self._hints))
             del self._hints[digest]
-            if digest in self._users or residency.state_of(digest) not in (State.ABSENT, State.HOST):
+            if digest in self._users or residency.state_of(digest) not in (AdapterState.ABSENT, AdapterState.HOST):
                 continue
-            if residency.state_of(digest) is State.HOST and digest not in self._kept:
+            if residency.state_of(digest) is AdapterState.HOST and digest not in self._kept:
                 continue
             self._hinted = digest
-            if residency.state_of(digest) is State.ABSENT:
+            if residency.state_of(digest) is AdapterState.ABSENT:
                 residency.read(digest, lambda: True)
-            if residency.state_of(digest) is State.HOST:
+            if residency.state_of(digest) is AdapterState.HOST:
                 self._bring_hinted(digest)
                 return
 
@@ -300,7 +302,7 @@ class AdapterLoads:
         assert self.residency is not None
         wanted.num_reads += 1
         self.residency.read(digest, lambda: digest in self._users or self._hinted == digest)
-        if self.residency.state_of(digest) is State.HOST:
+        if self.residency.state_of(digest) is AdapterState.HOST:
             self._check_size(digest, wanted)
 
     def _settle_read(self, end: ReadEnd) -> None:
@@ -324,7 +326,7 @@ class AdapterLoads:
                 log.warning("adapter %s could not be read", digest, exc_info=error)
             self._kept.give_up(digest)
             self._fail(digest, _unread(digest, error))
-        elif self.residency.state_of(digest) is not State.HOST:
+        elif self.residency.state_of(digest) is not AdapterState.HOST:
             if wanted is not None:  # nobody wanted it when its turn came
                 wanted.num_reads = 0
         elif wanted is not None:
@@ -360,12 +362,12 @@ class AdapterLoads:
         assert self.residency is not None
         self._hinted = None
         self._copy(digest, may_evict=digest in self._kept)
-        if self.residency.state_of(digest) is State.HOST:
+        if self.residency.state_of(digest) is AdapterState.HOST:
             self.residency.release(digest)
 
     def _fail(self, digest: str, failure: Failure) -> None:
         assert self.residency is not None
-        if self.residency.state_of(digest) is State.HOST:
+        if self.residency.state_of(digest) is AdapterState.HOST:
             self.residency.release(digest)
         if digest in self._users:
             self._failures[digest] = failure

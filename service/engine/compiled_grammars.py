@@ -53,7 +53,7 @@ def has_constraint(sampling: Sampling) -> bool:
     return bool(sampling.allowed_tokens or sampling.bad_words)
 
 
-class Constraint:
+class TokenConstraint:
     """What a sequence's tokens may be: its place in its grammar, and its lists of tokens.
 
     error      why its grammar cannot be followed any further; empty while it can be: not allowed by the grammar, over
@@ -260,7 +260,7 @@ class StepMasks:
         self._filling: Future[None] | None = None
         self._num_rows = 0
 
-    def begin(self, constraints: Sequence[Constraint | None]) -> None:
+    def begin(self, constraints: Sequence[TokenConstraint | None]) -> None:
         """Start to make masks, in this order; None: of a sequence that has ended, whose token nobody reads."""
         assert self._filling is None, "the masks of one step at a time"
         if self._thread is None:
@@ -306,7 +306,7 @@ class StepMasks:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-masks")
 
 
-def _fill(masks: np.ndarray, constraints: list[Constraint | None]) -> None:
+def _fill(masks: np.ndarray, constraints: list[TokenConstraint | None]) -> None:
     for mask, constraint in zip(masks, constraints, strict=True):
         if constraint is None:
             mask[:] = -1

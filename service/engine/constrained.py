@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from service.engine.brief_thread import BriefThread
-from service.engine.compiled_grammars import Constraint, Grammars, StepMasks, Worker, has_constraint
+from service.engine.compiled_grammars import Grammars, StepMasks, TokenConstraint, Worker, has_constraint
 from service.engine.grammar_turns import GrammarTurns
 from service.engine.messages import Submit
 from service.engine.runner import Capacity
@@ -58,7 +58,7 @@ class ConstrainedSequences:
         sampling = request.sampling
         if sampling.grammar is None or not sampling.max_tokens:
             if has_constraint(sampling):
-                sequence.constraint = Constraint(sampling, sequence.stop_ids, self._vocab_size)
+                sequence.constraint = TokenConstraint(sampling, sequence.stop_ids, self._vocab_size)
             return True
         self.waiting.add(sequence)
         # Of tenants, and where there are none, of adapters.
@@ -79,11 +79,11 @@ class ConstrainedSequences:
             taken.append((sequence, ""))
         return taken
 
-    def _constraint(self, sequence: Sequence, grammar: str, matcher: Any) -> Constraint:
+    def _constraint(self, sequence: Sequence, grammar: str, matcher: Any) -> TokenConstraint:
         """matcher  of the grammar, the sequence's own"""
         table = self._grammars.table
         assert table is not None
-        return Constraint(
+        return TokenConstraint(
             sequence.request.sampling,
             sequence.stop_ids,
             self._vocab_size,

@@ -44,7 +44,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from service.engine.flows import Flow, Tenant, age, by_tenant, turn_of
+from service.engine.flows import Flow, TenantFlows, age, by_tenant, turn_of
 from service.engine.sequence import ScheduledChunk, Sequence
 
 
@@ -54,7 +54,7 @@ class FairQueue:
     def __init__(self, token_budget: int) -> None:
         self.num_waiting = 0
         self._max_deficit_tokens = float(token_budget)
-        self._tenants: dict[str, Tenant] = {}
+        self._tenants: dict[str, TenantFlows] = {}
         self._num_flows = 0
 
     # ---- who waits and who runs
@@ -64,7 +64,7 @@ class FairQueue:
         request = sequence.request
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
-            tenant = self._tenants[request.tenant] = Tenant(request.weight)
+            tenant = self._tenants[request.tenant] = TenantFlows(request.weight)
         tenant.weight = request.weight
         flow = tenant.flows.get(sequence.adapter)
         if flow is None:
@@ -113,7 +113,7 @@ class FairQueue:
             yield from tenant.flows.values()
 
     @property
-    def tenants(self) -> Collection[Tenant]:
+    def tenants(self) -> Collection[TenantFlows]:
         """All that are active."""
         return self._tenants.values()
 
@@ -263,7 +263,7 @@ class FairQueue:
         assert self.num_waiting == len(self.waiting()), "waiting miscounted"
 
 
-def _largest(tenant: Tenant, gone: Counter[int]) -> Flow | None:
+def _largest(tenant: TenantFlows, gone: Counter[int]) -> Flow | None:
     """The flow that runs most, without those that have gone; of equal ones the one whose youngest is youngest."""
     running = [flow for flow in tenant.flows.values() if len(flow.running) > gone[id(flow)]]
     return max(

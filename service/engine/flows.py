@@ -14,7 +14,7 @@ def age(sequence: Sequence) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Tenant:
+class TenantFlows:
     """flows are the active ones, by adapter; deficit in tokens."""
 
     weight: float
@@ -36,7 +36,7 @@ class Flow:
                             found no rows, since one of its requests last ran
     """
 
-    tenant: Tenant
+    tenant: TenantFlows
     adapter: str | None
     waiting: list[Sequence] = field(default_factory=list)
     running: list[Sequence] = field(default_factory=list)

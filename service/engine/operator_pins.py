@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 from service.engine.adapter_users import AdapterUsers
-from service.engine.residency import Residency, State
+from service.engine.residency import AdapterState, Residency
 
 
 class OperatorPins:
@@ -45,7 +45,7 @@ class OperatorPins:
         if self._residency is None or not self._tried or self._yield_to is not None:
             return
         for digest, could_join in wanted.items():
-            if could_join or self._residency.state_of(digest) in (State.COPYING, State.DEVICE):
+            if could_join or self._residency.state_of(digest) in (AdapterState.COPYING, AdapterState.DEVICE):
                 continue
             if not self._residency.fits_beside_kept(self._users[digest].rows):
                 self._yield_to = digest
@@ -64,6 +64,9 @@ class OperatorPins:
         if residency is None or self._yield_to is not None:
             return
         for digest, tried in self._tried.items():
-            if tried != self._users.num_pin_changes and residency.state_of(digest) in (State.ABSENT, State.HOST):
+            if tried != self._users.num_pin_changes and residency.state_of(digest) in (
+                AdapterState.ABSENT,
+                AdapterState.HOST,
+            ):
                 self._tried[digest] = self._users.num_pin_changes
                 yield digest

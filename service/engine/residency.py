@@ -31,7 +31,7 @@ from service.engine.residency_parts import CopyMark, HostSource, Loader, Rows
 from service.engine.step_records import MAX_RECORDS
 
 
-class State(Enum):
+class AdapterState(Enum):
     """See the module's docstring."""
 
     ABSENT = "absent"
@@ -43,14 +43,18 @@ class State(Enum):
 
 
 _NEXT = {
-    State.ABSENT: (State.READING, State.HOST),
-    State.READING: (State.HOST, State.ABSENT, State.STALE),
-    State.HOST: (State.COPYING, State.ABSENT),
-    State.COPYING: (State.DEVICE, State.ABSENT),
-    State.DEVICE: (State.HOST, State.ABSENT, State.STALE),
-    State.STALE: (State.ABSENT,),
+    AdapterState.ABSENT: (AdapterState.READING, AdapterState.HOST),
+    AdapterState.READING: (AdapterState.HOST, AdapterState.ABSENT, AdapterState.STALE),
+    AdapterState.HOST: (AdapterState.COPYING, AdapterState.ABSENT),
+    AdapterState.COPYING: (AdapterState.DEVICE, AdapterState.ABSENT),
+    AdapterState.DEVICE: (AdapterState.HOST, AdapterState.ABSENT, AdapterState.STALE),
+    AdapterState.STALE: (AdapterState.ABSENT,),
 }
-_TIERS: dict[State, Tier] = {State.HOST: "host", State.COPYING: "host", State.DEVICE: "device"}
+_TIERS: dict[AdapterState, Tier] = {
+    AdapterState.HOST: "host",
+    AdapterState.COPYING: "host",
+    AdapterState.DEVICE: "device",
+}
 # A copy that takes longer than so many steps is waited for by the device.
 _MAX_STEPS_COPYING = 2
 
@@ -90,8 +94,8 @@ class Residency:
         self._host = host
         self._loader = loader
         self._wake = wake
-        self._states: dict[str, State] = {}  # without those that are ABSENT
-        self._num_in: Counter[State] = Counter()
+        self._states: dict[str, AdapterState] = {}  # without those that are ABSENT
+        self._num_in: Counter[AdapterState] = Counter()
         self._held: dict[str, Any] = {}  # what HOST holds for somebody, and COPYING
         self._copying: dict[str, _Copying] = {}
         self._unended: set[str] = set()  # reads
@@ -102,17 +106,17 @@ class Residency:
 
     # ---- questions
 
-    def state_of(self, digest: str) -> State:
-        return self._states.get(digest, State.ABSENT)
+    def state_of(self, digest: str) -> AdapterState:
+        return self._states.get(digest, AdapterState.ABSENT)
 
     def tier_of(self, digest: str) -> Tier:
         """The fastest tier that has it."""
         state = self.state_of(digest)
-        if state is State.ABSENT and self._host.is_kept(digest):
+        if state is AdapterState.ABSENT and self._host.is_kept(digest):
             return "host"
         return _TIERS.get(state, "disk")
 
-    def num_in(self, state: State) -> int:
+    def num_in(self, state: AdapterState) -> int:
         """Adapters of a state other than ABSENT."""
         return self._num_in[state]
 
@@ -145,10 +149,10 @@ class Residency:
         """
         kept = self._host.kept(digest)
         if kept is not None:
-            self._to(digest, State.HOST)
+            self._to(digest, AdapterState.HOST)
             self._held[digest] = kept
             return
-        self._to(digest, State.READING)
+        self._to(digest, AdapterState.READING)
         self._unended.add(digest)
         try:
             self._loader.submit(partial(self._read, digest, is_wanted))
@@ -162,7 +166,7 @@ class Residency:
         if digest not in self._held:
             kept = self._host.kept(digest)
             if kept is None:
-                self._to(digest, State.ABSENT)
+                self._to(digest, AdapterState.ABSENT)
                 return False
             self._held[digest] = kept
         return True
@@ -183,7 +187,7 @@ class Residency:
         self._take_evicted()
         if mark is None:
             return False
-        self._to(digest, State.COPYING)
+        self._to(digest, AdapterState.COPYING)
         self.rows.hold(digest, True)
         self._copying[digest] = _Copying(mark, began_seconds, int(getattr(host, "num_bytes", 0)))
         if mark.is_reached():
@@ -194,7 +198,7 @@ class Residency:
 
     def pin(self, digest: str) -> None:
         """DEVICE: one more runs with it."""
-        assert self.state_of(digest) is State.DEVICE, digest
+        assert self.state_of(digest) is AdapterState.DEVICE, digest
         self._pinned[digest] += 1
         if self._pinned[digest] == 1:
             self.rows.pin(digest)
@@ -215,14 +219,14 @@ class Residency:
 
     def fits_beside_kept(self, rows: Mapping[str, int]) -> bool:
         """Whether the operator's adapters that are on the device would leave one of so many rows its room."""
-        kept = [digest for digest in self._kept_by_operator if self.state_of(digest) is State.DEVICE]
+        kept = [digest for digest in self._kept_by_operator if self.state_of(digest) is AdapterState.DEVICE]
         return self.rows.fits_beside(rows, kept, and_held=False)
 
     def keep(self, digests: Collection[str]) -> None:
         """Of these, no rows go to others, once they are on the device."""
         before, self._kept_by_operator = self._kept_by_operator, frozenset(digests)
         for digest in before ^ self._kept_by_operator:
-            if self.state_of(digest) is State.DEVICE:
+            if self.state_of(digest) is AdapterState.DEVICE:
                 self.rows.hold(digest, digest in self._kept_by_operator)
 
     # ---- both, between steps
@@ -244,22 +248,22 @@ class Residency:
 
     def evict(self, digest: str) -> None:
         """Its files are gone, or new ones are in their place: nothing of the old ones is used for newcomers."""
-        if self.state_of(digest) is State.READING:
-            self._to(digest, State.STALE)
+        if self.state_of(digest) is AdapterState.READING:
+            self._to(digest, AdapterState.STALE)
             return
         self._host.drop(digest)
         match self.state_of(digest):
-            case State.HOST:
+            case AdapterState.HOST:
                 self._held.pop(digest, None)
-                self._to(digest, State.ABSENT)
-            case State.COPYING:  # what comes late goes to rows that the next owner writes later
+                self._to(digest, AdapterState.ABSENT)
+            case AdapterState.COPYING:  # what comes late goes to rows that the next owner writes later
                 del self._copying[digest], self._held[digest]
                 self.rows.hold(digest, False)
                 self.rows.drop(digest)
-                self._to(digest, State.ABSENT)
-            case State.DEVICE:
+                self._to(digest, AdapterState.ABSENT)
+            case AdapterState.DEVICE:
                 self.rows.hold(digest, False)
-                self._to(digest, State.STALE)
+                self._to(digest, AdapterState.STALE)
                 self._end_stale(digest)
 
     def close(self) -> None:
@@ -272,27 +276,31 @@ class Residency:
         self._take_evicted()
         self.rows.check_integrity()
         counts = Counter(self._states.values())
-        assert all(self._num_in[state] == counts[state] for state in State if state is not State.ABSENT)
+        assert all(self._num_in[state] == counts[state] for state in AdapterState if state is not AdapterState.ABSENT)
         with_rows = set(self.rows.resident())
         for digest, state in self._states.items():
-            has_rows = state in (State.COPYING, State.DEVICE) or (state is State.STALE and digest not in self._unended)
+            has_rows = state in (AdapterState.COPYING, AdapterState.DEVICE) or (
+                state is AdapterState.STALE and digest not in self._unended
+            )
             assert has_rows == (digest in with_rows), f"{digest}: {state}, and rows are otherwise"
-            assert (digest in self._copying) == (state is State.COPYING), f"{digest}: {state}, and copied"
-            assert (digest in self._unended) == (state is State.READING or (state is State.STALE and not has_rows))
-            if state is State.HOST:
+            assert (digest in self._copying) == (state is AdapterState.COPYING), f"{digest}: {state}, and copied"
+            assert (digest in self._unended) == (
+                state is AdapterState.READING or (state is AdapterState.STALE and not has_rows)
+            )
+            if state is AdapterState.HOST:
                 assert digest in self._held or self._host.is_kept(digest), f"{digest}: in no host memory"
         assert with_rows <= self._states.keys(), "rows of adapters that are not there"
-        assert all(self.state_of(digest) in (State.HOST, State.COPYING) for digest in self._held)
-        assert all(self.state_of(digest) in (State.DEVICE, State.STALE) for digest in self._pinned)
+        assert all(self.state_of(digest) in (AdapterState.HOST, AdapterState.COPYING) for digest in self._held)
+        assert all(self.state_of(digest) in (AdapterState.DEVICE, AdapterState.STALE) for digest in self._pinned)
 
     # ---- inner parts
 
-    def _to(self, digest: str, state: State) -> None:
+    def _to(self, digest: str, state: AdapterState) -> None:
         before = self.state_of(digest)
         assert state in _NEXT[before], f"{digest}: {before} -> {state}"
         self._num_in[before] -= 1
         self._num_in[state] += 1
-        if state is State.ABSENT:
+        if state is AdapterState.ABSENT:
             del self._states[digest]
         else:
             self._states[digest] = state
@@ -313,14 +321,14 @@ class Residency:
 
     def _end_read(self, digest: str, host: Any, error: Exception | None, seconds: float) -> ReadEnd:
         self._unended.remove(digest)
-        if self.state_of(digest) is State.STALE:
+        if self.state_of(digest) is AdapterState.STALE:
             self._host.drop(digest)
-            self._to(digest, State.ABSENT)
+            self._to(digest, AdapterState.ABSENT)
             return ReadEnd(digest, error, was_stale=True)
         if host is None:
-            self._to(digest, State.ABSENT)
+            self._to(digest, AdapterState.ABSENT)
         else:
-            self._to(digest, State.HOST)
+            self._to(digest, AdapterState.HOST)
             self._held[digest] = host
             self._load_seconds.append(("host", seconds))
             self.loaded_bytes["host"] += int(getattr(host, "num_bytes", 0))
@@ -330,7 +338,7 @@ class Residency:
         """COPYING -> DEVICE"""
         copying = self._copying.pop(digest)
         self.rows.publish(copying.mark)
-        self._to(digest, State.DEVICE)
+        self._to(digest, AdapterState.DEVICE)
         self.rows.hold(digest, digest in self._kept_by_operator)
         del self._held[digest]
         self._load_seconds.append(("device", time.perf_counter() - copying.began_seconds))
@@ -340,18 +348,18 @@ class Residency:
         """Note who has made room: on the device, and in host memory."""
         for digest in self.rows.take_evicted():
             self.evictions["device"] += 1
-            self._to(digest, State.HOST if self._host.is_kept(digest) else State.ABSENT)
+            self._to(digest, AdapterState.HOST if self._host.is_kept(digest) else AdapterState.ABSENT)
         for digest in self._host.take_evicted():
             self.evictions["host"] += 1
-            if self.state_of(digest) is State.HOST and digest not in self._held:
+            if self.state_of(digest) is AdapterState.HOST and digest not in self._held:
                 self._after_host(digest)
 
     def _after_host(self, digest: str) -> None:
         if not self._host.is_kept(digest):
-            self._to(digest, State.ABSENT)
+            self._to(digest, AdapterState.ABSENT)
 
     def _end_stale(self, digest: str) -> None:
         """STALE -> ABSENT, once nobody runs with it and nothing more of it is being read."""
-        if self.state_of(digest) is State.STALE and digest not in self._pinned and digest not in self._unended:
+        if self.state_of(digest) is AdapterState.STALE and digest not in self._pinned and digest not in self._unended:
             self.rows.drop(digest)
-            self._to(digest, State.ABSENT)
+            self._to(digest, AdapterState.ABSENT)

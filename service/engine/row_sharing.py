@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from service.engine.adapter_loads import AdapterLoads
 from service.engine.fair_queue import FairQueue
-from service.engine.flows import Tenant, age
+from service.engine.flows import TenantFlows, age
 from service.engine.sequence import Sequence
 
 
@@ -142,7 +142,7 @@ class RowSharing:
                 needed.remove(one)
         return needed
 
-    def _num_rows(self, tenant: Tenant) -> int:
+    def _num_rows(self, tenant: TenantFlows) -> int:
         """That its adapters in use take."""
         return sum(
             self._desk.num_rows(flow.adapter)

@@ -16,7 +16,7 @@ import numpy as np
 from service.engine.messages import Submit, Tier, TokenLogprob
 
 if TYPE_CHECKING:
-    from service.engine.compiled_grammars import Constraint
+    from service.engine.compiled_grammars import TokenConstraint
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +55,7 @@ class Sequence:
     num_prompt_logprobs: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
     prompt_logprobs_sent: bool = False
-    constraint: Constraint | None = None
+    constraint: TokenConstraint | None = None
     came_from: Tier | None = None
     came_at: tuple[float, int] = (0.0, 0)
     pooled: bytes | None = None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from service.first_host.outcome import Fault, Outcome, Report, Setting
+from service.first_host.outcome import Fault, FirstHostReport, Outcome, Setting
 from service.first_host.plan import STEPS
 
 # A trial's steps must be shorter by more than they vary from run to run.
 MIN_GAIN = 0.03
 
 
-def conclude(report: Report) -> None:
+def conclude(report: FirstHostReport) -> None:
     """Fill in settings, faults and summary."""
     report.settings = list(_settings(report))
     report.faults = list(_faults(report))
@@ -26,7 +26,7 @@ def conclude(report: Report) -> None:
     report.summary = f"{'; '.join(said)}."
 
 
-def _settings(report: Report) -> Iterator[Setting]:
+def _settings(report: FirstHostReport) -> Iterator[Setting]:
     needed = {step.name for step in STEPS if step.is_needed}
     if any(step.status == "failed" and step.name in needed for step in report.steps):
         return  # there is nothing to use them on
@@ -39,7 +39,7 @@ def _settings(report: Report) -> Iterator[Setting]:
         yield Setting(setting="sizes: leave them unset", why=sentence)
 
 
-def _trials(report: Report) -> Iterator[Setting]:
+def _trials(report: FirstHostReport) -> Iterator[Setting]:
     """Settings that were tried, against the same load without them."""
     shown = {step.name: step.title.removeprefix("Setting: ") for step in STEPS}
     for step in report.steps:
@@ -61,7 +61,7 @@ def _trials(report: Report) -> Iterator[Setting]:
         yield Setting(setting=name if is_better else f"not {name}", why=f"decode steps were {told}")
 
 
-def _usual(report: Report) -> dict[str, float | None]:
+def _usual(report: FirstHostReport) -> dict[str, float | None]:
     """Milliseconds of the decode steps that trials are compared with: most requests and adapters, and one of each."""
     loads = _known(report, "serving").facts.get("loads", [])
     by_size = {(load["requests"], load["adapters"]): load["ms_per_token"] for load in loads}
@@ -69,7 +69,7 @@ def _usual(report: Report) -> dict[str, float | None]:
     return {"many": by_size.get(most), "one": by_size.get((1, 1))}
 
 
-def _capture(report: Report) -> Iterator[Setting]:
+def _capture(report: FirstHostReport) -> Iterator[Setting]:
     step = _known(report, "capture")
     if report.device_type == "npu" and step.status == "ok":
         yield Setting(setting="--npu-graphs true", why="captured steps of one layer gave what eager ones give")
@@ -79,7 +79,7 @@ def _capture(report: Report) -> Iterator[Setting]:
         yield Setting(setting="--eager true", why=f"one captured layer {step.status}: {step.reason}")
 
 
-def _faults(report: Report) -> Iterator[Fault]:
+def _faults(report: FirstHostReport) -> Iterator[Fault]:
     """Errors and warnings of all steps, worst first, and steps without an answer."""
     for step in report.steps:
         if step.status in ("failed", "crashed", "timed out"):
@@ -95,5 +95,5 @@ def _faults(report: Report) -> Iterator[Fault]:
             yield from (fault for fault in step.faults if fault.level == level)
 
 
-def _known(report: Report, name: str) -> Outcome:
+def _known(report: FirstHostReport, name: str) -> Outcome:
     return next((step for step in report.steps if step.name == name), Outcome(name=name, title="", asks=""))

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from service.first_host.driving import run_to_the_end
-from service.first_host.step_process import Host, StepFailed
+from service.first_host.step_process import StepFailed, StepHost
 from service.first_host.subject import Subject, build_subject, names
 
 _NUM_REQUESTS, _NUM_TOKENS = 4, 8
 _KV_BYTES, _ROW_BYTES = 512 << 20, 256 << 20
 
 
-def capture_one_layer(host: Host) -> None:
+def capture_one_layer(host: StepHost) -> None:
     """The model's first attention layer between its embeddings and its head, with LoRA."""
     with tempfile.TemporaryDirectory(prefix="multilora-first-host-") as directory:
         layer = _one_layer(Path(host.options["model_dir"]), Path(directory))

@@ -20,7 +20,7 @@ import msgspec
 
 from service.first_host.advice import conclude
 from service.first_host.journal import Journal, JournalError, opened
-from service.first_host.outcome import ENDED, Outcome, Report
+from service.first_host.outcome import ENDED, FirstHostReport, Outcome
 from service.first_host.plan import STEPS, Step
 from service.first_host.step_process import not_applicable_on
 from service.first_host.supervise import run_step
@@ -78,7 +78,7 @@ def _asked(settings: Settings) -> dict[str, Any]:
     return msgspec.structs.asdict(settings.engine_options())
 
 
-def _report(journal: Journal, settings: Settings, steps: Sequence[Step], *, is_resumed: bool) -> Report:
+def _report(journal: Journal, settings: Settings, steps: Sequence[Step], *, is_resumed: bool) -> FirstHostReport:
     """A new one, or the one to go on with."""
     asked = hashlib.sha256(json.dumps(_asked(settings), sort_keys=True).encode()).hexdigest()
     known = journal.read()
@@ -87,7 +87,7 @@ def _report(journal: Journal, settings: Settings, steps: Sequence[Step], *, is_r
             raise _Refused(f"There is no report in {journal.directory} to go on with; leave --resume out.")
         outcomes = [Outcome(name=step.name, title=step.title, asks=step.asks) for step in steps]
         begun = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
-        return Report(multilora=server_version(), device=settings.device, model=str(settings.model_dir),
+        return FirstHostReport(multilora=server_version(), device=settings.device, model=str(settings.model_dir),
                       asked=asked, begun=begun, steps=outcomes)  # fmt: skip
     if not is_resumed:
         raise _Refused(
@@ -111,7 +111,7 @@ class _Run:
     """One run of the command over a report."""
 
     def __init__(
-        self, journal: Journal, report: Report, settings: Settings, steps: Sequence[Step], minutes: float
+        self, journal: Journal, report: FirstHostReport, settings: Settings, steps: Sequence[Step], minutes: float
     ) -> None:
         self._journal = journal
         self._report = report

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from service.first_host.outcome import Report, read_report
+from service.first_host.outcome import FirstHostReport, read_report
 from service.first_host.report_page import page_of
 
 JSON_NAME, PAGE_NAME = "report.json", "report.html"
@@ -34,7 +34,7 @@ class Journal:
     def page(self) -> Path:
         return self.directory / PAGE_NAME
 
-    def read(self) -> Report | None:
+    def read(self) -> FirstHostReport | None:
         """What an earlier command has written; None if there is nothing. JournalError if it cannot be read."""
         path = self.directory / JSON_NAME
         try:
@@ -44,7 +44,7 @@ class Journal:
         except (OSError, ValueError) as error:
             raise JournalError(f"{path} is no report of this command ({error}); name another --report-dir.") from error
 
-    def write(self, report: Report) -> None:
+    def write(self, report: FirstHostReport) -> None:
         """Both files. JournalError, with the files as they were, if the disk is full or the directory has gone."""
         try:
             self._replace(JSON_NAME, report.as_json())

@@ -23,7 +23,7 @@ from kernels.probe.place import Place
 from kernels.probe.shapes import ProbeShapes
 from service.child_process import child_environment
 from service.doctor.report import Level
-from service.first_host.step_process import Host, StepFailed
+from service.first_host.step_process import StepFailed, StepHost
 
 if TYPE_CHECKING:
     from kernels.platform import Platform
@@ -35,7 +35,7 @@ _FIRST_LAUNCH_SECONDS = 100.0
 _TIME_SHARE = 0.85
 
 
-def doctor(host: Host) -> None:
+def doctor(host: StepHost) -> None:
     """The doctor's whole report, on the model that is to be served."""
     from service.doctor.command import examine
 
@@ -60,7 +60,7 @@ def _ops(report: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"op": one["op"], "wished": one["wished"], "used": one["used"]} for one in found]
 
 
-def triton(host: Host) -> None:
+def triton(host: StepHost) -> None:
     """The LoRA kernels' first launch in two processes that share a cache, which is empty for the first of them."""
     module = IMPLEMENTATIONS[host.device_type]["lora"][0]
     host.facts(implementation=module)
@@ -70,7 +70,7 @@ def triton(host: Host) -> None:
             host.facts(**{name: _first_launch(host, cache)})
 
 
-def _first_launch(host: Host, cache: str) -> dict[str, Any]:
+def _first_launch(host: StepHost, cache: str) -> dict[str, Any]:
     request = json.dumps({"device": host.device, "model_dir": host.options["model_dir"]})
     try:
         done = subprocess.run(
@@ -97,7 +97,7 @@ _TRY = (
 )
 
 
-def races(host: Host) -> None:
+def races(host: StepHost) -> None:
     """Each case of each op, again and again on fresh memory: the same bits, and right ones."""
     platform, shapes = _served(host)
     rows: list[dict[str, Any]] = []
@@ -121,7 +121,7 @@ def _race_cases(platform: Platform, shapes: ProbeShapes) -> Iterator[tuple[str, 
         yield from ((op, name, case) for name, case in cases_of(op, shapes).items())
 
 
-def _repeat(host: Host, platform: Platform, shapes: ProbeShapes, case: Case) -> dict[str, Any]:
+def _repeat(host: StepHost, platform: Platform, shapes: ProbeShapes, case: Case) -> dict[str, Any]:
     """Largest error, differing repeats, and what is wrong in words."""
     device = torch.device(host.device)
     truth = probing.truth_of(case, shapes)
@@ -152,7 +152,7 @@ def _same_bits(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     )
 
 
-def attention(host: Host) -> None:
+def attention(host: StepHost) -> None:
     """Every implementation of attention that this kind of device has, at the model's heads and at others."""
     platform, shapes = _served(host)
     device = torch.device(host.device)
@@ -172,7 +172,7 @@ def attention(host: Host) -> None:
                     host.find(level, "attention-case", f"Heads of {head_dim}: {trial.sentence}")
 
 
-def _served(host: Host) -> tuple[Platform, ProbeShapes]:
+def _served(host: StepHost) -> tuple[Platform, ProbeShapes]:
     """The device made ready, with the implementations that the probe lets serve there; the model's sizes."""
     from kernels.probe.apart import probe_apart
     from kernels.probe.choose import with_reports

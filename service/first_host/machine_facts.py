@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from service.child_process import child_environment
-from service.first_host.step_process import Host, StepFailed
+from service.first_host.step_process import StepFailed, StepHost
 
 _TOOLS = {"npu": ("npu-smi", "info"), "cuda": ("nvidia-smi",)}
 _NODES = {
@@ -28,7 +28,7 @@ _INSTALL_INFO = Path("/etc/ascend_install.info")
 _MAX_SAID_CHARACTERS = 300
 
 
-def environment(host: Host) -> None:
+def environment(host: StepHost) -> None:
     """Versions, variables, the device and the known problems, as the doctor has them; what the vendor's tool says."""
     from service.doctor.examination import Examination
     from service.doctor.hardware import look_at_device
@@ -47,7 +47,7 @@ def environment(host: Host) -> None:
         host.facts(**{tool[0].replace("-", "_"): _said_by(tool)})
 
 
-def permissions(host: Host) -> None:
+def permissions(host: StepHost) -> None:
     """Device nodes and their groups, this user's groups, and who can put a number on the device and add to it.
 
     Root tries it as other users too, each with and without the group of the device nodes: what a container's

@@ -50,7 +50,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
-class Report(msgspec.Struct, kw_only=True):
+class FirstHostReport(msgspec.Struct, kw_only=True):
     """Everything. `device` as it was asked for, until the first step has found which it is.
 
     asked  digest of what the command was asked, so that no other one goes on with the report
@@ -80,6 +80,6 @@ class Report(msgspec.Struct, kw_only=True):
         return msgspec.json.format(msgspec.json.encode(clean(msgspec.to_builtins(self))), indent=1)
 
 
-def read_report(encoded: bytes) -> Report:
+def read_report(encoded: bytes) -> FirstHostReport:
     """Raises ValueError, one line, for what is no report."""
-    return msgspec.json.decode(encoded, type=Report)
+    return msgspec.json.decode(encoded, type=FirstHostReport)

@@ -17,7 +17,7 @@ class Step:
     """One step, run by a process of its own.
 
     asks           the question that it answers
-    work           "module:function", called with `step_process.Host`
+    work           "module:function", called with `step_process.StepHost`
     limit_seconds  after which its process group is killed; what earlier steps have left of theirs comes on top
     devices        where it means something
     environment    variables that its process has beside the command's own

@@ -15,7 +15,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
 from service.first_host.driving import Driver
-from service.first_host.step_process import Host, StepFailed
+from service.first_host.step_process import StepFailed, StepHost
 from service.first_host.subject import Subject, build_subject, names
 
 NUM_STEPS = 20
@@ -27,7 +27,7 @@ _LORA = ("lora", "shrink", "expand")
 _AI_CPU = "AI_CPU"
 
 
-def profile(host: Host) -> None:
+def profile(host: StepHost) -> None:
     """Decode steps of 64 requests with as many adapters as fit; without the profiler first, which slows the host."""
     subject = build_subject(host)
     number = min(_MAX_REQUESTS, subject.engine.config.max_sequences, subject.engine.capacity.num_slots - 1)
@@ -48,7 +48,7 @@ def profile(host: Host) -> None:
     _judge(host, figures)
 
 
-def _host_and_device(driver: Driver, subject: Subject, host: Host) -> dict[str, float]:
+def _host_and_device(driver: Driver, subject: Subject, host: StepHost) -> dict[str, float]:
     """Milliseconds of a step, and of its launch alone: where the two are alike, the host is what steps wait for."""
     wait = torch.get_device_module(torch.device(host.device)).synchronize
     wait()
@@ -78,12 +78,12 @@ def _steps(driver: Driver) -> None:
         driver.step()
 
 
-def _steps_and_wait(driver: Driver, host: Host) -> None:
+def _steps_and_wait(driver: Driver, host: StepHost) -> None:
     _steps(driver)
     torch.get_device_module(torch.device(host.device)).synchronize()
 
 
-def _profile_cpu(driver: Driver, _host: Host) -> dict[str, Any]:
+def _profile_cpu(driver: Driver, _host: StepHost) -> dict[str, Any]:
     with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
         _steps(driver)
     spent: dict[str, list[float]] = defaultdict(list)
@@ -93,7 +93,7 @@ def _profile_cpu(driver: Driver, _host: Host) -> dict[str, Any]:
             "kernels": _longest(spent, NUM_STEPS - 4)}  # fmt: skip
 
 
-def _profile_cuda(driver: Driver, _host: Host) -> dict[str, Any]:
+def _profile_cuda(driver: Driver, _host: StepHost) -> dict[str, Any]:
     with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         _steps(driver)
         torch.cuda.synchronize()
@@ -101,7 +101,7 @@ def _profile_cuda(driver: Driver, _host: Host) -> dict[str, Any]:
             **figures_of_events(profiler.events(), DeviceType.CUDA, num_steps=NUM_STEPS - 4)}  # fmt: skip
 
 
-def _profile_npu(driver: Driver, host: Host) -> dict[str, Any]:
+def _profile_npu(driver: Driver, host: StepHost) -> dict[str, Any]:
     """torch_npu's profiler writes tables; the one of kernels names the core that each ran on."""
     with tempfile.TemporaryDirectory(prefix="multilora-first-host-") as directory:
         record_npu(directory, lambda: _steps_and_wait(driver, host))
@@ -187,7 +187,7 @@ def _union(spans: list[tuple[float, float]]) -> float:
     return covered
 
 
-def _judge(host: Host, figures: Mapping[str, Any]) -> None:
+def _judge(host: StepHost, figures: Mapping[str, Any]) -> None:
     if isinstance(figures["ai_cpu"], list) and figures["ai_cpu"]:
         told = ", ".join(one["name"] for one in figures["ai_cpu"][:5])
         host.find("warning", "ai-cpu", f"Operators run on AI_CPU in decode steps: {told}.", "Report it.")

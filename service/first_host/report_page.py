@@ -7,7 +7,7 @@ from html import escape
 from typing import Any
 
 from service.doctor.report import clean
-from service.first_host.outcome import Fault, Outcome, Report
+from service.first_host.outcome import Fault, FirstHostReport, Outcome
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 70em; padding: 0 1em; color: #222; }
@@ -23,7 +23,7 @@ th { background: #f4f4f4; font-weight: 600; } td.number { text-align: right; fon
 _CLASSES = {"ok": "ok", "not applicable": "none", "not run": "none"}
 
 
-def page_of(report: Report) -> str:
+def page_of(report: FirstHostReport) -> str:
     """The whole page."""
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>",

@@ -8,7 +8,7 @@ from typing import Any
 
 from service.engine.messages import Submit
 from service.first_host.driving import Run, greedy
-from service.first_host.step_process import Host, StepFailed
+from service.first_host.step_process import StepFailed, StepHost
 from service.first_host.subject import Subject, budgets_of, build_subject, names
 
 NUM_REQUESTS = (1, 8, 32, 64)
@@ -21,7 +21,7 @@ _NUM_LOADS = 8
 _QUIET_STEPS, _STEPS_AFTER_LOAD = 16, 4
 
 
-def time_per_token(host: Host) -> None:
+def time_per_token(host: StepHost) -> None:
     """Decode steps of every number of requests and adapters: the time of a step is that of a token."""
     until = time.monotonic() + host.limit_seconds * _TIME_SHARE
     subject, num_requests = _subject(host)
@@ -36,7 +36,7 @@ def time_per_token(host: Host) -> None:
             host.facts(loads=rows, **_captured(subject))
 
 
-def try_setting(host: Host) -> None:
+def try_setting(host: StepHost) -> None:
     """Decode steps of 64 requests with as many adapters, and of one request. `advice.py` compares them with those of
     `time_per_token`."""
     subject, num_requests = _subject(host)
@@ -45,7 +45,7 @@ def try_setting(host: Host) -> None:
         host.facts(**{f"{name}_ms": _figures(subject, number, adapters)["ms_per_token"], **_captured(subject)})
 
 
-def loads_under_traffic(host: Host) -> None:
+def loads_under_traffic(host: StepHost) -> None:
     """Running requests on adapters of their own, while others bring adapters that are not on the device."""
     subject, num_requests = _subject(host)
     number = min(32, num_requests[-1])
@@ -98,7 +98,7 @@ def loads_under_traffic(host: Host) -> None:
         host.find("warning", "loads-stall-steps", message, "Report it: loads are to cost running requests nothing.")
 
 
-def _subject(host: Host) -> tuple[Subject, tuple[int, ...]]:
+def _subject(host: StepHost) -> tuple[Subject, tuple[int, ...]]:
     host.facts(budgets=budgets_of(host))
     subject = build_subject(host)
     most = min(subject.engine.config.max_sequences, subject.engine.capacity.num_slots - 1)

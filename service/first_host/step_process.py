@@ -35,7 +35,7 @@ class StepFailed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class StepHost:
     """What a step works with, and what it says.
 
     device   one that torch knows: "npu", "cuda:1"
@@ -83,7 +83,7 @@ def main() -> int:
     os.set_inheritable(int(sys.argv[1]), False)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)
     with os.fdopen(int(sys.argv[1]), "w") as channel:
-        host = Host(request["device"], request["options"] | request["changed"], request["limit_seconds"], channel)
+        host = StepHost(request["device"], request["options"] | request["changed"], request["limit_seconds"], channel)
         try:
             _work(host, request["work"], request["devices"])
             host.end("ok")
@@ -95,11 +95,11 @@ def main() -> int:
     return 0
 
 
-def _work(host: Host, work: str, devices: Sequence[str]) -> None:
+def _work(host: StepHost, work: str, devices: Sequence[str]) -> None:
     if host.device == "auto":
         from kernels.platform import find_device
 
-        host = Host(find_device("auto"), host.options, host.limit_seconds, host.channel)
+        host = StepHost(find_device("auto"), host.options, host.limit_seconds, host.channel)
     if host.device_type not in devices:
         raise NotApplicable(not_applicable_on(host.device_type))
     module, _, function = work.partition(":")

@@ -16,7 +16,7 @@ from service.engine.messages import Submit
 from service.engine.process import compile_kernels, warm_up
 from service.first_host.driving import Driver, Run, greedy, run_to_the_end
 from service.first_host.made_up import MadeUpAdapters
-from service.first_host.step_process import Host
+from service.first_host.step_process import StepHost
 from service.machine import num_usable_cpus
 from service.models.config_json import read_config
 from service.models.layouts import layout_of
@@ -69,7 +69,7 @@ def names(num: int, *, first: int = 0) -> list[str]:
     return [f"adapter-{index}" for index in range(first, first + num)]
 
 
-def build_subject(host: Host, **changed: object) -> Subject:
+def build_subject(host: StepHost, **changed: object) -> Subject:
     """An engine as `multilora serve` would build it here, warm. `changed`: fields of EngineOptions."""
     options = host.engine_options(**changed)
     if options.num_threads is None:
@@ -94,7 +94,7 @@ def build_subject(host: Host, **changed: object) -> Subject:
     return Subject(engine, adapters.rows, min(64, num_adapters), max(1, min(most, longest // 4)))
 
 
-def budgets_of(host: Host) -> list[str]:
+def budgets_of(host: StepHost) -> list[str]:
     """What the engine would be given of this device's memory, in sentences."""
     prepare(host.device)
     return decide(host.engine_options(), host.device)[1]

@@ -11,7 +11,7 @@ import torch
 
 from kernels.paged_attention import cache_layout
 from kernels.platform import in_use
-from service.models.layer_parts import State
+from service.models.layer_parts import MixerState
 from service.models.spec import ModelSpec
 
 
@@ -73,7 +73,7 @@ def allocate_caches(
     block_size             tokens per block
     """
 
-    def tensor(state: State) -> torch.Tensor:
+    def tensor(state: MixerState) -> torch.Tensor:
         is_paged = state.per == "token"
         make = torch.zeros if is_paged and device.type == "npu" else torch.empty
         of_shape = functools.partial(make, dtype=_dtype_of(state, dtype), device=device)
@@ -82,7 +82,7 @@ def allocate_caches(
         shape = (num_blocks, block_size, *state.shape)
         return cache_layout.made(of_shape, shape, heads_first=in_use(device).kv_heads_first)
 
-    def cache(states: tuple[State, ...]) -> LayerCache:
+    def cache(states: tuple[MixerState, ...]) -> LayerCache:
         return _BY_NAMES[tuple(state.name for state in states)](*map(tensor, states))
 
     return Caches(tuple(cache(layer.mixer.states) for layer in spec.layers))
@@ -103,5 +103,5 @@ def _line_bytes(spec: ModelSpec, per: str, dtype: torch.dtype) -> int:
     return sum(math.prod(state.shape) * _dtype_of(state, dtype).itemsize for state in states)
 
 
-def _dtype_of(state: State, dtype: torch.dtype) -> torch.dtype:
+def _dtype_of(state: MixerState, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if state.in_float32 else dtype

@@ -28,7 +28,7 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class MixerState:
     """A tensor that a mixer remembers between steps, as lines of `shape`.
 
     per         how a step advances it. "token": it appends a line for each of its tokens, in blocks of the paged cache,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from adapters.layout import BaseLayout, Projection, Slice
+from adapters.layout import BaseLayout, ProjectionSpec, Slice
 from service.models.config_json import read_config
 from service.models.errors import ModelError
 from service.models.families import model_spec
@@ -53,7 +53,9 @@ def layout_of(config: Mapping[str, Any]) -> BaseLayout:
 def layout_of_spec(spec: ModelSpec) -> BaseLayout:
     """All projections in the order of the forward pass: embedding, layers, head."""
     table = f"{spec.prefix}embed_tokens"
-    projections = [Projection(table, -1, "embeddings", "embedding", spec.vocab_size, (Slice(table, spec.hidden_size),))]
+    projections = [
+        ProjectionSpec(table, -1, "embeddings", "embedding", spec.vocab_size, (Slice(table, spec.hidden_size),))
+    ]
     unadapted: list[str] = []
     fixed: list[str] = []
     norms: list[Slice] = []
@@ -62,14 +64,14 @@ def layout_of_spec(spec: ModelSpec) -> BaseLayout:
         for linear in layer.linears(spec.hidden_size):
             pieces = tuple(Slice(prefix + module, size) for module, size in linear.slices.items())
             name = prefix + linear.name
-            projections.append(Projection(name, index, linear.group, "linear", linear.in_features, pieces))
+            projections.append(ProjectionSpec(name, index, linear.group, "linear", linear.in_features, pieces))
         unadapted += (prefix + module for module in layer.mlp.unadapted)
         fixed += (prefix + part for part in layer.mixer.fixed)
         norms += (Slice(prefix + norm, spec.hidden_size) for norm in layer.norms)
         norms += (Slice(prefix + norm, size) for norm, size in layer.mixer.norms.items())
     norms.append(Slice(f"{spec.prefix}{spec.final_norm}", spec.hidden_size))
     head = (Slice("lm_head", spec.vocab_size),)
-    projections.append(Projection("lm_head", -1, "embeddings", "linear", spec.hidden_size, head))
+    projections.append(ProjectionSpec("lm_head", -1, "embeddings", "linear", spec.hidden_size, head))
     return BaseLayout(
         spec.model_type,
         spec.num_layers,

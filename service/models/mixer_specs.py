@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from service.models.layer_parts import Linear, Shapes, State, named
+from service.models.layer_parts import Linear, MixerState, Shapes, named
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +70,9 @@ class AttentionSpec:
         return ()
 
     @property
-    def states(self) -> tuple[State, ...]:
+    def states(self) -> tuple[MixerState, ...]:
         """Keys and values of each token."""
-        return tuple(State(name, "token", (self.num_kv_heads, self.head_dim)) for name in ("k", "v"))
+        return tuple(MixerState(name, "token", (self.num_kv_heads, self.head_dim)) for name in ("k", "v"))
 
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
         """Queries, keys and values; and what reads the heads."""
@@ -110,9 +110,9 @@ class ShortConvSpec:
         return (f"{self.name}.conv",)
 
     @property
-    def states(self) -> tuple[State, ...]:
+    def states(self) -> tuple[MixerState, ...]:
         """The convolution's."""
-        return (State("lines", "sequence", (self.width - 1, self.size)),)
+        return (MixerState("lines", "sequence", (self.width - 1, self.size)),)
 
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
         """Both gates and the convolution's input; and what reads the gated result."""
@@ -175,11 +175,11 @@ class GatedDeltaSpec:
         return (self.size, self.value_size, self.num_value_heads, self.num_value_heads)
 
     @property
-    def states(self) -> tuple[State, ...]:
+    def states(self) -> tuple[MixerState, ...]:
         """The convolution's, and a matrix for each value head."""
         return (
-            State("lines", "sequence", (self.width - 1, self.size)),
-            State("matrices", "sequence", (self.num_value_heads, self.key_dim, self.value_dim), in_float32=True),
+            MixerState("lines", "sequence", (self.width - 1, self.size)),
+            MixerState("matrices", "sequence", (self.num_value_heads, self.key_dim, self.value_dim), in_float32=True),
         )
 
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:

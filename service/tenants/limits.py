@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from service.tenants.keys_file import Limits
-from service.tenants.usage import Taken, Usage
+from service.tenants.usage import Taken, TenantUsage
 
 _MINUTE_SECONDS = 60
 # All that tell where a tenant stands.
@@ -167,11 +167,11 @@ class Tenant:
             )
         self._uploads.take(1)
 
-    def usage(self) -> Usage:
+    def usage(self) -> TenantUsage:
         """What it has taken here."""
-        return Usage(self.num_in_flight, self._tokens.taken(), self._uploads.taken())
+        return TenantUsage(self.num_in_flight, self._tokens.taken(), self._uploads.taken())
 
-    def learn(self, elsewhere: Usage) -> None:
+    def learn(self, elsewhere: TenantUsage) -> None:
         """What it has taken on other servers, all in all."""
         self._num_elsewhere = elsewhere.num_in_flight
         self._tokens.learn(elsewhere.tokens)

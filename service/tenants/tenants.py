@@ -14,7 +14,7 @@ from pathlib import Path
 from service.logs import LOGGER, audit
 from service.tenants.keys_file import SCOPES, Key, KeysFile, KeysFileError, Limits, Scope, hash_of, read_keys
 from service.tenants.limits import Tenant
-from service.tenants.usage import Usage
+from service.tenants.usage import TenantUsage
 
 # Whose everything is without a keys file, and with one the keys of the settings.
 DEFAULT = "default"
@@ -146,14 +146,14 @@ class Tenants:
         if _signature(self._path) != self._signature:
             await asyncio.shield(self._read_soon())
 
-    def usage(self) -> dict[str, Usage]:
+    def usage(self) -> dict[str, TenantUsage]:
         """What tenants have taken here, of those that have taken anything."""
-        return {name: usage for name, one in self._tenants.items() if (usage := one.usage()) != Usage()}
+        return {name: usage for name, one in self._tenants.items() if (usage := one.usage()) != TenantUsage()}
 
-    def learn(self, elsewhere: Mapping[str, Usage]) -> None:
+    def learn(self, elsewhere: Mapping[str, TenantUsage]) -> None:
         """What they have taken on other servers."""
         for name, one in self._tenants.items():
-            one.learn(elsewhere.get(name, Usage()))
+            one.learn(elsewhere.get(name, TenantUsage()))
 
     def reread(self) -> None:
         """Have the keys file read, whether it looks like another one or not."""

@@ -31,7 +31,7 @@ _FORGET_SECONDS = 300.0
 Taken = tuple[tuple[float, int], ...]
 
 
-class Usage(msgspec.Struct, frozen=True):
+class TenantUsage(msgspec.Struct, frozen=True):
     """Of one tenant: sequences in flight, and tokens and uploads of the last minute."""
 
     num_in_flight: int = 0
@@ -39,7 +39,7 @@ class Usage(msgspec.Struct, frozen=True):
     uploads: Taken = ()
 
 
-_decoder = msgspec.json.Decoder(dict[str, Usage])
+_decoder = msgspec.json.Decoder(dict[str, TenantUsage])
 
 
 class Exchange:
@@ -50,7 +50,7 @@ class Exchange:
         self._own = directory / uuid.uuid4().hex
         self._was_made = False
 
-    def say_and_hear(self, own: dict[str, Usage]) -> dict[str, Usage]:
+    def say_and_hear(self, own: dict[str, TenantUsage]) -> dict[str, TenantUsage]:
         """Write what tenants here have taken; what they have taken on all others together. Raises OSError."""
         if not self._was_made:  # once: where the store is away nothing may be put in its place
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ class Exchange:
         now_seconds = self._own.stat().st_mtime
         return _together(self._others(now_seconds))
 
-    def _others(self, now_seconds: float) -> Iterator[dict[str, Usage]]:
+    def _others(self, now_seconds: float) -> Iterator[dict[str, TenantUsage]]:
         for path in self._directory.iterdir():
             if path == self._own:
                 continue
@@ -75,20 +75,20 @@ class Exchange:
                     yield {name: _older(one, age_seconds) for name, one in _decoder.decode(data).items()}
 
 
-def _older(usage: Usage, age_seconds: float) -> Usage:
-    return Usage(
+def _older(usage: TenantUsage, age_seconds: float) -> TenantUsage:
+    return TenantUsage(
         usage.num_in_flight if age_seconds <= ABSENT_SECONDS else 0,
         tuple((ago + age_seconds, amount) for ago, amount in usage.tokens),
         tuple((ago + age_seconds, amount) for ago, amount in usage.uploads),
     )
 
 
-def _together(servers: Iterable[dict[str, Usage]]) -> dict[str, Usage]:
-    sums: dict[str, Usage] = {}
+def _together(servers: Iterable[dict[str, TenantUsage]]) -> dict[str, TenantUsage]:
+    sums: dict[str, TenantUsage] = {}
     for server in servers:
         for name, one in server.items():
-            so_far = sums.get(name, Usage())
-            sums[name] = Usage(
+            so_far = sums.get(name, TenantUsage())
+            sums[name] = TenantUsage(
                 so_far.num_in_flight + one.num_in_flight,
                 tuple(sorted(so_far.tokens + one.tokens, reverse=True)),
                 tuple(sorted(so_far.uploads + one.uploads, reverse=True)),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adapters.errors import RowsExceeded
-from adapters.layout import BaseLayout, Projection, Slice
+from adapters.layout import BaseLayout, ProjectionSpec, Slice
 from adapters.row_plan import plan_rows
 from adapters.row_pool import RowPool
 from adapters.row_ranges import RangeAllocator
@@ -23,8 +23,8 @@ PIECES = {"attention": ("q", "k"), "mlp": ("down",)}
 def churn_layout() -> BaseLayout:
     """Two groups of one layer, narrow: the churn is about rows."""
     projections = (
-        Projection("qk", 0, "attention", "linear", 2, (Slice("q", 2), Slice("k", 1))),
-        Projection("down", 0, "mlp", "linear", 1, (Slice("down", 2),)),
+        ProjectionSpec("qk", 0, "attention", "linear", 2, (Slice("q", 2), Slice("k", 1))),
+        ProjectionSpec("down", 0, "mlp", "linear", 1, (Slice("down", 2),)),
     )
     return BaseLayout("churn", 1, "model.layers.", projections)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from adapters.layout import BaseLayout, Group, Projection, Slice
+from adapters.layout import BaseLayout, Group, ProjectionSpec, Slice
 from adapters.row_pool import RowPool
 from tests.adapters.test_row_pool import assert_holds, budget_for, make_host_adapter
 from tests.support.fake_stream import FakeStream, Noted
@@ -23,8 +23,10 @@ RANKS = {"q": 16, "k": 3, "v": 8, "o": 16, "gate": 5, "up": 0, "down": 20}
 def layout() -> BaseLayout:
     """A layer of all seven projections; some of the rows are of a multiple of 16 bytes."""
 
-    def linear(name: str, group: Group, width: int, **widths: int) -> Projection:
-        return Projection(name, 0, group, "linear", width, tuple(Slice(module, out) for module, out in widths.items()))
+    def linear(name: str, group: Group, width: int, **widths: int) -> ProjectionSpec:
+        return ProjectionSpec(
+            name, 0, group, "linear", width, tuple(Slice(module, out) for module, out in widths.items())
+        )
 
     projections = (
         linear("qkv", "attention", 8, q=8, k=3, v=3),

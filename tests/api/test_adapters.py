@@ -28,7 +28,7 @@ from adapters.store import AdapterStore, Upload
 from service.api import adapters as adapter_routes
 from service.api import lora_compat
 from service.api.auth import Access
-from service.api.engine_protocol import Engine
+from service.api.engine_protocol import EngineProtocol
 from service.api.json_body import BodyBudget
 from service.api.metrics import Metrics
 from service.api.middleware import BodyRule, Door
@@ -376,7 +376,7 @@ class Routes:
         app.add_middleware(Door, access=access, metrics=self.metrics, body_rule=lambda *_: rule, budget=budget)
         self.services = app.state.services = Services(
             settings=Settings(model_name="base", lora_path_root=tmp_path / "root"),
-            engine=cast(Engine, SimpleNamespace(state="starting", tiers={}, places_of=lambda _digest: {})),
+            engine=cast(EngineProtocol, SimpleNamespace(state="starting", tiers={}, places_of=lambda _digest: {})),
             layout=layout,
             tokenizer=cast(TextTokenizer, None),
             template=None,

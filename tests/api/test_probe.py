@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from adapters.invocation import invocation_start
-from adapters.records import Manifest, ModuleReport
+from adapters.records import Manifest, ModuleRecord
 from service.api.probe import NUM_TOKENS, prompt_for
 
 
 def manifest_of(*token_ids: tuple[int, ...], invocation: tuple[int, ...] = ()) -> Manifest:
-    modules = tuple(ModuleReport("model.embed_tokens", 0, 1.0, 0, (), tokens) for tokens in token_ids)
+    modules = tuple(ModuleRecord("model.embed_tokens", 0, 1.0, 0, (), tokens) for tokens in token_ids)
     return Manifest("sha256:0", "", 4, 0, {}, modules, invocation=invocation)
 
 

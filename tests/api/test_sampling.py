@@ -12,7 +12,7 @@ import pytest
 
 from service.api.sampling import SamplingDefaults, build_sampling, model_defaults
 from service.api.schemas import ChatRequest, CompletionRequest
-from service.api.token_lists import TokenRules, token_rules
+from service.api.token_lists import TokenLists, token_lists
 from service.engine.messages import Sampling
 from service.text.tokenizer import TextError, TextTokenizer
 from tests.api.conftest import BASE, Checkpoints
@@ -42,14 +42,14 @@ FIELDS: dict[str, Any] = {
 }
 # Made of several fields, by `service.api.requested_grammar` and `service.api.token_lists`.
 GRAMMAR = "start: /a/"
-RULES = TokenRules(allowed_tokens=b"\0\6", bad_words=((9, 17),))
+LISTS = TokenLists(allowed_tokens=b"\0\6", bad_words=((9, 17),))
 COMMON = {
     **FIELDS,
     "logit_bias": {9: -2.5, 17: 4.0},
     "stop_token_ids": (8, 6),
     "grammar": GRAMMAR,
-    "allowed_tokens": RULES.allowed_tokens,
-    "bad_words": RULES.bad_words,
+    "allowed_tokens": LISTS.allowed_tokens,
+    "bad_words": LISTS.bad_words,
 }
 TABLE: list[tuple[type[CompletionRequest] | type[ChatRequest], dict[str, Any], dict[str, Any]]] = [
     (CompletionRequest, {"logprobs": 5, "echo": True}, {**COMMON, "logprobs": 5, "prompt_logprobs": 5}),
@@ -62,7 +62,7 @@ def sampling_of(
     kind: type[CompletionRequest] | type[ChatRequest],
     *,
     grammar: str | None = None,
-    rules: TokenRules | None = None,
+    lists: TokenLists | None = None,
     **fields: Any,
 ) -> Sampling:
     request = kind(model=BASE, **REQUIRED[kind], **fields)
@@ -71,7 +71,7 @@ def sampling_of(
         max_tokens=MAX_TOKENS,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(EOS_ID,),
-        rules=rules or TokenRules(),
+        lists=lists or TokenLists(),
         grammar=grammar,
     )
 
@@ -141,7 +141,7 @@ def is_default(field: msgspec.structs.FieldInfo, value: Any) -> bool:
 def test_every_field_reaches_the_engine(
     kind: type[CompletionRequest] | type[ChatRequest], own: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    sampling = sampling_of(kind, grammar=GRAMMAR, rules=RULES, **FIELDS, **own)
+    sampling = sampling_of(kind, grammar=GRAMMAR, lists=LISTS, **FIELDS, **own)
     assert {name: getattr(sampling, name) for name in sampling.__struct_fields__} == expected
 
 
@@ -182,7 +182,7 @@ def test_a_bad_word_is_barred_as_a_text_begins_with_it_and_behind_a_space(tmp_pa
     (tmp_path / "tokenizer.json").write_text(json.dumps(parts))
     tokenizer = TextTokenizer.load(tmp_path)
     for words, expected in ((["a"], ((0,), (3,))), ([" ab", "ab"], ((4,), (3, 1))), (["b", "ba"], ((1,), (1, 0)))):
-        assert token_rules(CompletionRequest(prompt="", bad_words=words), tokenizer, 5).bad_words == expected
+        assert token_lists(CompletionRequest(prompt="", bad_words=words), tokenizer, 5).bad_words == expected
 
 
 BODIES: dict[str, dict[str, Any]] = {

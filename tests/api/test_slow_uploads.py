@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from adapters.errors import Unsupported
-from adapters.store import AdapterStore, Part, StoreLimits
+from adapters.store import AdapterStore, StoreLimits, UploadPart
 from service.api.errors import BadRequest, QueueFull
 from service.api.multipart_upload import in_upload_thread
 from service.api.upload_body import receive_upload
@@ -168,13 +168,13 @@ def test_a_refused_configuration_ends_an_upload_whose_client_says_no_more(
 
 def test_an_upload_comes_while_what_came_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = AdapterStore(tmp_path, small_layout(), StoreLimits(free_disk_floor_bytes=0), base_name="base")
-    has_come, write = threading.Event(), Part.write
+    has_come, write = threading.Event(), UploadPart.write
 
-    def write_late(part: Part, data: bytes) -> int:
+    def write_late(part: UploadPart, data: bytes) -> int:
         assert has_come.wait(LIMIT_SECONDS)
         return write(part, data)
 
-    monkeypatch.setattr(Part, "write", write_late)
+    monkeypatch.setattr(UploadPart, "write", write_late)
 
     class Request(SilentRequest):
         async def stream(self) -> AsyncIterator[bytes]:

@@ -20,8 +20,8 @@ from service.engine.compiled_grammars import (
     MAX_SECONDS_BEHIND,
     SECONDS_A_TOKEN,
     TOO_COSTLY,
-    Constraint,
     Grammars,
+    TokenConstraint,
 )
 from service.engine.messages import Sampling
 from service.grammars.matching import TOO_AMBIGUOUS, TokenTable, compile_grammar
@@ -236,7 +236,7 @@ def test_an_ambiguous_grammar_ends_its_own_answer(mock: MockEngine, rules: str) 
 def test_a_sequence_may_not_fall_behind_in_processor_time(seconds_a_call: float, num_tokens: int, error: str) -> None:
     """A token takes a call that follows it and one that makes the mask of the next."""
     calls = count()
-    constraint = Constraint(
+    constraint = TokenConstraint(
         Sampling(max_tokens=1000),
         frozenset(),
         VOCAB,

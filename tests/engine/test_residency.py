@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from service.engine.messages import Evict
-from service.engine.residency import State
+from service.engine.residency import AdapterState
 from tests.support.engine_mock import MockEngine, MockWeights, SlowMarks, expected_tokens, make_mock_engine
 from tests.support.step_counts import first_token_steps
 
@@ -16,7 +16,7 @@ def with_slow_copies(**sizes: int) -> tuple[MockEngine, SlowMarks]:
     return mock, marks
 
 
-def state_of(mock: MockEngine, digest: str) -> State:
+def state_of(mock: MockEngine, digest: str) -> AdapterState:
     assert mock.engine.desk.residency is not None
     return mock.engine.desk.residency.state_of(digest)
 
@@ -25,16 +25,16 @@ def test_an_adapter_goes_from_the_disk_to_the_device_in_three_steps_where_copies
     mock, marks = with_slow_copies()
     mock.submit("base", max_tokens=60)
     mock.step()
-    assert state_of(mock, "a1") is State.ABSENT
+    assert state_of(mock, "a1") is AdapterState.ABSENT
     mock.submit("r", adapter="a1", max_tokens=2)
-    assert state_of(mock, "a1") is State.READING, "from the arrival on, not from the next step"
+    assert state_of(mock, "a1") is AdapterState.READING, "from the arrival on, not from the next step"
     mock.load()
     mock.step()
-    assert state_of(mock, "a1") is State.COPYING
+    assert state_of(mock, "a1") is AdapterState.COPYING
     assert "r" not in mock.output
     marks.num_reached = 1
     mock.step()
-    assert state_of(mock, "a1") is State.DEVICE
+    assert state_of(mock, "a1") is AdapterState.DEVICE
     assert len(mock.output["r"]) == 1
     mock.settle()
     assert mock.output["r"] == expected_tokens((1, 2, 3), "a1", 2)
@@ -47,7 +47,7 @@ def test_what_the_host_tier_has_is_copied_in_the_next_step_whatever_is_being_rea
         mock.submit(f"r{i}", adapter=f"a{i}")
     mock.submit("kept", adapter="a9")
     mock.step()
-    assert state_of(mock, "a9") is State.COPYING
+    assert state_of(mock, "a9") is AdapterState.COPYING
     marks.num_reached = 1
     mock.step()
     assert "kept" in mock.output
@@ -59,7 +59,7 @@ def test_nobody_has_the_rows_of_one_on_its_way_and_nobody_runs_with_it() -> None
     mock.host.memory.update(("a1-4", "a2-4"))
     mock.submit("one", adapter="a1-4", max_tokens=2)
     mock.step()
-    assert state_of(mock, "a1-4") is State.COPYING
+    assert state_of(mock, "a1-4") is AdapterState.COPYING
     mock.submit("two", adapter="a2-4", max_tokens=2)
     assert mock.rows.held == {"a1-4"}
     assert not mock.rows.has_room(MockWeights("a2-4").rows)
@@ -89,7 +89,7 @@ def test_what_is_replaced_on_its_way_to_the_device_is_read_again() -> None:
     mock.load()
     mock.step()
     mock.engine.handle(Evict("a1"))
-    assert state_of(mock, "a1") is State.ABSENT
+    assert state_of(mock, "a1") is AdapterState.ABSENT
     mock.settle()
     assert mock.host.reads == ["a1", "a1"]
     assert mock.output["r"] == expected_tokens((1, 2, 3), "a1", 2)
@@ -100,7 +100,7 @@ def test_what_is_replaced_while_requests_run_with_it_is_stale_until_they_end() -
     mock.submit("before", adapter="a1", max_tokens=4)
     mock.step_until(lambda: mock.output.get("before"))
     mock.engine.handle(Evict("a1"))
-    assert state_of(mock, "a1") is State.STALE
+    assert state_of(mock, "a1") is AdapterState.STALE
     mock.submit("after", adapter="a1", max_tokens=2)
     mock.step_until(lambda: "before" in mock.finished)
     assert "after" not in mock.output
@@ -114,15 +114,15 @@ def test_an_operator_keeps_adapters_on_the_device_against_those_that_are_asked_f
     mock.submit("second", adapter="a6-2", max_tokens=1)
     mock.settle()
     mock.engine.desk.keep(["a7-2"])
-    mock.step_until(lambda: state_of(mock, "a7-2") is State.DEVICE)
+    mock.step_until(lambda: state_of(mock, "a7-2") is AdapterState.DEVICE)
     for i in range(8, 20):
         mock.submit(f"r{i}", adapter=f"a{i}", max_tokens=2)
     mock.settle()
-    assert state_of(mock, "a7-2") is State.DEVICE
+    assert state_of(mock, "a7-2") is AdapterState.DEVICE
     mock.engine.desk.keep([])
     mock.submit("large", adapter="a20-3", max_tokens=2)
     mock.settle()
-    assert state_of(mock, "a7-2") is State.ABSENT
+    assert state_of(mock, "a7-2") is AdapterState.ABSENT
     assert mock.output["large"] == expected_tokens((1, 2, 3), "a20-3", 2)
 
 
@@ -130,14 +130,14 @@ def test_what_an_operator_keeps_yields_to_one_that_has_no_room_beside_it_and_com
     mock = make_mock_engine(num_rows=4)
     mock.engine.desk.keep(["a1-2", "a2"])
     mock.submit("base", max_tokens=1)
-    mock.step_until(lambda: {state_of(mock, one) for one in ("a1-2", "a2")} == {State.DEVICE})
+    mock.step_until(lambda: {state_of(mock, one) for one in ("a1-2", "a2")} == {AdapterState.DEVICE})
     mock.submit("large", adapter="a3-3", max_tokens=2)
     mock.submit("small", adapter="a4", max_tokens=2)
     mock.step_until(lambda: {"large", "small"} <= mock.finished.keys())
     assert mock.output["large"] == expected_tokens((1, 2, 3), "a3-3", 2)
     mock.submit("later", adapter="a5", max_tokens=8)
     mock.settle()
-    assert {state_of(mock, one) for one in ("a1-2", "a2")} == {State.DEVICE}
+    assert {state_of(mock, one) for one in ("a1-2", "a2")} == {AdapterState.DEVICE}
 
 
 def test_one_that_cannot_be_kept_is_not_tried_for_ever() -> None:
@@ -150,7 +150,7 @@ def test_one_that_cannot_be_kept_is_not_tried_for_ever() -> None:
         mock.step_and_load()
     assert mock.host.reads.count("a1") == 1
     assert mock.host.reads.count("a2-2") <= 3
-    assert state_of(mock, "a2-2") is State.DEVICE
+    assert state_of(mock, "a2-2") is AdapterState.DEVICE
 
 
 @pytest.mark.parametrize("are_slow", [False, True])

@@ -8,7 +8,7 @@ import pytest
 
 from adapters.errors import NotFound
 from service.engine.messages import Abort, Evict, Finished, Load
-from service.engine.residency import State
+from service.engine.residency import AdapterState
 from service.engine.sequence import Sequence
 from tests.support.engine_mock import MockEngine, expected_tokens, make_mock_engine
 
@@ -30,7 +30,7 @@ def names_of(sequences: list[Sequence]) -> list[str]:
     return [sequence.request_id for sequence in sequences]
 
 
-def state_of(mock: MockEngine, digest: str) -> State:
+def state_of(mock: MockEngine, digest: str) -> AdapterState:
     assert mock.engine.desk.residency is not None
     return mock.engine.desk.residency.state_of(digest)
 
@@ -210,7 +210,7 @@ def test_only_so_many_adapters_are_read_ahead(mocks: list[MockEngine]) -> None:
     for i in range(6):
         mock.submit(f"r{i}", adapter=f"a{i}")
     mock.step()
-    assert [one for one in (f"a{i}" for i in range(6)) if state_of(mock, one) is State.READING] == ["a0", "a1"]
+    assert [one for one in (f"a{i}" for i in range(6)) if state_of(mock, one) is AdapterState.READING] == ["a0", "a1"]
     mock.settle()
     assert sorted(mock.host.reads) == [f"a{i}" for i in range(6)]
 
@@ -229,7 +229,7 @@ def test_who_has_room_is_read_although_those_read_before_have_none(mocks: list[M
     assert "small" in mock.finished
     assert "holds" not in mock.finished
     assert mock.host.reads == ["a1-3", "a2-4", "a3-4", "a5-1", "a4-4"]
-    held = [one for one in (f"a{i}-4" for i in range(2, 5)) if state_of(mock, one) is State.HOST]
+    held = [one for one in (f"a{i}-4" for i in range(2, 5)) if state_of(mock, one) is AdapterState.HOST]
     assert held == ["a2-4", "a4-4"], "the last one made way, not the first, and is not read again for nothing"
     mock.settle()
     for i in range(2, 5):
@@ -310,7 +310,7 @@ def test_never_more_than_so_many_are_ahead(mocks: list[MockEngine]) -> None:
     while mock.engine.num_requests:
         mock.step_and_load()
         wanted = ["a2-12", "a3-12", *(f"a{i}-1" for i in range(4, 10))]
-        assert sum(state_of(mock, one) in (State.READING, State.HOST) for one in wanted) <= 2
+        assert sum(state_of(mock, one) in (AdapterState.READING, AdapterState.HOST) for one in wanted) <= 2
     assert mock.host.reads.index("a9-1") < mock.host.reads.index("a2-12", 3), "the large ones were read again last"
 
 

@@ -14,7 +14,7 @@ from kernels.platform import detect, installed
 from service.models.caches import ConvStates, KvCache, allocate_caches, kv_bytes_per_token, state_bytes_per_line
 from service.models.config_json import read_config
 from service.models.families import model_spec
-from service.models.layer_parts import State
+from service.models.layer_parts import MixerState
 from tests.support.tiny_models import make_tiny_model
 
 
@@ -60,7 +60,7 @@ class MadeUpMixer:
     """No class that anything here knows."""
 
     name = "mixer"
-    states = (State("lines", "sequence", (2, 7), in_float32=True),)
+    states = (MixerState("lines", "sequence", (2, 7), in_float32=True),)
 
 
 def test_a_new_mixer_has_what_it_declares(tmp_path: Any) -> None:

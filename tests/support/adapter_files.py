@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from adapters.layout import BaseLayout, Projection, Slice
+from adapters.layout import BaseLayout, ProjectionSpec, Slice
 from adapters.names import Change, Condition, keep, move
 from adapters.records import AdapterRecord
 from adapters.store import AdapterStore
@@ -21,13 +21,15 @@ _SAFETENSORS_DTYPES = {np.dtype("<f4"): "F32", np.dtype("<f2"): "F16", np.dtype(
 def small_layout(num_layers: int = 2) -> BaseLayout:
     """Packed q/k/v, a lone o, an MLP, a convolution's projections, an embedding and a head."""
     projections = [
-        Projection("model.embed_tokens", -1, "embeddings", "embedding", VOCAB, (Slice("model.embed_tokens", HIDDEN),))
+        ProjectionSpec(
+            "model.embed_tokens", -1, "embeddings", "embedding", VOCAB, (Slice("model.embed_tokens", HIDDEN),)
+        )
     ]
     for layer in range(num_layers):
         prefix = f"model.layers.{layer}"
         qkv = tuple(Slice(f"{prefix}.self_attn.{name}_proj", width) for name, width in (("q", 8), ("k", 4), ("v", 4)))
         projections += [
-            Projection(f"{prefix}.self_attn.qkv_proj", layer, "attention", "linear", HIDDEN, qkv),
+            ProjectionSpec(f"{prefix}.self_attn.qkv_proj", layer, "attention", "linear", HIDDEN, qkv),
             _linear(f"{prefix}.self_attn.o_proj", layer, "attention", 8, HIDDEN),
             _linear(f"{prefix}.mlp.down_proj", layer, "mlp", INNER, HIDDEN),
             _linear(f"{prefix}.conv.in_proj", layer, "operator", HIDDEN, 3 * HIDDEN),
@@ -36,8 +38,8 @@ def small_layout(num_layers: int = 2) -> BaseLayout:
     return BaseLayout("small", num_layers, "model.layers.", tuple(projections))
 
 
-def _linear(name: str, layer: int, group: Any, in_features: int, out_features: int) -> Projection:
-    return Projection(name, layer, group, "linear", in_features, (Slice(name, out_features),))
+def _linear(name: str, layer: int, group: Any, in_features: int, out_features: int) -> ProjectionSpec:
+    return ProjectionSpec(name, layer, group, "linear", in_features, (Slice(name, out_features),))
 
 
 def modules_ending(layout: BaseLayout, *endings: str) -> list[str]:

@@ -18,7 +18,7 @@ from service.cli import _parser
 from service.first_host import supervise
 from service.first_host.command import first_host
 from service.first_host.plan import Step
-from service.first_host.step_process import Host, NotApplicable, StepFailed
+from service.first_host.step_process import NotApplicable, StepFailed, StepHost
 
 # Where steps meet the test: a directory with a named pipe `gate` and a list of what was begun, `begun`.
 MEETING = "FIRST_HOST_MEETING"
@@ -28,45 +28,45 @@ MAX_FILE_BYTES = "FIRST_HOST_MAX_FILE_BYTES"
 NO_TEMPORARY_FILES = "FIRST_HOST_NO_TEMPORARY_FILES"
 
 
-def works(host: Host) -> None:
+def works(host: StepHost) -> None:
     _note("works")
     host.facts(device=host.device, answer=42, cases=[{"name": "<b>bold</b>", "value": 1.5}])
 
 
-def warns(host: Host) -> None:
+def warns(host: StepHost) -> None:
     host.find("warning", "planted", "Something is slow.", "Report it.")
 
 
-def fails(host: Host) -> None:
+def fails(host: StepHost) -> None:
     host.facts(before="kept")
     raise StepFailed("The planted fault is here.")
 
 
-def raises(_host: Host) -> None:
+def raises(_host: StepHost) -> None:
     raise RuntimeError("two\n  lines")
 
 
-def means_nothing(_host: Host) -> None:
+def means_nothing(_host: StepHost) -> None:
     raise NotApplicable("there is nothing of the kind here")
 
 
-def aborts(host: Host) -> None:
+def aborts(host: StepHost) -> None:
     host.facts(before="kept")
     print("the last words", file=sys.stderr)
     os.abort()
 
 
-def exits(_host: Host) -> None:
+def exits(_host: StepHost) -> None:
     os._exit(7)
 
 
-def is_mended(_host: Host) -> None:
+def is_mended(_host: StepHost) -> None:
     """Fails, until somebody has mended the host."""
     if not (_meeting() / "mended").exists():
         raise StepFailed("The device cannot be used.")
 
 
-def hangs(host: Host) -> None:
+def hangs(host: StepHost) -> None:
     """With a process of its own that hangs too, and holds the pipe open; when both do, the step's time is over."""
     host.facts(before="kept")
     code = f"import os; gate = open({str(_meeting() / 'gate')!r}, 'w'); print(flush=True); os.read(os.pipe()[0], 1)"
@@ -77,7 +77,7 @@ def hangs(host: Host) -> None:
         host.tell("hangs")  # who waits for the step looks at the clock again
 
 
-def waits(host: Host) -> None:
+def waits(host: StepHost) -> None:
     """For whoever reads from the gate, and, the first time, for ever."""
     _note("waits")
     if _begun().count("waits") == 1:
@@ -88,7 +88,7 @@ def waits(host: Host) -> None:
     host.facts(answer=43)
 
 
-def always_waits(host: Host) -> None:
+def always_waits(host: StepHost) -> None:
     with (_meeting() / "gate").open("w") as gate:
         gate.write("here\n")
         gate.flush()

@@ -9,7 +9,7 @@ import pytest
 
 from service.tenants.keys_file import Limits
 from service.tenants.limits import LimitReached, Tenant
-from service.tenants.usage import ABSENT_SECONDS, Exchange, Usage
+from service.tenants.usage import ABSENT_SECONDS, Exchange, TenantUsage
 from tests.tenants.test_limits import Clock
 
 
@@ -24,7 +24,7 @@ class OneServer:
 
     def exchange(self) -> None:
         heard = self._exchange.say_and_hear({"acme": self.tenant.usage()})
-        self.tenant.learn(heard.get("acme", Usage()))
+        self.tenant.learn(heard.get("acme", TenantUsage()))
 
 
 def servers(directory: Path, number: int = 2, **limits: int) -> list[OneServer]:
