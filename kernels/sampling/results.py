@@ -10,6 +10,7 @@ import torch
 
 from kernels.sampling.asked import Asked
 from kernels.sampling.maps import SamplingMaps
+from kernels.sampling.scored_token import ScoredToken
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,19 +26,11 @@ class Sampled:
     packed: torch.Tensor
 
 
-class TokenLogprob(NamedTuple):
-    """Log probability of one token and of the most likely ones, most likely first."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
 class Choice(NamedTuple):
     """The token of a row; `token_id` None: there was none to choose, and no log probability then."""
 
     token_id: int | None
-    logprob: TokenLogprob | None = None
+    logprob: ScoredToken | None = None
 
 
 def pack(token_ids: torch.Tensor, logprobs: torch.Tensor | None, maps: SamplingMaps) -> Sampled:
@@ -54,7 +47,7 @@ def pack(token_ids: torch.Tensor, logprobs: torch.Tensor | None, maps: SamplingM
     return Sampled(token_ids, torch.cat(parts) if len(parts) > 1 else parts[0])
 
 
-def read(packed: np.ndarray, asked: Asked) -> tuple[list[Choice], list[TokenLogprob]]:
+def read(packed: np.ndarray, asked: Asked) -> tuple[list[Choice], list[ScoredToken]]:
     """Choices of the asked rows and log probabilities of the given tokens, in the order in which they were asked.
 
     packed  `Sampled.packed` on the host
@@ -68,7 +61,7 @@ def read(packed: np.ndarray, asked: Asked) -> tuple[list[Choice], list[TokenLogp
     values, top_tokens = rest[num_told:].reshape(2, num_told, facts.num_top)
     pairs = zip(top_tokens.tolist(), values.view(np.float32).tolist(), strict=True)
     tops = [tuple(zip(ids, row, strict=True)) for ids, row in pairs]
-    given = [TokenLogprob(entry.token_id, logprobs[i], tops[i][: entry.num_top]) for i, entry in enumerate(asked.given)]
+    given = [ScoredToken(entry.token_id, logprobs[i], tops[i][: entry.num_top]) for i, entry in enumerate(asked.given)]
     told = iter(range(facts.num_given, num_told))
     choices = []
     for token, row in zip(tokens, asked.rows, strict=True):
@@ -76,7 +69,7 @@ def read(packed: np.ndarray, asked: Asked) -> tuple[list[Choice], list[TokenLogp
         if token is None or place is None:
             choices.append(Choice(token))
         else:
-            choices.append(Choice(token, TokenLogprob(token, logprobs[place], tops[place][: row.num_top])))
+            choices.append(Choice(token, ScoredToken(token, logprobs[place], tops[place][: row.num_top])))
     return choices, given
 
 

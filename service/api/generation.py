@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 
 from adapters.records import AdapterRecord
+from kernels.sampling.scored_token import ScoredToken
 from service.api.admission import Held
 from service.api.errors import BadRequest, EngineFailed, NotReady
 from service.api.held_logprobs import HeldLogprobs
@@ -21,7 +22,7 @@ from service.api.metrics import SequenceTimer
 from service.api.plans import Plan
 from service.api.state import Services
 from service.api.targets import Target
-from service.engine.messages import Finished, Submit, TokenLogprob, Tokens
+from service.engine.messages import Finished, Submit, Tokens
 from service.engine.streams import EngineDied, NeverSent
 from service.tenants.limits import Tenant
 from service.text.detokenizer import detokenizer_of
@@ -41,9 +42,9 @@ class Piece(msgspec.Struct):
 
     text: str = ""
     token_ids: list[int] = []
-    logprobs: list[TokenLogprob] = []
+    logprobs: list[ScoredToken] = []
     text_offsets: list[int] = []
-    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+    prompt_logprobs: Sequence[ScoredToken | None] | None = None
     finish_reason: Literal["stop", "length"] | None = None
     stop_reason: str | int | None = None
     pooled: bytes | None = None
@@ -189,7 +190,7 @@ class SequenceRun:
             return NotReady(f"{error} Send the request again later.")
         return EngineFailed(f"{error} The request was lost; send it again.")
 
-    def _hold_logprobs(self, entries: Sequence[TokenLogprob | None]) -> None:
+    def _hold_logprobs(self, entries: Sequence[ScoredToken | None]) -> None:
         """Count them before they are kept. QueueFull."""
         count = sum(1 + len(entry.top) for entry in entries if entry is not None)
         self._logprobs.take(count)

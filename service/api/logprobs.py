@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from msgspec import structs
-
+from kernels.sampling.scored_token import ScoredToken
 from service.api.generation import Piece
 from service.api.prompts import Prompt
 from service.api.schemas import Generation
-from service.engine.messages import TokenLogprob
 from service.text.detokenizer import detokenizer_of
 from service.text.tokenizer import TextTokenizer
 
@@ -35,7 +33,7 @@ def echoed_logprobs(
     tokenizer: TextTokenizer,
     names: TokenNames,
     prompt: Prompt,
-    entries: Sequence[TokenLogprob | None],
+    entries: Sequence[ScoredToken | None],
     *,
     skip_special_tokens: bool,
 ) -> dict[str, Any]:
@@ -58,16 +56,16 @@ def echoed_logprobs(
 
 
 def prompt_logprobs(
-    tokenizer: TextTokenizer, entries: Sequence[TokenLogprob | None], num_top: int
+    tokenizer: TextTokenizer, entries: Sequence[ScoredToken | None], num_top: int
 ) -> list[dict[str, Any] | None]:
     """vLLM's shape for the prompt: of each token its log probability and those of `num_top` alternatives, by id."""
     return [None if entry is None else _by_id(tokenizer, entry, num_top) for entry in entries]
 
 
-def first_alternatives(entries: Sequence[TokenLogprob | None], num_top: int) -> list[TokenLogprob | None]:
+def first_alternatives(entries: Sequence[ScoredToken | None], num_top: int) -> list[ScoredToken | None]:
     """The entries with at most so many alternatives, where the engine was asked for more."""
     return [
-        entry if entry is None or len(entry.top) <= num_top else structs.replace(entry, top=entry.top[:num_top])
+        entry if entry is None or len(entry.top) <= num_top else entry._replace(top=entry.top[:num_top])
         for entry in entries
     ]
 
@@ -95,7 +93,7 @@ def chat_logprobs(tokenizer: TextTokenizer, names: TokenNames, piece: Piece) -> 
     return {"content": content}
 
 
-def _columns(names: TokenNames, entries: Sequence[TokenLogprob], offsets: list[int]) -> dict[str, Any]:
+def _columns(names: TokenNames, entries: Sequence[ScoredToken], offsets: list[int]) -> dict[str, Any]:
     top = []
     for entry in entries:
         # The chosen token is always among the alternatives; of tokens that read alike the likeliest stays.
@@ -111,11 +109,11 @@ def _columns(names: TokenNames, entries: Sequence[TokenLogprob], offsets: list[i
     }
 
 
-def _no_probability(token_id: int) -> TokenLogprob:
-    return TokenLogprob(token_id, 0.0)
+def _no_probability(token_id: int) -> ScoredToken:
+    return ScoredToken(token_id, 0.0)
 
 
-def _by_id(tokenizer: TextTokenizer, entry: TokenLogprob, num_top: int) -> dict[str, Any]:
+def _by_id(tokenizer: TextTokenizer, entry: ScoredToken, num_top: int) -> dict[str, Any]:
     ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, start=1)}
     shown = dict(entry.top[:num_top]) | {entry.token_id: entry.logprob}
     return {

@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from kernels.sampling.scored_token import ScoredToken
+
 # Of a tenant, in `Submit`.
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
 # Of a request, in `Sampling`: gone through token by token in each of its steps. 300 is OpenAI's figure.
@@ -47,14 +49,6 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: str | None = None
-
-
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log probability of one token and of the most likely alternatives, most likely first."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
 
 
 # ---- API -> engine
@@ -164,8 +158,8 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
 
     request_id: str
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...] = ()
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    logprobs: tuple[ScoredToken, ...] = ()
+    prompt_logprobs: tuple[ScoredToken | None, ...] | None = None
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kernels.sampling import results
 from kernels.sampling.asked import MASK_FOLLOWS, Asked, GivenRow, RowSampling, ask
 from kernels.sampling.results import Choice, read
-from service.engine.messages import TokenLogprob, Tokens
+from kernels.sampling.scored_token import ScoredToken
+from service.engine.messages import Tokens
 from service.engine.sequence import ScheduledChunk, Sequence
 
 
@@ -64,29 +64,25 @@ def read_sampled(packed: np.ndarray, sampling: StepSampling) -> list[tuple[Seque
     choices, given = read(packed, sampling.asked)
     start = 0
     for sequence, num_logits in sampling.prompts:
-        sequence.prompt_logprobs += [_told(logprob) for logprob in given[start : start + num_logits]]
+        sequence.prompt_logprobs += given[start : start + num_logits]
         start += num_logits
     return list(zip(sampling.sequences, choices, strict=True))
 
 
 def tokens_message(sequence: Sequence, choice: Choice) -> Tokens | None:
     """The message of a new token; with the first of a sequence go the log probabilities of its prompt."""
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    prompt_logprobs: tuple[ScoredToken | None, ...] | None = None
     if sequence.prompt_logprobs and not sequence.prompt_logprobs_sent:
         sequence.prompt_logprobs_sent = True
         prompt_logprobs = tuple(sequence.prompt_logprobs)
     tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
+    logprobs: tuple[ScoredToken, ...] = ()
     if choice.token_id is not None and sequence.request.sampling.max_tokens > 0:
         tokens = (choice.token_id,)
-        logprobs = () if choice.logprob is None else (_told(choice.logprob),)
+        logprobs = () if choice.logprob is None else (choice.logprob,)
     if not tokens and prompt_logprobs is None:
         return None
     return Tokens(sequence.request_id, tokens, logprobs, prompt_logprobs)
-
-
-def _told(logprob: results.TokenLogprob) -> TokenLogprob:
-    return TokenLogprob(logprob.token_id, logprob.logprob, logprob.top)
 
 
 def _row_of(sequence: Sequence, logits_row: int, index: int) -> RowSampling:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from service.engine.messages import Submit, Tier, TokenLogprob
+from kernels.sampling.scored_token import ScoredToken
+from service.engine.messages import Submit, Tier
 
 if TYPE_CHECKING:
     from service.engine.compiled_grammars import TokenConstraint
@@ -53,7 +54,7 @@ class Sequence:
     num_computed: int = 0
     slot: int = 0
     num_prompt_logprobs: int = 0
-    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    prompt_logprobs: list[ScoredToken | None] = field(default_factory=list)
     prompt_logprobs_sent: bool = False
     constraint: TokenConstraint | None = None
     came_from: Tier | None = None

@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 
 from adapters.names import NameRecord, Version
+from kernels.sampling.scored_token import ScoredToken
 from service.api import batch, chat, completions, plans
 from service.api import tokenize as tokenize_module
 from service.api.admission import admit
@@ -25,7 +26,6 @@ from service.api.sampling import SamplingDefaults
 from service.api.schemas import BatchRequest, ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
 from service.api.state import Services
 from service.api.targets import Target, resolve
-from service.engine.messages import TokenLogprob
 from service.tenants.keys_file import Limits
 from service.tenants.limits import Tenant
 from service.tenants.tenants import Caller, Tenants
@@ -367,7 +367,7 @@ def test_many_log_probabilities_are_written_beside_the_loop(
     full: Services, monkeypatch: pytest.MonkeyPatch, is_chat: bool, num_tokens: int
 ) -> None:
     piece = Piece(finish_reason="length", token_ids=[65] * num_tokens, text_offsets=[0] * num_tokens)
-    piece.logprobs = [TokenLogprob(65, -1.0, ((65, -1.0), (66, -2.0)))] * num_tokens
+    piece.logprobs = [ScoredToken(65, -1.0, ((65, -1.0), (66, -2.0)))] * num_tokens
 
     class Ended:
         name, fingerprint = "tiny", "fp_0"

@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import pytest
 
+from kernels.sampling.scored_token import ScoredToken
 from service.api.errors import EngineFailed
 from service.api.event_stream import EventStream
 from service.api.generation import Job, Piece
 from service.api.sse import TextEvent, encode_event
-from service.engine.messages import TokenLogprob
 from tests.api.conftest import BASE, Checkpoints
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.scripted_server import scripted_server
@@ -152,7 +152,7 @@ def test_a_failure_is_an_event_behind_what_came_before_it(does_read: bool) -> No
 
 
 def test_what_is_long_is_left_to_the_task_and_comes_in_its_place() -> None:
-    long = Piece("long", logprobs=[TokenLogprob(1, 0.0, tuple((n, 0.0) for n in range(10_000)))])
+    long = Piece("long", logprobs=[ScoredToken(1, 0.0, tuple((n, 0.0) for n in range(10_000)))])
 
     async def run() -> list[str]:
         client, job = Client(), Said()

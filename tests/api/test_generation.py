@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 
+from kernels.sampling.scored_token import ScoredToken
 from service.api.admission import Admitted
 from service.api.chat import ChatAnswer
 from service.api.completions import CompletionAnswer
@@ -29,7 +30,7 @@ from service.api.targets import Target
 from service.cluster.engines import Engines
 from service.engine.client import EngineClient
 from service.engine.link import EngineLink
-from service.engine.messages import Finished, FromEngine, Sampling, Submit, TokenLogprob, Tokens
+from service.engine.messages import Finished, FromEngine, Sampling, Submit, Tokens
 from service.engine.streams import EngineDied, NeverSent, TokenStream
 from service.payer import PAYER
 from service.tenants.keys_file import Limits
@@ -273,7 +274,7 @@ def test_what_waits_for_a_stream_s_reader_is_bounded(
     engine = cast(Any, parts.engine)
     job = a_job(parts, places, [plan("r", logprobs=2)], is_streamed=is_streamed)
     (token_id,) = parts.tokenizer.encode("a")
-    entry = TokenLogprob(token_id, -1.0, ((token_id, -1.0), (token_id + 1, -2.0)))
+    entry = ScoredToken(token_id, -1.0, ((token_id, -1.0), (token_id + 1, -2.0)))
     for _ in range(5):
         engine.streams["r"].push(Tokens("r", (token_id,), (entry,)))
     assert (places.num_open, engine.aborted) == ((0, ["r"]) if is_streamed else (1, []))
@@ -313,13 +314,13 @@ class TestHeldLogprobs:
     @staticmethod
     def say(parts: Services, *request_ids: str) -> None:
         """Three of them for each."""
-        entry = TokenLogprob(65, -1.0, ((65, -1.0), (66, -2.0)))
+        entry = ScoredToken(65, -1.0, ((65, -1.0), (66, -2.0)))
         for request_id in request_ids:
             cast(Any, parts.engine).streams[request_id].push(Tokens(request_id, (65,), (entry,)))
 
     def test_those_of_a_whole_answer_count_until_it_is_sent(self, parts: Services, places: Places) -> None:
         job = a_job(parts, places, [plan("a", logprobs=2), plan("b", logprobs=2)], is_streamed=False)
-        prompt_entries = (None, TokenLogprob(1, -1.0, ((1, -1.0), (2, -2.0))))
+        prompt_entries = (None, ScoredToken(1, -1.0, ((1, -1.0), (2, -2.0))))
         cast(Any, parts.engine).streams["a"].push(Tokens("a", (), (), prompt_entries))
         self.say(parts, "a", "b", "a")
         for name in "ab":
@@ -380,7 +381,7 @@ class TestHeldLogprobs:
     def test_what_begins_anew_counts_once(self, parts: Services, places: Places) -> None:
         links = _two_engines(parts)
         job = a_job(parts, places, [plan("r", logprobs=2)], is_streamed=False)
-        entry = TokenLogprob(65, -1.0, ((65, -1.0), (66, -2.0)))
+        entry = ScoredToken(65, -1.0, ((65, -1.0), (66, -2.0)))
         lost = _who_has_one(parts)
         links[lost].says(Tokens("r", (65,), (entry,)))
         links[lost].kill()

@@ -9,8 +9,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from kernels.sampling.scored_token import ScoredToken
 from service.engine.config import EngineOptions
-from service.engine.messages import Abort, Finished, FromEngine, Sampling, Submit, ToEngine, TokenLogprob, Tokens
+from service.engine.messages import Abort, Finished, FromEngine, Sampling, Submit, ToEngine, Tokens
 from service.engine.wire import EngineSide, Outbox, frame, read_from_engine
 from tests.support.engine_mock import make_mock_engine
 
@@ -20,7 +21,7 @@ TO_ENGINE: list[ToEngine] = [
     Abort("r1"),
 ]
 FROM_ENGINE: list[FromEngine] = [
-    Tokens("r1", (5,), (TokenLogprob(5, -0.25, ((5, -0.25), (6, -2.0))),), (None, TokenLogprob(2, -1.0))),
+    Tokens("r1", (5,), (ScoredToken(5, -0.25, ((5, -0.25), (6, -2.0))),), (None, ScoredToken(2, -1.0))),
     Finished("r1", "stop", stop_token_id=5),
     make_mock_engine().engine.stats(),
 ]

@@ -14,10 +14,11 @@ from typing import Any, cast
 import msgspec
 
 from adapters.row_plan import plan_rows
+from kernels.sampling.scored_token import ScoredToken
 from service.app import create_app
 from service.cluster.engines import Engines
 from service.engine.link import EngineLink
-from service.engine.messages import Finished, Ready, Submit, Tier, TokenLogprob, Tokens
+from service.engine.messages import Finished, Ready, Submit, Tier, Tokens
 from service.engine.wire import Outbox, read_to_engine
 from service.settings import Settings
 
@@ -25,8 +26,8 @@ LIMIT_SECONDS = 120.0
 _MAX_ANSWER_TOKENS = 24
 
 
-def _logprob(token: int, num_top: int) -> TokenLogprob:
-    return TokenLogprob(token, -1.0, tuple((other, -1.0 - other) for other in range(num_top)))
+def _logprob(token: int, num_top: int) -> ScoredToken:
+    return ScoredToken(token, -1.0, tuple((other, -1.0 - other) for other in range(num_top)))
 
 
 class ReadyEngine(EngineLink):

@@ -19,7 +19,8 @@ from kernels.sampling.asked import GivenRow, RowSampling, ask, mask_of
 from kernels.sampling.maps import SamplingMaps
 from kernels.sampling.parameters import index_of
 from kernels.sampling.random_numbers import uniform
-from kernels.sampling.results import Choice, TokenLogprob
+from kernels.sampling.results import Choice
+from kernels.sampling.scored_token import ScoredToken
 from service.engine.messages import Sampling
 from tests.ascend.twin.waits import recorded_waits
 from tests.support.replay import Recording
@@ -57,13 +58,13 @@ def implementation(request: pytest.FixtureRequest, device: str) -> str:
 # ---- all at once
 
 
-def told_of(mix: Mix, implementation: str, device: str, **options: Any) -> tuple[list[Choice], list[TokenLogprob]]:
+def told_of(mix: Mix, implementation: str, device: str, **options: Any) -> tuple[list[Choice], list[ScoredToken]]:
     state = mix.state(implementation, device)
     logits = mix.logits.to(device)
     return sample(logits, mix.rows, mix.given, implementation=implementation, state=state, **options)
 
 
-def assert_alike(found: Sequence[TokenLogprob | None], expected: Sequence[TokenLogprob | None]) -> None:
+def assert_alike(found: Sequence[ScoredToken | None], expected: Sequence[ScoredToken | None]) -> None:
     assert len(found) == len(expected)
     for ours, theirs in zip(found, expected, strict=True):
         assert (ours is None) == (theirs is None)
@@ -455,7 +456,7 @@ def test_a_chunk_of_a_prompt_has_log_probabilities_alone(implementation: str, de
     logits = hashed_logits(3, seed=12)
     choices, told = sample(logits.to(device), [], [GivenRow(2, 5, 0)], implementation=implementation)
     assert choices == []
-    assert told == [TokenLogprob(5, pytest.approx(float(logits[2].double().log_softmax(-1)[5]), abs=ABSOLUTE), ())]
+    assert told == [ScoredToken(5, pytest.approx(float(logits[2].double().log_softmax(-1)[5]), abs=ABSOLUTE), ())]
 
 
 # ---- parameters and numbers

@@ -19,10 +19,11 @@ from peft import PeftModel
 from adapters.invocation import invocation_start
 from adapters.row_plan import plan_rows
 from adapters.store import AdapterStore
+from kernels.sampling.scored_token import ScoredToken
 from service.engine import build
 from service.engine.config import EngineConfig, EngineOptions
 from service.engine.engine import Engine
-from service.engine.messages import Finished, Sampling, Submit, TokenLogprob, Tokens
+from service.engine.messages import Finished, Sampling, Submit, Tokens
 from service.engine.process import compile_kernels
 from service.engine.residency_parts import Loader
 from service.models.caches import kv_bytes_per_token
@@ -79,8 +80,8 @@ class Answer:
     """What the engine said to one request."""
 
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
+    logprobs: list[ScoredToken] = field(default_factory=list)
+    prompt_logprobs: tuple[ScoredToken | None, ...] = ()
     ended: Finished | None = None
 
 

@@ -19,7 +19,8 @@ from kernels.sampling.maps import SamplingMaps
 from kernels.sampling.parameters import index_of, neutral_row
 from kernels.sampling.penalty_state import PenaltyState
 from kernels.sampling.random_numbers import uniform
-from kernels.sampling.results import Choice, TokenLogprob, read
+from kernels.sampling.results import Choice, read
+from kernels.sampling.scored_token import ScoredToken
 
 VOCAB = 600
 
@@ -57,7 +58,7 @@ def sample(
     implementation: str,
     state: PenaltyState | None = None,
     **options: Any,
-) -> tuple[list[Choice], list[TokenLogprob]]:
+) -> tuple[list[Choice], list[ScoredToken]]:
     """What one call says; the logits keep their values."""
     device = str(logits.device)
     asked = ask(rows, given, num_logits=len(logits), vocab=logits.shape[1], **options)
