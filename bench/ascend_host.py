@@ -166,7 +166,8 @@ def _operators_of_a_step(num_layers: int) -> Counter[str]:
                 engine.submit(Request(f"r{i}", "all", (5 + i, 9, 8, 7), 12).submit(world))
             for _ in range(4):
                 engine.step()
-            no_launches = [mock.patch.object(one.Launch, "run", return_value=None) for one in (triton_ascend, rotary)]
+            launches = (triton_ascend.LoraLaunch, rotary.RotaryLaunch)
+            no_launches = [mock.patch.object(launch, "run", return_value=None) for launch in launches]
             with no_launches[0], no_launches[1], _Counted() as counted:
                 engine.step()
         finally:

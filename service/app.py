@@ -22,7 +22,7 @@ import adapters.errors as store_errors
 from adapters.names import Change
 from adapters.row_plan import plan_rows
 from adapters.store import AdapterStore, StoreLimits
-from kernels.lora.limits import MAX_KERNEL_RANK
+from kernels.lora.max_rank import MAX_KERNEL_RANK
 from service.api import (
     adapters,
     batch,

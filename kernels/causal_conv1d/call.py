@@ -86,7 +86,7 @@ class UpdateCall(_Call):
 
 
 @dataclass(frozen=True)
-class Launch:
+class ConvLaunch:
     """A Triton kernel, its grid, all of its arguments by name, and compile options."""
 
     kernel: Any

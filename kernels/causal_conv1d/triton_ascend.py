@@ -24,7 +24,7 @@ import triton.language as tl
 
 from kernels import triton_launch
 from kernels.ascend_runtime import check_launch
-from kernels.causal_conv1d.call import Launch, PrefillCall, UpdateCall, kernel_arguments
+from kernels.causal_conv1d.call import ConvLaunch, PrefillCall, UpdateCall, kernel_arguments
 from kernels.causal_conv1d.warm_up import warm_up_calls
 from kernels.contract import Contract
 from kernels.platform import in_use
@@ -517,7 +517,7 @@ def update(call: UpdateCall) -> None:
     _launch(plan_update(call))
 
 
-def _launch(launch: Launch) -> None:
+def _launch(launch: ConvLaunch) -> None:
     check_launch(launch.grid, launch.arguments)
     launch.run()
 
@@ -539,7 +539,7 @@ def compiled_count() -> int:
 CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=True)
 
 
-def plan_prefill(call: PrefillCall) -> Launch:
+def plan_prefill(call: PrefillCall) -> ConvLaunch:
     """The launch of a prefill with at least one token and one sequence; looks at sizes, never at values."""
     num_cores = in_use(call.x.device).num_cores
     block = _prefill_block(call.dim, call.width)
@@ -552,14 +552,14 @@ def plan_prefill(call: PrefillCall) -> Launch:
         "tile_tokens": _tile_tokens(triton.cdiv(call.dim, block) * call.num_tokens, num_cores),
         "BLOCK_D": block,
     }
-    return Launch(conv_prefill, (num_cores,), arguments)
+    return ConvLaunch(conv_prefill, (num_cores,), arguments)
 
 
-def plan_update(call: UpdateCall) -> Launch:
+def plan_update(call: UpdateCall) -> ConvLaunch:
     """The launch of an update with at least one token and one sequence; looks at sizes, never at values."""
     tokens_each = 1 if call.x.dim() == 2 else call.x.shape[1]
     arguments = kernel_arguments(call) | {"tokens_each": tokens_each, "BLOCK_D": _update_block(call.dim)}
-    return Launch(conv_update, (in_use(call.x.device).num_cores,), arguments)
+    return ConvLaunch(conv_update, (in_use(call.x.device).num_cores,), arguments)
 
 
 def _update_block(dim: int) -> int:

@@ -23,7 +23,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels import triton_launch
-from kernels.causal_conv1d.call import Launch, PrefillCall, UpdateCall, kernel_arguments
+from kernels.causal_conv1d.call import ConvLaunch, PrefillCall, UpdateCall, kernel_arguments
 from kernels.causal_conv1d.warm_up import warm_up_calls
 from kernels.contract import Contract
 
@@ -527,7 +527,7 @@ def compiled_count() -> int:
 CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=True)
 
 
-def plan_prefill(call: PrefillCall) -> Launch:
+def plan_prefill(call: PrefillCall) -> ConvLaunch:
     """The launch of a prefill with at least one token and one sequence; looks at sizes, never at values."""
     tile = prefill_tile(call.num_tokens, call.dim, call.width, call.x.element_size(), is_gated=call.is_gated)
     arguments = kernel_arguments(call)
@@ -536,17 +536,17 @@ def plan_prefill(call: PrefillCall) -> Launch:
         arguments |= {"x_ptr": copy, "stride_x": copy.stride(0)}
     arguments |= {"BLOCK_T": tile.tokens} | _device_arguments(call, tile)
     grid = (call.num_sequences + triton.cdiv(call.num_tokens, tile.tokens), triton.cdiv(call.dim, tile.channels))
-    return Launch(_prefill_kernel, grid, arguments, _options(call, tile))
+    return ConvLaunch(_prefill_kernel, grid, arguments, _options(call, tile))
 
 
-def plan_update(call: UpdateCall) -> Launch:
+def plan_update(call: UpdateCall) -> ConvLaunch:
     """The launch of an update with at least one token and one sequence; looks at sizes, never at values."""
     tile = update_tile(call.dim)
     # None, hence no argument of the compiled kernel, in the form of plain decoding, and where the starts tell.
     tokens_each = None if call.x.dim() == 2 else call.x.shape[1]
     arguments = kernel_arguments(call) | {"tokens_each": tokens_each} | _device_arguments(call, tile)
     grid = (call.num_sequences, triton.cdiv(call.dim, tile.channels))
-    return Launch(_update_kernel, grid, arguments, _options(call, tile))
+    return ConvLaunch(_update_kernel, grid, arguments, _options(call, tile))
 
 
 @dataclass(frozen=True)

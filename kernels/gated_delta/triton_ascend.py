@@ -42,7 +42,7 @@ def refuses(shapes: ProbeShapes) -> str | None:
 
 
 @dataclass(frozen=True)
-class Launch:
+class DeltaLaunch:
     """A kernel, its grid, and all of its arguments by name."""
 
     kernel: Any
@@ -106,7 +106,7 @@ def plan_decode(
     state_indices: torch.Tensor,
     eps: float,
     out: torch.Tensor,
-) -> Launch:
+) -> DeltaLaunch:
     """The launch behind the convolution's, for at least one token; looks at sizes, never at values. Arguments as in
     `ops.gated_delta_decode`.
 
@@ -142,7 +142,7 @@ def plan_decode(
         "BLOCK_V": block_v,
         "BLOCK_T": triton.next_power_of_2(value_dim // block_v),
     }
-    return Launch(gated_delta_decode, (in_use(states.device).num_cores,), arguments)
+    return DeltaLaunch(gated_delta_decode, (in_use(states.device).num_cores,), arguments)
 
 
 def warm_up(states: torch.Tensor, conv_states: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 """The LoRA ops on Ascend NPUs: which kernel runs, on which grid, with which tiles. Not verified on an NPU.
 
-`plan_shrink` and `plan_expand` are pure: they turn tensors and maps into a `Launch`, and look at sizes, never at
+`plan_shrink` and `plan_expand` are pure: they turn tensors and maps into a `LoraLaunch`, and look at sizes, never at
 values, so that captured and eager steps of one size take one path. The gate under tests/ascend runs the same plans.
 
 Between the two kernels h is [slices, tokens, splits, width]: partial sums over parts of the input, which the expand
@@ -26,8 +26,8 @@ from kernels.ascend_relaunch import Relaunch, current_stream
 from kernels.ascend_runtime import check_launch
 from kernels.contract import Contract
 from kernels.lora.idle import launch_idle
-from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.lora.maps import LoraMaps, LoraStack
+from kernels.lora.max_rank import MAX_KERNEL_RANK
 from kernels.lora.triton_ascend_tiles import RANK_PARTS, Regime, choose
 from kernels.platform import in_use
 from kernels.triton_launch import Workspace, count_compiled, is_capturing
@@ -47,7 +47,7 @@ KEPT_TOKENS = 256
 
 
 @dataclass(frozen=True)
-class Launch:
+class LoraLaunch:
     """A kernel of a module by name, its grid, and all of its arguments by name."""
 
     kernel: str
@@ -252,7 +252,7 @@ def compiled_count() -> int:
 CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=True)
 
 
-def plan_shrink(x: torch.Tensor, h: torch.Tensor, stack: LoraStack, maps: LoraMaps, regime: Regime) -> Launch:
+def plan_shrink(x: torch.Tensor, h: torch.Tensor, stack: LoraStack, maps: LoraMaps, regime: Regime) -> LoraLaunch:
     """h[s, t, split, :n] = scaling * x[t, split] @ A[r : r + n, split].T
 
     x  in the rows' type, tokens in adapter order
@@ -282,12 +282,12 @@ def plan_shrink(x: torch.Tensor, h: torch.Tensor, stack: LoraStack, maps: LoraMa
         "R": RANK_BLOCK,
         "K": regime.block(split_size, x.shape[1]),
     }
-    return Launch(f"lora_shrink_{regime.name}", (regime.num_cores,), arguments)
+    return LoraLaunch(f"lora_shrink_{regime.name}", (regime.num_cores,), arguments)
 
 
 def plan_expand(
     h: torch.Tensor, out: torch.Tensor, stack: LoraStack, maps: LoraMaps, regime: Regime, *, overwrite: bool
-) -> Launch:
+) -> LoraLaunch:
     """out[t, slice s] += (sum over splits of h[s, t, split, :n]) @ B[r : r + n]; out changes in place.
 
     h in float32 for the vector cores, in the rows' type for the cube; zero from an adapter's rank up to the next
@@ -316,7 +316,7 @@ def plan_expand(
     }
     if regime.name == "few":
         arguments |= {"G": GROUP_TOKENS, "SPLITS": SPLITS_BLOCK}
-    return Launch(f"lora_expand_{regime.name}", (regime.num_cores,), arguments)
+    return LoraLaunch(f"lora_expand_{regime.name}", (regime.num_cores,), arguments)
 
 
 def partials_shape(in_features: int, num_tokens: int, num_slices: int, width: int, regime: Regime) -> tuple[int, ...]:

@@ -18,8 +18,8 @@ from kernels.contract import Contract
 from kernels.lora import plain
 from kernels.lora import triton_cuda_one_token as one_token
 from kernels.lora.idle import launch_idle
-from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.lora.maps import LoraMaps, LoraStack
+from kernels.lora.max_rank import MAX_KERNEL_RANK
 from kernels.lora.triton_cuda_configs import (
     ExpandConfig,
     LoraConfig,

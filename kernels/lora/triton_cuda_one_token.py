@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.lora.limits import MAX_KERNEL_RANK
 from kernels.lora.maps import LoraMaps, LoraStack
+from kernels.lora.max_rank import MAX_KERNEL_RANK
 from kernels.lora.triton_cuda_configs import OneTokenExpand, OneTokenShrink
 from kernels.lora.triton_cuda_tiles import ceil_div, pick, prefetch_rows
 

@@ -17,7 +17,7 @@ from kernels.contract import Contract
 from kernels.lora import triton_ascend as lora
 from kernels.lora.idle import idle_maps
 from kernels.lora.maps import LoraMaps, LoraStack
-from kernels.lora.triton_ascend import KEPT_TOKENS, RANK_BLOCK, Launch
+from kernels.lora.triton_ascend import KEPT_TOKENS, RANK_BLOCK, LoraLaunch
 from kernels.lora.triton_ascend_tiles import FEW_TOKENS, Regime, choose
 from kernels.triton_launch import count_compiled
 
@@ -56,7 +56,7 @@ def swiglu_window(product: torch.Tensor, stack: LoraStack, maps: LoraMaps, *, ou
         stack.kept[key] = launch.repeated(compiled, "product_ptr", "out_ptr")
 
 
-def plan_expand(product: torch.Tensor, stack: LoraStack, maps: LoraMaps, regime: Regime) -> Launch:
+def plan_expand(product: torch.Tensor, stack: LoraStack, maps: LoraMaps, regime: Regime) -> LoraLaunch:
     """product[t, slice s] += c[s, p] * h[t, s] @ B[r : r + n]; its first columns change in place."""
     num_slices = len(stack.b)
     block, chunk = regime.columns(sum(b.shape[1] for b in stack.b), maps.num_tokens)
@@ -72,10 +72,12 @@ def plan_expand(product: torch.Tensor, stack: LoraStack, maps: LoraMaps, regime:
         **_tile_arguments(regime, num_slices),
         "N": block,
     }
-    return Launch("lora_expand_window_few", (regime.num_cores,), arguments, _MODULE)
+    return LoraLaunch("lora_expand_window_few", (regime.num_cores,), arguments, _MODULE)
 
 
-def plan_swiglu(product: torch.Tensor, out: torch.Tensor, stack: LoraStack, maps: LoraMaps, regime: Regime) -> Launch:
+def plan_swiglu(
+    product: torch.Tensor, out: torch.Tensor, stack: LoraStack, maps: LoraMaps, regime: Regime
+) -> LoraLaunch:
     """out[t] = silu(gate) * up of product + delta; out is contiguous."""
     gate_b, up_b = stack.b
     _block, chunk = regime.columns(out.shape[1], maps.num_tokens)
@@ -90,7 +92,7 @@ def plan_swiglu(product: torch.Tensor, out: torch.Tensor, stack: LoraStack, maps
         **_tile_arguments(regime, 2),
         "N": SWIGLU_COLUMNS,
     }
-    return Launch("swiglu_window_few", (regime.num_cores,), arguments, _MODULE)
+    return LoraLaunch("swiglu_window_few", (regime.num_cores,), arguments, _MODULE)
 
 
 def _map_arguments(stack: LoraStack, maps: LoraMaps, product: torch.Tensor) -> dict[str, Any]:

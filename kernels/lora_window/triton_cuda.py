@@ -16,14 +16,14 @@ from kernels import triton_launch
 from kernels.contract import Contract
 from kernels.lora.idle import idle_maps, idle_matrix
 from kernels.lora.maps import LoraMaps, LoraStack
-from kernels.lora_window.triton_cuda_configs import TileConfig, TokenConfig, WindowConfig, config_for
+from kernels.lora_window.triton_cuda_configs import TokenConfig, WindowConfig, WindowTileConfig, config_for
 from kernels.lora_window.triton_cuda_tiles import lora_expand_tile_kernel, swiglu_tile_kernel
 from kernels.lora_window.triton_cuda_tokens import lora_expand_token_kernel, swiglu_token_kernel
 from kernels.platform import in_use
 
 
 def lora_expand_window(
-    product: torch.Tensor, stack: LoraStack, maps: LoraMaps, *, config: TileConfig | TokenConfig | None = None
+    product: torch.Tensor, stack: LoraStack, maps: LoraMaps, *, config: WindowTileConfig | TokenConfig | None = None
 ) -> None:
     """See `ops.lora_expand_window`.
 
@@ -32,7 +32,7 @@ def lora_expand_window(
     widths = tuple(b.shape[1] for b in stack.b)
     window_rows = (product.shape[1] - stack.output_width) // len(widths)
     chosen = config or _config(product.device).expand.choose(maps.num_tokens, window_rows)
-    kernel = lora_expand_tile_kernel if isinstance(chosen, TileConfig) else lora_expand_token_kernel
+    kernel = lora_expand_tile_kernel if isinstance(chosen, WindowTileConfig) else lora_expand_token_kernel
     num_blocks = sum(-(-width // chosen.block_n) for width in widths)
     kernel[(chosen.num_programs(maps.num_tokens, window_rows), num_blocks)](
         product,
@@ -46,7 +46,11 @@ def lora_expand_window(
         stack.slice_starts,
         stack.output_width,
         product.stride(0),
-        *((maps.num_tokens, chosen.turns(maps.num_tokens, window_rows)) if isinstance(chosen, TileConfig) else ()),
+        *(
+            (maps.num_tokens, chosen.turns(maps.num_tokens, window_rows))
+            if isinstance(chosen, WindowTileConfig)
+            else ()
+        ),
         stack.ranks.shape[1],
         NUM_SLICES=len(widths),
         EVEN_N=all(width % chosen.block_n == 0 for width in widths),
@@ -60,7 +64,7 @@ def swiglu_window(
     maps: LoraMaps,
     *,
     out: torch.Tensor,
-    config: TileConfig | TokenConfig | None = None,
+    config: WindowTileConfig | TokenConfig | None = None,
 ) -> None:
     """See `ops.swiglu_window`.
 
@@ -69,7 +73,7 @@ def swiglu_window(
     size = out.shape[1]
     window_rows = (product.shape[1] - 2 * size) // 2
     chosen = config or _config(product.device).swiglu.choose(maps.num_tokens, window_rows)
-    kernel = swiglu_tile_kernel if isinstance(chosen, TileConfig) else swiglu_token_kernel
+    kernel = swiglu_tile_kernel if isinstance(chosen, WindowTileConfig) else swiglu_token_kernel
     kernel[(chosen.num_programs(maps.num_tokens, window_rows), -(-size // chosen.block_n))](
         product,
         *stack.b,
@@ -81,7 +85,11 @@ def swiglu_window(
         stack.scalings,
         size,
         product.stride(0),
-        *((maps.num_tokens, chosen.turns(maps.num_tokens, window_rows)) if isinstance(chosen, TileConfig) else ()),
+        *(
+            (maps.num_tokens, chosen.turns(maps.num_tokens, window_rows))
+            if isinstance(chosen, WindowTileConfig)
+            else ()
+        ),
         stack.ranks.shape[1],
         EVEN_N=size % chosen.block_n == 0,
         **_options(product.device, chosen),
@@ -117,10 +125,10 @@ def _config(device: torch.device) -> WindowConfig:
 
 
 @functools.cache
-def _options(device: torch.device, chosen: TileConfig | TokenConfig) -> dict[str, Any]:
+def _options(device: torch.device, chosen: WindowTileConfig | TokenConfig) -> dict[str, Any]:
     """The configuration as constants, and the options of the CUDA backend, which the interpreter does not know."""
     dependent = triton_launch.launches_dependently(device)
     options: dict[str, Any] = {"BLOCK_N": chosen.block_n, "DEPENDENT_LAUNCH": dependent, "num_warps": chosen.num_warps}
-    if isinstance(chosen, TileConfig):
+    if isinstance(chosen, WindowTileConfig):
         options |= {"BLOCK_M": chosen.block_m, "STAGES": chosen.stages}
     return options | triton_launch.launch_options(device, max_registers=chosen.max_registers)

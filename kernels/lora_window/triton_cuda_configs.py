@@ -23,7 +23,7 @@ class TokenConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class TileConfig:
+class WindowTileConfig:
     """Programs of a tile of tokens; fields as in `TokenConfig`.
 
     block_m  tokens, at least 16
@@ -57,10 +57,10 @@ class OpConfig:
     """
 
     token: TokenConfig
-    tile: TileConfig
+    tile: WindowTileConfig
     min_rows_per_token: int
 
-    def choose(self, num_tokens: int, window_rows: int) -> TokenConfig | TileConfig:
+    def choose(self, num_tokens: int, window_rows: int) -> TokenConfig | WindowTileConfig:
         """For a step of `num_tokens` padded tokens."""
         return self.token if window_rows >= self.min_rows_per_token * num_tokens else self.tile
 
@@ -74,8 +74,8 @@ class WindowConfig:
 
 
 _H200 = WindowConfig(
-    expand=OpConfig(TokenConfig(512, 2), TileConfig(16, 128, 4), min_rows_per_token=2),
-    swiglu=OpConfig(TokenConfig(128, 1), TileConfig(16, 128, 4, 128), min_rows_per_token=4),
+    expand=OpConfig(TokenConfig(512, 2), WindowTileConfig(16, 128, 4), min_rows_per_token=2),
+    swiglu=OpConfig(TokenConfig(128, 1), WindowTileConfig(16, 128, 4, 128), min_rows_per_token=4),
 )
 
 # By the name that the driver reports; "any" serves the rest.

@@ -169,7 +169,7 @@ def refuses(shapes: ProbeShapes) -> str | None:
 
 
 @dataclass(frozen=True)
-class Launch:
+class RotaryLaunch:
     """The kernel's grid, and all of its arguments by name."""
 
     grid: tuple[int, ...]
@@ -233,7 +233,7 @@ def plan(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     eps: float,
-) -> Launch:
+) -> RotaryLaunch:
     """The launch for at least one token; looks at sizes, never at values. Arguments as in `ops.rotary_kv`, and q."""
     tensors = (qkv, cos, sin, head_weight, slot_mapping, q, k_cache, v_cache)
     head_dim, rotary_dim = qkv.shape[2], cos.shape[-1]
@@ -255,7 +255,7 @@ def plan(
         "BLOCK_R": block_r,
         "BLOCK_V": triton.next_power_of_2(head_dim),
     }
-    return Launch((in_use(qkv.device).num_cores,), arguments)
+    return RotaryLaunch((in_use(qkv.device).num_cores,), arguments)
 
 
 def warm_up(

@@ -17,7 +17,7 @@ from adapters.row_plan import row_bytes
 from adapters.row_pool import RowPool
 from adapters.side_plan import side_unit_bytes
 from kernels.compile_ahead import warm_up_ahead
-from kernels.lora.limits import MAX_KERNEL_RANK
+from kernels.lora.max_rank import MAX_KERNEL_RANK
 from kernels.platform import Platform, detect, find_device, in_use, prepare
 from kernels.probe.choose import choose_implementations
 from kernels.probe.op_reports import OpReport

@@ -26,9 +26,9 @@ from kernels.paged_attention.maps import AttentionArrays
 from kernels.query_starts import QueryStarts
 from kernels.sampling.asked import Asked
 from kernels.sampling.maps import SamplingFacts
-from service.engine import maps
-from service.engine.maps import ChunkInput
+from service.engine import step_maps
 from service.engine.step_arrays import AdapterArrays, InputLimits, SamplerArrays, StepArrays, step_arrays
+from service.engine.step_maps import ChunkInput
 from service.engine.step_sizes import TOKEN_SIZES, StepSizes
 from service.models.step_batch import AttentionMaps, ConvArrays, ConvMaps, StepBatch, TokenArrays
 
@@ -106,14 +106,14 @@ class StepInputs:
         sampler = None if asked is None else self._places_of_sampler(asked.facts)
         self._wait_for_turn()
         arrays: StepArrays[HostArray] = step.host[self._turn]
-        starts = maps.fill_tokens(arrays, chunks, block_table, self._limits.block_size)
-        segments = maps.segments_of(chunks, [len(chunk.token_ids) for chunk in chunks])
+        starts = step_maps.fill_tokens(arrays, chunks, block_table, self._limits.block_size)
+        segments = step_maps.segments_of(chunks, [len(chunk.token_ids) for chunk in chunks])
         row_segments = segments
         if sizes.num_rows is not None:
-            row_segments = maps.segments_of(chunks, [chunk.num_logits for chunk in chunks])
+            row_segments = step_maps.segments_of(chunks, [chunk.num_logits for chunk in chunks])
         for adapters, its in ((arrays.adapters, segments), (arrays.rows_adapters, row_segments)):
             if adapters is not None:
-                maps.fill_adapters(adapters, its, self._limits.side_groups)
+                step_maps.fill_adapters(adapters, its, self._limits.side_groups)
         if asked is not None and sampler is not None:
             asked.fill(sampler.host[self._turn])
             sampler.host[self._turn].sampled_slots.put(sampled_slots)

@@ -17,7 +17,6 @@ from kernels.sampling.ops import new_state, sample
 from kernels.sampling.parameters import uses_penalties
 from service.engine.block_pool import BlockPool
 from service.engine.config import EngineConfig
-from service.engine.maps import BASE, IN_FLIGHT, ChunkInput, adapter_order, is_all_decode, side_lines
 from service.engine.pooling import PooledStep, Pools
 from service.engine.request_table import RequestTable
 from service.engine.residency_parts import Rows
@@ -26,6 +25,7 @@ from service.engine.sampled import StepSampling, sampling_of
 from service.engine.sequence import ScheduledChunk
 from service.engine.step_arrays import InputLimits, SamplerArrays
 from service.engine.step_inputs import StepInputs
+from service.engine.step_maps import BASE, IN_FLIGHT, ChunkInput, adapter_order, is_all_decode, side_lines
 from service.engine.step_results import ResultBuffers, StepResult
 from service.engine.step_sizes import StepSizes, padded_tokens
 from service.models.step_batch import StepBatch

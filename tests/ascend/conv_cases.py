@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from kernels.causal_conv1d import reference, triton_ascend
-from kernels.causal_conv1d.call import Launch as Plan
-from kernels.causal_conv1d.call import PrefillCall, UpdateCall
+from kernels.causal_conv1d.call import ConvLaunch, PrefillCall, UpdateCall
 from service.models.spec import ShortConvSpec
 from tests.ascend.far import far_apart
 from tests.ascend.gate.cases import MAX_TRAFFIC, Case, Launch
@@ -71,7 +70,9 @@ def _weights_bytes(call: dict[str, Any]) -> int:
     return call["weight"].nbytes + (0 if call["bias"] is None else call["bias"].nbytes)
 
 
-def _plan(kind: type[PrefillCall] | type[UpdateCall], call: dict[str, Any], *, in_place: bool, num_cores: int) -> Plan:
+def _plan(
+    kind: type[PrefillCall] | type[UpdateCall], call: dict[str, Any], *, in_place: bool, num_cores: int
+) -> ConvLaunch:
     """What the launcher makes of a call, with fresh outputs."""
     fields = dict.fromkeys(field.name for field in dataclasses.fields(kind))
     x = call["x"]

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from adapters.errors import NotFound, RowsExceeded, Unsupported
-from kernels.lora.limits import MAX_KERNEL_RANK
+from kernels.lora.max_rank import MAX_KERNEL_RANK
 from kernels.platform import detect
 from kernels.sampling.asked import RowSampling, ask
 from kernels.sampling.ops import new_state, sample

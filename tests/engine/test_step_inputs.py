@@ -17,10 +17,10 @@ import torch
 from kernels.sampling.asked import Asked, GivenRow, RowSampling, ask
 from kernels.sampling.maps import SamplingArrays
 from kernels.sampling.parameters import index_of, neutral_row
-from service.engine.maps import ChunkInput
 from service.engine.messages import MAX_ENDINGS, MAX_LOGIT_BIASES
 from service.engine.step_arrays import InputLimits, SamplerArrays
 from service.engine.step_inputs import StepInputs
+from service.engine.step_maps import ChunkInput
 from service.engine.step_sizes import StepSizes
 from service.models.step_batch import StepBatch
 

@@ -20,9 +20,9 @@ from adapters.row_pool import RowPool
 from adapters.slab import HostAdapter, pack
 from kernels.lora.ops import call_count
 from kernels.platform import Platform, detect, installed
-from service.engine.maps import BASE, ChunkInput, adapter_order
 from service.engine.step_arrays import InputLimits
 from service.engine.step_inputs import StepInputs
+from service.engine.step_maps import BASE, ChunkInput, adapter_order
 from service.engine.step_sizes import StepSizes
 from service.models.caches import allocate_caches
 from service.models.loader import LoadedModel, load_model

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kernels import platform
 from kernels.lora import ops as lora_ops
 from kernels.lora_window import ops, reference
-from kernels.lora_window.triton_cuda_configs import TABLE, OpConfig, TileConfig, TokenConfig
+from kernels.lora_window.triton_cuda_configs import TABLE, OpConfig, TokenConfig, WindowTileConfig
 from kernels.lora_window.window_lengths import LENGTHS, window_for, window_lengths
 from tests.ops.test_lora import expected_linear
 from tests.ops.test_lora_triton import run_compiling
@@ -29,11 +29,16 @@ from tests.tolerances import OP
 pytest.importorskip("triton", reason="Triton is not installed")
 
 # Small tiles, so that small cases have several.
-SMALL = (TileConfig(16, 16, 4, stages=1), TileConfig(32, 32, 4), TileConfig(32, 16, 2), TokenConfig(16, 1))
+SMALL = (
+    WindowTileConfig(16, 16, 4, stages=1),
+    WindowTileConfig(32, 32, 4),
+    WindowTileConfig(32, 16, 2),
+    TokenConfig(16, 1),
+)
 CHOSEN = sorted(
     {one for table in TABLE.values() for op in (table.expand, table.swiglu) for one in (op.token, op.tile)}, key=str
 )
-Config = TileConfig | TokenConfig
+Config = WindowTileConfig | TokenConfig
 PATHS = ("two kernels", "window", "window, reference")
 
 
@@ -284,7 +289,7 @@ def test_compiles_for_hopper_without_a_gpu(device: str) -> None:
 
 
 def test_tokens_that_may_have_an_adapter_each_are_taken_one_by_one() -> None:
-    token, tile = TokenConfig(64, 4), TileConfig(16, 64, 4)
+    token, tile = TokenConfig(64, 4), WindowTileConfig(16, 64, 4)
     op = OpConfig(token, tile, min_rows_per_token=4)
     assert [op.choose(64, rows) for rows in (16, 128, 256, 1024)] == [tile, tile, token, token]
     assert (op.choose(1, 16), op.choose(256, 512)) == (token, tile)

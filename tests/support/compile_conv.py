@@ -28,7 +28,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from kernels.causal_conv1d import triton_ascend, triton_cuda
-from kernels.causal_conv1d.call import Launch, PrefillCall, UpdateCall
+from kernels.causal_conv1d.call import ConvLaunch, PrefillCall, UpdateCall
 from kernels.causal_conv1d.warm_up import warm_up_calls
 from tests.support.conv_checks import serving
 
@@ -48,7 +48,7 @@ WIDE: dict[str, Any] = {
 
 
 def specialised(
-    launch: Launch, capability: int, *, debug: bool = False
+    launch: ConvLaunch, capability: int, *, debug: bool = False
 ) -> tuple[ASTSource, GPUTarget, dict[str, Any], str]:
     """The source of a launch as the just-in-time compiler specialises it, and its key in that compiler's cache."""
     target = GPUTarget("cuda", capability, 32)
@@ -62,14 +62,14 @@ def specialised(
     return ASTSource(kernel, signature, constants, attributes), target, parsed.__dict__, key
 
 
-def as_on_gpu(launch: Launch, capability: int) -> Launch:
+def as_on_gpu(launch: ConvLaunch, capability: int) -> ConvLaunch:
     """The launch that a GPU's tensors would give."""
     depends = capability >= 90
     arguments = {**launch.arguments, "NATIVE": True, "DEPENDENT_LAUNCH": depends}
     return dataclasses.replace(launch, arguments=arguments, options={**launch.options, "launch_pdl": depends})
 
 
-def plan(module: ModuleType, call: PrefillCall | UpdateCall) -> Launch:
+def plan(module: ModuleType, call: PrefillCall | UpdateCall) -> ConvLaunch:
     return module.plan_prefill(call) if isinstance(call, PrefillCall) else module.plan_update(call)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from kernels.lora_window.triton_cuda_configs import TABLE, TileConfig, TokenConfig
+from kernels.lora_window.triton_cuda_configs import TABLE, TokenConfig, WindowTileConfig
 from kernels.lora_window.triton_cuda_tiles import lora_expand_tile_kernel, swiglu_tile_kernel
 from kernels.lora_window.triton_cuda_tokens import lora_expand_token_kernel, swiglu_token_kernel
 from tests.support.compile_lora import compile_kernel
@@ -19,18 +19,18 @@ MAPS = dict.fromkeys(("token_segment_ptr", "places_ptr", "first_rows_ptr", "rank
 SIZES = dict.fromkeys(("out_features", "product_stride", "num_tokens", "num_turns", "num_places", "size"), "i32")
 
 
-def constants_of(chosen: TileConfig | TokenConfig, even: bool) -> dict[str, int | bool]:
-    tile = {"BLOCK_M": chosen.block_m, "STAGES": chosen.stages} if isinstance(chosen, TileConfig) else {}
+def constants_of(chosen: WindowTileConfig | TokenConfig, even: bool) -> dict[str, int | bool]:
+    tile = {"BLOCK_M": chosen.block_m, "STAGES": chosen.stages} if isinstance(chosen, WindowTileConfig) else {}
     return {**tile, "BLOCK_N": chosen.block_n, "EVEN_N": even, "DEPENDENT_LAUNCH": True}
 
 
-def options_of(chosen: TileConfig | TokenConfig) -> dict[str, int | bool | None]:
+def options_of(chosen: WindowTileConfig | TokenConfig) -> dict[str, int | bool | None]:
     return {"num_warps": chosen.num_warps, "launch_pdl": True, "maxnreg": chosen.max_registers}
 
 
-def compile_expand(tile: TileConfig | TokenConfig, num_slices: int, even: bool, dtype: str = "bf16") -> list[str]:
+def compile_expand(tile: WindowTileConfig | TokenConfig, num_slices: int, even: bool, dtype: str = "bf16") -> list[str]:
     return compile_kernel(
-        lora_expand_tile_kernel if isinstance(tile, TileConfig) else lora_expand_token_kernel,
+        lora_expand_tile_kernel if isinstance(tile, WindowTileConfig) else lora_expand_token_kernel,
         {
             "product_ptr": f"*{dtype}",
             "b_ptrs": (f"*{dtype}",) * num_slices,
@@ -48,10 +48,10 @@ def compile_expand(tile: TileConfig | TokenConfig, num_slices: int, even: bool, 
     )
 
 
-def compile_swiglu(tile: TileConfig | TokenConfig, even: bool, dtype: str = "bf16") -> list[str]:
+def compile_swiglu(tile: WindowTileConfig | TokenConfig, even: bool, dtype: str = "bf16") -> list[str]:
     pointers = dict.fromkeys(("product_ptr", "gate_b_ptr", "up_b_ptr", "out_ptr"), f"*{dtype}")
     return compile_kernel(
-        swiglu_tile_kernel if isinstance(tile, TileConfig) else swiglu_token_kernel,
+        swiglu_tile_kernel if isinstance(tile, WindowTileConfig) else swiglu_token_kernel,
         {**pointers, "scalings_ptr": "*fp32", **MAPS, **SIZES},
         constants_of(tile, even),
         options_of(tile),

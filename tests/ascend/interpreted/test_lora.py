@@ -86,7 +86,7 @@ def test_embedding_of_tokens_out_of_order_equals_tokens_in_order() -> None:
     assert torch.equal(out[order], expected)
 
 
-def variant(launch: triton_ascend.Launch) -> tuple[object, ...]:
+def variant(launch: triton_ascend.LoraLaunch) -> tuple[object, ...]:
     """What a compiled kernel depends on, since sizes, maps and addresses are exempt from specialisation."""
     kinds = {
         name: value.dtype if isinstance(value, torch.Tensor) else value if name.isupper() else value >= 2**31
@@ -98,7 +98,7 @@ def variant(launch: triton_ascend.Launch) -> tuple[object, ...]:
 def test_nothing_is_compiled_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_ascend, "chip_sizes", lambda _device: (40, UNIFIED_BUFFER_BYTES))
     asked: set[tuple[object, ...]] = set()
-    monkeypatch.setattr(triton_ascend.Launch, "run", lambda self: asked.add(variant(self)))
+    monkeypatch.setattr(triton_ascend.LoraLaunch, "run", lambda self: asked.add(variant(self)))
     rng, max_tokens, ranks = random.Random(0), 700, (16, 5, 200, 0)
     linears = [
         make_step(Case(in_features, widths, (ranks,) * len(widths), (1,) * 4)).stack

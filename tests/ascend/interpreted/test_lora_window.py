@@ -86,11 +86,11 @@ def test_nothing_is_compiled_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(lora, "chip_sizes", lambda _device: (40, UNIFIED_BUFFER_BYTES))
     asked: set[tuple[object, ...]] = set()
 
-    def variant(launch: lora.Launch) -> None:
+    def variant(launch: lora.LoraLaunch) -> None:
         constants = {name: value for name, value in launch.arguments.items() if name.isupper()}
         asked.add((launch.kernel, *sorted(constants.items())))
 
-    monkeypatch.setattr(lora.Launch, "run", variant)
+    monkeypatch.setattr(lora.LoraLaunch, "run", variant)
     stacks = [
         make_step(Case(64, widths, ((16,),) * len(widths), (1,), interleaved=True)).stack
         for widths in ((4096, 1024, 1024), (2048,), (96, 96))

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import torch
 
-from kernels.lora.triton_ascend import Launch
+from kernels.lora.triton_ascend import LoraLaunch
 from tests.ascend.twin.install import npu_path
 from tests.ascend.twin.test_service import SIZES, config
 from tests.support.engine_parity import Request, build_engine, make_world
@@ -24,7 +24,7 @@ SPECS = {
 }
 
 
-def variant(launch: Launch) -> tuple[object, ...]:
+def variant(launch: LoraLaunch) -> tuple[object, ...]:
     """Launches that are equal in this share a compiled kernel: its types of tensors, and its constants, which kernels
     write in capitals."""
     named = sorted(launch.arguments.items())
@@ -36,13 +36,13 @@ def variant(launch: Launch) -> tuple[object, ...]:
 def recorded_launches() -> Iterator[list[tuple[object, ...]]]:
     """Variants of the LoRA kernels that the block launches, in order."""
     made: list[tuple[object, ...]] = []
-    run = Launch.run
+    run = LoraLaunch.run
 
-    def noted(launch: Launch) -> object:
+    def noted(launch: LoraLaunch) -> object:
         made.append(variant(launch))
         return run(launch)
 
-    with mock.patch.object(Launch, "run", noted):
+    with mock.patch.object(LoraLaunch, "run", noted):
         yield made
 
 

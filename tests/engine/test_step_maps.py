@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kernels.lora.maps import Segment
-from service.engine.maps import BASE, IN_FLIGHT, ChunkInput, adapter_order, is_all_decode
 from service.engine.step_arrays import InputLimits
 from service.engine.step_inputs import StepInputs
+from service.engine.step_maps import BASE, IN_FLIGHT, ChunkInput, adapter_order, is_all_decode
 from service.engine.step_sizes import StepSizes
 from service.models.step_batch import StepBatch
 
