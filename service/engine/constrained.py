@@ -1,5 +1,5 @@
 """Sequences that may not choose any token they like, from their request on: they wait for their grammars, which are
-compiled beside the steps, and each of their steps has a mask of its own (`compiled_grammars.py`).
+compiled beside the steps (`compiled_grammars.py`), and each of their steps has a mask of its own (`step_masks.py`).
 
 Who owns: this has the compiled grammars, the masks under way and the sequences that wait; a sequence's constraint is
 the sequence's. Whoever forgets a sequence says so here.
@@ -15,11 +15,13 @@ import msgspec
 import torch
 
 from service.engine.brief_thread import BriefThread
-from service.engine.compiled_grammars import Grammars, StepMasks, TokenConstraint, Worker, has_constraint
+from service.engine.compiled_grammars import Grammars, Worker
 from service.engine.grammar_turns import GrammarTurns
 from service.engine.messages import Submit
 from service.engine.runner import Capacity
 from service.engine.sequence import Sequence
+from service.engine.step_masks import StepMasks
+from service.engine.token_constraint import TokenConstraint, has_constraint
 from service.grammars.matching import GrammarError, TokenTable
 from service.grammars.trial import ENGINE_STACK_BYTES
 

@@ -17,7 +17,7 @@ from kernels.sampling.scored_token import ScoredToken
 from service.engine.messages import Submit, Tier
 
 if TYPE_CHECKING:
-    from service.engine.compiled_grammars import TokenConstraint
+    from service.engine.token_constraint import TokenConstraint
 
 
 @dataclass(slots=True, eq=False)

@@ -17,13 +17,10 @@ import torch
 from examples.train_base import BASE_DIR
 from service.engine.compiled_grammars import (
     MAX_COMPILED,
-    MAX_SECONDS_BEHIND,
-    SECONDS_A_TOKEN,
-    TOO_COSTLY,
     Grammars,
-    TokenConstraint,
 )
 from service.engine.messages import Sampling
+from service.engine.token_constraint import MAX_SECONDS_BEHIND, SECONDS_A_TOKEN, TOO_COSTLY, TokenConstraint
 from service.grammars.matching import TOO_AMBIGUOUS, TokenTable, compile_grammar
 from tests.support.engine_mock import (
     EOS,
@@ -257,7 +254,7 @@ def test_a_sequence_may_not_fall_behind_in_processor_time(seconds_a_call: float,
 def test_a_lexer_that_is_full_is_no_fault_of_the_next(mock: MockEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of a compiled grammar share its lexer's states, of which there may be so many. Their making takes long:
     without its bound, the processor time ends some of them before."""
-    monkeypatch.setattr("service.engine.compiled_grammars.MAX_SECONDS_BEHIND", math.inf)
+    monkeypatch.setattr("service.engine.token_constraint.MAX_SECONDS_BEHIND", math.inf)
     full = regex("|".join(f"[a-p]*{char}[a-p]{{200}}{char}" for char in "abcdefghijklmnop"))
     sampling: dict[str, Any] = {"max_tokens": 240, "temperature": 2.0, "ignore_eos": True, "grammar": full}
     names = [f"r{number}" for number in range(8)]
