@@ -42,7 +42,7 @@ from service.api.auth import Access
 from service.api.errors import HANDLED, BadRequest, UnknownRoute, WrongMethod, quoted
 from service.api.json_body import ALWAYS_BYTES, BodyBudget
 from service.api.metrics import Metrics
-from service.api.middleware import METHODS, BodyRule, Door, Refusal
+from service.api.middleware import METHODS, BodyRule, EntryMiddleware, Refusal
 from service.api.openapi_route import serve_openapi
 from service.api.sampling import SamplingDefaults, model_defaults
 from service.api.state import Services
@@ -106,7 +106,9 @@ def create_app(settings: Settings, engine: EngineClient | Engines | None = None)
     access = Access(services.tenants, settings.open_paths)
     buffered_bytes = int(settings.max_buffered_bytes)
     budget = BodyBudget(max(buffered_bytes // 2, int(settings.max_body_bytes)), ALWAYS_BYTES)
-    app.add_middleware(Door, access=access, metrics=services.metrics, body_rule=_body_rule(settings), budget=budget)
+    app.add_middleware(
+        EntryMiddleware, access=access, metrics=services.metrics, body_rule=_body_rule(settings), budget=budget
+    )
     if settings.cors_origins:
         _allow_pages(app, settings.cors_origins)
     serve_openapi(app, access if services.tenants.need_keys else None)
@@ -114,7 +116,7 @@ def create_app(settings: Settings, engine: EngineClient | Engines | None = None)
 
 
 def _allow_pages(app: FastAPI, origins: tuple[str, ...]) -> None:
-    """Let browsers call from pages of these origins. Before the Door: a browser asks first, without a key."""
+    """Let browsers call from pages of these origins. Outside `EntryMiddleware`: they ask first, without a key."""
     app.add_middleware(
         CORSMiddleware,
         allow_origins=origins,
@@ -340,7 +342,7 @@ def _body_rule(settings: Settings) -> Callable[[str, str], BodyRule]:
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Every error leaves in OpenAI's shape, by way of the Door."""
+    """Every error leaves in OpenAI's shape, by way of `EntryMiddleware`."""
 
     async def refuse(_request: Request, error: Exception) -> Response:
         return Refusal(error)
@@ -391,7 +393,7 @@ def _methods_of(request: Request) -> list[str]:
     """Those that the path takes, of all its routes: the error itself knows of the first one alone."""
 
     def takes(method: str) -> bool:
-        routed = "GET" if method == "HEAD" else method  # see `Door`
+        routed = "GET" if method == "HEAD" else method  # see `EntryMiddleware`
         return any(route.matches({**request.scope, "method": routed})[0] is Match.FULL for route in request.app.routes)
 
     return [method for method in sorted(METHODS) if takes(method)]

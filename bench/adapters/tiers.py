@@ -89,7 +89,7 @@ class Bench:
 
     def loads(self) -> dict[str, float]:
         """Milliseconds of loads of adapters that host memory has."""
-        rows, residency = self._engine.desk.rows, self._engine.desk.residency
+        rows, residency = self._engine.adapter_loads.rows, self._engine.adapter_loads.residency
         assert rows is not None and residency is not None
         times, num_bytes = [], 0
         for at in range(NUM_LOADS + 3):
@@ -104,7 +104,7 @@ class Bench:
             times.append((time.perf_counter() - begin, called - begin))
             residency.settle(is_idle=True)
             num_bytes = residency.loaded_bytes["host"] // (at + 1)
-            self._engine.desk.evict(digest)
+            self._engine.adapter_loads.evict(digest)
         whole, call = ([one[which] * 1e3 for one in times[3:]] for which in (0, 1))
         ms = statistics.median(whole)
         return {
@@ -143,9 +143,11 @@ class Bench:
             if not driver.num_open:
                 break
             if every and step % every == 0:
-                engine.desk.keep([f"adapter-{next(others)}"])  # brought beside the others, in the place of the last
+                engine.adapter_loads.keep(
+                    [f"adapter-{next(others)}"]
+                )  # brought beside the others, in the place of the last
             driver.step()
-        engine.desk.keep([])
+        engine.adapter_loads.keep([])
         return driver.run.decode_step_ms(num)
 
     def traffic(self, num_rounds: int, num_requests: int) -> dict[str, Any]:
@@ -197,8 +199,8 @@ class Bench:
         while not condition():
             self._engine.wake.wait(0.001)
             self._engine.wake.clear()
-            assert self._engine.desk.residency is not None
-            self._engine.desk.residency.settle(is_idle=True)
+            assert self._engine.adapter_loads.residency is not None
+            self._engine.adapter_loads.residency.settle(is_idle=True)
 
     def _synchronize(self) -> None:
         if self._is_cuda:

@@ -19,7 +19,7 @@ from service.tenants.tenants import Caller, Tenants
 # "any" is any key.
 Need = Scope | Literal["open", "any"]
 
-_READING = ("GET", "OPTIONS")  # a HEAD comes as a GET here, see `service.api.middleware.Door`
+_READING = ("GET", "OPTIONS")  # a HEAD comes as a GET here, see `service.api.middleware.EntryMiddleware`
 
 
 class Route(NamedTuple):

@@ -48,8 +48,8 @@ class BodyRule(NamedTuple):
     is_buffered: bool = True
 
 
-class Door:
-    """The outermost layer of the application.
+class EntryMiddleware:
+    """The outermost layer of the application but for CORS: what comes in and what goes out passes here.
 
     access     who may ask for what
     body_rule  by method and path
@@ -247,7 +247,8 @@ def _announces_body(headers: Headers) -> bool:
 
 
 class Refusal(Response):
-    """An error as FastAPI's exception handlers return it; sent by `Door`, which knows what of the body is unread."""
+    """An error as FastAPI's exception handlers return it; sent by `EntryMiddleware`, which
+    knows what of the body is unread."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(status_code=status_of(error))

@@ -1,10 +1,10 @@
 """The engine: requests in, tokens out, one step at a time. Knows token ids, not text; runs in-process or behind
 `process.py`.
 
-Who owns: `requests.py` owns the table of requests; the scheduler owns the sequences and what they hold; the desk owns
-the way of adapters to the device; the runner owns the model and its caches, the launcher all else that a step reads and
-writes there. The engine owns nothing but the step in flight and the records of past ones. After kill -9 nothing is left
-but the adapter store on disk, which the engine never writes.
+Who owns: `requests.py` owns the table of requests; the scheduler owns the sequences and what they hold;
+`adapter_loads.py` owns the way of adapters to the device; the runner owns the model and its caches, the launcher all
+else that a step reads and writes there. The engine owns nothing but the step in flight and the records of past ones.
+After kill -9 nothing is left but the adapter store on disk, which the engine never writes.
 
 A step has two halves: `_launch` decides what runs and asks the device for it, `_collect` waits for what was sampled and
 tells of it. With overlap, which is for devices, the next step is launched before the last one is collected, so that the
@@ -99,13 +99,15 @@ class Engine:
         self.config = config
         self.capacity = capacity
         self.wake = threading.Event()
-        self.desk = AdapterLoads(rows, host, loader, max_loads_ahead=config.max_loads_ahead, wake=self.wake.set)
+        self.adapter_loads = AdapterLoads(
+            rows, host, loader, max_loads_ahead=config.max_loads_ahead, wake=self.wake.set
+        )
         self.blocks = BlockPool(capacity.num_blocks)
         self.slots = Slots(capacity.num_slots)
         self.scheduler = Scheduler(
             self.blocks,
             self.slots,
-            self.desk,
+            self.adapter_loads,
             block_size_tokens=config.block_size_tokens,
             token_budget=config.token_budget,
             max_steps_waiting_for_rows=config.max_steps_waiting_for_rows,
@@ -116,7 +118,9 @@ class Engine:
         self.constrained = ConstrainedSequences(
             tokens, compiler, self.wake.set, capacity, config.max_sequences, self.scheduler.grammar_turns
         )
-        self.requests = Requests(capacity, self.kv_capacity_tokens, self.desk.rows, self.scheduler, self.constrained)
+        self.requests = Requests(
+            capacity, self.kv_capacity_tokens, self.adapter_loads.rows, self.scheduler, self.constrained
+        )
         self.records = StepRecords()
         self.is_idle = True  # the last call of `step` has neither launched nor collected anything
         self.rows = rows
@@ -175,11 +179,11 @@ class Engine:
             case Abort():
                 self.abort(message.request_id)
             case Load():
-                self.desk.hint(message.adapter)
+                self.adapter_loads.hint(message.adapter)
             case Evict():
-                self.desk.evict(message.adapter)
+                self.adapter_loads.evict(message.adapter)
             case Keep():
-                self.desk.keep(message.adapters)
+                self.adapter_loads.keep(message.adapters)
 
     def submit(self, request: Submit) -> None:
         """Queue a request. One that can never run is answered with Finished(error) by the next step."""
@@ -258,7 +262,7 @@ class Engine:
         self._runner.captured.forget_history()
 
     def close(self) -> None:
-        self.desk.close()
+        self.adapter_loads.close()
         self.constrained.close()
 
     # ---- inner parts, in the order of the step
@@ -266,8 +270,8 @@ class Engine:
     def _admit(self) -> None:
         """Take over compiled grammars and finished adapter loads; answer the users of those that failed."""
         self.requests.schedule_compiled()
-        self.desk.settle_loads(is_idle=not self.scheduler.running)
-        self.requests.fail_waiting(self.desk.take_failures())
+        self.adapter_loads.settle_loads(is_idle=not self.scheduler.running)
+        self.requests.fail_waiting(self.adapter_loads.take_failures())
 
     def _launch(self) -> _StepInFlight | None:
         """Decide what runs next, and ask the device for it. None if nothing can run."""

@@ -64,11 +64,11 @@ class EngineProcess:
         while not self._is_drained():
             engine.wake.clear()
             self._take_messages()
-            num_reads = engine.desk.num_reads
+            num_reads = engine.adapter_loads.num_reads
             messages: list[FromEngine] = [*self._refused, *engine.step()]
             self._refused.clear()
             is_idle = engine.is_idle
-            self._stats_are_due |= bool(messages) or not is_idle or engine.desk.num_reads != num_reads
+            self._stats_are_due |= bool(messages) or not is_idle or engine.adapter_loads.num_reads != num_reads
             if self._stats_are_due and (is_idle or self._stats_are_old()):
                 messages.append(self._stats())
                 self._stats_are_due, self._stats_sent_at = False, time.monotonic()

@@ -67,9 +67,9 @@ class Reservation:
 class RowSharing:
     """See the module's docstring. Decides, and changes neither rows nor requests."""
 
-    def __init__(self, queue: FairQueue, desk: AdapterLoads, *, max_steps: int) -> None:
+    def __init__(self, queue: FairQueue, adapter_loads: AdapterLoads, *, max_steps: int) -> None:
         self._queue = queue
-        self._desk = desk
+        self._adapter_loads = adapter_loads
         self._max_steps = max_steps
         # The adapter of the oldest that waits too long, whether it has been read or not.
         self.first: str | None = None
@@ -82,7 +82,7 @@ class RowSharing:
         self.first, self._reservation = None, None
         if holder is not None and holder.adapter is not None:
             self.first = holder.adapter
-            if self._desk.is_read(holder.adapter):
+            if self._adapter_loads.is_read(holder.adapter):
                 self._reservation = self._reserve(holder, holder.adapter, running)
 
     def lets_in(self, sequence: Sequence) -> bool:
@@ -96,7 +96,7 @@ class RowSharing:
         others = [one for one in self._queue.tenants if one is not tenant and one.num_running]
         if not others:
             return ()
-        limit = (self._num_rows(tenant) + self._desk.num_rows(adapter)) / tenant.weight
+        limit = (self._num_rows(tenant) + self._adapter_loads.num_rows(adapter)) / tenant.weight
         users = Counter(flow.adapter for flow in self._queue.flows() if flow.running and flow.adapter is not None)
         staying, yielding = set(users), list[str]()
         for one in sorted(others, key=lambda one: -self._num_rows(one) / one.weight):
@@ -105,13 +105,13 @@ class RowSharing:
                 given = flow.adapter
                 if given is None or users[given] != 1 or not flow.running:
                     continue
-                after = num_rows - self._desk.num_rows(given)
+                after = num_rows - self._adapter_loads.num_rows(given)
                 if after / one.weight < limit:
                     continue
                 num_rows = after
                 staying.remove(given)
                 yielding.append(given)
-                if self._desk.fits_beside(adapter, staying):
+                if self._adapter_loads.fits_beside(adapter, staying):
                     return self._needed(adapter, yielding, staying)
         return ()
 
@@ -124,20 +124,20 @@ class RowSharing:
                 tokens_left[one.adapter] = max(_tokens_to_come(one), tokens_left.get(one.adapter, 0))
         leaving = sorted(tokens_left, key=tokens_left.__getitem__)
         num_ends = bisect_left(
-            range(len(leaving)), True, key=lambda num: self._desk.fits_beside(adapter, leaving[num:])
+            range(len(leaving)), True, key=lambda num: self._adapter_loads.fits_beside(adapter, leaving[num:])
         )
         until_tokens = tokens_left[leaving[num_ends - 1]] if num_ends else 0
         stays = (one for one in leaving[num_ends:] if tokens_left[one] > until_tokens)
         tenant = holder.request.tenant
         others = {one.adapter for one in running if one.adapter is not None and one.request.tenant != tenant}
-        binds = tenant if self._desk.fits_beside(adapter, others) else None
+        binds = tenant if self._adapter_loads.fits_beside(adapter, others) else None
         return Reservation(holder, binds, frozenset((adapter, *stays)), until_tokens)
 
     def _needed(self, adapter: str, yielding: list[str], staying: set[str]) -> set[str]:
         """Those of `yielding` without whom it does not fit beside `staying`."""
         needed = set(yielding)
         for one in reversed(yielding):
-            if self._desk.fits_beside(adapter, staying | {one}):
+            if self._adapter_loads.fits_beside(adapter, staying | {one}):
                 staying.add(one)
                 needed.remove(one)
         return needed
@@ -145,7 +145,7 @@ class RowSharing:
     def _num_rows(self, tenant: TenantFlows) -> int:
         """That its adapters in use take."""
         return sum(
-            self._desk.num_rows(flow.adapter)
+            self._adapter_loads.num_rows(flow.adapter)
             for flow in tenant.flows.values()
             if flow.running and flow.adapter is not None
         )

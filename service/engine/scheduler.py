@@ -55,7 +55,7 @@ class Scheduler:
         self,
         blocks: BlockPool,
         slots: Slots,
-        desk: AdapterLoads,
+        adapter_loads: AdapterLoads,
         *,
         block_size_tokens: int,
         token_budget: int,
@@ -65,12 +65,12 @@ class Scheduler:
     ) -> None:
         self.blocks = blocks
         self.slots = slots
-        self.desk = desk
+        self.adapter_loads = adapter_loads
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self.grammar_turns = GrammarTurns()
         self._queue = FairQueue(token_budget)
-        self._row_sharing = RowSharing(self._queue, desk, max_steps=max_steps_waiting_for_rows)
+        self._row_sharing = RowSharing(self._queue, adapter_loads, max_steps=max_steps_waiting_for_rows)
         self._block_size = block_size_tokens
         self._token_budget = token_budget
         self._max_prompt_logits = max_prompt_logits
@@ -90,7 +90,7 @@ class Scheduler:
         """A new request; it waits."""
         self._queue.add(sequence)
         if sequence.adapter is not None:
-            sequence.came_from = self.desk.enter(sequence.adapter, sequence.request.adapter_rows)
+            sequence.came_from = self.adapter_loads.enter(sequence.adapter, sequence.request.adapter_rows)
 
     def remove(self, sequence: Sequence) -> None:
         """The request is over, for whatever reason: everything it holds is free when this returns."""
@@ -98,13 +98,13 @@ class Scheduler:
             self._stop(sequence)
         self._queue.remove(sequence)
         if sequence.adapter is not None:
-            self.desk.leave(sequence.adapter)
+            self.adapter_loads.leave(sequence.adapter)
 
     def schedule(self) -> list[ScheduledChunk]:
         """The next step; blocks for its tokens are taken. Empty if nothing can run now."""
         if self._queue.num_waiting:
             self._admit()
-        self.desk.follow_hints()
+        self.adapter_loads.follow_hints()
         chunks = self._chunks()
         for chunk in chunks:
             _count(chunk)
@@ -124,7 +124,7 @@ class Scheduler:
             assert sequence.num_computed <= covered, "computed tokens without blocks"
         assert all(sequence.num_computed == 0 for sequence in self.waiting), "a waiting sequence holds results"
         self._queue.check_integrity()
-        self.desk.check_integrity()
+        self.adapter_loads.check_integrity()
 
     # ---- who runs
 
@@ -133,7 +133,7 @@ class Scheduler:
         self._row_sharing.begin_step(self.running)
         ready, unread = [], []
         for flow in self._queue.flows():
-            if flow.waiting and (flow.adapter is None or self.desk.is_on_device(flow.adapter)):
+            if flow.waiting and (flow.adapter is None or self.adapter_loads.is_on_device(flow.adapter)):
                 ready.append(flow)
             elif flow.waiting:
                 unread.append(flow)
@@ -141,7 +141,7 @@ class Scheduler:
             self._prefetch(unread)
             for flow in unread:
                 assert flow.adapter is not None, "the base is not read"
-                if self.desk.is_read(flow.adapter):
+                if self.adapter_loads.is_read(flow.adapter):
                     ready.append(flow)
                 elif self.slots.num_free:
                     flow.steps_waiting_for_rows += 1
@@ -155,12 +155,12 @@ class Scheduler:
         for flow in self._queue.turns(flows):
             assert flow.adapter is not None, "the base is not read"
             may_join = any(map(self._row_sharing.lets_in, flow.waiting))
-            has_room = may_join and self.desk.has_room(flow.adapter)
+            has_room = may_join and self.adapter_loads.has_room(flow.adapter)
             if may_join and not has_room and flow.tenant not in tenants:
                 tenants.add(flow.tenant)  # other tenants' rows are asked for once
                 has_room = bool(self._row_sharing.yielding_to(flow.waiting[0]))
             wanted[flow.adapter] = wanted.get(flow.adapter, False) or has_room
-        self.desk.prefetch(wanted, self._row_sharing.first)
+        self.adapter_loads.prefetch(wanted, self._row_sharing.first)
 
     def _join(self, flows: list[Flow]) -> None:
         """Let sequences of these run, whose adapters have been read; see the module's docstring."""
@@ -182,7 +182,7 @@ class Scheduler:
             if (self.slots.num_free == 0 or need > free_blocks) and not self._find_place(sequence, need - free_blocks):
                 return
             if sequence.adapter is not None:
-                self.desk.acquire(sequence.adapter)
+                self.adapter_loads.acquire(sequence.adapter)
             self._start(sequence)
             prompts.append(sequence)
             free_blocks = self._free_blocks()
@@ -203,16 +203,16 @@ class Scheduler:
         """Whether its adapter is on the device, those in use having made room if need be. Where a copy takes time it is
         there in a later step."""
         adapter = sequence.adapter
-        if adapter is None or self.desk.is_on_device(adapter):
+        if adapter is None or self.adapter_loads.is_on_device(adapter):
             return True
-        if not self.desk.can_bring(adapter):
+        if not self.adapter_loads.can_bring(adapter):
             yielding = self._row_sharing.yielding_to(sequence)
             if not yielding:
                 self._queue.flow_of(sequence).steps_waiting_for_rows += 1
                 return False
             for one in [one for one in self.running if one.adapter in yielding]:
                 self._preempt(one)
-        return self.desk.bring(adapter)
+        return self.adapter_loads.bring(adapter)
 
     def _find_place(self, sequence: Sequence, num_blocks: int) -> bool:
         """A slot and so many more blocks, of those who have more than their part; none yields if it is not enough."""
@@ -245,7 +245,7 @@ class Scheduler:
         self.blocks.release(sequence.key)
         self._queue.stop(sequence)
         if sequence.adapter is not None:
-            self.desk.release(sequence.adapter)
+            self.adapter_loads.release(sequence.adapter)
 
     def _preempt(self, sequence: Sequence) -> None:
         """It yields, and waits to be computed again."""

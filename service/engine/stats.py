@@ -16,7 +16,7 @@ NO_ROWS = PoolUsage(0, 0, 0, 0, 0, 0, 0, 0)
 
 def stats_of(engine: Engine, captured: CapturedSteps) -> Stats:
     """The state now, with what is new since the last call."""
-    residency, host, records = engine.desk.residency, engine.host, engine.records
+    residency, host, records = engine.adapter_loads.residency, engine.host, engine.records
     usage = engine.rows.usage() if engine.rows is not None else NO_ROWS
     has_states = engine.capacity.has_conv
     return Stats(
@@ -32,7 +32,7 @@ def stats_of(engine: Engine, captured: CapturedSteps) -> Stats:
         row_bytes_total=usage.bytes_total,
         num_adapters_on_device=usage.num_resident,
         num_adapters_on_host=0 if host is None else host.num_kept,
-        num_adapter_requests={**engine.desk.num_hits},
+        num_adapter_requests={**engine.adapter_loads.num_hits},
         num_tier_evictions={} if residency is None else {**residency.evictions},
         loaded_bytes={} if residency is None else {**residency.loaded_bytes},
         host_bytes_used=0 if host is None else host.used_bytes,

@@ -31,7 +31,7 @@ from service.api.auth import Access
 from service.api.engine_protocol import EngineProtocol
 from service.api.json_body import BodyBudget
 from service.api.metrics import Metrics
-from service.api.middleware import BodyRule, Door
+from service.api.middleware import BodyRule, EntryMiddleware
 from service.api.state import Services
 from service.cli import main
 from service.settings import Settings
@@ -373,7 +373,9 @@ class Routes:
         app.include_router(lora_compat.router)
         rule, budget = BodyRule(1 << 20), BodyBudget(1 << 20)
         access = Access(Tenants(), ())
-        app.add_middleware(Door, access=access, metrics=self.metrics, body_rule=lambda *_: rule, budget=budget)
+        app.add_middleware(
+            EntryMiddleware, access=access, metrics=self.metrics, body_rule=lambda *_: rule, budget=budget
+        )
         self.services = app.state.services = Services(
             settings=Settings(model_name="base", lora_path_root=tmp_path / "root"),
             engine=cast(EngineProtocol, SimpleNamespace(state="starting", tiers={}, places_of=lambda _digest: {})),

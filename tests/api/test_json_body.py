@@ -35,7 +35,7 @@ from service.api.json_body import (
     check_inner_counts,
 )
 from service.api.metrics import Metrics
-from service.api.middleware import BodyRule, Door
+from service.api.middleware import BodyRule, EntryMiddleware
 from service.api.schemas import DetokenizeRequest
 from service.app import add_error_handlers
 from service.tenants.tenants import Tenants
@@ -147,7 +147,7 @@ def an_app(budget: BodyBudget, **limits: Any) -> FastAPI:
     add_error_handlers(app)
     rule = BodyRule(**{"limit_bytes": 16 * MIB, **limits})
     access = Access(Tenants(), ())
-    app.add_middleware(Door, access=access, metrics=Metrics("x"), body_rule=lambda *_: rule, budget=budget)
+    app.add_middleware(EntryMiddleware, access=access, metrics=Metrics("x"), body_rule=lambda *_: rule, budget=budget)
     return app
 
 

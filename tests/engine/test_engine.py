@@ -370,7 +370,7 @@ def test_what_nobody_uses_is_evicted_at_once(mock: MockEngine) -> None:
     """Kept by the host tier only, or not at all: then nothing remembers it."""
     mock.engine.handle(Evict("a9"))
     assert mock.host.dropped == ["a9"]
-    assert not mock.engine.desk.num_wanted
+    assert not mock.engine.adapter_loads.num_wanted
 
 
 def test_what_replaces_a_damaged_adapter_is_served_as_soon_as_nobody_runs_with_the_damaged_one(
@@ -494,7 +494,7 @@ def test_a_hint_evicts_nobody() -> None:
         mock.settle()
     for i in range(3, 8):
         mock.engine.handle(Load(f"a{i}"))
-    mock.step_until(lambda: len(mock.host.reads) == 7 and not mock.engine.desk.num_wanted)
+    mock.step_until(lambda: len(mock.host.reads) == 7 and not mock.engine.adapter_loads.num_wanted)
     assert mock.host.reads == [f"a{i}" for i in range(1, 8)]
     assert mock.rows.resident() == ("a1", "a2")
     mock.submit("r", adapter="a3")
@@ -524,7 +524,7 @@ def test_an_adapter_deleted_after_a_hint_is_no_warning_unless_somebody_waits_for
     assert ("r" in mock.finished) == is_awaited
     records = [(record.levelname, record.exc_info is not None) for record in caplog.records]
     assert records == [("WARNING", True) if is_awaited else ("INFO", False)]
-    assert not mock.engine.desk.num_wanted
+    assert not mock.engine.adapter_loads.num_wanted
 
 
 # ---- log probabilities of the prompt
@@ -729,7 +729,7 @@ def test_nothing_is_left_of_many_requests(mock: MockEngine) -> None:
     for i in range(7):
         mock.engine.handle(Evict(f"a{i}"))
     assert holds_nothing(mock)
-    assert not mock.engine.desk.num_wanted
+    assert not mock.engine.adapter_loads.num_wanted
     assert not mock.rows.residents
     assert {*mock.host.dropped} == {f"a{i}" for i in range(7)}
     assert mock.engine.take_events() == []

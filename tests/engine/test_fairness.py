@@ -309,7 +309,7 @@ def test_who_became_active_later_does_not_go_first(by: str) -> None:
     names = [f"a{i}" for i in range(12)]
     if by == "adapter":
         for name in names:
-            steps.desk.hint(name)
+            steps.adapter_loads.hint(name)
         while len(steps.rows.residents) < len(names):
             steps.step()
     for name in names:

@@ -31,8 +31,8 @@ def names_of(sequences: list[Sequence]) -> list[str]:
 
 
 def state_of(mock: MockEngine, digest: str) -> AdapterState:
-    assert mock.engine.desk.residency is not None
-    return mock.engine.desk.residency.state_of(digest)
+    assert mock.engine.adapter_loads.residency is not None
+    return mock.engine.adapter_loads.residency.state_of(digest)
 
 
 def test_prefill_chunks_share_the_step_with_decode_tokens(mocks: list[MockEngine]) -> None:
@@ -658,7 +658,7 @@ def test_hints_of_what_is_there_or_gone_read_nothing(mocks: list[MockEngine]) ->
     mock.step_until(lambda: mock.rows.place_of("a2") is not None)
     mock.step_and_load()
     assert mock.host.reads == ["a0", "a2"]
-    assert not mock.engine.desk.num_wanted
+    assert not mock.engine.adapter_loads.num_wanted
 
 
 def test_where_nothing_can_be_read_the_request_fails_and_the_engine_goes_on(

@@ -58,11 +58,11 @@ class CountedSteps:
 
     def __post_init__(self) -> None:
         self.rows, self.loader = MockRows(self.num_rows), SteppedLoader()
-        self.desk = AdapterLoads(self.rows, self.host, self.loader, max_loads_ahead=4, wake=lambda: None)
+        self.adapter_loads = AdapterLoads(self.rows, self.host, self.loader, max_loads_ahead=4, wake=lambda: None)
         self.scheduler = Scheduler(
             BlockPool(self.num_blocks),
             Slots(self.max_sequences + 1),
-            self.desk,
+            self.adapter_loads,
             block_size_tokens=16,
             token_budget=self.token_budget,
             max_steps_waiting_for_rows=self.max_steps_waiting_for_rows,
@@ -92,7 +92,7 @@ class CountedSteps:
     def step(self) -> list[ScheduledChunk]:
         """One step, and what is read meanwhile."""
         self.num_steps += 1
-        self.desk.settle_loads(is_idle=not self.scheduler.running)
+        self.adapter_loads.settle_loads(is_idle=not self.scheduler.running)
         chunks = self.scheduler.schedule()
         if self.checks:
             self.scheduler.check_integrity()
@@ -158,7 +158,7 @@ def first_token_steps(
     if are_copies_slow:
         steps.rows.new_mark = marks
     came_from: dict[str, str] = {}
-    residency = steps.desk.residency
+    residency = steps.adapter_loads.residency
     assert residency is not None
     while len(steps.requests) < num_requests or steps.num_open:
         # One new client a step in the beginning, so that they are not in step with one another.
