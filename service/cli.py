@@ -21,10 +21,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; the exit code. A user's fault is one sentence on stderr, never a traceback."""
     given = sys.argv[1:] if argv is None else argv
     if given[:1] == ["serve"]:
-        # Its flags come from the settings, which no other command needs to import.
-        from service.serve import serve
-
-        return serve(given[1:])
+        return _serve(given[1:])
     arguments = _parser().parse_args(given)
     from service.command_client import ClientError
 
@@ -127,6 +124,20 @@ def _completion(arguments: argparse.Namespace) -> int:
 
     print(completion(_parser(), arguments.shell), end="")
     return 0
+
+
+def _serve(given: list[str]) -> int:
+    from service.start_check import StartError, check_kernels_package
+
+    try:
+        check_kernels_package()
+    except StartError as error:
+        print(f"multilora: {error}", file=sys.stderr)
+        return 1
+    # Its flags come from the settings, which no other command needs to import.
+    from service.serve import serve
+
+    return serve(given)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -22,7 +22,7 @@ from service.logs import LOGGER, REFUSAL_LINES, configure
 from service.models.heap import give_back_freed_memory, trim_heap
 from service.own_engines import own_engines
 from service.settings import Settings, SettingsError, load_settings
-from service.start_check import StartError, check_kernels_package
+from service.start_check import StartError
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -104,7 +104,6 @@ def _run(settings: Settings) -> int:
     listener = listen(settings.host, settings.port)
     _allow_files(settings.max_connections + _OTHER_FILES)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    check_kernels_package()
     return asyncio.run(_start_and_serve(settings, listener))
 
 
