@@ -120,8 +120,8 @@ def _refuse_pickle(name: str) -> None:
 # Run in the adapter's directory.
 _CONVERT = (
     'python -c "import torch; from safetensors.torch import save_file; '
-    "save_file({k: v.contiguous() for k, v in torch.load('adapter_model.bin', map_location='cpu', weights_only=True)"
-    ".items()}, 'adapter_model.safetensors')\""
+    "save_file({k: v.contiguous().clone() for k, v in "  # tensors that share memory, as tied weights do, are refused
+    "torch.load('adapter_model.bin', map_location='cpu', weights_only=True).items()}, 'adapter_model.safetensors')\""
 )
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
+import subprocess
+import sys
 import tarfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from adapters.errors import Malformed, Unsupported
 from adapters.records import AdapterRecord
@@ -117,7 +121,8 @@ def write(directory: Path, trainer: str, weights: Mapping[str, bytes] | None = N
     directory.mkdir()
     (directory / "adapter_config.json").write_text(json.dumps(PEFT | settings))
     named = {prefix + name: data for name, data in TENSORS.items()}
-    for name, data in (weights or {"adapter_model.safetensors": safetensors_bytes(named)}).items():
+    weights = {"adapter_model.safetensors": safetensors_bytes(named)} if weights is None else weights
+    for name, data in weights.items():
         (directory / name).write_bytes(data)
     for name in others:
         (directory / name).write_bytes(b"\x80\x04 not to be opened")
@@ -206,9 +211,20 @@ def test_broken_shards_are_refused(store: AdapterStore, tmp_path: Path, kind: st
 
 
 def test_a_pickle_is_refused_with_the_command_that_converts_it(store: AdapterStore, tmp_path: Path) -> None:
-    directory = write(tmp_path / "old", "PEFT", {"adapter_model.bin": b"PK\x03\x04"})
-    with pytest.raises(Unsupported, match=r"python -c .*weights_only=True.*adapter_model\.safetensors"):
+    """Of tensors that share memory too, as a tied head's weights do with the embedding's."""
+    named = {f"base_model.model.{name}": torch.from_numpy(data) for name, data in TENSORS.items()}
+    shared = torch.ones(4, 6)
+    named |= {name: shared for name, tensor in named.items() if tensor.shape == shared.shape}
+    weights = safetensors_bytes({name: tensor.numpy() for name, tensor in named.items()})
+    truth = take(store, write(tmp_path / "peft", "PEFT", {"adapter_model.safetensors": weights}))
+    directory = write(tmp_path / "old", "PEFT", {})
+    torch.save(named, directory / "adapter_model.bin")
+    with pytest.raises(Unsupported, match=r"a pickle.*python -c ") as refusal:
         take(store, directory)
+    _, python, command = str(refusal.value).partition("python -c ")
+    subprocess.run([sys.executable, *shlex.split(python + command)[1:]], cwd=directory, check=True)
+    (directory / "adapter_model.bin").unlink()
+    assert take(store, directory).digest == truth.digest
 
 
 @pytest.mark.parametrize("init", ["pissa", "pissa_niter_16", "olora", "corda", "lora_ga"])
