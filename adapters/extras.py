@@ -59,8 +59,12 @@ _BY_PART: dict[str, Role] = {
     "chat_template": "template",
 }
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz", ".joblib")
-# What trainers leave beside an adapter to go on with: never opened.
-_TRAINING_STATE = re.compile(r"(training_args|optimizer|scheduler|scaler|rng_state(_\d+)?)\.(bin|pt|pth)")
+# What trainers leave beside an adapter to go on with, by themselves, by accelerate and by DeepSpeed: never opened.
+_TRAINING_STATE = re.compile(
+    r"(training_args|(optimizer|scheduler|sampler|scaler|rng_state|pytorch_model_fsdp)(_\d+)?)\.(bin|pt|pth)"
+    r"|random_states_\d+\.pkl"
+    r"|((bf16_|fp16_)?zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt"
+)
 _WEIGHTS = (".safetensors", ".safetensors.index.json", ".gguf", ".onnx", ".h5", ".msgpack", ".ggml")
 _ARCHIVES = (".tar.gz", ".tgz", ".zip")
 

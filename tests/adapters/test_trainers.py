@@ -70,6 +70,13 @@ UNSLOTH = (
     r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|attention|attn|mlp|feed_forward|ffn|dense)\.(?:(?:q_proj|v_proj)))"
 )
 STATE = ("training_args.bin", "optimizer.pt", "scheduler.pt", "rng_state.pth", "rng_state_0.pth")
+# What accelerate writes for FSDP, and DeepSpeed in a directory below.
+FSDP_STATE = ("optimizer.bin", "pytorch_model_fsdp.bin", "optimizer_1.bin", "random_states_0.pkl", "sampler.bin")
+DEEPSPEED_STATE = (
+    "mp_rank_00_model_states.pt",
+    "zero_pp_rank_0_mp_rank_00_model_states.pt",
+    "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+)
 # Trainer -> settings beside or in the place of PEFT's, what stands before the modules' names, other files.
 TRAINERS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "PEFT": ({}, "base_model.model.", ("README.md",)),
@@ -98,7 +105,11 @@ TRAINERS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
         "base_model.model.",
         ("args.json", "additional_config.json", "configuration.json", *STATE),
     ),
-    "Axolotl with FSDP": ({}, "base_model.model._fsdp_wrapped_module.", ("config.json", "debug.log", *STATE)),
+    "Axolotl with FSDP": (
+        {},
+        "base_model.model._fsdp_wrapped_module.",
+        ("config.json", "debug.log", *STATE, *FSDP_STATE),
+    ),
     "NeMo": (
         {"target_modules": [module.removeprefix("model.") for module in MODULES], "lora_dropout": 0.0},
         "base_model.model.",
@@ -149,6 +160,9 @@ def test_every_trainers_directory_is_the_same_adapter(store: AdapterStore, tmp_p
 def test_an_archive_may_hold_a_trainers_state(store: AdapterStore, tmp_path: Path) -> None:
     truth = take(store, write(tmp_path / "peft", "PEFT"))
     directory, archive = write(tmp_path / "trained", "TRL"), tmp_path / "trained.tar.gz"
+    (directory / "global_step10").mkdir()
+    for name in DEEPSPEED_STATE:
+        (directory / "global_step10" / name).write_bytes(b"\x80\x04 not to be opened")
     with tarfile.open(archive, "w:gz") as packed:
         packed.add(directory, "trained")
     with store.begin() as upload:
