@@ -9,16 +9,19 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from adapters.bound import TOKENS, Binding, BoundSlice
+from adapters.bound import LORA_BIAS, MAGNITUDE, TOKENS, Binding, BoundExtra, BoundSlice
 from adapters.errors import Malformed
 from adapters.format import ELEMENT_BYTES, Tensor, header_bytes, read_chunks
 from adapters.paths import EMBEDDING_SIDES, LINEAR_SIDES, stored_name
 from adapters.synced_files import synced_beside
 
 IDLE = "The adapter changes nothing: lora_A or lora_B is zero in all of its modules."
+MAYBE_IDLE = "lora_A or lora_B is zero, or next to it, in all modules, so that the adapter may change nothing"
 LARGE = "Weights are so large that answers may not be finite"
 # No training comes near: products of a few such overflow float32.
 LARGE_DELTA = 1e6
+# Likewise; beside a weight of a ten-thousandth float32 rounds it away.
+SMALL_DELTA = 1e-12
 # Exponent bits all ones: NaN or infinity.
 _EXPONENT = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
 
@@ -70,12 +73,26 @@ class CanonicalForm:
 
 def _warnings(binding: Binding, largest: Mapping[str, float]) -> Iterator[str]:
     """What a probe would refuse, as far as the weights tell."""
-    has_delta = any(bound.scaling and largest[bound.a.name] and largest[bound.b.name] for bound in binding.slices)
-    if not (has_delta or binding.extras or binding.tokens):
+    deltas = {bound.slice.module: _largest_delta(bound, largest) for bound in binding.slices}
+    others = [extra for extra in binding.extras if extra.part != LORA_BIAS or largest[extra.tensor.name]]
+    if not (any(deltas.values()) or others or binding.tokens):
         yield IDLE
-    large = next((bound.slice.module for bound in binding.slices if _too_large(bound, largest)), None)
+    elif max(deltas.values(), default=0.0) < SMALL_DELTA and all(map(_may_be_the_base_s, others)):
+        yield f"{MAYBE_IDLE}; upload it with ?probe=true to find out."
+    large = next((module for module, delta in deltas.items() if delta > LARGE_DELTA), None)
     if large is not None:
         yield f"{LARGE}, as those of {large}; upload it with ?probe=true to find out."
+
+
+def _largest_delta(bound: BoundSlice, largest: Mapping[str, float]) -> float:
+    """No element of the delta is larger."""
+    return bound.rank * abs(bound.scaling) * largest[bound.a.name] * largest[bound.b.name]
+
+
+def _may_be_the_base_s(extra: BoundExtra) -> bool:
+    """Whether it may be what the base computes with anyway: magnitudes are its norms until they are trained. Weights
+    and biases that repeat the base's are not here any more."""
+    return extra.part == MAGNITUDE
 
 
 def _sides(bound: BoundSlice) -> Iterator[tuple[str, Tensor]]:
@@ -124,8 +141,3 @@ def _refuse_non_finite(tensor: Tensor, chunk: bytes) -> float:
     if tensor.dtype == "F16":
         return float(np.uint16(largest).view("<f2"))
     return float((np.uint32(largest) << (32 - 8 * bits.itemsize)).view("<f4"))
-
-
-def _too_large(bound: BoundSlice, largest: Mapping[str, float]) -> bool:
-    """Whether an element of the delta could be LARGE_DELTA."""
-    return bound.rank * abs(bound.scaling) * largest[bound.a.name] * largest[bound.b.name] > LARGE_DELTA

@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,3 +100,37 @@ def test_a_tensor_that_is_no_number_is_named_as_it_was_sent(store: AdapterStore)
         upload_bytes(store, "mine", CONFIG, save(broken, {"format": "pt"}))
     assert store.staging_bytes is not None
     assert store.staging_bytes.num_bytes == 0
+
+
+def with_idle_rows(part: str, data: np.ndarray) -> bytes:
+    """A file whose lora_B is zero, and what each module has beside it."""
+    modules = modules_ending(LAYOUT, "q_proj")
+    rows = {name: data * ("lora_A" in name) for name, data in lora_tensors(LAYOUT, modules, 4).items()}
+    others = {f"base_model.model.{module}.{part}": data for module in modules}
+    return save(rows | others, {"format": "pt"})
+
+
+IDLE, MAYBE, NOTHING = "The adapter changes nothing", "may change nothing; upload it with ?probe=true", ""
+
+
+@pytest.mark.parametrize(
+    ("settings", "part", "data", "says"),
+    [
+        ({"use_dora": True}, "lora_magnitude_vector", np.ones(8, "<f4"), MAYBE),
+        ({"lora_bias": True}, "lora_B.bias", np.zeros(8, "<f4"), IDLE),
+        ({"lora_bias": True}, "lora_B.bias", np.full(8, 1e-3, "<f4"), NOTHING),
+        ({"bias": "all"}, "bias", np.ones(8, "<f4"), NOTHING),
+    ],
+    ids=["magnitudes that may be the base's", "biases of zeros", "biases", "the base's biases, changed"],
+)
+def test_an_adapter_whose_rows_are_zero_is_warned_of_by_what_it_has_beside_them(
+    store: AdapterStore, settings: dict[str, Any], part: str, data: np.ndarray, says: str
+) -> None:
+    record, _ = upload_bytes(store, "mine", config_bytes(**settings), with_idle_rows(part, data))
+    assert [says in note for note in record.manifest.notes] == [True] * (says != NOTHING)
+
+
+@pytest.mark.parametrize(("alpha", "is_told"), [(1e-15, True), (1e-3, False)])
+def test_a_delta_that_every_weight_swallows_is_warned_of(store: AdapterStore, alpha: float, is_told: bool) -> None:
+    record, _ = upload_bytes(store, "mine", config_bytes(r=64, lora_alpha=alpha), SAVED)
+    assert [MAYBE in note for note in record.manifest.notes] == [True] * is_told
