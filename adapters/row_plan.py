@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from adapters.layout import SIDE_GROUPS, BaseLayout, Group
-from adapters.side_plan import plan_side, side_unit_bytes
+from adapters.layout import SIDE_GROUPS, TABLE_GROUPS, BaseLayout, Group
+from adapters.side_plan import plan_side, side_bytes_for, side_unit_bytes
 
 # Vocabulary-wide rows serve few adapters: they get as many rows as the layers do, but at most this share of the budget.
 EMBEDDINGS_SHARE = 0.125
@@ -69,12 +69,25 @@ class RowPlan:
         if group in SIDE_GROUPS:
             return (
                 f"The adapter needs room on the device for {_MEANINGS[group]}, and the side budget holds none"
-                f"{f' ({size} bytes each)' if size else ''}. Ask the operator for a larger --adapter-side-bytes."
+                f"{self._side_hint(rows)}."
             )
         return (
             f"The adapter needs {needed} {group} rows on the device ({needed * size} bytes); the row budget holds "
             f"{held} ({held * size} bytes). Use a smaller rank, or ask the operator for a larger --adapter-row-bytes."
         )
+
+    def _side_hint(self, rows: Mapping[str, int]) -> str:
+        """How large a side budget would take such an adapter, which a plan without one does not know."""
+        units = self.row_bytes
+        if not units.keys() >= set(SIDE_GROUPS):
+            return ". Ask the operator for an --adapter-side-bytes that is not 0"
+        num_bytes = side_bytes_for(
+            units["vectors"] + units["norms"],
+            units["saved_embedding"] + units["saved_head"],
+            num_lines=int(bool({"vectors", "norms"} & rows.keys())),
+            num_tables=int(bool(set(TABLE_GROUPS) & rows.keys())),
+        )
+        return f". Ask the operator for an --adapter-side-bytes of {num_bytes} or more"
 
 
 _MEANINGS = {

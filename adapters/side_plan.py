@@ -44,5 +44,19 @@ def plan_side(units: Mapping[Group, int], budget_bytes: int) -> dict[Group, int]
     return {"vectors": lines, "norms": lines, "saved_embedding": tables, "saved_head": tables}
 
 
+def side_bytes_for(line_bytes: int, table_bytes: int, *, num_lines: int = 0, num_tables: int = 0) -> int:
+    """A budget that `plan_side` makes so many lines, and so many tables of each kind, of at least.
+
+    line_bytes   of one line of vectors and one of norms
+    table_bytes  of an embedding and a head
+    """
+    assert num_lines <= MAX_LINES
+    assert num_tables <= MAX_TABLES
+    lines, tables = 2 * (1 + num_lines) * line_bytes if num_lines else 0, num_tables * table_bytes
+    if tables:
+        tables += min(max(tables, line_bytes), (1 + MAX_LINES) * line_bytes)
+    return max(lines, tables)
+
+
 def _lines(budget_bytes: int, line_bytes: int) -> int:
     return max(min(budget_bytes // line_bytes - 1, MAX_LINES), 0) if line_bytes else 0

@@ -146,7 +146,8 @@ class Settings(BaseSettings):
         None,
         description="what adapters have on the device beside rows, allocated once: magnitudes of DoRA, biases, norms, "
         "and embeddings and heads of their own; 0: such adapters are refused; default: on a CPU at most 64 MiB, "
-        "elsewhere room for magnitudes, biases and norms of 16 adapters",
+        "elsewhere room for magnitudes, biases and norms of 16 adapters, and for embeddings and heads of two adapters "
+        "or one, if all that is at most a sixteenth of what the weights and the steps leave",
     )
     host_tier_bytes: Size = Field(ByteSize(512 * MIB), description="adapters held in host memory")
 

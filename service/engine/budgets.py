@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 import msgspec
 
+from adapters.side_plan import side_bytes_for
 from service.engine.config import EngineConfig, EngineOptions, default_block_size_tokens
 from service.models.errors import ModelError
 
@@ -25,8 +26,9 @@ CPU_SHARE, DEVICE_SHARE = 0.5, 0.96
 # Rows' part of what is left beside steps; and the most that are of use: 1,024 adapters of rank 16.
 ROWS_SHARE = 0.25
 MAX_ROWS = 16_384
-# What adapters have beside rows: part of what is left, lines for so many adapters, and on a CPU at most.
-SIDE_SHARE, SIDE_LINES, CPU_SIDE_BYTES = 1 / 16, 16, 64 * MIB
+# What adapters have beside rows: part of what is left, lines for so many adapters and tables for so many where they fit
+# into that part, and on a CPU at most.
+SIDE_SHARE, SIDE_LINES, SIDE_TABLES, CPU_SIDE_BYTES = 1 / 16, 16, 2, 64 * MIB
 # Fewer than these, one adapter of rank 16, are no budget.
 MIN_ROWS = 16
 # Steps may need this part of the free memory before a token budget that nobody has set is halved.
@@ -45,6 +47,7 @@ class ModelSizes:
     row_bytes             one LoRA row in all layers and projections
     bytes_per_step_token  most that a step holds for a token at the same time, beside logits
     side_line_bytes       magnitudes, biases and norms of one adapter, in all projections
+    side_table_bytes      an embedding and a head of one adapter
     logits_bytes          of one row, float32
     context_tokens        of the longest request
     """
@@ -56,6 +59,7 @@ class ModelSizes:
     logits_bytes: int
     context_tokens: int
     side_line_bytes: int = 0
+    side_table_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +95,7 @@ def decide_budgets(
     if row_bytes == 0:
         side_bytes = 0
     elif side_bytes is None:
-        side_bytes = max(min(int(left * SIDE_SHARE), _side_bytes(sizes, device_type)), 0)
+        side_bytes = _side_bytes(sizes, device_type, max(int(left * SIDE_SHARE), 0))
         left -= side_bytes
     if row_bytes is None:
         row_bytes = min(int(left * ROWS_SHARE), most, MAX_ROWS * sizes.row_bytes)
@@ -142,11 +146,17 @@ def budgets_behind_graphs(
     return decide_budgets(settled, sizes, device_type, free_bytes, graph_bytes=graph_bytes)
 
 
-def _side_bytes(sizes: ModelSizes, device_type: str) -> int:
-    """Where nobody says: a CPU's memory is taken when it is used, so that there is room for tables too."""
+def _side_bytes(sizes: ModelSizes, device_type: str, most_bytes: int) -> int:
+    """Where nobody says: a CPU's memory is taken when it is used, a device's at the start. There tables, each as large
+    as the base's, are had where they are a small part of what is left."""
+    line_bytes, table_bytes = sizes.side_line_bytes, sizes.side_table_bytes
     if device_type == "cpu":
-        return min(CPU_SIDE_BYTES, 1000 * sizes.side_line_bytes)
-    return (1 + SIDE_LINES) * sizes.side_line_bytes
+        return min(most_bytes, CPU_SIDE_BYTES, 1000 * line_bytes)
+    for num_tables in range(SIDE_TABLES, 0, -1):
+        wanted = side_bytes_for(line_bytes, table_bytes, num_lines=SIDE_LINES, num_tables=num_tables)
+        if wanted <= most_bytes:
+            return wanted
+    return min(most_bytes, (1 + SIDE_LINES) * line_bytes)
 
 
 def _steps(options: EngineOptions, sizes: ModelSizes, device_type: str, free_bytes: int) -> tuple[int, int]:

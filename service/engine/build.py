@@ -210,6 +210,7 @@ def sizes_of(options: EngineOptions, device: str) -> ModelSizes:
         state_bytes_per_line=state_bytes_per_line(spec, dtype),
         row_bytes=sum(size for group, size in rows.items() if group != "embeddings"),
         side_line_bytes=units["vectors"] + units["norms"],
+        side_table_bytes=units["saved_embedding"] + units["saved_head"],
         # The residual stream, its norm, a projection's output and what is computed from that; LoRA's h and maps.
         bytes_per_step_token=4 * (spec.hidden_size + spec.widest_projection) * dtype.itemsize,
         logits_bytes=4 * spec.vocab_size,

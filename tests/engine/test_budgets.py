@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from adapters.layout import Group
+from adapters.side_plan import plan_side
 from service.engine.budgets import GIB, MIB, Budgets, ModelSizes, decide_budgets, sentences
 from service.engine.config import EngineOptions
 from service.models.errors import ModelError
@@ -58,6 +61,24 @@ def test_graphs_are_kept_free_for() -> None:
     assert with_graphs.step_bytes == without.step_bytes + 4 * GIB
     freed = without.kv_bytes + without.row_bytes - with_graphs.kv_bytes - with_graphs.row_bytes
     assert abs(freed - 4 * GIB) < 2 * LLAMA_8B.kv_bytes_per_token * 16
+
+
+@pytest.mark.parametrize(
+    ("line_mib", "table_mib", "free_gib", "num_tables"),
+    [(3, 520, 30, 2), (12, 2004, 62, 1), (12, 2004, 122, 2), (12, 2004, 7, 0)],
+    ids=["0.5B on 32 GB", "8B on 80 GB", "8B on 141 GB", "8B on 24 GB"],
+)
+@pytest.mark.parametrize("device_type", ["cuda", "npu"])
+def test_a_device_has_room_for_embeddings_and_heads_of_adapters_where_they_are_a_small_part(
+    device_type: str, line_mib: int, table_mib: int, free_gib: int, num_tables: int
+) -> None:
+    sizes = replace(LLAMA_8B, side_line_bytes=line_mib * MIB, side_table_bytes=table_mib * MIB)
+    side_bytes = decided(sizes, device_type, free_gib * GIB).side_bytes
+    assert side_bytes <= free_gib * GIB / 16
+    units: dict[Group, int] = {"vectors": line_mib * MIB, "norms": 0}
+    plan = plan_side(units | {"saved_embedding": table_mib * MIB, "saved_head": 0}, side_bytes)
+    assert plan["saved_head"] == num_tables
+    assert plan["vectors"] >= 16
 
 
 def test_a_tiny_model_takes_what_it_can_use_of_a_large_gpu() -> None:
