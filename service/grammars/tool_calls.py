@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from service.grammars.lark import NOTHING, Lark, Schema
 from service.grammars.references import DEFINITIONS, refers_to_definitions_alone
-from service.text.calls.value_kinds import kinds_of, resolved
+from service.text.calls.value_kinds import Kinds, resolved
 
 _PYTHON_NAME = re.compile(r"[^\W\d][\w-]*")
 # What a schema may hold that says all of its object by naming the properties.
@@ -205,13 +205,14 @@ def _is_xml(schema: Mapping[str, Any]) -> bool:
     """Whether a call can be written with one parameter for each property, whose text says what its value is."""
     properties = schema.get("properties", {})
     has_all = set(schema.get("required", ())) <= set(properties)
-    return _is_separable(schema) and has_all and all(_is_parameter(schema, name) for name in properties)
+    kinds = Kinds(schema)
+    return _is_separable(schema) and has_all and all(_is_parameter(schema, name, kinds) for name in properties)
 
 
-def _is_parameter(schema: Mapping[str, Any], name: str) -> bool:
+def _is_parameter(schema: Mapping[str, Any], name: str, kinds: Kinds) -> bool:
     if not name.strip() or name != name.strip() or set(name) & {">", "\n"}:
         return False
-    if kinds_of(schema, name) != {"string"}:
+    if kinds.of(name) != {"string"}:
         return True
     value = resolved(schema["properties"][name], schema)
     return set(value) <= _OF_TEXTS and not any(_END_OF_PARAMETER in text for text in _choices(value))
@@ -227,9 +228,9 @@ def _parameters(lark: Lark, schema: Mapping[str, Any]) -> str:
     """Each in its own lines, in the schema's order, without some of those that are not required."""
     required = set(schema.get("required", ()))
     shared = {key: schema[key] for key in DEFINITIONS if key in schema}
-    parts = []
+    kinds, parts = Kinds(schema), []
     for name, value in schema.get("properties", {}).items():
-        if kinds_of(schema, name) == {"string"}:
+        if kinds.of(name) == {"string"}:
             text = _text(lark, resolved(value, schema))
         else:
             text = f"{lark.json({**value, **shared} if isinstance(value, dict) else value)} {_END_OF_VALUE}"

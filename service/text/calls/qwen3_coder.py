@@ -13,6 +13,7 @@ from service.text.calls.feeds import Feed, JsonFeed
 from service.text.calls.hermes import HEAD
 from service.text.calls.json_text import calls_in
 from service.text.calls.qwen3_coder_pieces import XmlFeed
+from service.text.calls.value_kinds import Kinds
 from service.text.calls.xml_spelling import (
     CLOSING,
     END,
@@ -84,13 +85,13 @@ class Qwen3CoderParser(CallParser):
         if opening is None:
             return None
         name, members = opening[1], dict[str, str]()
-        schema, at = self._tools.get(name, {}), opening.end()
+        kinds, at = Kinds(self._tools.get(name, {})), opening.end()
         while (parameter := PARAMETER_HEAD.match(body, at)) is not None:
             end, key = body.find(END_OF_PARAMETER, parameter.end()), parameter["key"].strip()
             if end < 0 or key in members:
                 return None
             value = body[parameter.end() : end].removeprefix("\n").removesuffix("\n")
-            members[key] = json_of_value(value, schema, key)
+            members[key] = json_of_value(value, kinds.of(key))
             at = end + len(END_OF_PARAMETER)
         closing = CLOSING.match(body, at)
         if closing is None:

@@ -7,7 +7,7 @@ import json
 from service.text.calls import xml_spelling as xml
 from service.text.calls.call_parser import Arguments, Begun, Found, Tools, find_mark
 from service.text.calls.feeds import Feed
-from service.text.calls.value_kinds import Schema, kinds_of
+from service.text.calls.value_kinds import Kinds
 
 # What stands before a parameter's value is looked at again with every piece of it.
 _MAX_HEAD_CHARS = 1024
@@ -19,10 +19,11 @@ class XmlFeed(Feed):
     def __init__(self, tools: Tools, *, is_bare: bool) -> None:
         super().__init__()
         self._tools, self._is_bare = tools, is_bare
-        self._schema: Schema = {}
+        self._kinds_of = Kinds({})
         self._names: set[str] = set()
         # Of the parameter whose value comes next.
         self._key: str | None = None
+        self._kinds = frozenset[str]()
         self._is_text = self._has_begun = False
         self._scanned = 0
 
@@ -45,14 +46,15 @@ class XmlFeed(Feed):
         if opening is None or (self._is_bare and opening[1] not in self._tools):
             return None
         self._at, self._is_open, self._names = opening.end(), True, set()
-        self._schema = self._tools.get(opening[1], {})
+        self._kinds_of = Kinds(self._tools.get(opening[1], {}))
         return [Begun(opening[1])]
 
     def _enter(self, held: str, key: str, at: int) -> list[Found] | None:
         """A parameter's value begins at `at`, or with the line break there: that must be seen."""
         if at == len(held) or key in self._names:
             return None
-        self._key, self._is_text, self._has_begun = key, kinds_of(self._schema, key) == {"string"}, False
+        self._key, self._kinds, self._has_begun = key, self._kinds_of.of(key), False
+        self._is_text = self._kinds == {"string"}
         self._at = self._scanned = at + held.startswith("\n", at)
         return []
 
@@ -67,7 +69,7 @@ class XmlFeed(Feed):
         if not is_whole and end <= self._at:
             return None
         value = held[self._at : end]
-        written = xml.json_of_value(value, self._schema, self._key)
+        written = xml.json_of_value(value, self._kinds)
         written = written[1:-1] if self._is_text else written
         told = written if self._has_begun else self._member(written)
         self._has_begun, self._at = True, end

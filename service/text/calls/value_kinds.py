@@ -7,16 +7,73 @@ from typing import Any
 
 Schema = Mapping[str, Any]
 _MAX_REFERENCES = 16
+# Alternatives and references that are looked at for one parameter. References may lead to each other, so that a short
+# schema has alternatives without end.
+_MAX_PARTS = 256
 _REFERENCE = "#/"
+_KINDS = {
+    type(None): "null",
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
 
 
-def kinds_of(schema: Schema, name: str) -> frozenset[str]:
-    """JSON schema's names of the types that a property of an object may have; `integer` is a `number` too. Empty where
-    that is not said."""
-    properties = schema.get("properties")
-    value = properties.get(name) if isinstance(properties, Mapping) else None
-    found = _kinds(value, schema, _MAX_REFERENCES)
-    return found | {"integer"} if found is not None and "number" in found else found or frozenset()
+class Kinds:
+    """The kinds of one tool's parameters. What it takes to know one is bounded, whatever the schema is.
+
+    schema  of the object that the tool is called with
+    """
+
+    def __init__(self, schema: Schema) -> None:
+        self._schema = schema
+        # Of lists of values, by the object that has one: thousands of parameters may refer to a long one.
+        self._of_values: dict[int, frozenset[str]] = {}
+
+    def of(self, name: str) -> frozenset[str]:
+        """JSON schema's names of the types that a property of the object may have; `integer` is a `number` too. Empty
+        where that is not said."""
+        properties = self._schema.get("properties")
+        waiting = [properties.get(name) if isinstance(properties, Mapping) else None]
+        found, seen = set[str](), set[int]()
+        while waiting:
+            value = waiting.pop()
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            kinds, others = self._look(value)
+            waiting += others
+            if not (kinds or others) or len(seen) + len(waiting) > _MAX_PARTS:
+                return frozenset()
+            found |= kinds
+        return frozenset(found | {"integer"} if "number" in found else found)
+
+    def _look(self, value: Any) -> tuple[frozenset[str], list[Any]]:
+        """(kinds, what may come instead) of a part of the schema; neither where anything may come, or what cannot be
+        told."""
+        if not isinstance(value, Mapping):
+            return frozenset(), []
+        if "$ref" in value:
+            return frozenset(), [_at(self._schema, value["$ref"])]
+        if "const" in value:
+            return frozenset({kind_of_value(value["const"])}), []
+        if isinstance(value.get("enum"), list):
+            return self._of_enum(value), []
+        if isinstance(value.get("type"), str):
+            return frozenset({value["type"]}), []
+        if isinstance(value.get("type"), list):
+            return frozenset(map(str, value["type"])), []
+        several = next((one for one in ("anyOf", "oneOf") if isinstance(value.get(one), list)), None)
+        return frozenset(), [] if several is None else value[several]
+
+    def _of_enum(self, value: Schema) -> frozenset[str]:
+        known = self._of_values.get(id(value))
+        if known is None:
+            known = self._of_values[id(value)] = frozenset(_KINDS[kind] for kind in set(map(type, value["enum"])))
+        return known
 
 
 def resolved(value: Any, schema: Schema) -> Any:
@@ -28,37 +85,9 @@ def resolved(value: Any, schema: Schema) -> Any:
     return None
 
 
-def _kinds(value: Any, schema: Schema, depth: int) -> frozenset[str] | None:
-    """None where anything may come, or what cannot be told."""
-    value = resolved(value, schema)
-    if not isinstance(value, Mapping) or not depth:
-        return None
-    if "const" in value:
-        return frozenset({kind_of_value(value["const"])})
-    if isinstance(value.get("enum"), list):
-        return frozenset(map(kind_of_value, value["enum"]))
-    if isinstance(value.get("type"), str):
-        return frozenset({value["type"]})
-    if isinstance(value.get("type"), list):
-        return frozenset(map(str, value["type"]))
-    for several in ("anyOf", "oneOf"):
-        if isinstance(value.get(several), list):
-            found = [_kinds(one, schema, depth - 1) for one in value[several]]
-            return None if None in found else frozenset().union(*(one for one in found if one is not None))
-    return None
-
-
 def kind_of_value(value: Any) -> str:
     """JSON schema's name of the type of a value."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "boolean"
-    if isinstance(value, int):
-        return "integer"
-    if isinstance(value, float):
-        return "number"
-    return "string" if isinstance(value, str) else "array" if isinstance(value, list) else "object"
+    return _KINDS[type(value)]
 
 
 def _at(schema: Schema, reference: Any) -> Any:

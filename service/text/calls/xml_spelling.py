@@ -6,7 +6,6 @@ import json
 import re
 
 from service.text.calls.json_text import kind_of
-from service.text.calls.value_kinds import Schema, kinds_of
 
 START, END = "<tool_call>", "</tool_call>"
 FUNCTION, END_OF_FUNCTION = "<function=", "</function>"
@@ -17,10 +16,9 @@ CLOSING = re.compile(r"\s*</function>\s*")
 _PYTHON_WORDS = {"None": "null", "True": "true", "False": "false"}
 
 
-def json_of_value(text: str, schema: Schema, key: str) -> str:
-    """What a parameter's text means, as JSON: the text itself where its schema wants one, or where it is no other value
-    that the schema takes."""
-    kinds = kinds_of(schema, key)
+def json_of_value(text: str, kinds: frozenset[str]) -> str:
+    """What a parameter's text means, as JSON: the text itself where the parameter is of that kind alone, or where it is
+    no other value of those kinds that it may have."""
     if kinds != {"string"}:
         value = _PYTHON_WORDS.get(text.strip(), text.strip())
         kind = kind_of(value)
