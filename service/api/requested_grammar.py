@@ -10,10 +10,13 @@ from functools import partial
 from typing import Any
 
 from service.api.errors import BadRequest
+from service.api.off_loop import off_loop
+from service.api.reading import shown_tools
 from service.api.response_formats import JsonObjectFormat, JsonSchemaFormat, StructuralTagFormat, StructuredOutputs
 from service.api.schemas import ChatRequest, Generation
 from service.api.state import Services
 from service.api.tool_grammars import chat_constraint
+from service.api.tools import tools_chars
 from service.grammars.constraints import (
     Constraint,
     ConstraintError,
@@ -39,7 +42,8 @@ async def requested_grammar(services: Services, request: Generation, reading: Re
     try:
         constraint = makes()
         if isinstance(request, ChatRequest):
-            constraint = chat_constraint(request, reading, constraint, services.tokenizer.special_id_of)
+            work = partial(chat_constraint, request, reading, constraint, services.tokenizer.special_id_of)
+            constraint = await off_loop(work, size_chars=tools_chars(shown_tools(request)))
     except ConstraintError as error:
         raise bad_constraint(error, field) from error
     return None if constraint is None else await compiled(services, constraint, field)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from service.grammars.constraints import json_rule
+from service.grammars.constraints import ConstraintError, json_rule
 
 NOTHING = '""'
 _ANY = r"/(.|\n)*/"
@@ -17,16 +17,17 @@ Schema = tuple[str, Mapping[str, Any]]
 
 
 class Lark:
-    """Rules of a grammar in the making."""
+    """Rules of a grammar in the making. ConstraintError as soon as they have more than `max_chars` characters."""
 
-    def __init__(self, special_ids: Mapping[str, int]) -> None:
+    def __init__(self, special_ids: Mapping[str, int], max_chars: int | None = None) -> None:
         self.rules: list[str] = []
         self.special_ids = special_ids
+        self._max_chars, self._num_chars = max_chars, 0
 
     def rule(self, body: str, options: str = "") -> str:
         """A new rule; its name."""
         name = f"part_{len(self.rules)}"
-        self.rules.append(f"{name}{options}: {body}")
+        self._add(f"{name}{options}: {body}")
         return name
 
     def text(self, text: str) -> str:
@@ -72,5 +73,13 @@ class Lark:
     def terminal(self, body: str) -> str:
         """A new terminal, a regular expression; its name."""
         name = f"TEXT_{len(self.rules)}"
-        self.rules.append(f"{name}: {body}")
+        self._add(f"{name}: {body}")
         return name
+
+    def _add(self, rule: str) -> None:
+        self._num_chars += len(rule)
+        if self._max_chars is not None and self._num_chars > self._max_chars:
+            raise ConstraintError(
+                f"needs a grammar of more than {self._max_chars} characters; send fewer tools, or shorter ones"
+            )
+        self.rules.append(rule)

@@ -11,9 +11,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from service.grammars.constraints import MAX_CONSTRAINT_BYTES
 from service.grammars.lark import NOTHING, Lark, Schema
 from service.grammars.references import DEFINITIONS, refers_to_definitions_alone
-from service.text.calls.value_kinds import Kinds, resolved
+from service.text.calls.value_kinds import Kinds
 
 _PYTHON_NAME = re.compile(r"[^\W\d][\w-]*")
 # What a schema may hold that says all of its object by naming the properties.
@@ -58,7 +59,7 @@ def lark_of_calls(
     thinks: bool = False,
     is_thinking: bool = False,
 ) -> str:
-    """The grammar of an answer that calls.
+    """The grammar of an answer that calls. ConstraintError for tools that are too large for one.
 
     form         name of a format of `service.text.calls.formats`
     special_ids  ids of the special tokens by their texts
@@ -71,7 +72,8 @@ def lark_of_calls(
     tools = [
         (name, {**schema, "additionalProperties": False} if _is_plain(schema) else schema) for name, schema in tools
     ]
-    lark = Lark(special_ids)
+    # A rule of a parameter repeats all definitions, so that rules can be many times as long as the tools.
+    lark = Lark(special_ids, MAX_CONSTRAINT_BYTES)
     head, calls = _FORMS[form](lark, tools, is_several)
     if beside == "text":
         start = lark.free(head, calls, is_several=is_several) if head else _free_llama3(lark, tools, is_several)
@@ -205,16 +207,20 @@ def _is_xml(schema: Mapping[str, Any]) -> bool:
     """Whether a call can be written with one parameter for each property, whose text says what its value is."""
     properties = schema.get("properties", {})
     has_all = set(schema.get("required", ())) <= set(properties)
-    kinds = Kinds(schema)
-    return _is_separable(schema) and has_all and all(_is_parameter(schema, name, kinds) for name in properties)
-
-
-def _is_parameter(schema: Mapping[str, Any], name: str, kinds: Kinds) -> bool:
-    if not name.strip() or name != name.strip() or set(name) & {">", "\n"}:
+    if not (_is_separable(schema) and has_all and all(map(_is_key, properties))):
         return False
-    if kinds.of(name) != {"string"}:
-        return True
-    value = resolved(schema["properties"][name], schema)
+    kinds = Kinds(schema)
+    texts = [kinds.resolved(name) for name in properties if kinds.of(name) == {"string"}]
+    # Each once: many properties may refer to one with a long list of texts.
+    return all(map(_is_unquoted, {id(value): value for value in texts}.values()))
+
+
+def _is_key(name: str) -> bool:
+    return bool(name) and name == name.strip() and not set(name) & {">", "\n"}
+
+
+def _is_unquoted(value: Mapping[str, Any]) -> bool:
+    """Whether the texts of a schema of texts can be written as they are."""
     return set(value) <= _OF_TEXTS and not any(_END_OF_PARAMETER in text for text in _choices(value))
 
 
@@ -231,7 +237,7 @@ def _parameters(lark: Lark, schema: Mapping[str, Any]) -> str:
     kinds, parts = Kinds(schema), []
     for name, value in schema.get("properties", {}).items():
         if kinds.of(name) == {"string"}:
-            text = _text(lark, resolved(value, schema))
+            text = _text(lark, kinds.resolved(name))
         else:
             text = f"{lark.json({**value, **shared} if isinstance(value, dict) else value)} {_END_OF_VALUE}"
         one = lark.rule(rf'{json.dumps(f"<parameter={name}>", ensure_ascii=False)} "\n" {text} "\n"')

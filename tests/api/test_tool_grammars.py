@@ -16,7 +16,7 @@ import transformers
 
 from service.api.schemas import ChatRequest
 from service.api.tool_grammars import chat_constraint
-from service.grammars.constraints import grammar_of, text_constraint
+from service.grammars.constraints import ConstraintError, grammar_of, text_constraint
 from service.grammars.matching import TokenTable, compile_grammar
 from service.grammars.tool_calls import lark_of_calls
 from service.text.answer_reader import AnswerReader, Reading, Said, Thought
@@ -274,6 +274,18 @@ def test_a_tool_that_xml_cannot_write_is_called_in_json(tokenizers: dict[tuple[s
     text = '<tool_call>\n{"name": "f", "arguments": {"x": "aa"}}\n</tool_call>'
     assert follows(tokenizer, lark, text)
     assert read(text, "qwen3_coder", {"f": {}}) == [Call("f", '{"x": "aa"}')]
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_coder"])
+def test_a_grammar_is_bounded_while_it_is_made(name: str) -> None:
+    """The rule of each parameter has all definitions: this one would have ten million characters."""
+    tool = {
+        "type": "object",
+        "properties": {f"x{number}": {} for number in range(1000)},
+        "$defs": {"Long": {"description": "long " * 2000}},
+    }
+    with pytest.raises(ConstraintError, match="needs a grammar of more than 262144 characters"):
+        lark_of_calls(name, [("f", tool)], {})
 
 
 TREE: dict[str, Any] = {

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 Schema = Mapping[str, Any]
-_MAX_REFERENCES = 16
 # Alternatives and references that are looked at for one parameter. References may lead to each other, so that a short
 # schema has alternatives without end.
 _MAX_PARTS = 256
@@ -30,14 +29,15 @@ class Kinds:
 
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
-        # Of lists of values, by the object that has one: thousands of parameters may refer to a long one.
+        # Thousands of parameters may refer to the same, and by a long way: of lists of values, by the object that has
+        # one, and what references name.
         self._of_values: dict[int, frozenset[str]] = {}
+        self._named: dict[str, Any] = {}
 
     def of(self, name: str) -> frozenset[str]:
         """JSON schema's names of the types that a property of the object may have; `integer` is a `number` too. Empty
         where that is not said."""
-        properties = self._schema.get("properties")
-        waiting = [properties.get(name) if isinstance(properties, Mapping) else None]
+        waiting = [self._property(name)]
         found, seen = set[str](), set[int]()
         while waiting:
             value = waiting.pop()
@@ -51,13 +51,28 @@ class Kinds:
             found |= kinds
         return frozenset(found | {"integer"} if "number" in found else found)
 
+    def resolved(self, name: str) -> Any:
+        """The schema of a property, or the one that it refers to and that is all it says; None if it refers to
+        nothing."""
+        value, seen = self._property(name), set[int]()
+        while isinstance(value, Mapping) and "$ref" in value:
+            if id(value) in seen or len(seen) >= _MAX_PARTS:
+                return None
+            seen.add(id(value))
+            value = self._at(value["$ref"])
+        return value
+
+    def _property(self, name: str) -> Any:
+        properties = self._schema.get("properties")
+        return properties.get(name) if isinstance(properties, Mapping) else None
+
     def _look(self, value: Any) -> tuple[frozenset[str], list[Any]]:
         """(kinds, what may come instead) of a part of the schema; neither where anything may come, or what cannot be
         told."""
         if not isinstance(value, Mapping):
             return frozenset(), []
         if "$ref" in value:
-            return frozenset(), [_at(self._schema, value["$ref"])]
+            return frozenset(), [self._at(value["$ref"])]
         if "const" in value:
             return frozenset({kind_of_value(value["const"])}), []
         if isinstance(value.get("enum"), list):
@@ -75,26 +90,18 @@ class Kinds:
             known = self._of_values[id(value)] = frozenset(_KINDS[kind] for kind in set(map(type, value["enum"])))
         return known
 
-
-def resolved(value: Any, schema: Schema) -> Any:
-    """A schema, or the one in `schema` that it refers to and that is all it says."""
-    for _ in range(_MAX_REFERENCES):
-        if not isinstance(value, Mapping) or "$ref" not in value:
-            return value
-        value = _at(schema, value["$ref"])
-    return None
+    def _at(self, reference: Any) -> Any:
+        """What a reference into the schema itself names, None if it names nothing there."""
+        if not isinstance(reference, str) or not reference.startswith(_REFERENCE):
+            return None
+        if reference not in self._named:
+            value: Any = self._schema
+            for part in reference.removeprefix(_REFERENCE).split("/"):
+                value = value.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(value, Mapping) else None
+            self._named[reference] = value
+        return self._named[reference]
 
 
 def kind_of_value(value: Any) -> str:
     """JSON schema's name of the type of a value."""
     return _KINDS[type(value)]
-
-
-def _at(schema: Schema, reference: Any) -> Any:
-    """What a reference into the schema itself names, None if it names nothing there."""
-    if not isinstance(reference, str) or not reference.startswith(_REFERENCE):
-        return None
-    value: Any = schema
-    for part in reference.removeprefix(_REFERENCE).split("/"):
-        value = value.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(value, Mapping) else None
-    return value
