@@ -82,7 +82,9 @@ class ChatAnswer:
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
         pieces = await self.job.collect()
-        return await off_loop(partial(self._written, pieces), size_chars=cost_chars(pieces))
+        # A call is read when its answer is complete: up to 1 ms for 1,000 characters.
+        size_chars = cost_chars(pieces) + sum(len(piece.text) for piece in pieces)
+        return await off_loop(partial(self._written, pieces), size_chars=size_chars)
 
     def _written(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         choices = [self._whole_choice(index, piece) for index, piece in enumerate(pieces)]

@@ -36,6 +36,8 @@ class Arguments:
 
 # JSON schemas of the arguments of the tools that there are, by name.
 Tools = Mapping[str, Mapping[str, Any]]
+# A text that comes at once is read in pieces, so that what is held outside of calls stays short.
+_PIECE_CHARS = 1 << 12
 # What a parser finds: text that is none of a call, a call, or a part of one.
 Found = str | Call | Begun | Arguments
 
@@ -59,7 +61,18 @@ class CallParser(ABC):
 
     def push(self, text: str) -> list[Found]:
         """Add a piece; what became certain with it."""
-        self._held += text
+        found: list[Found] = []
+        for start in range(0, len(text), _PIECE_CHARS):
+            # A text that nobody else has grows where it is, and is not copied for each piece of a long call.
+            held, self._held = self._held, ""
+            held += text[start : start + _PIECE_CHARS]
+            self._held = held
+            del held
+            found += self._look()
+        return found
+
+    def _look(self) -> list[Found]:
+        """What is certain of what is held."""
         found: list[Found] = []
         while self._held:
             if not self._inside:
@@ -126,6 +139,24 @@ def find_mark(held: str, mark: str) -> tuple[int, bool]:
         return at, True
     kept = next((size for size in range(min(len(mark) - 1, len(held)), 0, -1) if mark.startswith(held[-size:])), 0)
     return len(held) - kept, False
+
+
+class BlankScanner:
+    """Finds what stands behind blanks, in a text that grows.
+
+    start  where the first of them may stand
+    """
+
+    _SOLID = re.compile(r"\S")
+
+    def __init__(self, start: int) -> None:
+        self._at = start
+
+    def end(self, held: str) -> int | None:
+        """Where the blanks end, None if nothing stands behind them yet. `held` is what it was, with more behind it."""
+        match = self._SOLID.search(held, self._at)
+        self._at = len(held) if match is None else match.start()
+        return None if match is None else self._at
 
 
 class MarkScanner:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from service.text.calls.call_parser import Arguments, Begun, BracketScanner, Call, Found
 
-# What stands before the arguments of a call is looked at again with every piece of it.
+# What stands before the arguments of a call is looked at again with every piece of it, until it is as long as this.
 _MAX_HEAD_CHARS = 1024
 
 
@@ -23,7 +23,7 @@ class Feed(ABC):
     def __init__(self) -> None:
         self._at = 0  # what is before has been told, or says nothing
         self._is_open = False
-        self._told: list[Call] = []
+        self._told: list[tuple[str, list[str]]] = []  # names, and pieces of arguments
 
     def push(self, held: str) -> list[Found]:
         """What became certain; `held` is what it was, with more behind it."""
@@ -31,9 +31,9 @@ class Feed(ABC):
         while (grown := self._grow(held)) is not None:
             for one in grown:
                 if isinstance(one, Begun):
-                    self._told.append(Call(one.name, ""))
+                    self._told.append((one.name, []))
                 elif isinstance(one, Arguments):
-                    self._told[-1] = Call(self._told[-1].name, self._told[-1].arguments + one.text)
+                    self._told[-1][1].append(one.text)
                 found.append(one)
         return found
 
@@ -46,7 +46,8 @@ class Feed(ABC):
         return found + ([Arguments(rest) if self._is_open else rest] if rest else [])
 
     def _has_told(self, calls: Sequence[Call]) -> bool:
-        return not self._is_open and list(calls[: len(self._told)]) == self._told
+        told = [Call(name, "".join(pieces)) for name, pieces in self._told]
+        return not self._is_open and list(calls[: len(told)]) == told
 
     @abstractmethod
     def _grow(self, held: str) -> list[Found] | None:
@@ -70,6 +71,7 @@ class JsonFeed(Feed):
         super().__init__()
         self._head, self._following, self._accepts = first, following, accepts
         self._scanner: BracketScanner | None = None
+        self._may_begin = True
 
     def _grow(self, held: str) -> list[Found] | None:
         if self._scanner is None:
@@ -82,8 +84,11 @@ class JsonFeed(Feed):
 
     def _begin(self, held: str) -> list[Found] | None:
         head = self._following if self._told else self._head
-        match = head.match(held, self._at, self._at + _MAX_HEAD_CHARS) if head is not None else None
+        if head is None or not self._may_begin:
+            return None
+        match = head.match(held, self._at, self._at + _MAX_HEAD_CHARS)
         if match is None:
+            self._may_begin = len(held) - self._at < _MAX_HEAD_CHARS
             return None
         name = _name(match)
         if name is None or not (self._accepts is None or self._accepts(name)):

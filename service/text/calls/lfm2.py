@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 
-from service.text.calls.call_parser import Call, CallParser, find_mark
+from service.text.calls.call_parser import BlankScanner, Call, CallParser, find_mark
 from service.text.calls.feeds import Feed, JsonFeed
 from service.text.calls.json_text import BETWEEN, calls_in, head
 from service.text.calls.pythonic import pythonic_calls
 from service.text.calls.pythonic_pieces import PythonicFeed
 
 START, END = "<|tool_call_start|>", "<|tool_call_end|>"
-_HEAD = re.compile(rf"{re.escape(START)}\s*\[?\s*" + head())
+_HEAD = re.compile(rf"{re.escape(START)}\s*+\[?\s*+" + head())
 _FOLLOWING = re.compile(BETWEEN + head())
 
 
@@ -26,6 +26,8 @@ class Lfm2Parser(CallParser):
 
     def _enter(self) -> None:
         self._at = len(START)
+        self._list = BlankScanner(self._at)
+        self._first: BlankScanner | None = None  # inside of the list
 
     def _find_end(self, held: str) -> int | None:
         end = held.find(END, self._at)
@@ -33,11 +35,13 @@ class Lfm2Parser(CallParser):
         return None if end < 0 else end + len(END)
 
     def _make_feed(self) -> Feed | None:
-        body = self._held.removeprefix(START).lstrip()
-        inside = body.removeprefix("[").lstrip()
-        if not inside:
+        if self._first is None:
+            if (start := self._list.end(self._held)) is None:
+                return None
+            self._first = BlankScanner(start + self._held.startswith("[", start))
+        if (start := self._first.end(self._held)) is None:
             return None
-        return JsonFeed(_HEAD, _FOLLOWING) if inside.startswith("{") else PythonicFeed(START)
+        return JsonFeed(_HEAD, _FOLLOWING) if self._held.startswith("{", start) else PythonicFeed(START)
 
     def _calls(self, text: str) -> list[Call] | None:
         body = text.removeprefix(START).removesuffix(END)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from service.text.calls.call_parser import BracketScanner, Call, CallParser, find_mark
+from service.text.calls.call_parser import BlankScanner, BracketScanner, Call, CallParser, find_mark
 from service.text.calls.feeds import Feed, JsonFeed
 from service.text.calls.json_text import calls_in, head
 
@@ -33,16 +33,17 @@ class Llama3Parser(CallParser):
         return end, tagged
 
     def _enter(self) -> None:
+        self._blanks = BlankScanner(len(TAG) if self._held.startswith(TAG) else 0)
         self._scanner: BracketScanner | None = None
 
     def _find_end(self, held: str) -> int | None:
         if self._scanner is None:
-            body = held.removeprefix(TAG).lstrip()
-            if not body:
+            start = self._blanks.end(held)
+            if start is None:
                 return None
-            if not body.startswith("{"):  # the tag of something else, code say
+            if held[start] != "{":  # the tag of something else, code say
                 return len(TAG)
-            self._scanner = BracketScanner(len(held) - len(body))
+            self._scanner = BracketScanner(start)
         return self._scanner.end(held)
 
     def _make_feed(self) -> Feed:

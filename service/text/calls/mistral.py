@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from service.text.calls.call_parser import BracketScanner, Call, CallParser, find_mark
+from service.text.calls.call_parser import BlankScanner, BracketScanner, Call, CallParser, find_mark
 from service.text.calls.feeds import Feed, JsonFeed
 from service.text.calls.json_text import BETWEEN, calls_in, head, is_object
 
@@ -13,7 +13,7 @@ START, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
 _MAX_NAME_CHARS = 256
 _START = re.escape(START)
-_HEAD = re.compile(rf"{_START}\s*(?:\[?\s*{head()}|(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{{))")
+_HEAD = re.compile(rf"{_START}\s*+(?:\[?\s*+{head()}|(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{{))")
 _FOLLOWING = re.compile(BETWEEN + head())
 
 
@@ -24,18 +24,21 @@ class MistralParser(CallParser):
         return find_mark(held, START)
 
     def _enter(self) -> None:
+        self._blanks = BlankScanner(len(START))
         self._scanner: BracketScanner | None = None
 
     def _find_end(self, held: str) -> int | None:
         if self._scanner is None:
-            body = held[len(START) :].lstrip()
-            # `[ARGS]` comes behind a name, so that what begins with a bracket is a list.
-            brace = held.find("{", len(START))
-            if not body or (brace < 0 and not body.startswith("[") and len(body) <= _MAX_NAME_CHARS):
+            start = self._blanks.end(held)
+            if start is None:
                 return None
-            if body[0] in "[{":
-                self._scanner = BracketScanner(len(held) - len(body))
-            elif brace >= 0 and _NAME.fullmatch(held, len(START), brace):
+            # `[ARGS]` comes behind a name, so that what begins with a bracket is a list.
+            brace = held.find("{", start)
+            if brace < 0 and held[start] != "[" and len(held) - start <= _MAX_NAME_CHARS:
+                return None
+            if held[start] in "[{":
+                self._scanner = BracketScanner(start)
+            elif brace >= 0 and _NAME.fullmatch(held, start, brace):
                 self._scanner = BracketScanner(brace)
             else:
                 return len(START)

@@ -8,7 +8,7 @@ from service.text.calls.call_parser import Arguments, Begun, Found
 from service.text.calls.feeds import Feed
 from service.text.calls.pythonic import BEHIND_QUOTE, pythonic_argument
 
-_OPENING = r"\s*(?P<name>[^\W\d][\w.-]*)\s*\("
+_OPENING = r"\s*+(?P<name>[^\W\d][\w.-]*)\s*\("
 _FOLLOWING = re.compile(rf"\s*,{_OPENING}")
 _MAX_HEAD_CHARS = 1024
 
@@ -21,7 +21,7 @@ class PythonicFeed(Feed):
 
     def __init__(self, mark: str) -> None:
         super().__init__()
-        self._first = re.compile(rf"{re.escape(mark)}\s*\[?{_OPENING}")
+        self._first = re.compile(rf"{re.escape(mark)}\s*+\[?{_OPENING}")
         self._scanner: _ArgumentScanner | None = None
         self._names: set[str] = set()
         self._is_broken = False
@@ -77,6 +77,7 @@ class _ArgumentScanner:
 
     def __init__(self, start: int) -> None:
         self._at, self._depth, self._quote = start, 0, ""
+        self._solid_from = start  # between the last quote and that are blanks alone
 
     def end(self, held: str) -> int | None:
         """Where it stands, None if it is not there yet. `held` is what it was, with more behind it."""
@@ -89,8 +90,9 @@ class _ArgumentScanner:
                 self._at = at + 2
                 continue
             if self._quote:
-                behind = self._SOLID.search(held, at + 1)
+                behind = self._SOLID.search(held, max(at + 1, self._solid_from))
                 if behind is None:
+                    self._solid_from = len(held)
                     return None
                 self._quote = "" if behind.group() in BEHIND_QUOTE else self._quote
             elif char in "\"'":

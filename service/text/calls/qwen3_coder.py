@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 
-from service.text.calls.call_parser import Call, CallParser, MarkScanner, find_mark
+from service.text.calls.call_parser import BlankScanner, Call, CallParser, MarkScanner, find_mark
 from service.text.calls.feeds import Feed, JsonFeed
 from service.text.calls.hermes import HEAD
 from service.text.calls.json_text import calls_in
@@ -43,24 +43,25 @@ class Qwen3CoderParser(CallParser):
 
     def _enter(self) -> None:
         self._is_bare = self._held.startswith(FUNCTION)
+        self._blanks = BlankScanner(0 if self._is_bare else len(START))
         self._scanner: _XmlScanner | MarkScanner | None = None
 
     def _find_end(self, held: str) -> int | None:
         if held.startswith(END):
             return len(END)
         if self._scanner is None:
-            body = held.removeprefix(START).lstrip()
-            if not body:
+            start = self._blanks.end(held)
+            if start is None:
                 return None
-            xml = _XmlScanner(END_OF_FUNCTION if held.startswith(FUNCTION) else END)
-            self._scanner = MarkScanner(END) if body.startswith("{") else xml
+            xml = _XmlScanner(END_OF_FUNCTION if self._is_bare else END)
+            self._scanner = MarkScanner(END) if held[start] == "{" else xml
         return self._scanner.end(held)
 
     def _make_feed(self) -> Feed | None:
-        body = self._held.removeprefix(START).lstrip()
-        if not body or self._held.startswith(END):
+        start = None if self._held.startswith(END) else self._blanks.end(self._held)
+        if start is None:
             return None
-        return JsonFeed(HEAD) if body.startswith("{") else XmlFeed(self._tools, is_bare=self._held.startswith(FUNCTION))
+        return JsonFeed(HEAD) if self._held[start] == "{" else XmlFeed(self._tools, is_bare=self._is_bare)
 
     def _calls(self, text: str) -> list[Call] | None:
         if text == END:
