@@ -19,11 +19,14 @@ def payer_of(name: str, address: str) -> str:
 
 
 def network_of(address: str) -> str:
-    """What one client has: an address, of IPv6 a /64."""
+    """What one client has: an address, of IPv6 a /64. IPv4 in IPv6's spelling (::ffff:192.0.2.1), as proxies write it
+    that listen to both, is IPv4."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:  # a socket of the file system
         return address
-    if isinstance(parsed, ipaddress.IPv6Address):
-        return str(ipaddress.ip_network((parsed, 64), strict=False))
-    return address
+    if isinstance(parsed, ipaddress.IPv4Address):
+        return address
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.ip_network((parsed, 64), strict=False))

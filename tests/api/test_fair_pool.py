@@ -112,4 +112,6 @@ def test_a_payer_is_a_key_or_else_a_network() -> None:
     same, other = ("2001:db8::1", "2001:db8:0:0:ffff::2"), "2001:db8:0:1::1"
     assert len({payer_of("", address) for address in same}) == 1
     assert payer_of("", other) != payer_of("", same[0])
+    # As a proxy writes addresses of IPv4 that listens to both.
+    assert [payer_of("", f"::ffff:1.2.3.{host}") for host in (4, 5)] == ["1.2.3.4", "1.2.3.5"]
     assert payer_of("", "") == ""
