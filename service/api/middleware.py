@@ -94,15 +94,17 @@ class EntryMiddleware:
             self._write_down(scope["method"], inner, visit)
 
     async def _pass(self, scope: Scope, visit: _Visit) -> None:
-        await self._access.refresh()
         client = scope.get("client")
         address = client[0] if client else ""
         PAYER.set(payer_of("", address))  # of a refusal for want of a key
+        if (connection := scope.get("multilora.connection")) is not None:  # there is none in tests
+            await connection.turn(PAYER.get())
+        await self._access.refresh()
         caller = self._access.check(scope["method"], scope["path"], visit.headers)
         scope["multilora.caller"] = visit.caller = caller
         name = self._access.payer_name(caller)
         PAYER.set(payer_of(name, address))
-        if (connection := scope.get("multilora.connection")) is not None:  # there is none in tests
+        if connection is not None:
             connection.is_paid_by(PAYER.get())
             if name:
                 connection.belong_to(name)

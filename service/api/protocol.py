@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import h11
@@ -16,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from service.api.connections import ConnectionShares
 from service.api.errors import ApiError, BadRequest, QueueFull, RequestTimeout, error_body, status_of
 from service.api.http_bounds import NO_HTTP, BoundedConnection
-from service.api.reading_turns import FIRST_READ_BYTES, ReadingTurns, next_read_bytes
+from service.api.reading_turns import FIRST_READ_BYTES, USUAL_SECONDS, ReadingTurns, next_read_bytes
 from service.logs import LOGGER, REFUSAL_LINES
 from service.payer import network_of
 
@@ -70,6 +71,7 @@ class Protocol(H11Protocol):
         self._network: str | None = None  # None for one that was one too many
         self._tenant = ""
         self._payer = ""  # of the body that a trusted proxy sends now
+        self._uncharged_seconds = 0.0  # of heads that it sent, beyond what is usual
         self._is_answered = False
         self._head_since: float | None = None
         self._unread: _Mark | None = None
@@ -107,6 +109,19 @@ class Protocol(H11Protocol):
             self._shares.belong(self._tenant, tenant)
             self._tenant = tenant
 
+    async def turn(self, network: str) -> None:
+        """Wait until the request whose head has come may be served: of a client behind a trusted proxy, which is of
+        this network, as many as one has reads that comes by itself, since heads are read before it is known whose they
+        are."""
+        if self._network:
+            return
+        begins = self.loop.create_future()
+        is_its_turn = self._turns.take(network, partial(_begin, begins))
+        self._turns.charge(network, USUAL_SECONDS + self._uncharged_seconds)
+        self._uncharged_seconds = 0.0
+        if not is_its_turn:
+            await begins
+
     def is_paid_by(self, payer: str) -> None:
         """The request whose head has come is this one's, and so are the turns to read its body."""
         self._payer = payer
@@ -114,7 +129,7 @@ class Protocol(H11Protocol):
     @property
     def _owner(self) -> str:
         """Whose turns the next read takes, "" for nobody's: an address has its own. A proxy that is trusted has none,
-        and sends one client's body at a time."""
+        and sends one client's body at a time; of its heads it is not known yet whose they are (`turn`)."""
         assert self._network is not None
         return self._network or (self._payer if self.conn.their_state is h11.SEND_BODY else "")
 
@@ -145,6 +160,8 @@ class Protocol(H11Protocol):
         seconds = time.thread_time() - started
         if owner:
             self._turns.charge(owner, seconds)
+        else:
+            self._uncharged_seconds += max(0.0, seconds - USUAL_SECONDS)
         if self.conn.their_state is not h11.SEND_BODY:
             self._payer = ""
         if self.conn.their_state is not h11.IDLE:
@@ -248,3 +265,8 @@ class Protocol(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+
+
+def _begin(begins: asyncio.Future[None]) -> None:
+    if not begins.done():  # it is cancelled where the server ends
+        begins.set_result(None)

@@ -6,8 +6,9 @@ and where its reads are costly, as those of tiny chunks and of long heads are, i
 took. Its connections wait for each other, in the order they came, and nobody else's do. What is not read stays in the
 kernel, but for one piece of each connection.
 
-A trusted proxy's address is nobody's. It has read heads itself, so that those have no turns; bodies that it passes on
-have the turns of who pays for the request, a tenant or the client that the proxy names.
+A trusted proxy's address is nobody's. Whose a head is that it passes on is known when it has been read: it is served
+when it is the turn of the client that the proxy names. Bodies have the turns of who pays for the request, a tenant or
+that client.
 """
 
 from __future__ import annotations

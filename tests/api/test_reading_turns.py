@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -196,6 +198,57 @@ def test_a_body_that_a_proxy_passes_on_has_the_turns_of_who_pays_for_it() -> Non
             connection.transport.abort()
 
     asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
+
+
+async def served_behind_a_proxy(names: list[str], most: int) -> list[str]:
+    """The first `most` requests that are served of clients of these names, who all send one at once by a proxy."""
+    served, made = list[str](), list[Protocol]()
+
+    async def application(scope: Any, _receive: Any, send: Any) -> None:
+        name = scope["path"].strip("/")
+        await scope["multilora.connection"].turn(name)
+        served.append(name)
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    config = uvicorn.Config(application, log_config=None)
+    config.load()
+    shares, turns = ConnectionShares(99, ["127.0.0.1"]), ReadingTurns()
+
+    def make() -> Protocol:
+        named: dict[str, Any] = {"config": config, "server_state": ServerState(), "app_state": {}}
+        made.append(Protocol(shares, turns, lambda _status: None, **named))
+        return made[-1]
+
+    server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
+    clients = [socket.create_connection(server.sockets[0].getsockname()) for _ in names]
+    while len(made) < len(clients):
+        await asyncio.sleep(0)
+    for client, name in zip(clients, names, strict=True):
+        client.sendall(f"GET /{name} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    while len(served) < most:
+        await asyncio.sleep(0)
+    for client in clients:
+        client.close()
+    server.close()
+    for connection in made:
+        connection.transport.abort()
+    return served
+
+
+def test_requests_that_a_proxy_passes_on_are_served_in_the_turns_of_its_clients() -> None:
+    names = [*["flood"] * 3 * READS_PER_PASS, "other"]
+    served = asyncio.run(asyncio.wait_for(served_behind_a_proxy(names, len(names)), LIMIT_SECONDS))
+    assert sorted(served) == sorted(names)
+    assert served.index("other") <= READS_PER_PASS
+
+
+def test_heads_that_a_proxy_passes_on_are_paid_by_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each read takes a second of the loop's thread: the second one of the same client has to pause."""
+    seconds = itertools.count()
+    monkeypatch.setattr(time, "thread_time", lambda: next(seconds))
+    served = asyncio.run(asyncio.wait_for(served_behind_a_proxy(["costly", "costly", "other"], 2), LIMIT_SECONDS))
+    assert served == ["costly", "other"]
 
 
 def test_bodies_come_whole_from_many_connections_whose_reads_are_costly(server: Server) -> None:
