@@ -214,11 +214,16 @@ class Engine:
         self.is_idle = launched is None and not has_collected
         return self.take_events()
 
+    @property
+    def has_step_in_flight(self) -> bool:
+        """A step was launched, and its tokens are not collected yet."""
+        return self._in_flight is not None
+
     def run_until_idle(self, timeout_seconds: float = 60.0) -> list[Event]:
         """Step until no request is left, waiting for adapter loads in between; for use without the process."""
         deadline = time.monotonic() + timeout_seconds
         events = []
-        while self.requests or self._in_flight is not None:
+        while self.requests or self.has_step_in_flight:
             self.wake.clear()
             events += self.step()
             if self.requests and self.is_idle and not self.wake.wait(deadline - time.monotonic()):
@@ -252,7 +257,7 @@ class Engine:
 
         What has not come to its turn is captured by the first step of its size.
         """
-        if self.requests or self._in_flight is not None:
+        if self.requests or self.has_step_in_flight:
             return False
         return self._launcher.capture_next()
 
