@@ -151,7 +151,8 @@ class Catalog:
     def shown(self, name: str, version: Version, manifest: Manifest) -> AdapterRecord:
         """A version of a name that is there."""
         record = self._names[name]
-        return AdapterRecord(name, version, manifest, record.owner, record.visibility, record.is_pinned)
+        is_first = version.number == record.first
+        return AdapterRecord(name, version, manifest, record.owner, record.visibility, record.is_pinned, is_first)
 
     def manifest(self, digest: str) -> Manifest:
         """Raises NotFound, Damaged."""

@@ -23,6 +23,7 @@ from adapters.name_files import decode_name, is_ours
 from adapters.names import NameRecord, uses
 from adapters.paths import CONFIG_FILE, DIGEST, MANIFEST_FILE, TEMPLATE_FILE, TENSOR_FILE
 from adapters.records import UNREADABLE, Manifest, Summary
+from adapters.retired import RetiredNames
 from adapters.store_faults import store_faults_are_ours
 from adapters.synced_files import delete, refuse_shortage, sync_directory, sync_renamed, unless_gone, write_synced
 from adapters.written import WriteFault, write_fault
@@ -49,6 +50,7 @@ class StoreFiles:
         self._taken_out: list[Path] = []
         for directory in (self.staging, self._adapters, self._names):
             directory.mkdir(parents=True, exist_ok=True)
+        self._retired = RetiredNames(root / "retired")
         self._lock = (root / "lock").open("a+")
         try:
             fcntl.flock(self._lock, (fcntl.LOCK_SH if self._is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -234,8 +236,12 @@ class StoreFiles:
         sync_renamed(self._names)
 
     def remove_name(self, name: str) -> None:
-        self._name_path(name).unlink(missing_ok=True)  # somebody else's removal of it is as good
+        self._retired.take(self._name_path(name))
         sync_directory(self._names)
+
+    def first_number(self, name: str) -> int:
+        """Of the versions of a name that there is none of: behind those that deleted ones of this name had."""
+        return self._retired.first_number(self._name_path(name).name)
 
     def remove_adapter(self, digest: str) -> bool:
         """Out of sight by one rename, and among what is taken out. False when it is not there."""

@@ -1,7 +1,8 @@
 """What a name stands for: its versions, whose it is, and who may see it. Plain data, and rules without files.
 
-A name's versions are numbered from 1 and never change. The last one is what the name stands for; to go back to an older
-one makes a new version of its content, so that a number tells one content for ever and the history is whole.
+A name's versions are numbered from 1, or from behind those of a deleted one of that name, and never change. The last
+one is what the name stands for; to go back to an older one makes a new version of its content, so that a number tells
+one content for ever and the history is whole.
 
 `gc=False`: see `adapters.records`.
 """
@@ -47,6 +48,7 @@ class NameRecord(msgspec.Struct, frozen=True, gc=False):
     owner       the tenant whose name it is, "" without tenants
     visibility  who beside the owner may use it: nobody, the tenants in `shared_with`, all tenants
     is_pinned   whether engines keep what it stands for on the device; see `adapters.pins`
+    first       number of its first version, kept or not
     """
 
     versions: tuple[Version, ...]
@@ -54,6 +56,7 @@ class NameRecord(msgspec.Struct, frozen=True, gc=False):
     visibility: Visibility = "public"
     shared_with: tuple[str, ...] = ()
     is_pinned: bool = False
+    first: int = 1
 
     @property
     def current(self) -> Version:
@@ -157,7 +160,7 @@ def or_made(condition: Condition) -> Condition:
 def _held_before(condition: Condition, record: NameRecord) -> bool:
     """Whether `condition` held before the current version came. False where the version before is not kept."""
     kept = record.versions[:-1]
-    if not kept and record.current.number > 1:
+    if not kept and record.current.number > record.first:
         return False
     try:
         condition(msgspec.structs.replace(record, versions=kept) if kept else None, None)
@@ -166,13 +169,16 @@ def _held_before(condition: Condition, record: NameRecord) -> bool:
     return True
 
 
+def created(digest: str, now_seconds: float, change: Change, number: int = 1) -> NameRecord:
+    """A new name, whose first version has this number."""
+    version = Version(number, digest, now_seconds, change.by, change.note)
+    return seen(NameRecord((version,), change.owner, change.usual, first=number), change)
+
+
 def changed(
-    record: NameRecord | None, digest: str, now_seconds: float, change: Change, same_as: int | None = None
+    record: NameRecord, digest: str, now_seconds: float, change: Change, same_as: int | None = None
 ) -> NameRecord:
-    """The name with `digest` as its new current version; None: a new name."""
-    if record is None:
-        first = Version(1, digest, now_seconds, change.by, change.note)
-        return seen(NameRecord((first,), change.owner, change.usual), change)
+    """The name with `digest` as its new current version."""
     version = Version(record.current.number + 1, digest, now_seconds, change.by, change.note, same_as)
     return seen(msgspec.structs.replace(record, versions=(*record.versions, version)), change)
 

@@ -4,6 +4,7 @@
                             staging/<random>/        uploads in progress and files on their way out
                             adapters/<digest>/       adapter_config.json, adapter_model.safetensors, manifest.json
                             names/<name>             what a name stands for (`adapters.names.NameRecord`), `/` as %2F
+                            retired/<name>           the last of a name that was deleted: its numbers go on
                             index.sqlite             what listings need of them, made of these files (`adapters.index`)
 
 Where several servers share the store (`adapters.sharing`), beside these:

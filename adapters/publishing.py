@@ -170,7 +170,10 @@ class Publishing:
         """In a change: make a digest whose files are there the name's current version. Returns the digests whose files
         are gone by that. After an OSError, a Conflict or QuotaExceeded the name is as before."""
         before, limits, num_bytes = self._catalog.find(name), self._limits, self._catalog.num_bytes
-        record = rules.changed(before, digest, time.time(), change, same_as)
+        if before is None:
+            record = rules.created(digest, time.time(), change, self._files.first_number(name))
+        else:
+            record = rules.changed(before, digest, time.time(), change, same_as)
         record = rules.pruned(record, num_bytes, most=limits.max_versions, most_bytes=limits.max_version_bytes)
         self._refuse_for_owner(name, before, record, change.quota)
         self.changes.write(name, record)

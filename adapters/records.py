@@ -60,7 +60,7 @@ class Summary(msgspec.Struct, frozen=True, gc=False):
 
 
 class AdapterRecord(msgspec.Struct, frozen=True, gc=False):
-    """A version of a name, and what it stands for."""
+    """A version of a name, and what it stands for. is_first: the name had none before."""
 
     name: str
     version: Version
@@ -68,6 +68,7 @@ class AdapterRecord(msgspec.Struct, frozen=True, gc=False):
     owner: str = ""
     visibility: Visibility = "public"
     is_pinned: bool = False
+    is_first: bool = False
 
     @property
     def digest(self) -> str:

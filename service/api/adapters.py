@@ -102,7 +102,7 @@ async def take_upload(
         finally:
             await in_upload_thread(upload.discard)
     note(request, adapter=record.reference, digest=record.digest[:12], created=created)
-    audit_change(request, "upload" if record.version.number == 1 else "replacement", record, created=created)
+    audit_change(request, "upload" if record.is_first else "replacement", record, created=created)
     services.published(record)
     return record, created
 

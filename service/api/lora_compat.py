@@ -80,7 +80,7 @@ async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTex
         record = await in_upload_thread(_load, namespace, path, body.lora_name, full_name, body.load_inplace)
     services.published(record)
     note(request, adapter=record.reference, digest=record.digest[:12])
-    audit_change(request, "upload" if record.version.number == 1 else "replacement", record)
+    audit_change(request, "upload" if record.is_first else "replacement", record)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 

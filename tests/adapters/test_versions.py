@@ -193,6 +193,30 @@ def test_versions_outlast_a_restart_and_a_name_takes_them_along_when_it_is_delet
     store.close()
 
 
+def test_a_name_that_comes_back_goes_on_behind_its_numbers(tmp_path: Path) -> None:
+    """Or a condition by number would hold for what nobody has seen."""
+    store = opened(tmp_path)
+    for name, owner in (("mine", ""), ("acme/mine", "acme")):
+        first, _ = put_version(store, LAYOUT, name, 1, owner=owner)
+        put_version(store, LAYOUT, name, 2, owner=owner)
+        assert first.is_first
+        store.delete(name)
+    store.close()
+    store = opened(tmp_path)
+    for name, owner in (("mine", ""), ("acme/mine", "acme")):
+        again, _ = put_version(store, LAYOUT, name, 3, or_made(if_absent), owner=owner)
+        assert (again.version.number, again.is_first) == (3, True)
+        assert not put_version(store, LAYOUT, name, 3, or_made(if_absent), owner=owner)[1], "its answer was lost"
+        with pytest.raises(Stale):
+            put_version(store, LAYOUT, name, 4, if_match(["1"]), owner=owner)
+        with pytest.raises(NotFound):
+            store.get(f"{name}@1")
+        assert not put_version(store, LAYOUT, name, 4, if_match(["3"]), owner=owner)[0].is_first
+    assert put_version(store, LAYOUT, "other", 1)[0].version.number == 1
+    store.check_integrity()
+    store.close()
+
+
 def test_only_its_owner_s_names_may_have_an_owner_s_prefix(store: AdapterStore) -> None:
     for name, owner in (
         ("acme/mine", ""),

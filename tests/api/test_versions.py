@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,11 @@ def contents(checkpoints: Checkpoints) -> list[Path]:
 
 
 @pytest.fixture
-def name(server: Server) -> Iterator[str]:
-    """A name that is free, and deleted after the test."""
-    yield "moving"
-    server.http.delete(f"{server.url}/v1/adapters/moving")
+def name(server: Server, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A name that no other test has had, and that is deleted after this one."""
+    name = re.sub(r"\W+", "-", request.node.name)
+    yield name
+    server.http.delete(f"{server.url}/v1/adapters/{name}")
 
 
 def put(server: Server, name: str, directory: Path, note: str = "", **headers: str) -> Any:
