@@ -44,6 +44,7 @@ from service.api.json_body import ALWAYS_BYTES, BodyBudget
 from service.api.metrics import Metrics
 from service.api.middleware import METHODS, BodyRule, EntryMiddleware, Refusal
 from service.api.openapi_route import serve_openapi
+from service.api.route_table import build_routes
 from service.api.sampling import SamplingDefaults, model_defaults
 from service.api.state import Services
 from service.api.validation import bad_request
@@ -233,6 +234,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     services.bind_loop(asyncio.get_running_loop())
     engine.on_client(lambda number, client: _count(services.metrics, number, client))
     await engine.start()
+    await asyncio.to_thread(build_routes, app)
     tasks = [asyncio.create_task(_prepare(services, engine), name="prepare")]
     if services.store is not None:
         tasks.append(asyncio.create_task(pinning.follow_pins(services, services.store), name="pins"))
