@@ -39,6 +39,7 @@ class TokenConstraint:
                token
     account    that its grammar's processor time is spent from; None: from nobody's
     num_masks  that its grammar was asked for
+    is_costly  whether the last of them, with the token before it, took more than SECONDS_A_TOKEN
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class TokenConstraint:
         self._matcher = matcher
         self.account = account
         self.num_masks = 0
+        self.is_costly = False
         self._clock = clock
         self._seconds = 0.0  # that the token before took, which the next mask tells of
         self._seconds_behind = 0.0
@@ -119,6 +121,7 @@ class TokenConstraint:
         seconds = self._seconds + self._clock() - started
         self._seconds = 0.0
         self.num_masks += 1
+        self.is_costly = seconds > SECONDS_A_TOKEN
         if self.account is not None:
             self.account.spend(seconds)
         self._seconds_behind = max(0.0, self._seconds_behind + seconds - SECONDS_A_TOKEN)

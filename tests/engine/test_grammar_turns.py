@@ -51,12 +51,26 @@ def test_few_of_a_tenant_begin_in_a_step_beside_another_tenant(mock: MockEngine)
     assert_all_is_told(mock)
 
 
-def test_a_tenant_alone_waits_for_nobody(mock: MockEngine) -> None:
+def test_a_tenant_alone_waits_until_one_of_a_grammar_has_begun(mock: MockEngine) -> None:
     submit_all(mock, "a")
+    begun = [num_begun(mock)]
+    while begun[-1] < NUM_BOUND:
+        mock.step_and_load()
+        if num_begun(mock) > begun[-1]:
+            begun.append(num_begun(mock))
+    assert begun[:2] == [0, MAX_NEW]
+    assert begun[2] > 2 * MAX_NEW
+    assert_all_is_told(mock)
+
+
+def test_nobody_waits_where_all_follow_grammars_of_one_tenant(mock: MockEngine) -> None:
+    for index in range(NUM_BOUND):
+        mock.submit(f"bound-{index}", (7, index), max_tokens=9, grammar=regex("[a-h]{5}"), tenant="a")
+    mock.load()
     while not num_begun(mock):
         mock.step_and_load()
     assert num_begun(mock) > MAX_NEW
-    assert_all_is_told(mock)
+    mock.settle()
 
 
 def test_one_in_debt_goes_on_when_the_others_have_ended(mock: MockEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,9 +83,15 @@ def test_one_in_debt_goes_on_when_the_others_have_ended(mock: MockEngine, monkey
     assert_all_is_told(mock)
 
 
-def sequence(tenant: str, turns: GrammarTurns | None = None, *, num_masks: int = 1) -> Any:
+def sequence(
+    tenant: str, turns: GrammarTurns | None = None, *, num_masks: int = 1, grammar: str = "", is_costly: bool = False
+) -> Any:
     """Follows a grammar, if there are turns."""
-    constraint = None if turns is None else SimpleNamespace(account=turns.account(tenant), num_masks=num_masks)
+    constraint = None
+    if turns is not None:
+        constraint = SimpleNamespace(
+            account=turns.account(tenant), num_masks=num_masks, grammar=grammar, is_costly=is_costly
+        )
     return _Sequence(request=SimpleNamespace(tenant=tenant), constraint=constraint)
 
 
@@ -113,3 +133,23 @@ def test_two_in_debt_do_not_stop_the_engine() -> None:
     for tenant in "ab":
         turns.account(tenant).spend(10.0)
     assert not turns.sitting_out([sequence("a", turns), sequence("b", turns)])
+
+
+def test_of_one_tenant_those_sit_out_whose_masks_may_be_costly() -> None:
+    now = [100.0]
+    turns = GrammarTurns(lambda: now[0])
+    free, usual = sequence("a"), [sequence("a", turns, grammar="usual") for _ in range(9)]
+    fresh = [sequence("a", turns, num_masks=0, grammar="usual") for _ in range(9)]
+    unknown = [sequence("a", turns, num_masks=0, grammar="unknown") for _ in range(MAX_NEW + 2)]
+    costly = [sequence("a", turns, grammar="costly", is_costly=True) for _ in range(MAX_NEW + 2)]
+    doubted = sequence("a", turns, num_masks=0, grammar="costly")
+    calmed = sequence("a", turns, grammar="costly")
+    assert not turns.sitting_out([*usual, *fresh, free])
+    assert turns.sitting_out([*unknown, *usual]) == set(unknown[MAX_NEW:])
+    assert turns.sitting_out([*costly, doubted, calmed]) == {*costly[MAX_NEW:], doubted}
+    assert not turns.sitting_out([*costly, doubted, *unknown]), "nothing else runs"
+    turns.account("a").spend(3 * MAX_SECONDS_OWED)
+    assert turns.sitting_out([*usual, *fresh, *costly, *unknown]) == {*costly, *unknown}
+    assert turns.sitting_out([free, *usual]) == set()
+    now[0] += 3.1 * MAX_SECONDS_OWED / SHARE
+    assert turns.sitting_out([free, *costly]) == set(costly[MAX_NEW:])

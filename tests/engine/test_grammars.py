@@ -251,6 +251,22 @@ def test_a_sequence_may_not_fall_behind_in_processor_time(seconds_a_call: float,
     assert (num_followed, constraint.error) == (num_tokens, error)
 
 
+def test_a_constraint_is_costly_while_its_masks_are() -> None:
+    readings = iter(list[float]())
+    constraint = TokenConstraint(
+        Sampling(max_tokens=1000),
+        frozenset(),
+        VOCAB,
+        matcher=compile_grammar(mock_tokens(), lark('start: "a"*')),
+        clock=lambda: next(readings),
+    )
+    mask = np.zeros(-(-VOCAB // 32), np.int32)
+    for begin, end, is_costly in ((0.0, 0.9, False), (1.0, 3.0, True), (3.0, 3.5, False)):
+        readings = iter([begin * SECONDS_A_TOKEN, end * SECONDS_A_TOKEN])
+        constraint.fill(mask)
+        assert constraint.is_costly is is_costly
+
+
 def test_a_lexer_that_is_full_is_no_fault_of_the_next(mock: MockEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of a compiled grammar share its lexer's states, of which there may be so many. Their making takes long:
     without its bound, the processor time ends some of them before."""
