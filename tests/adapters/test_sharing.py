@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +31,7 @@ from tests.support.adapter_files import (
 )
 from tests.support.limits import LIMIT_SECONDS
 
+ROOT = Path(__file__).parents[2]
 LAYOUT = small_layout()
 LIMITS = StoreLimits(max_upload_bytes=200_000, max_files=20, free_disk_floor_bytes=0)
 
@@ -131,30 +135,52 @@ def test_a_name_that_comes_back_keeps_its_files(stores: Two) -> None:
     assert one.get("again") == record
 
 
+# A server that is killed between the file of a name and its line in the log.
+_KILLED_IN_A_CHANGE = """
+import os, signal, sys
+from pathlib import Path
+from adapters.sharing import Sharing
+
+store_dir = Path(sys.argv[1])
+sharing = Sharing(store_dir)
+with sharing.turn():
+    sharing.begin_log()
+    with sharing.announced("mine"):
+        (store_dir / "names" / "mine").unlink()
+        sharing.say(("0" * 64,))
+        print(sharing.member, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def test_a_server_that_died_keeps_nothing_and_leaves_no_name_untold(root: Path, stores: Two) -> None:
     one, other = stores
     upload_small(one, LAYOUT, "mine", seed=1)
     assert one.get("mine") == other.get("mine")
-    # As a server that is killed between the file of a name and its line in the log.
-    dead = Sharing(next(root.iterdir()))
-    with dead.turn():
-        dead.begin_log()
-        dead._append("-mine")
-        (next(root.iterdir()) / "names" / "mine").unlink()
-        dead.say(("0" * 64,))
-    dead._lock.close()
-    with (next(root.iterdir()) / "changes").open("r+b") as log:  # and in the middle of a line
+    store_dir = next(root.iterdir())
+    killed = subprocess.run(
+        [sys.executable, "-c", _KILLED_IN_A_CHANGE, str(store_dir)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    dead = killed.stdout.strip()
+    with (store_dir / "changes").open("r+b") as log:  # and in the middle of a line
         written = log.read().rstrip(b"\0")
         log.seek(len(written))
         log.write(b"+torn line without an end")
     upload_small(other, LAYOUT, "next", seed=2)
     assert one.find("mine") is None
     assert one.get("next") == other.get("next")
-    members = next(root.iterdir()) / "members"
-    long_ago = (members / dead.member).stat().st_mtime - 2 * sharing.DEAD_SECONDS
-    os.utime(members / dead.member, (long_ago, long_ago))
+    members = store_dir / "members"
+    long_ago = (members / dead).stat().st_mtime - 2 * sharing.DEAD_SECONDS
+    os.utime(members / dead, (long_ago, long_ago))
     one.sweep()
-    assert {path.name for path in members.iterdir()} == {store._sharing.member for store in stores if store._sharing}
+    living = {path.name for path in (store_dir / "staging").iterdir()}  # each has one, called as it is
+    assert len(living) == len(stores)
+    assert {path.name for path in members.iterdir()} == living
 
 
 def test_files_of_deleted_adapters_go_on_a_full_disk(stores: Two, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from safetensors import safe_open
 from adapters import catalog as catalog_module
 from adapters import names as rules
 from adapters import upload as upload_module
+from adapters.disk import StoreFiles
 from adapters.errors import (
     AdapterError,
     BindingError,
@@ -70,6 +71,19 @@ def store(tmp_path: Path) -> Iterator[AdapterStore]:
 
 def staged(tmp_path: Path) -> list[Path]:
     return list((tmp_path / "store").glob("*/staging/*"))
+
+
+def publishing_waits(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """Uploads wait where their files are published, which is a change of the disk: (one is there, it may go on)."""
+    publish, entered, may_publish = StoreFiles.publish, threading.Event(), threading.Event()
+
+    def held(files: StoreFiles, ready: Path, digest: str) -> None:
+        entered.set()
+        assert may_publish.wait(LIMIT_SECONDS)
+        publish(files, ready, digest)
+
+    monkeypatch.setattr(StoreFiles, "publish", held)
+    return entered, may_publish
 
 
 def good_tensors(seed: int = 0) -> dict[str, np.ndarray]:
@@ -262,20 +276,27 @@ def test_files_stay_while_leased_and_go_with_the_last_lease(store: AdapterStore)
     assert gone == [record.digest]
 
 
-def test_the_last_release_does_not_wait_for_the_disk(store: AdapterStore) -> None:
+def test_the_last_release_does_not_wait_for_the_disk(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is called in the event loop; meanwhile another thread may sync an upload."""
     told = threading.Event()
     store.on_gone = lambda _digest: told.set()
     record, _ = upload_small(store, LAYOUT, "mine")
     lease = store.lease("mine")
     store.delete("mine")
-    with store._changes.disk:
-        release = threading.Thread(target=lease.release, daemon=True)
-        release.start()
-        release.join(LIMIT_SECONDS)
-        assert not release.is_alive()
-        assert not told.is_set()
-        assert store.path_of(record.digest).is_dir()
+    entered, may_publish = publishing_waits(monkeypatch)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(upload_small, store, LAYOUT, "other", seed=1)
+        try:
+            assert entered.wait(LIMIT_SECONDS)
+            release = threading.Thread(target=lease.release, daemon=True)
+            release.start()
+            release.join(LIMIT_SECONDS)
+            assert not release.is_alive()
+            assert not told.is_set()
+            assert store.path_of(record.digest).is_dir()
+        finally:
+            may_publish.set()
+        assert other.result(LIMIT_SECONDS)[1]
     assert told.wait(LIMIT_SECONDS)
 
 
@@ -301,19 +322,18 @@ def test_a_removal_that_fails_is_logged_and_hinders_no_other(
     for record, _ in leases:
         store.delete(record.name)
 
-    def refuse(digest: str) -> bool:
+    def refuse(_files: StoreFiles, digest: str) -> bool:
         raise PermissionError(13, "Permission denied", digest)
 
     with monkeypatch.context() as patched:
-        patched.setattr(store._files, "remove_adapter", refuse)
+        patched.setattr(StoreFiles, "remove_adapter", refuse)
         leases[0][1].release()
         store.settle()
     leases[1][1].release()
     store.settle()
     assert gone == [leases[1][0].digest]
     assert leases[0][0].digest in caplog.text
-    with store._changes.changing_files():
-        store._files.remove_adapter(leases[0][0].digest)
+    shutil.rmtree(store.path_of(leases[0][0].digest))  # the next start would
 
 
 def test_a_second_name_keeps_the_files(store: AdapterStore) -> None:
@@ -689,14 +709,7 @@ def test_an_upload_that_is_being_published_is_discarded_afterwards(
     store: AdapterStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that is cancelled leaves its thread at work, and has the upload discarded in another one."""
-    publish, entered, may_publish = store._files.publish, threading.Event(), threading.Event()
-
-    def held(ready: Path, digest: str) -> None:
-        entered.set()
-        assert may_publish.wait(LIMIT_SECONDS)
-        publish(ready, digest)
-
-    monkeypatch.setattr(store._files, "publish", held)
+    entered, may_publish = publishing_waits(monkeypatch)
     upload = store.begin()
     for part_name, data in (("adapter_config", config_bytes()), ("adapter_model", safetensors_bytes(good_tensors()))):
         with upload.open_part(part_name) as part:
@@ -724,17 +737,17 @@ def test_an_upload_that_the_store_has_makes_no_other_wait_and_is_compared_anew_a
 ) -> None:
     """While its files are compared, others are published and deleted; so are, in the end, the very files."""
     digest = upload_small(store, LAYOUT, "first", seed=1)[0].digest
-    compare, entered, may_go_on, times = store._files.is_whole, threading.Event(), threading.Event(), list[bool]()
+    compare, entered, may_go_on, times = StoreFiles.is_whole, threading.Event(), threading.Event(), list[bool]()
 
-    def slow(manifest: Manifest, ready: Path, config_fits: Callable[[bytes], bool]) -> bool:
+    def slow(files: StoreFiles, manifest: Manifest, ready: Path, config_fits: Callable[[bytes], bool]) -> bool:
         if manifest.digest == digest:
             entered.set()
             assert may_go_on.wait(LIMIT_SECONDS)
-            times.append(compare(manifest, ready, config_fits))
+            times.append(compare(files, manifest, ready, config_fits))
             return times[-1]
-        return compare(manifest, ready, config_fits)
+        return compare(files, manifest, ready, config_fits)
 
-    monkeypatch.setattr(store._files, "is_whole", slow)
+    monkeypatch.setattr(StoreFiles, "is_whole", slow)
     with ThreadPoolExecutor(2) as pool:
         again = pool.submit(upload_small, store, LAYOUT, "second", seed=1)
         assert entered.wait(LIMIT_SECONDS)
@@ -749,17 +762,19 @@ def test_an_upload_that_the_store_has_makes_no_other_wait_and_is_compared_anew_a
     assert (store.path_of(digest) / "adapter_model.safetensors").is_file()
     store.check_integrity()
 
-    monkeypatch.setattr(store._files, "is_whole", compare)
+    monkeypatch.setattr(StoreFiles, "is_whole", compare)
     assert not upload_small(store, LAYOUT, "second", seed=1)[1]
 
-    def delete_after_comparing(manifest: Manifest, ready: Path, config_fits: Callable[[bytes], bool]) -> bool:
-        found = compare(manifest, ready, config_fits)
+    def delete_after_comparing(
+        files: StoreFiles, manifest: Manifest, ready: Path, config_fits: Callable[[bytes], bool]
+    ) -> bool:
+        found = compare(files, manifest, ready, config_fits)
         times.append(found)
         if found:
             store.delete("second")
         return found
 
-    monkeypatch.setattr(store._files, "is_whole", delete_after_comparing)
+    monkeypatch.setattr(StoreFiles, "is_whole", delete_after_comparing)
     assert upload_small(store, LAYOUT, "third", seed=1)[1]
     assert times == [False, False, True, False]
     assert (store.path_of(digest) / "adapter_model.safetensors").is_file()
@@ -850,9 +865,18 @@ def test_everything_is_there_after_a_restart(tmp_path: Path) -> None:
 def test_more_adapters_than_manifests_in_memory(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(catalog_module, "MAX_MANIFESTS_KEPT", 2)
     records = [upload_small(store, LAYOUT, f"n{index}", seed=index)[0] for index in range(5)]
+    read_manifest, read = StoreFiles.read_manifest, list[str]()
+
+    def noted(files: StoreFiles, digest: str) -> Manifest:
+        read.append(digest)
+        return read_manifest(files, digest)
+
+    monkeypatch.setattr(StoreFiles, "read_manifest", noted)
     assert tuple(store.each()) == tuple(records)
-    assert store.get("n0") == records[0]
-    assert len(store._catalog._manifests) == 2
+    read.clear()
+    for index in (3, 4, 4, 3, 0, 3, 4):  # the two that were asked for last are kept
+        assert store.get(f"n{index}") == records[index]
+    assert read == [records[0].digest, records[4].digest]
 
 
 def test_names_are_counted_without_reading_a_manifest(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -861,7 +885,9 @@ def test_names_are_counted_without_reading_a_manifest(store: AdapterStore, monke
         upload_bytes(store, name, config_bytes(), safetensors_bytes(good_tensors(seed=seed)))
     store.delete("b")
     with monkeypatch.context() as patched:
-        patched.setattr(store._catalog, "_manifest", None)
+        patched.setattr(StoreFiles, "read_manifest", None)  # nobody has asked for one yet, so that none is kept
+        with pytest.raises(TypeError):
+            store.get("a")
         assert store.num_names() == 2
         assert list(store.names()) == ["a", "c"]
         assert store.names()["a"].digest != store.names()["c"].digest
@@ -950,15 +976,14 @@ def test_a_process_that_may_open_no_more_files_says_so_and_blames_no_adapter(
 ) -> None:
     record, _ = upload_small(store, LAYOUT, "x")
     path = store.path_of(record.digest)
-    store._catalog._manifests.clear()
     for refused, look_up in (
-        (path / "manifest.json", store.each),
-        (path.parent.parent / "names/x", store._files.names),
+        (path / "manifest.json", lambda: tuple(store.each())),
+        (path.parent.parent / "names/x", store.check_integrity),
     ):
         with monkeypatch.context() as patched:
             refuse_to_read(patched, refused, errno.EMFILE)
             with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
-                tuple(look_up())
+                look_up()
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
@@ -967,7 +992,6 @@ def test_a_manifest_that_cannot_be_read_hides_no_other_adapter(
 ) -> None:
     whole, _ = upload_small(store, LAYOUT, "whole", seed=5)
     record, _ = upload_small(store, LAYOUT, "hurt")
-    store._catalog._manifests.clear()
     refuse_to_read(monkeypatch, store.path_of(record.digest) / "manifest.json", code)
     assert tuple(store.each()) == (whole,)
     with pytest.raises(Damaged, match="upload it again"):
@@ -996,13 +1020,17 @@ def test_a_directory_in_a_manifest_s_place_survives_a_start_and_is_replaced(tmp_
     ids=["empty", "cut", "other", "flipped", "missing", "directory"],
 )
 def test_a_damaged_adapter_is_told_and_can_be_deleted_or_uploaded_again(
-    store: AdapterStore, caplog: pytest.LogCaptureFixture, content: bytes | str | None
+    store: AdapterStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    content: bytes | str | None,
 ) -> None:
+    monkeypatch.setattr(catalog_module, "MAX_MANIFESTS_KEPT", 1)
     whole, _ = upload_small(store, LAYOUT, "whole", seed=5)
     record, _ = upload_small(store, LAYOUT, "hurt")
 
     def hurt() -> None:
-        store._catalog._manifests.clear()  # as in a server that is started again
+        assert store.get("whole") == whole  # whose manifest is the one that is kept
         path = store.path_of(record.digest) / "manifest.json"
         path.unlink()
         if content == "directory":
@@ -1070,7 +1098,6 @@ def test_an_upload_replaces_files_that_parse_and_say_something_else(
     content = path.read_bytes()
     assert whole in content
     path.write_bytes(content.replace(whole, damaged, 1))
-    store._catalog._manifests.clear()  # as in a server that is started again
     assert upload_small(store, LAYOUT, name)[0].digest == record.digest
     assert path.read_bytes() == content
     assert store.get("hurt").manifest == record.manifest
@@ -1108,7 +1135,7 @@ def test_damaged_tensors_are_told_to_be_replaced_although_the_upload_s_own_name_
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(store._files, "write_name", refuse)
+        patched.setattr(StoreFiles, "write_name", refuse)
         with pytest.raises(StorageFull, match="full"):
             upload_small(store, LAYOUT, "again")
     assert gone == [record.digest]
@@ -1118,19 +1145,29 @@ def test_damaged_tensors_are_told_to_be_replaced_although_the_upload_s_own_name_
 def test_damaged_tensors_are_told_to_be_replaced_although_their_last_user_has_left(store: AdapterStore) -> None:
     """Deleted and uploaded again, as the error of the damage says: nobody is left who would have them forgotten."""
     gone: list[str] = []
-    store.on_gone = gone.append
+    entered, gate = threading.Event(), threading.Event()
+
+    def on_gone(digest: str) -> None:
+        gone.append(digest)
+        if digest == other.digest:
+            entered.set()
+            assert gate.wait(LIMIT_SECONDS)
+
+    store.on_gone = on_gone
+    other, _ = upload_small(store, LAYOUT, "other", seed=1)
     record, _ = upload_small(store, LAYOUT, "hurt")
     path = store.path_of(record.digest) / "adapter_model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    lease = store.lease("hurt")
+    leases = [store.lease(name) for name in ("other", "hurt")]
+    store.delete("other")
     store.delete("hurt")
-    gate = threading.Event()
-    store._changes.remover.submit(gate.wait)
-    lease.release()  # its files go when the remover comes to it
+    leases[0].release()
+    assert entered.wait(LIMIT_SECONDS)
+    leases[1].release()  # its files go once those of the other are told of
     upload_small(store, LAYOUT, "hurt")
     gate.set()
     store.check_integrity()
-    assert gone == [record.digest]
+    assert gone == [other.digest, record.digest]
 
 
 def test_a_damaged_adapter_stays_where_it_is_when_the_new_files_cannot_be_moved_there(
