@@ -15,12 +15,13 @@ from service.api.admission import Admitted, admit
 from service.api.auth import caller_of
 from service.api.event_stream import EventStream
 from service.api.generated_answers import ChatResponse
-from service.api.generation import Job, Piece
+from service.api.generation import Job
 from service.api.json_body import JsonRoute
 from service.api.logprobs import chat_logprobs, cost_chars, prompt_logprobs, token_names
 from service.api.long_answers import json_answer
 from service.api.off_loop import off_loop
 from service.api.openapi import GENERATION_ERRORS, streamed
+from service.api.piece import Piece
 from service.api.requestlog import note_job
 from service.api.said import Speaker
 from service.api.schemas import ChatRequest, StreamOptions

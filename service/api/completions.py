@@ -15,7 +15,7 @@ from service.api.admission import Admitted, admit
 from service.api.auth import caller_of
 from service.api.event_stream import EventStream
 from service.api.generated_answers import CompletionResponse
-from service.api.generation import Job, Piece
+from service.api.generation import Job
 from service.api.json_body import JsonRoute
 from service.api.logprobs import (
     completion_logprobs,
@@ -29,6 +29,7 @@ from service.api.logprobs import (
 from service.api.long_answers import json_answer
 from service.api.off_loop import off_loop
 from service.api.openapi import GENERATION_ERRORS, streamed
+from service.api.piece import Piece
 from service.api.plans import Plan
 from service.api.requestlog import note_job
 from service.api.schemas import CompletionRequest, StreamOptions

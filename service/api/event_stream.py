@@ -12,9 +12,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from service.api.errors import HANDLED, error_body
-from service.api.generation import Job, Piece
+from service.api.generation import Job
 from service.api.logprobs import cost_chars
 from service.api.off_loop import off_loop
+from service.api.piece import Piece
 from service.api.sse import DONE, encode_event
 from service.logs import LOGGER
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kernels.sampling.scored_token import ScoredToken
-from service.api.generation import Piece
+from service.api.piece import Piece
 from service.api.prompts import Prompt
 from service.api.schemas import Generation
 from service.text.detokenizer import detokenizer_of

@@ -15,11 +15,11 @@ from service.api.auth import caller_of
 from service.api.chat import ChatAnswer
 from service.api.errors import ApiError, error_body
 from service.api.event_stream import EventStream
-from service.api.generation import Piece
 from service.api.json_body import JsonRoute
 from service.api.long_answers import json_answer
 from service.api.off_loop import off_loop
 from service.api.openapi import GENERATION_ERRORS, streamed
+from service.api.piece import Piece
 from service.api.requestlog import note_job
 from service.api.response_answers import ResponseObject
 from service.api.response_output import ResponseOutput

@@ -19,7 +19,7 @@ from service.api import tokenize as tokenize_module
 from service.api.admission import admit
 from service.api.errors import BadRequest, BodyTooLarge, QueueFull, UnknownModel, status_of
 from service.api.gate import Gate
-from service.api.generation import Piece
+from service.api.piece import Piece
 from service.api.places import enter
 from service.api.prompts import Prompt, chat_prompt
 from service.api.sampling import SamplingDefaults

@@ -15,7 +15,8 @@ import pytest
 from kernels.sampling.scored_token import ScoredToken
 from service.api.errors import EngineFailed
 from service.api.event_stream import EventStream
-from service.api.generation import Job, Piece
+from service.api.generation import Job
+from service.api.piece import Piece
 from service.api.sse import TextEvent, encode_event
 from tests.api.conftest import BASE, Checkpoints
 from tests.support.limits import LIMIT_SECONDS

@@ -18,9 +18,10 @@ from service.api.admission import Admitted
 from service.api.chat import ChatAnswer
 from service.api.completions import CompletionAnswer
 from service.api.errors import BadRequest, EngineFailed, NotReady, QueueFull, status_of
-from service.api.generation import Job, Piece
+from service.api.generation import Job
 from service.api.held_logprobs import logprob_shares
 from service.api.metrics import Metrics
+from service.api.piece import Piece
 from service.api.plans import Plan
 from service.api.prompts import Prompt
 from service.api.schemas import ChatRequest, CompletionRequest
@@ -270,7 +271,7 @@ def test_what_is_closed_is_gone_with_who_had_it(parts: Services, places: Places)
 def test_what_waits_for_a_stream_s_reader_is_bounded(
     parts: Services, places: Places, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
 ) -> None:
-    monkeypatch.setattr("service.api.generation.MAX_WAITING_ENTRIES", 12)
+    monkeypatch.setattr("service.api.sequence_run.MAX_WAITING_ENTRIES", 12)
     engine = cast(Any, parts.engine)
     job = a_job(parts, places, [plan("r", logprobs=2)], is_streamed=is_streamed)
     (token_id,) = parts.tokenizer.encode("a")
@@ -289,7 +290,7 @@ def test_what_waits_for_a_stream_s_reader_is_bounded(
 def test_a_reader_that_keeps_up_may_have_as_much_as_comes(
     parts: Services, places: Places, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.api.generation.MAX_WAITING_ENTRIES", 2)
+    monkeypatch.setattr("service.api.sequence_run.MAX_WAITING_ENTRIES", 2)
     stream = cast(Any, parts.engine).streams
     job = a_job(parts, places, [plan("r")])
     (token_id,) = parts.tokenizer.encode("a")

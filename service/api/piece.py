@@ -1,0 +1,27 @@
+"""What has come of an answer since it was asked for last, on its way from the engine to the shapes of the API."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from kernels.sampling.scored_token import ScoredToken
+
+
+class Piece(msgspec.Struct):
+    """What is new of a sequence. Text and tokens need not match: text may wait for the rest of a character.
+
+    text_offsets  for each token, the number of characters of the answer before it
+    pooled        of the prompt's hidden states, where they are asked for: see `Finished`
+    """
+
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[ScoredToken] = []
+    text_offsets: list[int] = []
+    prompt_logprobs: Sequence[ScoredToken | None] | None = None
+    finish_reason: Literal["stop", "length"] | None = None
+    stop_reason: str | int | None = None
+    pooled: bytes | None = None
