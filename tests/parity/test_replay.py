@@ -120,7 +120,10 @@ def assert_replays_as_eager(
     engine.close()
     if counts.is_off and world.device != "cpu" and world.dtype == torch.float32:
         pytest.skip(f"NOT RUN: on this device no step of {world.family} in float32 is captured")
-    eager, other = run(world, requests, eager=True, **config)
+    try:
+        eager, other = run(world, requests, eager=True, **config)
+    except ValueError as refusal:
+        raise AssertionError(f"an eager step is refused that was replayed: {refusal}") from refusal
     states_of_eager = states_of(other)
     other.close()
     assert counts.num_replayed - counts.num_graphs >= num_others, "something is replayed"
@@ -197,7 +200,21 @@ def a_look_at_the_host_s_view(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Projection, "__call__", for_even_places)
 
 
-@pytest.mark.parametrize("fault", [a_tensor_made_anew, a_scalar_baked_in, a_look_at_the_host_s_view])
+def a_check_that_runs_at_the_capture_only(patch: pytest.MonkeyPatch) -> None:
+    project = Projection.__call__
+
+    def checked(self: Any, x: torch.Tensor, lora: Any, window_rows: int = 0, *rest: Any) -> torch.Tensor:
+        if lora is not None and lora.segments[0].place % 2:
+            raise ValueError("this adapter is not to be used")
+        return project(self, x, lora, window_rows, *rest)
+
+    patch.setattr(Projection, "__call__", checked)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [a_tensor_made_anew, a_scalar_baked_in, a_look_at_the_host_s_view, a_check_that_runs_at_the_capture_only],
+)
 def test_what_a_replay_would_miss_is_noticed(
     fault: Any, tmp_path_factory: pytest.TempPathFactory, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
