@@ -28,12 +28,11 @@ ALIGNMENT_BYTES = 64  # each array begins on its own line
 
 
 class _Repeated(Enum):
-    FIRST = 0
-    LAST = -1
+    LAST = "last"
 
 
-FIRST, LAST = _Repeated.FIRST, _Repeated.LAST
-"""Paddings: the first value of the array again, the last one."""
+LAST = _Repeated.LAST
+"""Padding that is the last value of the array again."""
 
 _KEY = "array"  # of a field's metadata
 Padding = int | _Repeated
@@ -79,7 +78,7 @@ class HostArray:
             corner[...] = 0 if isinstance(self._padding, _Repeated) else self._padding
             return
         if values.shape != corner.shape:
-            padding = values[self._padding.value] if isinstance(self._padding, _Repeated) else self._padding
+            padding = values[-1] if isinstance(self._padding, _Repeated) else self._padding
             for axis, num in enumerate(values.shape):
                 corner[(slice(None),) * axis + (slice(num, None),)] = padding
                 corner = corner[(slice(None),) * axis + (slice(num),)]

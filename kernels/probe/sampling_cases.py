@@ -61,7 +61,7 @@ def _prepared(rows: list[RowSampling], given: list[GivenRow], vocab: int, place:
     """Tokens, one-hot, since a wrong one is wrong however near; log probabilities; the counts of penalised rows."""
     logits = (_SCALE * place.random(7, vocab)).to(place.device)
     logits[6, 1] = torch.nan
-    asked = ask(rows, given, num_logits=len(logits), vocab=vocab, num_rows=len(rows) + 1)
+    asked = ask(rows, given, num_logits=len(logits), vocab=vocab)
     maps = asked.maps(place.device)
     state = ops.new_state(_NUM_SLOTS, vocab, place.device)
     slots = [row.slot for row in rows if row.slot >= 0]
@@ -75,7 +75,7 @@ def _prepared(rows: list[RowSampling], given: list[GivenRow], vocab: int, place:
         told = sampled.packed[asked.facts.num_rows :]
         floats, top_tokens = told.tensor_split([num_told * (1 + asked.facts.num_top)])
         counts = [count.float() for slot in slots for count in state.counts(slot)]
-        tokens = torch.cat((sampled.token_ids[: len(rows)], top_tokens.long()))
+        tokens = torch.cat((sampled.token_ids, top_tokens.long()))
         return ((tokens[:, None] == columns).float(), floats.clone().view(torch.float32), *counts)
 
     return call

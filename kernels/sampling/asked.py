@@ -22,7 +22,7 @@ import torch
 from kernels.arrays import HostArray, in_host, in_nothing, in_tensor, number_dtype
 from kernels.sampling import parameters
 from kernels.sampling.maps import MASK_WORD_BITS, SamplingArrays, SamplingFacts, SamplingMaps
-from kernels.sampling.parameters import index_of, matrix_of, neutral_row, used_in, uses_penalties
+from kernels.sampling.parameters import index_of, matrix_of, used_in, uses_penalties
 from kernels.sampling.random_numbers import uniform
 
 # A sort of everything serves larger ones as well.
@@ -82,9 +82,8 @@ class Asked:
     def fill(self, arrays: SamplingArrays[HostArray]) -> None:
         """Write what the device is told, to arrays that are laid out for `facts`."""
         facts, rows = self.facts, self.rows
-        padding = range(len(rows), facts.num_rows)
-        arrays.rows.put([*(row.logits_row for row in rows), *(min(i, facts.num_logits - 1) for i in padding)])
-        arrays.parameters.put(np.concatenate((self.matrix, *[_greedy()] * len(padding)), axis=1))
+        arrays.rows.put([row.logits_row for row in rows])
+        arrays.parameters.put(self.matrix)
         if facts.is_random:
             arrays.numbers.put(uniform([row.seed for row in rows], [row.index for row in rows]))
         if facts.num_penalised:
@@ -116,7 +115,7 @@ class Asked:
         masks = [row.mask for row in self.rows if row.mask is not None]
         if not masks or any(mask is MASK_FOLLOWS for mask in masks):
             return None
-        return np.stack(masks + masks[:1] * (self.facts.num_masked - len(masks)))
+        return np.stack(masks)
 
     def maps(self, device: torch.device, number: type[np.floating] | None = None) -> SamplingMaps:
         """All of it on a device, in memory of its own. number: None stands for `number_dtype`."""
@@ -136,24 +135,18 @@ def ask(
     *,
     num_logits: int,
     vocab: int,
-    num_rows: int | None = None,
-    is_rounded_up: bool = False,
 ) -> Asked:
     """A step's sampling, from what each row wants.
 
     num_logits, vocab  shape of the logits
-    num_rows           with padding at the end, whose tokens mean nothing; None: as many as `rows`
-    is_rounded_up      facts are `rounded_up`
     """
     wishes = _wishes(b"".join([row.parameters.tobytes() for row in rows]), vocab, parameters.PARAMETERS)
     num_tops = [row.num_top for row in rows if row.num_top is not None]
-    num_rows = len(rows) if num_rows is None else num_rows
-    assert num_rows >= len(rows), "padding is added, not taken away"
     facts = SamplingFacts(
         num_logits=num_logits,
         vocab=vocab,
-        num_rows=num_rows,
-        is_in_order=num_rows <= num_logits and [row.logits_row for row in rows] == list(range(len(rows))),
+        num_rows=len(rows),
+        is_in_order=[row.logits_row for row in rows] == list(range(len(rows))),
         is_random=wishes.is_random,
         used=wishes.used,
         num_ranked=wishes.num_ranked,
@@ -165,7 +158,7 @@ def ask(
         num_chosen=len(num_tops),
         num_top=min(max([*num_tops, *(entry.num_top for entry in given)], default=0), vocab),
     )
-    return Asked(tuple(rows), tuple(given), facts.rounded_up() if is_rounded_up else facts, wishes.matrix)
+    return Asked(tuple(rows), tuple(given), facts, wishes.matrix)
 
 
 class _Wishes(NamedTuple):
@@ -204,13 +197,6 @@ def _num_ranked(matrix: np.ndarray, vocab: int) -> int:
         return vocab
     largest = int(top_k.max(initial=0.0))
     return largest if largest <= _LARGEST_TOP_K else vocab
-
-
-def _greedy() -> np.ndarray:
-    """float64 [num_parameters, 1] of a row whose token is the most likely one."""
-    column = neutral_row()[:, None]
-    column[index_of("temperature")] = 0.0
-    return column
 
 
 _BITS = (np.uint32(1) << np.arange(MASK_WORD_BITS, dtype=np.uint32)).view(np.int32)

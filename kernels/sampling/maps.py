@@ -5,14 +5,14 @@ A captured step may be run again with all that `asked.ask` gives for equal facts
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any, Generic
+from dataclasses import dataclass, field
+from typing import Generic
 
 import numpy as np
 import torch
 
-from kernels.arrays import FIRST, Array, by_name, declared
-from kernels.sampling.parameters import index_of, names_by_stage, neutral_row
+from kernels.arrays import Array, by_name, declared
+from kernels.sampling.parameters import index_of, neutral_row
 
 MASK_WORD_BITS = 32
 
@@ -23,7 +23,7 @@ class SamplingFacts:
 
     num_logits      rows of the logits
     vocab           columns of the logits
-    num_rows        rows that get a token, padding included
+    num_rows        rows that get a token
     is_in_order     row i is row i of the logits, for all rows that get a token
     is_random       some row draws its token
     used            names of the parameters that some row does not leave neutral
@@ -60,19 +60,6 @@ class SamplingFacts:
         """int32 words of a row's mask."""
         return -(-self.vocab // MASK_WORD_BITS)
 
-    def rounded_up(self) -> SamplingFacts:
-        """The same with every count but those of rows and logits a power of two (or 0), and with all parameters of a
-        stage used if one is, so that few facts serve many steps; what is too much repeats what is there, is neutral, or
-        is not read."""
-        counts = ("num_penalised", "num_biased", "num_barred", "num_masked", "num_given", "num_chosen")
-        changed: dict[str, Any] = {name: _power_of_two(getattr(self, name)) for name in counts}
-        for name in ("num_ranked", "num_top"):
-            changed[name] = min(_power_of_two(getattr(self, name)), self.vocab)
-        used = {"temperature"}
-        for names in names_by_stage():
-            used |= names if self.used & names - {"temperature"} else set()
-        return replace(self, **changed, used=frozenset(used))
-
 
 _NO_MASKS = torch.empty(0, dtype=torch.int32)
 
@@ -84,7 +71,7 @@ class SamplingArrays(Generic[Array]):
     A place is row * vocab + token, where row counts the rows that get a token, as everywhere but in `rows` and `given`.
 
     rows          of the logits
-    parameters    as `parameters.matrix_of` makes them; padding is greedy and neutral
+    parameters    as `parameters.matrix_of` makes them
     numbers       uniform in [0, 1); if rounded to float32, in [0, 1]
     slots         whose counts a row reads and its token is added to; -1 in rows without penalties
     penalised     rows with penalties
@@ -94,23 +81,21 @@ class SamplingArrays(Generic[Array]):
     mask_bits     1 << bit
     given, given_tokens  rows of the logits, and tokens whose log probabilities are wanted
     chosen        rows whose token's log probability is wanted
-
-    Padding of lists repeats their first entry, so that an edit of the logits must read, compute, then write.
     """
 
     rows: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_rows,)))
     parameters: Array = field(metadata=declared(np.floating, lambda facts: (len(neutral_row()), facts.num_rows)))
     numbers: Array = field(metadata=declared(np.floating, lambda facts: (facts.num_rows * facts.is_random,)))
     slots: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_rows * (facts.num_penalised > 0),), -1))
-    penalised: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_penalised,), FIRST))
-    biased: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_biased,), FIRST))
-    bias: Array = field(metadata=declared(np.float32, lambda facts: (facts.num_biased,), FIRST))
-    barred: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_barred,), FIRST))
-    masked: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_masked,), FIRST))
+    penalised: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_penalised,)))
+    biased: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_biased,)))
+    bias: Array = field(metadata=declared(np.float32, lambda facts: (facts.num_biased,)))
+    barred: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_barred,)))
+    masked: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_masked,)))
     mask_bits: Array = field(metadata=declared(np.int32, lambda facts: (MASK_WORD_BITS * (facts.num_masked > 0),)))
-    given: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_given,), FIRST))
-    given_tokens: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_given,), FIRST))
-    chosen: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_chosen,), FIRST))
+    given: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_given,)))
+    given_tokens: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_given,)))
+    chosen: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_chosen,)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -141,7 +126,3 @@ class SamplingMaps(SamplingArrays[torch.Tensor]):
     def parameter(self, name: str) -> torch.Tensor:
         """number [num_rows]"""
         return self.parameters[index_of(name)]
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length() if number else 0

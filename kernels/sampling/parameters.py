@@ -56,12 +56,6 @@ def index_of(name: str) -> int:
     return next(i for i, parameter in enumerate(PARAMETERS) if parameter.name == name)
 
 
-def names_by_stage() -> tuple[frozenset[str], ...]:
-    """Names of the parameters that act together."""
-    stages = dict.fromkeys(parameter.stage for parameter in PARAMETERS)
-    return tuple(frozenset(entry.name for entry in PARAMETERS if entry.stage == stage) for stage in stages)
-
-
 def neutral_row() -> np.ndarray:
     """float64 [num_parameters] that changes nothing."""
     return np.array([parameter.neutral for parameter in PARAMETERS])

@@ -80,15 +80,13 @@ def assert_alike(found: Sequence[ScoredToken | None], expected: Sequence[ScoredT
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_mix_gives_the_references_tokens(seed: int, implementation: str, device: str) -> None:
-    """Same numbers, same cuts: rounding alone could let a choice differ, at one draw in a hundred thousand. Padding and
-    rounded counts change nothing."""
+    """Same numbers, same cuts: rounding alone could let a choice differ, at one draw in a hundred thousand."""
     mix = random_mix(seed)
     choices, given = told_of(mix, "reference", "cpu")
-    for options in ({}, {"num_rows": 20, "is_rounded_up": True}):
-        found_choices, found_given = told_of(mix, implementation, device, **options)
-        assert tokens_of(found_choices) == tokens_of(choices)
-        assert_alike([choice.logprob for choice in found_choices], [choice.logprob for choice in choices])
-        assert_alike(found_given, given)
+    found_choices, found_given = told_of(mix, implementation, device)
+    assert tokens_of(found_choices) == tokens_of(choices)
+    assert_alike([choice.logprob for choice in found_choices], [choice.logprob for choice in choices])
+    assert_alike(found_given, given)
 
 
 NUM_FROZEN_STEPS = 42
@@ -477,7 +475,7 @@ def test_what_shapes_a_draw_is_neutral_where_nothing_is_drawn() -> None:
     rows = [row(0, top_p=0.5, min_p=0.1, top_k=3), row(1, temperature=1.0, top_k=VOCAB), row(2, temperature=1e-9)]
     facts = ask(rows, num_logits=3, vocab=VOCAB).facts
     assert (facts.used, facts.num_ranked, facts.is_random) == ({"temperature"}, 0, True)
-    assert not ask(rows[:1], num_logits=1, vocab=VOCAB, num_rows=4).facts.is_random
+    assert not ask(rows[:1], num_logits=1, vocab=VOCAB).facts.is_random
     for values, num_ranked in (({"top_k": 7, "top_p": 0.1}, 7), ({"top_p": 0.1}, VOCAB), ({"top_k": 1100}, 2000)):
         facts = ask([row(0, temperature=1.0, **values)], num_logits=1, vocab=max(VOCAB, num_ranked)).facts
         assert facts.num_ranked == num_ranked
@@ -533,7 +531,7 @@ def test_a_recorded_step_serves_others_of_equal_facts(seed: int, name: str, devi
         mixes[1], rows=[_with_values_of(*both) for both in zip(mixes[0].rows, mixes[1].rows, strict=True)]
     )
     mixes[1] = replace(mixes[1], given=[replace(entry, token_id=3, logits_row=1) for entry in mixes[0].given])
-    asked = [ask(mix.rows, mix.given, num_logits=16, vocab=VOCAB, num_rows=16, is_rounded_up=True) for mix in mixes]
+    asked = [ask(mix.rows, mix.given, num_logits=16, vocab=VOCAB) for mix in mixes]
     assert asked[0].facts == asked[1].facts
     maps = maps_of(asked[0], name)
     logits, state = mixes[0].logits.clone(), mixes[0].state(name)
@@ -588,7 +586,6 @@ def call(logits: torch.Tensor, **changed: Any) -> object:
         (lambda: call(torch.zeros(8, 2).t()), "contiguous"),
         (lambda: call(torch.zeros(3, 8)), "facts say otherwise"),
         (lambda: call(torch.zeros(2, 8), rows=[], given=[]), "nothing is asked for"),
-        (lambda: call(torch.zeros(2, 8), num_rows=1), "not taken away"),
         (lambda: call(torch.zeros(2, 8), rows=[row(0, presence_penalty=1.0, wanted={"slot": 0})]), "state"),
         (lambda: call(torch.zeros(2, 8), rows=[row(0, presence_penalty=1.0)]), "has the slot"),
         (lambda: call(torch.zeros(2, 8), rows=[row(0, wanted={"mask": np.zeros(2, np.int32)})]), "masks are"),
