@@ -1,12 +1,15 @@
 """What the upload of a large adapter takes, beside what one core takes to hash its bytes.
 
-    .venv/bin/python -m bench.adapters.upload [--rank 1064] [--uploads 7]
+    .venv/bin/python -m bench.adapters.upload [--rank 1064] [--uploads 7] [--delete]
 
 Adapters on every projection of the bundled model, which at rank 1,064 have 84 MB as those of rank 16 of an 8B model
 have, each of another content, over HTTP, one after the other; before each the same bytes are hashed in this process
 (SHA-256). Bodies are written before the clock starts. Prints a JSON line: medians in seconds, and the median of the
 ratio of the two rates (MB of the upload a second over MB hashed a second); by the clock, and by processor time, of the
 API process and of the hash, which other work on the machine changes less.
+
+With --delete each adapter is deleted before the next one is sent, so that its pages of the disk's cache are used again.
+A virtual machine's first touch of a page may cost ten times as much as the copy into it.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from bench.server_process import Server, running_server, wait_for
 from service.settings import BUNDLED_MODEL_DIR
 
 
-def measure(work_dir: Path, rank: int, num_uploads: int) -> dict[str, Any]:
+def measure(work_dir: Path, rank: int, num_uploads: int, *, are_deleted: bool) -> dict[str, Any]:
     """Figures by name; the first upload, which finds nothing warm, is not counted."""
     (work_dir / "none").mkdir()  # no adapters but those made here
     samples = []
@@ -37,6 +40,8 @@ def measure(work_dir: Path, rank: int, num_uploads: int) -> dict[str, Any]:
         wait_for(lambda: server.get("/ready").status_code == 200, "the server to be ready")
         for at in range(num_uploads + 1):
             samples.append(_upload(server, at, rank))
+            if are_deleted:
+                server.http.delete(f"{server.url}/v1/adapters/n{at}").raise_for_status()
     del samples[0]
 
     def median(value: Callable[[Sample], float]) -> float:
@@ -89,9 +94,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.adapters.upload", description=__doc__)
     parser.add_argument("--rank", type=int, default=1064)
     parser.add_argument("--uploads", type=int, default=7)
+    parser.add_argument("--delete", action="store_true", help="delete each adapter before the next one is sent")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        print(json.dumps(measure(Path(scratch), arguments.rank, arguments.uploads)))
+        figures = measure(Path(scratch), arguments.rank, arguments.uploads, are_deleted=arguments.delete)
+    print(json.dumps(figures))
 
 
 if __name__ == "__main__":
