@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
+from peft import EvaConfig, LoraConfig, get_peft_model, initialize_lora_eva_weights
+from peft.tuners.lora.config import CordaConfig
+from peft.tuners.lora.corda import preprocess_corda
 
 from adapters import side_plan
 from adapters.store import AdapterStore
@@ -194,17 +196,36 @@ def test_an_activated_adapter_begins_at_its_invocation(activated: World) -> None
     assert answers["nowhere activated"].tokens == answers["base"].tokens
 
 
-def test_pissa_saved_as_a_difference_equals_the_trained_model(tmp_path: Path, device: str) -> None:
-    """PiSSA changes the base's weights at its start; saved with `path_initial_model_for_weight_conversion` it is plain
-    LoRA of twice the rank."""
-    model_dir = make_tiny_model("llama", tmp_path / "base")
+def start_training(model_dir: Path, init: str) -> Any:
+    """PEFT's model with weights as this initialisation makes them, of 64 random tokens where it asks for data."""
     base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"], init_lora_weights="pissa")
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=init)
+    tokens = torch.randint(5, 300, (1, 64), generator=torch.Generator().manual_seed(1))
+    if init == "corda":
+        config.corda_config = CordaConfig(corda_method="kpm")
+        preprocess_corda(base, config, run_model=lambda: base(tokens))
+    if init != "eva":
+        return get_peft_model(base, config)
+    config.eva_config = EvaConfig(rho=2.0)
     trained = get_peft_model(base, config)
-    start = str(tmp_path / "start")
-    trained.peft_config["default"].init_lora_weights = True
-    trained.save_pretrained(start)
-    trained.peft_config["default"].init_lora_weights = "pissa"
+    initialize_lora_eva_weights(trained, [{"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}] * 4)
+    return trained
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora", "corda", "eva"])
+def test_an_adapter_that_begins_at_the_base_s_weights_equals_the_trained_model(
+    tmp_path: Path, device: str, init: str
+) -> None:
+    """PiSSA, OLoRA and CorDA change the base's weights at their start; saved with
+    `path_initial_model_for_weight_conversion` they are plain LoRA of twice the rank. EVA leaves them, and divides ranks
+    among modules."""
+    model_dir = make_tiny_model("llama", tmp_path / "base")
+    trained, converted = start_training(model_dir, init), {}
+    if init != "eva":
+        converted = {"path_initial_model_for_weight_conversion": str(tmp_path / "start")}
+        trained.peft_config["default"].init_lora_weights = True
+        trained.save_pretrained(str(tmp_path / "start"))
+        trained.peft_config["default"].init_lora_weights = init
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in trained.named_parameters():
@@ -213,17 +234,18 @@ def test_pissa_saved_as_a_difference_equals_the_trained_model(tmp_path: Path, de
     prompt = tuple(range(20, 40))
     with torch.no_grad():
         expected = trained(torch.tensor([prompt])).logits[0, -1].log_softmax(-1).max(-1)
-    trained.save_pretrained(str(tmp_path / "converted"), path_initial_model_for_weight_conversion=start)
+    trained.save_pretrained(str(tmp_path / "saved"), **converted)
     store = AdapterStore(tmp_path / "store", layout_in(model_dir), base_name=BASE, base_dir=model_dir)
     with store.begin() as upload:
-        upload.add_directory(tmp_path / "converted")
-        manifest = upload.finish("pissa")[0].manifest
+        upload.add_directory(tmp_path / "saved")
+        manifest = upload.finish(init)[0].manifest
     store.close()
-    assert {one.rank for one in manifest.modules} == {8}
-    digests, rows = {"pissa": manifest.digest}, {"pissa": manifest.rows}
+    ranks = {one.rank for one in manifest.modules}
+    assert (len(ranks) > 1) if init == "eva" else (ranks == {8})
+    digests, rows = {init: manifest.digest}, {init: manifest.rows}
     world = World("llama", torch.float32, device, model_dir, tmp_path / "store", {}, digests, rows)
     engine = build_engine(config_of(world, token_budget=32, max_sequences=2))
-    answer = run_engine(engine, [Request("r", "pissa", prompt, 1).submit(world, logprobs=1)])["r"]
+    answer = run_engine(engine, [Request("r", init, prompt, 1).submit(world, logprobs=1)])["r"]
     engine.close()
     assert answer.tokens == [int(expected.indices)]
     assert answer.logprobs[0].logprob == pytest.approx(float(expected.values), abs=LOGITS[torch.float32])
