@@ -3,7 +3,8 @@
     .venv/bin/python -m tests.adapters.random_kills DIRECTORY [--kills 200] [--seed 0]
 
 The child says after each change that it is done. What is found after its death is what those changes made, perhaps with
-the one that was under way; every version is whole, and the index kept equals the index built anew. Prints a JSON line.
+the one that was under way; every version is whole, and the index kept equals the index built anew; and what a number
+was found to tell once it tells for ever, whatever was deleted. Prints a JSON line.
 """
 
 from __future__ import annotations
@@ -63,11 +64,19 @@ def run_and_die(root: Path, seed: int, die_at_operation: int | None, num_changes
     return num_done
 
 
+def numbered(root: Path) -> dict[tuple[str, int], str]:
+    """Digests by name and number."""
+    store = open_store(root)
+    names = store.names()
+    store.close()
+    return {(name, one.number): one.digest for name, record in names.items() for one in record.versions}
+
+
 def main(root: Path, num_kills: int, seed: int) -> None:
     whole = whole_adapters(root / "whole")
     generator = random.Random(seed)
     place, state = root / "store", State()
-    found_as = Counter[str]()
+    found_as, told = Counter[str](), dict[tuple[str, int], str]()
     num_changes = 0
     for kill in range(num_kills):
         # Every other one dies at an operation, the others between or within, as the system has it.
@@ -82,6 +91,8 @@ def main(root: Path, num_kills: int, seed: int) -> None:
         assert found in (state, may_be), (kill, run_seed, num_done, found, state, may_be)
         found_as["as acknowledged" if found == state else "with the change under way"] += 1
         state = found
+        for number, digest in numbered(place).items():
+            assert told.setdefault(number, digest) == digest, (kill, run_seed, number)
         num_changes += num_done
     print(json.dumps({"kills": num_kills, "changes": num_changes, **found_as}))
 
