@@ -38,7 +38,7 @@ async def health(request: Request) -> HealthResponse:
     if engine.state == "down" and not services.draining:
         raise NotReady(engine_sentence(engine))
     replicas = {name: one.state for name, one in engine.replicas().items()}
-    fault = None if services.store is None else services.store.fault()
+    fault = None if services.store is None else await services.store_look.fault(services.store.fault)
     return HealthResponse(status="ok", engine=engine.state, replicas=replicas or None, store=fault)
 
 

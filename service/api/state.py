@@ -27,6 +27,7 @@ from service.api.metrics import Metrics
 from service.api.page_cache import PageCache
 from service.api.sampling import SamplingDefaults
 from service.api.schemas import MAX_HELD_LOGPROBS
+from service.api.store_look import StoreLook
 from service.api.upload_places import UploadPlace, UploadPlaces
 from service.engine.messages import Ready, Tier
 from service.grammars.trial import GrammarTrial
@@ -69,6 +70,7 @@ class Services:
     tenants: Tenants = field(default_factory=Tenants)
     sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     store: AdapterStore | None = None
+    store_look: StoreLook = field(default_factory=StoreLook)
     draining: bool = False
     prepared: bool = False
     start_error: str | None = None
