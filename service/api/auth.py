@@ -112,9 +112,10 @@ class Access:
             return ""
         return caller.tenant.name if self.has_tenants else caller.key_id
 
-    async def refresh(self) -> None:
-        """Have `check` know the keys as they are now."""
-        await self._tenants.refresh()
+    async def refresh(self, method: str, path: str) -> None:
+        """Have `check` know the keys as they are now, if the request needs one: to read them may take long."""
+        if self._tenants.has_file and self.need(method, path) != "open":
+            await self._tenants.refresh()
 
     def check(self, method: str, path: str, headers: Headers) -> Caller | None:
         """Who asks; None where nobody needs to know. Unauthorized without a known key, Forbidden if it has not the

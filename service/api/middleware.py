@@ -99,7 +99,7 @@ class EntryMiddleware:
         PAYER.set(payer_of("", address))  # of a refusal for want of a key
         if (connection := scope.get("multilora.connection")) is not None:  # there is none in tests
             await connection.turn(PAYER.get())
-        await self._access.refresh()
+        await self._access.refresh(scope["method"], scope["path"])
         caller = self._access.check(scope["method"], scope["path"], visit.headers)
         scope["multilora.caller"] = visit.caller = caller
         name = self._access.payer_name(caller)

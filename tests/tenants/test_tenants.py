@@ -9,10 +9,13 @@ import os
 from pathlib import Path
 
 import pytest
+from starlette.datastructures import Headers
 
+from service.api.auth import Access
 from service.tenants.edit import add_key, revoke_key
 from service.tenants.keys_file import SCOPES, KeysFileError, hash_of
 from service.tenants.tenants import DEFAULT, Caller, Tenants
+from tests.support.limits import LIMIT_SECONDS
 
 
 @pytest.fixture
@@ -226,3 +229,28 @@ def test_a_file_that_is_slow_to_read_holds_up_nothing(path: Path) -> None:
         assert [caller and caller.tenant.name for caller in found] == ["else", "zeta"]
 
     asyncio.run(change())
+
+
+def test_what_needs_no_key_does_not_wait_for_the_file(path: Path) -> None:
+    key, _ = add_key(path, "acme", ["infer"])
+    tenants, text = Tenants(keys_file=path), path.read_bytes()
+    access = Access(tenants, ["/version"])
+    pipe = path.with_name("pipe")
+    os.mkfifo(pipe)
+    pipe.replace(path)
+
+    async def change() -> None:
+        asked = asyncio.create_task(access.refresh("GET", "/v1/models"))
+        await asyncio.sleep(0)
+        for open_path in ("/health", "/ready", "/version"):
+            await access.refresh("GET", open_path)
+            assert access.check("GET", open_path, Headers()) is None
+        assert not asked.done()
+        with await asyncio.to_thread(path.open, "wb", buffering=0) as writing:
+            pipe.write_bytes(text)
+            pipe.replace(path)
+            writing.write(text)
+        await asked
+        assert tenants.caller(key) is not None
+
+    asyncio.run(asyncio.wait_for(change(), LIMIT_SECONDS))
