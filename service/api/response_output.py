@@ -18,13 +18,15 @@ _PART_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
 class ResponseOutput:
     """The items so far. `add` and `finish` yield the events of what they add.
 
-    items  the last one may still grow
+    items  the last one has its text when it has ended
     """
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self._is_open = False
         self._logprobs: list[Any] = []
+        # Of the open item, joined when it ends: added to a text piece by piece, each would copy all before it.
+        self._texts: list[str] = []
         # Of the open item: the call's index among the chat's calls.
         self._call: int | None = None
 
@@ -55,7 +57,7 @@ class ResponseOutput:
             yield from self._begin({"type": kind, **own, "content": []})
             yield from self._begin_part()
         part = self.items[-1]["content"][0]
-        part["text"] += text
+        self._texts.append(text)
         event = {"type": f"response.{part['type']}.delta", **self._place(content_index=0), "delta": text}
         if kind == "message":
             part["logprobs"].extend(logprobs)
@@ -71,7 +73,7 @@ class ResponseOutput:
             )
             self._call = index
         arguments = function.get("arguments") or ""
-        self.items[-1]["arguments"] += arguments
+        self._texts.append(arguments)
         if arguments:
             yield {"type": "response.function_call_arguments.delta", **self._place(), "delta": arguments}
 
@@ -95,6 +97,11 @@ class ResponseOutput:
             return
         self._is_open, self._call = False, None
         item = self.items[-1]
+        text, self._texts = "".join(self._texts), []
+        if item["type"] == "function_call":
+            item["arguments"] = text
+        else:
+            item["content"][0]["text"] = text
         if item["type"] == "message":
             item["content"][0]["logprobs"].extend(self._logprobs)
         self._logprobs = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Literal
 
 import openai
@@ -423,3 +423,22 @@ class TestOutput:
                 pass
         assert [item["type"] for item in output.items] == ["message", "function_call"]
         assert output.items[0]["content"][0]["logprobs"] == [first, second]
+
+    @pytest.mark.parametrize(
+        ("delta", "text_of"),
+        [
+            (DELTAS[1], lambda item: item["content"][0]["text"]),
+            (DELTAS[3], lambda item: item["content"][0]["text"]),
+            (DELTAS[7], lambda item: item["arguments"]),
+        ],
+        ids=["reasoning", "message", "function_call"],
+    )
+    def test_a_long_text_is_joined_once(self, delta: dict[str, Any], text_of: Callable[[Any], str]) -> None:
+        """A text that grew with each of its pieces would be copied as often."""
+        output = ResponseOutput()
+        for _ in range(3):
+            for _ in output.add(delta):
+                pass
+            assert text_of(output.items[0]) == ""
+        *_, ended = output.finish("completed")
+        assert text_of(ended["item"]) == text_of(output.items[0]) in ("let let let ", "suresuresure", "{}{}{}")
