@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -379,6 +381,20 @@ def test_ids_of_calls_differ_and_are_what_templates_want() -> None:
     assert len(FORMATS["mistral"].new_id()) == 9 and FORMATS["mistral"].new_id().isalnum()
 
 
+def texts_in(whole: object) -> Iterator[str]:
+    """All texts that an object holds, itself or by what it holds."""
+    seen: set[int] = set()
+    parts = [whole]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, str):
+            yield part
+        elif id(part) not in seen and not isinstance(part, type | FunctionType | ModuleType):
+            seen.add(id(part))
+            parts.extend(part.values() if isinstance(part, dict) else getattr(part, "__dict__", {}).values())
+            parts.extend(part if isinstance(part, list | tuple | deque | set | frozenset) else ())
+
+
 @pytest.mark.parametrize(
     ("begin", "blank", "end", "said"),
     [
@@ -396,12 +412,11 @@ def test_blanks_that_wait_are_not_looked_at_anew(
 ) -> None:
     """No text that is kept back grows with the answer, so that each piece costs as much as it is long."""
     reader = AnswerReader(Reading(FORMATS["hermes"], TOOLS, thinks=True, is_thinking=is_thinking))
+    marks = set(texts_in(reader))
     found = reader.push(begin)
     for _ in range(200):
         found += reader.push(blank)
-        parts = (reader._thoughts, reader._calls, *vars(reader._calls).values())
-        kept = [value for part in parts for value in getattr(part, "__dict__", {}).values() if isinstance(value, str)]
-        assert kept and max(map(len, kept)) <= len("</tool_call>")
+        assert all(len(text) <= len("</tool_call>") for text in texts_in(reader) if text not in marks)
     found += [*reader.push(end), *reader.finish()]
     text = "".join(one.text if isinstance(one, Thought) else one for one in found if isinstance(one, Thought | str))
     is_thought = is_thinking and not begin and blank == "\n"
@@ -410,9 +425,10 @@ def test_blanks_that_wait_are_not_looked_at_anew(
 
 def test_separators_that_wait_are_not_looked_at_anew() -> None:
     reader = AnswerReader(Reading(FORMATS["llama3_json"], TOOLS))
+    marks = set(texts_in(reader))
     found = reader.push('{"name": "now", "parameters": {}}')
     for _ in range(200):
         found += reader.push("; ")
-        assert max(len(value) for value in vars(reader._calls).values() if isinstance(value, str)) <= 1
+        assert all(len(text) <= len("; ") for text in texts_in(reader) if text not in marks)
     assert found == [NOW]
     assert reader.push("So") == ["; " * 200 + "So"]

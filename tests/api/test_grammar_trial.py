@@ -27,7 +27,7 @@ from service.grammars.tool_calls import lark_of_thoughts
 from service.grammars.trial import ENGINE_STACK_BYTES, GrammarTrial
 from service.payer import PAYER
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.server import is_alive
+from tests.support.noted_children import noted_children
 from tests.support.tiny_models import make_tiny_model
 
 FINE = choice_constraint(["yes", "no"])
@@ -78,15 +78,19 @@ def test_an_answer_behind_thoughts_is_tried_before_they_are_thought(trial: Gramm
     assert trial.compile(replace(FINE, around=around))
 
 
-def test_the_child_is_confined(trial: GrammarTrial) -> None:
+def test_the_child_is_confined_and_ends_with_close(monkeypatch: pytest.MonkeyPatch) -> None:
     """That a confined process reaches nothing is tried in test_template_worker.py."""
+    started = noted_children(monkeypatch)
+    trial = GrammarTrial(BASE_DIR)
     trial.compile(FINE)
-    assert trial._child is not None
-    process = Path(f"/proc/{trial._child.pid}")
+    (child,) = started
+    process = Path(f"/proc/{child.pid}")
     (thread,) = (process / "task").iterdir()  # others, which libraries start, would keep what Landlock takes
     status = dict(line.split(":", 1) for line in (thread / "status").read_text().splitlines())
     assert (status["Seccomp"].strip(), status["NoNewPrivs"].strip()) == ("2", "1")
     assert {file.name for file in (process / "fd").iterdir()} == {"0", "1", "2"}
+    trial.close()
+    assert child.returncode == 0
 
 
 def test_who_sends_many_grammars_leaves_others_their_turn(trial: GrammarTrial) -> None:
@@ -100,15 +104,6 @@ def test_who_sends_many_grammars_leaves_others_their_turn(trial: GrammarTrial) -
         future.add_done_callback(lambda _done, name=name: ended.append(name))
     assert many[-1].result(LIMIT_SECONDS)
     assert ended == ["few", "many"]
-
-
-def test_the_child_ends_with_close() -> None:
-    trial = GrammarTrial(BASE_DIR)
-    trial.compile(FINE)
-    assert trial._child is not None
-    pid = trial._child.pid
-    trial.close()
-    assert not is_alive(pid)
 
 
 def test_the_longest_chain_that_passes_has_room_in_the_engine(trial: GrammarTrial, table: TokenTable) -> None:

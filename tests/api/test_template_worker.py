@@ -8,15 +8,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import jinja2.filters
 import pytest
 
-from service.bounded_child import _say_missing, _start
+from service.bounded_child import OUT_OF_MEMORY, BoundedChild
 from service.child_process import child_environment
 from service.payer import PAYER
 from service.text.chat_template import ChatTemplate
@@ -25,6 +26,7 @@ from service.text.template_worker import AdapterTemplate, LimitError, TemplateWo
 from service.text.tokenizer import TextError
 from tests.api.test_chat_template import CHATS, TEMPLATES
 from tests.support.limits import LIMIT_SECONDS
+from tests.support.noted_children import noted_children
 from tests.support.server import is_alive, wait_for
 
 ORDINARY = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -131,35 +133,34 @@ def test_many_threads_get_their_own_answers(worker: TemplateWorker) -> None:
         assert list(pool.map(one, range(100))) == [f"{index} hello" for index in range(100)]
 
 
-def test_a_child_that_others_have_filled_is_no_fault_of_the_next(
-    worker: TemplateWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_that_others_have_filled_is_no_fault_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled templates are kept there. What does not fit beside them is rendered by a fresh child."""
-    template = AdapterTemplate(worker, ORDINARY, {})
-    template.render(HELLO)
-    ask, first = worker._ask, worker._child
-    assert first is not None
+    started = noted_children(monkeypatch)
+    child = BoundedChild("tests.support.odd_child", ["", "2", str(OUT_OF_MEMORY)])
+    try:
+        assert [child.ask(b"{}\n") for _ in range(3)] == [{"pid": started[at].pid} for at in (0, 0, 1)]
+        assert [one.returncode for one in started] == [OUT_OF_MEMORY, None]
+    finally:
+        child.close()
 
-    def full(line: bytes) -> dict[str, str] | int:
-        if worker._child is not first:
-            return ask(line)
-        worker._end(first)
-        return 3
 
-    monkeypatch.setattr(worker, "_ask", full)
-    assert template.render(HELLO) == "user: hello\n"
-    assert worker._child is not first
+def test_what_is_too_much_for_a_fresh_child_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = noted_children(monkeypatch)
+    child = BoundedChild("tests.support.odd_child", ["", "0", str(OUT_OF_MEMORY)])
+    assert child.ask(b"{}\n") == OUT_OF_MEMORY
+    assert len(started) == 1
+    child.close()
 
 
 def test_a_child_that_was_killed_is_replaced_and_one_that_cannot_work_is_our_fault(
     worker: TemplateWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    started = noted_children(monkeypatch)
     template = AdapterTemplate(worker, ORDINARY, {})
     template.render(HELLO)
-    assert worker._child is not None
-    worker._child.kill()
+    started[-1].kill()
     assert template.render(HELLO) == "user: hello\n"
-    worker._child.kill()
+    started[-1].kill()
     with monkeypatch.context() as patched:
         patched.setattr(sys, "executable", "/bin/false")
         with pytest.raises(RuntimeError, match="exit code 1"):
@@ -170,16 +171,18 @@ def test_a_child_that_was_killed_is_replaced_and_one_that_cannot_work_is_our_fau
 def test_the_child_knows_no_settings(worker: TemplateWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MULTILORA_API_KEYS", "HF_TOKEN", "DATABASE_URL"):
         monkeypatch.setenv(name, "a-secret")
+    started = noted_children(monkeypatch)
     AdapterTemplate(worker, ORDINARY, {}).render(HELLO)
-    assert worker._child is not None
-    assert b"a-secret" not in Path(f"/proc/{worker._child.pid}/environ").read_bytes()
+    (child,) = started
+    assert b"a-secret" not in Path(f"/proc/{child.pid}/environ").read_bytes()
 
 
-def test_the_child_has_less_claim_to_processors(worker: TemplateWorker) -> None:
+def test_the_child_has_less_claim_to_processors(worker: TemplateWorker, monkeypatch: pytest.MonkeyPatch) -> None:
     """Than the event loop and the engine, which have this process's."""
+    started = noted_children(monkeypatch)
     AdapterTemplate(worker, ORDINARY, {}).render(HELLO)
-    assert worker._child is not None
-    assert os.getpriority(os.PRIO_PROCESS, worker._child.pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + 5, 19)
+    (child,) = started
+    assert os.getpriority(os.PRIO_PROCESS, child.pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + 5, 19)
 
 
 def test_no_child_gets_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,20 +197,22 @@ def test_no_child_gets_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(Path(__file__).resolve().parents[2])
 
 
-def test_the_child_ends_with_close(worker: TemplateWorker) -> None:
+def test_the_child_ends_with_close(worker: TemplateWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = noted_children(monkeypatch)
     AdapterTemplate(worker, ORDINARY, {}).render(HELLO)
-    child = worker._child
-    assert child is not None
+    (child,) = started
     worker.close()
     assert child.returncode == 0
 
 
 PARENT = """
-import sys
+import subprocess, sys
 from service.text.template_worker import AdapterTemplate, TemplateWorker
+popen, started = subprocess.Popen, []
+subprocess.Popen = lambda *arguments, **options: started.append(popen(*arguments, **options)) or started[-1]
 worker = TemplateWorker()
 AdapterTemplate(worker, "x", {}).render([{"role": "user", "content": ""}])
-print(worker._child.pid, flush=True)
+print(started[0].pid, flush=True)
 AdapterTemplate(worker, sys.argv[1], {}).render([{"role": "user", "content": ""}])
 sys.stdin.read()
 """
@@ -394,19 +399,14 @@ def test_a_confined_process_reaches_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "secret").read_text() == "secret"
 
 
-def test_a_kernel_that_confines_nothing_is_told_of_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("service.bounded_child.json.loads", lambda _text: ["no seccomp"])
-    _say_missing.cache_clear()
+def test_a_kernel_that_confines_nothing_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    missing = f"no seccomp for {uuid4()}"  # once for each that is missing
     with caplog.at_level("WARNING"):
         for _ in range(2):
-            child = _start([sys.executable, "-m", "service.text.template_worker", "1.0"])
-            assert child.stdin is not None
-            child.stdin.close()
-            child.wait(LIMIT_SECONDS)
-    _say_missing.cache_clear()
-    assert [record.getMessage().count("no seccomp") for record in caplog.records] == [1]
+            child = BoundedChild("tests.support.odd_child", [missing, "1", "0"])
+            assert isinstance(child.ask(b"{}\n"), dict)
+            child.close()
+    assert [record.getMessage().count(missing) for record in caplog.records] == [1]
 
 
 def test_a_payer_s_templates_leave_a_child_for_another_payer() -> None:
@@ -434,14 +434,15 @@ def test_a_payer_s_templates_leave_a_child_for_another_payer() -> None:
 def test_a_child_that_is_killed_while_it_starts_is_no_fault_of_the_template(
     worker: TemplateWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    popen: Any = subprocess.Popen
     started: list[subprocess.Popen[bytes]] = []
 
-    def start_and_kill_the_first(command: Sequence[str]) -> subprocess.Popen[bytes]:
-        started.append(_start(command))
+    def start_and_kill_the_first(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        started.append(popen(*arguments, **options))
         if len(started) == 1:
             started[0].kill()
         return started[-1]
 
-    monkeypatch.setattr("service.bounded_child._start", start_and_kill_the_first)
+    monkeypatch.setattr(subprocess, "Popen", start_and_kill_the_first)
     assert AdapterTemplate(worker, ORDINARY, {}).render(HELLO) == "user: hello\n"
     assert len(started) == 2
