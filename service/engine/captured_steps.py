@@ -88,6 +88,11 @@ class CapturedSteps:
         return self._graphs is None
 
     @property
+    def sizes(self) -> Collection[StepSizes]:
+        """Of the steps that are captured."""
+        return self._captured.keys()
+
+    @property
     def num_graphs(self) -> int:
         return len(self._captured)
 

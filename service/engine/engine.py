@@ -125,7 +125,7 @@ class Engine:
         self.is_idle = True  # the last call of `step` has neither launched nor collected anything
         self.rows = rows
         self.host = host
-        self._runner = runner
+        self.runner = runner
         self._ops = ops
         self._overlaps = config.overlap if config.overlap is not None else capacity.device.type != "cpu"
         self._launcher = StepLauncher(runner, rows, self.blocks, config, keeps_tokens=self._overlaps)
@@ -232,7 +232,7 @@ class Engine:
 
     def stats(self) -> Stats:
         """The state now, with what is new since the last call: steps, and where adapters are."""
-        return stats_of(self, self._runner.captured)
+        return stats_of(self, self.runner.captured)
 
     def trim(self) -> None:
         """Give memory of what is gone back to the system; for when nothing runs."""
@@ -246,7 +246,7 @@ class Engine:
 
     def compile_kernels(self) -> None:
         """Compile what steps can need, before the first request: on an NPU a kernel takes seconds to compile."""
-        self._runner.warm_up(self.config)
+        self.runner.warm_up(self.config)
 
     def capture_steps(self) -> None:
         """Capture steps of the sizes that are used most, before the first request."""
@@ -264,7 +264,7 @@ class Engine:
     def forget_history(self) -> None:
         """Reset records and counters, after a warm-up."""
         self.records = StepRecords()
-        self._runner.captured.forget_history()
+        self.runner.captured.forget_history()
 
     def close(self) -> None:
         self.adapter_loads.close()

@@ -84,7 +84,7 @@ class Runner(Protocol):
 
 
 class ModelRunner:
-    """A loaded model, its LoRA rows bound, with its caches.
+    """A loaded model, its LoRA rows bound, with its `caches`.
 
     graphs          None: the device's own, if it has such
     num_kv_blocks   of the KV cache, of a trial that writes to none but the null block; None: what the budget holds
@@ -104,7 +104,7 @@ class ModelRunner:
         self.capacity = capacity_of(loaded, config, platform)
         self._model = loaded.model
         self._dtype = loaded.dtype
-        self._caches = allocate_caches(
+        self.caches = allocate_caches(
             loaded.spec,
             num_kv_blocks or self.capacity.num_blocks,
             config.block_size_tokens,
@@ -134,7 +134,7 @@ class ModelRunner:
 
     def warm_up(self, config: EngineConfig) -> None:
         """See `Runner.warm_up`; the model's LoRA rows are bound by now."""
-        self._model.warm_up(self._caches, padded_tokens(config.token_budget), config.max_sequences)
+        self._model.warm_up(self.caches, padded_tokens(config.token_budget), config.max_sequences)
         sampling_ops.warm_up(self.capacity.vocab_size, self._dtype, self.capacity.device)
         if self._has_lora:
             row_scatter_ops.warm_up(self.capacity.device)
@@ -171,7 +171,7 @@ class ModelRunner:
         num_rows = sizes.num_tokens if sizes.num_rows is None else sizes.num_rows
         if self._padding is None or num_rows > self._padding.max_rows:
             self.captured.note_eager(sizes)
-            return self._model.forward(batch, self._caches)
+            return self._model.forward(batch, self.caches)
         is_padded = self._run_shared(batch, sizes)
         # What is not padded is of a size that may not come again, and was not captured.
         return self._logits_of[sizes] if is_padded else self._logits_of.pop(sizes)
@@ -186,10 +186,10 @@ class ModelRunner:
     def run_with_hidden(self, batch: StepBatch, sizes: StepSizes) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Runner.run_with_hidden`."""
         self.captured.note_eager(sizes, HIDDEN)
-        return self._model.forward_with_hidden(batch, self._caches)
+        return self._model.forward_with_hidden(batch, self.caches)
 
     def _forward(self, batch: StepBatch, sizes: StepSizes) -> None:
-        self._logits_of[sizes] = self._model.forward(batch, self._caches, self._logits)
+        self._logits_of[sizes] = self._model.forward(batch, self.caches, self._logits)
 
 
 def _graphs_of(device: torch.device) -> Graphs:

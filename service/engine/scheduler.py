@@ -100,6 +100,12 @@ class Scheduler:
         if sequence.adapter is not None:
             self.adapter_loads.leave(sequence.adapter)
 
+    def preempt(self, sequence: Sequence) -> None:
+        """A running one yields all that it holds, and waits to be computed again."""
+        self._stop(sequence)
+        sequence.num_computed = 0
+        self.num_preemptions += 1
+
     def schedule(self) -> list[ScheduledChunk]:
         """The next step; blocks for its tokens are taken. Empty if nothing can run now."""
         if self._queue.num_waiting:
@@ -211,7 +217,7 @@ class Scheduler:
                 self._queue.flow_of(sequence).steps_waiting_for_rows += 1
                 return False
             for one in [one for one in self.running if one.adapter in yielding]:
-                self._preempt(one)
+                self.preempt(one)
         return self.adapter_loads.bring(adapter)
 
     def _find_place(self, sequence: Sequence, num_blocks: int) -> bool:
@@ -227,7 +233,7 @@ class Scheduler:
             num_slots += 1
             num_blocks -= len(self.blocks.blocks(one.key)) + self._blocks_missing(one)
         for one in yielding:
-            self._preempt(one)
+            self.preempt(one)
         return True
 
     def _start(self, sequence: Sequence) -> None:
@@ -246,12 +252,6 @@ class Scheduler:
         self._queue.stop(sequence)
         if sequence.adapter is not None:
             self.adapter_loads.release(sequence.adapter)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """It yields, and waits to be computed again."""
-        self._stop(sequence)
-        sequence.num_computed = 0
-        self.num_preemptions += 1
 
     # ---- what they compute
 
@@ -298,7 +298,7 @@ class Scheduler:
         total = self._blocks_for(sequence.num_computed + chunk.num_tokens)
         while not self.blocks.extend(sequence.key, total):
             last = self._queue.last_in_turn()
-            self._preempt(last)
+            self.preempt(last)
             chunks.pop(last.key, None)
             if last is sequence:
                 return

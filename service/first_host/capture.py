@@ -35,7 +35,7 @@ def capture_one_layer(host: StepHost) -> None:
             subject = build_subject(host, **sizes, eager=eager, npu_graphs=not eager)
             tokens[name] = _tokens(subject)
             if not eager:
-                captured = subject.engine._runner.captured
+                captured = subject.engine.runner.captured
                 host.facts(replayed=captured.num_replayed, graphs=captured.num_graphs, eager=dict(captured.eager))
                 if not captured.num_replayed:
                     raise StepFailed(f"No step was captured: {', '.join(captured.eager) or 'nothing was run'}.")

@@ -53,7 +53,7 @@ def _host_and_device(driver: Driver, subject: Subject, host: StepHost) -> dict[s
     wait = torch.get_device_module(torch.device(host.device)).synchronize
     wait()
     launch = 0.0
-    runner: Any = subject.engine._runner
+    runner: Any = subject.engine.runner
     run = runner.run
 
     def timed(*arguments: Any) -> torch.Tensor:

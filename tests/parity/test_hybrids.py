@@ -83,7 +83,7 @@ def run_with_aborts(engine: Engine, world: World, requests: list[Request]) -> tu
             if 0 < sequence.num_computed < sequence.num_prompt and sequence.request_id not in seen:
                 seen.add(sequence.request_id)
                 if len(seen) % 4 == 1:
-                    engine.scheduler._preempt(sequence)
+                    engine.scheduler.preempt(sequence)
                 if len(seen) % 4 == 3:
                     engine.abort(sequence.request_id)
                     del tokens[sequence.request_id]

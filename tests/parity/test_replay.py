@@ -69,7 +69,7 @@ def run(world: World, requests: list[Request], *, eager: bool, **config: Any) ->
     engine = build_engine(settings, graphs=graphs)
     engine.compile_kernels()
     logits: list[torch.Tensor] = []
-    model_run = engine._runner.run
+    model_run = engine.runner.run
 
     def noted(batch: Any, sizes: Any) -> torch.Tensor:
         out = model_run(batch, sizes)
@@ -77,7 +77,7 @@ def run(world: World, requests: list[Request], *, eager: bool, **config: Any) ->
         logits.append(out[: sum(kv_len > 0 for kv_len in batch.attention.kv_lens)].cpu().clone())
         return out
 
-    engine._runner.run = noted  # type: ignore[method-assign]
+    engine.runner.run = noted  # type: ignore[method-assign]
     waiting = list(requests)
     while waiting or engine.num_requests:
         if waiting:
@@ -107,7 +107,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def states_of(engine: Engine) -> list[torch.Tensor]:
     """What sequences leave in their lines, of all layers that keep states."""
-    layers = (cache for cache in engine._runner._caches.layers if not isinstance(cache, KvCache))
+    layers = (cache for cache in engine.runner.caches.layers if not isinstance(cache, KvCache))
     return [getattr(cache, name)[1:].cpu().clone() for cache in layers for name in cache.__slots__]
 
 
@@ -116,7 +116,7 @@ def assert_replays_as_eager(
 ) -> set[StepSizes]:
     """Returns the sizes that were captured. num_others: least steps that replay what another step has captured."""
     captured, engine = run(world, requests, eager=False, **config)
-    counts, states = engine._runner.captured, states_of(engine)
+    counts, states = engine.runner.captured, states_of(engine)
     engine.close()
     if counts.is_off and world.device != "cpu" and world.dtype == torch.float32:
         pytest.skip(f"NOT RUN: on this device no step of {world.family} in float32 is captured")
@@ -134,7 +134,7 @@ def assert_replays_as_eager(
     for found, expected in zip(states, states_of_eager, strict=True):
         assert torch.equal(found.isnan(), expected.isnan()), "lines of nobody"
         assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7)), "states"
-    return set(counts._captured)
+    return set(counts.sizes)
 
 
 def test_replayed_steps_equal_eager_ones(world: World, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,7 +250,7 @@ def test_what_was_captured_while_nobody_waited_is_replayed(
         )
         engine.compile_kernels()
         engine.capture_steps()
-        steps = engine._runner.captured
+        steps = engine.runner.captured
         num_at_first = steps.num_graphs
         engine.submit(Request("r0", "one", (7, 9), 2).submit(world))
         assert not engine.capture_while_idle(), "somebody waits"
@@ -285,7 +285,7 @@ def test_grammars_are_followed_in_replayed_steps_with_overlap(
             engine = build_engine(settings, graphs=graphs)
             engine.compile_kernels()
             answers = run_engine(engine, submits)
-            assert bool(engine._runner.captured.num_replayed) == is_usual
+            assert bool(engine.runner.captured.num_replayed) == is_usual
             engine.close()
             tokens.append({name: answer.tokens for name, answer in answers.items()})
     assert tokens[0] == tokens[1]
@@ -311,7 +311,7 @@ def test_every_sampling_is_the_same_in_replayed_steps_with_overlap(
             engine = build_engine(settings, graphs=graphs)
             engine.compile_kernels()
             found.append(run_engine(engine, submits))
-            assert bool(engine._runner.captured.num_replayed) == is_usual
+            assert bool(engine.runner.captured.num_replayed) == is_usual
             engine.close()
     assert found[0] == found[1]
     assert all(answer.tokens for answer in found[0].values())

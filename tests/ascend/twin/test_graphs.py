@@ -82,7 +82,7 @@ def run(world: World, *, npu_graphs: bool, replays: bool = True) -> tuple[list[t
     )
     engine = build_engine(engine_config, graphs=TwinGraphs())
     steps: list[tuple[StepSizes, torch.Tensor]] = []
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     if not replays:
         runner.captured.run = lambda _batch, _sizes, _is_padded, work: work()
     model_run = runner.run
@@ -115,7 +115,7 @@ def test_replayed_decode_steps_equal_eager_ones(world: World) -> None:
         padded, third = run(world, npu_graphs=True, replays=False)
         captured, engine = run(world, npu_graphs=True)
     third.close()
-    counts, reason = engine._runner.captured, other._runner.captured.eager
+    counts, reason = engine.runner.captured, other.runner.captured.eager
     engine.close()
     other.close()
     assert counts.num_replayed > counts.num_graphs > 1, "something is replayed"
@@ -140,10 +140,10 @@ def test_steps_are_not_padded_unless_they_are_captured(world: World) -> None:
             else:
                 assert sizes == exact[step]
         decode = next(sizes for sizes, _ in eager if sizes.all_decode and sizes.num_tokens == 3)
-        assert engine._runner.padded(decode).num_tokens == 4
-        engine._runner.captured._reason = UPDATE_FAILED
-        engine._runner.captured._captured.clear()
-        assert engine._runner.padded(decode) == decode
+        assert engine.runner.padded(decode).num_tokens == 4
+        engine.runner.captured._reason = UPDATE_FAILED
+        engine.runner.captured._captured.clear()
+        assert engine.runner.padded(decode) == decode
         engine.close()
         other.close()
 
@@ -187,5 +187,5 @@ def test_an_op_that_cannot_be_replayed_is_named(world: World) -> None:
         mock.patch.object(lora, "CONTRACT", replace(lora.CONTRACT, replayable=False)),
     ):
         _, engine = run(world, npu_graphs=True)
-        assert set(engine._runner.captured.eager) == {"lora not replayable"}
+        assert set(engine.runner.captured.eager) == {"lora not replayable"}
         engine.close()
