@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from tests.ascend import conv_cases, gated_delta_cases, lora_cases, rotary_cases, window_cases
+from tests.ascend import (
+    conv_cases,
+    gated_delta_cases,
+    gated_delta_prefill_cases,
+    lora_cases,
+    rotary_cases,
+    window_cases,
+)
 from tests.ascend.gate.cases import Case
 
 CASES: list[Case] = [
@@ -11,4 +18,5 @@ CASES: list[Case] = [
     *rotary_cases.CASES,
     *window_cases.CASES,
     *gated_delta_cases.CASES,
+    *gated_delta_prefill_cases.CASES,
 ]

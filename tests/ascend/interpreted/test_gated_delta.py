@@ -1,18 +1,19 @@
-"""The Ascend decode step of the gated delta rule in triton-ascend's interpreter, through the public op."""
+"""The Ascend kernels of the gated delta rule in triton-ascend's interpreter, through the public ops."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from kernels.gated_delta import reference, triton_ascend
-from kernels.gated_delta.ops import gated_delta_decode, warm_up
+from kernels.gated_delta.ops import gated_delta_decode, gated_delta_prefill, warm_up
 from kernels.platform import in_use, installed
 from kernels.probe.shapes import ProbeShapes
-from tests.ops.test_gated_delta import assert_close, make_decoding, make_inputs
+from tests.ops.test_gated_delta import Inputs, assert_close, ints, make_decoding, make_inputs, starts_of
 from tests.support.triton_interpreter import round_bfloat16
 from tests.tolerances import OP
 
@@ -47,6 +48,70 @@ def test_decode_equals_the_recurrence(sizes: tuple[int, int, int, int], dtype: t
     assert torch.equal(rows[1:4], expected_rows[1:4])
     for state in (rows, states):
         assert bool(state[[0, 4, 5, 6]].isnan().all()), "a line of nobody was written"
+
+
+def prefill(
+    inputs: Inputs, states: torch.Tensor, lengths: list[int], lines: list[int], continued: list[bool]
+) -> torch.Tensor:
+    """Through the op, whose arguments stay as they are."""
+    starts, host_starts = starts_of(lengths, "cpu")
+    args = inputs.part(slice(0, sum(lengths)))
+    before = [part.clone() for part in args]
+    where = (starts, ints(lines, "cpu"), torch.tensor(continued))
+    out = gated_delta_prefill(*args, states, *where, query_starts=host_starts)
+    assert all(torch.equal(part.nan_to_num(7.0), was.nan_to_num(7.0)) for part, was in zip(args, before, strict=True))
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_prefill_equals_the_recurrence(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """New and continued sequences, single tokens, an empty one, and padding."""
+    lengths, lines = [6, 1, 0, 3, 5, 1], [4, 2, 1, 3, -1, 5]
+    continued = [False, True, True, True, True, False]
+    inputs = make_inputs(sizes, sum(lengths), dtype, "cpu")
+    inputs.qkv[10:15], inputs.b[10:15] = torch.nan, torch.nan
+    expected_states, states = inputs.states.clone(), inputs.states.clone()
+    where = (starts_of(lengths, "cpu")[0], ints(lines, "cpu"), torch.tensor(continued), None)
+    expected = reference.prefill(*inputs.part(slice(None)), expected_states, *where)
+    found = prefill(inputs, states, lengths, lines, continued)
+    assert found.is_contiguous() and found.dtype == dtype
+    is_real = torch.ones(sum(lengths), dtype=torch.bool)
+    is_real[10:15] = False
+    assert_close(found[is_real], expected[is_real])
+    torch.testing.assert_close(states[2:6], expected_states[2:6], atol=2e-5, rtol=2e-5)
+    assert torch.equal(states[1], inputs.states[1]), "an empty sequence keeps its state"
+    assert bool(states[[0, 6]].isnan().all()), "a line of nobody was written"
+
+
+@pytest.mark.parametrize("cuts", [[4], list(range(1, 10))], ids=len)
+def test_a_prompt_in_chunks_equals_the_whole(cuts: list[int]) -> None:
+    """And the whole token by token."""
+    inputs, edges = make_inputs(SIZES[1], 10, torch.float32, "cpu"), [0, *cuts, 10]
+    whole, states = prefill(inputs, whole_states := inputs.states.clone(), [10], [5], [False]), inputs.states.clone()
+    pieces = []
+    for first, end in itertools.pairwise(edges):
+        part = dataclasses.replace(inputs, qkv=inputs.qkv[first:end], b=inputs.b[first:end], a=inputs.a[first:end])
+        pieces.append(prefill(part, states, [end - first], [5], [first > 0]))
+    torch.testing.assert_close(torch.cat(pieces), whole, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(states[5], whole_states[5], atol=2e-5, rtol=2e-5)
+
+
+def test_nan_of_one_sequence_stays_its_own_in_prefill() -> None:
+    """Before it and behind it in the step, and with a line that held NaN before."""
+    inputs, lengths, lines = make_inputs(SIZES[1], 12, torch.float32, "cpu"), [4, 1, 4, 3], [4, 2, 5, 6]
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        states = inputs.states.clone()
+        return prefill(inputs, states, lengths, lines, [False, True, False, False]), states
+
+    alone, states = run()
+    inputs.qkv[5:9], inputs.b[5:9] = torch.nan, torch.nan
+    beside, states_beside = run()
+    assert not bool(alone.isnan().any())
+    for tokens in (slice(0, 5), slice(9, 12)):
+        assert torch.equal(beside[tokens], alone[tokens])
+    assert torch.equal(states_beside[[4, 2, 6]], states[[4, 2, 6]])
 
 
 def test_nan_of_one_sequence_stays_its_own() -> None:
