@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from adapters.errors import Conflict
-from adapters.layout import Group
-from adapters.row_plan import RowPlan
+from adapters.layout import SIDE_GROUPS, Group
+from adapters.row_plan import MEANINGS, RowPlan
 
 
 class Pinned(msgspec.Struct, frozen=True):
@@ -53,9 +53,16 @@ def refuse_excess(pinned: Iterable[Pinned], plan: RowPlan) -> None:
     excess = _excess(pinned, plan)
     if excess is not None:
         group, num_rows = excess
+        num_there, most = plan.rows[group], most_rows(plan, group)
+        if group in SIDE_GROUPS:
+            raise Conflict(
+                f"The device has room for {num_there} adapters with {MEANINGS[group]}, of which {most} may be pinned, "
+                f"and this would be number {num_rows}; unpin others first, or give the server more "
+                "--adapter-side-bytes."
+            )
         raise Conflict(
-            f"The pinned adapters would take {num_rows} {group} rows of the device's {plan.rows[group]}, of which "
-            f"{most_rows(plan, group)} may be pinned; unpin others first, or give the server more --adapter-row-bytes."
+            f"The pinned adapters would take {num_rows} {group} rows of the device's {num_there}, of which {most} may "
+            "be pinned; unpin others first, or give the server more --adapter-row-bytes."
         )
 
 

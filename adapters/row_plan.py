@@ -68,7 +68,7 @@ class RowPlan:
         needed, held, size = self.length(group, rows[group]), self.rows.get(group, 0), self.row_bytes.get(group, 0)
         if group in SIDE_GROUPS:
             return (
-                f"The adapter needs room on the device for {_MEANINGS[group]}, and the side budget holds none"
+                f"The adapter needs room on the device for {MEANINGS[group]}, and the side budget holds none"
                 f"{self._side_hint(rows)}."
             )
         return (
@@ -90,11 +90,12 @@ class RowPlan:
         return f". Ask the operator for an --adapter-side-bytes of {num_bytes} or more"
 
 
-_MEANINGS = {
-    "vectors": "its magnitudes or biases",
-    "norms": "its norms",
-    "saved_embedding": "an embedding of its own",
-    "saved_head": "a head of its own",
+# Of the side groups, for people.
+MEANINGS = {
+    "vectors": "magnitudes or biases",
+    "norms": "norms",
+    "saved_embedding": "a whole embedding",
+    "saved_head": "a whole head",
 }
 
 

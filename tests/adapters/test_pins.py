@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from adapters.errors import Conflict, NotFound
 from adapters.index import Query
+from adapters.pins import Pinned, refuse_excess
 from adapters.row_plan import RowPlan, plan_rows, row_bytes
 from adapters.store import AdapterStore, StoreLimits
 from tests.support.adapter_files import put_version, small_layout, upload_small
@@ -111,3 +113,14 @@ def test_a_name_s_file_from_before_there_were_pins_is_not_pinned(tmp_path: Path)
     assert listed(store) == []
     store.check_integrity()
     store.close()
+
+
+def test_a_pin_that_takes_too_much_of_the_side_budget_says_which_budget() -> None:
+    plan = plan_rows(LAYOUT, 1 << 20, element_bytes=4, side_bytes=1 << 20)
+    few = replace(plan, rows=plan.rows | {"saved_head": 3})
+    heads = [Pinned(name, name * 64, {"attention": 4, "saved_head": 1}) for name in ("a", "b")]
+    refuse_excess(heads[:1], few)
+    with pytest.raises(
+        Conflict, match=r"3 adapters with a whole head, of which 1 may be pinned, .* 2; .* --adapter-side-bytes"
+    ):
+        refuse_excess(heads, few)
