@@ -182,6 +182,7 @@ class Core:
         if not all(self.chip.flags[key] for key in keys):
             return False
         self.chip.flags.subtract(keys)
+        self.chip.num_taken += 1
         return True
 
 
@@ -222,6 +223,7 @@ class Chip:
         self.work_loop_depth = work_loop_depth
         self.num_blocks = 0
         self.flags: Counter[tuple[str, int, int]] = Counter()
+        self.num_taken = 0
         self.storages: list[Storage] = []
         self.touches: dict[int, Touches] = {}  # by the address of the memory, which several arguments may share
         self.workspace_bytes = 0
@@ -314,9 +316,11 @@ class Chip:
     def _run_block(self, running: list[Generator[None, None, None]]) -> None:
         idle_rounds = 0
         while running:
-            before = dict(self.flags)
+            before = self.num_taken, dict(self.flags)
             alive = [core for core in running if next(core, StopIteration) is not StopIteration]
-            idle_rounds = idle_rounds + 1 if len(alive) == len(running) and before == dict(self.flags) else 0
+            # Cores in step take in each round what is signalled in it, so that the flags alone stay the same.
+            is_idle = len(alive) == len(running) and before == (self.num_taken, dict(self.flags))
+            idle_rounds = idle_rounds + 1 if is_idle else 0
             if idle_rounds > _RUNAWAY_ROUNDS:
                 raise SimulationError("the cores of a block wait for each other for ever")
             running = alive
