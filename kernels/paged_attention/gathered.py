@@ -2,7 +2,7 @@
 
 Blocks are gathered by the block table as it lies on the device. An index that is a list, as in `sdpa.py`, would be a
 copy from the host for each sequence and layer, which on an NPU waits for all that was asked of it before. All decode
-tokens of a step are served at once, as far as `_MAX_BYTES` goes; a chunk in tiles of queries. Scores, softmax and sums
+tokens of a step are served at once, as far as `MAX_BYTES` goes; a chunk in tiles of queries. Scores, softmax and sums
 are float32.
 """
 
@@ -18,7 +18,7 @@ CONTRACT = Contract()
 
 _TILE_TOKENS = 128
 # Keys and values in float32 that are gathered at the same time.
-_MAX_BYTES = 256 << 20
+MAX_BYTES = 256 << 20
 _ELEMENT_BYTES = 4
 
 
@@ -39,7 +39,7 @@ def paged_attention(
     grouped_q = q.view(num_tokens, kv_heads, num_heads // kv_heads, head_dim)
     grouped_out = out.view(grouped_q.shape)
     row_bytes = 2 * kv_heads * head_dim * _ELEMENT_BYTES
-    for first, last in _runs(maps, block_size * row_bytes, block_size):
+    for first, last in runs_of(maps, block_size * row_bytes, block_size):
         start, end = maps.query_starts[first], maps.query_starts[last]
         num_blocks = -(-max(maps.kv_lens[first:last]) // block_size)
         blocks = maps.block_table[first:last, :num_blocks].reshape(-1)
@@ -65,7 +65,7 @@ def _gathered(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     return cache.index_select(0, blocks)
 
 
-def _runs(maps: AttentionMaps, block_bytes: int, block_size: int) -> list[tuple[int, int]]:
+def runs_of(maps: AttentionMaps, block_bytes: int, block_size: int) -> list[tuple[int, int]]:
     """Ranges of neighbouring sequences that are served at once: of one query each, or a single one with more."""
     runs: list[tuple[int, int]] = []
     most = 0  # blocks of the longest sequence of the last run, whose table is padded to it
@@ -76,7 +76,7 @@ def _runs(maps: AttentionMaps, block_bytes: int, block_size: int) -> list[tuple[
             continue
         num_blocks = -(-kv_len // block_size)
         widest = max(most, num_blocks)
-        fits = most and (sequence + 1 - runs[-1][0]) * widest * block_bytes <= _MAX_BYTES
+        fits = most and (sequence + 1 - runs[-1][0]) * widest * block_bytes <= MAX_BYTES
         if num_queries == 1 and fits:
             runs[-1], most = (runs[-1][0], sequence + 1), widest
         else:

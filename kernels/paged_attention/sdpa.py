@@ -42,8 +42,8 @@ def paged_attention(
             tile_end = min(tile_start + _TILE_TOKENS, end)
             last = kv_len - end + tile_end
             first = 0 if sliding_window is None else max(0, last - (tile_end - tile_start) + 1 - sliding_window)
-            k = _positions(k_cache, blocks, first, last)
-            v = _positions(v_cache, blocks, first, last)
+            k = positions_of(k_cache, blocks, first, last)
+            v = positions_of(v_cache, blocks, first, last)
             tile_q, tile_out = grouped_q[tile_start:tile_end], grouped_out[tile_start:tile_end]
             if score_cap is not None:
                 _attend_capped(tile_q, k, v, tile_out, scale, sliding_window, score_cap)
@@ -100,7 +100,7 @@ def _hidden(num_queries: int, num_keys: int, sliding_window: int | None, device:
     return visible.logical_not_()
 
 
-def _positions(cache: torch.Tensor, blocks: tuple[int, ...], first: int, last: int) -> torch.Tensor:
+def positions_of(cache: torch.Tensor, blocks: tuple[int, ...], first: int, last: int) -> torch.Tensor:
     """Positions [first, last) of a sequence as [1, kv_heads, last - first, head_dim]; a view if its blocks adjoin."""
     _, block_size, kv_heads, head_dim = cache.shape
     first_block, num_blocks = first // block_size, -(-last // block_size) - first // block_size

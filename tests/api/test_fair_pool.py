@@ -19,13 +19,13 @@ class Work:
     """Something that runs until it is let go, and notes that it has begun."""
 
     def __init__(self, order: list[str], name: str) -> None:
-        self.begun, self._go, self._order, self._name = threading.Event(), threading.Event(), order, name
+        self.begun, self._go, self._order, self.name = threading.Event(), threading.Event(), order, name
 
     def __call__(self) -> str:
-        self._order.append(self._name)
+        self._order.append(self.name)
         self.begun.set()
         assert self._go.wait(LIMIT_SECONDS)
-        return self._name
+        return self.name
 
     def end(self) -> None:
         self._go.set()
@@ -41,7 +41,7 @@ def pool() -> Iterator[FairPool]:
 def submitted(pool: FairPool, order: list[str], names: str) -> tuple[list[Work], list[Future[str]]]:
     """One piece of work for each name; the owner is its first letter."""
     works = [Work(order, name) for name in names.split()]
-    return works, [pool.submit(work._name[0], work) for work in works]
+    return works, [pool.submit(work.name[0], work) for work in works]
 
 
 def test_one_owner_leaves_a_thread_for_the_others(pool: FairPool) -> None:

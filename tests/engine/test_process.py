@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -224,9 +225,9 @@ class TestRestarts:
             raise RuntimeError("nobody thought of this")
 
         async def drive() -> None:
+            started = noted_engines(monkeypatch)
             async with running_client(config) as client:
-                process = client._process
-                assert process is not None
+                (process,) = started
                 monkeypatch.setattr(EngineClient, "_take", fail)
                 _, ended = await soon(collect(client.submit(request("r"))))
                 assert isinstance(ended, EngineDied)
@@ -286,8 +287,24 @@ def break_pairs(monkeypatch: pytest.MonkeyPatch, *, times: int) -> None:
     monkeypatch.setattr("service.engine.client.socket.socketpair", pair)
 
 
-def test_draining_finishes_what_runs_and_refuses_what_comes(config: EngineConfig) -> None:
+def noted_engines(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.subprocess.Process]:
+    """All that are started from now on, in their order."""
+    start: Any = asyncio.create_subprocess_exec
+    started: list[asyncio.subprocess.Process] = []
+
+    async def noted(*arguments: Any, **options: Any) -> asyncio.subprocess.Process:
+        started.append(await start(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
+    return started
+
+
+def test_draining_finishes_what_runs_and_refuses_what_comes(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def drive() -> None:
+        started = noted_engines(monkeypatch)
         async with running_client(config) as client:
             stream = client.submit(request("running", max_tokens=200))
             await first_tokens(stream)
@@ -300,14 +317,14 @@ def test_draining_finishes_what_runs_and_refuses_what_comes(config: EngineConfig
             assert (len(tokens), client.state) == (199, "down")
             assert isinstance(ended, Finished)
             assert ended.reason == "length"
-            assert client._process is not None
-            assert client._process.returncode == 0
+            assert [process.returncode for process in started] == [0]
 
     asyncio.run(drive())
 
 
-def test_a_drain_ends_at_its_limit(config: EngineConfig) -> None:
+def test_a_drain_ends_at_its_limit(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     async def drive() -> None:
+        started = noted_engines(monkeypatch)
         async with running_client(config) as client:
             stream = client.submit(request("endless", max_tokens=15_000))
             await first_tokens(stream)
@@ -315,8 +332,7 @@ def test_a_drain_ends_at_its_limit(config: EngineConfig) -> None:
             _, ended = await collect(stream)
             assert isinstance(ended, Finished)
             assert (ended.reason, ended.error) == ("error", "The server is shutting down.")
-            assert client._process is not None
-            assert client._process.returncode == 0
+            assert [process.returncode for process in started] == [0]
 
     asyncio.run(drive())
 
@@ -348,10 +364,10 @@ import sys
 from service.engine import process
 from service.models.errors import ModelError
 
-def fail(_config):
+def fail(_device):
     raise {error}
 
-process._start = fail
+process.may_find_accelerator = fail  # the first that a start asks
 sys.argv[1:] = ["{theirs.fileno()}"]
 sys.exit(process.main())
 """

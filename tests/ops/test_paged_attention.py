@@ -66,7 +66,7 @@ def test_capped_scores_equal_float64(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sliding_window", [None, 1, 6, 150])
 @pytest.mark.parametrize("score_cap", [None, 0.7])
-@pytest.mark.parametrize("max_bytes", [gathered._MAX_BYTES, 1], ids=["together", "one-by-one"])
+@pytest.mark.parametrize("max_bytes", [gathered.MAX_BYTES, 1], ids=["together", "one-by-one"])
 @pytest.mark.parametrize("heads_first", [False, True], ids=["token-by-token", "head-by-head"])
 @pytest.mark.parametrize("step", STEPS)
 def test_gathered_equals_float64(
@@ -80,7 +80,7 @@ def test_gathered_equals_float64(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The fallback of an NPU, which looks up no block by a list of the host's."""
-    monkeypatch.setattr(gathered, "_MAX_BYTES", max_bytes)
+    monkeypatch.setattr(gathered, "MAX_BYTES", max_bytes)
 
     def attend_gathered(step: Step, out: torch.Tensor) -> None:
         maps = replace(step.maps, block_tables=())
@@ -120,8 +120,8 @@ def test_gathered_serves_decode_tokens_together() -> None:
     """Neighbours of one query each, as far as memory goes; padding and chunks by themselves."""
     step = make_step(Case(((1, 5), (1, 16), (7, 9), (1, 17), (1, 40)), block_size=16))
     maps = replace(step.maps, query_starts=(*step.maps.query_starts, 11), kv_lens=(*step.maps.kv_lens, 0))
-    assert gathered._runs(maps, 1, 16) == [(0, 2), (2, 3), (3, 5)]
-    assert gathered._runs(maps, gathered._MAX_BYTES // 2, 16) == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    assert gathered.runs_of(maps, 1, 16) == [(0, 2), (2, 3), (3, 5)]
+    assert gathered.runs_of(maps, gathered.MAX_BYTES // 2, 16) == [(0, 2), (2, 3), (3, 4), (4, 5)]
 
 
 def test_makes_out_where_none_is_given(device: str) -> None:
@@ -134,9 +134,9 @@ def test_makes_out_where_none_is_given(device: str) -> None:
 
 def test_adjoining_blocks_are_read_without_a_copy() -> None:
     cache = torch.randn(10, 4, 2, 8)
-    view = sdpa._positions(cache, (3, 4, 5), 1, 10)
+    view = sdpa.positions_of(cache, (3, 4, 5), 1, 10)
     assert view.data_ptr() == cache[3, 1].data_ptr()
-    copy = sdpa._positions(cache, (3, 5, 4), 1, 10)
+    copy = sdpa.positions_of(cache, (3, 5, 4), 1, 10)
     assert copy.data_ptr() != cache[3, 1].data_ptr()
     torch.testing.assert_close(copy[0, :, :3], view[0, :, :3], atol=0, rtol=0)
     torch.testing.assert_close(copy[0, :, 3:7], cache[5].transpose(0, 1), atol=0, rtol=0)

@@ -131,5 +131,5 @@ def test_memory_does_not_grow(clock: Clock) -> None:
     for _ in range(10_000):
         clock.now += 0.1
         minute.take(1)
-    assert len(minute._charges) <= 62
+    assert len(minute.taken()) <= 62
     assert 600 <= minute.used <= 620
