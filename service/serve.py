@@ -265,9 +265,10 @@ def _server_class(base: type[uvicorn.Server]) -> Any:
             self.should_exit = True
 
         def _start_draining(self) -> None:
-            self._draining = asyncio.create_task(self._drain())
+            self._draining = asyncio.create_task(self.drain())
 
-        async def _drain(self) -> None:
+        async def drain(self) -> None:
+            """Let what is under way end, up to the limit; then the server ends."""
             limit_seconds = self._settings.shutdown_limit_seconds
             try:
                 await asyncio.gather(self._engine.drain(limit_seconds), self._services.uploads_end(limit_seconds))

@@ -104,10 +104,11 @@ def scatter_rows(pieces: RowPieces, sources: tuple[torch.Tensor, ...], starts: S
     if tables is None or tables.sources is not sources:
         prepare(pieces, sources)
         tables = pieces.kept["tables"]
-    _launch(tables.pieces, tables.programs, starts)
+    launch(tables.pieces, tables.programs, starts)
 
 
-def _launch(pieces: torch.Tensor, programs: torch.Tensor, starts: Sequence[int]) -> None:
+def launch(pieces: torch.Tensor, programs: torch.Tensor, starts: Sequence[int]) -> None:
+    """Launch the kernel once; its tables lie on the device."""
     # Not launched dependently: what it waits for are events, and copies that no kernel makes.
     scatter_rows_kernel[len(programs),](
         pieces,
@@ -148,7 +149,7 @@ def _programs(at: int, piece: RowPiece, row_bytes: int) -> np.ndarray:
 def warm_up(device: torch.device) -> None:
     """See `ops.warm_up`. Nothing of what is copied is an argument of the kernel."""
     pieces = torch.zeros(1, _NUM_FIELDS, dtype=torch.int64, device=device)  # rows of 0 bytes
-    _launch(pieces, torch.zeros(1, 3, dtype=torch.int32, device=device), (0,))
+    launch(pieces, torch.zeros(1, 3, dtype=torch.int32, device=device), (0,))
 
 
 def compiled_count() -> int:

@@ -50,7 +50,7 @@ async def create_batch(request: Request, body: BatchRequest) -> Response:
     services = services_of(request)
     _check_size(len(body.items), services.settings.max_batch_items, "items")
     services.require_ready()
-    running = _start_all(services, await until_disconnect(request, _admit_all(services, caller_of(request), body)))
+    running = _start_all(services, await until_disconnect(request, admit_all(services, caller_of(request), body)))
     with ExitStack() as until_sent:
         try:
             for answer in running:
@@ -73,7 +73,7 @@ def _check_size(count: int, limit: int, what: str) -> None:
         raise BodyTooLarge(f"The batch has {count} {what}; it may have {limit}.", param="items")
 
 
-async def _admit_all(services: Services, caller: Caller, body: BatchRequest) -> list[_Checked | Exception]:
+async def admit_all(services: Services, caller: Caller, body: BatchRequest) -> list[_Checked | Exception]:
     """Each item admitted, or what is wrong with it. QueueFull or LimitReached, with nothing left behind, if there is no
     room for all of them."""
     tenant = caller.tenant
@@ -92,7 +92,7 @@ async def _admit_all(services: Services, caller: Caller, body: BatchRequest) -> 
     except BaseException:
         # The item that was being admitted has given its own share back.
         leave(services, tenant, sum(shares[len(checked) + 1 :]), payer)
-        _release(checked)
+        release_all(checked)
         raise
     _bound_logprobs(checked)
     return checked
@@ -173,7 +173,8 @@ def _start(services: Services, request: ChatRequest | CompletionRequest, admitte
         return _surprise(error)
 
 
-def _release(checked: list[_Checked | Exception]) -> None:
+def release_all(checked: list[_Checked | Exception]) -> None:
+    """Give back what those hold that were admitted."""
     for one in checked:
         if not isinstance(one, Exception):
             one[1].release()

@@ -39,7 +39,7 @@ _QUOTE, _BACKSLASH = b'"'[0], b"\\"[0]
 # A payer may have so much of its bodies read whatever others hold. Payers have connections, which bounds their number.
 ALWAYS_BYTES = 1 << 16
 # One after the other, since parsed they take many times their size; in pieces, so that Python's lock is kept briefly.
-_large_bodies = FairPool(1, "large-body")
+LARGE_BODIES = FairPool(1, "large-body")
 
 
 class BodyBudget:
@@ -101,7 +101,7 @@ class _JsonRequest(Request):
         try:
             if len(body) <= LARGE_BODY_BYTES:
                 return _parsed(body, _loads)
-            return await in_turn(_validated, self._model, body, pool=_large_bodies)
+            return await in_turn(_validated, self._model, body, pool=LARGE_BODIES)
         finally:
             # Nobody reads it again, and an answer may take minutes.
             self._body = b""

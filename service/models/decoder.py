@@ -26,7 +26,7 @@ class Decoder:
         name = f"{spec.prefix}embed_tokens"
         table = weights.tensor(f"{name}.weight")
         self._embedding = TokenEmbedding(name, table)
-        self._layers = [build_layer(weights, spec, index) for index in range(spec.num_layers)]
+        self.layers = [build_layer(weights, spec, index) for index in range(spec.num_layers)]
         self._norm = RmsNorm(weights, f"{spec.prefix}{spec.final_norm}", spec)
         self._head = weights.tied_head("lm_head", table) if spec.tie_word_embeddings else weights.projection("lm_head")
         self._spec = spec
@@ -36,7 +36,7 @@ class Decoder:
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=table.dtype))
         self._projections = weights.projections
         self._by_name = {projection.name: projection for projection in self._projections}
-        norms = [norm for layer in self._layers for norm in layer.norms]
+        norms = [norm for layer in self.layers for norm in layer.norms]
         self._norms = {norm.name: norm for norm in (*norms, self._norm)}
 
     def bind_rows(self, rows: RowSource) -> None:
@@ -113,20 +113,20 @@ class Decoder:
         max_segments  padded length of the steps' LoRA maps
         """
         mixers = {
-            layer.mixer.form: (layer.mixer, cache) for layer, cache in zip(self._layers, caches.layers, strict=True)
+            layer.mixer.form: (layer.mixer, cache) for layer, cache in zip(self.layers, caches.layers, strict=True)
         }
         for mixer, cache in mixers.values():
             for rope in self._ropes:
                 mixer.warm_up(cache, rope.rotary_dim)  # type: ignore[arg-type]
         self._norm.warm_up(self._embedding.table.dtype)
-        for feed_forward in {layer.mlp.form: layer.mlp for layer in self._layers}.values():
+        for feed_forward in {layer.mlp.form: layer.mlp for layer in self.layers}.values():
             feed_forward.warm_up()
         stacks = [projection.stack for projection in self._projections if projection.stack is not None]
         embeddings = [self._embedding.stack] if self._embedding.stack is not None else []
         dtype = self._embedding.table.dtype
         lora_ops.warm_up(stacks, max_tokens, dtype, embeddings=embeddings, max_segments=max_segments)
         if self.num_window_rows:
-            gated = [layer.mlp.fused_stack for layer in self._layers if layer.mlp.fused_stack is not None]
+            gated = [layer.mlp.fused_stack for layer in self.layers if layer.mlp.fused_stack is not None]
             # Where adapters may have magnitudes, those come between the expand and the gate: steps with them have both.
             apart = [projection.stack for projection in self._projections if projection.has_vectors]
             expanded = [stack for stack in stacks if stack not in gated or stack in apart]
@@ -166,11 +166,11 @@ class Decoder:
         if self._embedding_scale != 1.0:
             stream *= self._embedding_scale
         rotations = tuple(rope.rotation(batch.positions, batch.rope_limits, stream.dtype) for rope in self._ropes)
-        *inner, last = self._layers
-        first = self._layers[0].mixer_norm
+        *inner, last = self.layers
+        first = self.layers[0].mixer_norm
         normed = stream if first is None else first(stream, batch.lora)
         # Each sum on the residual stream is taken together with the norm that reads it next.
-        for layer, following, cache in zip(inner, self._layers[1:], caches.layers[:-1], strict=True):
+        for layer, following, cache in zip(inner, self.layers[1:], caches.layers[:-1], strict=True):
             normed, stream = _add(layer.mlp_norm, layer.mix(normed, batch, rotations, cache), stream, batch.lora)
             fed = layer.feed(normed, batch.lora, batch.window_rows)
             normed, stream = _add(following.mixer_norm, fed, stream, batch.lora)

@@ -203,9 +203,9 @@ class GatedDeltaNet:
         self._in = weights.projection(f"{prefix}.in_proj")
         self._out = weights.projection(f"{prefix}.out_proj")
         self._taps = weights.taps(f"{prefix}.conv1d")
-        self._a_log = weights.exact(f"{prefix}.A_log")
-        self._dt_bias = weights.exact(f"{prefix}.dt_bias")
-        self._norm_weight = weights.exact(f"{prefix}.norm.weight")
+        self.a_log = weights.exact(f"{prefix}.A_log")
+        self.dt_bias = weights.exact(f"{prefix}.dt_bias")
+        self.norm_weight = weights.exact(f"{prefix}.norm.weight")
         self._spec, self._eps = delta, spec.norm_eps
 
     @property
@@ -225,10 +225,10 @@ class GatedDeltaNet:
         maps = batch.conv
         assert maps is not None, "a model with states needs ConvMaps"
         qkv, z, b, a = self._in(hidden, batch.lora, batch.window_rows).split(self._spec.input_sizes, dim=1)
-        weights = (self._a_log, self._dt_bias)
+        weights = (self.a_log, self.dt_bias)
         if maps.all_decode:
             gated = gated_delta_decode(
-                *(qkv, z, b, a, self._taps, cache.lines, *weights, self._norm_weight, cache.matrices),
+                *(qkv, z, b, a, self._taps, cache.lines, *weights, self.norm_weight, cache.matrices),
                 maps.state_indices,
                 eps=self._eps,
             )
@@ -238,5 +238,5 @@ class GatedDeltaNet:
                 qkv, self._taps, None, cache.lines, *where, activation="silu", query_starts=maps.query_starts
             )
             mixed = gated_delta_prefill(qkv, b, a, *weights, cache.matrices, *where, query_starts=maps.query_starts)
-            gated = gated_norm(mixed, z, self._norm_weight, self._eps)
+            gated = gated_norm(mixed, z, self.norm_weight, self._eps)
         return self._out(gated, batch.lora, batch.window_rows)

@@ -359,10 +359,9 @@ def test_the_plan_never_exceeds_its_budget(budget: int, alignment: int) -> None:
     plan = plan_rows(layout, budget, element_bytes=2, alignment=alignment)
     assert plan.total_bytes <= budget
     pool = RowPool(layout, budget, dtype=torch.bfloat16, alignment=alignment)
-    tensors = [t for p in layout.projections for t in (*pool.stack(p.name).a, *pool.stack(p.name).b)]
-    assert (
-        sum(t.nbytes for t in tensors) + pool._tensors.ranks.nbytes + pool._tensors.scalings.nbytes == plan.total_bytes
-    )
+    stacks = [pool.stack(projection.name) for projection in layout.projections]
+    tensors = [tensor for stack in stacks for tensor in (*stack.a, *stack.b, stack.ranks, stack.scalings)]
+    assert sum(tensor.nbytes for tensor in tensors) == plan.total_bytes
     assert plan.rows["attention"] == plan.rows["mlp"] == plan.rows["operator"] >= plan.rows["embeddings"]
 
 

@@ -51,14 +51,14 @@ def stream(device: str, monkeypatch: pytest.MonkeyPatch) -> FakeStream:
     """That notes each launch of the kernel beside the operations of torch."""
     if device != "cpu":
         pytest.skip("NOT RUN: on a GPU tests/ops/test_row_scatter.py runs the kernel")
-    stream, launch = FakeStream(), triton_cuda._launch
+    stream, launch = FakeStream(), triton_cuda.launch
 
     def noted(*arguments: Any) -> None:
         stream.note("launch")
         with _disable_current_modes():  # the interpreter's own operations are none of the device's
             launch(*arguments)
 
-    monkeypatch.setattr(triton_cuda, "_launch", noted)
+    monkeypatch.setattr(triton_cuda, "launch", noted)
     return stream
 
 

@@ -194,7 +194,7 @@ def test_a_body_that_is_wrong_is_forgotten_at_once(wrong: bytes, padding: int) -
     try:
         num_before = num_errors()
         assert [answer.status_code for answer in post(app, b" " * padding + wrong)] == [400]
-        json_body._large_bodies.submit("", int).result(LIMIT_SECONDS)  # its thread has let go of what it did before
+        json_body.LARGE_BODIES.submit("", int).result(LIMIT_SECONDS)  # its thread has let go of what it did before
         assert num_errors() <= num_before
     finally:
         gc.enable()

@@ -443,7 +443,7 @@ class TestSigterm:
         async def drain() -> None:
             """The engine has nothing to do, as it was never started."""
             with app.state.services.uploading():
-                draining = asyncio.create_task(server._drain())
+                draining = asyncio.create_task(server.drain())
                 if not limit_seconds:
                     await draining
                 for _ in range(10):

@@ -81,9 +81,9 @@ def test_what_is_stored_in_float32_beside_bfloat16_stays_exact(tmp_path: Path, d
     loaded = load_model(model_dir, device=device)
     assert loaded.dtype == torch.bfloat16
     for index in (0, 1, 3):
-        mixer, name = loaded.model._layers[index].mixer, f"model.layers.{index}.linear_attn."
+        mixer, name = loaded.model.layers[index].mixer, f"model.layers.{index}.linear_attn."
         assert isinstance(mixer, GatedDeltaNet)
-        held = {"A_log": mixer._a_log, "norm.weight": mixer._norm_weight, "dt_bias": mixer._dt_bias}
+        held = {"A_log": mixer.a_log, "norm.weight": mixer.norm_weight, "dt_bias": mixer.dt_bias}
         for part, tensor in held.items():
             torch.testing.assert_close(tensor.cpu(), tensors[name + part].float(), atol=0, rtol=0)
 
