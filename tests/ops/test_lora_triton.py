@@ -370,10 +370,10 @@ def test_shrink_then_expand(triton_cuda: ModuleType, device: str) -> None:
 
 def test_warm_up_changes_no_result_and_reserves_the_workspace(triton_cuda: ModuleType, device: str) -> None:
     step = make_step(Case(64, (24, 8), ((16, 40), (0, 7)), (30, 2), num_base_tokens=1), device=device)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(platform._modules, ("lora", step.x.device.type), triton_cuda)
+    with platform.served_by(triton_cuda, "lora", step.x.device.type):
         ops.warm_up([step.stack], 33, step.x.dtype, max_segments=2)
         before = [buffer.data_ptr() for buffer in triton_cuda.workspace.buffers]
+        assert before
         poison_workspaces(triton_cuda)
         out = step.out.clone()
         ops.lora_linear(step.x, out, step.stack, step.maps)

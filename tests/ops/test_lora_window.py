@@ -200,8 +200,7 @@ def test_public_ops_check_and_serve(device: str) -> None:
 
 def test_warm_up_changes_nothing(triton_cuda: ModuleType, device: str) -> None:
     step = make_step(Case(64, (32, 32), ((16, 3), (5, 0)), (3, 2), 1, interleaved=True), device=device)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(platform._modules, ("lora_window", step.x.device.type), triton_cuda)
+    with platform.served_by(triton_cuda, "lora_window", step.x.device.type):
         ops.warm_up([step.stack], 70, step.x.dtype, gated=[step.stack], max_segments=8)
     assert_close(deltas(step, "window", triton_cuda), expected_linear(step))
 

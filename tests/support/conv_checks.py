@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 
 from kernels import platform
@@ -34,9 +33,7 @@ SCALES = (2.0**100, 2.0**-66)
 def serving(module: ModuleType, device: str = "cpu", *, num_cores: int = 3) -> Iterator[None]:
     """Have this implementation serve the device; few cores, so that a program of a fixed grid has several items."""
     small = dataclasses.replace(platform.detect(device), num_cores=num_cores)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(platform._modules, ("causal_conv1d", device), module)
-        patch.setitem(platform._installed, device, small)
+    with platform.installed(small, device), platform.served_by(module, "causal_conv1d", device):
         yield
 
 

@@ -108,9 +108,13 @@ def made_up_npu(
         stack.enter_context(mock.patch.dict(sys.modules, {"torch_npu": module, driver.__name__: driver}))  # type: ignore[dict-item]
         stack.enter_context(mock.patch.object(importlib.util, "find_spec", _finder(site, triton)))
         stack.enter_context(mock.patch.object(ascend_runtime, "_installed_version", return_value="3.2.0"))
-        for cached in (ascend_runtime.torch_npu, ascend_runtime.triton_fault, platform._detect):
-            cached.cache_clear()
-            stack.callback(cached.cache_clear)
+        for forget in (
+            ascend_runtime.torch_npu.cache_clear,
+            ascend_runtime.triton_fault.cache_clear,
+            platform.forget_detected,
+        ):
+            forget()
+            stack.callback(forget)
         yield said, NPUDriver
 
 

@@ -16,11 +16,10 @@ def kernels_wished_for(ops: Iterable[str], patch: pytest.MonkeyPatch) -> Iterato
     """For the length of a block, a CPU is a device whose table wishes for the kernels of an NVIDIA GPU."""
     wished = {**platform.IMPLEMENTATIONS["cpu"], **dict.fromkeys(ops, ("triton_cuda",))}
     patch.setitem(platform.IMPLEMENTATIONS, "cpu", wished)  # type: ignore[arg-type]
-    patch.setattr(platform, "_installed", {})
-    patch.setattr(platform, "_modules", {})
-    platform._detect.cache_clear()
-    yield
-    platform._detect.cache_clear()
+    platform.forget_detected()
+    with platform.installed(platform.detect("cpu")):
+        yield
+    platform.forget_detected()
 
 
 def multiply_bfloat16(patch: pytest.MonkeyPatch) -> None:
