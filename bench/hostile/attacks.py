@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bench.hostile import bodies, changes, connections, grammars, templates, uploads
+from bench.hostile import bodies, changes, connections, grammars, templates, tools, uploads
 from bench.hostile.target import Attack, Target
 
-KINDS = (bodies, connections, uploads, templates, grammars, changes)
+KINDS = (bodies, connections, uploads, templates, grammars, changes, tools)
 
 
 def attacks(target: Target) -> dict[str, Attack]:
