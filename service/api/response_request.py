@@ -208,11 +208,16 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
             content = item.content
             parts = content if isinstance(content, str) else [part.model_dump() for part in content or ()]
             messages.append({"role": item.role, "content": parts})
+    # Pieces until now: added to a text one by one, each would copy all before it.
+    for answer in messages:
+        for name in ("content", "reasoning_content"):
+            if answer["role"] == "assistant" and answer.get(name) is not None:
+                answer[name] = "".join(answer[name])
     return messages
 
 
 def _add_to_answer(messages: list[dict[str, Any]], item: InputItem) -> None:
-    """Add to what the assistant said last, or begin with it if it was somebody else's turn."""
+    """Add to what the assistant said last, or begin with it if it was another's turn; texts as lists of pieces."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": None})
     answer = messages[-1]
@@ -220,9 +225,11 @@ def _add_to_answer(messages: list[dict[str, Any]], item: InputItem) -> None:
         call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
         answer.setdefault("tool_calls", []).append(call)
     elif item.type == "reasoning":
-        answer["reasoning_content"] = answer.get("reasoning_content", "") + _joined(item.content)
+        answer.setdefault("reasoning_content", []).append(_joined(item.content))
+    elif answer["content"] is None:
+        answer["content"] = [_joined(item.content)]
     else:
-        answer["content"] = (answer["content"] or "") + _joined(item.content)
+        answer["content"].append(_joined(item.content))
 
 
 def _joined(texts: str | list[TextPart] | None) -> str:

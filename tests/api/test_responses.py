@@ -13,7 +13,8 @@ from openai.types.shared_params import Reasoning
 from pydantic import BaseModel, ConfigDict
 
 from service.api.response_output import ResponseOutput
-from service.api.response_request import ReasoningOptions, ResponsesRequest
+from service.api.response_request import InputItem, ReasoningOptions, ResponsesRequest
+from service.api.response_request import chat_of as chat_of_response
 from service.api.tools import FunctionDefinition
 from tests.api.conftest import BASE, Checkpoints
 from tests.support.scripted_server import ScriptedServer, make_text_model, scripted_server
@@ -442,3 +443,27 @@ class TestOutput:
             assert text_of(output.items[0]) == ""
         *_, ended = output.finish("completed")
         assert text_of(ended["item"]) == text_of(output.items[0]) in ("let let let ", "suresuresure", "{}{}{}")
+
+
+class Alone(str):
+    """A text that may be joined with others, and not added to them: that would copy all that was before it."""
+
+    __slots__ = ()
+
+    def __add__(self, _other: str) -> str:
+        raise AssertionError("a text was added to another")
+
+    __radd__ = __add__
+
+
+def test_what_the_assistant_said_in_many_items_is_joined_once() -> None:
+    said = [
+        InputItem.model_construct(type="message", role="assistant", content=Alone(f"{number},")) for number in (1, 2)
+    ]
+    thought = [InputItem.model_construct(type="reasoning", content=Alone(text)) for text in ("a", "b")]
+    asked = InputItem.model_construct(type="message", role="user", content="so?")
+    request = ResponsesRequest.model_construct(
+        model=BASE, input=[thought[0], said[0], thought[1], said[1], asked, said[0]]
+    )
+    told = [(one.role, one.content, one.reasoning_content) for one in chat_of_response(request).messages]
+    assert told == [("assistant", "1,2,", "ab"), ("user", "so?", None), ("assistant", "1,", None)]
