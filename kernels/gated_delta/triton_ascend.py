@@ -1,22 +1,22 @@
 """`kernels.gated_delta.ops` on Ascend NPUs: decode is the convolution's launch and one behind it
-(`triton_ascend_decode`); prompts are walked token by token in one launch (`triton_ascend_walk`). Not verified on an
-NPU."""
+(`triton_ascend_decode`); of a prefill, long sequences are computed in chunks (`triton_ascend_chunks`), and short ones
+walked token by token (`triton_ascend_walk`). Not verified on an NPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
 
 import torch
 import triton
 
 from kernels import triton_launch
-from kernels.ascend_runtime import check_launch
 from kernels.causal_conv1d.ops import causal_conv1d_update
 from kernels.contract import Contract
 from kernels.gated_delta.ops import num_key_heads_of
+from kernels.gated_delta.triton_ascend_chunks import KERNELS, MAX_KEY_DIM, MAX_SHORT_TOKENS, Buffers, plan_sequence
 from kernels.gated_delta.triton_ascend_decode import gated_delta_decode
+from kernels.gated_delta.triton_ascend_launch import DeltaLaunch
 from kernels.gated_delta.triton_ascend_walk import gated_delta_walk
 from kernels.platform import in_use
 from kernels.probe.shapes import ProbeShapes
@@ -42,20 +42,6 @@ def refuses(shapes: ProbeShapes) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class DeltaLaunch:
-    """A kernel, its grid, and all of its arguments by name."""
-
-    kernel: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-
-    def run(self) -> None:
-        """Launch it."""
-        check_launch(self.grid, self.arguments)
-        self.kernel[self.grid](**self.arguments)
-
-
 def prefill(
     qkv: torch.Tensor,
     b: torch.Tensor,
@@ -66,14 +52,29 @@ def prefill(
     query_start_loc: torch.Tensor,
     state_indices: torch.Tensor,
     has_initial_state: torch.Tensor,
-    query_starts: Sequence[int] | None,  # noqa: ARG001 -- for implementations on the host
+    query_starts: Sequence[int] | None,
 ) -> torch.Tensor:
-    """See `ops.gated_delta_prefill`. What `refuses` names must have been kept away."""
-    _, num_heads, _, value_dim = states.shape
-    out = torch.empty(len(qkv), num_heads, value_dim, dtype=qkv.dtype, device=qkv.device)
-    if len(qkv) and len(state_indices):
+    """See `ops.gated_delta_prefill`. What `refuses` names must have been kept away. Without query_starts all sequences
+    are walked; nothing is waited for in either case."""
+    num_tokens, (_, num_heads, key_dim, value_dim) = len(qkv), states.shape
+    out = torch.empty(num_tokens, num_heads, value_dim, dtype=qkv.dtype, device=qkv.device)
+    if num_tokens == 0:
+        return out
+    inputs = (qkv, b, a, a_log, dt_bias, states)
+    lengths = [num_tokens]
+    if query_starts is not None:
+        lengths = [end - start for start, end in pairwise(query_starts)]
+    max_walked = num_tokens if query_starts is None or key_dim > MAX_KEY_DIM else MAX_SHORT_TOKENS
+    if any(0 < length <= max_walked for length in lengths):
         where = (query_start_loc, state_indices, has_initial_state)
-        plan_walk(qkv, b, a, a_log, dt_bias, states, *where, out).run()
+        plan_walk(*inputs, *where, out, max_walked).run()
+    if max(lengths) > max_walked:
+        assert query_starts is not None
+        buffers = Buffers(max(lengths), num_key_heads_of(qkv, states), states)
+        for n, (start, end) in enumerate(pairwise(query_starts)):
+            if end - start > max_walked:
+                for launch in plan_sequence(*inputs, state_indices, has_initial_state, out, buffers, n, start, end):
+                    launch.run()
     return out
 
 
@@ -110,11 +111,12 @@ def plan_walk(
     state_indices: torch.Tensor,
     has_initial_state: torch.Tensor,
     out: torch.Tensor,
+    max_tokens: int,
 ) -> DeltaLaunch:
-    """The launch of a prefill, for at least one token and sequence; looks at sizes, never at values. Arguments as in
-    `ops.gated_delta_prefill`.
+    """The launch of a prefill's sequences of up to max_tokens, for at least one token; looks at sizes, never at values.
+    Arguments as in `ops.gated_delta_prefill`.
 
-    out  its result, filled
+    out  its result, of which these sequences' tokens are filled
     """
     sizes = _sizes(num_key_heads_of(qkv, states), states)
     arguments = {
@@ -129,6 +131,7 @@ def plan_walk(
         "continued_ptr": has_initial_state.view(torch.int8),
         "out_ptr": out,
         "num_sequences": len(state_indices),
+        "max_tokens": max_tokens,
         "b_stride": b.stride(0),
         "a_stride": a.stride(0),
         **sizes,
@@ -198,24 +201,27 @@ def _sizes(num_key_heads: int, states: torch.Tensor) -> dict[str, int]:
 
 
 def warm_up(states: torch.Tensor, conv_states: torch.Tensor) -> None:
-    """See `ops.warm_up`: one token, which is padding. The number of tokens is no constant of the kernels."""
+    """See `ops.warm_up`: a token of decode, and a short and a long sequence, all padding. Numbers of tokens are no
+    constants of the kernels."""
     _, num_heads, _, value_dim = states.shape
     _, num_rows, num_channels = conv_states.shape
-    device, dtype = states.device, conv_states.dtype
-    qkv, z, gate, taps = (
-        torch.zeros(num, size, dtype=dtype, device=device)
-        for num, size in ((1, num_channels), (1, num_heads * value_dim), (1, num_heads), (num_rows + 1, num_channels))
-    )
-    weight, norm_weight = torch.zeros(num_heads, device=device), torch.zeros(value_dim, device=device)
-    line = torch.zeros(1, dtype=torch.int32, device=device)
-    decode(qkv, z, gate, gate, taps, conv_states, weight, weight, norm_weight, states, line, 1e-6)
-    starts = torch.arange(2, dtype=torch.int32, device=device)
-    prefill(qkv, gate, gate, weight, weight, states, starts, line, line.bool(), None)
+    device, dtype, num_tokens = states.device, conv_states.dtype, MAX_SHORT_TOKENS + 2
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    qkv, z, gate = zeros(num_tokens, num_channels), zeros(1, num_heads * value_dim), zeros(num_tokens, num_heads)
+    taps, weight, norm_weight = zeros(num_rows + 1, num_channels), zeros(num_heads).float(), zeros(value_dim).float()
+    line, starts = torch.zeros(2, dtype=torch.int32, device=device), [0, 1, num_tokens]
+    of_token = (qkv[:1], z, gate[:1], gate[:1], taps, conv_states)
+    decode(*of_token, weight, weight, norm_weight, states, line[:1], 1e-6)
+    where = (torch.tensor(starts, dtype=torch.int32, device=device), line, line.bool(), starts)
+    prefill(qkv, gate, gate, weight, weight, states, *where)
 
 
 def compiled_count() -> int:
     """Number of compiled variants in this process."""
-    return triton_launch.count_compiled(gated_delta_decode, gated_delta_walk)
+    return triton_launch.count_compiled(gated_delta_decode, gated_delta_walk, *KERNELS)
 
 
 # Of decode, which alone is captured on an NPU: a prompt's lengths are the host's.

@@ -1,4 +1,5 @@
-"""Prompts by the delta rule on Ascend NPUs, token by token, in one launch on the vector cores. Not verified on an NPU.
+"""Short prompts by the delta rule on Ascend NPUs, token by token, in one launch on the vector cores. Not verified on an
+NPU.
 
 As many programs as the chip has vector cores loop over work items; an item is a tile of BLOCK_V values of one value
 head of one sequence. Its part of the state is read once, stays on the chip while the sequence's tokens are walked, and
@@ -18,7 +19,7 @@ import triton.language as tl
 from kernels.gated_delta.triton_ascend_decode import NULL_LINE, gates_of_heads, of_head
 
 _WALK = ["qkv_ptr", "b_ptr", "a_ptr", "a_log_ptr", "dt_bias_ptr", "states_ptr", "starts_ptr", "lines_ptr",
-         "continued_ptr", "out_ptr", "num_sequences", "b_stride", "a_stride"]  # fmt: skip
+         "continued_ptr", "out_ptr", "num_sequences", "max_tokens", "b_stride", "a_stride"]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_WALK)
@@ -34,6 +35,7 @@ def gated_delta_walk(
     continued_ptr,  # int8 [num_sequences]
     out_ptr,  # [tokens, VALUE_HEADS, VALUE_DIM]
     num_sequences,
+    max_tokens,  # longer sequences are left to others
     b_stride,
     a_stride,
     KEY_HEADS: tl.constexpr,
@@ -56,7 +58,7 @@ def gated_delta_walk(
         line = tl.load(lines_ptr + sequence)
         start = tl.load(starts_ptr + sequence)
         end = tl.load(starts_ptr + sequence + 1)
-        if (line > NULL_LINE) & (end > start):
+        if (line > NULL_LINE) & (end > start) & (end - start <= max_tokens):
             key_head = head // (VALUE_HEADS // KEY_HEADS)
             state_ptr = states_ptr + (tl.cast(line, tl.int64) * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
             here = state_ptr + first_value + (keys[:, None] * VALUE_DIM + values[None, :])

@@ -103,12 +103,17 @@ def make_data(step: Step) -> Data:
 
 
 def walk(
-    step: Step, *, num_cores: int = NUM_VECTOR_CORES, judge_traffic: bool = False, max_traffic: float = MAX_TRAFFIC
+    step: Step,
+    *,
+    max_tokens: int = 200,
+    num_cores: int = NUM_VECTOR_CORES,
+    judge_traffic: bool = False,
+    max_traffic: float = MAX_TRAFFIC,
 ) -> Launch:
     """Sequences token by token."""
     data = make_data(step)
     with installed(replace(detect("cpu"), num_cores=num_cores)):
-        plan = triton_ascend.plan_walk(*data.arguments, data.out)
+        plan = triton_ascend.plan_walk(*data.arguments, data.out, max_tokens)
     num_read = sum(goes_on and line > 0 for goes_on, line in zip(step.continued, step.lines, strict=True))
     num_written = sum(length > 0 and line > 0 for length, line in zip(step.lengths, step.lines, strict=True))
     moved_states = (num_read + num_written) * data.states[0].nbytes
@@ -130,8 +135,9 @@ _WALKS = {
     "qwen3.5 2B": partial(walk, Step((16,), (1,), (True,), QWEN_2B), judge_traffic=True, max_traffic=1.3),
     "qwen3.5 9B": partial(walk, Step((1, 2), (2, 1), (True, False), QWEN_9B), judge_traffic=True),
     "qwen3.5 27B": partial(walk, Step((1, 1), (0, 1), (False, True), QWEN_27B), judge_traffic=True),
-    "a prompt": partial(walk, Step((100,), (1,), (False,)), judge_traffic=True, max_traffic=3.0),
+    "a prompt": partial(walk, Step((100,), (1,), (False,)), judge_traffic=True, max_traffic=2.7),
     "everything": partial(walk, Step(*MIXED)),
+    "longer sequences are left": partial(walk, Step((3, 4), (2, -1), (True, False)), max_tokens=3),
     "nothing but padding": partial(walk, Step((2, 1), (0, -1), (False, True), (1, 2, 16, 16))),
     "keys unlike values, fp16": partial(walk, Step(*MIXED, (2, 4, 48, 80), torch.float16)),
     "values unlike keys, fp32": partial(walk, Step(*MIXED, (1, 3, 16, 96), torch.float32)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.ascend import (
     conv_cases,
     gated_delta_cases,
+    gated_delta_chunk_cases,
     gated_delta_prefill_cases,
     lora_cases,
     rotary_cases,
@@ -18,5 +19,6 @@ CASES: list[Case] = [
     *rotary_cases.CASES,
     *window_cases.CASES,
     *gated_delta_cases.CASES,
+    *gated_delta_chunk_cases.CASES,
     *gated_delta_prefill_cases.CASES,
 ]

@@ -67,28 +67,28 @@ def prefill(
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_prefill_equals_the_recurrence(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
     """New and continued sequences, single tokens, an empty one, and padding."""
-    lengths, lines = [6, 1, 0, 3, 5, 1], [4, 2, 1, 3, -1, 5]
+    lengths, lines = [70, 1, 0, 3, 5, 1], [4, 2, 1, 3, -1, 5]
     continued = [False, True, True, True, True, False]
     inputs = make_inputs(sizes, sum(lengths), dtype, "cpu")
-    inputs.qkv[10:15], inputs.b[10:15] = torch.nan, torch.nan
+    inputs.qkv[74:79], inputs.b[74:79] = torch.nan, torch.nan
     expected_states, states = inputs.states.clone(), inputs.states.clone()
     where = (starts_of(lengths, "cpu")[0], ints(lines, "cpu"), torch.tensor(continued), None)
     expected = reference.prefill(*inputs.part(slice(None)), expected_states, *where)
     found = prefill(inputs, states, lengths, lines, continued)
     assert found.is_contiguous() and found.dtype == dtype
     is_real = torch.ones(sum(lengths), dtype=torch.bool)
-    is_real[10:15] = False
+    is_real[74:79] = False
     assert_close(found[is_real], expected[is_real])
     torch.testing.assert_close(states[2:6], expected_states[2:6], atol=2e-5, rtol=2e-5)
     assert torch.equal(states[1], inputs.states[1]), "an empty sequence keeps its state"
     assert bool(states[[0, 6]].isnan().all()), "a line of nobody was written"
 
 
-@pytest.mark.parametrize("cuts", [[4], list(range(1, 10))], ids=len)
+@pytest.mark.parametrize("cuts", [[64], [65], [5, 130]], ids=len)
 def test_a_prompt_in_chunks_equals_the_whole(cuts: list[int]) -> None:
-    """And the whole token by token."""
-    inputs, edges = make_inputs(SIZES[1], 10, torch.float32, "cpu"), [0, *cuts, 10]
-    whole, states = prefill(inputs, whole_states := inputs.states.clone(), [10], [5], [False]), inputs.states.clone()
+    """Chunks that are walked, and chunks that the cube computes, against one that it does."""
+    inputs, edges = make_inputs(SIZES[0], 140, torch.float32, "cpu"), [0, *cuts, 140]
+    whole, states = prefill(inputs, whole_states := inputs.states.clone(), [140], [5], [False]), inputs.states.clone()
     pieces = []
     for first, end in itertools.pairwise(edges):
         part = dataclasses.replace(inputs, qkv=inputs.qkv[first:end], b=inputs.b[first:end], a=inputs.a[first:end])
@@ -97,19 +97,34 @@ def test_a_prompt_in_chunks_equals_the_whole(cuts: list[int]) -> None:
     torch.testing.assert_close(states[5], whole_states[5], atol=2e-5, rtol=2e-5)
 
 
+def test_long_prompts_are_computed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new sequence and a continued one; and walked token by token where nobody on the host tells their lengths."""
+    inputs, lengths, lines = make_inputs(SIZES[0], 270, torch.float32, "cpu"), [130, 140], [5, 2]
+    whole = prefill(inputs, whole_states := inputs.states.clone(), lengths, lines, [False, True])
+    monkeypatch.setattr("kernels.gated_delta.triton_ascend_chunks.PIECE_TOKENS", 64)
+    states = inputs.states.clone()
+    pieces = prefill(inputs, states, lengths, lines, [False, True])
+    torch.testing.assert_close(pieces, whole, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(states[lines], whole_states[lines], atol=2e-5, rtol=2e-5)
+    where = (starts_of(lengths, "cpu")[0], ints(lines, "cpu"), torch.tensor([False, True]))
+    walked = gated_delta_prefill(*inputs.part(slice(None)), states := inputs.states.clone(), *where)
+    torch.testing.assert_close(walked, whole, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(states[lines], whole_states[lines], atol=2e-5, rtol=2e-5)
+
+
 def test_nan_of_one_sequence_stays_its_own_in_prefill() -> None:
     """Before it and behind it in the step, and with a line that held NaN before."""
-    inputs, lengths, lines = make_inputs(SIZES[1], 12, torch.float32, "cpu"), [4, 1, 4, 3], [4, 2, 5, 6]
+    inputs, lengths, lines = make_inputs(SIZES[1], 146, torch.float32, "cpu"), [66, 1, 70, 9], [4, 2, 5, 6]
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         states = inputs.states.clone()
         return prefill(inputs, states, lengths, lines, [False, True, False, False]), states
 
     alone, states = run()
-    inputs.qkv[5:9], inputs.b[5:9] = torch.nan, torch.nan
+    inputs.qkv[67:137], inputs.b[67:137] = torch.nan, torch.nan
     beside, states_beside = run()
     assert not bool(alone.isnan().any())
-    for tokens in (slice(0, 5), slice(9, 12)):
+    for tokens in (slice(0, 67), slice(137, 146)):
         assert torch.equal(beside[tokens], alone[tokens])
     assert torch.equal(states_beside[[4, 2, 6]], states[[4, 2, 6]])
 
