@@ -12,12 +12,13 @@ from kernels.gated_delta.parts import gated_norm
 from kernels.platform import detect, installed
 from tests.ascend.far import far_apart, far_down
 from tests.ascend.gate.cases import MAX_TRAFFIC, Case, Launch
+from tests.support.published import delta_heads_of
 from tests.tolerances import OP
 
 NUM_VECTOR_CORES = 40
 EPS = 1e-6
 # num_key_heads, num_value_heads, key_dim, value_dim of Qwen3.5: 0.8B and 2B, 4B and 9B, 27B.
-QWEN_2B, QWEN_9B, QWEN_27B = (16, 16, 128, 128), (16, 32, 128, 128), (16, 48, 128, 128)
+QWEN_2B, QWEN_9B, QWEN_27B = (delta_heads_of(f"Qwen3.5-{size}") for size in ("2B", "9B", "27B"))
 
 
 def decode(

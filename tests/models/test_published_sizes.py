@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from service.models.caches import kv_bytes_per_token, state_bytes_per_line
-from tests.support.published import PUBLISHED, heads_of, product_of, spec_of
+from tests.support.published import PUBLISHED, delta_heads_of, heads_of, product_of, spec_of
 from tests.support.tiny_models import FAMILIES
 
 # As their publishers count them.
@@ -55,6 +55,7 @@ def test_what_the_gate_takes_from_the_table() -> None:
         (2048, 3),
         (10_240, 4),
     ]
+    assert delta_heads_of("Qwen3.5-27B") == (16, 48, 128, 128)
     assert heads_of("Phi-4-mini").form == (128, 96, False, False)
     assert heads_of("gemma-3-4b").form == (256, 256, True, True)
     assert len(spec_of("Qwen3.5-27B").tensors(())) == 851

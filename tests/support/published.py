@@ -51,6 +51,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Olmo-3-7B": _config("olmo3", 32, 4096, 11_008, (32, 32), 100_278),
     "granite-3.3-8b": _config("granite", 40, 4096, 12_800, (32, 8), 49_159, **_TIED),
     "Qwen3.5-0.8B": _config("qwen3_5_text", 24, 1024, 3584, (8, 2), 248_320, linear_num_value_heads=16, **_TIED),
+    "Qwen3.5-2B": _config("qwen3_5_text", 24, 2048, 6144, (8, 2), 248_320, linear_num_value_heads=16, **_TIED),
     "Qwen3.5-4B": _config("qwen3_5_text", 32, 2560, 9216, (16, 4), 248_320, **_TIED),
     "Qwen3.5-9B": _config("qwen3_5_text", 32, 4096, 12_288, (16, 4), 248_320),
     "Qwen3.5-27B": _config("qwen3_5_text", 64, 5120, 17_408, (24, 4), 248_320, linear_num_value_heads=48),
@@ -92,6 +93,12 @@ def product_of(model: str, name: str) -> tuple[int, list[int]]:
     products = (one for layer in spec.layers for one in layer.linears(spec.hidden_size) if one.name == name)
     product = next(products)
     return product.in_features, list(product.slices.values())
+
+
+def delta_heads_of(model: str) -> tuple[int, int, int, int]:
+    """Key heads, value heads, and their sizes, of the model's delta nets."""
+    delta = spec_of(model).deltas[0]
+    return delta.num_key_heads, delta.num_value_heads, delta.key_dim, delta.value_dim
 
 
 def heads_of(model: str) -> Heads:
