@@ -73,7 +73,7 @@ def sample(
         is_drawn = temperature > 0.0
         # Relative to the most likely token, whose weight is 1: no temperature can overflow.
         weights = logits.sub_(best_values[:, None]).div_(torch.where(is_drawn, temperature, 1.0)).exp_()
-        drawn = _pick(_cut(weights, maps), maps.numbers.float())
+        drawn = _pick(cut(weights, maps), maps.numbers.float())
         tokens = torch.where(is_drawn[:, 0] & (tokens >= 0), drawn, tokens)
     if state is not None and facts.num_penalised:
         state.add(maps.slots, tokens)
@@ -104,7 +104,7 @@ def _mask(logits: torch.Tensor, maps: SamplingMaps) -> None:
     logits.index_copy_(0, maps.masked, torch.where(is_allowed, logits.index_select(0, maps.masked), -torch.inf))
 
 
-def _cut(weights: torch.Tensor, maps: SamplingMaps) -> torch.Tensor:
+def cut(weights: torch.Tensor, maps: SamplingMaps) -> torch.Tensor:
     """Weights, with zero for what min_p, top_k and top_p exclude; equals of the last token kept stay too.
 
     weights  float32 [num_rows, vocab], the largest of a row being 1

@@ -497,14 +497,14 @@ def test_a_new_parameter_is_one_line_and_one_in_each_implementation(monkeypatch:
     others, and reaches the implementation."""
     epsilon = parameters.Parameter("epsilon", 0.0, "draw", "Excludes tokens with less than this p.")
     monkeypatch.setattr(parameters, "PARAMETERS", (*parameters.PARAMETERS, epsilon))
-    cut = any_device._cut
+    cut = any_device.cut
 
     def cut_with_epsilon(weights: torch.Tensor, maps: SamplingMaps) -> torch.Tensor:
         if maps.uses("epsilon"):  # the line
             weights = torch.where(weights < maps.parameter("epsilon")[:, None] * weights.sum(-1, True), 0.0, weights)
         return cut(weights, maps)
 
-    monkeypatch.setattr(any_device, "_cut", cut_with_epsilon)
+    monkeypatch.setattr(any_device, "cut", cut_with_epsilon)
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().repeat(400, 1)
     rows = [row(i, temperature=1.0, epsilon=0.2 if i % 2 else 0.0) for i in range(400)]
     choices, _ = sample(logits, rows, implementation="any_device")

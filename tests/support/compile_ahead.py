@@ -27,7 +27,7 @@ from tests.support.count_lora_variants import NoDriver, make_stack
 
 def main() -> None:
     driver.set_active(NoDriver())  # type: ignore[arg-type]
-    platform._modules["lora", "cpu"] = triton_cuda
+    platform.install(platform.detect("cpu").with_fallback("lora", "triton_cuda", None))
     here: Counter[bool] = Counter()
     launches: list[Any] = []
 

@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from kernels import platform
-from kernels.lora import ops, triton_cuda
+from kernels.lora import ops
 from kernels.lora.maps import LoraStack
 from tests.support.lora_cases import Case, make_maps, make_step
 
@@ -75,7 +75,7 @@ def main() -> None:
 
     knobs.runtime.jit_cache_hook = note
     driver.set_active(NoDriver())  # type: ignore[arg-type]
-    platform._modules["lora", "cpu"] = triton_cuda
+    platform.install(platform.detect("cpu").with_fallback("lora", "triton_cuda", None))
     dtype = torch.bfloat16
     stacks = [make_stack(in_features, widths, dtype) for in_features, widths in ((512, (256, 72)), (520, (1030,)))]
     embedding = make_stack(777, (96,), dtype)
