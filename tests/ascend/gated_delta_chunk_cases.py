@@ -194,6 +194,7 @@ _SCANNED = ((*_OF_CHUNKS, ("out_ptr", 2 * 150 / 158), ("states_ptr", 2 / 4)), 12
 _SCANS = {
     **_forms(SCAN, {"three chunks": _judged(SCAN, *_SCANNED), "qwen3.5 9B": _published(SCAN)["qwen3.5 9B"]}),
     "padding": partial(launch, SCAN, Step((70,), (-1,), (True,), (1, 2, 16, 16)), sequence=0),
+    "padding on the null line": partial(launch, SCAN, Step((70,), (0,), (True,), (1, 2, 16, 16)), sequence=0),
     "a later piece": partial(launch, SCAN, is_begun=True),
     "far": partial(launch, SCAN, Step((1, 70), (2, 1), (True, True), (1, 2, 16, 32), far=True)),
 }

@@ -38,7 +38,7 @@ class Step:
 @dataclass(frozen=True)
 class Data:
     """A step with its tensors, and what is to come out. Rows of padding, lines of nobody and lines that nothing
-    continues are NaN, and so is `out`, in full."""
+    continues are NaN, and so is `out`, in full; the null line is not, so that padding that writes there shows."""
 
     qkv: torch.Tensor
     b: torch.Tensor
@@ -78,6 +78,7 @@ def make_data(step: Step) -> Data:
     qkv = values(num_tokens, 2 * num_key_heads * key_dim + num_heads * value_dim, of=step.dtype)
     wide = values(num_tokens, 2 * num_heads + 7, of=step.dtype)
     states = torch.full((max(step.lines) + 2, num_heads, key_dim, value_dim), torch.nan)
+    states[0] = 1.0
     for n, (line, goes_on) in enumerate(zip(step.lines, step.continued, strict=True)):
         if line > 0 and (goes_on or not step.lengths[n]):
             states[line] = values(num_heads, key_dim, value_dim)
@@ -110,8 +111,12 @@ def walk(
     judge_traffic: bool = False,
     max_traffic: float = MAX_TRAFFIC,
 ) -> Launch:
-    """Sequences token by token."""
+    """Sequences of up to max_tokens token by token; nothing is written of longer ones."""
     data = make_data(step)
+    for n, (length, line) in enumerate(zip(step.lengths, step.lines, strict=True)):
+        if length > max_tokens:
+            data.expected_out[data.starts[n] : data.starts[n + 1]] = torch.nan
+            data.expected_states[line] = data.used_states[line]
     with installed(replace(detect("cpu"), num_cores=num_cores)):
         plan = triton_ascend.plan_walk(*data.arguments, data.out, max_tokens)
     num_read = sum(goes_on and line > 0 for goes_on, line in zip(step.continued, step.lines, strict=True))
@@ -129,15 +134,16 @@ def walk(
     )
 
 
-# Lengths, lines and continuations of a step with everything in it.
-MIXED = ((3, 0, 5, 1, 4, 1), (2, 1, 3, -1, 5, 0), (True, True, False, True, False, False))
+# Lengths, lines and continuations of a step with everything in it. The empty sequence continues nothing, and keeps what
+# its line holds all the same.
+MIXED = ((3, 0, 5, 1, 4, 1), (2, 1, 3, -1, 5, 0), (True, False, False, True, False, False))
 _WALKS = {
     "qwen3.5 2B": partial(walk, Step((16,), (1,), (True,), QWEN_2B), judge_traffic=True, max_traffic=1.3),
     "qwen3.5 9B": partial(walk, Step((1, 2), (2, 1), (True, False), QWEN_9B), judge_traffic=True),
     "qwen3.5 27B": partial(walk, Step((1, 1), (0, 1), (False, True), QWEN_27B), judge_traffic=True),
     "a prompt": partial(walk, Step((100,), (1,), (False,)), judge_traffic=True, max_traffic=2.7),
     "everything": partial(walk, Step(*MIXED)),
-    "longer sequences are left": partial(walk, Step((3, 4), (2, -1), (True, False)), max_tokens=3),
+    "longer sequences are left": partial(walk, Step((3, 4), (2, 1), (True, True)), max_tokens=3),
     "nothing but padding": partial(walk, Step((2, 1), (0, -1), (False, True), (1, 2, 16, 16))),
     "keys unlike values, fp16": partial(walk, Step(*MIXED, (2, 4, 48, 80), torch.float16)),
     "values unlike keys, fp32": partial(walk, Step(*MIXED, (1, 3, 16, 96), torch.float32)),
