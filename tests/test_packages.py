@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ import pytest
 from tests.support.limits import LIMIT_SECONDS
 
 ROOT = Path(__file__).parent.parent
+SOURCES = ("service", "kernels", "adapters", "tests", "bench", "scripts", "examples")
 
 
 def _run(code: str, *, cwd: Path = ROOT) -> str:
@@ -144,3 +146,17 @@ def test_ray_is_imported_by_its_own_modules_alone() -> None:
     assert importing == {"ray_app.py", "ray_replicas.py"}
     theirs = {path.name for path in files if any(one.startswith("service.ray_") for one in names[path])}
     assert theirs == {"ray_app.py"}
+
+
+def test_modules_that_texts_name_are_there() -> None:
+    """A docstring, a comment or a page that names a module in backticks names one that has not moved since."""
+    modules = [path.relative_to(ROOT).as_posix() for top in SOURCES for path in (ROOT / top).rglob("*.py")]
+    texts = [path for top in ("service", "kernels", "adapters") for path in (ROOT / top).rglob("*.py")]
+    texts += [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
+    missing = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in texts
+        for name in re.findall(r"`([\w/]+\.py)`", path.read_text())
+        if not any(f"/{module}".endswith(f"/{name}") for module in modules)
+    }
+    assert not missing, missing

@@ -18,7 +18,7 @@ steps' tokens was due to a tenant (in proportion to weights) or a flow (equal pa
 given. It never exceeds the tokens of one full step, either way: who asked for little builds up no claim, and who used
 what nobody wanted no debt. Who becomes active begins with none.
 
-Rows. See `row_turns.py`.
+Rows. See `row_sharing.py`.
 
 Preemption. Who yields gives up slot, blocks and pins at once, between two launches, as if blocks had run out; see
 `engine.py` for why a step in flight does not mind, and why it joins again only when its token in flight is known. It
