@@ -36,7 +36,7 @@ from service.engine.step_sizes import TOKEN_SIZES
 EMPTY_KERNEL_MICROSECONDS = 0.9
 DECODE_BAR, PREFILL_BAR = 0.70, 0.75
 DECODE_ROW_BAR, PREFILL_ROW_BAR = 1.0, 1.05
-MAX_SEGMENTS = 64  # segments that the maps of every step have room for, as the engine pads them, one token or many
+MAX_SEGMENTS = 64  # that the maps of every step have room for, as with an engine of up to 64 sequences
 
 
 @dataclass(frozen=True)
