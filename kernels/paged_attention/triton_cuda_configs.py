@@ -35,7 +35,7 @@ class AttentionTable:
     """How a kind of GPU runs paged attention.
 
     decode, chunks     (bytes of an element, largest head_dim) -> tile, by ascending head_dim; `decode` serves steps
-                       of at most one token per sequence, `chunks` all others
+                       padded to no more tokens than sequences, which may hold short prompts too, `chunks` all others
     programs_per_core  keys are split among programs until there are so many
     min_split_tokens   keys that a split is worth
     max_split_tokens   keys after which a sequence is split even among many, so that it does not end long after them
