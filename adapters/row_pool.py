@@ -48,8 +48,9 @@ class RowPool:
 
     A load copies an adapter's slab to the device on a stream of its own, beside the steps, and then into its rows:
     after the steps that were launched before, which may still use the rows of who made room, and of which none uses the
-    newcomer. It is there for the steps that are launched after `publish`. Only moves of ranges go in the order of the
-    steps: the ranges may be in use by the next one.
+    newcomer. It is there for the steps that are launched after `publish`. Moves of ranges go in the order of the steps,
+    since the ranges may be in use by the next one; and so does what an adapter has beside rows, which few have: the
+    host waits for each of its copies.
     """
 
     def __init__(
