@@ -26,6 +26,7 @@ from adapters.peft_config import AdapterConfig
 from adapters.tensor_sorting import FoundModule, OtherTensors, sort_in
 
 MAX_SHOWN = 8
+_WITHOUT_TENSORS = "target_modules names it, but the file has no tensors for it"
 
 
 def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor]) -> Binding:
@@ -143,15 +144,26 @@ def _check_targets(
         if known.slices[module][0].kind == "linear" and known.slices[module][0].group != "embeddings"
         for name in (path, module)
     ]
-    matched = targeted(config, sorted({*seen.values(), *found}), linear)
+    # Merged modules, which no layout has, where the file has nothing of what they stand for.
+    absent = {
+        renamed.get(model_prefix(modules[0]), model_prefix(modules[0])) + tail: modules
+        for tail, modules in known.fused.items()
+        if not any(module in found for module in modules)
+    }
+    matched = targeted(config, sorted({*seen.values(), *found, *absent}), linear)
     if config.ties_head and known.ties_head and any(seen[name] in matched for name in known.embeddings if name in seen):
         matched |= {seen[head] for head in known.heads if head in seen}
     problems = []
     for module, path in seen.items():
         if path in matched and module not in found:
-            problems.append((module, "target_modules names it, but the file has no tensors for it"))
+            problems.append((module, _WITHOUT_TENSORS))
         if module in found and path not in matched and module not in matched:
             problems.append((module, "the file has tensors for it, but target_modules does not name it"))
+    problems += [
+        (path, _WITHOUT_TENSORS)
+        for path, modules in absent.items()
+        if path in matched and not any(seen[module] in matched for module in modules)
+    ]
     return problems
 
 

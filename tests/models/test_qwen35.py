@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,7 +179,8 @@ def test_modules_that_trainers_merge_are_taken_apart() -> None:
         for side, shape in (("A", (4, 48)), ("B", (sum(parts), 4))):
             key = f"base_model.model.model.layers.0.linear_attn.{name}.lora_{side}.weight"
             tensors[key] = Tensor(key, "F32", shape, 1000, 1000 + 4 * shape[0] * shape[1])
-    config = json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": list(sizes)}).encode()
+    fields = {"target_modules": list(sizes), "layers_to_transform": [0]}
+    config = json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 4, **fields}).encode()
     bound = {one.slice.module.rsplit(".", 1)[-1]: one for one in bind(layout, parse_config(config), tensors).slices}
     assert list(bound) == ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"]
     qkv, z = bound["in_proj_qkv"], bound["in_proj_z"]
@@ -190,6 +191,33 @@ def test_modules_that_trainers_merge_are_taken_apart() -> None:
     wrong = {**tensors, key: Tensor(key, "F32", (111, 4), 0, 111 * 16)}
     with pytest.raises(BindingError, match="which have 112 rows"):
         bind(layout, parse_config(config), wrong)
+
+
+MERGED = {"in_proj_qkvz": 112, "in_proj_ba": 8}
+
+
+def merged_adapter(target_modules: Any, layers: Sequence[int], **fields: Any) -> tuple[Any, dict[str, Tensor]]:
+    """An adapter's configuration and its tensors of rank 4 for the merged modules of these layers."""
+    tensors = {}
+    for module in (f"model.layers.{layer}.linear_attn.{name}" for layer in layers for name in MERGED):
+        for side, shape in (("A", (4, 48)), ("B", (MERGED[module.rsplit(".", 1)[-1]], 4))):
+            key = f"base_model.model.{module}.lora_{side}.weight"
+            tensors[key] = Tensor(key, "F32", shape, 0, 16 * max(shape))
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": target_modules, **fields}
+    return parse_config(json.dumps(config).encode()), tensors
+
+
+@pytest.mark.parametrize("targets", [list(MERGED), r".*\.(in_proj_qkvz|in_proj_ba)"], ids=["list", "expression"])
+def test_a_merged_module_that_is_named_and_has_no_tensors_is_refused(targets: Any) -> None:
+    """As any other: the file was cut, and half an adapter is another one."""
+    layout = layout_of(text_config())
+    assert len(bind(layout, *merged_adapter(targets, (0, 1, 3))).slices) == 12
+    with pytest.raises(BindingError) as caught:
+        bind(layout, *merged_adapter(targets, (0, 3)))
+    reason = "target_modules names it, but the file has no tensors for it"
+    assert caught.value.problems == tuple((f"model.layers.1.linear_attn.{name}", reason) for name in MERGED)
+    excluded = merged_adapter(targets, (0, 3), exclude_modules=r".*layers\.1\..*")
+    assert len(bind(layout, *excluded).slices) == 8
 
 
 _VISUAL = "visual is a part of the model that is not served: train modules of the text model alone"
