@@ -223,7 +223,7 @@ def _check_invocation(config: AdapterConfig, slices: Sequence[BoundSlice], layou
 def _notes(config: AdapterConfig, known: KnownModules, copies: list[BaseCopy]) -> tuple[str, ...]:
     notes = [f"{copy.tensor.name} repeats the base's own weight and is not stored." for copy in copies]
     names = config.target_modules if isinstance(config.target_modules, tuple) else ()
-    known_endings = {ending for tail in known.by_tail for ending in endings(tail)}
+    known_endings = {ending for tail in (*known.by_tail, *known.fused) for ending in endings(tail)}
     unused = [name for name in names if tail_of(name) not in known_endings]
     if config.invocation:
         shown = str(list(config.invocation))[:200]

@@ -220,6 +220,13 @@ def test_a_merged_module_that_is_named_and_has_no_tensors_is_refused(targets: An
     assert len(bind(layout, *excluded).slices) == 8
 
 
+def test_merged_modules_that_bind_are_not_noted_as_unknown() -> None:
+    layout = layout_of(text_config())
+    assert bind(layout, *merged_adapter(list(MERGED), (0, 1, 3))).notes == ()
+    config, tensors = merged_adapter([*MERGED, "in_proj_kv"], (0, 1, 3))
+    assert bind(layout, config, tensors).notes == ("target_modules names nothing in this base model with: in_proj_kv.",)
+
+
 _VISUAL = "visual is a part of the model that is not served: train modules of the text model alone"
 NOT_SERVED = {
     "model.visual.blocks.0.attn.qkv.lora_A.weight": _VISUAL,
