@@ -140,9 +140,17 @@ def late_windows(config: Config) -> list[int | None]:
     if "layer_types" not in config:
         first = config["max_window_layers"]
         return [window if index >= first else None for index in range(count(config, "num_hidden_layers"))]
+    return listed_windows(config, window)
+
+
+def listed_windows(config: Config, window: int | None) -> list[int | None]:
+    """Sliding window of each layer, which is `window` in those that layer_types lists for it. Raises ModelError where
+    there is none."""
     kinds = layer_types(config, ("full_attention", "sliding_attention"))
     if "sliding_attention" in kinds and window is None:
-        raise ModelError("config.json has layers of type sliding_attention, but use_sliding_window is off")
+        raise ModelError(
+            "config.json has layers of type sliding_attention, but use_sliding_window is off or sliding_window null"
+        )
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 

@@ -8,7 +8,7 @@ from service.models.config_json import (
     check_activation,
     completed,
     count,
-    layer_types,
+    listed_windows,
     model_sizes,
 )
 from service.models.errors import ModelError
@@ -60,9 +60,5 @@ def _rotated_layers(config: Config) -> list[bool]:
 def _windows(config: Config, rotated: list[bool]) -> list[int | None]:
     window = config.get("sliding_window") if config.get("use_sliding_window", False) else None
     if "layer_types" in config:
-        is_sliding = [
-            kind == "sliding_attention" for kind in layer_types(config, ("full_attention", "sliding_attention"))
-        ]
-    else:
-        is_sliding = [not is_rotated for is_rotated in rotated]
-    return [window if slides else None for slides in is_sliding]
+        return listed_windows(config, window)
+    return [None if is_rotated else window for is_rotated in rotated]
