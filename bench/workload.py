@@ -13,7 +13,6 @@ OUT = Path(__file__).parent / "out"
 NUM_ADAPTERS = 8
 RANK = 16
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM = 12, 8, 128
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 # What a family has beside the sizes that all share; of Qwen3.5 a smaller model, three delta nets for each attention.
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"hidden_size": 1024, "num_hidden_layers": NUM_LAYERS, "intermediate_size": 3072},
@@ -27,7 +26,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 64,
     },
 }
-DELTA_TARGETS = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TARGETS: dict[str, list[str]] = {
+    "qwen3": _TARGETS,
+    "qwen3_5_text": [*_TARGETS, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"],
+}
 VOCABULARY = 32_000
 SEED = 20_26
 
@@ -118,10 +121,9 @@ def _write_adapter(root: Path, index: int, dtype: str, family: str) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    targets = TARGETS if family == "qwen3" else TARGETS + DELTA_TARGETS
     torch.manual_seed(SEED + 1 + index)
     base = AutoModelForCausalLM.from_pretrained(root / "base", dtype=getattr(torch, dtype))
-    model = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=targets))
+    model = get_peft_model(base, LoraConfig(r=RANK, lora_alpha=RANK, target_modules=TARGETS[family]))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:

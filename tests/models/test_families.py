@@ -60,6 +60,15 @@ def imports(tree: ast.Module) -> Iterator[int]:
                 yield node.lineno
 
 
+def comparisons(tree: ast.Module) -> Iterator[int]:
+    """Lines that compare something with a family's name, however it was come by."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare | ast.MatchValue) and any(
+            isinstance(part, ast.Constant) and part.value in FAMILIES for part in ast.walk(node)
+        ):
+            yield node.lineno
+
+
 def test_the_name_of_a_family_is_passed_on_and_nothing_else() -> None:
     """Each read that is not in the table may be a branch. One that is none is added there, with what becomes of it."""
     assert Counter(name for name, tree in sources() for _ in reads(tree)) == Counter(PASSED_ON)
@@ -78,6 +87,23 @@ def test_no_other_file_of_the_model_knows_the_name_of_a_family() -> None:
         if isinstance(node, ast.Constant) and node.value in FAMILIES
     ]
     assert not found
+
+
+def test_nothing_is_compared_with_the_name_of_a_family() -> None:
+    assert not [f"{name}:{line}" for name, tree in sources() for line in comparisons(tree)]
+
+
+@pytest.mark.parametrize(
+    "branch",
+    [
+        "if family == 'qwen3': pass",
+        "x = 1 if 'qwen3' != family else 2",
+        "is_x = family in ('llama', 'qwen3')",
+        "match family:\n    case 'qwen3': pass",
+    ],
+)
+def test_a_comparison_with_a_name_is_found(branch: str) -> None:
+    assert len(list(comparisons(ast.parse(branch)))) == 1
 
 
 @pytest.mark.parametrize(
