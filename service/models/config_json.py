@@ -23,6 +23,7 @@ _FLAGS = (
     *("attention_bias", "mlp_bias", "conv_bias", "tie_word_embeddings", "tie_embedding", "use_sliding_window"),
     *("norm_topk_prob", "block_auto_adjust_ff_dim", "attn_output_gate"),
 )
+_TEXTS = ("dtype", "torch_dtype")
 _NUMBERS = (
     *("rms_norm_eps", "norm_eps", "rope_theta", "rope_local_base_freq", "max_position_embeddings"),
     *("original_max_position_embeddings", "query_pre_attn_scalar", "block_ffn_dim_multiplier", "embedding_multiplier"),
@@ -54,6 +55,7 @@ def check_kinds(config: Config) -> None:
     kinds = (
         ("an object", _OBJECTS, lambda value: isinstance(value, dict)),
         ("a list", _LISTS, lambda value: isinstance(value, list)),
+        ("a text", _TEXTS, lambda value: isinstance(value, str)),
         ("true or false", _FLAGS, lambda value: isinstance(value, bool)),
         ("a number above 0", _NUMBERS, is_positive_number),
     )

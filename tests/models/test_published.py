@@ -99,6 +99,7 @@ REFUSED: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]], str]] 
     "activation": ("gemma2", lambda config: {**config, "hidden_activation": "silu"}, "'silu'"),
     "cap": ("gemma2", lambda config: {**config, "attn_logit_softcapping": -1.0}, "attn_logit_softcapping"),
     "cap-of-logits": ("gemma2", lambda config: {**config, "final_logit_softcapping": "x"}, "final_logit_softcapping"),
+    "dtype": ("qwen3_5_text", lambda config: {**config, "dtype": ["bfloat16"]}, "dtype as a text"),
     "windows-off": ("smollm3", lambda config: {**config, "use_sliding_window": False}, "use_sliding_window is off"),
     "windows-of-no-size": ("smollm3", lambda config: {**config, "sliding_window": None}, "sliding_window null"),
     "kinds": ("olmo3", lambda config: {**config, "layer_types": ["mamba"] * 3}, "mamba"),
