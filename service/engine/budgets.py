@@ -88,6 +88,8 @@ def decide_budgets(
     token_budget, max_sequences = _steps(options, sizes, device_type, free_bytes)
     block_size = options.block_size_tokens or default_block_size_tokens(device_type)
     step_bytes = graph_bytes + _step_bytes(options, sizes, token_budget, max_sequences)
+    if device_type != "cpu":
+        step_bytes += _penalty_bytes(sizes, max_sequences)
     given_bytes = (options.row_bytes or 0) + (options.kv_bytes or 0) + (options.side_bytes or 0)
     left = int((free_bytes - given_bytes) * (CPU_SHARE if device_type == "cpu" else DEVICE_SHARE)) - step_bytes
     most = CPU_CACHE_BYTES if device_type == "cpu" else max(left, 0)
@@ -177,6 +179,12 @@ def _step_bytes(options: EngineOptions, sizes: ModelSizes, token_budget: int, ma
     num_logits = min(max_sequences + options.max_prompt_logits, token_budget)
     states = max_sequences * sizes.state_bytes_per_line if options.state_bytes is None else options.state_bytes
     return token_budget * sizes.bytes_per_step_token + LOGITS_COPIES * num_logits * sizes.logits_bytes + states
+
+
+def _penalty_bytes(sizes: ModelSizes, max_sequences: int) -> int:
+    """Of a device: token counts of all slots, as long as a row of logits each, which the first request with a penalty
+    allocates (`kernels.sampling.penalty_state.DenseState`)."""
+    return (1 + max_sequences) * sizes.logits_bytes
 
 
 def sentences(options: EngineOptions, budgets: Budgets, sizes: ModelSizes, device: str, free_bytes: int) -> list[str]:

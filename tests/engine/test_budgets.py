@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from adapters.layout import Group
 from adapters.side_plan import plan_side
+from kernels.sampling.penalty_state import DenseState
 from service.engine.budgets import GIB, MIB, Budgets, ModelSizes, decide_budgets, sentences
 from service.engine.config import EngineOptions
 from service.models.errors import ModelError
@@ -43,7 +45,8 @@ def decided(sizes: ModelSizes, device_type: str, free_bytes: int, graph_bytes: i
 def test_a_large_gpu_is_used_whole() -> None:
     budgets = decided(LLAMA_8B, "cuda", 122 * GIB)
     assert (budgets.token_budget, budgets.max_sequences, budgets.block_size_tokens) == (8192, 256, 16)
-    assert budgets.step_bytes == 8192 * 4 * (4096 + 2 * 14336) * 2 + 6 * (256 + 64) * 4 * 128_256
+    num_rows_of_logits = 6 * (256 + 64) + 1 + 256
+    assert budgets.step_bytes == 8192 * 4 * (4096 + 2 * 14336) * 2 + num_rows_of_logits * 4 * 128_256
     left = int(122 * GIB * 0.96) - budgets.step_bytes
     assert budgets.row_bytes == left // 4
     assert left - LLAMA_8B.kv_bytes_per_token * 16 < budgets.kv_bytes + budgets.row_bytes <= left
@@ -54,6 +57,17 @@ def test_an_npu_has_steps_and_blocks_of_its_own() -> None:
     assert (budgets.token_budget, budgets.max_sequences, budgets.block_size_tokens) == (2048, 256, 128)
     assert budgets.kv_bytes % (128 * LLAMA_8B.kv_bytes_per_token) == 0
     assert decided(LLAMA_8B, "npu", 45 * GIB, block_size_tokens=256).block_size_tokens == 256
+
+
+@pytest.mark.parametrize("device_type", ["cuda", "npu", "cpu"])
+def test_counts_for_penalties_are_kept_free_for_on_devices(device_type: str) -> None:
+    """They are allocated when a request first has a penalty, and all else is taken by then."""
+    counts = DenseState(1 + 2, 128, torch.device("cpu"))
+    counts.reset(1, [5], [])
+    sizes = replace(TINY, logits_bytes=4 * 128)
+    budgets = decided(sizes, device_type, GIB, token_budget=64, max_sequences=2)
+    others = 64 * sizes.bytes_per_step_token + 6 * 64 * sizes.logits_bytes + 2 * sizes.state_bytes_per_line
+    assert budgets.step_bytes == others + (0 if device_type == "cpu" else counts.table.nbytes)
 
 
 def test_graphs_are_kept_free_for() -> None:
@@ -135,11 +149,11 @@ def test_the_start_says_what_it_chose_and_what_would_change_it() -> None:
     given = options(kv_bytes=2 * GIB)
     budgets = decide_budgets(given, LLAMA_8B, "cuda", 60 * GIB)
     told = sentences(given, budgets, LLAMA_8B, "cuda:1", 60 * GIB)
-    assert told[0] == "60.0 GiB free on cuda:1 beside the weights, of which steps need 2.9 GiB"
+    assert told[0] == "60.0 GiB free on cuda:1 beside the weights, of which steps need 3.0 GiB"
     assert told[1] == "given: --kv-bytes 2.0 GiB (16,384 tokens)"
     assert told[2] == (
         "decided from the machine: --token-budget 8192, --max-sequences 256, --block-size-tokens 16, "
-        "--adapter-row-bytes 13.2 GiB (2,701 rows: 168 adapters of rank 16 everywhere); "
+        "--adapter-row-bytes 13.2 GiB (2,695 rows: 168 adapters of rank 16 everywhere); "
         "name any of them to change it, and the others follow"
     )
     all_given = options(token_budget=8, max_sequences=8, block_size_tokens=16, kv_bytes=MIB, row_bytes=0)
