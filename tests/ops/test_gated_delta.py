@@ -259,23 +259,29 @@ def test_a_prompt_in_chunks_equals_the_whole(cuts: list[int], device: str) -> No
 
 
 @pytest.mark.usefixtures("serving")
-def test_nan_of_one_sequence_stays_its_own(device: str) -> None:
-    inputs = make_inputs(SIZES[0], 20, torch.float32, device)
-    lengths, lines = [8, 1, 11], ints([4, 2, 5], device)
+@pytest.mark.parametrize("lengths", [[8, 1, 11], [1, 70, 66]], ids=["walked", "in-chunks"])
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_nan_of_one_sequence_stays_its_own(broken: int, lengths: list[int], device: str) -> None:
+    """Whatever stands before it and behind it, tails of chunks among them."""
+    inputs = make_inputs(SIZES[0], sum(lengths), torch.float32, device)
+    lines, continued = [4, 2, 5], torch.tensor([False, True, False], device=device)
     starts, host_starts = starts_of(lengths, device)
-    continued = torch.tensor([False, True, False], device=device)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         states = inputs.states.clone()
-        return gated_delta_prefill(
-            *inputs.part(slice(None)), states, starts, lines, continued, query_starts=host_starts
-        ), states
+        where = (starts, ints(lines, device), continued)
+        return gated_delta_prefill(*inputs.part(slice(None)), states, *where, query_starts=host_starts), states
 
     alone, states = run()
-    inputs.qkv[:8] = torch.nan
+    here = slice(host_starts[broken], host_starts[broken + 1])
+    inputs.qkv[here], inputs.b[here], inputs.a[here] = torch.nan, torch.nan, torch.nan
     beside, states_beside = run()
-    assert torch.equal(beside[8:], alone[8:])
-    assert torch.equal(states_beside[[2, 5]], states[[2, 5]])
+    is_other = torch.ones(sum(lengths), dtype=torch.bool)
+    is_other[here] = False
+    assert not bool(alone.isnan().any())
+    assert torch.equal(beside[is_other], alone[is_other])
+    others = [line for n, line in enumerate(lines) if n != broken]
+    assert torch.equal(states_beside[others], states[others])
 
 
 @pytest.mark.usefixtures("serving")
