@@ -227,6 +227,15 @@ def test_merged_modules_that_bind_are_not_noted_as_unknown() -> None:
     assert bind(layout, config, tensors).notes == ("target_modules names nothing in this base model with: in_proj_kv.",)
 
 
+def test_parts_of_a_projection_that_a_trainer_adapts_apart_are_named() -> None:
+    """Queries, keys and values of a delta net are one projection here."""
+    names = [f"model.layers.0.linear_attn.in_proj_{part}" for part in "qkv"]
+    with pytest.raises(BindingError) as caught:
+        bind(layout_of(text_config()), *adapter_of("model.layers.2.self_attn.q_proj", *names))
+    reasons = [f"this base model has no projection '{name}'" for name in names for _ in "AB"]
+    assert [reason for _, reason in caught.value.problems] == reasons
+
+
 _VISUAL = "visual is a part of the model that is not served: train modules of the text model alone"
 NOT_SERVED = {
     "model.visual.blocks.0.attn.qkv.lora_A.weight": _VISUAL,
