@@ -59,7 +59,7 @@ def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor
         tuple(slices),
         tuple(others.copies),
         rows_of(slices, extras, others.tokens),
-        _notes(config, known, others.copies),
+        _notes(config, known, found, others.copies),
         extras,
         config.invocation,
         tuple(others.tokens),
@@ -147,7 +147,7 @@ def _check_targets(
     # Merged modules, which no layout has, where the file has nothing of what they stand for.
     absent = {
         renamed.get(model_prefix(modules[0]), model_prefix(modules[0])) + tail: modules
-        for tail, modules in known.fused.items()
+        for tail, modules in _merged(known, found).items()
         if not any(module in found for module in modules)
     }
     matched = targeted(config, sorted({*seen.values(), *found, *absent}), linear)
@@ -165,6 +165,12 @@ def _check_targets(
         if path in matched and not any(seen[module] in matched for module in modules)
     ]
     return problems
+
+
+def _merged(known: KnownModules, found: Mapping[str, FoundModule]) -> Mapping[str, tuple[str, ...]]:
+    """`KnownModules.fused` of a trainer that merges modules; of others nothing, whose models have none of that name, so
+    that a target called so adapts nothing."""
+    return known.fused if any(known.resolve(entry.path) is None for entry in found.values()) else {}
 
 
 def _check_unserved_targets(known: KnownModules, config: AdapterConfig, layout: BaseLayout) -> list[tuple[str, str]]:
@@ -220,10 +226,12 @@ def _check_invocation(config: AdapterConfig, slices: Sequence[BoundSlice], layou
     return problems
 
 
-def _notes(config: AdapterConfig, known: KnownModules, copies: list[BaseCopy]) -> tuple[str, ...]:
+def _notes(
+    config: AdapterConfig, known: KnownModules, found: Mapping[str, FoundModule], copies: list[BaseCopy]
+) -> tuple[str, ...]:
     notes = [f"{copy.tensor.name} repeats the base's own weight and is not stored." for copy in copies]
     names = config.target_modules if isinstance(config.target_modules, tuple) else ()
-    known_endings = {ending for tail in (*known.by_tail, *known.fused) for ending in endings(tail)}
+    known_endings = {ending for tail in (*known.by_tail, *_merged(known, found)) for ending in endings(tail)}
     unused = [name for name in names if tail_of(name) not in known_endings]
     if config.invocation:
         shown = str(list(config.invocation))[:200]

@@ -227,6 +227,14 @@ def test_merged_modules_that_bind_are_not_noted_as_unknown() -> None:
     assert bind(layout, config, tensors).notes == ("target_modules names nothing in this base model with: in_proj_kv.",)
 
 
+def test_names_of_merged_modules_say_nothing_where_a_trainer_does_not_merge() -> None:
+    """A list for several models: PEFT passes over what its model does not have."""
+    config, tensors = adapter_of("model.layers.2.self_attn.q_proj")
+    binding = bind(layout_of(text_config()), replace(config, target_modules=("q_proj", *MERGED)), tensors)
+    assert len(binding.slices) == 1
+    assert binding.notes == (f"target_modules names nothing in this base model with: {', '.join(MERGED)}.",)
+
+
 def test_parts_of_a_projection_that_a_trainer_adapts_apart_are_named() -> None:
     """Queries, keys and values of a delta net are one projection here."""
     names = [f"model.layers.0.linear_attn.in_proj_{part}" for part in "qkv"]
