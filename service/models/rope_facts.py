@@ -114,9 +114,12 @@ def rope_facts(
     if not isinstance(share, int | float) or not 0 < share <= 1 or (share != 1 and not may_turn_a_share):
         served = "above 0 and at most 1" if may_turn_a_share else "1"
         raise ModelError(f"config.json rotates {share} of each head (partial_rotary_factor); served is {served}")
+    theta = float(rope.get("rope_theta") or config["rope_theta"])
+    if kind == "yarn" and theta <= 1.0:
+        raise ModelError(f"config.json gives rope_theta {theta:g}; with the rope type 'yarn' it must be above 1")
     return RopeFacts(
         kind=kind,
-        theta=float(rope.get("rope_theta") or config["rope_theta"]),
+        theta=theta,
         share=float(share),
         factor=float(factor or 1.0),
         original_max_position_embeddings=original,

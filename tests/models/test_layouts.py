@@ -80,6 +80,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "activation": ("llama", {"hidden_act": "gelu"}, "activation 'gelu'"),
     "rope-type": ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
     "rope-factor": ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' without factor"),
+    "yarn-theta": (
+        "llama",
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 1.0}},
+        "rope_theta 1; with the rope type 'yarn' it must be above 1",
+    ),
     "rope-by-layer-type": (
         "qwen3",
         {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}},
