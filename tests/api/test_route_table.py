@@ -15,8 +15,8 @@ from service.app import create_app
 from service.settings import load_settings
 from tests.api.conftest import Checkpoints
 
-# One of a router, and one that is past all of them.
-PATHS = ("/version", "/nowhere")
+# One of a router, one past all of them, and one with a query that is a model.
+PATHS = ("/version", "/nowhere", "/v1/adapters?limit=3")
 
 
 def test_built_routes_are_built_no_more(
@@ -38,6 +38,6 @@ def test_built_routes_are_built_no_more(
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
             return [(await client.get(path)).status_code for path in PATHS]
 
-    assert asyncio.run(ask()) == [200, 404]
+    assert asyncio.run(ask()) == [200, 404, 200]
     assert not built
     app.state.services.store.close()
