@@ -22,6 +22,8 @@ CHUNK = 64
 # Sequences up to this length are walked token by token.
 MAX_SHORT_TOKENS = 16
 _PLAN_BLOCK = 128
+# Rows of a block that is inverted row by row.
+SIDE = 32
 _MAX_BLOCK_V = 32
 
 
@@ -31,6 +33,33 @@ def normed_rows(x_ptr, rows, columns, is_row, is_column, stride):
     mask = is_row[:, None] & is_column[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+
+
+@triton.jit
+def inverse_of_one_and(changes, CHUNK: tl.constexpr, SIDE: tl.constexpr):
+    """Of 1 + changes [CHUNK, CHUNK], which are 0 on the diagonal and above. Blocks of SIDE on the diagonal row by row,
+    all at once: each row hangs on those above it. Then blocks twice as large, of two that are known and what stands
+    below the first, until one is left. Never by powers: of like keys these grow beyond all bounds.
+    """
+    NUM: tl.constexpr = CHUNK // SIDE
+    block, side, row = tl.arange(0, NUM), tl.arange(0, SIDE), tl.arange(0, CHUNK)
+    is_same = (block[:, None] == block[None, :])[:, None, :, None]
+    on_diagonal = tl.sum(tl.where(is_same, tl.reshape(changes, (NUM, SIDE, NUM, SIDE)), 0.0), 2)
+    blocks = tl.where(side[:, None] == side[None, :], 1.0, 0.0)[None, :, :] + tl.zeros_like(on_diagonal)
+    for i in range(1, SIDE):
+        is_row = side[None, :, None] == i
+        weights = tl.sum(tl.where(is_row, on_diagonal, 0.0), 1)
+        change = tl.sum(weights[:, :, None] * blocks, 1)
+        blocks = tl.where(is_row, blocks - change[:, None, :], blocks)
+    inverse = tl.reshape(tl.where(is_same, blocks[:, :, None, :], 0.0), (CHUNK, CHUNK))
+    width = SIDE
+    while width < CHUNK:
+        number = row // width
+        is_below = (number[:, None] == number[None, :] + 1) & (number[None, :] % 2 == 0)
+        left = tl.dot(inverse, tl.where(is_below, changes, 0.0), input_precision="tf32x3")
+        inverse -= tl.dot(left, inverse, input_precision="tf32x3")
+        width *= 2
+    return inverse
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
@@ -71,6 +100,7 @@ def prepare_kernel(
     CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    SIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Grid (chunks, VALUE_HEADS)."""
@@ -96,7 +126,9 @@ def prepare_kernel(
     key, value = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     is_key, is_value = key < KEY_DIM, value < VALUE_DIM
     key_head = head // (VALUE_HEADS // KEY_HEADS)
-    k = normed_rows(qkv_ptr + (KEY_HEADS + key_head) * KEY_DIM, token, key, is_token, is_key, COLUMNS)
+    # One address of 64 bits and offsets of 32: a tile of addresses would take all registers.
+    qkv_ptr += start.to(tl.int64) * COLUMNS
+    k = normed_rows(qkv_ptr + (KEY_HEADS + key_head) * KEY_DIM, row, key, is_token, is_key, COLUMNS)
     b = tl.load(b_ptr + token * gate_stride + head, mask=is_token, other=0.0).to(tl.float32)
     beta = tl.where(is_token, 1.0 / (1.0 + tl.exp(-b)), 0.0)
     x = tl.load(a_ptr + token * gate_stride + head, mask=is_token, other=0.0).to(tl.float32)
@@ -108,24 +140,23 @@ def prepare_kernel(
     decay = tl.where(is_before, decay, 0.0)
     products = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay
     changes = tl.where(row[:, None] > row[None, :], products * beta[:, None], 0.0)
-    # The inverse of 1 + changes, row by row: each hangs on those above it.
-    inverse = tl.where(row[:, None] == row[None, :], 1.0, 0.0)
-    for i in range(1, CHUNK):
-        weights = tl.sum(tl.where(row[:, None] == i, changes, 0.0), 0)
-        change = tl.sum(weights[:, None] * inverse, 0)
-        inverse = tl.where(row[:, None] == i, inverse - change[None, :], inverse)
+    # Keys are read again behind the inverse, for which registers are few.
     place = chunk.to(tl.int64) * VALUE_HEADS + head
     tl.store(total_ptr + place * CHUNK + row, total)
-    erased = tl.dot(inverse, k * (beta * tl.exp(total))[:, None], input_precision=PRECISION)
-    to = (place * CHUNK + row)[:, None]
-    tl.store(erased_ptr + to * KEY_DIM + key[None, :], erased, mask=is_key[None, :])
-    v_ptr = qkv_ptr + FIRST_VALUE + head * VALUE_DIM + token[:, None] * COLUMNS + value[None, :]
+    first_row = place * CHUNK
+    q = normed_rows(qkv_ptr + key_head * KEY_DIM, row, key, is_token, is_key, COLUMNS)
+    scores = tl.dot(q * tl.rsqrt(KEY_DIM * 1.0), tl.trans(k), input_precision=PRECISION) * decay
+    tl.store(scores_ptr + first_row * CHUNK + row[:, None] * CHUNK + row[None, :], scores)
+    inverse = inverse_of_one_and(changes, CHUNK, SIDE)
+    v_ptr = qkv_ptr + FIRST_VALUE + head * VALUE_DIM + row[:, None] * COLUMNS + value[None, :]
     v = tl.load(v_ptr, mask=is_token[:, None] & is_value[None, :], other=0.0).to(tl.float32)
     written = tl.dot(inverse, v * beta[:, None], input_precision=PRECISION)
-    tl.store(written_ptr + to * VALUE_DIM + value[None, :], written, mask=is_value[None, :])
-    q = normed_rows(qkv_ptr + key_head * KEY_DIM, token, key, is_token, is_key, COLUMNS)
-    scores = tl.dot(q * tl.rsqrt(KEY_DIM * 1.0), tl.trans(k), input_precision=PRECISION) * decay
-    tl.store(scores_ptr + to * CHUNK + row[None, :], scores)
+    written_ptr += first_row * VALUE_DIM
+    tl.store(written_ptr + row[:, None] * VALUE_DIM + value[None, :], written, mask=is_value[None, :])
+    k = normed_rows(qkv_ptr + (KEY_HEADS + key_head) * KEY_DIM, row, key, is_token, is_key, COLUMNS)
+    erased = tl.dot(inverse, k * (beta * tl.exp(total))[:, None], input_precision=PRECISION)
+    erased_ptr += first_row * KEY_DIM
+    tl.store(erased_ptr + row[:, None] * KEY_DIM + key[None, :], erased, mask=is_key[None, :])
 
 
 @triton.jit
@@ -238,7 +269,7 @@ def prefill_long(
     )
     prepare_kernel[num_chunks, num_heads](
         qkv, b, a, a_log, dt_bias, starts, ends, total, written, erased, scores, num_sequences, b.stride(0),
-        BLOCK_V=block_v, num_warps=8, **sizes,
+        BLOCK_V=block_v, SIDE=SIDE, num_warps=4, **sizes,
     )  # fmt: skip
     block_v = min(block_v, _MAX_BLOCK_V)
     scan_kernel[num_sequences, num_heads, triton.cdiv(value_dim, block_v)](

@@ -21,7 +21,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.gated_delta.triton_cuda import gated_delta_kernel
-from kernels.gated_delta.triton_cuda_chunks import CHUNK, MAX_SHORT_TOKENS, plan_kernel, prepare_kernel, scan_kernel
+from kernels.gated_delta.triton_cuda_chunks import (
+    CHUNK,
+    MAX_SHORT_TOKENS,
+    SIDE,
+    plan_kernel,
+    prepare_kernel,
+    scan_kernel,
+)
 from kernels.gated_delta.triton_cuda_decode import MAX_BLOCK_V, NUM_WARPS, gated_delta_decode_kernel
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -73,7 +80,7 @@ def main() -> None:
         (gated_delta_decode_kernel, decode, {"num_warps": NUM_WARPS, "launch_pdl": True}),
         (gated_delta_kernel, {"MAX_TOKENS": MAX_SHORT_TOKENS, **tile}, options),
         (plan_kernel, {"MAX_SHORT": MAX_SHORT_TOKENS, "CHUNK": CHUNK, "BLOCK": 128}, options),
-        (prepare_kernel, {**chunks, **whole}, {"num_warps": 8}),
+        (prepare_kernel, {**chunks, **whole, "SIDE": SIDE}, options),
         (scan_kernel, {**chunks, **tile}, options),
     ):
         print(kernel.__name__, *compile_one(kernel, {**sizes, **constants}, chosen), 32 * chosen["num_warps"])
