@@ -1,12 +1,12 @@
 #!/bin/sh
 # Makes DIR/root.img, DIR/vmlinuz and DIR/initrd.img: Debian 12 with a kernel that has NFS, for machines of `bench.nfs`.
-# Root on Debian, with debootstrap and e2fsprogs: bench/nfs/image.sh DIR
+# Root on Debian, with debootstrap and e2fsprogs: bench/nfs/image.sh DIR. MIRROR=URL names another than debootstrap's own.
 set -eu
-dir=$1 mirror=${MIRROR:-http://deb.debian.org/debian}
+dir=$1
 mkdir -p "$dir"
 trap 'rm -rf "$dir/root"' EXIT
 [ -d "$dir/root" ] || debootstrap --variant=minbase \
-    --include=python3,nfs-kernel-server,nfs-common,iproute2,kmod,udev,linux-image-amd64 bookworm "$dir/root" "$mirror"
+    --include=python3,nfs-kernel-server,nfs-common,iproute2,kmod,udev,linux-image-amd64 bookworm "$dir/root" ${MIRROR:-}
 cat > "$dir/root/guest" <<'INIT'
 #!/bin/sh
 # The first process of a machine: the tree is the host's, by 9p.
