@@ -10,13 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from starlette.concurrency import run_in_threadpool
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
-from starlette.routing import Match
 
 import adapters.errors as store_errors
 from adapters.names import Change
@@ -39,15 +34,14 @@ from service.api import (
     versions,
 )
 from service.api.auth import Access
-from service.api.errors import HANDLED, BadRequest, UnknownRoute, WrongMethod, quoted
+from service.api.error_handlers import add_error_handlers
 from service.api.json_body import ALWAYS_BYTES, BodyBudget
 from service.api.metrics import Metrics
-from service.api.middleware import METHODS, BodyRule, EntryMiddleware, Refusal
+from service.api.middleware import BodyRule, EntryMiddleware
 from service.api.openapi_route import serve_openapi
 from service.api.route_table import build_routes
 from service.api.sampling import SamplingDefaults, model_defaults
 from service.api.state import Services
-from service.api.validation import bad_request
 from service.cluster.engines import Engines
 from service.engine.client import EngineClient
 from service.engine.link import EngineLink
@@ -341,61 +335,3 @@ def _body_rule(settings: Settings) -> Callable[[str, str], BodyRule]:
         return small if name.endswith(("/rollback", "/pin")) else rules.get(path, other)
 
     return rule
-
-
-def add_error_handlers(app: FastAPI) -> None:
-    """Every error leaves in OpenAI's shape, by way of `EntryMiddleware`."""
-
-    async def refuse(_request: Request, error: Exception) -> Response:
-        return Refusal(error)
-
-    async def refuse_body(_request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError), "registered for nothing else"
-        _forget_frames(error)
-        return Refusal(bad_request(error.errors()))
-
-    async def refuse_http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException), "registered for nothing else"
-        _forget_frames(error)
-        cause = error.__cause__
-        if isinstance(cause, ClientDisconnect):
-            raise cause
-        if isinstance(cause, HANDLED):
-            return Refusal(cause)
-        return Refusal(_from_http(request, error))
-
-    for kind in HANDLED:
-        app.add_exception_handler(kind, refuse)
-    app.add_exception_handler(RequestValidationError, refuse_body)
-    app.add_exception_handler(HTTPException, refuse_http)
-    app.add_exception_handler(Exception, refuse)
-
-
-def _forget_frames(error: BaseException | None) -> None:
-    """FastAPI's function keeps what it has raised of a body, whose traceback leads back to it, and to the body: they
-    would wait for Python's collector together, which walks through all of them in one stretch."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__context__
-
-
-def _from_http(request: Request, error: HTTPException) -> Exception:
-    path = f"{quoted(request.method)} {quoted(request.url.path)}"
-    if error.status_code == 404:
-        return UnknownRoute(f"There is no {path} here; /openapi.json lists what there is.")
-    if error.status_code == 405:
-        methods = _methods_of(request)
-        return WrongMethod(
-            f"{path} is not allowed; send {' or '.join(methods)}.", headers={"Allow": ", ".join(methods)}
-        )
-    return BadRequest(f"The request cannot be read: {error.detail}.")
-
-
-def _methods_of(request: Request) -> list[str]:
-    """Those that the path takes, of all its routes: the error itself knows of the first one alone."""
-
-    def takes(method: str) -> bool:
-        routed = "GET" if method == "HEAD" else method  # see `EntryMiddleware`
-        return any(route.matches({**request.scope, "method": routed})[0] is Match.FULL for route in request.app.routes)
-
-    return [method for method in sorted(METHODS) if takes(method)]

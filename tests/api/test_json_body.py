@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from service.api import json_body
 from service.api.auth import Access
+from service.api.error_handlers import add_error_handlers
 from service.api.errors import ApiError, BodyTooLarge, QueueFull
 from service.api.json_body import (
     LARGE_BODY_BYTES,
@@ -37,7 +38,6 @@ from service.api.json_body import (
 from service.api.metrics import Metrics
 from service.api.middleware import BodyRule, EntryMiddleware
 from service.api.schemas import DetokenizeRequest
-from service.app import add_error_handlers
 from service.tenants.tenants import Tenants
 from tests.api.conftest import Checkpoints
 from tests.support.limits import LIMIT_SECONDS
