@@ -152,8 +152,8 @@ def _operators_of_a_step(num_layers: int) -> Counter[str]:
 
     import_torch_npu()
     prepare_interpreter()
+    from kernels.ascend_relaunch import AscendLaunch
     from kernels.lora import triton_ascend
-    from kernels.rotary_kv import triton_ascend as rotary
     from tests.ascend.twin.test_service import SIZES, config
     from tests.support.engine_parity import Request, build_engine, make_world
 
@@ -166,7 +166,7 @@ def _operators_of_a_step(num_layers: int) -> Counter[str]:
                 engine.submit(Request(f"r{i}", "all", (5 + i, 9, 8, 7), 12).submit(world))
             for _ in range(4):
                 engine.step()
-            launches = (triton_ascend.LoraLaunch, rotary.RotaryLaunch)
+            launches = (triton_ascend.LoraLaunch, AscendLaunch)
             no_launches = [mock.patch.object(launch, "run", return_value=None) for launch in launches]
             with no_launches[0], no_launches[1], _Counted() as counted:
                 engine.step()

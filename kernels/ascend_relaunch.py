@@ -10,14 +10,36 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
+from kernels.ascend_runtime import check_launch
+
 # What comes before the kernel's own arguments: three grid sizes, stream, function, metadata, and three hooks.
 _STREAM = 3
 _NUM_BEFORE = 9
+
+
+@dataclass(frozen=True)
+class AscendLaunch:
+    """A Triton kernel, its grid, and all of its arguments by name."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: dict[str, Any]
+
+    def run(self) -> Any:
+        """Launch it. Returns the compiled kernel; None from Triton's interpreter."""
+        check_launch(self.grid, self.arguments)
+        return self.kernel[self.grid](**self.arguments)
+
+    def repeated(self, compiled: Any, *, changing: str, following: Sequence[str]) -> Relaunch:
+        """The same launch with other tensors; see `Relaunch`."""
+        names = [param.name for param in self.kernel.params if not param.is_constexpr]
+        return Relaunch(compiled, self.grid, self.arguments, names, changing=changing, following=following)
 
 
 class Relaunch:

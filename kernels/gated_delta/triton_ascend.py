@@ -11,12 +11,12 @@ import torch
 import triton
 
 from kernels import triton_launch
+from kernels.ascend_relaunch import AscendLaunch
 from kernels.causal_conv1d.ops import causal_conv1d_update
 from kernels.contract import Contract
 from kernels.gated_delta.ops import num_key_heads_of
 from kernels.gated_delta.triton_ascend_chunks import KERNELS, MAX_KEY_DIM, MAX_SHORT_TOKENS, Buffers, plan_sequence
 from kernels.gated_delta.triton_ascend_decode import gated_delta_decode
-from kernels.gated_delta.triton_ascend_launch import DeltaLaunch
 from kernels.gated_delta.triton_ascend_walk import gated_delta_walk
 from kernels.platform import in_use
 from kernels.probe.shapes import ProbeShapes
@@ -112,7 +112,7 @@ def plan_walk(
     has_initial_state: torch.Tensor,
     out: torch.Tensor,
     max_tokens: int,
-) -> DeltaLaunch:
+) -> AscendLaunch:
     """The launch of a prefill's sequences of up to max_tokens, for at least one token; looks at sizes, never at values.
     Arguments as in `ops.gated_delta_prefill`.
 
@@ -138,7 +138,7 @@ def plan_walk(
         # A single element would be the scalar unit's to load, token by token.
         "BLOCK_H": max(sizes["BLOCK_H"], _BLOCK_ELEMENTS),
     }
-    return DeltaLaunch(gated_delta_walk, (in_use(states.device).num_cores,), arguments)
+    return AscendLaunch(gated_delta_walk, (in_use(states.device).num_cores,), arguments)
 
 
 def plan_decode(
@@ -153,7 +153,7 @@ def plan_decode(
     state_indices: torch.Tensor,
     eps: float,
     out: torch.Tensor,
-) -> DeltaLaunch:
+) -> AscendLaunch:
     """The launch behind the convolution's, for at least one token; looks at sizes, never at values. Arguments as in
     `ops.gated_delta_decode`.
 
@@ -182,7 +182,7 @@ def plan_decode(
         **sizes,
         "BLOCK_T": triton.next_power_of_2(value_dim // sizes["BLOCK_V"]),
     }
-    return DeltaLaunch(gated_delta_decode, (in_use(states.device).num_cores,), arguments)
+    return AscendLaunch(gated_delta_decode, (in_use(states.device).num_cores,), arguments)
 
 
 def _sizes(num_key_heads: int, states: torch.Tensor) -> dict[str, int]:

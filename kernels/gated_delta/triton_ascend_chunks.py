@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import torch
 import triton
 
+from kernels.ascend_relaunch import AscendLaunch
 from kernels.gated_delta.ops import num_key_heads_of
-from kernels.gated_delta.triton_ascend_launch import DeltaLaunch
 from kernels.gated_delta.triton_ascend_prepare import (
     BLOCK,
     NUM_FACTORS,
@@ -69,7 +69,7 @@ def plan_sequence(
     sequence: int,
     start: int,
     end: int,
-) -> Iterator[DeltaLaunch]:
+) -> Iterator[AscendLaunch]:
     """The launches, in order, that advance one sequence by its tokens [start, end); looks at sizes, never at values.
     Arguments as in `ops.gated_delta_prefill`.
 
@@ -98,7 +98,7 @@ def plan_sequence(
             **sizes,
             "BLOCK_V": min(_TILE_ELEMENTS // sizes["BLOCK_K"], states.shape[3] & -states.shape[3]),
         }
-        yield DeltaLaunch(gated_delta_scan, (_num_cubes(states),), arguments)
+        yield AscendLaunch(gated_delta_scan, (_num_cubes(states),), arguments)
 
 
 def plan_prepare(
@@ -111,13 +111,13 @@ def plan_prepare(
     buffers: Buffers,
     first_token: int,
     num_tokens: int,
-) -> Iterator[DeltaLaunch]:
+) -> Iterator[AscendLaunch]:
     """The launches before `gated_delta_scan`'s, for one piece of a sequence; see `plan_sequence`."""
     sizes, num_heads = _sizes(qkv, states), states.shape[1]
     where = {"first_token": first_token, "num_tokens": num_tokens}
     num_matrices = triton.cdiv(num_tokens, CHUNK) * num_heads
     vector, cube = (in_use(states.device).num_cores,), (_num_cubes(states),)
-    yield DeltaLaunch(gated_delta_norm, vector, {"qkv_ptr": qkv, "normed_ptr": buffers.normed, **where, **sizes})
+    yield AscendLaunch(gated_delta_norm, vector, {"qkv_ptr": qkv, "normed_ptr": buffers.normed, **where, **sizes})
     arguments = {
         "normed_ptr": buffers.normed,
         "b_ptr": b,
@@ -133,12 +133,12 @@ def plan_prepare(
         "BLOCK_H": max(_MIN_BLOCK_H, triton.next_power_of_2(num_heads)),
         **{name: sizes[name] for name in ("KEY_HEADS", "VALUE_HEADS", "BLOCK_K", "CHUNK")},
     }
-    yield DeltaLaunch(gated_delta_prepare, cube, arguments)
+    yield AscendLaunch(gated_delta_prepare, cube, arguments)
     matrices = {"matrix_ptr": buffers.matrix, "num_matrices": num_matrices, "CHUNK": CHUNK}
-    yield DeltaLaunch(gated_delta_solve, vector, matrices)
+    yield AscendLaunch(gated_delta_solve, vector, matrices)
     width = BLOCK.value
     while width < CHUNK:
-        yield DeltaLaunch(gated_delta_double, cube, {**matrices, "WIDTH": width})
+        yield AscendLaunch(gated_delta_double, cube, {**matrices, "WIDTH": width})
         width *= 2
 
 

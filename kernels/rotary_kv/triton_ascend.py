@@ -10,16 +10,12 @@ the norm's weights of a block once. Every transfer is a row of a head's half; th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 from kernels import triton_launch
-from kernels.ascend_relaunch import Relaunch, current_stream
-from kernels.ascend_runtime import check_launch
+from kernels.ascend_relaunch import AscendLaunch, Relaunch, current_stream
 from kernels.contract import Contract
 from kernels.paged_attention.cache_layout import is_heads_first
 from kernels.platform import in_use
@@ -168,24 +164,6 @@ def refuses(shapes: ProbeShapes) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class RotaryLaunch:
-    """The kernel's grid, and all of its arguments by name."""
-
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-
-    def run(self) -> Any:
-        """Launch it. Returns the compiled kernel; None from Triton's interpreter."""
-        check_launch(self.grid, self.arguments)
-        return rotary_kv_kernel[self.grid](**self.arguments)
-
-    def repeated(self, compiled: Any) -> Relaunch:
-        """The same launch with other tensors."""
-        names = [param.name for param in rotary_kv_kernel.params if not param.is_constexpr]
-        return Relaunch(compiled, self.grid, self.arguments, names, changing=_TENSORS[0], following=_TENSORS[1:])
-
-
 _kept: dict[tuple[object, ...], Relaunch] = {}
 
 
@@ -219,7 +197,7 @@ def rotary_kv(
     launch = plan(*tensors, eps)
     compiled = launch.run()
     if compiled is not None and num_tokens <= KEPT_TOKENS:
-        _kept[key] = launch.repeated(compiled)
+        _kept[key] = launch.repeated(compiled, changing=_TENSORS[0], following=_TENSORS[1:])
     return q
 
 
@@ -233,7 +211,7 @@ def plan(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     eps: float,
-) -> RotaryLaunch:
+) -> AscendLaunch:
     """The launch for at least one token; looks at sizes, never at values. Arguments as in `ops.rotary_kv`, and q."""
     tensors = (qkv, cos, sin, head_weight, slot_mapping, q, k_cache, v_cache)
     head_dim, rotary_dim = qkv.shape[2], cos.shape[-1]
@@ -255,7 +233,7 @@ def plan(
         "BLOCK_R": block_r,
         "BLOCK_V": triton.next_power_of_2(head_dim),
     }
-    return RotaryLaunch((in_use(qkv.device).num_cores,), arguments)
+    return AscendLaunch(rotary_kv_kernel, (in_use(qkv.device).num_cores,), arguments)
 
 
 def warm_up(

@@ -8,11 +8,11 @@ from functools import partial
 
 import torch
 
+from kernels.ascend_relaunch import AscendLaunch
 from kernels.gated_delta import triton_ascend_chunks as chunks
 from kernels.gated_delta import triton_ascend_prepare as prepare
 from kernels.gated_delta.parts import gates_of, heads_of
 from kernels.gated_delta.triton_ascend_chunks import CHUNK, Buffers
-from kernels.gated_delta.triton_ascend_launch import DeltaLaunch
 from kernels.gated_delta.triton_ascend_scan import gated_delta_scan
 from kernels.platform import detect, installed
 from tests.ascend.gate.cases import MAX_TRAFFIC, Case, Launch
@@ -128,7 +128,7 @@ def _of_sequence(data: Data, sequence: int, start: int, end: int) -> dict[str, t
 
 
 def _launch(
-    planned: DeltaLaunch,
+    planned: AscendLaunch,
     expected: dict[str, torch.Tensor],
     data: Data,
     step: Step,
