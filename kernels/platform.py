@@ -235,21 +235,6 @@ def installed(platform: Platform, device_type: str | None = None) -> Iterator[No
             install(before, kind)
 
 
-@contextmanager
-def served_by(module: ModuleType, op: str, device_type: str) -> Iterator[None]:
-    """For the length of a block `module` serves the op there, whatever the platform says: lets tests run one that no
-    table has for that kind of device."""
-    key = op, device_type
-    before = _modules.get(key)
-    _modules[key] = module
-    try:
-        yield
-    finally:
-        _modules.pop(key, None)
-        if before is not None:
-            _modules[key] = before
-
-
 def find_device(wanted: str) -> str:
     """The device that `wanted` names; of "auto" an NPU if torch sees one, else a CUDA device, else the CPU."""
     if wanted != "auto":

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from types import ModuleType
 from unittest import mock
 
 import pytest
-import torch
 
 from kernels import platform
 from kernels.platform import find_device
@@ -61,11 +59,3 @@ def test_a_named_device_is_taken_as_it_is() -> None:
     with made_up_npu() as (said, _):
         assert [find_device(name) for name in ("cpu", "cuda:1", "npu:3")] == ["cpu", "cuda:1", "npu:3"]
     assert said == []
-
-
-def test_a_module_serves_an_op_for_the_length_of_a_block() -> None:
-    device = torch.device("cpu")
-    usual, other = platform.implementation("swiglu", device), ModuleType("other")
-    with platform.served_by(other, "swiglu", "cpu"):
-        assert platform.implementation("swiglu", device) is other
-    assert platform.implementation("swiglu", device) is usual

@@ -22,7 +22,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import platform
 from kernels.lora import ops, plain
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.lora.triton_cuda_configs import (
@@ -37,6 +36,7 @@ from kernels.lora.triton_cuda_configs import (
 )
 from tests.ops.test_lora import assert_right, expected_linear
 from tests.support.lora_cases import Case, Step, make_step, poison_workspaces, popularity
+from tests.support.serving import serving
 from tests.support.triton_interpreter import multiply_bfloat16
 
 pytest.importorskip("triton", reason="Triton is not installed")
@@ -370,7 +370,7 @@ def test_shrink_then_expand(triton_cuda: ModuleType, device: str) -> None:
 
 def test_warm_up_changes_no_result_and_reserves_the_workspace(triton_cuda: ModuleType, device: str) -> None:
     step = make_step(Case(64, (24, 8), ((16, 40), (0, 7)), (30, 2), num_base_tokens=1), device=device)
-    with platform.served_by(triton_cuda, "lora", step.x.device.type):
+    with serving("lora", triton_cuda, step.x.device.type):
         ops.warm_up([step.stack], 33, step.x.dtype, max_segments=2)
         before = [buffer.data_ptr() for buffer in triton_cuda.workspace.buffers]
         assert before

@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import platform
 from kernels.lora import ops as lora_ops
 from kernels.lora_window import ops, reference
 from kernels.lora_window.triton_cuda_configs import TABLE, OpConfig, TokenConfig, WindowTileConfig
@@ -23,6 +22,7 @@ from kernels.lora_window.window_lengths import LENGTHS, window_for, window_lengt
 from tests.ops.test_lora import expected_linear
 from tests.ops.test_lora_triton import run_compiling
 from tests.support.lora_cases import Case, Step, make_step, popularity
+from tests.support.serving import serving
 from tests.support.triton_interpreter import multiply_bfloat16
 from tests.tolerances import OP
 
@@ -200,7 +200,7 @@ def test_public_ops_check_and_serve(device: str) -> None:
 
 def test_warm_up_changes_nothing(triton_cuda: ModuleType, device: str) -> None:
     step = make_step(Case(64, (32, 32), ((16, 3), (5, 0)), (3, 2), 1, interleaved=True), device=device)
-    with platform.served_by(triton_cuda, "lora_window", step.x.device.type):
+    with serving("lora_window", triton_cuda, step.x.device.type):
         ops.warm_up([step.stack], 70, step.x.dtype, gated=[step.stack], max_segments=8)
     assert_close(deltas(step, "window", triton_cuda), expected_linear(step))
 

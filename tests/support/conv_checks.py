@@ -8,7 +8,6 @@ or where it lies is compared bit for bit.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,10 +16,10 @@ from typing import Any
 
 import torch
 
-from kernels import platform
 from kernels.causal_conv1d import ops, reference
 from tests.support.bits import same_bits
 from tests.support.conv_cases import Call, block_calls, float64_truth, prefill_call, randn, update_call
+from tests.support.serving import serving as serving_op
 from tests.tolerances import OP
 
 PREFILL, UPDATE = "causal_conv1d_prefill", "causal_conv1d_update"
@@ -32,8 +31,7 @@ SCALES = (2.0**100, 2.0**-66)
 @contextmanager
 def serving(module: ModuleType, device: str = "cpu", *, num_cores: int = 3) -> Iterator[None]:
     """Have this implementation serve the device; few cores, so that a program of a fixed grid has several items."""
-    small = dataclasses.replace(platform.detect(device), num_cores=num_cores)
-    with platform.installed(small, device), platform.served_by(module, "causal_conv1d", device):
+    with serving_op("causal_conv1d", module, device, num_cores=num_cores):
         yield
 
 
