@@ -4,13 +4,13 @@ tensors."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from adapters.errors import RowsExceeded
 from adapters.layout import SIDE_GROUPS, Group
 from adapters.row_plan import RowPlan
-from adapters.row_ranges import Move, Range, RangeAllocator
+from adapters.row_ranges import Move, Range, RangeAllocator, Swap
 from adapters.worth import Worth, Worths
 
 
@@ -91,6 +91,12 @@ class RowAllocation:
         )
         return max((owned.end for owned in taken if owned is not None), default=0)
 
+    def rows_needed(self, digests: Collection[str]) -> int:
+        """The least that `rows_end` of these residents could be: their rows in the group in which they have most."""
+        rows = [self._residents[digest].rows for digest in digests]
+        layer_groups = (group for group in self._groups if group not in SIDE_GROUPS)
+        return max((sum(one.get(group, 0) for one in rows) for group in layer_groups), default=0)
+
     def resident(self) -> tuple[str, ...]:
         """Digests, least recently used first."""
         return tuple(sorted(self._residents, key=self._worths.last_turn))
@@ -163,6 +169,26 @@ class RowAllocation:
         self._worths.come(digest)
         self._note_first_rows(digest)
         return placement
+
+    def swap_below(
+        self, digest: str, end_row: int, busy: Mapping[Group, Sequence[Range]]
+    ) -> list[tuple[Group, Swap]] | None:
+        """Bring the ranges of a resident below row `end_row`, in place of free rows and of residents without a pin.
+        None, and nothing has changed, where pins or `busy` rows are in the way in any group."""
+        swaps: list[tuple[Group, Swap]] = []
+        for group in self._residents[digest].rows:
+            owned = self._ranges[group].get(digest)
+            if group in SIDE_GROUPS or owned is None or owned.end <= end_row:
+                continue
+            found = self._ranges[group].swap_below(digest, end_row, self._worth_unless_pinned, busy.get(group, ()))
+            if found is None:
+                return None
+            swaps.append((group, found))
+        for group, swap in swaps:
+            for owner in self._ranges[group].swap(swap):
+                self._note_first_rows(owner)
+        self.num_moves += len(swaps)
+        return swaps
 
     def use(self, digest: str) -> None:
         """A resident was asked for."""
@@ -239,6 +265,9 @@ class RowAllocation:
 
     def _worth_if_idle(self, owner: str) -> Worth | None:
         return self._worths.of(owner) if self._is_idle(owner) else None
+
+    def _worth_unless_pinned(self, owner: str) -> Worth | None:
+        return None if self._residents[owner].num_pins else self._worths.of(owner)
 
     def _count_in_use(self, resident: _Resident, sign: int) -> None:
         for group, length in resident.rows.items():

@@ -12,6 +12,7 @@ from adapters.copy_stream import REACHED, CopyStream, Mark, NoStream, copy_strea
 from adapters.layout import SIDE_GROUPS, BaseLayout, Group
 from adapters.row_allocation import Placement, RowAllocation, RowMove
 from adapters.row_plan import plan_rows
+from adapters.row_ranges import Range
 from adapters.row_tensors import RowsBehind, RowTensors
 from adapters.scatter import BUFFER_BYTES, Scatter
 from adapters.side_pool import BaseFacts, SidePool
@@ -35,22 +36,24 @@ class PoolUsage:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """On its way; `adapter` is what it reads from."""
+    """On its way; `adapter` is what it reads from, `ranges` the rows that it will write, by group."""
 
     digest: str
     adapter: HostAdapter
+    ranges: Mapping[Group, Range]
     mark: Mark
 
 
 class RowPool:
     """Owns every `LoraStack`. One thread, between launches of steps. What `first_rows` says holds until the next
-    `load`.
+    `load` or `bring_below`.
 
     A load copies an adapter's slab to the device on a stream of its own, beside the steps, and then into its rows:
     after the steps that were launched before, which may still use the rows of who made room, and of which none uses the
     newcomer. It is there for the steps that are launched after `publish`. Moves of ranges go in the order of the steps,
     since the ranges may be in use by the next one; and so does what an adapter has beside rows, which few have: the
-    host waits for each of its copies.
+    host waits for each of its copies. Swaps of rows go in the order of the steps too, and leave alone what a copy on
+    its way will write, so that they wait for none.
     """
 
     def __init__(
@@ -122,6 +125,28 @@ class RowPool:
         """The row behind the last one, in any group, of these residents: a window must be as long to hold them all."""
         return self.allocation.rows_end(digests)
 
+    def rows_needed(self, digests: Collection[str]) -> int:
+        """See `RowAllocation.rows_needed`."""
+        return self.allocation.rows_needed(digests)
+
+    @torch.no_grad()
+    def bring_below(self, end_row: int, digests: Collection[str], *, max_adapters: int) -> bool:
+        """Have rows of these residents, of max_adapters of them, change places with such as no pinned resident has,
+        so that they stand below row `end_row` in all groups. Whether the same call again would do nothing."""
+        self._let_go()
+        busy: dict[Group, list[Range]] = {}
+        for copy in self._under_way:
+            for group, owned in copy.ranges.items():
+                busy.setdefault(group, []).append(owned)
+        above = [digest for digest in digests if self.allocation.rows_end((digest,)) > end_row]
+        for digest in above[:max_adapters]:
+            swaps = self.allocation.swap_below(digest, end_row, busy)
+            if swaps is None:
+                return not busy
+            for group, swap in swaps:
+                self._tensors.swap(group, swap)
+        return len(above) <= max_adapters
+
     # ---- residents
 
     @torch.no_grad()
@@ -144,7 +169,7 @@ class RowPool:
         self._move(placement.moves)
         self._tensors.note(placement, adapter)
         mark = self._copy(adapter, placement)
-        self._under_way.append(_Copy(digest, adapter, mark))
+        self._under_way.append(_Copy(digest, adapter, placement.ranges, mark))
         self._num_loads += 1
         return mark
 

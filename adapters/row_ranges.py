@@ -5,10 +5,13 @@ Pure integers; `RowAllocation` has one for each group. A range is [start, start 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from adapters.worth import Worth
+
+_NOTHING: Worth = (0.0, 0)  # of rows that nobody has
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,15 @@ class Move:
 
     owner: str
     to: int
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Rows [low, low + length) and [high, high + length), which have none in common, change places."""
+
+    low: int
+    high: int
+    length: int
 
 
 class RangeAllocator:
@@ -60,8 +72,7 @@ class RangeAllocator:
         """Give `owner` the lowest gap that holds `length` rows; None if no single gap does.
 
         The lowest, not the smallest: the windows behind base weights are prefixes of the rows, and a short one is all
-        that a step needs whose adapters stand low. (Moving those in use often down, while others are idle, is a step
-        that is not taken here.)
+        that a step needs whose adapters stand low; see `swap_below` for those that do not.
         """
         assert owner not in self._ranges, owner
         assert length > 0
@@ -87,6 +98,40 @@ class RangeAllocator:
         before = self._ranges[move.owner]
         self._ranges[move.owner] = Range(move.to, before.length)
         return before
+
+    def swap(self, swap: Swap) -> list[str]:
+        """Record that these rows, which cut no range, have changed places; returns whose ranges moved."""
+        owners = []
+        for start, shift in ((swap.low, swap.high - swap.low), (swap.high, swap.low - swap.high)):
+            owners += [
+                (owner, Range(owned.start + shift, owned.length))
+                for owner, owned in self._ranges.items()
+                if start <= owned.start and owned.end <= start + swap.length
+            ]
+        self._ranges.update(owners)
+        return [owner for owner, _ in owners]
+
+    def swap_below(
+        self, owner: str, end_row: int, worth_of: Callable[[str], Worth | None], busy: Sequence[Range] = ()
+    ) -> Swap | None:
+        """What brings `owner`'s range below row `end_row`, from where it is not: in place of free rows, or of those who
+        are worth least. As few rows as can be. None if ranges of worth None are always in the way.
+
+        busy  rows that stay where they are, whoever has them
+        """
+        own, ranges = self._ranges[owner], self.ordered()
+        longer = {owned.length for _, owned in ranges if owned.end <= end_row and owned.length > own.length}
+        find = _RegionSearch(ranges, worth_of, busy)
+        for length in sorted({own.length, *longer}):
+            low = find.cheapest(length, Range(0, min(end_row, own.start)))
+            if low is None:
+                continue
+            first = max(low + length, own.end - length)
+            last_end = min(own.start + length, self.num_rows)
+            high = find.cheapest(length, Range(first, last_end - first), beside=owner)
+            if high is not None:
+                return Swap(low, high, length)
+        return None
 
     def moves_for(self, length: int, movable: Callable[[str], bool]) -> list[Move] | None:
         """The fewest rows to slide so that one gap of `length` rows appears; None if the movable ranges cannot do it.
@@ -157,3 +202,48 @@ class RangeAllocator:
         if end < self.num_rows:
             found.append(Range(end, self.num_rows - end))
         return found
+
+
+class _RegionSearch:
+    """Looks for regions, runs of rows that cut no range, which only ranges that may move have a part in.
+
+    ranges  by start
+    """
+
+    def __init__(
+        self, ranges: Sequence[tuple[str, Range]], worth_of: Callable[[str], Worth | None], busy: Sequence[Range]
+    ) -> None:
+        self._ranges = ranges
+        self._ends = [owned.end for _, owned in ranges]
+        self._worth_of = worth_of
+        self._busy = busy
+
+    def cheapest(self, length: int, within: Range, beside: str | None = None) -> int | None:
+        """Where a region of `length` rows begins whose worthiest range is worth least; None if there is none.
+
+        beside  a range that may move, whatever it is worth
+        """
+        borders = (border for _, owned in self._ranges for border in (owned.start, owned.end))
+        best: tuple[Worth, int] | None = None
+        for start in (within.start, *(one for one in borders if within.start < one <= within.end - length)):
+            worth = self._worth(Range(start, length), beside) if start + length <= within.end else None
+            if worth is not None and (best is None or worth < best[0]):
+                best = worth, start
+                if worth == _NOTHING:
+                    break
+        return None if best is None else best[1]
+
+    def _worth(self, region: Range, beside: str | None) -> Worth | None:
+        """Of the worthiest range in the region; None if one is cut, or must stay."""
+        if any(one.start < region.end and region.start < one.end for one in self._busy):
+            return None
+        most = _NOTHING
+        for at in range(bisect_right(self._ends, region.start), len(self._ranges)):
+            owner, owned = self._ranges[at]
+            if owned.start >= region.end:
+                break
+            worth = _NOTHING if owner == beside else self._worth_of(owner)
+            if worth is None or owned.start < region.start or owned.end > region.end:
+                return None
+            most = max(most, worth)
+        return most

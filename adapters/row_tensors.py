@@ -13,10 +13,12 @@ from adapters.layout import BaseLayout, Group, ProjectionSpec
 from adapters.pages import give_back_pages
 from adapters.row_allocation import Placement, RowMove
 from adapters.row_plan import RowPlan
-from adapters.row_ranges import Range
+from adapters.row_ranges import Range, Swap
 from adapters.side_pool import BaseFacts
 from adapters.slab import HostAdapter
 from kernels.lora.maps import LoraStack
+from kernels.row_scatter.ops import swap_rows
+from kernels.row_scatter.pieces import RowTensorSet
 
 # (name of a projection, number of rows, number of slices) -> memory behind its base weight for the rows of A, see
 # `RowPool`; None: they stand by themselves.
@@ -46,6 +48,7 @@ class RowTensors:
         self.ranks = torch.zeros(num_slices, plan.num_places, dtype=torch.int32, device=device)
         self.scalings = torch.zeros(num_slices, plan.num_places, dtype=torch.float32, device=device)
         self.stacks: dict[str, LoraStack] = {}  # by projection; the same objects for life
+        self._swapped: dict[Group, RowTensorSet] = {}  # that have been asked for
         # Module and its two lines of the host's tables, in the order of the device's.
         self._host_lines: list[tuple[str, list[int], list[float]]] = []
         for projection in layout.projections:
@@ -60,6 +63,14 @@ class RowTensors:
             for rows in (*stack.a, *stack.b):
                 # Source and target may overlap, which copy_ does not allow.
                 rows[move.to : move.to + move.before.length] = rows[move.before.start : move.before.end].clone()
+
+    def swap(self, group: Group, swap: Swap) -> None:
+        """Have rows of every tensor of a group change places."""
+        tensors = self._swapped.get(group)
+        if tensors is None:
+            stacks = [self.stacks[projection.name] for projection in self._projections(group)]
+            tensors = self._swapped[group] = RowTensorSet(tuple(t for one in stacks for t in (*one.a, *one.b)))
+        swap_rows(tensors, swap.low, swap.high, swap.length)
 
     def note(self, placement: Placement, adapter: HostAdapter) -> None:
         """Ranks and scalings of the place, on the host; the device's are part of the slab."""

@@ -1,7 +1,8 @@
 """Output tokens/s and decode steps of an engine in this process: without LoRA, with LoRA unused, with adapters.
 
 python -m bench.engine --device cuda --shape 8b --requests 64 --prompt-tokens 128 --output-tokens 128
-                       --adapters 0,1,8,64 --rank 16 [--long-prompt] [--profile] [--only CASE ...] [--json FILE]
+                       --adapters 0,1,8,64 --rank 16 [--resident 160] [--long-prompt] [--profile] [--only CASE ...]
+                       [--json FILE]
 
 Weights and adapters are random and made on the device, so nothing is downloaded and no checkpoint is written. All
 requests come at once, are greedy, and go on to their last token. Cases run forth and back in each round; tokens/s and
@@ -62,6 +63,13 @@ def main() -> None:
     parser = parser_of("bench.engine", __doc__)
     parser.add_argument("--adapters", default="0,1,8,64", help="distinct adapters in use together, one case for each")
     parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument(
+        "--resident",
+        type=int,
+        default=0,
+        metavar="N",
+        help="adapters on the device, of which each case uses those that came last; 0: those of the cases alone",
+    )
     parser.add_argument("--long-prompt", type=int, nargs="?", const=8192, default=0, metavar="TOKENS")
     parser.add_argument("--profile", nargs="*", metavar="CASE", help="20 decode steps of these cases (all), on a GPU")
     parser.add_argument("--only", nargs="+", metavar="CASE", help="these cases of all that there are")
@@ -75,10 +83,15 @@ def main() -> None:
         parser.error("--profile looks at the kernels of a GPU; add --device cuda")
     if arguments.only:
         cases = [case for case in cases if case.name in arguments.only]
-    load = load_of(arguments, max_adapters=max(adapters), rank=arguments.rank, long_prompt_tokens=arguments.long_prompt)
+    load = load_of(
+        arguments,
+        max_adapters=max(*adapters, arguments.resident),
+        rank=arguments.rank,
+        long_prompt_tokens=arguments.long_prompt,
+    )
     profiled = set() if arguments.profile is None else set(arguments.profile or [case.name for case in cases])
     result = facts_of(arguments)
-    for _ in measure(load, cases, arguments.rounds, profiled, result):
+    for _ in measure(load, cases, arguments.rounds, profiled, result, arguments.resident):
         if arguments.json is not None:
             arguments.json.write_text(json.dumps(result, indent=1))
     show(result)
@@ -86,30 +99,45 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """The engines by whether they have LoRA, and what each case sends to which."""
+    """The engines by whether they have LoRA, and what each case sends to which.
+
+    num_resident  adapters that are on the device before; 0: those of the cases alone
+    """
 
     load: Load
+    num_resident: int
     subjects: dict[bool, Subject]
 
     def engine(self, case: Case) -> Engine:
         return self.subjects[case.has_lora].engine
 
     def work(self, case: Case, num_output_tokens: int) -> list[Submit]:
-        return self.subjects[case.has_lora].requests(case.num_requests, case.num_adapters or 0, num_output_tokens)
+        """With those adapters that came to the device last, above all others."""
+        num_adapters = case.num_adapters or 0
+        first = max(0, self.num_resident - num_adapters)
+        return self.subjects[case.has_lora].requests(case.num_requests, num_adapters, num_output_tokens, first)
+
+    def bring_residents(self) -> None:
+        """All adapters to the device, one after the other."""
+        if True in self.subjects:
+            subject = self.subjects[True]
+            for index in range(self.num_resident):
+                run_to_the_end(subject.engine, subject.requests(1, 1, 1, index))
 
     def run(self, case: Case) -> Run:
         return run_to_the_end(self.engine(case), self.work(case, self.load.num_output_tokens))
 
 
 def measure(
-    load: Load, cases: list[Case], num_rounds: int, profiled: set[str], result: dict[str, Any]
+    load: Load, cases: list[Case], num_rounds: int, profiled: set[str], result: dict[str, Any], num_resident: int = 0
 ) -> Iterator[None]:
     """One engine for the cases without LoRA, one for the others; then the rounds, the long prompt, the profiles.
 
     Puts the figures into `result`, and yields whenever there are more of them.
     """
     wanted = sorted({case.has_lora for case in cases})
-    sides = Sides(load, {has_lora: build_subject(load, has_lora=has_lora) for has_lora in wanted})
+    sides = Sides(load, num_resident, {has_lora: build_subject(load, has_lora=has_lora) for has_lora in wanted})
+    sides.bring_residents()
     for case in cases:  # brings the adapters to the device
         run_to_the_end(sides.engine(case), sides.work(case, min(_WARM_UP_TOKENS, load.num_output_tokens)))
     result |= {

@@ -66,13 +66,15 @@ class Subject:
     build_seconds: float
     warm_up_seconds: float
 
-    def requests(self, num_requests: int, num_adapters: int, num_output_tokens: int) -> list[Submit]:
-        """Random prompts; adapters in turn, none where num_adapters is 0."""
+    def requests(
+        self, num_requests: int, num_adapters: int, num_output_tokens: int, first_adapter: int = 0
+    ) -> list[Submit]:
+        """Random prompts; adapters in turn from the first one on, none where num_adapters is 0."""
         numbers = random.Random(SEED)
         work = []
         for index in range(num_requests):
             prompt = self.prompt(self.load.num_prompt_tokens, numbers)
-            adapter = f"adapter-{index % num_adapters}" if num_adapters else None
+            adapter = f"adapter-{first_adapter + index % num_adapters}" if num_adapters else None
             rows = self.adapter_rows if adapter else {}
             work.append(Submit(f"request-{index}", prompt, greedy(num_output_tokens), adapter, rows))
         return work

@@ -169,6 +169,11 @@ class Platform:
         return self.implementations["linear"] == "reference" and self.implementations["lora_window"] != "reference"
 
     @property
+    def swaps_at_once(self) -> bool:
+        """Whether one launch has rows of all projections of a group change places; else it takes as long as steps."""
+        return self.implementations["row_scatter"] != "reference"
+
+    @property
     def kv_heads_first(self) -> bool:
         """Whether a block of the paged caches lies head by head, and not token by token."""
         return self.implementations["paged_attention"] in HEADS_FIRST

@@ -55,7 +55,7 @@ _CASES: Mapping[str, Mapping[str, Case]] = {
         "add_rms_norm": dense_cases.add_rms_norm,
     },
     "rotary_kv": {"rotary_kv": dense_cases.rotary_kv, "rotary_kv_normed": dense_cases.rotary_kv_normed},
-    "row_scatter": {"scatter_rows": row_scatter_cases.scatter},
+    "row_scatter": {"scatter_rows": row_scatter_cases.scatter, "swap_rows": row_scatter_cases.swap},
     "swiglu": {"swiglu": dense_cases.swiglu},
     "sampling": {
         "sample": sampling_cases.sample,

@@ -1,4 +1,5 @@
-"""Probe case of the scatter of an adapter's rows: mixed ranks, rows that stand apart, and a column of a table.
+"""Probe cases of an adapter's rows: the scatter, with mixed ranks, rows that stand apart and a column of a table; and
+the swap of rows of several tensors.
 
 Rows that nobody has written are NaN, and stay so beyond the range.
 """
@@ -11,7 +12,7 @@ from kernels.probe.place import Place
 from kernels.probe.prepared import Prepared
 from kernels.probe.shapes import ProbeShapes
 from kernels.row_scatter import ops
-from kernels.row_scatter.pieces import RowPiece, RowPieces
+from kernels.row_scatter.pieces import RowPiece, RowPieces, RowTensorSet
 
 _NUM_ROWS, _LENGTH, _NUM_PLACES = 48, 16, 5
 # Of two groups, and the place. Ranks of the four pieces: of two slices that stand interleaved, and of two alone.
@@ -38,5 +39,19 @@ def scatter(shapes: ProbeShapes, place: Place) -> Prepared:
         ops.prepare(written, held)
         ops.scatter_rows(written, held, _STARTS)
         return behind, *alone, table
+
+    return call
+
+
+def swap(shapes: ProbeShapes, place: Place) -> Prepared:
+    """Two ranges of rows that stand apart, and of rows that do not."""
+    dtype = shapes.torch_row_dtype
+    behind = place.put(place.random(_NUM_ROWS * 2, shapes.hidden_size), dtype)
+    alone = [place.put(place.random(_NUM_ROWS, width), dtype) for width in (shapes.hidden_size, 37)]
+    swapped = RowTensorSet((behind[0::2], behind[1::2], *alone))
+
+    def call() -> tuple[torch.Tensor, ...]:
+        ops.swap_rows(swapped, 3, 24, _LENGTH)
+        return behind, *alone
 
     return call

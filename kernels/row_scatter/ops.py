@@ -1,4 +1,5 @@
-"""An adapter's weights from where they lie together to the rows that are its own: shapes are checked here."""
+"""An adapter's weights from where they lie together to the rows that are its own, and rows of all tensors that change
+places: shapes are checked here."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.platform import contract, implementation
-from kernels.row_scatter.pieces import MAX_STARTS, RowPieces
+from kernels.row_scatter.pieces import MAX_STARTS, RowPieces, RowTensorSet
 
 
 def scatter_rows(pieces: RowPieces, sources: tuple[torch.Tensor, ...], starts: Sequence[int]) -> None:
@@ -41,6 +42,18 @@ def prepare(pieces: RowPieces, sources: tuple[torch.Tensor, ...]) -> None:
         assert source.is_contiguous() and source.dtype == one.target.dtype, "sources are contiguous, of their dtype"
         assert source.device == one.target.device, "sources lie on the device of the rows"
     implementation("row_scatter", _device(pieces)).prepare(pieces, sources)
+
+
+def swap_rows(tensors: RowTensorSet, low: int, high: int, num_rows: int) -> None:
+    """In each tensor, rows [low, low + num_rows) and [high, high + num_rows) change places, bit for bit.
+
+    tensors  changed in place, in these rows alone
+    low      low + num_rows <= high; both ends lie within each tensor, which the caller knows
+
+    Asked of the current stream; nothing waits.
+    """
+    assert num_rows > 0 and 0 <= low <= high - num_rows, "two ranges that have no row in common, the lower one first"
+    implementation("row_scatter", tensors.tensors[0].device).swap_rows(tensors, low, high, num_rows)
 
 
 def warm_up(device: torch.device) -> int:

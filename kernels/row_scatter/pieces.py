@@ -1,4 +1,4 @@
-"""What `scatter_rows` writes where: one piece for each tensor that a load reaches."""
+"""What `scatter_rows` writes where, one piece for each tensor that a load reaches, and whose rows `swap_rows` swaps."""
 
 from __future__ import annotations
 
@@ -35,3 +35,21 @@ class RowPieces:
 
     pieces: tuple[RowPiece, ...]
     kept: dict[str, Any] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowTensorSet:
+    """Tensors whose rows belong together: at least one, of one device.
+
+    tensors  each [rows, width], with unit stride along its columns and any distance of its rows; no two share memory
+    kept     as in `RowPieces`
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    kept: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        assert self.tensors, "at least one"
+        for one in self.tensors:
+            assert one.dim() == 2 and one.stride(1) == 1, "rows have unit stride along their columns"
+            assert one.device == self.tensors[0].device, "of one device"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.contract import Contract
-from kernels.row_scatter.pieces import RowPieces
+from kernels.row_scatter.pieces import RowPieces, RowTensorSet
 
 CONTRACT = Contract(replayable=True)
 
@@ -28,6 +28,15 @@ def scatter_rows(pieces: RowPieces, sources: tuple[torch.Tensor, ...], starts: S
     _copy_all(targets, sources)
     if zeros:
         torch._foreach_zero_(zeros)
+
+
+def swap_rows(tensors: RowTensorSet, low: int, high: int, num_rows: int) -> None:
+    """See `ops.swap_rows`."""
+    for one in tensors.tensors:
+        lower, higher = one.narrow(0, low, num_rows), one.narrow(0, high, num_rows)
+        held = lower.clone()
+        lower.copy_(higher)
+        higher.copy_(held)
 
 
 def _copy_all(targets: list[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:

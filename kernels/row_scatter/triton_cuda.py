@@ -4,7 +4,10 @@
     programs  int32 [programs, 3]: piece, row of it, block of the row
 
 Both are built once for pieces and sources that stay where they are, as the rows and the buffer of a pool do, so that a
-call hands over no more than the first rows.
+call hands over no more than the first rows. A swap has tables of its own kind:
+
+    tensors   int64 [tensors, _NUM_SWAP_FIELDS]: see `_swap_fields`
+    blocks    int32 [blocks, 2]: tensor, block of each of its rows
 """
 
 # Triton's functions are untyped.
@@ -22,13 +25,15 @@ import triton.language as tl
 
 from kernels import triton_launch
 from kernels.contract import Contract
-from kernels.row_scatter.pieces import MAX_STARTS, RowPiece, RowPieces
+from kernels.row_scatter.pieces import MAX_STARTS, RowPiece, RowPieces, RowTensorSet
 
 # Bytes of a row that a program copies: 64 for each thread of 4 warps. Rows of most projections are a multiple.
 _BLOCK_BYTES = 8192
 _NUM_WARPS = 4
 _NUM_FIELDS = 8
 _NUM_FIELDS_CONSTANT = tl.constexpr(_NUM_FIELDS)
+_NUM_SWAP_FIELDS = 4
+_NUM_SWAP_FIELDS_CONSTANT = tl.constexpr(_NUM_SWAP_FIELDS)
 _WIDE_BYTES = 16
 
 
@@ -76,6 +81,45 @@ def _write_block(source_ptr, target_ptr, first, num_words, has_source, BLOCK: tl
     tl.store(target_ptr + at, words, mask=mask)
 
 
+@triton.jit(do_not_specialize=["low", "high"])
+def swap_rows_kernel(
+    tensors_ptr,  # int64 [tensors, _NUM_SWAP_FIELDS]
+    blocks_ptr,  # int32 [blocks, 2]
+    low,
+    high,
+    BLOCK_BYTES: tl.constexpr,
+):
+    """Grid (rows, blocks): a program holds a block of one row of either range before it writes both."""
+    row = tl.program_id(0).to(tl.int64)
+    blocks_ptr += tl.program_id(1).to(tl.int64) * 2
+    fields_ptr = tensors_ptr + tl.load(blocks_ptr).to(tl.int64) * _NUM_SWAP_FIELDS_CONSTANT
+    first = tl.load(blocks_ptr + 1) * BLOCK_BYTES
+    address = tl.load(fields_ptr)
+    to_row = tl.load(fields_ptr + 1)
+    row_bytes = tl.load(fields_ptr + 2)
+    low_row = address + (low + row) * to_row
+    high_row = address + (high + row) * to_row
+    if tl.load(fields_ptr + 3) != 0:
+        wide_low_ptr = tl.multiple_of(low_row.to(tl.pointer_type(tl.int32)), 16)
+        wide_high_ptr = tl.multiple_of(high_row.to(tl.pointer_type(tl.int32)), 16)
+        _swap_block(wide_low_ptr, wide_high_ptr, first // 4, (row_bytes // 16).to(tl.int32) * 4, BLOCK_BYTES // 4)
+    else:
+        low_ptr = low_row.to(tl.pointer_type(tl.int16))
+        high_ptr = high_row.to(tl.pointer_type(tl.int16))
+        _swap_block(low_ptr, high_ptr, first // 2, (row_bytes // 2).to(tl.int32), BLOCK_BYTES // 2)
+
+
+@triton.jit
+def _swap_block(low_ptr, high_ptr, first, num_words, BLOCK: tl.constexpr):
+    """Words [first, first + BLOCK) of two rows of `num_words`."""
+    at = first + tl.arange(0, BLOCK)
+    mask = at < num_words
+    low = tl.load(low_ptr + at, mask=mask)
+    high = tl.load(high_ptr + at, mask=mask)
+    tl.store(low_ptr + at, high, mask=mask)
+    tl.store(high_ptr + at, low, mask=mask)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Tables:
     """See the module's docstring; `sources` are held, so that their addresses stay theirs."""
@@ -121,6 +165,38 @@ def launch(pieces: torch.Tensor, programs: torch.Tensor, starts: Sequence[int]) 
     )
 
 
+def swap_rows(tensors: RowTensorSet, low: int, high: int, num_rows: int) -> None:
+    """See `ops.swap_rows`."""
+    if not tensors.kept:
+        device = tensors.tensors[0].device
+        fields = [_swap_fields(one) for one in tensors.tensors]
+        blocks = [(at, block) for at, one in enumerate(fields) for block in range(-(-one[2] // _BLOCK_BYTES))]
+        tensors.kept["tensors"] = torch.tensor(fields, dtype=torch.int64).to(device)
+        tensors.kept["blocks"] = torch.tensor(blocks, dtype=torch.int32).reshape(-1, 2).to(device)
+    launch_swap(tensors.kept["tensors"], tensors.kept["blocks"], low, high, num_rows)
+
+
+def launch_swap(tensors: torch.Tensor, blocks: torch.Tensor, low: int, high: int, num_rows: int) -> None:
+    """Launch the kernel once; its tables lie on the device."""
+    # Not launched dependently, as in `launch`: steps before and after it read the rows.
+    swap_rows_kernel[num_rows, len(blocks)](
+        tensors,
+        blocks,
+        low,
+        high,
+        BLOCK_BYTES=_BLOCK_BYTES,
+        num_warps=_NUM_WARPS,
+        **triton_launch.launch_options(tensors.device, dependent=False),
+    )
+
+
+def _swap_fields(tensor: torch.Tensor) -> list[int]:
+    """Address of row 0, bytes from one row to the next, bytes of a row, and whether all are multiples of 16 bytes."""
+    size = tensor.element_size()
+    fields = [tensor.data_ptr(), tensor.stride(0) * size, tensor.shape[1] * size]
+    return [*fields, int(all(one % _WIDE_BYTES == 0 for one in fields))]
+
+
 def _fields(piece: RowPiece, source: torch.Tensor | None) -> list[int]:
     """Addresses of the source and of row 0, which start, bytes from one start to the next and from one row to the next,
     bytes of a row, rows that have a source, and whether all of these are multiples of 16 bytes."""
@@ -150,11 +226,13 @@ def warm_up(device: torch.device) -> None:
     """See `ops.warm_up`. Nothing of what is copied is an argument of the kernel."""
     pieces = torch.zeros(1, _NUM_FIELDS, dtype=torch.int64, device=device)  # rows of 0 bytes
     launch(pieces, torch.zeros(1, 3, dtype=torch.int32, device=device), (0,))
+    tensors = torch.zeros(1, _NUM_SWAP_FIELDS, dtype=torch.int64, device=device)
+    launch_swap(tensors, torch.zeros(1, 2, dtype=torch.int32, device=device), 0, 1, 1)
 
 
 def compiled_count() -> int:
     """Number of compiled variants in this process."""
-    return triton_launch.count_compiled(scatter_rows_kernel)
+    return triton_launch.count_compiled(scatter_rows_kernel, swap_rows_kernel)
 
 
 CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=True)

@@ -37,6 +37,7 @@ class Capacity:
     num_groups, side_groups           see `RowPlan.groups`, and where among them what is no row stands
     row_element_bytes, row_alignment  of the LoRA rows, 0 where LoRA is off
     num_window_rows                   LoRA rows behind the base weights; 0 where they stand by themselves
+    swaps_rows                        rows of adapters that run are brought to where windows are short
     """
 
     vocab_size: int
@@ -54,6 +55,7 @@ class Capacity:
     row_element_bytes: int = 0
     row_alignment: int = 0
     num_window_rows: int = 0
+    swaps_rows: bool = False
     side_groups: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -256,6 +258,7 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
         num_groups=len(loaded.layout.groups) + len(side_groups),
         side_groups=side_groups,
         num_window_rows=loaded.model.num_window_rows,
+        swaps_rows=loaded.model.num_window_rows > 0 and platform.swaps_at_once,
         has_length_limits=spec.needs_rope_limits,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=loaded.device,

@@ -17,6 +17,7 @@ from kernels.sampling.ops import new_state, sample
 from kernels.sampling.parameters import uses_penalties
 from service.engine.block_pool import BlockPool
 from service.engine.config import EngineConfig
+from service.engine.low_rows import LowRows
 from service.engine.pooling import PooledStep, Pools
 from service.engine.request_table import RequestTable
 from service.engine.residency_parts import Rows
@@ -67,6 +68,7 @@ class StepLauncher:
         capacity = runner.capacity
         self._runner = runner
         self._rows = rows
+        self._low_rows = None if rows is None or not capacity.swaps_rows else LowRows(rows)
         self._blocks = blocks
         self._block_size = config.block_size_tokens
         self._keeps_tokens = keeps_tokens
@@ -94,10 +96,13 @@ class StepLauncher:
 
     def fill(self, chunks: list[ScheduledChunk]) -> FilledStep:
         """Bring the step's inputs to the device."""
+        adapters = frozenset(chunk.adapter for chunk in chunks if chunk.adapter is not None)
+        if adapters and self._low_rows is not None:
+            self._low_rows.bring(adapters, padded_tokens(sum(chunk.num_tokens for chunk in chunks)))
         inputs = [self._input_of(chunk) for chunk in chunks]
         order = adapter_order(inputs)
         chunks, inputs = [chunks[i] for i in order], [inputs[i] for i in order]
-        sizes = self._runner.padded(self._sizes_of(inputs, chunks))
+        sizes = self._runner.padded(self._sizes_of(inputs, adapters))
         num_logits = sizes.num_tokens if sizes.num_rows is None else sizes.num_rows
         sampling = sampling_of(chunks, num_logits, self._runner.capacity.vocab_size)
         slots = [sequence.slot for sequence in sampling.sequences]
@@ -181,7 +186,7 @@ class StepLauncher:
             length_limit=sequence.max_total,
         )
 
-    def _sizes_of(self, inputs: list[ChunkInput], chunks: list[ScheduledChunk]) -> StepSizes:
+    def _sizes_of(self, inputs: list[ChunkInput], adapters: frozenset[str]) -> StepSizes:
         """Without padding."""
         all_decode = is_all_decode(inputs)
         return StepSizes(
@@ -191,15 +196,15 @@ class StepLauncher:
             table_blocks=max(-(-chunk.end // self._block_size) for chunk in inputs),
             all_decode=all_decode,
             has_lora=any(chunk.place != BASE for chunk in inputs),
-            window_rows=self._window_rows(chunks),
+            window_rows=self._window_rows(adapters),
             side=side_lines(inputs, self._runner.capacity.side_groups),
         )
 
-    def _window_rows(self, chunks: list[ScheduledChunk]) -> int:
+    def _window_rows(self, adapters: frozenset[str]) -> int:
         """Rows that a window must hold for the step's adapters; 0 without adapters or windows."""
         if self._rows is None or not self._runner.capacity.num_window_rows:
             return 0
-        return self._rows.rows_end({chunk.adapter for chunk in chunks if chunk.adapter is not None})
+        return self._rows.rows_end(adapters)
 
     def _rows_of(self, adapter: str | None) -> tuple[int, tuple[int, ...]]:
         """Place and first rows; asked for in every step, since loads may move ranges."""

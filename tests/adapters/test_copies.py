@@ -96,6 +96,29 @@ def test_ranges_move_after_the_copies_under_way_and_before_those_to_come() -> No
         assert_holds(pool, LAYOUT, adapter)
 
 
+def test_rows_that_a_copy_will_write_stay_where_they_are_and_nobody_waits_for_it() -> None:
+    """Those of a newcomer, and those of one that was given up while it came: they are free, and will be written."""
+    stream = FakeStream()
+    pool = pool_of(stream)
+    adapters = {name: make_host_adapter(LAYOUT, name, {"q": 16}) for name in "abcd"}
+    for name, adapter in adapters.items():
+        assert pool.load(name, adapter)
+    stream.num_reached = 1  # b, c and d are on their way
+    pool.drop("b")
+    pool.pin("d")
+    stream.events.clear()
+    assert not pool.bring_below(16, "d", max_adapters=8), "there will be more to do"
+    assert pool.rows_end("d") == 64
+    stream.num_reached = 2
+    assert not pool.bring_below(32, "d", max_adapters=8)
+    stream.num_reached = 4
+    assert pool.bring_below(32, "d", max_adapters=8)
+    assert pool.rows_end("d") == 32
+    assert stream.events == []
+    for name in "acd":
+        assert_holds(pool, LAYOUT, adapters[name])
+
+
 def test_the_host_memory_of_a_copy_is_kept_until_it_has_ended() -> None:
     stream, arena = FakeStream(), Arena(1 << 16, is_pinned=False)
     pool = pool_of(stream)

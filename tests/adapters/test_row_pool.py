@@ -406,6 +406,95 @@ def test_the_rows_of_some_residents_end_where_the_last_of_any_group_does() -> No
     assert pool.rows_end(["c"]) == 64
 
 
+def test_who_runs_changes_places_with_who_is_worth_least() -> None:
+    layout = churn_layout()
+    pool = RowPool(layout, budget_for(layout, 96, 16))
+    adapters = {name: make_host_adapter(layout, name, {"q": 16, "down": 9}) for name in "abcdef"}
+    for name, adapter in adapters.items():
+        assert pool.load(name, adapter)
+    for name in "ad":
+        pool.pin(name)
+    pool.pin("b")
+    pool.unpin("b")  # used last, so that c is worth less
+    assert (pool.rows_needed("ad"), pool.rows_end("ad")) == (32, 64)
+    assert pool.bring_below(32, "ad", max_adapters=8), "nothing is left to do"
+    assert pool.rows_end("ad") == 32 and pool.rows_end("b") == 64
+    pool.check_integrity()
+    pool.pin("f")
+    assert pool.bring_below(48, "adf", max_adapters=8)
+    assert pool.rows_end("adf") == 48 and pool.rows_end("c") == 96
+    pool.check_integrity()
+    for adapter in adapters.values():
+        assert_holds(pool, layout, adapter)
+
+
+def test_pinned_residents_stay_where_they_are_and_no_more_move_than_may() -> None:
+    layout = churn_layout()
+    pool = RowPool(layout, budget_for(layout, 96, 16))
+    adapters = {name: make_host_adapter(layout, name, {"q": 16}) for name in "abcdef"}
+    for name, adapter in adapters.items():
+        assert pool.load(name, adapter)
+        if name != "b":
+            pool.pin(name)
+    assert pool.bring_below(32, "ef", max_adapters=8), "no more can be done"
+    assert [pool.rows_end(name) for name in "abcdef"] == [16, 80, 48, 64, 32, 96]
+    for name in "acd":
+        pool.unpin(name)
+    pool.hold("a", True)  # the operator's has rows, whichever
+    assert not pool.bring_below(64, "ef", max_adapters=0)
+    assert pool.bring_below(32, "ef", max_adapters=1)
+    assert pool.rows_end("ef") == 32 and pool.rows_end("a") == 96
+    for adapter in adapters.values():
+        assert_holds(pool, layout, adapter)
+    pool.check_integrity()
+
+
+def test_ranges_of_any_lengths_change_places_where_no_other_is_cut() -> None:
+    """Random pools: what is brought below is below, who is pinned has not moved, and nobody lost a row."""
+    layout, chooser = churn_layout(), random.Random(5)
+    num_brought = num_refused = 0
+    for _ in range(150):
+        pool = RowPool(layout, budget_for(layout, 160, 16))
+        adapters = {}
+        for index in range(12):
+            ranks = {piece: chooser.choice((0, 9, 16, 30, 48)) for piece in ("q", "down")}
+            adapter = make_host_adapter(layout, f"d{index}", ranks)
+            if pool.load(adapter.digest, adapter, may_evict=False):
+                adapters[adapter.digest] = adapter
+        for digest in chooser.sample(sorted(adapters), len(adapters) // 3):
+            pool.drop(digest)
+            del adapters[digest]
+        pinned = chooser.sample(sorted(adapters), len(adapters) // 2)
+        for digest in pinned:
+            pool.pin(digest)
+        moving = pinned[: max(1, len(pinned) // 2)]
+        before = {digest: pool.first_rows(pool.place_of(digest)) for digest in pinned}
+        end_row = max(16, pool.rows_needed(moving))
+        assert pool.bring_below(end_row, moving, max_adapters=8)
+        if pool.rows_end(moving) > end_row:
+            num_refused += 1
+        else:
+            num_brought += 1
+        for digest in set(pinned) - set(moving):
+            assert pool.first_rows(pool.place_of(digest)) == before[digest]
+        pool.check_integrity()
+        for adapter in adapters.values():
+            assert_holds(pool, layout, adapter)
+    assert min(num_brought, num_refused) > 20
+
+
+def test_a_narrow_range_comes_low_with_its_neighbours_where_only_wide_ones_may_leave() -> None:
+    layout = churn_layout()
+    pool = RowPool(layout, budget_for(layout, 96, 16))
+    for name, rank in (("wide", 32), ("a", 16), ("b", 16), ("c", 16)):
+        assert pool.load(name, make_host_adapter(layout, name, {"q": rank}))
+    pool.pin("a")
+    pool.pin("c")  # 64-80, beside 16 free rows
+    assert pool.bring_below(32, ["c"], max_adapters=1)
+    assert pool.rows_end(["c"]) == 16 and pool.rows_end(["wide"]) == 96
+    pool.check_integrity()
+
+
 def test_rows_may_stand_behind_the_base_weights_and_serve_as_any_others() -> None:
     """Interleaved by slice in memory that others made, moves and zeros included."""
     layout = churn_layout()

@@ -24,7 +24,7 @@ FUNCTIONS = {
     "sampling": ("new_state", "sample"),
     "rms_norm": ("rms_norm", "add_rms_norm"),
     "rotary_kv": ("rotary_kv",),
-    "row_scatter": ("prepare", "scatter_rows"),
+    "row_scatter": ("prepare", "scatter_rows", "swap_rows"),
     "swiglu": ("swiglu",),
 }
 ALL = sorted({(op, name) for table in IMPLEMENTATIONS.values() for op, names in table.items() for name in names})

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.row_scatter import ops, reference
-from kernels.row_scatter.pieces import MAX_STARTS, RowPiece, RowPieces
+from kernels.row_scatter.pieces import MAX_STARTS, RowPiece, RowPieces, RowTensorSet
 
 triton_cuda = pytest.importorskip("kernels.row_scatter.triton_cuda", reason="NOT RUN: Triton is not installed")
 
@@ -124,12 +124,38 @@ def test_all_starts_are_told_apart(device: str) -> None:
     make_case(targets, [(2, 4)] * MAX_STARTS, list(range(MAX_STARTS))).check((1, 70, 5, 12, 33))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("low", "high", "num_rows"), [(0, 16, 16), (3, 60, 20), (7, 79, 1)])
+def test_rows_change_places(device: str, dtype: torch.dtype, width: int, low: int, high: int, num_rows: int) -> None:
+    """Of rows that stand apart and of rows that do not; those that are not meant keep every bit."""
+    behind = torch.randn(9 + NUM_ROWS * 3, width, device=device).to(dtype)
+    alone = torch.randn(NUM_ROWS, width, device=device).to(dtype)
+    found, expected = (
+        RowTensorSet((*(copy[9 + at :: 3] for at in range(3)), alone.clone()))
+        for copy in (behind.clone(), behind.clone())
+    )
+    for is_second in (False, True):
+        triton_cuda.swap_rows(found, low, high, num_rows)
+        reference.swap_rows(expected, low, high, num_rows)
+        for own, right in zip(found.tensors, expected.tensors, strict=True):
+            assert torch.equal(bytes_of(own), bytes_of(right))
+        assert torch.equal(bytes_of(found.tensors[3]), bytes_of(alone)) is is_second
+
+
+@pytest.mark.parametrize(("low", "high", "num_rows"), [(0, 15, 16), (16, 0, 16), (-1, 20, 2), (0, 4, 0)])
+def test_a_swap_of_ranges_with_common_rows_is_refused(low: int, high: int, num_rows: int) -> None:
+    with pytest.raises(AssertionError, match="no row in common"):
+        ops.swap_rows(RowTensorSet((torch.zeros(40, 4),)), low, high, num_rows)
+
+
 def test_warm_up_compiles_all_that_calls_need(device: str) -> None:
     triton_cuda.CONTRACT.warm_up(torch.device(device))
     before = triton_cuda.compiled_count()
     for width, starts in ((24, (0, 1)), (5003, (16, 32)), (1, (1, 7))):
         targets = [torch.empty(NUM_ROWS, width, dtype=torch.bfloat16, device=device) for _ in range(2)]
         make_case(targets, [(16, 16), (3, 16)], [0, 1]).check(starts)
+        triton_cuda.swap_rows(RowTensorSet(tuple(targets)), *starts, 1)
     assert triton_cuda.compiled_count() == before
 
 

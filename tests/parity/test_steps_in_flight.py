@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ import pytest
 
 from adapters.names import move
 from adapters.store import AdapterStore
+from service.engine import runner
 from service.engine.engine import Engine
 from service.engine.messages import Abort, Evict, Finished, Submit, Tokens
 from service.models.layouts import layout_in
@@ -117,6 +119,14 @@ def alone(world: World, names: list[str]) -> Alone:
     return found
 
 
+@pytest.fixture
+def _low_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of those that run are brought low on every device, windows or not."""
+    capacity_of = runner.capacity_of
+    monkeypatch.setattr(runner, "capacity_of", lambda *of: dataclasses.replace(capacity_of(*of), swaps_rows=True))
+
+
+@pytest.mark.usefixtures("_low_rows")
 def test_a_thousand_changes_beside_steps_in_flight_lose_and_change_nothing(world: World, uploads: Contents) -> None:
     uploaded = [uploads.upload() for _ in range(NUM_CONTENTS)]
     expected = alone(world, [BASE, *world.adapters, *uploaded])

@@ -170,6 +170,12 @@ class MockRows:
     def rows_end(self, _digests: Collection[str]) -> int:
         return 0
 
+    def rows_needed(self, _digests: Collection[str]) -> int:
+        return 0
+
+    def bring_below(self, _end_row: int, _digests: Collection[str], **_limits: int) -> bool:
+        return True
+
     def resident(self) -> tuple[str, ...]:
         return tuple(self.residents)
 
