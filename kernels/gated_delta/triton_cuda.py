@@ -10,7 +10,9 @@ float32 inside, sums in a fixed order, nothing read on the host: a captured call
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import triton
@@ -20,6 +22,7 @@ from kernels import triton_launch
 from kernels.contract import Contract
 from kernels.gated_delta.ops import num_key_heads_of
 from kernels.gated_delta.triton_cuda_chunks import (
+    MANY_SEQUENCES,
     MAX_SHORT_TOKENS,
     plan_kernel,
     prefill_long,
@@ -103,11 +106,12 @@ def prefill(
     query_start_loc: torch.Tensor,
     state_indices: torch.Tensor,
     has_initial_state: torch.Tensor,
-    query_starts: Sequence[int] | None,  # noqa: ARG001 -- for implementations on the host
+    query_starts: Sequence[int] | None,
     *,
     max_short_tokens: int = MAX_SHORT_TOKENS,
 ) -> torch.Tensor:
-    """See `ops.gated_delta_prefill`. Which way a sequence goes is decided on the device, by its length.
+    """See `ops.gated_delta_prefill`. Which way a sequence goes is decided on the device, by its length; the host's view
+    of the starts decides on no more than the size of tiles.
 
     max_short_tokens  of the longest sequence that is walked; another one for measurements
     """
@@ -137,8 +141,17 @@ def prefill(
         num_warps=4,
     )
     where = (query_start_loc, state_indices, has_initial_state)
-    prefill_long(qkv, b, a, a_log, dt_bias, states, *where, out, max_short_tokens)
+    num_long = min(len(state_indices), len(qkv) // (max_short_tokens + 1))
+    if query_starts is not None:
+        num_long = _num_longer(tuple(query_starts), max_short_tokens)
+    prefill_long(qkv, b, a, a_log, dt_bias, states, *where, out, max_short_tokens, num_long)
     return out
+
+
+@functools.lru_cache(maxsize=4)
+def _num_longer(query_starts: tuple[int, ...], num_tokens: int) -> int:
+    """Sequences of more tokens than that, counted once for the layers of a step."""
+    return sum(end - start > num_tokens for start, end in pairwise(query_starts))
 
 
 def decode(
@@ -177,7 +190,8 @@ def warm_up(states: torch.Tensor, conv_states: torch.Tensor) -> None:
     line = torch.zeros(num_tokens, dtype=torch.int32, device=device)
     starts = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
     decode(qkv, z, gate, gate, taps, conv_states, weight, weight, norm_weight, states, line, 1e-6)
-    prefill(qkv, gate, gate, weight, weight, states, starts, line[:1], line[:1].bool(), None)
+    for starts_on_host in ((0,), tuple(range(0, MANY_SEQUENCES * num_tokens, num_tokens))):  # either size of tiles
+        prefill(qkv, gate, gate, weight, weight, states, starts, line[:1], line[:1].bool(), starts_on_host)
 
 
 def compiled_count() -> int:

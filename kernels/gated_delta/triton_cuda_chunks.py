@@ -23,8 +23,12 @@ CHUNK = 64
 MAX_SHORT_TOKENS = 16
 _PLAN_BLOCK = 128
 # Rows of a block that is inverted row by row.
-SIDE = 32
-_MAX_BLOCK_V = 32
+SIDE = 16
+# Tiles of values of the scan, and its stages. Narrow ones, of which the next chunk is fetched beside this one's work,
+# while sequences are too few to fill the GPU with wide ones; which changes no bit of what comes out.
+NARROW_SCAN, WIDE_SCAN = {"BLOCK_V": 32, "STAGES": 2}, {"BLOCK_V": 64, "STAGES": 1}
+_MANY_PROGRAMS = 256
+MANY_SEQUENCES = _MANY_PROGRAMS + 2  # whatever the model
 
 
 @triton.jit
@@ -33,6 +37,15 @@ def normed_rows(x_ptr, rows, columns, is_row, is_column, stride):
     mask = is_row[:, None] & is_column[None, :]
     x = tl.load(x_ptr + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     return x * tl.rsqrt(tl.sum(x * x, 1) + 1e-6)[:, None]
+
+
+@triton.jit
+def rows_and_norms(x_ptr, rows, columns, is_row, is_column, stride):
+    """Rows as they are, and what makes them `normed_rows`: float32 [rows]."""
+    mask = is_row[:, None] & is_column[None, :]
+    x = tl.load(x_ptr + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+    squares = x.to(tl.float32) * x.to(tl.float32)
+    return x, tl.rsqrt(tl.sum(squares, 1) + 1e-6)
 
 
 @triton.jit
@@ -128,7 +141,9 @@ def prepare_kernel(
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     # One address of 64 bits and offsets of 32: a tile of addresses would take all registers.
     qkv_ptr += start.to(tl.int64) * COLUMNS
-    k = normed_rows(qkv_ptr + (KEY_HEADS + key_head) * KEY_DIM, row, key, is_token, is_key, COLUMNS)
+    # Multiplied as they are, and normed behind: half the registers of float32, and of what the inputs' digits say
+    # nothing is rounded away.
+    k, k_norm = rows_and_norms(qkv_ptr + (KEY_HEADS + key_head) * KEY_DIM, row, key, is_token, is_key, COLUMNS)
     b = tl.load(b_ptr + token * gate_stride + head, mask=is_token, other=0.0).to(tl.float32)
     beta = tl.where(is_token, 1.0 / (1.0 + tl.exp(-b)), 0.0)
     x = tl.load(a_ptr + token * gate_stride + head, mask=is_token, other=0.0).to(tl.float32)
@@ -137,15 +152,15 @@ def prepare_kernel(
     total = tl.cumsum(tl.where(is_token, -tl.exp(tl.load(a_log_ptr + head)) * softplus, 0.0), 0)
     is_before = row[:, None] >= row[None, :]
     decay = tl.exp(tl.where(is_before, total[:, None] - total[None, :], 0.0))
-    decay = tl.where(is_before, decay, 0.0)
+    decay = tl.where(is_before, decay * k_norm[None, :], 0.0)
     products = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay
-    changes = tl.where(row[:, None] > row[None, :], products * beta[:, None], 0.0)
+    changes = tl.where(row[:, None] > row[None, :], products * (beta * k_norm)[:, None], 0.0)
     # Keys are read again behind the inverse, for which registers are few.
     place = chunk.to(tl.int64) * VALUE_HEADS + head
     tl.store(total_ptr + place * CHUNK + row, total)
     first_row = place * CHUNK
-    q = normed_rows(qkv_ptr + key_head * KEY_DIM, row, key, is_token, is_key, COLUMNS)
-    scores = tl.dot(q * tl.rsqrt(KEY_DIM * 1.0), tl.trans(k), input_precision=PRECISION) * decay
+    q, q_norm = rows_and_norms(qkv_ptr + key_head * KEY_DIM, row, key, is_token, is_key, COLUMNS)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay * (q_norm * tl.rsqrt(KEY_DIM * 1.0))[:, None]
     tl.store(scores_ptr + first_row * CHUNK + row[:, None] * CHUNK + row[None, :], scores)
     inverse = inverse_of_one_and(changes, CHUNK, SIDE)
     v_ptr = qkv_ptr + FIRST_VALUE + head * VALUE_DIM + row[:, None] * COLUMNS + value[None, :]
@@ -179,14 +194,15 @@ def scan_kernel(
     CHUNK: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Grid (sequences, VALUE_HEADS, tiles of values)."""
     COLUMNS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     sequence, head = tl.program_id(0), tl.program_id(1)
-    chunk = tl.load(ends_ptr + sequence - 1, mask=sequence > 0, other=0)
+    first_chunk = tl.load(ends_ptr + sequence - 1, mask=sequence > 0, other=0)
     last_chunk = tl.load(ends_ptr + sequence)
-    if chunk >= last_chunk:
+    if first_chunk >= last_chunk:
         return
     start = tl.load(starts_ptr + sequence)
     end = tl.load(starts_ptr + sequence + 1)
@@ -199,27 +215,29 @@ def scan_kernel(
     states_ptr += (line * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + value[None, :]
     # A mask, not a product: a line that nobody has written may hold NaN.
     state = tl.load(states_ptr, mask=mask & tl.load(continued_ptr + sequence), other=0.0)
-    while chunk < last_chunk:
-        token = (start + row).to(tl.int64)
-        is_token = token < end
-        k = normed_rows(qkv_ptr + (KEY_HEADS + key_head) * KEY_DIM, token, key, is_token, is_key, COLUMNS)
-        q = normed_rows(qkv_ptr + key_head * KEY_DIM, token, key, is_token, is_key, COLUMNS)
-        place = chunk.to(tl.int64) * VALUE_HEADS + head
+    for chunk in tl.range(first_chunk, last_chunk, num_stages=STAGES):
+        first = start + (chunk - first_chunk) * CHUNK
+        is_token = first + row < end
+        # As in `prepare_kernel`: addresses of 64 bits for the chunk, offsets of 32 within. Each tile is read when it is
+        # needed, since registers are few.
+        rows_ptr = qkv_ptr + first.to(tl.int64) * COLUMNS
+        place = (chunk * VALUE_HEADS + head).to(tl.int64)
         total = tl.load(total_ptr + place * CHUNK + row)
         all_of_it = tl.load(total_ptr + place * CHUNK + CHUNK - 1)
-        at = (place * CHUNK + row)[:, None]
-        erased = tl.load(erased_ptr + at * KEY_DIM + key[None, :], mask=is_key[None, :], other=0.0)
-        written = tl.load(written_ptr + at * VALUE_DIM + value[None, :], mask=is_value[None, :], other=0.0)
-        scores = tl.load(scores_ptr + at * CHUNK + row[None, :])
-        new = written - tl.dot(erased, state, input_precision=PRECISION)
+        erased_at = erased_ptr + place * (CHUNK * KEY_DIM) + row[:, None] * KEY_DIM + key[None, :]
+        new = tl.dot(tl.load(erased_at, mask=is_key[None, :], other=0.0), state, input_precision=PRECISION)
+        written_at = written_ptr + place * (CHUNK * VALUE_DIM) + row[:, None] * VALUE_DIM + value[None, :]
+        new = tl.load(written_at, mask=is_value[None, :], other=0.0) - new
+        q = normed_rows(rows_ptr + key_head * KEY_DIM, row, key, is_token, is_key, COLUMNS)
         out = tl.dot(q * (tl.rsqrt(KEY_DIM * 1.0) * tl.exp(total))[:, None], state, input_precision=PRECISION)
+        scores = tl.load(scores_ptr + place * (CHUNK * CHUNK) + row[:, None] * CHUNK + row[None, :])
         out += tl.dot(scores, new, input_precision=PRECISION)
-        out_rows = out_ptr + (token[:, None] * VALUE_HEADS + head) * VALUE_DIM + value[None, :]
-        tl.store(out_rows, out.to(out_ptr.dtype.element_ty), mask=is_token[:, None] & is_value[None, :])
+        out_at = out_ptr + (first.to(tl.int64) * VALUE_HEADS + head) * VALUE_DIM
+        out_at += row[:, None] * (VALUE_HEADS * VALUE_DIM) + value[None, :]
+        tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=is_token[:, None] & is_value[None, :])
+        k = normed_rows(rows_ptr + (KEY_HEADS + key_head) * KEY_DIM, row, key, is_token, is_key, COLUMNS)
         left = tl.trans(k * tl.exp(all_of_it - total)[:, None])
         state = tl.exp(all_of_it) * state + tl.dot(left, new, input_precision=PRECISION)
-        start += CHUNK
-        chunk += 1
     tl.store(states_ptr, state, mask=mask)
 
 
@@ -241,9 +259,13 @@ def prefill_long(
     continued: torch.Tensor,
     out: torch.Tensor,
     max_short_tokens: int,
+    num_expected: int,
 ) -> None:
     """Advance the sequences of more than max_short_tokens tokens; see `ops.gated_delta_prefill`. Writes their tokens
-    of out [tokens, num_value_heads, value_dim]."""
+    of out [tokens, num_value_heads, value_dim].
+
+    num_expected  how many there may be, by which tiles are chosen
+    """
     _, num_heads, key_dim, value_dim = states.shape
     num_sequences = len(lines)
     num_chunks = max_chunks(len(qkv), num_sequences, max_short_tokens)
@@ -271,8 +293,10 @@ def prefill_long(
         qkv, b, a, a_log, dt_bias, starts, ends, total, written, erased, scores, num_sequences, b.stride(0),
         BLOCK_V=block_v, SIDE=SIDE, num_warps=4, **sizes,
     )  # fmt: skip
-    block_v = min(block_v, _MAX_BLOCK_V)
+    num_wide = num_expected * num_heads * triton.cdiv(value_dim, WIDE_SCAN["BLOCK_V"])
+    scan = WIDE_SCAN if num_wide >= _MANY_PROGRAMS else NARROW_SCAN
+    block_v = min(block_v, scan["BLOCK_V"])
     scan_kernel[num_sequences, num_heads, triton.cdiv(value_dim, block_v)](
-        qkv, states, starts, lines, continued, ends, total, written, erased, scores, out, BLOCK_V=block_v,
-        num_warps=4, **sizes,
+        qkv, states, starts, lines, continued, ends, total, written, erased, scores, out,
+        num_warps=4, **sizes, **(scan | {"BLOCK_V": block_v}),
     )  # fmt: skip

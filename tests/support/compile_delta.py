@@ -24,7 +24,9 @@ from kernels.gated_delta.triton_cuda import gated_delta_kernel
 from kernels.gated_delta.triton_cuda_chunks import (
     CHUNK,
     MAX_SHORT_TOKENS,
+    NARROW_SCAN,
     SIDE,
+    WIDE_SCAN,
     plan_kernel,
     prepare_kernel,
     scan_kernel,
@@ -81,7 +83,8 @@ def main() -> None:
         (gated_delta_kernel, {"MAX_TOKENS": MAX_SHORT_TOKENS, **tile}, options),
         (plan_kernel, {"MAX_SHORT": MAX_SHORT_TOKENS, "CHUNK": CHUNK, "BLOCK": 128}, options),
         (prepare_kernel, {**chunks, **whole, "SIDE": SIDE}, options),
-        (scan_kernel, {**chunks, **tile}, options),
+        (scan_kernel, {**chunks, **tile, **NARROW_SCAN}, options),
+        (scan_kernel, {**chunks, **tile, **WIDE_SCAN}, options),
     ):
         print(kernel.__name__, *compile_one(kernel, {**sizes, **constants}, chosen), 32 * chosen["num_warps"])
 
