@@ -16,7 +16,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -28,6 +28,8 @@ from service.models.step_batch import StepBatch
 
 log = logging.getLogger(__name__)
 
+# A capture takes as long as a few steps, and what replaces it meanwhile a tenth longer than its replay.
+MEETINGS_WORTH_A_CAPTURE = 8
 LARGE = "more tokens than are captured"
 MANY_LOGITS = "logits of many tokens"
 TOO_MANY = "too many sizes"
@@ -79,6 +81,7 @@ class CapturedSteps:
         self._reason = eager_reason
         self.max_graphs = max_graphs
         self._captured: dict[StepSizes, Graph] = {}
+        self._num_met: Counter[StepSizes] = Counter()  # steps that could have been replayed, and were not captured
         self.num_replayed = 0
         self.eager: Counter[str] = Counter()
 
@@ -103,6 +106,17 @@ class CapturedSteps:
     def is_missing(self, sizes: StepSizes) -> bool:
         """Whether the next step of these sizes, of those that are captured, would be."""
         return sizes not in self._captured and self._reason_for(sizes, True) is None
+
+    def nearest(self, sizes: StepSizes, larger: Iterable[StepSizes]) -> StepSizes:
+        """The sizes in which a step of these sizes is to run now, where steps of `larger` would do as well, and take
+        longer: its own, once they are captured; before, the first of those that are, so that the step waits for no
+        capture until it has come often enough to be worth one."""
+        if sizes in self._captured:
+            return sizes
+        self._num_met[sizes] += 1
+        if self._num_met[sizes] >= MEETINGS_WORTH_A_CAPTURE:
+            return sizes
+        return next((one for one in larger if one in self._captured), sizes)
 
     def note_eager(self, sizes: StepSizes, reason: str | None = None) -> None:
         """A step of these sizes ran otherwise: for this reason, or since they are not among those that are captured."""

@@ -166,7 +166,9 @@ class ModelRunner:
             return from_python_on_npu(exact)
         if self._padding is None:
             return exact
-        return captured or self._padding.wide(exact)
+        if captured is None:
+            return self._padding.wide(exact)
+        return self.captured.nearest(captured, self._padding.with_longer_windows(captured))
 
     def run(self, batch: StepBatch, sizes: StepSizes) -> torch.Tensor:
         """See `Runner.run`."""

@@ -7,9 +7,10 @@ eighth of the tokens above 8, and attention reads no more than the lengths say, 
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from kernels.lora_window.window_lengths import window_for, window_lengths
+from kernels.lora_window.window_lengths import LENGTHS, window_for, window_lengths
 from kernels.platform import FEW_TOKENS
 
 # Decode steps are small and must fit closely; from 128 tokens on, chunks of prompts are among them.
@@ -122,6 +123,14 @@ class Padding:
             num_rows=None if exact.num_rows is None else num_sequences,
         )
 
+    @staticmethod
+    def with_longer_windows(captured: StepSizes) -> Iterator[StepSizes]:
+        """Sizes whose captured steps serve a step of these sizes too, and read more rows for it."""
+        if captured.window_rows:
+            for length in LENGTHS:
+                if length.rows > captured.window_rows:
+                    yield replace(captured, window_rows=length.rows)
+
     def _captured_on_npu(self, exact: StepSizes) -> StepSizes | None:
         sizes = self.npu_token_sizes
         if not exact.all_decode or exact.num_rows is not None or exact.num_tokens > sizes[-1]:
@@ -137,9 +146,9 @@ class Padding:
         """(what is captured before the first request, what while nobody waits), the largest first: later ones fit into
         the memory that they leave.
 
-        Of each number of tokens before the first request: decode steps of sequences that are not long, with every
-        length of the window, and steps without a window that have short chunks among them. Then the other widths, and
-        chunks with windows.
+        Of each number of tokens before the first request: decode steps of sequences that are not long, with the
+        longest window, which serves for the shorter ones until these are there (`with_longer_windows`), and steps
+        without a window that have short chunks among them. Then the other lengths and widths, and chunks with windows.
 
         num_window_rows  rows behind the base weights; 0 without windows
         """
@@ -167,7 +176,7 @@ class Padding:
             for lora, window in loras:
                 if num_tokens <= self.max_rows:
                     decode = [StepSizes(num_tokens, num_tokens, None, width, True, lora, window) for width in widths]
-                    first.append(decode[0])
+                    (first if window in (0, loras[-1][1]) else later).append(decode[0])
                     later += decode[1:]
                 mixed = StepSizes(num_tokens, num_sequences, num_sequences, widths[0], False, lora, window)
                 (later if window else first).append(mixed)

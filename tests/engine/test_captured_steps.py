@@ -14,6 +14,7 @@ from service.engine.captured_steps import (
     FAILED,
     LARGE,
     MANY_LOGITS,
+    MEETINGS_WORTH_A_CAPTURE,
     TOO_MANY,
     UPDATE_FAILED,
     CapturedSteps,
@@ -82,6 +83,12 @@ def test_what_is_captured_before_the_first_request_is_padded_as_steps_are() -> N
         assert {(one.has_lora, one.all_decode) for one in first} == set(product((False, True), repeat=2))
         assert len({one.table_blocks for one in first}) == 1 < len({one.table_blocks for one in later})
         assert any(one.window_rows and not one.all_decode for one in later) is bool(num_window_rows)
+        for num_tokens in {one.num_tokens for one in first}:
+            early, late = (
+                {one.window_rows for one in sizes if one.num_tokens == num_tokens and one.window_rows}
+                for sizes in (first, later)
+            )
+            assert not early or early == {max(late)}, "the longest serves for all"
     first, later = PADDING.to_capture(token_budget=8192, has_lora=False)
     assert not any(one.has_lora for one in (*first, *later))
     first, _ = PADDING.to_capture(token_budget=100, has_lora=True)
@@ -97,6 +104,25 @@ def test_a_step_is_captured_when_its_sizes_are_met_first_and_replayed_from_then_
     assert work == [1, 2]
     assert (graphs.num_captures, graphs.num_updates, graphs.num_replays) == (2, 4, 4)
     assert (steps.num_replayed, steps.num_graphs, dict(steps.eager)) == (4, 2, {})
+
+
+def test_a_longer_window_serves_until_a_shorter_one_is_worth_its_capture() -> None:
+    graphs = CountedGraphs()
+    steps = CapturedSteps(graphs, None, max_graphs=9)
+    short, longer, longest = (replace(DECODE, window_rows=rows) for rows in (16, 64, 1024))
+
+    def step(sizes: StepSizes) -> StepSizes:
+        chosen = steps.nearest(sizes, Padding.with_longer_windows(sizes))
+        steps.run(BATCH, chosen, True, lambda: None)
+        return chosen
+
+    assert step(longest) == longest, "nothing else is there"
+    assert [step(short) for _ in range(MEETINGS_WORTH_A_CAPTURE)] == [longest] * (MEETINGS_WORTH_A_CAPTURE - 1) + [
+        short
+    ]
+    assert step(short) == short and step(longer) == longest
+    assert step(replace(short, num_tokens=16)).num_tokens == 16, "of another number of tokens nothing is there"
+    assert (graphs.num_captures, dict(steps.eager)) == (3, {})
 
 
 def test_the_others_run_and_say_why() -> None:
