@@ -60,8 +60,10 @@ def combined(contracts: Sequence[Contract]) -> Contract:
     """
     if len(contracts) == 1:
         return contracts[0]
+    # Those that share kernels state one count, which is theirs together.
+    counts = dict.fromkeys(one.compiled_count for one in contracts)
     return Contract(
-        compiled_count=lambda: sum(one.compiled_count() for one in contracts),
+        compiled_count=lambda: sum(count() for count in counts),
         replayable=all(one.replayable for one in contracts),
         updates=contracts[0].updates if all(one.replayable or one.updates for one in contracts) else None,
     )

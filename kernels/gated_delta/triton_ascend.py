@@ -4,7 +4,8 @@ walked token by token (`triton_ascend_walk`). Not verified on an NPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -200,9 +201,9 @@ def _sizes(num_key_heads: int, states: torch.Tensor) -> dict[str, int]:
     }
 
 
-def warm_up(states: torch.Tensor, conv_states: torch.Tensor) -> None:
-    """See `ops.warm_up`: a token of decode, and a short and a long sequence, all padding. Numbers of tokens are no
-    constants of the kernels."""
+def warm_up_with(prefill: Callable[..., torch.Tensor], states: torch.Tensor, conv_states: torch.Tensor) -> None:
+    """See `ops.warm_up`: a token of decode, and of this prefill a short and a long sequence, all padding. Numbers of
+    tokens are no constants of the kernels."""
     _, num_heads, _, value_dim = states.shape
     _, num_rows, num_channels = conv_states.shape
     device, dtype, num_tokens = states.device, conv_states.dtype, MAX_SHORT_TOKENS + 2
@@ -225,4 +226,6 @@ def compiled_count() -> int:
 
 
 # Of decode, which alone is captured on an NPU: a prompt's lengths are the host's.
-CONTRACT = Contract(refuses=refuses, warm_up=warm_up, compiled_count=compiled_count, replayable=True)
+CONTRACT = Contract(
+    refuses=refuses, warm_up=partial(warm_up_with, prefill), compiled_count=compiled_count, replayable=True
+)

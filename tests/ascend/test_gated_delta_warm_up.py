@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.gated_delta import triton_ascend
+from kernels.gated_delta import triton_ascend, triton_ascend_vector
 from kernels.gated_delta.ops import gated_delta_prefill, warm_up
 from kernels.gated_delta.triton_ascend_chunks import KERNELS
-from kernels.platform import in_use, installed
+from kernels.platform import contract, in_use, installed
 from tests.ascend.gated_delta_prefill_cases import Step, make_data
 from tests.support.made_up_launches import Launches, made_up_launches
 
@@ -47,3 +47,15 @@ def test_prompts_of_any_length_compile_nothing_after_the_warm_up(launches: Launc
     gated_delta_prefill(qkv, gates, gates, *weights, data.states, *where, query_starts=starts)
     assert launches.made
     assert triton_ascend.compiled_count() == num_compiled
+
+
+@pytest.mark.usefixtures("launches")
+def test_where_prompts_are_walked_beside_decode_no_kernel_is_compiled_or_counted_twice() -> None:
+    """As where a kernel for chunks has failed its probe."""
+    data = make_data(Step((1,), (1,), (True,), SIZES))
+    conv_states = torch.zeros(len(data.states), 3, data.qkv.shape[1], dtype=data.qkv.dtype)
+    device = torch.device("cpu")
+    regimes = {"prefill": "triton_ascend_vector"}
+    with installed(in_use(device).with_fallback("gated_delta", "triton_ascend", "for the test", regimes), "cpu"):
+        assert triton_ascend_vector.CONTRACT.warm_up_and_count(data.states, conv_states) == 2, "decode and the walk"
+        assert contract("gated_delta", device).compiled_count() == 2

@@ -38,7 +38,7 @@ from tests.tolerances import LOGITS, LOGITS_RMS
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # Triton's interpreter
 Record = Callable[[str, object], None]
 BLOCK_SIZE = 128
-FUSED = ("triton_ascend", "npu", "npu_heads_first")
+FUSED = ("triton_ascend", "triton_ascend_vector", "npu", "npu_heads_first")
 # Of the rotation, whose first choice is a Triton kernel.
 SECOND_CHOICES = {"npu_rotary_mul", "npu_scatter_pa_kv_cache"}
 # Heads of 64 elements, as the attention operator wants them; two layers, one of each kind where there are kinds.
