@@ -200,13 +200,14 @@ def _tie_whole_head(known: KnownModules, others: OtherTensors) -> None:
 
 
 def _check_tokens(known: KnownModules, others: OtherTensors, found: Mapping[str, FoundModule]) -> list[tuple[str, str]]:
-    """Of a base that ties its head, the embedding's trained tokens are the head's too, unless it has its own."""
+    """Of a base that ties its head, the embedding's trained tokens are the head's too, unless it has its own, or is
+    there whole: then it was untied to be trained."""
     bound = {one.module for one in others.tokens}
     if others.config.trained_tokens and not bound:
         return [("trainable_token_indices", "the file has no tensors for it")]
-    tied = [one for one in others.tokens if one.module in known.embeddings and known.ties_head]
-    others.tokens += [replace(one, module=head) for one in tied for head in known.heads if head not in bound]
     whole = {extra.module for extra in others.extras if extra.part == WEIGHT}
+    tied = [one for one in others.tokens if one.module in known.embeddings and known.ties_head]
+    others.tokens += [replace(one, module=head) for one in tied for head in known.heads if head not in bound | whole]
     return [
         (one.tensor.name, f"{one.module} is trained in another way too; an adapter does either")
         for one in others.tokens

@@ -18,8 +18,11 @@ _SIDE = re.compile(
 )
 _TOKENS = re.compile(r"(?P<path>.+)\.token_adapter\.trainable_tokens_delta(?:\.[^.]+)?")
 _BASE_TENSOR = re.compile(
-    r"(?P<path>.+?)(?:\.(?P<wrapper>base_layer|original_module|modules_to_save(?:\.[^.]+)?))?\.(?P<what>weight|bias)"
+    r"(?P<path>.+?)"
+    r"(?:\.(?P<wrapper>(?:token_adapter\.)?base_layer|original_module|modules_to_save(?:\.[^.]+)?))?"
+    r"\.(?P<what>weight|bias)"
 )
+_IN_TOKENS = "token_adapter.base_layer"
 
 
 @dataclass(slots=True)
@@ -130,7 +133,14 @@ def _sort_in_other(tensor: Tensor, known: KnownModules, others: OtherTensors) ->
                 "the head are applied"
             )
         return "it is neither lora_A nor lora_B of a projection of this base model"
-    is_saved = bool(config.modules_to_save) and wrapper not in ("base_layer", "original_module")
+    if wrapper == _IN_TOKENS and module in known.heads and known.ties_head and _is_saved(module, config):
+        # PEFT's TrainableTokensLayer takes an Embedding or a Linear, and finds its own wrapper of a saved module there.
+        return (
+            "it is a head that was saved whole (modules_to_save) where the trained tokens of the embedding are the "
+            "head's too, since this base ties them; PEFT cannot run such an adapter: leave lm_head out of "
+            "modules_to_save, or save both whole, embed_tokens and lm_head, without trainable_token_indices"
+        )
+    is_saved = bool(config.modules_to_save) and wrapper not in (_IN_TOKENS, "base_layer", "original_module")
     if wrapper.startswith("modules_to_save") and not is_saved:
         return "it belongs to a fully trained module, and adapter_config.json names none (modules_to_save)"
     if norm is not None:
@@ -143,6 +153,11 @@ def _sort_in_other(tensor: Tensor, known: KnownModules, others: OtherTensors) ->
         sizes: tuple[int, int] = (projection.in_features, piece.out_features)
         return _add_weight(tensor, module, sizes, "saved_embedding", is_saved, others)
     return _add_weight(tensor, module, (piece.out_features, projection.in_features), "saved_head", is_saved, others)
+
+
+def _is_saved(module: str, config: AdapterConfig) -> bool:
+    """Whether modules_to_save names it, as PEFT looks for that."""
+    return any(module.endswith(name) for name in config.modules_to_save)
 
 
 def _add_weight(
@@ -165,8 +180,7 @@ def _add_tokens(tensor: Tensor, path: str, known: KnownModules, others: OtherTen
     projection, piece = known.slices[module]
     sizes = (projection.in_features, piece.out_features)
     hidden, vocab_size = sizes[::-1] if projection.kind == "embedding" else sizes
-    named = {ending or ("" if projection.kind == "embedding" else None) for ending in (*endings(path), "")}
-    ids = next((ids for key, ids in others.config.trained_tokens.items() if key in named), None)
+    ids = _trained_ids(module, path, known, others.config)
     if ids is None:
         return f"it belongs to trained tokens, and trainable_token_indices names none of {module}"
     if tensor.shape != (len(ids), hidden) or max(ids) >= vocab_size:
@@ -175,6 +189,16 @@ def _add_tokens(tensor: Tensor, path: str, known: KnownModules, others: OtherTen
         )
     others.tokens.append(BoundTokens(module, ids, tensor))
     return None
+
+
+def _trained_ids(module: str, path: str, known: KnownModules, config: AdapterConfig) -> tuple[int, ...] | None:
+    """Of a head that is the embedding they are the embedding's, unless the configuration names it: PEFT saves it too
+    where it saves embeddings (`save_embedding_layers`)."""
+    named = {*endings(path), *([""] if module in known.embeddings else ())}
+    ids = next((ids for key, ids in config.trained_tokens.items() if key in named), None)
+    if ids is None and module in known.heads and known.ties_head:
+        return next((_trained_ids(one, one, known, config) for one in known.embeddings), None)
+    return ids
 
 
 def _add_bias(tensor: Tensor, projection: ProjectionSpec, piece: Slice, others: OtherTensors) -> str | None:
