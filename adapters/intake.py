@@ -59,7 +59,7 @@ class Intake:
             staging.reserve(form.num_bytes)
             form.write(tensors, ready / TENSOR_FILE)
         digest, warnings = form.digest(ready / TENSOR_FILE, template_bytes)
-        ignored = [f"The file {name} is not needed and was left out." for name in staging.ignored]
+        ignored = [f"The {what} is not needed and was left out." for what in staging.ignored]
         manifest = Manifest(
             digest=digest,
             layout=self.fingerprint,

@@ -61,15 +61,18 @@ def unpack(archive: Path, sink: Sink, *, max_files: int, max_bytes: int) -> None
         ) from None
 
 
-def adapter_root(paths: list[PurePosixPath]) -> PurePosixPath:
-    """The one directory that holds an adapter_config.json. Raises Malformed when there is none or more than one."""
-    roots = sorted({path.parent for path in paths if path.name == CONFIG_FILE})
-    if not roots:
+def adapter_folders(paths: list[PurePosixPath]) -> tuple[PurePosixPath, list[PurePosixPath]]:
+    """The directory of the adapter, and those below it that hold adapters too: trainers leave their checkpoints below
+    what they save last. Raises Malformed when there is none, or none that the others lie below."""
+    found = {path.parent for path in paths if path.name == CONFIG_FILE}
+    folders = sorted(found, key=lambda folder: (len(folder.parts), folder))
+    if not folders:
         raise Malformed(f"The archive holds no {CONFIG_FILE}.")
-    if len(roots) > 1:
-        names = ", ".join(printable(str(root)[:100]) for root in roots[:5])
-        raise Malformed(f"The archive holds {len(roots)} adapters ({names}); upload each on its own.")
-    return roots[0]
+    root, *below = folders
+    if not all(folder.is_relative_to(root) for folder in below):
+        names = ", ".join(printable(str(folder)[:100]) for folder in folders[:5])
+        raise Malformed(f"The archive holds {len(folders)} adapters ({names}); upload each on its own.")
+    return root, below
 
 
 def _unpack_tar(archive: Path, sink: Sink, max_files: int, limit: int) -> None:

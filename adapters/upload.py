@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,11 +19,13 @@ from adapters.peft_config import parse_config
 from adapters.shards import join_shards
 from adapters.staging_bytes import StagingBytes
 from adapters.store_faults import store_faults_are_ours
-from adapters.unpack import adapter_root, unpack
+from adapters.unpack import adapter_folders, unpack
 
 COPY_BYTES = 1 << 18
 # Free disk space is asked for again after this many bytes.
 DISK_CHECK_BYTES = 16 << 20
+# Transformers' trainer calls its checkpoints so. What their configurations say matters if they are the adapter.
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +159,7 @@ class Staging:
         self.budget = Budget(directory, limits, self._held)
         self.files: dict[Role, Path] = {}
         self._shards: dict[str, Path] = {}
-        self.ignored: list[str] = []
+        self.ignored: list[str] = []  # "file NAME", "folder NAME"
 
     def open(self, role: Role, shown_name: str) -> UploadPart:
         """Raises Malformed when the role is taken, TooLarge for too many files."""
@@ -168,8 +171,8 @@ class Staging:
         self._assign(role, path, shown_name)
         return UploadPart(path, role, self.budget)
 
-    def _ignore(self, shown_name: str) -> None:
-        self.ignored.append(printable(shown_name[:200]))
+    def _ignore(self, shown_name: str, kind: str = "file") -> None:
+        self.ignored.append(f"{kind} {printable(shown_name[:200])}")
 
     def _assign(self, role: Role, path: Path, shown_name: str) -> None:
         if role == "shard" and (name := PurePosixPath(shown_name).name) not in self._shards:
@@ -193,7 +196,7 @@ class Staging:
         inside = directory.resolve()
         for entry in entries:
             if entry.is_dir():
-                self._ignore(entry.name)
+                self._ignore(entry.name, "folder")
                 continue
             if entry.resolve().parent != inside or not entry.is_file():
                 raise Unsupported(f"The file {entry.name[:200]!r} is a link or a device; only plain files are read.")
@@ -216,17 +219,22 @@ class Staging:
             members.append((path, role, target))
             with UploadPart(target, role, inner) as part:
                 _copy(data, part.write)
-            if role == "config" and target is not None:
+            if role == "config" and target is not None and not _CHECKPOINT.fullmatch(path.parent.name):
                 parse_config(target.read_bytes())  # refused before gigabytes are unpacked, if it comes before them
 
         unpack(archive, sink, max_files=self.limits.max_files, max_bytes=self.limits.max_upload_bytes)
         archive.unlink()
-        root = adapter_root([path for path, _, _ in members])
+        root, below = adapter_folders([path for path, _, _ in members])
         for path, role, target in members:
+            if any(path.is_relative_to(folder) for folder in below):
+                continue
             if target is None or path.parent != root:
                 self._leave_out(path, role)
             else:
                 self._assign(role, target, str(path))
+        for folder in below:
+            if not any(folder != other and folder.is_relative_to(other) for other in below):
+                self._ignore(str(folder), "folder")
 
     def _leave_out(self, path: PurePosixPath, role: Role) -> None:
         if role in ("tensors", "shard"):

@@ -149,6 +149,54 @@ def test_two_adapters_in_one_archive_are_refused(store: AdapterStore, pack: type
         send(store, pack(files))
 
 
+CHECKPOINT = {
+    # Before PEFT has made a difference of it, which it does when training ends.
+    "adapter_config.json": config_bytes(init_lora_weights="pissa"),
+    "adapter_model.safetensors": TENSORS[:-4] + b"\x00\x00\x80\x3f",
+    "tokenizer.json": b"{}",
+    "optimizer.pt": b"x",
+    "global_step5/mp_rank_00_model_states.pt": b"x",
+}
+
+
+@pytest.mark.parametrize("pack", PACKERS)
+@pytest.mark.parametrize("inside", ["", "my-adapter/"])
+@pytest.mark.parametrize("come_first", [False, True])
+def test_of_checkpoints_below_an_adapter_it_is_taken_and_their_folders_are_named(
+    store: AdapterStore, pack: type, inside: str, come_first: bool
+) -> None:
+    alone = send(store, pack(GOOD), "alone")
+    own = {inside + name: data for name, data in GOOD.items()}
+    folders = [f"{inside}checkpoint-{step}" for step in (5, 10)]
+    below = {f"{folder}/{name}": data for folder in folders for name, data in CHECKPOINT.items()}
+    record = send(store, pack({**below, **own} if come_first else {**own, **below}))
+    assert record.digest == alone.digest
+    assert list(record.manifest.notes) == [
+        f"The folder {folder} is not needed and was left out." for folder in sorted(folders)
+    ]
+
+
+@pytest.mark.parametrize("pack", PACKERS)
+def test_a_checkpoint_alone_is_an_adapter(store: AdapterStore, pack: type) -> None:
+    assert send(store, pack({f"checkpoint-5/{name}": data for name, data in GOOD.items()})).manifest.notes == ()
+    with pytest.raises(Unsupported, match="pissa"):
+        send(store, pack({f"checkpoint-5/{name}": data for name, data in CHECKPOINT.items()}), "y")
+
+
+@pytest.mark.parametrize("pack", PACKERS)
+def test_what_is_left_out_below_an_adapter_counts_as_unpacked(store: AdapterStore, pack: type) -> None:
+    below = {f"checkpoint-5/{name}": data for name, data in GOOD.items()}
+    below["checkpoint-5/adapter_model.safetensors"] = bytes(LIMITS.max_upload_bytes + 1)
+    with pytest.raises(TooLarge):
+        send(store, pack({**GOOD, **below}))
+
+
+@pytest.mark.parametrize("pack", PACKERS)
+def test_tensors_without_a_config_below_an_adapter_are_refused(store: AdapterStore, pack: type) -> None:
+    with pytest.raises(Malformed, match="apart"):
+        send(store, pack({**GOOD, "checkpoint-5/adapter_model.safetensors": TENSORS}))
+
+
 @pytest.mark.parametrize("pack", PACKERS)
 def test_tensors_apart_from_their_config_are_refused(store: AdapterStore, pack: type) -> None:
     with pytest.raises(Malformed, match="apart"):

@@ -450,7 +450,7 @@ def test_names_in_a_directory_that_are_no_unicode_are_shown_all_the_same(store: 
         record, _ = upload.finish("x")
     assert record.manifest.notes == (
         "The file caf?.txt is not needed and was left out.",
-        "The file sub? is not needed and was left out.",
+        "The folder sub? is not needed and was left out.",
     )
     assert store.get("x") == record
 
