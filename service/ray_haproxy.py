@@ -2,10 +2,11 @@
 place where RAY_SERVE_HAPROXY_BINARY_PATH names it (docs/scale.md).
 
 Ray writes HAProxy's configuration anew before each start. Each of its backends over HTTP gets a few lines more here: a
-request that changes nothing is sent again when the ingress that had it ends before the first byte of its answer, and
-what HAProxy answers itself has the shape of our errors. An ingress that stands still is noticed sooner. A HAProxy
-that has just started knows of no application until Ray has told it: it says so, where Ray's lines say 404 to
-everything. Everything else is Ray's.
+request that changes nothing is sent again when the ingress that had it ends before the first byte of its answer. An
+ingress that stands still is noticed sooner. What HAProxy answers itself, but for heads that it cannot read, and what
+uvicorn says of heads that it cannot read, has the shape of our errors. Each answer has one name (X-Request-Id), as
+without Ray. A HAProxy that has just started knows of no application until Ray has told it: it says so, where Ray's
+lines say 404 to everything. Everything else is Ray's.
 """
 
 from __future__ import annotations
@@ -41,16 +42,20 @@ REPEATABLE_PATHS = (
 # With one ingress the next one has to start: HAProxy waits a second before each attempt at the same server, and then
 # goes to Ray's own proxy, which waits for a replica. Refused connections are attempts.
 _RETRIES = 8
-# A request is kept for another attempt when its body is there before the first one, and fits HAProxy's buffer
-# (RAY_SERVE_HAPROXY_TUNE_BUFSIZE); of a longer one only so much is waited for.
+# A request is kept for another attempt when its body is there before the first one, and fits HAProxy's buffer. One that
+# says that it is longer is not waited for: what is too long for the ingress too is refused before it comes.
 _BODY_SECONDS = 60
+_BUFFER_BYTES = int(os.environ.get("RAY_SERVE_HAPROXY_TUNE_BUFSIZE", "16384"))
 # An ingress that stands still accepts connections and answers nothing. Ray's checks, each 5 s, see that after 15 s. It
 # leaves the rotation after two checks that have no answer in time: after 8.3 s at the most, with Ray's 0.25 s between
 # them. What it had is answered when it goes on, and sent again when Ray has killed it.
 _CHECKS = "    default-server inter 2s fall 2\n"
 _CHECK_SECONDS = 3
+# As `service.api.middleware` takes names of requests.
+MAX_REQUEST_ID_CHARS = 200
 _LOST = "The process that had this request is gone. If it was to change an adapter, look whether it has; send it again."
 _NOBODY = "No server takes requests now; send the request again in a moment."
+_UNREADABLE = "This server cannot read the head of the request; look at its method and its headers."
 _ANSWERS = {
     408: ("The body did not come in time; send the request again.", "invalid_request_error", "request_timeout"),
     502: (_LOST, "server_error", "ingress_lost"),
@@ -111,10 +116,20 @@ def _lines() -> str:
         f"string '{_body(*answer)}'"
         for status, answer in _ANSWERS.items()
     ]
+    unreadable = _body(_UNREADABLE, "invalid_request_error", "bad_request")
     lines = [
+        # What uvicorn says where it cannot read a head that HAProxy has let pass; our own answers are JSON.
+        f"http-response return status 400 content-type application/json string '{unreadable}' "
+        "if { status 400 } { res.hdr(Content-Type) -m beg text/plain }",
+        # As without Ray, a request has the client's name for it where that is fit to be logged. Ray's own names have
+        # another form, with bytes beyond ASCII it answers 500, and it appends the name to an answer that has it.
+        'http-request set-header X-Request-Id "%[uuid,regsub(-,,g)]" '
+        f"unless {{ req.fhdr(X-Request-Id) -m reg '^[ -~]{{1,{MAX_REQUEST_ID_CHARS}}}$' }}",
+        'http-response set-header X-Request-Id "%[res.fhdr(X-Request-Id,1)]" if { res.fhdr_cnt(X-Request-Id) gt 1 }',
         "acl is_repeatable method GET HEAD",
         f"acl is_repeatable path {' '.join(REPEATABLE_PATHS)}",
-        f"http-request wait-for-body time {_BODY_SECONDS}s if is_repeatable",
+        f"acl is_long req.hdr_val(Content-Length) gt {_BUFFER_BYTES}",
+        f"http-request wait-for-body time {_BODY_SECONDS}s if is_repeatable !is_long",
         "http-request disable-l7-retry if !is_repeatable",
         "retry-on conn-failure empty-response",
         f"retries {_RETRIES}",

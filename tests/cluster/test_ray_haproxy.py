@@ -16,8 +16,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from service.api import middleware
 from service.api.auth import ROUTES
-from service.ray_haproxy import REPEATABLE_PATHS, extended
+from service.ray_haproxy import _BODY_SECONDS, MAX_REQUEST_ID_CHARS, REPEATABLE_PATHS, extended
 from tests.support.blocks import ROOT
 from tests.support.client_environments import environment
 from tests.support.limits import LIMIT_SECONDS
@@ -203,6 +204,56 @@ def test_one_that_has_just_started_says_so_until_it_knows_the_application(tmp_pa
     assert refused.json()["error"]["code"] == "not_ready"
 
 
+@pytest.mark.parametrize("given", ["mine 7f/3", "", "x" * 201, "a\tb", b"\x80", None])
+def test_a_request_has_one_name_which_is_the_client_s_where_it_is_fit(
+    tmp_path: Path, given: str | bytes | None
+) -> None:
+    """Ray says the name that it was given after the one that the answer has."""
+    names = b"X-Request-Id: first\r\nX-Request-Id: second\r\n"
+    server = _Server(_ANSWER.replace(b"Connection", names + b"Connection"))
+    server.start()
+    try:
+        with _haproxy(tmp_path, server.port) as http:
+            answer = http.get("/health", headers={} if given is None else {"X-Request-Id": given})
+    finally:
+        server.end()
+    assert answer.headers.get_list("X-Request-Id") == ["first"]
+    (name,) = re.findall(rb"(?i)x-request-id: ?(.*)\r\n", server.received[0])
+    assert name == b"mine 7f/3" if given == "mine 7f/3" else re.fullmatch(rb"[0-9a-f]{32}", name), name
+
+
+def test_names_are_as_long_as_without_ray() -> None:
+    assert MAX_REQUEST_ID_CHARS == middleware._MAX_REQUEST_ID_CHARS
+
+
+@pytest.mark.parametrize(("kind", "is_ours"), [(b"application/json", True), (b"text/plain; charset=utf-8", False)])
+def test_what_uvicorn_says_of_a_head_gets_the_shape_of_our_errors(tmp_path: Path, kind: bytes, is_ours: bool) -> None:
+    server = _Server(b"HTTP/1.1 400 Bad Request\r\nContent-Type: " + kind + b"\r\nConnection: close\r\n\r\nInvalid.")
+    server.start()
+    try:
+        with _haproxy(tmp_path, server.port) as http:
+            answer = http.request("BREW", "/v1/models")
+    finally:
+        server.end()
+    assert answer.status_code == 400
+    assert (answer.text == "Invalid.") is is_ours
+    assert is_ours or answer.json()["error"]["code"] == "bad_request"
+
+
+def test_a_body_that_fits_no_buffer_is_not_waited_for(tmp_path: Path) -> None:
+    """Who refuses it need not read it."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000000\r\n\r\n"
+    with socket.create_server(("127.0.0.1", 0)) as listener, _haproxy(tmp_path, listener.getsockname()[1]) as http:
+        address = http.base_url.host, http.base_url.port
+        with socket.create_connection(address, timeout=_BODY_SECONDS / 2) as client:
+            client.sendall(head)
+            listener.settimeout(_BODY_SECONDS / 2)
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(_ANSWER)
+                assert client.recv(1000).endswith(b"done")
+
+
 @contextmanager
 def _answering(folder: Path) -> Iterator[tuple[int, int]]:
     """A process that answers every request for / with its folder's name; its id and its port."""
@@ -243,7 +294,7 @@ def test_a_configuration_is_extended_once_and_only_where_servers_are() -> None:
     assert "return status 404" in once and "return status 503" not in once
     starting = extended(_WITHOUT_APPLICATION)
     assert extended(starting) == starting
-    assert once.count("retry-on conn-failure empty-response") == once.count("request_timeout") == 1
+    assert once.count("retry-on conn-failure empty-response") == once.count("wait-for-body") == 1
     assert (
         once.endswith(grpc) and [line for line in once.splitlines() if line in text.splitlines()] == text.splitlines()
     )
