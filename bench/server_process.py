@@ -118,6 +118,7 @@ def start_server(
     wait: bool = True,
     installed: Path | None = None,
     module: str = "service.cli",
+    server_class: type[Server] = Server,
     tree: Path = _ROOT,
     **settings: Any,
 ) -> Server:
@@ -125,7 +126,7 @@ def start_server(
 
     A model directory or a setting that is None has the server's own default. The server is this tree's, or
     another one's; with `installed`, the path of a command `multilora`, it is that one, started in `work_dir`. `module`
-    takes the arguments of that command.
+    takes the arguments of that command, and is a `server_class`.
     """
     work_dir.mkdir(parents=True, exist_ok=True)
     store_dir = Path(settings.pop("store_dir", work_dir / "store"))
@@ -154,7 +155,7 @@ def start_server(
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-    server = Server(process, "", log_path, store_dir)
+    server = server_class(process, "", log_path, store_dir)
     try:
         server.url = wait_for(lambda: _listening_url(server), "the server to listen")
         if wait:

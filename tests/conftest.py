@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support import compiled_after_ready
+from tests.support import compiled_after_ready, through_ray
+from tests.support.server import is_on_ray
 
 torch.set_num_threads(1)
 _POISONED = Path(__file__).parent / "support" / "poisoned"
@@ -32,6 +33,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
     if config.pluginmanager.has_plugin("hypothesispytest"):
         _choose_examples()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Some tests cannot hold behind Ray's proxy."""
+    if is_on_ray():
+        through_ray.mark(items)
 
 
 def _choose_examples() -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from bench.processes import command_line, descendants, parent
 from tests.support.blocks import ROOT
 from tests.support.client_environments import environment
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.server import is_alive, running_server, standing_still, wait_for
+from tests.support.server import is_alive, on_ray, running_server, standing_still, wait_for
 from tests.support.small_disk import filled, small_disk_if_allowed
 from tests.support.tiny_models import make_adapter, make_tiny_model
 
@@ -35,7 +33,7 @@ _PATHS = os.pathsep.join([str(ROOT), *(path for path in sys.path if path.endswit
 
 @dataclass
 class RayServer:
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[bytes]
     http: httpx.Client
 
     def text(self, model: str, **fields: Any) -> str:
@@ -90,46 +88,18 @@ def small_store(checkpoints: Path) -> Iterator[str | None]:
 @pytest.fixture(scope="module")
 def server(checkpoints: Path, small_store: str | None) -> Iterator[RayServer]:
     del small_store  # the store lies there, small or not
-    python = environment("ray") / "bin" / "python"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     settings = {
-        "model_dir": str(checkpoints / "base"),
         "model_name": "tiny",
-        "preload_adapters_dir": str(checkpoints / "adapters"),
-        "store_dir": str(checkpoints / "disk" / "store"),
+        "preload_adapters_dir": checkpoints / "adapters",
+        "store_dir": checkpoints / "disk" / "store",
         "min_free_disk_bytes": 0,
         "kv_bytes": "24MiB",
     }
-    # Ray's sockets lie there, and their paths may not be long.
-    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as temp_dir:
-        said = {"port": port, "temp_dir": temp_dir, "args": {"settings": settings, "engines": 2, "drain_seconds": 5}}
-        own = {
-            "PYTHONPATH": _PATHS,
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        }
-        process = subprocess.Popen(
-            [str(python), str(ROOT / "tests" / "support" / "ray_server.py"), json.dumps(said)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=sys.stderr,
-            text=True,
-            env={**os.environ, **own},
-        )
-        assert process.stdin is not None and process.stdout is not None
-        try:
-            assert "READY\n" in iter(process.stdout.readline, ""), "Ray has not started the application"
-            with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=LIMIT_SECONDS) as http:
-                yield RayServer(process, http)
-        finally:
-            process.stdin.close()
-            try:
-                process.wait(LIMIT_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "0")  # Ray's own proxy is its default
+        one = stack.enter_context(running_server(checkpoints / "base", checkpoints / "ray", **on_ray(), **settings))
+        http = stack.enter_context(httpx.Client(base_url=one.url, timeout=LIMIT_SECONDS))
+        yield RayServer(one.process, http)
 
 
 def test_answers_are_those_of_a_server_without_ray(server: RayServer, checkpoints: Path) -> None:

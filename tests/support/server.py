@@ -1,4 +1,8 @@
-"""Servers for tests are those of the benchmarks; what tests alone need to know of a process is here."""
+"""Servers for tests are those of the benchmarks; what tests alone need to know of a process is here.
+
+With TEST_SERVED_BY=ray in the environment each of them is an application on Ray Serve (`tests/support/ray_server.py`),
+so that any test of a server runs through Ray's proxy unchanged. What cannot hold there: `tests/support/through_ray.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from bench import server_process
+from bench.processes import descendants
 from bench.server_process import Server, wait_for
 from tests.support import compiled_after_ready
+from tests.support.client_environments import environment
 
 __all__ = [
     "Server",
     "is_alive",
+    "is_on_ray",
+    "on_ray",
     "posted",
     "running_server",
     "standing_still",
@@ -27,9 +35,34 @@ __all__ = [
 ]
 
 
+class ServerOnRay(Server):
+    """One whose process has started Ray, whose processes are those that serve."""
+
+    def child_pids(self) -> list[int]:
+        """Process ids of all that the process has started, and of all that these have."""
+        return descendants(self.process.pid)
+
+
+def is_on_ray() -> bool:
+    """Whether servers are to be applications on Ray Serve."""
+    served_by = os.environ.get("TEST_SERVED_BY", "")
+    assert served_by in ("", "ray"), f"TEST_SERVED_BY={served_by} is not known; there is ray"
+    return bool(served_by)
+
+
+def on_ray() -> dict[str, Any]:
+    """What is added to the settings of a server that is to be on Ray. Skips where Ray has no environment."""
+    environment("ray")
+    return {"module": "tests.support.ray_server", "server_class": ServerOnRay}
+
+
+def _chosen() -> dict[str, Any]:
+    return on_ray() if is_on_ray() else {}
+
+
 def start_server(model_dir: Path | None, work_dir: Path, **settings: Any) -> Server:
     """See `bench.server_process.start_server`; from now on each test looks whether it has compiled anything."""
-    server = server_process.start_server(model_dir, work_dir, **settings)
+    server = server_process.start_server(model_dir, work_dir, **{**_chosen(), **settings})
     compiled_after_ready.watch_log(server.log_path)
     return server
 
@@ -37,7 +70,7 @@ def start_server(model_dir: Path | None, work_dir: Path, **settings: Any) -> Ser
 @contextlib.contextmanager
 def running_server(model_dir: Path | None, work_dir: Path, **settings: Any) -> Iterator[Server]:
     """See `bench.server_process.running_server`; likewise."""
-    with server_process.running_server(model_dir, work_dir, **settings) as server:
+    with server_process.running_server(model_dir, work_dir, **{**_chosen(), **settings}) as server:
         compiled_after_ready.watch_log(server.log_path)
         yield server
 

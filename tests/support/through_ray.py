@@ -1,0 +1,67 @@
+"""What does not hold of a server when HAProxy and Ray are in front of it, each with its reason; all else must hold.
+
+With TEST_SERVED_BY=ray (see `tests/support/server.py`) the tests whose names begin so must fail, but those whose reason
+begins with NOT_RUN: they would wait for what never comes. `pytest -rx` shows each with its reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+# HAProxy's answer to what it cannot read as a head.
+UNREADABLE = b"<html><body><h1>400 Bad request</h1>\nYour browser sent an invalid request.\n</body></html>\n"
+NOT_RUN = "not run: "
+
+_PAGE = "HAProxy refuses what it cannot read with 400 and a page of its own, which no configuration changes"
+_BUFFERED = (
+    "HAProxy reads chunks and passes their contents on in chunks of its own, so that ours never see their framing"
+)
+_HELD = "HAProxy answers and leaves the connection to a client who still owes a body, without a limit of time"
+_SLOW = "HAProxy holds the connections of clients, and waits for slow ones as long as Ray configures it"
+_ONE_CLIENT = "the connections that reach an ingress are HAProxy's: clients without a key have one address"
+_STAGING = "a store that servers share has a directory for each in staging, where the test looks for uploads"
+
+CANNOT_HOLD = {
+    "api/test_bad_requests.py::test_broken_http_does_not_hurt_the_server": _PAGE,
+    "api/test_bad_requests.py::test_a_json_body_too_large_is_refused_before_it_is_read": NOT_RUN + _HELD,
+    "api/test_bad_requests.py::test_a_wrong_method_is_told_all_that_the_path_takes[BREW": (
+        "uvicorn, as Ray starts it, refuses methods that it does not know with 400 before the application has them"
+    ),
+    "api/test_connections.py::TestFraming::test_two_lengths": (
+        "HAProxy goes by Transfer-Encoding, takes Content-Length away and closes the connection, as RFC 9112 allows"
+    ),
+    "api/test_connections.py::TestFraming::test_chunks_that_are_mostly_framing": NOT_RUN + _BUFFERED,
+    "api/test_connections.py::TestHeads::test_absurd_ones_are_refused[HTTP/2]": (
+        NOT_RUN + "HAProxy speaks HTTP/2 to who begins with it"
+    ),
+    "api/test_connections.py::TestHeads::test_absurd_ones_are_refused": _PAGE,
+    "api/test_connections.py::TestHeads::test_what_is_refused_is_quoted_in_brief[method]": (
+        "uvicorn, as Ray starts it, refuses methods that it does not know, and logs no line of ours"
+    ),
+    "api/test_connections.py::TestTime::test_what_does_not_come": NOT_RUN + _SLOW,
+    "api/test_connections.py::TestTime::test_a_head_that_drips": NOT_RUN + _SLOW,
+    "api/test_connections.py::TestTime::test_who_sends_nothing": NOT_RUN + _SLOW,
+    "api/test_connections.py::TestTime::test_a_second_request": NOT_RUN + _SLOW,
+    "api/test_connections.py::test_connections_are_counted": NOT_RUN + _SLOW,
+    "api/test_connections.py::test_a_tenant_has_half_of_the_connections": NOT_RUN + _SLOW,
+    "api/test_connections.py::test_a_trusted_proxy_has_as_many": NOT_RUN + _SLOW,
+    "api/test_unread.py::test_a_reader_that_stalls": NOT_RUN + _SLOW,
+    "api/test_json_body.py::test_a_third_payer_s_body": _ONE_CLIENT,
+    "api/test_limits.py::TestLimits::test_key_and_size_are_checked_before": (
+        "Ray begins to receive a body before it calls the application, with which uvicorn says 100 Continue"
+    ),
+    "api/test_uploads.py::test_a_client_that_uploads_leaves_room": NOT_RUN + _STAGING,
+    "api/test_uploads.py::test_a_configuration_that_is_refused_ends": NOT_RUN + _STAGING,
+    "api/test_adapters.py::TestRefusals::test_nothing_of_a_refused_upload_stays": _STAGING,
+}
+
+
+def mark(items: Sequence[pytest.Item]) -> None:
+    """The tests of the table; the first line that fits counts."""
+    for item in items:
+        name = item.nodeid.removeprefix("tests/")
+        reason = next((why for begin, why in CANNOT_HOLD.items() if name.startswith(begin)), "")
+        if reason:
+            item.add_marker(pytest.mark.xfail(reason=reason, strict=True, run=not reason.startswith(NOT_RUN)))
