@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -21,6 +21,10 @@ from service.engine.link import EngineLink
 from service.engine.messages import Finished, Ready, Submit, Tier, Tokens
 from service.engine.wire import Outbox, read_to_engine
 from service.settings import Settings
+from tests.support.server import is_on_ray
+
+if TYPE_CHECKING:
+    from tests.hostile.on_ray import ApplicationOnRay
 
 LIMIT_SECONDS = 120.0
 _MAX_ANSWER_TOKENS = 24
@@ -111,7 +115,7 @@ class Answer:
 
 
 class Application:
-    """Call it as a client would; after each call nothing may be held."""
+    """Make it by `application`. Call it as a client would; after each call nothing may be held."""
 
     def __init__(self, root: Path, **more: Any) -> None:
         """more  settings"""
@@ -191,3 +195,12 @@ class Application:
         return Answer(
             start["status"], dict(start["headers"]), b"".join(message.get("body", b"") for message in sent[1:])
         )
+
+
+def application(root: Path, **more: Any) -> Application | ApplicationOnRay:
+    """In this process, or where TEST_SERVED_BY says so."""
+    if not is_on_ray():
+        return Application(root, **more)
+    from tests.hostile.on_ray import ApplicationOnRay
+
+    return ApplicationOnRay(root, **more)

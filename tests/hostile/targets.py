@@ -28,7 +28,7 @@ from service.text.stop_strings import StopAutomaton, StopStrings
 from service.text.template_sandbox import TemplateError
 from service.text.template_worker import AdapterTemplate, TemplateWorkers
 from service.text.tokenizer import TextError
-from tests.hostile.application import Application
+from tests.hostile.application import application
 from tests.hostile.constraints import constrained, with_tools
 from tests.hostile.tenants import TwoTenants, keys_files, questions
 from tests.hostile.values import (
@@ -64,7 +64,7 @@ class Targets:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.application = Application(root / "app")
+        self.application = application(root / "app")
         self.store = AdapterStore(root / "store", LAYOUT, LIMITS, base_name="base")
         self.workers = TemplateWorkers(max_seconds=0.3)
         self.tenants = TwoTenants(root / "tenants")

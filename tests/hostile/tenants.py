@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from service.settings import BUNDLED_ADAPTERS_DIR
 from service.tenants.keys_file import hash_of
-from tests.hostile.application import Answer, Application
+from tests.hostile.application import Answer, application
 from tests.support.uploads import MULTIPART, multipart, parts_of
 
 _OWNER, _STRANGER = "key-of-the-owner", "key-of-the-stranger"
@@ -35,7 +35,7 @@ class TwoTenants:
             "".join(f"[tenants.{tenant}]\n" for tenant, _ in keys)
             + "".join(_KEY.format(tenant, hash_of(key).hex()) for tenant, key in keys)
         )
-        self.application = Application(root / "app", keys_file=path)
+        self.application = application(root / "app", keys_file=path)
         parts = parts_of(BUNDLED_ADAPTERS_DIR / "shout")
         body = multipart(
             [
