@@ -126,6 +126,8 @@ def _lines() -> str:
         'http-request set-header X-Request-Id "%[uuid,regsub(-,,g)]" '
         f"unless {{ req.fhdr(X-Request-Id) -m reg '^[ -~]{{1,{MAX_REQUEST_ID_CHARS}}}$' }}",
         'http-response set-header X-Request-Id "%[res.fhdr(X-Request-Id,1)]" if { res.fhdr_cnt(X-Request-Id) gt 1 }',
+        # Uvicorn believes this of who connects from its own machine, as HAProxy does, whoever has written it.
+        "http-request set-header X-Forwarded-For %[src]",
         "acl is_repeatable method GET HEAD",
         f"acl is_repeatable path {' '.join(REPEATABLE_PATHS)}",
         f"acl is_long req.hdr_val(Content-Length) gt {_BUFFER_BYTES}",

@@ -222,6 +222,18 @@ def test_a_request_has_one_name_which_is_the_client_s_where_it_is_fit(
     assert name == b"mine 7f/3" if given == "mine 7f/3" else re.fullmatch(rb"[0-9a-f]{32}", name), name
 
 
+def test_no_client_says_from_where_it_comes(tmp_path: Path) -> None:
+    """Who has no key is told from others by that."""
+    server = _Server(_ANSWER)
+    server.start()
+    try:
+        with _haproxy(tmp_path, server.port) as http:
+            http.get("/health", headers=[("X-Forwarded-For", "192.0.2.1"), ("X-Forwarded-For", "192.0.2.2")])
+    finally:
+        server.end()
+    assert re.findall(rb"(?i)x-forwarded-for: (.*)\r\n", server.received[0]) == [b"127.0.0.1"]
+
+
 def test_names_are_as_long_as_without_ray() -> None:
     assert MAX_REQUEST_ID_CHARS == middleware._MAX_REQUEST_ID_CHARS
 

@@ -20,7 +20,6 @@ _BUFFERED = (
 )
 _HELD = "HAProxy answers and leaves the connection to a client who still owes a body, without a limit of time"
 _SLOW = "HAProxy holds the connections of clients, and waits for slow ones as long as Ray configures it"
-_ONE_CLIENT = "the connections that reach an ingress are HAProxy's: clients without a key have one address"
 _STAGING = "a store that servers share has a directory for each in staging, where the test looks for uploads"
 
 CANNOT_HOLD = {
@@ -48,7 +47,6 @@ CANNOT_HOLD = {
     "api/test_connections.py::test_a_tenant_has_half_of_the_connections": NOT_RUN + _SLOW,
     "api/test_connections.py::test_a_trusted_proxy_has_as_many": NOT_RUN + _SLOW,
     "api/test_unread.py::test_a_reader_that_stalls": NOT_RUN + _SLOW,
-    "api/test_json_body.py::test_a_third_payer_s_body": _ONE_CLIENT,
     "api/test_limits.py::TestLimits::test_key_and_size_are_checked_before": (
         "Ray begins to receive a body before it calls the application, with which uvicorn says 100 Continue"
     ),
