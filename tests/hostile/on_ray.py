@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import http.client
 import json
 import socket
@@ -24,6 +25,7 @@ class ApplicationOnRay:
     def __init__(self, root: Path, **more: Any) -> None:
         """more  settings"""
         self._opened, self._has_keys = ExitStack(), "keys_file" in more
+        atexit.register(self._opened.close)  # of a run that fails, which closes nothing
         no_adapters = root / "preloaded"
         no_adapters.mkdir(parents=True)
         settings = {"max_upload_bytes": 4 << 20, "min_free_disk_bytes": 0, "preload_adapters_dir": no_adapters, **more}
