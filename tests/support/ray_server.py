@@ -77,6 +77,7 @@ def _serve(settings: dict[str, Any], engines: int) -> None:
     import ray
     from ray import serve
 
+    from bench.processes import command_line, descendants
     from bench.ray_server import start_ray
     from service.ray_app import RayArgs, build
 
@@ -94,7 +95,12 @@ def _serve(settings: dict[str, Any], engines: int) -> None:
             print(f"listening on http://127.0.0.1:{port}", flush=True)
             told.wait()
         finally:
+            # Not serve.shutdown, which takes half a minute; without it a HAProxy may outlive Ray.
+            started = descendants(os.getpid())
             ray.shutdown()
+            for pid in started:
+                if b"haproxy" in command_line(pid):
+                    os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":
