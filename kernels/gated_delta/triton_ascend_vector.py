@@ -24,7 +24,7 @@ def prefill(
     query_start_loc: torch.Tensor,
     state_indices: torch.Tensor,
     has_initial_state: torch.Tensor,
-    _query_starts: Sequence[int] | None,
+    query_starts: Sequence[int] | None,  # noqa: ARG001 -- what says which sequences go to chunks
 ) -> torch.Tensor:
     """See `ops.gated_delta_prefill`. What `triton_ascend.refuses` names must have been kept away."""
     where = (query_start_loc, state_indices, has_initial_state)
