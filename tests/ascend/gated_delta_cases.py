@@ -30,9 +30,14 @@ def decode(
     judge_traffic: bool = False,
     max_traffic: float = MAX_TRAFFIC,
     far: bool = False,
+    zeros: bool = False,
 ) -> Launch:
-    """A token of a sequence in each of these lines; the rows of padding, and lines of nobody, are NaN. z, b and a are
-    columns of one wider product."""
+    """A token of a sequence in each of these lines; the rows of padding, and lines of nobody, are NaN, but for the null
+    line, so that padding that writes there shows. z and a are columns of one wider product; b is alone, so that its
+    rows have another stride, and nothing lies behind its last.
+
+    zeros  the last token has queries, keys and values that no norm can scale
+    """
     num_key_heads, num_heads, key_dim, value_dim = sizes
     num_tokens, value_size = len(lines), num_heads * value_dim
     generator = torch.Generator().manual_seed(num_tokens + num_heads + key_dim)
@@ -42,15 +47,19 @@ def decode(
 
     is_padding = torch.tensor(lines) < 1
     qkv = values(num_tokens, 2 * num_key_heads * key_dim + value_size, of=dtype)
-    wide = values(num_tokens, value_size + 2 * num_heads + 7, of=dtype)
-    qkv[is_padding], wide[is_padding] = torch.nan, torch.nan
+    wide, b = values(num_tokens, value_size + num_heads + 7, of=dtype), values(num_tokens, num_heads, of=dtype)
+    for rows in (qkv, wide, b):
+        rows[is_padding] = torch.nan
+    if zeros:
+        qkv[-1] = 0.0
     states = torch.full((max(lines) + 2, num_heads, key_dim, value_dim), torch.nan)
+    states[0] = 1.0
     for line in lines:
         if line > 0:
             states[line] = values(num_heads, key_dim, value_dim)
     if far:
-        qkv, wide = (far_apart(rows, 2**32 // num_tokens + 16) for rows in (qkv, wide))
-    z, b, a, _ = wide.split((value_size, num_heads, num_heads, 7), dim=1)
+        qkv, wide, b = (far_apart(rows, 2**32 // num_tokens + 16) for rows in (qkv, wide, b))
+    z, a, _ = wide.split((value_size, num_heads, 7), dim=1)
     a_log, dt_bias, norm_weight = values(num_heads), values(num_heads), 1 + 0.1 * values(value_dim)
     expected_states = states.clone()
     starts, ones = torch.arange(num_tokens + 1, dtype=torch.int32), torch.ones(num_tokens, dtype=torch.bool)
@@ -87,7 +96,7 @@ def decode(
 _DECODES = {
     "qwen3.5 2B, one token": partial(decode, QWEN_2B, (1,), judge_traffic=True),
     "qwen3.5 9B, 4 tokens": partial(decode, QWEN_9B, (4, 1, 3, 2), judge_traffic=True),
-    "qwen3.5 27B": partial(decode, QWEN_27B, (1, 0), judge_traffic=True),
+    "qwen3.5 27B": partial(decode, QWEN_27B, (0, 1), judge_traffic=True),
     # As many tokens as a decode step has, with heads that are few so that it does not take a minute.
     "64 tokens": partial(decode, (1, 2, 128, 128), tuple(range(1, 65)), judge_traffic=True),
     "padding": decode,
@@ -96,6 +105,7 @@ _DECODES = {
     "values unlike keys, fp32": partial(decode, (1, 3, 16, 96), (3, 0, 1), dtype=torch.float32),
     "small heads, few cores": partial(decode, (2, 6, 16, 32), (5, 2, -1, 1, 4), num_cores=2),
     "large heads": partial(decode, (1, 1, 256, 256), (2, 1)),
+    "zeros": partial(decode, (1, 2, 16, 16), (2, 1), zeros=True),
     "far": partial(decode, (1, 2, 16, 32), (1, 0, 3), far=True),
 }
 

@@ -25,6 +25,7 @@ class Step:
 
     sizes  num_key_heads, num_value_heads, key_dim, value_dim
     far    32 bits do not count the elements before a row of the gates, nor those before a line
+    zeros  the last token has queries, keys and values that no norm can scale
     """
 
     lengths: Sequence[int]
@@ -33,6 +34,7 @@ class Step:
     sizes: tuple[int, int, int, int] = (1, 2, 128, 128)
     dtype: torch.dtype = torch.bfloat16
     far: bool = False
+    zeros: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ def make_data(step: Step) -> Data:
             states[line] = values(num_heads, key_dim, value_dim)
         elif line < 1:
             qkv[starts[n] : starts[n + 1]], wide[starts[n] : starts[n + 1]] = torch.nan, torch.nan
+    if step.zeros:
+        qkv[-1] = 0.0
     if step.far:
         wide = far_apart(wide, 2**32 // num_tokens + 16)
     b, a, _ = wide.split((num_heads, num_heads, 7), dim=1)
@@ -149,6 +153,7 @@ _WALKS = {
     "values unlike keys, fp32": partial(walk, Step(*MIXED, (1, 3, 16, 96), torch.float32)),
     "small heads, few cores": partial(walk, Step(*MIXED, (2, 6, 16, 32)), num_cores=2),
     "large heads": partial(walk, Step((2, 3), (2, 1), (False, True), (1, 1, 256, 256))),
+    "zeros": partial(walk, Step((2,), (1,), (True,), (1, 2, 16, 16), zeros=True)),
     "far": partial(walk, Step((2, 1, 2), (1, 0, 3), (True, False, False), (1, 2, 16, 32), far=True)),
 }
 

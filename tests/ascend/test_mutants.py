@@ -1,6 +1,6 @@
 """The gate notices small changes of the kernels: some that it once missed, and a few drawn at random.
 
-All of them are tried by `python -m tests.ascend.mutants`, which takes an hour.
+Hundreds are tried by `python -m tests.ascend.mutants`, which takes an hour.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from types import ModuleType
 import pytest
 
 from kernels.causal_conv1d import triton_ascend as conv
+from kernels.gated_delta import triton_ascend_decode as delta
+from kernels.gated_delta import triton_ascend_walk as walk
 from kernels.lora import triton_ascend_kernels as lora
 from kernels.lora_window import triton_ascend_kernels as window
 from tests.ascend.gate import linalg_cpu
@@ -68,6 +70,17 @@ MISSED = {
         window, "first rows",
         in_statement(window, "swiglu_window_few", "0", "1", "first_row = tl.maximum(first_row, 0)"), "Mismatch",
     ),
+    "what lies behind the gates of a last token": (
+        delta, "qwen3.5 27B",
+        found(delta, "gates_of_heads", "tl.load(a_ptr + heads, mask=is_head, other=0.0)", "tl.load(a_ptr + heads)"),
+        "out of bounds",
+    ),
+    "a state on the null line": (
+        delta, "padding", found(delta, "gated_delta_decode", "line > NULL_LINE", "line >= NULL_LINE"), "states",
+    ),
+    "queries without a size": (
+        walk, "zeros", found(walk, "gated_delta_walk", "tl.sum(q * q, 0) + 1e-06", "tl.sum(q * q, 0)"), "Mismatch",
+    ),
     # Right, but what belongs to later groups is read for nothing.
     "tokens of later groups": (
         window, "three groups",
@@ -81,6 +94,12 @@ MISSED = {
 def test_a_mutant_that_was_missed_once_is_caught(name: str) -> None:
     module, launch_name, mutant, why = MISSED[name]
     assert why in judge(module, mutant, launch_name)
+
+
+def test_a_judge_that_cannot_begin_has_caught_nothing() -> None:
+    broken = Mutant("conv_update", "text", 0, "", "", lambda: "raise OSError")
+    with pytest.raises(AssertionError, match="the judge ended with 1"):
+        judge(conv, broken)
 
 
 def test_mutants_that_are_drawn_at_random_are_caught() -> None:

@@ -1,12 +1,11 @@
 """Change the Ascend kernels in small ways, one at a time, and count how many changes the gate notices.
 
     .venv-ascend/bin/python -m tests.ascend.mutants [--count 200] [--seed 0] [--processes 2] [--minutes 60]
-        [--module lora_window]
+        [--ops lora_window gated_delta]
 
-Draws mutants of the LoRA, convolution and rotation kernels, or of those of one op alone, all kinds in turn, until
-`--count` of them have compiled; prints each that survived, and whether `equivalent.py` lists it with a reason. Ends
-with 1 if fewer than 95 % of those that are not listed were caught. Takes seconds for each that is caught and minutes
-for one that survives.
+Draws mutants of the gate's kernels, or of those of some ops alone, all kinds in turn, until `--count` of them have
+compiled; prints each that survived, and whether `equivalent.py` lists it with a reason. Ends with 1 if fewer than 95 %
+of those that are not listed were caught. Takes seconds for each that is caught and minutes for one that survives.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--minutes", type=float, default=60.0)
-    modules = {module.__name__.split(".")[1]: module for module in MODULES}
-    parser.add_argument("--module", choices=modules, help="mutants of this op's kernels alone")
+    ops = {module: module.__name__.split(".")[1] for module in MODULES}
+    parser.add_argument("--ops", nargs="+", choices=set(ops.values()), help="mutants of these ops' kernels alone")
     chosen = parser.parse_args()
     deadline, caught, equivalent, survived, judged = time.monotonic() + 60 * chosen.minutes, 0, 0, 0, 0
-    mutants = drawn(chosen.seed, [modules[chosen.module]] if chosen.module else MODULES)
+    mutants = drawn(chosen.seed, [module for module, op in ops.items() if not chosen.ops or op in chosen.ops])
     running: dict[Future[str], Mutant] = {}
     with ThreadPoolExecutor(chosen.processes) as pool:
         while True:

@@ -53,6 +53,25 @@ EQUIVALENT |= {
         ),
     )
 }
+EQUIVALENT |= {
+    (function, "tl.cast(first_token, tl.int64)", "first_token"): (
+        "of a step's tokens, whose rows of queries, keys and values, and of outputs, 32 bits count by far"
+    )
+    for function in ("gated_delta_norm", "gated_delta_scan")
+}
+EQUIVALENT |= {
+    (function, f"tl.cast({index}, tl.int64)", index): (
+        "of the buffers of a piece, 2048 tokens at most, whose elements 32 bits count by far"
+    )
+    for function, index in (
+        ("gated_delta_norm", "item"),
+        ("gated_delta_prepare", "item"),
+        ("gated_delta_prepare", "chunk"),
+        ("gated_delta_solve", "item"),
+        ("gated_delta_double", "item // PAIRS"),
+        ("gated_delta_scan", "chunk"),
+    )
+}
 
 _SAME_ROW = "the block is shorter than the row of angles, and no output reads what lies beyond the half"
 _EMPTY_REST = "where all of a head is turned, a load of which nothing is inside its mask, and which nobody reads"

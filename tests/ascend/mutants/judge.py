@@ -14,22 +14,13 @@ from types import ModuleType
 
 import torch
 
-from kernels.causal_conv1d import triton_ascend as conv
-from kernels.lora import triton_ascend_kernels as lora
-from kernels.lora_window import triton_ascend_kernels as window
-from kernels.rotary_kv import triton_ascend as rotary
-from tests.ascend import conv_cases, lora_cases, rotary_cases, window_cases
 from tests.ascend.gate import checks, compiler, linalg_cpu
 from tests.ascend.gate.cases import REQUIRED_TARGETS, Case
 from tests.ascend.mutants.changes import Mutant, kernels_with
+from tests.ascend.registry import CASES
 
-_CASES = {
-    lora: lora_cases.CASES,
-    window: window_cases.CASES,
-    conv: conv_cases.CASES,
-    rotary: rotary_cases.CASES,
-}
-MODULES: tuple[ModuleType, ...] = tuple(_CASES)
+# Those in which the gate's kernels are.
+MODULES: tuple[ModuleType, ...] = tuple(dict.fromkeys(sys.modules[case.kernel.fn.__module__] for case in CASES))
 # A launch takes seconds of computing, and so does each process that it starts; what takes so long has lost its way out
 # of a loop. Seconds of a clock would be up for good kernels too where much else is at work.
 LAUNCH_CPU_SECONDS = 120
@@ -41,6 +32,9 @@ _LARGE = {
     "qwen3.5",
     "qwen3.5 qkv",
     "qwen3.5 0.8B",
+    "qwen3.5 2B",
+    "qwen3.5 9B",
+    "qwen3.5 27B",
     "sequences that begin with a tile",
 }
 SURVIVED, NOT_COMPILED = "survived", "did not compile"
@@ -74,6 +68,8 @@ def judge(module: ModuleType, mutant: Mutant, launch_name: str = "") -> str:
             verdict: str = receiver.recv()
         except EOFError:
             process.join()
+            # A signal's: one that ends by itself without a verdict has not judged.
+            assert process.exitcode is not None and process.exitcode < 0, f"the judge ended with {process.exitcode}"
             verdict = f"ended with {process.exitcode}"
         finally:
             process.kill()  # it has said all; what its libraries do at their end may take its time
@@ -122,7 +118,7 @@ def _launches(module: ModuleType, function: str, kind: str) -> list[tuple[str, C
 def launches_of(module: ModuleType) -> list[tuple[str, Case, str]]:
     """(kernel, case, launch) for all launches of a module's kernels; those judged by bytes are large, so last."""
     small, large = [], []
-    for case in _CASES[module]:
+    for case in (one for one in CASES if one.kernel.fn.__module__ == module.__name__):
         for launch_name, make in case.launches.items():
             is_large = getattr(make, "keywords", {}).get("judge_traffic") or launch_name in _LARGE
             (large if is_large else small).append((case.kernel.fn.__name__, case, launch_name))
