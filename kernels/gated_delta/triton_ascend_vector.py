@@ -11,8 +11,6 @@ import torch
 from kernels.contract import Contract
 from kernels.gated_delta import triton_ascend
 
-decode = triton_ascend.decode
-
 
 def prefill(
     qkv: torch.Tensor,
@@ -29,6 +27,25 @@ def prefill(
     """See `ops.gated_delta_prefill`. What `triton_ascend.refuses` names must have been kept away."""
     where = (query_start_loc, state_indices, has_initial_state)
     return triton_ascend.prefill(qkv, b, a, a_log, dt_bias, states, *where, None)
+
+
+def decode(
+    qkv: torch.Tensor,
+    z: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    taps: torch.Tensor,
+    conv_states: torch.Tensor,
+    a_log: torch.Tensor,
+    dt_bias: torch.Tensor,
+    norm_weight: torch.Tensor,
+    states: torch.Tensor,
+    state_indices: torch.Tensor,
+    eps: float,
+) -> torch.Tensor:
+    """See `ops.gated_delta_decode`, and above."""
+    parts = (a_log, dt_bias, norm_weight, states, state_indices, eps)
+    return triton_ascend.decode(qkv, z, b, a, taps, conv_states, *parts)
 
 
 CONTRACT = Contract(
