@@ -68,7 +68,7 @@ class Data:
 
 
 def make_data(step: Step) -> Data:
-    """Random tensors; the gates are columns of one wider product."""
+    """Random tensors; a is columns of a wider product, and nothing lies behind b's last row."""
     num_key_heads, num_heads, key_dim, value_dim = step.sizes
     starts = [0, *itertools.accumulate(step.lengths)]
     num_tokens = starts[-1]
@@ -78,19 +78,20 @@ def make_data(step: Step) -> Data:
         return torch.randn(shape, generator=generator).to(of)
 
     qkv = values(num_tokens, 2 * num_key_heads * key_dim + num_heads * value_dim, of=step.dtype)
-    wide = values(num_tokens, 2 * num_heads + 7, of=step.dtype)
+    wide, b = values(num_tokens, num_heads + 7, of=step.dtype), values(num_tokens, num_heads, of=step.dtype)
     states = torch.full((max(step.lines) + 2, num_heads, key_dim, value_dim), torch.nan)
     states[0] = 1.0
     for n, (line, goes_on) in enumerate(zip(step.lines, step.continued, strict=True)):
         if line > 0 and (goes_on or not step.lengths[n]):
             states[line] = values(num_heads, key_dim, value_dim)
         elif line < 1:
-            qkv[starts[n] : starts[n + 1]], wide[starts[n] : starts[n + 1]] = torch.nan, torch.nan
+            for rows in (qkv, wide, b):
+                rows[starts[n] : starts[n + 1]] = torch.nan
     if step.zeros:
         qkv[-1] = 0.0
     if step.far:
-        wide = far_apart(wide, 2**32 // num_tokens + 16)
-    b, a, _ = wide.split((num_heads, num_heads, 7), dim=1)
+        wide, b = (far_apart(rows, 2**32 // num_tokens + 16) for rows in (wide, b))
+    a, _ = wide.split((num_heads, 7), dim=1)
     a_log, dt_bias = 0.5 * values(num_heads), values(num_heads)
     lines, continued = torch.tensor(step.lines, dtype=torch.int32), torch.tensor(step.continued)
     of_starts = torch.tensor(starts, dtype=torch.int32)
