@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.support import compiled_after_ready, through_ray
-from tests.support.server import is_on_ray
 
 torch.set_num_threads(1)
 _POISONED = Path(__file__).parent / "support" / "poisoned"
@@ -37,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Some tests cannot hold behind Ray's proxy."""
-    if is_on_ray():
+    if through_ray.is_on_ray():
         through_ray.mark(items)
 
 

@@ -21,7 +21,7 @@ from service.engine.link import EngineLink
 from service.engine.messages import Finished, Ready, Submit, Tier, Tokens
 from service.engine.wire import Outbox, read_to_engine
 from service.settings import Settings
-from tests.support.server import is_on_ray
+from tests.support.through_ray import is_on_ray
 
 if TYPE_CHECKING:
     from tests.hostile.on_ray import ApplicationOnRay

@@ -20,11 +20,11 @@ from bench.processes import descendants
 from bench.server_process import Server, wait_for
 from tests.support import compiled_after_ready
 from tests.support.client_environments import environment
+from tests.support.through_ray import is_on_ray
 
 __all__ = [
     "Server",
     "is_alive",
-    "is_on_ray",
     "on_ray",
     "posted",
     "running_server",
@@ -41,13 +41,6 @@ class ServerOnRay(Server):
     def child_pids(self) -> list[int]:
         """Process ids of all that the process has started, and of all that these have."""
         return descendants(self.process.pid)
-
-
-def is_on_ray() -> bool:
-    """Whether servers are to be applications on Ray Serve."""
-    served_by = os.environ.get("TEST_SERVED_BY", "")
-    assert served_by in ("", "ray"), f"TEST_SERVED_BY={served_by} is not known; there is ray"
-    return bool(served_by)
 
 
 def on_ray() -> dict[str, Any]:

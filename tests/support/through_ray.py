@@ -6,6 +6,7 @@ begins with NOT_RUN: they would wait for what never comes. `pytest -rx` shows ea
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import pytest
@@ -54,6 +55,13 @@ CANNOT_HOLD = {
     "api/test_uploads.py::test_a_configuration_that_is_refused_ends": NOT_RUN + _STAGING,
     "api/test_adapters.py::TestRefusals::test_nothing_of_a_refused_upload_stays": _STAGING,
 }
+
+
+def is_on_ray() -> bool:
+    """Whether servers are to be applications on Ray Serve."""
+    served_by = os.environ.get("TEST_SERVED_BY", "")
+    assert served_by in ("", "ray"), f"TEST_SERVED_BY={served_by} is not known; there is ray"
+    return bool(served_by)
 
 
 def mark(items: Sequence[pytest.Item]) -> None:
