@@ -5,7 +5,7 @@ Pure integers; `RowAllocation` has one for each group. A range is [start, start 
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -41,6 +41,14 @@ class Swap:
     length: int
 
 
+def _start(item: tuple[str, Range]) -> int:
+    return item[1].start
+
+
+def _end(item: tuple[str, Range]) -> int:
+    return item[1].end
+
+
 class RangeAllocator:
     """Rows [0, num_rows) of a group. Owners are digests; each owns at most one range.
 
@@ -50,6 +58,7 @@ class RangeAllocator:
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self._ranges: dict[str, Range] = {}
+        self._ordered: list[tuple[str, Range]] | None = None  # None: to be sorted anew
 
     def get(self, owner: str) -> Range | None:
         return self._ranges.get(owner)
@@ -57,8 +66,10 @@ class RangeAllocator:
     def owners(self) -> frozenset[str]:
         return frozenset(self._ranges)
 
-    def ordered(self) -> list[tuple[str, Range]]:
-        return sorted(self._ranges.items(), key=lambda item: item[1].start)
+    def ordered(self) -> Sequence[tuple[str, Range]]:
+        if self._ordered is None:
+            self._ordered = sorted(self._ranges.items(), key=_start)
+        return self._ordered
 
     @property
     def num_used(self) -> int:
@@ -80,6 +91,7 @@ class RangeAllocator:
         if gap is None:
             return None
         self._ranges[owner] = Range(gap.start, length)
+        self._ordered = None
         return self._ranges[owner]
 
     def has_gap(self, length: int) -> bool:
@@ -87,29 +99,33 @@ class RangeAllocator:
 
     def release(self, owner: str) -> None:
         del self._ranges[owner]
+        self._ordered = None
 
     def rename(self, owner: str, to: str) -> None:
         """Give an owner's range to another one, which has none."""
         assert to not in self._ranges, to
         self._ranges[to] = self._ranges.pop(owner)
+        self._ordered = None
 
     def apply(self, move: Move) -> Range:
         """Record that a range was moved; returns where it stood."""
         before = self._ranges[move.owner]
         self._ranges[move.owner] = Range(move.to, before.length)
+        self._ordered = None
         return before
 
     def swap(self, swap: Swap) -> list[str]:
         """Record that these rows, which cut no range, have changed places; returns whose ranges moved."""
-        owners = []
-        for start, shift in ((swap.low, swap.high - swap.low), (swap.high, swap.low - swap.high)):
-            owners += [
-                (owner, Range(owned.start + shift, owned.length))
-                for owner, owned in self._ranges.items()
-                if start <= owned.start and owned.end <= start + swap.length
-            ]
-        self._ranges.update(owners)
-        return [owner for owner, _ in owners]
+        ranges, shift = self.ordered(), swap.high - swap.low
+        low, low_end, high, high_end = (
+            bisect_left(ranges, row, key=_start)
+            for row in (swap.low, swap.low + swap.length, swap.high, swap.high + swap.length)
+        )
+        raised = [(owner, Range(owned.start + shift, owned.length)) for owner, owned in ranges[low:low_end]]
+        lowered = [(owner, Range(owned.start - shift, owned.length)) for owner, owned in ranges[high:high_end]]
+        self._ordered = [*ranges[:low], *lowered, *ranges[low_end:high], *raised, *ranges[high_end:]]
+        self._ranges.update(raised + lowered)
+        return [owner for owner, _ in raised + lowered]
 
     def swap_below(
         self, owner: str, end_row: int, worth_of: Callable[[str], Worth | None], busy: Sequence[Range] = ()
@@ -120,7 +136,8 @@ class RangeAllocator:
         busy  rows that stay where they are, whoever has them
         """
         own, ranges = self._ranges[owner], self.ordered()
-        longer = {owned.length for _, owned in ranges if owned.end <= end_row and owned.length > own.length}
+        below = ranges[: bisect_right(ranges, end_row, key=_end)]
+        longer = {owned.length for _, owned in below if owned.length > own.length}
         find = _RegionSearch(ranges, worth_of, busy)
         for length in sorted({own.length, *longer}):
             low = find.cheapest(length, Range(0, min(end_row, own.start)))
@@ -183,7 +200,8 @@ class RangeAllocator:
         return None if best is None else best[2]
 
     def check_integrity(self) -> None:
-        """Ranges lie inside, do not overlap, and with the gaps add up to all rows."""
+        """Ranges lie inside, do not overlap, and with the gaps add up to all rows; they are listed as they are."""
+        assert list(self.ordered()) == sorted(self._ranges.items(), key=_start)
         end = 0
         for owner, owned in self.ordered():
             assert owned.length > 0, owner
@@ -214,7 +232,6 @@ class _RegionSearch:
         self, ranges: Sequence[tuple[str, Range]], worth_of: Callable[[str], Worth | None], busy: Sequence[Range]
     ) -> None:
         self._ranges = ranges
-        self._ends = [owned.end for _, owned in ranges]
         self._worth_of = worth_of
         self._busy = busy
 
@@ -223,7 +240,10 @@ class _RegionSearch:
 
         beside  a range that may move, whatever it is worth
         """
-        borders = (border for _, owned in self._ranges for border in (owned.start, owned.end))
+        first = bisect_right(self._ranges, within.start, key=_end)
+        last = bisect_right(self._ranges, within.end, key=_start)
+        # Once each: where one ends the next one mostly begins.
+        borders = dict.fromkeys(border for _, owned in self._ranges[first:last] for border in (owned.start, owned.end))
         best: tuple[Worth, int] | None = None
         for start in (within.start, *(one for one in borders if within.start < one <= within.end - length)):
             worth = self._worth(Range(start, length), beside) if start + length <= within.end else None
@@ -238,7 +258,7 @@ class _RegionSearch:
         if any(one.start < region.end and region.start < one.end for one in self._busy):
             return None
         most = _NOTHING
-        for at in range(bisect_right(self._ends, region.start), len(self._ranges)):
+        for at in range(bisect_right(self._ranges, region.start, key=_end), len(self._ranges)):
             owner, owned = self._ranges[at]
             if owned.start >= region.end:
                 break
