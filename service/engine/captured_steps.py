@@ -110,11 +110,11 @@ class CapturedSteps:
     def nearest(self, sizes: StepSizes, larger: Iterable[StepSizes]) -> StepSizes:
         """The sizes in which a step of these sizes is to run now, where steps of `larger` would do as well, and take
         longer: its own, once they are captured; before, the first of those that are, so that the step waits for no
-        capture until it has come often enough to be worth one."""
+        capture until it has come often enough to be worth one, or for good where none can be made."""
         if sizes in self._captured:
             return sizes
         self._num_met[sizes] += 1
-        if self._num_met[sizes] >= MEETINGS_WORTH_A_CAPTURE:
+        if self._num_met[sizes] >= MEETINGS_WORTH_A_CAPTURE and self.is_missing(sizes):
             return sizes
         return next((one for one in larger if one in self._captured), sizes)
 

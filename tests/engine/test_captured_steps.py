@@ -125,6 +125,18 @@ def test_a_longer_window_serves_until_a_shorter_one_is_worth_its_capture() -> No
     assert (graphs.num_captures, dict(steps.eager)) == (3, {})
 
 
+def test_a_longer_window_serves_for_good_where_no_more_is_captured() -> None:
+    """Memory is full, or a capture failed: a replay that reads more rows is quicker than a step that runs eagerly."""
+    graphs = CountedGraphs()
+    steps = CapturedSteps(graphs, None, max_graphs=1)
+    short, longest = (replace(DECODE, window_rows=rows) for rows in (16, 1024))
+    steps.run(BATCH, longest, True, lambda: None)
+    for _ in range(2 * MEETINGS_WORTH_A_CAPTURE):
+        steps.run(BATCH, steps.nearest(short, Padding.with_longer_windows(short)), True, lambda: None)
+    assert (graphs.num_captures, dict(steps.eager)) == (1, {})
+    assert steps.num_replayed == 2 * MEETINGS_WORTH_A_CAPTURE + 1
+
+
 def test_the_others_run_and_say_why() -> None:
     work: list[int] = []
     steps = CapturedSteps(CountedGraphs(), None, max_graphs=3)
