@@ -123,6 +123,8 @@ def _lines() -> str:
         "if { status 400 } { res.hdr(Content-Type) -m beg text/plain }",
         # As without Ray, a request has the client's name for it where that is fit to be logged. Ray's own names have
         # another form, with bytes beyond ASCII it answers 500, and it appends the name to an answer that has it.
+        # Of several the first one counts, as there: of them all, the condition below would ask for one that is fit.
+        'http-request set-header X-Request-Id "%[req.fhdr(X-Request-Id,1)]" if { req.fhdr_cnt(X-Request-Id) gt 1 }',
         'http-request set-header X-Request-Id "%[uuid,regsub(-,,g)]" '
         f"unless {{ req.fhdr(X-Request-Id) -m reg '^[ -~]{{1,{MAX_REQUEST_ID_CHARS}}}$' }}",
         'http-response set-header X-Request-Id "%[res.fhdr(X-Request-Id,1)]" if { res.fhdr_cnt(X-Request-Id) gt 1 }',

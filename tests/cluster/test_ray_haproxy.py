@@ -222,6 +222,19 @@ def test_a_request_has_one_name_which_is_the_client_s_where_it_is_fit(
     assert name == b"mine 7f/3" if given == "mine 7f/3" else re.fullmatch(rb"[0-9a-f]{32}", name), name
 
 
+@pytest.mark.parametrize(("first", "second"), [(b"mine", b"\x80"), (b"\x80", b"mine"), (b"mine", b"other")])
+def test_of_several_names_the_first_one_counts(tmp_path: Path, first: bytes, second: bytes) -> None:
+    server = _Server(_ANSWER)
+    server.start()
+    try:
+        with _haproxy(tmp_path, server.port) as http:
+            http.get("/health", headers=[(b"X-Request-Id", first), (b"X-Request-Id", second)])
+    finally:
+        server.end()
+    (name,) = re.findall(rb"(?i)x-request-id: ?(.*)\r\n", server.received[0])
+    assert name == b"mine" if first == b"mine" else re.fullmatch(rb"[0-9a-f]{32}", name), name
+
+
 def test_no_client_says_from_where_it_comes(tmp_path: Path) -> None:
     """Who has no key is told from others by that."""
     server = _Server(_ANSWER)
