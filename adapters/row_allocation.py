@@ -62,6 +62,7 @@ class RowAllocation:
         self.plan = plan
         self.num_evictions = self.num_moves = 0
         self.num_places = 0  # ever used
+        self.num_changes = 0  # of who has rows, and of who is pinned no more
         self._groups = groups
         self._ranges = {group: RangeAllocator(plan.rows[group]) for group in groups}
         self._residents: dict[str, _Resident] = {}
@@ -165,6 +166,7 @@ class RowAllocation:
             placement.place = self.num_places
             assert placement.place < self.plan.num_places, "each resident takes a range, so places cannot run out"
             self.num_places += 1
+        self.num_changes += 1
         self._residents[digest] = _Resident(placement.place, lengths)
         self._worths.come(digest)
         self._note_first_rows(digest)
@@ -207,6 +209,7 @@ class RowAllocation:
         assert resident.num_pins > 0, digest
         self._worths.look_at(digest)
         resident.num_pins -= 1
+        self.num_changes += resident.num_pins == 0
         if resident.is_idle:
             self._count_in_use(resident, -1)
 
@@ -280,6 +283,7 @@ class RowAllocation:
         self.num_evictions += 1
 
     def _remove(self, digest: str) -> None:
+        self.num_changes += 1
         resident = self._residents.pop(digest)
         for group in resident.rows:
             self._ranges[group].release(digest)

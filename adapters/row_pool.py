@@ -125,6 +125,11 @@ class RowPool:
         """The row behind the last one, in any group, of these residents: a window must be as long to hold them all."""
         return self.allocation.rows_end(digests)
 
+    @property
+    def num_changes(self) -> int:
+        """Of who has rows, and of who is pinned no more: what was refused for others' rows is worth another look."""
+        return self.allocation.num_changes
+
     def rows_needed(self, digests: Collection[str]) -> int:
         """See `RowAllocation.rows_needed`."""
         return self.allocation.rows_needed(digests)
@@ -132,13 +137,14 @@ class RowPool:
     @torch.no_grad()
     def bring_below(self, end_row: int, digests: Collection[str], *, max_adapters: int) -> bool:
         """Have rows of these residents, of max_adapters of them, change places with such as no pinned resident has,
-        so that they stand below row `end_row` in all groups. Whether the same call again would do nothing."""
+        so that they stand below row `end_row` in all groups. Whether the same call would do nothing until `num_changes`
+        is another."""
         self._let_go()
         busy: dict[Group, list[Range]] = {}
         for copy in self._under_way:
             for group, owned in copy.ranges.items():
                 busy.setdefault(group, []).append(owned)
-        above = [digest for digest in digests if self.allocation.rows_end((digest,)) > end_row]
+        above = [digest for digest in sorted(digests) if self.allocation.rows_end((digest,)) > end_row]
         for digest in above[:max_adapters]:
             swaps = self.allocation.swap_below(digest, end_row, busy)
             if swaps is None:

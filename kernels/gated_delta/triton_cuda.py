@@ -111,7 +111,8 @@ def prefill(
     max_short_tokens: int = MAX_SHORT_TOKENS,
 ) -> torch.Tensor:
     """See `ops.gated_delta_prefill`. Which way a sequence goes is decided on the device, by its length; the host's view
-    of the starts decides on no more than the size of tiles.
+    of the starts decides on no more than the size of tiles, which captured calls keep from the empty step they were
+    captured with.
 
     max_short_tokens  of the longest sequence that is walked; another one for measurements
     """

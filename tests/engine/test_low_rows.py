@@ -25,9 +25,14 @@ def run(pool: RowPool, low_rows: LowRows, *indices: int, num_tokens: int = 8) ->
     adapters = frozenset(f"d{index}" for index in indices)
     for digest in adapters:
         pool.pin(digest)
-    low_rows.bring(adapters, num_tokens)
+    window = step(pool, low_rows, adapters, num_tokens)
     for digest in adapters:
         pool.unpin(digest)
+    return window
+
+
+def step(pool: RowPool, low_rows: LowRows, adapters: frozenset[str], num_tokens: int = 8) -> int | None:
+    low_rows.bring(adapters, num_tokens)
     pool.check_integrity()
     return window_for(pool.rows_end(adapters), num_tokens)
 
@@ -45,9 +50,10 @@ def test_the_window_is_as_short_as_it_can_be_wherever_adapters_came() -> None:
 def test_a_burst_of_newcomers_is_spread_over_steps() -> None:
     pool = full_pool(80)
     low_rows = LowRows(pool)
-    newcomers = range(80 - 2 * MAX_ADAPTERS_A_STEP - 1, 80)
-    windows = [run(pool, low_rows, *newcomers, num_tokens=32) for _ in range(3)]
-    assert windows == [None, None, 512]
+    newcomers = frozenset(f"d{index}" for index in range(80 - 2 * MAX_ADAPTERS_A_STEP - 1, 80))
+    for digest in newcomers:
+        pool.pin(digest)
+    assert [step(pool, low_rows, newcomers, 32) for _ in range(3)] == [None, None, 256]
 
 
 def test_a_step_that_is_better_off_without_a_window_moves_nobody() -> None:
@@ -57,10 +63,18 @@ def test_a_step_that_is_better_off_without_a_window_moves_nobody() -> None:
     assert pool.usage().num_moves == 0
 
 
-def test_where_nothing_is_left_to_do_nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of the adapters of the last one costs a comparison."""
+def test_nothing_is_looked_for_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the adapters of the last one costs a comparison, until somebody in the way is pinned no more."""
     pool = full_pool(80)
     low_rows = LowRows(pool)
-    run(pool, low_rows, 79)
-    monkeypatch.setattr(RowPool, "rows_needed", None)
-    assert run(pool, low_rows, 79) == 16
+    for index in range(80):
+        pool.pin(f"d{index}")
+    adapters = frozenset({"d79"})
+    assert step(pool, low_rows, adapters) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(RowPool, "rows_needed", None)
+        assert step(pool, low_rows, adapters) is None
+    pool.unpin("d40")
+    assert step(pool, low_rows, adapters) is None, "not low enough: nothing below row 16 is free"
+    pool.unpin("d0")
+    assert step(pool, low_rows, adapters) == 16

@@ -170,6 +170,10 @@ class MockRows:
     def rows_end(self, _digests: Collection[str]) -> int:
         return 0
 
+    @property
+    def num_changes(self) -> int:
+        return self.loads
+
     def rows_needed(self, _digests: Collection[str]) -> int:
         return 0
 
