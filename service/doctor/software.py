@@ -32,6 +32,7 @@ _NAMES = (
     "CXX",
 )
 _SECRET_WORDS = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+_MAX_VALUE_CHARACTERS = 400  # images set variables of a page, as NVIDIA_REQUIRE_CUDA
 
 
 def look_at_versions(examination: Examination) -> Section:
@@ -86,7 +87,12 @@ def _release() -> str:
 
 
 def _value(name: str) -> str:
-    return "(set)" if any(word in name for word in _SECRET_WORDS) else os.environ[name]
+    if any(word in name for word in _SECRET_WORDS):
+        return "(set)"
+    value = os.environ[name]
+    if len(value) <= _MAX_VALUE_CHARACTERS:
+        return value
+    return f"{value[:_MAX_VALUE_CHARACTERS]}... ({len(value):,} characters)"
 
 
 def _import_torch(examination: Examination) -> str | None:

@@ -39,8 +39,7 @@ class Step:
 def _trial(
     name: str,
     shown: str,
-    device: str,
-    *,
+    *devices: str,
     environment: Mapping[str, str] = NOTHING,
     options: Mapping[str, Any] = NOTHING,
 ) -> Step:
@@ -50,8 +49,8 @@ def _trial(
         title=f"Setting: {shown}",
         asks="Are decode steps faster with it?",
         work="service.first_host.serving:try_setting",
-        limit_seconds=100.0,
-        devices=(device,),
+        limit_seconds=85.0,
+        devices=devices,
         environment=environment,
         options=options,
     )
@@ -121,7 +120,7 @@ STEPS: Sequence[Step] = (
     _trial("cpu-affinity-2", "CPU_AFFINITY_CONF=2", "npu", environment={"CPU_AFFINITY_CONF": "2"}),
     _trial("task-queue-2", "TASK_QUEUE_ENABLE=2", "npu", environment={"TASK_QUEUE_ENABLE": "2"}),
     _trial("eager", "--eager true", "cuda", options={"eager": True}),
-    _trial("lora-window", "--lora-window true", "cuda", options={"lora_window": True}),
+    _trial("no-lora-window", "--lora-window false", "npu", "cuda", options={"lora_window": False}),
     _trial("one-thread", "--num-threads 1", "cpu", options={"num_threads": 1}),
     Step(
         name="loads",

@@ -103,12 +103,15 @@ class TestOnAHealthyCpu:
             work_dir=work_dir,
             HOME=str(home),
             MULTILORA_API_KEYS=secret,
+            NVIDIA_REQUIRE_CUDA="x" * 5000,
         )
         assert done.code == 0, done.out
         jsonschema.validate(done.report, SCHEMA)
         assert (done.report["exit_code"], done.report["verdict"]) == (0, "serves")
         assert done.report["sections"]["model"]["directory"] == "~/model"
-        assert done.report["sections"]["environment"]["MULTILORA_API_KEYS"] == "(set)"
+        environment = done.report["sections"]["environment"]
+        assert environment["MULTILORA_API_KEYS"] == "(set)"
+        assert environment["NVIDIA_REQUIRE_CUDA"] == f"{'x' * 400}... (5,000 characters)"
         for told in (secret, "home-of-somebody", str(work_dir), f'"{socket.gethostname()}"'):
             assert told not in done.out
         assert not (work_dir / "adapters").exists()

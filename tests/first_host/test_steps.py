@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from service.first_host.capture import _one_layer
+from service.first_host.plan import EVERYWHERE, STEPS
 from service.first_host.profiles import figures_of_table
 from service.models.config_json import read_config
 from service.models.families import model_spec
@@ -21,7 +22,12 @@ from tests.support.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_ON_A_CPU = {"permissions", "triton", "capture", "setting-cpu-affinity-2", "setting-task-queue-2",
-                "setting-eager", "setting-lora-window", "setting-npu-graphs"}  # fmt: skip
+                "setting-eager", "setting-no-lora-window", "setting-npu-graphs"}  # fmt: skip
+
+
+@pytest.mark.parametrize("device", EVERYWHERE)
+def test_all_steps_together_take_half_an_hour(device: str) -> None:
+    assert sum(step.limit_seconds for step in STEPS if device in step.devices) <= 30 * 60
 
 
 def run(work_dir: Path, model_dir: Path, **environment: str) -> dict[str, Any]:
