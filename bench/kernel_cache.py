@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -38,11 +40,14 @@ def main() -> None:
     result = measure(arguments.device, arguments.shape, arguments.layers, arguments.starts)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=1))
-    print(f"ready after {result['empty_seconds']:.1f} s with an empty kernel cache")
-    print(f"ready after {', '.join(f'{one:.1f}' for one in result['filled_seconds'])} s with a filled one")
+    for index, start in enumerate(result["starts"]):
+        cache = "a filled" if index else "an empty"
+        beyond = start["seconds"] - start["weights_seconds"]
+        print(f"ready after {start['seconds']:.1f} s with {cache} kernel cache, {beyond:.1f} beyond the weights;")
+        print(f"    {start['engine']}")
 
 
-def measure(device: str, shape_name: str, num_layers: int, num_starts: int) -> dict[str, object]:
+def measure(device: str, shape_name: str, num_layers: int, num_starts: int) -> dict[str, list[dict[str, Any]]]:
     """The first start compiles; the others find what it has compiled."""
     shape = SHAPES[shape_name]
     assert shape is not None, "a shape, so that the number of layers can be chosen"
@@ -52,17 +57,21 @@ def measure(device: str, shape_name: str, num_layers: int, num_starts: int) -> d
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         write_checkpoint(model_dir, replace(shape, num_hidden_layers=num_layers), device, dtype)
         os.environ[_CACHE_VARIABLE] = str(Path(scratch) / "kernels")
-        seconds = [_start(model_dir, Path(scratch) / f"start-{index}", device) for index in range(1 + num_starts)]
-    return {"empty_seconds": seconds[0], "filled_seconds": seconds[1:]}
+        starts = [_start(model_dir, Path(scratch) / f"start-{index}", device) for index in range(1 + num_starts)]
+    return {"starts": starts}
 
 
-def _start(model_dir: Path, work_dir: Path, device: str) -> float:
+def _start(model_dir: Path, work_dir: Path, device: str) -> dict[str, Any]:
+    """Seconds until ready, of these to load the weights (beside the probe of the ops), and the engine's own account."""
     decided = dict.fromkeys(("num_threads", "kv_bytes", "adapter_row_bytes", "host_tier_bytes"))
     begin = time.perf_counter()
     server = start_server(model_dir, work_dir, device=device, **decided)
     seconds = time.perf_counter() - begin
     server.stop()
-    return seconds
+    weights = re.search(r"of weights in ([\d.]+) s", server.log)
+    engine = re.search(r"the engine started in .*", server.log)
+    assert weights is not None and engine is not None
+    return {"seconds": seconds, "weights_seconds": float(weights[1]), "engine": engine[0]}
 
 
 if __name__ == "__main__":

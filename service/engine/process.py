@@ -18,6 +18,7 @@ import signal
 import sys
 import threading
 import time
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -181,6 +182,7 @@ def _start(options: EngineOptions) -> Engine:
 
 
 def _warm_engine(options: EngineOptions, probing: ProbeProcess | None) -> Engine:
+    times = [time.monotonic()]
     # What is imported stays, and the collector would walk through all of it again and again meanwhile.
     gc.disable()
     import torch
@@ -191,8 +193,11 @@ def _warm_engine(options: EngineOptions, probing: ProbeProcess | None) -> Engine
     # torch goes by the cores of the affinity mask and by OMP_NUM_THREADS, and knows no quota.
     most_threads = options.num_threads or min(torch.get_num_threads(), num_usable_cpus())
     torch.set_num_threads(most_threads)
+    times.append(time.monotonic())
     engine = build_engine(options, probing=probing)
+    times.append(time.monotonic())
     compile_kernels(engine)
+    times.append(time.monotonic())
     if options.num_threads is None and engine.config.device == "cpu":
         step = DecodeStep(engine)
         number = choose_num_threads(most_threads, torch.set_num_threads, step, time.perf_counter)
@@ -200,6 +205,10 @@ def _warm_engine(options: EngineOptions, probing: ProbeProcess | None) -> Engine
         log.info("CPU threads: %d of at most %d, by timed decode steps (--num-threads decides)", number, most_threads)
     engine.capture_steps()
     warm_up(engine)
+    times.append(time.monotonic())
+    parts = ("libraries", "weights, probes and budgets", "kernels", "first steps")
+    told = (f"{part} {end - begin:.1f}" for part, (begin, end) in zip(parts, pairwise(times), strict=True))
+    log.info("the engine started in %.1f s: %s", times[-1] - times[0], ", ".join(told))
     # What lives now lives on: the collector need not walk through all of torch each time.
     gc.collect()
     gc.freeze()
