@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import json
 import os
 import signal
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -47,6 +49,7 @@ def _probe(say: Any) -> None:
     from kernels.probe.run import try_op
     from kernels.probe.shapes import ProbeShapes
 
+    _get_ready()
     request = json.load(sys.stdin)
     prepare(request["device"])
     platform = detect(request["device"])
@@ -71,6 +74,21 @@ def _probe(say: Any) -> None:
             if trial.status == "raised":
                 _require_alive(device)
         say(done=op)
+
+
+def _get_ready() -> None:
+    """What takes a second on an NVIDIA GPU whatever is asked, while the parent finds out what to ask: imports, and the
+    reading of Triton's own files, which it hashes once. What fails here, the probe will meet again."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    with suppress(Exception):
+        from kernels.platform import IMPLEMENTATIONS
+
+        for op, names in IMPLEMENTATIONS["cuda"].items():
+            importlib.import_module(f"kernels.{op}.{names[0]}")
+        importlib.import_module("triton.runtime.cache").triton_key()
 
 
 def _say_begin(say: Any, op: str, implementation: str, case: str) -> None:

@@ -78,24 +78,19 @@ def build_engine(
     # Before the weights are loaded, caches are as large as they can come to be.
     expected, _ = decide(options, device, free_bytes=free_bytes)
     beside = Preparations(device, Path(options.model_dir))
-    load = partial(load_model, Path(options.model_dir), dtype=options.dtype, device=device, open_tensors=open_tensors)
-    (platform, reports), loaded = _probe_and_load(device, shapes_to_probe(expected), probing, load)
+
+    def load() -> tuple[LoadedModel, HostSource]:
+        loaded = load_model(Path(options.model_dir), dtype=options.dtype, device=device, open_tensors=open_tensors)
+        return loaded, adapters or _host_tier(expected, loaded)
+
+    (platform, reports), (loaded, host) = _probe_and_load(device, shapes_to_probe(expected), probing, load)
     config, reasons = decide(options, device, free_bytes=free_bytes)
     rows: RowPool | None = None
-    host: HostSource | None = None
     if config.row_bytes > 0:
-        row_dtype = platform.row_dtype(loaded.dtype)
-        host = adapters or HostTier(
-            Path(config.store_root),
-            loaded.layout,
-            config.host_tier_bytes,
-            dtype=row_dtype,
-            is_pinned=loaded.device.type != "cpu",
-        )
         rows = RowPool(
             loaded.layout,
             config.row_bytes,
-            dtype=row_dtype,
+            dtype=platform.row_dtype(loaded.dtype),
             device=loaded.device,
             alignment=platform.row_alignment,
             max_rank=max_rank_of(platform),
@@ -117,12 +112,24 @@ def build_engine(
         log.info("%s", reason)
     runner = ModelRunner(loaded, config, platform, graphs)
     adapter_loader = loader or BriefThread("adapter-loader")
-    return Engine(runner, rows, host, config, ops, loader=adapter_loader, tokens=beside.tokens(), compiler=loader)
+    source, tokens = None if rows is None else host, beside.tokens()
+    return Engine(runner, rows, source, config, ops, loader=adapter_loader, tokens=tokens, compiler=loader)
+
+
+def _host_tier(config: EngineConfig, loaded: LoadedModel) -> HostTier:
+    """Takes a third of a second for each GiB that a device is to copy from."""
+    return HostTier(
+        Path(config.store_root),
+        loaded.layout,
+        config.host_tier_bytes if config.row_bytes > 0 else 0,
+        dtype=in_use(loaded.device).row_dtype(loaded.dtype),
+        is_pinned=loaded.device.type != "cpu",
+    )
 
 
 def _probe_and_load(
-    device: str, shapes: ProbeShapes, probing: ProbeProcess | None, load: Callable[[], LoadedModel]
-) -> tuple[tuple[Platform, tuple[OpReport, ...]], LoadedModel]:
+    device: str, shapes: ProbeShapes, probing: ProbeProcess | None, load: Callable[[], tuple[LoadedModel, HostSource]]
+) -> tuple[tuple[Platform, tuple[OpReport, ...]], tuple[LoadedModel, HostSource]]:
     """Both at once on an accelerator, whose ops another process probes.
 
     Weights of experts are packed for what serves them, so they are loaded when that is known.

@@ -146,9 +146,10 @@ class Padding:
         """(what is captured before the first request, what while nobody waits), the largest first: later ones fit into
         the memory that they leave.
 
-        Of each number of tokens before the first request: decode steps of sequences that are not long, with the
+        Of every other number of tokens before the first request: decode steps of sequences that are not long, with the
         longest window, which serves for the shorter ones until these are there (`with_longer_windows`), and steps
-        without a window that have short chunks among them. Then the other lengths and widths, and chunks with windows.
+        without a window that have short chunks among them. Then those of the numbers between, which a step that comes
+        before them waits for once, and then the other lengths and widths, and chunks with windows.
 
         num_window_rows  rows behind the base weights; 0 without windows
         """
@@ -180,4 +181,6 @@ class Padding:
                     later += decode[1:]
                 mixed = StepSizes(num_tokens, num_sequences, num_sequences, widths[0], False, lora, window)
                 (later if window else first).append(mixed)
-        return first[::-1], later[::-1]
+        early = {1, *TOKEN_SIZES[TOKEN_SIZES.index(first[-1].num_tokens) :: -2]}
+        between = [one for one in first if one.num_tokens not in early]
+        return [one for one in first[::-1] if one.num_tokens in early], [*between[::-1], *later[::-1]]

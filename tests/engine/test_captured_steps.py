@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -89,6 +89,12 @@ def test_what_is_captured_before_the_first_request_is_padded_as_steps_are() -> N
                 for sizes in (first, later)
             )
             assert not early or early == {max(late)}, "the longest serves for all"
+        numbers = sorted({one.num_tokens for one in first})
+        missing = [index for index, number in enumerate(TOKEN_SIZES) if number not in numbers]
+        assert (numbers[0], numbers[-1]) == (1, TOKEN_SIZES[-1])
+        assert all(after - before > 1 for before, after in pairwise(missing)), "one between two that are captured"
+        assert {one.num_tokens for one in (*first, *later)} == set(TOKEN_SIZES)
+        assert later[0].num_tokens == TOKEN_SIZES[-2], "what lies between comes next"
     first, later = PADDING.to_capture(token_budget=8192, has_lora=False)
     assert not any(one.has_lora for one in (*first, *later))
     first, _ = PADDING.to_capture(token_budget=100, has_lora=True)
