@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adapters.turns import TURNS
 from service.api.long_answers import json_answer, pieces
+from service.api.threads import NUM_THREADS, in_turn
+from service.payer import PAYER
+from tests.support.limits import LIMIT_SECONDS
 
 LONG = {"tokens": list(range(300_000)), "count": 300_000, "text": 'é"\\\n\x00\U0001f600' * 100_000, "none": None}
 LOGPROBS = {"choices": [{"logprobs": {"top": [{str(one): -0.5 for one in range(20)} for _ in range(3000)]}}] * 3}
@@ -67,3 +72,39 @@ def test_a_client_that_goes_gives_it_back_too() -> None:
     with pytest.raises(Exception, match=r".*"):
         asyncio.run(answer({"type": "http", "asgi": {"spec_version": "2.4"}}, lambda: asyncio.Event().wait(), send))
     assert closed == [True]
+
+
+def test_an_answer_s_pieces_are_made_in_its_payer_s_threads_and_in_turns_at_python_s_lock() -> None:
+    """A payer whose work has all the threads that it may have gets no piece; another one gets all of its own."""
+    go = threading.Event()
+
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    async def body_of(payer: str) -> bytes:
+        PAYER.set(payer)
+        body = bytearray()
+
+        async def send(message: Any) -> None:
+            body.extend(message.get("body", b""))
+
+        scope: Any = {"type": "http", "asgi": {"spec_version": "2.4"}}
+        await json_answer(LONG)(scope, never, send)
+        return bytes(body)
+
+    async def run() -> None:
+        PAYER.set("flood")
+        flood = [asyncio.create_task(in_turn(go.wait, LIMIT_SECONDS)) for _ in range(NUM_THREADS)]
+        await asyncio.sleep(0)
+        late = asyncio.create_task(body_of("flood"))
+        num_before = TURNS.num_pieces
+        try:
+            assert json.loads(await body_of("other")) == LONG
+            assert TURNS.num_pieces - num_before >= len(list(pieces(LONG)))
+            assert not late.done()
+        finally:
+            go.set()
+        assert json.loads(await late) == LONG
+        await asyncio.gather(*flood)
+
+    asyncio.run(run())
