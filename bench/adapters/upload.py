@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import http.client
 import json
 import statistics
 import tempfile
@@ -24,9 +25,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from bench.adapters.__main__ import api_cpu_seconds
 from bench.adapters.made_up import adapter_files
+from bench.limits import LIMIT_SECONDS
 from bench.server_process import Server, running_server, wait_for
 from service.settings import BUNDLED_MODEL_DIR
 
@@ -70,9 +73,8 @@ class Sample:
 
 
 def _upload(server: Server, at: int, rank: int) -> Sample:
-    url = f"{server.url}/v1/adapters/n{at}"
     files = adapter_files(at, rank, is_whole=True)
-    request = server.http.build_request("PUT", url, files=files)
+    request = server.http.build_request("PUT", f"{server.url}/v1/adapters/n{at}", files=files)
     content = request.read()
     tensors = files[1][1][1]
     headers = {"content-type": request.headers["content-type"]}
@@ -80,7 +82,7 @@ def _upload(server: Server, at: int, rank: int) -> Sample:
     hashlib.sha256(tensors)
     hashed, hashed_cpu = time.perf_counter(), time.process_time()
     api_cpu = api_cpu_seconds(server)
-    server.http.put(url, content=content, headers=headers).raise_for_status()
+    _put(request.url.path, server, content, headers)
     return Sample(
         num_bytes=len(tensors),
         upload_seconds=time.perf_counter() - hashed,
@@ -88,6 +90,19 @@ def _upload(server: Server, at: int, rank: int) -> Sample:
         hash_seconds=hashed - begin,
         hash_cpu_seconds=hashed_cpu - begin_cpu,
     )
+
+
+def _put(path: str, server: Server, content: bytes, headers: dict[str, str]) -> None:
+    """With the standard library's client, which hands a body to the kernel as it is. httpx copies all that is left of
+    one after each part that a socket takes: 0.4 s of processor time for 84 MB, with the clock running."""
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=LIMIT_SECONDS)
+    try:
+        connection.request("PUT", path, content, headers)
+        answer = connection.getresponse()
+        text = answer.read()
+        assert answer.status == 201, text
+    finally:
+        connection.close()
 
 
 def main() -> None:
