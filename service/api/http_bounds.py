@@ -19,6 +19,7 @@ NO_HTTP = (
 )
 _TWO_LENGTHS = "The request has both Content-Length and Transfer-Encoding; send one of them."
 _MANY_HEADERS = f"The request has more than {MAX_HEADERS} headers; send fewer."
+_NOTHING = (b"", False)  # as `trailing_data`
 _SMALL_CHUNKS = "The chunks of the body are too small for so many; send larger ones, or announce a Content-Length."
 
 
@@ -57,6 +58,18 @@ class BoundedConnection(h11.Connection):
         self.num_received += len(data)
         self._num_framing += len(data)
         super().receive_data(data)
+
+    def skip_body(self, data: bytes) -> bool:
+        """Whether this is from the middle of a body of announced length, all of it: it is counted then, and need not be
+        received. h11 would copy it three times."""
+        if not self.has_plain_body or self.their_state is not h11.SEND_BODY or self.they_are_waiting_for_100_continue:
+            return False
+        reader: Any = self._reader
+        if self.trailing_data != _NOTHING or len(data) >= reader._remaining:
+            return False
+        reader._remaining -= len(data)
+        self.num_received += len(data)
+        return True
 
     def next_event(self) -> Any:
         """As h11's; RemoteProtocolError for what is refused."""

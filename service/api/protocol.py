@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import h11
 import msgspec
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from service.api.connections import ConnectionShares
@@ -156,7 +157,8 @@ class Protocol(H11Protocol):
 
     def _read(self, data: bytes) -> None:
         owner, started = self._owner, time.thread_time()
-        super().data_received(data)
+        if not self._read_body(data):
+            super().data_received(data)
         seconds = time.thread_time() - started
         if owner:
             self._turns.charge(owner, seconds)
@@ -170,6 +172,18 @@ class Protocol(H11Protocol):
             self._head_since = self.loop.time()
         size = _BODY_READ_BYTES if self.conn.has_plain_body else next_read_bytes(len(data), seconds)
         cast(Any, self.transport).max_size = size
+
+    def _read_body(self, data: bytes) -> bool:
+        """What uvicorn does with a piece of a body, where nothing needs to be copied for that; whether it was done."""
+        cycle = cast(Any, self.cycle)
+        if cycle is None or cycle.body or not self.conn.skip_body(data):
+            return False
+        if self.conn.our_state is not h11.DONE:  # answered already: it is thrown away
+            cycle.body = data
+            if len(data) > HIGH_WATER_LIMIT:
+                self.flow.pause_reading()
+            cycle.message_event.set()
+        return True
 
     @property
     def takes_pieces(self) -> bool:
