@@ -220,7 +220,7 @@ class Staging:
             with UploadPart(target, role, inner) as part:
                 _copy(data, part.write)
             if role == "config" and target is not None and not _CHECKPOINT.fullmatch(path.parent.name):
-                parse_config(target.read_bytes())  # refused before gigabytes are unpacked, if it comes before them
+                _check_member(path, target)  # refused before gigabytes are unpacked, if it comes before them
 
         unpack(archive, sink, max_files=self.limits.max_files, max_bytes=self.limits.max_upload_bytes)
         archive.unlink()
@@ -281,6 +281,20 @@ class Staging:
     def remove(self) -> None:
         shutil.rmtree(self.directory, ignore_errors=True)
         self._held.close()
+
+
+def _check_member(path: PurePosixPath, config: Path) -> None:
+    """Raises what `parse_config` raises for an archive's configuration; it says which one it is where there may be
+    others."""
+    try:
+        parse_config(config.read_bytes())
+    except (Malformed, Unsupported) as error:
+        if not path.parent.parts:
+            raise
+        shown = printable(str(path)[:200])
+        raise type(error)(
+            f"{error} That is the archive's {shown!r}; if it is not the adapter that you want, pack without its folder."
+        ) from None
 
 
 def _copy(source: IO[bytes], write: Callable[[bytes], int]) -> None:

@@ -177,6 +177,20 @@ def test_of_checkpoints_below_an_adapter_it_is_taken_and_their_folders_are_named
 
 
 @pytest.mark.parametrize("pack", PACKERS)
+@pytest.mark.parametrize(
+    ("config", "error", "word"), [(b'{"peft_type": "IA3"}', Unsupported, "only LORA is"), (b"[", Malformed, "JSON")]
+)
+def test_of_several_configurations_the_refused_one_is_named(
+    store: AdapterStore, pack: type, config: bytes, error: type[Exception], word: str
+) -> None:
+    with pytest.raises(error, match=rf"{word}.*'best/other/adapter_config\.json'.*pack without its folder"):
+        send(store, pack({**GOOD, "best/other/adapter_config.json": config}))
+    with pytest.raises(error, match=word) as alone:
+        send(store, pack({**GOOD, "adapter_config.json": config}))
+    assert "folder" not in str(alone.value)
+
+
+@pytest.mark.parametrize("pack", PACKERS)
 def test_a_checkpoint_alone_is_an_adapter(store: AdapterStore, pack: type) -> None:
     assert send(store, pack({f"checkpoint-5/{name}": data for name, data in GOOD.items()})).manifest.notes == ()
     with pytest.raises(Unsupported, match="pissa"):
