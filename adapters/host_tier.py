@@ -117,13 +117,12 @@ class HostTier:
         return len(self._kept)
 
     def check_integrity(self) -> None:
-        """Kept bytes are within the budget and are what the slabs really take."""
+        """Kept bytes are within the budget and are what the slabs take."""
         with self._lock:
             assert self._used_bytes <= self.budget_bytes
             assert self._used_bytes == sum(adapter.num_bytes for adapter in self._kept.values())
             for digest, adapter in self._kept.items():
                 assert adapter.digest == digest
-                assert adapter.slab.nbytes + adapter.extra_bytes == adapter.num_bytes, digest
 
     def take(self, num_bytes: int) -> tuple[torch.Tensor, SlabMemory]:
         """Memory for a slab that is about to be read, from those that are worth least if need be."""
@@ -185,21 +184,20 @@ def read_adapter(
     known = {piece.module: (projection, piece) for projection in layout.projections for piece in projection.slices}
     stored: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     shapes: list[ModuleShape] = []
-    extras: dict[tuple[str, str], torch.Tensor] = {}
-    tokens: dict[str, tuple[int, ...]] = {}
-    side_rows: dict[Group, int] = {}
+    parts: dict[tuple[str, str], torch.Tensor] = {}
+    extras = Extras()
     for report in manifest.modules:
         if report.token_ids:
             values = _tensor(mapped, header, stored_name(report.module, TOKENS))
-            tokens[report.module] = report.token_ids
+            extras.tokens[report.module] = report.token_ids
             a, b = stored[report.module] = _trained(values, report.token_ids, known[report.module][0])
             shapes.append(ModuleShape(report.module, len(a), a.shape[1], b.shape[1], 1.0))
             continue
         for part in report.parts:
             group = _group_of(report.module, part, known)
-            tensor = _tensor(mapped, header, stored_name(report.module, part))
-            extras[report.module, part] = _own(tensor, dtype if group in TABLE_GROUPS else torch.float32)
-            side_rows[group] = 1
+            tensor = parts[report.module, part] = _tensor(mapped, header, stored_name(report.module, part))
+            extras.shapes[report.module, part] = tensor.shape, dtype if group in TABLE_GROUPS else torch.float32
+            extras.side_rows[group] = 1
         if not report.rank:
             continue
         projection, piece = known[report.module]
@@ -210,13 +208,15 @@ def read_adapter(
         stored[report.module] = a, b.t()
         shape = (report.rank, projection.in_features, piece.out_features)
         shapes.append(ModuleShape(report.module, *shape, report.scaling))
-    slab, memory = take(slab_bytes(layout, shapes, dtype))
-    adapter = make_adapter(layout, digest, shapes, dtype, slab, memory, Extras(extras, tokens, side_rows))
+    slab, memory = take(slab_bytes(layout, shapes, dtype, extras))
+    adapter = make_adapter(layout, digest, shapes, dtype, slab, memory, extras)
     if adapter.rows != manifest.rows:
         raise Malformed(f"Adapter {digest} is damaged on disk; delete it and upload it again.")
     for module, held in adapter.slices.items():
         for target, source in zip((held.a, held.b), stored[module], strict=True):
             _copy(target, source)
+    for key, own in adapter.extras.items():
+        _copy(own, parts[key])
     return adapter
 
 
@@ -237,13 +237,6 @@ def _group_of(module: str, part: str, known: Mapping[str, tuple[ProjectionSpec, 
     if module not in known:
         return "norms"
     return "saved_embedding" if known[module][0].kind == "embedding" else "saved_head"
-
-
-def _own(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous copy in `dtype`, of its own memory."""
-    owned = torch.empty(tensor.shape, dtype=dtype)
-    _copy(owned, tensor)
-    return owned
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -50,10 +50,9 @@ class RowPool:
 
     A load copies an adapter's slab to the device on a stream of its own, beside the steps, and then into its rows:
     after the steps that were launched before, which may still use the rows of who made room, and of which none uses the
-    newcomer. It is there for the steps that are launched after `publish`. Moves of ranges go in the order of the steps,
-    since the ranges may be in use by the next one; and so does what an adapter has beside rows, which few have: the
-    host waits for each of its copies. Swaps of rows go in the order of the steps too, and leave alone what a copy on
-    its way will write, so that they wait for none.
+    newcomer; and so does what it has beside rows. It is there for the steps that are launched after `publish`. Moves
+    of ranges go in the order of the steps, since the ranges may be in use by the next one. Swaps of rows go in the
+    order of the steps too, and leave alone what a copy on its way will write, so that they wait for none.
     """
 
     def __init__(
@@ -259,9 +258,10 @@ class RowPool:
                 assert self._base is not None, "trained tokens depend on the base"
                 self._tensors.subtract_base(self._base, placement, adapter)
         for group in SIDE_GROUPS:
-            if group in placement.ranges:  # few adapters have any: in the order of the steps
+            if group in placement.ranges:
                 assert self.side is not None
-                self.side.write(group, placement.ranges[group].start, adapter)
+                with self._copies.begin():
+                    self.side.write(group, placement.ranges[group].start, adapter)
         return self._copies.mark()
 
     def _move(self, moves: list[RowMove]) -> None:

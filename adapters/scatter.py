@@ -130,16 +130,16 @@ class Scatter:
         return (LoadPart(self, plan, adapter) for plan in plans)
 
     def _plan(self, adapter: HostAdapter) -> list[_PartPlan]:
-        limit = adapter.slab.nbytes if self.buffer is None else len(self.buffer)
+        limit = adapter.tables_end if self.buffer is None else len(self.buffer)
         plans = [_PartPlan(0, 0)]
         for target in self._targets(adapter):
             if target.rank and target.end - plans[-1].start > limit:
                 plans.append(_PartPlan(target.start, target.start))
             plans[-1].targets.append(target)
             plans[-1].end = max(plans[-1].end, target.end)
-        if adapter.slab.nbytes - plans[-1].start > limit:
+        if adapter.tables_end - plans[-1].start > limit:
             plans.append(_PartPlan(adapter.tables_start, adapter.tables_start))
-        plans[-1].end, plans[-1].has_tables = adapter.slab.nbytes, True
+        plans[-1].end, plans[-1].has_tables = adapter.tables_end, True
         for plan in plans:
             plan.pieces = RowPieces(tuple(self._pieces(plan, adapter)))
         return plans

@@ -83,7 +83,8 @@ class SidePool:
 
     @torch.no_grad()
     def write(self, group: Group, index: int, adapter: HostAdapter) -> None:
-        """Fill the adapter's line, or table, of this group: `index` counts without the base's."""
+        """Fill the adapter's line, or table, of this group: `index` counts without the base's. The caller holds the
+        adapter until the device has copied it."""
         if group == "vectors":
             self._write_vectors(1 + index, adapter)
         elif group == "norms":
@@ -92,14 +93,14 @@ class SidePool:
                 if own is None:
                     weights[1 + index].copy_(weights[0])
                 else:
-                    weights[1 + index].copy_(own).add_(self._base.norm_offset)
+                    weights[1 + index].copy_(own, non_blocking=True).add_(self._base.norm_offset)
         else:
             kind = "embedding" if group == "saved_embedding" else "linear"
             modules = {
                 p.slices[0].module for p in self._layout.projections if p.group == "embeddings" and p.kind == kind
             }
             own = next(tensor for (name, part), tensor in adapter.extras.items() if part == WEIGHT and name in modules)
-            self.tables[group][index].copy_(own)
+            self.tables[group][index].copy_(own, non_blocking=True)
 
     def move(self, group: Group, start: int, to: int) -> None:
         """Copy what stands at `start` to `to`; both count without the base's."""
@@ -125,21 +126,23 @@ class SidePool:
                 )
                 scale, shift = vectors.scale[line, columns], vectors.shift[line, columns]
                 if magnitude is not None:
-                    scale.copy_(magnitude)
+                    scale.copy_(magnitude, non_blocking=True)
                     scale.div_(self._norms(projection.name, first, adapter.slices[piece.module], scale.device))
                 base_bias = self._base.bias(projection.name) if magnitude is not None or bias is not None else None
                 if base_bias is not None:
                     shift.copy_((1 - scale) * base_bias[columns])
                 if bias is not None:
-                    shift.add_(bias.to(shift.device))
+                    shift.add_(bias.to(shift.device, non_blocking=True))
                     if base_bias is not None:
                         shift.sub_(base_bias[columns])
                 if lora_bias is not None:
-                    shift.add_(lora_bias.to(shift.device), alpha=adapter.slices[piece.module].scaling)
+                    lora_bias = lora_bias.to(shift.device, non_blocking=True)
+                    shift.add_(lora_bias, alpha=adapter.slices[piece.module].scaling)
                 first += piece.out_features
 
     def _norms(self, name: str, first: int, weights: HostSlice, device: torch.device) -> torch.Tensor:
-        return self._base.delta_norms(name, first, weights.a.to(device), weights.b.to(device), weights.scaling)
+        a, b = (side.to(device, non_blocking=True) for side in (weights.a, weights.b))
+        return self._base.delta_norms(name, first, a, b, weights.scaling)
 
 
 def _num_outputs(projection: ProjectionSpec) -> int:

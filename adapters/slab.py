@@ -1,9 +1,10 @@
 """An adapter in host memory: one slab of bytes in the order of the device, and views of it.
 
     slab    for each module in the layout's order: a [rank, in_features], then b [rank, out_features], each at a
-            multiple of ALIGNMENT_BYTES; then the two table columns, int32 and float32 [slices of the layout]
+            multiple of ALIGNMENT_BYTES; then the two table columns, int32 and float32 [slices of the layout]; then what
+            is no row, likewise aligned
 
-So a load is one copy of the slab, or a few of consecutive parts, whatever the number of modules.
+So a load of rows is one copy of the slab up to there, or a few of consecutive parts, whatever the number of modules.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ class HostSlice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extras:
-    """What few adapters have, beside the slab.
+    """What few adapters have, beside rows.
 
-    tensors    what is no row, by module path and part (see `adapters.binding.BoundExtra`): float32 vectors, and the
-               embedding and the head in the rows' dtype
+    shapes     of what is no row, by module path and part (see `adapters.binding.BoundExtra`), with the dtype: float32
+               vectors, and the embedding and the head in the rows'
     tokens     of the slices that are trained tokens, by module path: the ids, one for each rank. Their values stand
                where what they change the base by belongs; the base's are subtracted on the device
     side_rows  1 for each side group in which the tensors take a line, or a table
     """
 
-    tensors: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    shapes: dict[tuple[str, str], tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     side_rows: dict[Group, int] = field(default_factory=dict)
 
@@ -54,27 +55,26 @@ class Extras:
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class HostAdapter:
     """slices by module path, in the order of the slab; rows: the largest rank per projection group, and 1 of each side
-    group; num_bytes of host memory, the extras included; ranks int32 and scalings float32 [slices of the layout], views
-    of the slab's last bytes, which begin at tables_start; shape_key: equal for adapters whose slabs are laid out alike;
-    extras, tokens: see `Extras`. The slab's memory is given back when the last reference to this goes: hold this, not
-    its tensors."""
+    group; num_bytes of host memory; ranks int32 and scalings float32 [slices of the layout], views of the slab's bytes
+    [tables_start, tables_end); shape_key: equal for adapters whose slabs are laid out alike up to there; extras: views
+    of the slab, by module path and part; tokens: see `Extras`. The slab's memory is given back when the last reference
+    to this goes: hold this, not its tensors."""
 
     digest: str
     slices: dict[str, HostSlice]
     rows: dict[str, int]
-    num_bytes: int
     slab: torch.Tensor
     ranks: torch.Tensor
     scalings: torch.Tensor
     tables_start: int
+    tables_end: int
     shape_key: tuple[tuple[str, int], ...]
     extras: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
-    def extra_bytes(self) -> int:
-        """Of host memory, beside the slab."""
-        return sum(tensor.nbytes for tensor in self.extras.values())
+    def num_bytes(self) -> int:
+        return self.slab.nbytes
 
 
 class SlabMemory(Protocol):
@@ -144,9 +144,11 @@ class ModuleShape:
     scaling: float
 
 
-def slab_bytes(layout: BaseLayout, modules: Iterable[ModuleShape], dtype: torch.dtype) -> int:
+def slab_bytes(
+    layout: BaseLayout, modules: Iterable[ModuleShape], dtype: torch.dtype, extras: Extras | None = None
+) -> int:
     """Of an adapter's slab."""
-    return _places(layout, modules, dtype)[-1] + 8 * _num_slices(layout)
+    return _extra_places(_places(layout, modules, dtype)[-1] + 8 * _num_slices(layout), extras or Extras())[-1]
 
 
 def make_adapter(
@@ -158,7 +160,8 @@ def make_adapter(
     memory: SlabMemory,
     extras: Extras | None = None,
 ) -> HostAdapter:
-    """An adapter whose weights are still to be written; its tables are. `slab` is uint8 [slab_bytes] of `memory`."""
+    """An adapter whose weights, and extras, are still to be written; its tables are. `slab` is uint8 [slab_bytes] of
+    `memory`."""
     in_order = _in_order(layout, modules)
     places = _places(layout, in_order, dtype)
     slices: dict[str, HostSlice] = {}
@@ -177,24 +180,29 @@ def make_adapter(
         )
         group = group_of[one.module]
         rows[group] = max(rows.get(group, 0), one.rank)
-    tables = slab[places[-1] :]
+    tables_end = places[-1] + 8 * _num_slices(layout)
+    tables = slab[places[-1] : tables_end]
     ranks, scalings = tables[: len(tables) // 2].view(torch.int32), tables[len(tables) // 2 :].view(torch.float32)
     names = [piece.module for projection in layout.projections for piece in projection.slices]
     found = [slices.get(name) for name in names]
     ranks.copy_(torch.tensor([0 if one is None else one.rank for one in found], dtype=torch.int32))
     scalings.copy_(torch.tensor([0.0 if one is None else one.scaling for one in found]))
-    num_bytes = slab.nbytes + sum(tensor.nbytes for tensor in extras.tensors.values())
+    extra_places = _extra_places(tables_end, extras)
+    own = {
+        key: slab[start : start + shape.numel() * kind.itemsize].view(kind).view(shape)
+        for (key, (shape, kind)), start in zip(extras.shapes.items(), extra_places, strict=False)
+    }
     adapter = HostAdapter(
         digest,
         slices,
         rows | extras.side_rows,
-        num_bytes,
         slab,
         ranks,
         scalings,
         places[-1],
+        tables_end,
         tuple((module, one.rank) for module, one in slices.items()),
-        extras.tensors,
+        own,
         extras.tokens,
     )
     weakref.finalize(adapter, memory.give_back, slab).atexit = False
@@ -230,6 +238,15 @@ def _places(layout: BaseLayout, modules: Iterable[ModuleShape], dtype: torch.dty
         for width in (one.in_features, one.out_features):
             places.append(end)
             end = _aligned(end + one.rank * width * dtype.itemsize)
+    return [*places, end]
+
+
+def _extra_places(tables_end: int, extras: Extras) -> list[int]:
+    """Where each of the extras begins, in bytes, and last where the slab ends."""
+    places, end = [], tables_end
+    for shape, dtype in extras.shapes.values():
+        places.append(_aligned(end))
+        end = places[-1] + shape.numel() * dtype.itemsize
     return [*places, end]
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+from typing import Any
 
 import pytest
 import torch
 
+from adapters.bound import BIAS, LORA_BIAS, MAGNITUDE
 from adapters.row_pool import RowPool
-from adapters.slab import ALIGNMENT_BYTES, Arena, ModuleShape, make_adapter, slab_bytes
+from adapters.slab import ALIGNMENT_BYTES, Arena, Extras, ModuleShape, make_adapter, slab_bytes
 from tests.adapters.test_row_pool import assert_holds, budget_for, churn_layout, make_host_adapter
 from tests.support.fake_stream import FakeStream, Noted
 
@@ -46,6 +48,52 @@ def test_what_is_past_a_rank_is_zeroed_at_once() -> None:
     assert stream.events.count("copies: _foreach_zero_") == 1
     assert not any("steps:" in event for event in stream.events)
     assert_holds(pool, LAYOUT, adapter)
+
+
+class Base:
+    """`adapters.side_pool.BaseFacts` of LAYOUT, without biases."""
+
+    norm_offset = 0.0
+
+    def bias(self, *_: Any, **__: Any) -> None:
+        return None
+
+    def norm_weight(self, *_: Any, **__: Any) -> torch.Tensor:
+        raise AssertionError("there are no norms")
+
+    def rows(self, *_: Any, **__: Any) -> torch.Tensor:
+        raise AssertionError("there are no trained tokens")
+
+    def delta_norms(self, *arguments: Any, **__: Any) -> torch.Tensor:
+        return torch.full((arguments[3].shape[1],), 2.0)
+
+
+def test_what_is_no_row_comes_from_the_slab_too_and_in_the_copies_stream() -> None:
+    stream, arena = FakeStream(), Arena(1 << 16, is_pinned=False)
+    pool = RowPool(LAYOUT, 1 << 14, copies=stream, buffer_bytes=600, side_bytes=1 << 12, base=Base())
+    shapes = [ModuleShape("q", 4, 2, 2, 3.0), ModuleShape("k", 2, 2, 1, 1.0)]
+    vector = torch.Size([2]), torch.float32
+    extras = Extras({("q", MAGNITUDE): vector, ("q", LORA_BIAS): vector, ("down", BIAS): vector}, {}, {"vectors": 1})
+    slab = arena.take(slab_bytes(LAYOUT, shapes, torch.float32, extras))
+    assert slab is not None
+    adapter = make_adapter(LAYOUT, "a", shapes, torch.float32, slab, arena, extras)
+    for key, own in adapter.extras.items():
+        own.copy_(torch.tensor([6.0, 8.0] if key[1] == MAGNITUDE else [1.0, 2.0]))
+    for held in adapter.slices.values():
+        held.a.fill_(1)
+        held.b.fill_(2)
+    for own in adapter.extras.values():
+        assert slab.data_ptr() <= own.data_ptr() < slab.data_ptr() + slab.nbytes
+    with Noted(stream):
+        assert pool.load("a", adapter)
+    assert stream.events[-1] == "mark"
+    assert not any("steps:" in event for event in stream.events)
+    assert_holds(pool, LAYOUT, adapter)
+    assert pool.side is not None
+    qk, down = pool.side.vectors["qk"], pool.side.vectors["down"]
+    assert qk.scale[1].tolist() == [3.0, 4.0, 1.0]
+    assert qk.shift[1].tolist() == [3.0, 6.0, 0.0]
+    assert (down.scale[1].tolist(), down.shift[1].tolist()) == ([1.0, 1.0], [1.0, 2.0])
 
 
 @pytest.mark.parametrize("buffer_bytes", [1, 600, 1100, 1 << 20])
