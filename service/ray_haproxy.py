@@ -1,7 +1,8 @@
 """HAProxy as Ray Serve runs it, with what our requests want of it: `multilora-haproxy`, which Ray starts in HAProxy's
 place where RAY_SERVE_HAPROXY_BINARY_PATH names it (docs/scale.md).
 
-Ray writes HAProxy's configuration anew before each start. Each of its backends over HTTP gets a few lines more here: a
+Ray writes HAProxy's configuration anew before each start. Its frontend gets a few lines more here: no client holds a
+connection without sending or reading, and no address more than half of all. So does each of its backends over HTTP: a
 request that changes nothing is sent again when the ingress that had it ends before the first byte of its answer. An
 ingress that stands still is noticed sooner. What HAProxy answers itself, but for heads that it cannot read, and what
 uvicorn says of heads that it cannot read, has the shape of our errors. Each answer has one name (X-Request-Id), as
@@ -42,9 +43,16 @@ REPEATABLE_PATHS = (
 # With one ingress the next one has to start: HAProxy waits a second before each attempt at the same server, and then
 # goes to Ray's own proxy, which waits for a replica. Refused connections are attempts.
 _RETRIES = 8
+# How long a client may send nothing that it owes, or read nothing; of a head, until all of it is there. It is the
+# setting `stall_limit_seconds`, which all of Ray's processes have from their environment or not at all.
+STALL_LIMIT_SECONDS = float(os.environ.get("MULTILORA_STALL_LIMIT_SECONDS") or 30)
+# Bodies that do not come are the ingress's to refuse, which knows their rate: it is to be the first to do so.
+_IDLE_SECONDS = 1.5 * STALL_LIMIT_SECONDS
 # A request is kept for another attempt when its body is there before the first one, and fits HAProxy's buffer. One that
 # says that it is longer is not waited for: what is too long for the ingress too is refused before it comes.
-_BODY_SECONDS = 60
+_BODY_SECONDS = 2 * STALL_LIMIT_SECONDS
+# The setting `trusted_proxies`, likewise: what they write into X-Forwarded-For counts, and they have no share.
+_TRUSTED_PROXIES = os.environ.get("MULTILORA_TRUSTED_PROXIES", "").replace(",", " ").split()
 _BUFFER_BYTES = int(os.environ.get("RAY_SERVE_HAPROXY_TUNE_BUFSIZE", "16384"))
 # An ingress that stands still accepts connections and answers nothing. Ray's checks, each 5 s, see that after 15 s. It
 # leaves the rotation after two checks that have no answer in time: after 8.3 s at the most, with Ray's 0.25 s between
@@ -55,14 +63,23 @@ _CHECK_SECONDS = 3
 MAX_REQUEST_ID_CHARS = 200
 _LOST = "The process that had this request is gone. If it was to change an adapter, look whether it has; send it again."
 _NOBODY = "No server takes requests now; send the request again in a moment."
+_FULL = "You have half of the connections that there are; close some, or try again later."
+_BROKEN = "The body of the request is no HTTP, or did not come; send the request again."
 _UNREADABLE = "This server cannot read the head of the request; look at its method and its headers."
 _ANSWERS = {
+    400: (_BROKEN, "invalid_request_error", "bad_request"),
     408: ("The body did not come in time; send the request again.", "invalid_request_error", "request_timeout"),
     502: (_LOST, "server_error", "ingress_lost"),
     503: (_NOBODY, "service_unavailable_error", "not_ready"),
     504: (_LOST, "server_error", "ingress_lost"),
 }
 _SOON = " hdr Retry-After 1"
+# One address has half of the connections that HAProxy takes. By the next sixteenth it is told so when it asks; what is
+# beyond that is closed as it comes.
+_MAX_CONNECTIONS = int(os.environ.get("RAY_SERVE_HAPROXY_MAXCONN") or 4096)
+_OF_ONE_ADDRESS = max(1, _MAX_CONNECTIONS // 2)
+_REFUSED_AT_SIGHT = _OF_ONE_ADDRESS + max(1, _MAX_CONNECTIONS // 16)
+_FRONTEND = "frontend http_frontend\n"
 _BACKEND = re.compile(r"^backend [^\n]*\n(?:[ \t#][^\n]*\n|\n)*", re.MULTILINE)
 _OURS = "    # multilora\n"
 # Where requests go that are for no application; of its answers the first one counts.
@@ -96,7 +113,9 @@ def extended(text: str) -> str:
     if _OURS in text:
         return text
     whole = _BACKEND.sub(lambda found: _extended(found.group()), text)
-    return whole if _OURS in whole else text.replace(_NO_BACKEND, f"{_NO_BACKEND}{_OURS}    {_not_ready()}\n")
+    if _OURS not in whole:
+        whole = text.replace(_NO_BACKEND, f"{_NO_BACKEND}{_OURS}    {_not_ready()}\n")
+    return whole.replace(_FRONTEND, f"{_FRONTEND}{_OURS}{_of_clients()}")
 
 
 def _extended(backend: str) -> str:
@@ -108,6 +127,34 @@ def _extended(backend: str) -> str:
     # those below it.
     rest = rest.replace("    server ", f"{_CHECKS}    server ", 1)
     return f"{first}\n{rest.rstrip()}\n{_OURS}{_lines()}"
+
+
+def _of_clients() -> str:
+    """What bounds the connections of clients, in the section that has these."""
+    is_other = f" !{_is_trusted()}" if _TRUSTED_PROXIES else ""
+    full = _body(_FULL, "rate_limit_error", "queue_full")
+    lines = [
+        f"timeout http-request {_milliseconds(STALL_LIMIT_SECONDS)}",
+        f"timeout client {_milliseconds(_IDLE_SECONDS)}",
+        # Who has sent nothing is told nothing.
+        "option http-ignore-probes",
+        # An IPv6 client has a /64. IPv4 addresses are themselves, also where they are written as IPv6.
+        "stick-table type ipv6 size 100k expire 1h store conn_cur",
+        f"tcp-request connection track-sc0 src,ipmask(32,128) if {{ src 0.0.0.0/0 }}{is_other}",
+        f"tcp-request connection track-sc0 src,ipmask(32,64) if !{{ src 0.0.0.0/0 }}{is_other}",
+        f"tcp-request connection reject if {{ sc0_conn_cur gt {_REFUSED_AT_SIGHT} }}",
+        # Not of each request: those that are not too many go on.
+        f"tcp-request connection set-var(sess.is_one_too_many) bool(true) if {{ sc0_conn_cur gt {_OF_ONE_ADDRESS} }}",
+        f"http-request return status 429 content-type application/json{_SOON} string '{full}' "
+        "if { var(sess.is_one_too_many) -m bool }",
+        "http-after-response set-header Connection close if { var(sess.is_one_too_many) -m bool }",
+        f"http-error status 400 content-type application/json string '{_body(*_ANSWERS[400])}'",
+    ]
+    return "".join(f"    {line}\n" for line in lines)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{max(1, round(seconds * 1000))}ms"
 
 
 def _lines() -> str:
@@ -129,11 +176,12 @@ def _lines() -> str:
         f"unless {{ req.fhdr(X-Request-Id) -m reg '^[ -~]{{1,{MAX_REQUEST_ID_CHARS}}}$' }}",
         'http-response set-header X-Request-Id "%[res.fhdr(X-Request-Id,1)]" if { res.fhdr_cnt(X-Request-Id) gt 1 }',
         # Uvicorn believes this of who connects from its own machine, as HAProxy does, whoever has written it.
-        "http-request set-header X-Forwarded-For %[src]",
+        "http-request set-header X-Forwarded-For %[src]"
+        + (f" unless {_is_trusted()} {{ req.hdr(X-Forwarded-For) -m found }}" if _TRUSTED_PROXIES else ""),
         "acl is_repeatable method GET HEAD",
         f"acl is_repeatable path {' '.join(REPEATABLE_PATHS)}",
         f"acl is_long req.hdr_val(Content-Length) gt {_BUFFER_BYTES}",
-        f"http-request wait-for-body time {_BODY_SECONDS}s if is_repeatable !is_long",
+        f"http-request wait-for-body time {_milliseconds(_BODY_SECONDS)} if is_repeatable !is_long",
         "http-request disable-l7-retry if !is_repeatable",
         "retry-on conn-failure empty-response",
         f"retries {_RETRIES}",
@@ -141,6 +189,10 @@ def _lines() -> str:
         *answers,
     ]
     return "".join(f"    {line}\n" for line in lines)
+
+
+def _is_trusted() -> str:
+    return f"{{ src {' '.join(_TRUSTED_PROXIES)} }}"
 
 
 def _not_ready() -> str:

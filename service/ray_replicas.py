@@ -21,13 +21,24 @@ from service.logs import LOGGER, configure
 from service.settings import Settings, SettingsError, load_settings
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from starlette.types import ASGIApp
 
 # How often an engine that is asked at each health check, one a second, may leave that unanswered.
 _MOST_UNANSWERED = 60
 _LOOK_SECONDS = 0.1
-# Settings of `multilora serve` that mean nothing here.
-_NOT_OURS = frozenset({"host", "port", "replicas", "store_shared"})
+# Settings of `multilora serve` that mean nothing in Ray Serve's config, with what says the same.
+_CONFIG = "the config file of Ray Serve"
+_NOT_OURS = {
+    "host": _CONFIG,
+    "port": _CONFIG,
+    "replicas": "`engines`",
+    "store_shared": "nothing, it always is",
+    "shutdown_limit_seconds": "`drain_seconds`",
+    # Of HAProxy too, which knows the environment alone.
+    "max_connections": "RAY_SERVE_HAPROXY_MAXCONN in the environment of all of Ray's processes",
+    "stall_limit_seconds": "MULTILORA_STALL_LIMIT_SECONDS in the environment of all of Ray's processes",
+    "trusted_proxies": "MULTILORA_TRUSTED_PROXIES in the environment of all of Ray's processes",
+}
 
 
 def ray_settings(given: Mapping[str, Any]) -> Settings:
@@ -35,12 +46,10 @@ def ray_settings(given: Mapping[str, Any]) -> Settings:
 
     Names are shared: at an upgrade two ingresses have the store at the same time.
     """
-    others = sorted(given.keys() & _NOT_OURS)
+    others = sorted(given.keys() & _NOT_OURS.keys())
     if others:
-        raise SettingsError(
-            f"Settings of the application on Ray Serve: take out {', '.join(others)}; its config file says where to "
-            "listen and how many engines there are, and its store is always shared."
-        )
+        said = "; ".join(f"{name} (said by {_NOT_OURS[name]})" for name in others)
+        raise SettingsError(f"Settings of the application on Ray Serve: take out {said}.")
     return load_settings(**given, store_shared=True, replicas=1)
 
 
@@ -124,17 +133,19 @@ class Ingress:
         settings = ray_settings(given)
         configure(settings.log_format, settings.log_level, settings.refusal_lines_per_minute)
         # Not at the top: an engine's replica, which has this module too, has no use for what takes 0.3 s to import.
+        from service.api.slow_bodies import BoundedBodies
         from service.app import create_app
 
         self._engines = RemoteEngines(num_engines)
         self._application = create_app(settings, self._engines)
+        self._bounded = BoundedBodies(self._application, settings.stall_limit_seconds)
         self._joining: set[asyncio.Task[None]] = set()
         loop = asyncio.get_running_loop()
         members.listen(lambda addresses: _in_loop(loop, self._follow, addresses))
         self._hello = asyncio.create_task(_say_hello(engine))
 
-    def __serve_build_asgi_app__(self) -> FastAPI:
-        return self._application
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return self._bounded
 
     async def check_health(self) -> None:
         """The first one waits until requests can be served: at an upgrade the ingress before goes only then.

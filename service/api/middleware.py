@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.auth import Access
-from service.api.errors import TABLE, BadRequest, BodyTooLarge, error_body, quoted, status_of
+from service.api.errors import TABLE, BadRequest, BodyTooLarge, RequestTimeout, error_body, quoted, status_of
 from service.api.json_body import BodyBudget
 from service.api.metrics import Metrics
 from service.api.requestlog import RequestNotes
@@ -234,7 +234,7 @@ class _Visit:
                     thrown_away += len(message.get("body", b""))
                     if message["type"] == "http.disconnect" or not message.get("more_body", False):
                         return
-        except TimeoutError:
+        except (TimeoutError, RequestTimeout):
             return
 
 

@@ -224,6 +224,8 @@ class TestTime:
             (GET, "head"),
             (POST + b"Content-Length: 1000\r\n\r\n" + BODY, "body"),
             (POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n", "body"),
+            # More than proxies wait for.
+            (POST + b"Content-Length: 1000000\r\n\r\n" + BODY, "body"),
         ],
     )
     def test_what_does_not_come_is_not_waited_for(self, hasty: Server, part: bytes, what: str) -> None:

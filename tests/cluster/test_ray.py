@@ -300,10 +300,11 @@ for text in (open(sys.argv[1]).read(), yaml.safe_load(open(sys.argv[2]))["spec"]
     print(application.import_path)
 # An old cluster of KubeRay's stays until the requests that it has may be over.
 assert yaml.safe_load(open(sys.argv[2]))["spec"]["rayClusterDeletionDelaySeconds"] >= args.drain_seconds
-try:
-    build(RayArgs(settings={"replicas": 2}))
-except SettingsError as error:
-    print("refused" if "replicas" in str(error) else error)
+for name, where in (("replicas", "engines"), ("stall_limit_seconds", "environment")):
+    try:
+        build(RayArgs(settings={name: 2}))
+    except SettingsError as error:
+        print("refused" if name in str(error) and where in str(error) else error)
 """
     files = [str(ROOT / "deploy" / "ray" / name) for name in ("serve.yaml", "rayservice.yaml")]
     command = [str(environment("ray") / "bin" / "python"), "-c", code, *files]
@@ -311,4 +312,4 @@ except SettingsError as error:
         command, env={**os.environ, "PYTHONPATH": _PATHS}, capture_output=True, text=True, timeout=LIMIT_SECONDS
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["service.ray_app:build", "service.ray_app:build", "refused"]
+    assert done.stdout.split() == ["service.ray_app:build", "service.ray_app:build", "refused", "refused"]

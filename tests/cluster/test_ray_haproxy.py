@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -18,7 +18,14 @@ import pytest
 
 from service.api import middleware
 from service.api.auth import ROUTES
-from service.ray_haproxy import _BODY_SECONDS, MAX_REQUEST_ID_CHARS, REPEATABLE_PATHS, extended
+from service.ray_haproxy import (
+    _BODY_SECONDS,
+    MAX_REQUEST_ID_CHARS,
+    REPEATABLE_PATHS,
+    STALL_LIMIT_SECONDS,
+    extended,
+)
+from service.settings import Settings
 from tests.support.blocks import ROOT
 from tests.support.client_environments import environment
 from tests.support.limits import LIMIT_SECONDS
@@ -83,7 +90,8 @@ class _Server(threading.Thread):
                 data = _request(connection)
                 if data:
                     self.received.append(data)
-                    connection.sendall(self._answer)
+                    with suppress(OSError):
+                        connection.sendall(self._answer)
 
     def end(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
@@ -112,7 +120,8 @@ def _written(text: str, descriptor: int, error_file: str, servers: str, checks: 
 
 
 @contextmanager
-def _haproxy(tmp_path: Path, *ports: int, checks: str = "") -> Iterator[httpx.Client]:
+def _haproxy(tmp_path: Path, *ports: int, checks: str = "", **own: str) -> Iterator[httpx.Client]:
+    """One before servers at these ports, with `own` in its environment."""
     python = environment("ray") / "bin" / "python"
     error_file = tmp_path / "error"
     error_file.write_text("HTTP/1.0 500 Internal Server Error\r\n\r\nRay's")
@@ -123,7 +132,7 @@ def _haproxy(tmp_path: Path, *ports: int, checks: str = "") -> Iterator[httpx.Cl
         path.write_text(_written(text, listener.fileno(), str(error_file), servers, checks))
         process = subprocess.Popen(
             [str(python), "-m", "service.ray_haproxy", "-db", "-f", str(path)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_SERVE_HAPROXY_BINARY_PATH": "/this/program"},
+            env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_SERVE_HAPROXY_BINARY_PATH": "/this/program", **own},
             pass_fds=[listener.fileno()],
             stdout=sys.stderr,
         )
@@ -277,6 +286,130 @@ def test_a_body_that_fits_no_buffer_is_not_waited_for(tmp_path: Path) -> None:
             with connection:
                 connection.sendall(_ANSWER)
                 assert client.recv(1000).endswith(b"done")
+
+
+def _connect(http: httpx.Client, source: str = "127.0.0.1") -> socket.socket:
+    address = http.base_url.host, http.base_url.port
+    return socket.create_connection(address, timeout=LIMIT_SECONDS, source_address=(source, 0))
+
+
+def _read_all(connection: socket.socket) -> bytes:
+    """What comes until the connection is closed."""
+    with connection.makefile("rb") as file:
+        return file.read()
+
+
+_GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
+_POST = b"POST %s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\nabc"
+
+
+@pytest.mark.parametrize(
+    ("part", "status"),
+    [
+        (b"", b""),
+        (_GET, b" 408 "),
+        (_POST % (b"/v1/completions", 1_000), b" 408 "),
+        (_POST % (b"/v1/completions", 1_000_000), b" 400 "),  # where the ingress has not refused it sooner
+        (_POST % (b"/v1/adapters/a/rollback", 1_000), b" 400 "),
+    ],
+    ids=["nothing", "head", "body", "long body", "change"],
+)
+def test_what_does_not_come_is_not_waited_for(
+    tmp_path: Path, servers: tuple[_Server, _Server], part: bytes, status: bytes
+) -> None:
+    _, reads = servers
+    with (
+        _haproxy(tmp_path, reads.port, MULTILORA_STALL_LIMIT_SECONDS="0.5") as http,
+        _connect(http) as client,
+    ):
+        client.sendall(part)
+        answer = _read_all(client)
+    assert status in answer.partition(b"\r\n")[0]
+    assert bool(answer) == bool(part)
+    assert part[:4] != b"POST" or b'"type": "invalid_request_error"' in answer
+
+
+def test_who_waits_for_its_answer_may_be_silent(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with _haproxy(tmp_path, port, MULTILORA_STALL_LIMIT_SECONDS="0.2") as http, _connect(http) as client:
+            client.sendall(_POST % (b"/v1/completions", 3))
+            connection, _ = listener.accept()
+            with connection:
+                # Six times as long as it may be silent that owes something: nothing comes from either side.
+                client.settimeout(1.8)
+                with pytest.raises(TimeoutError):
+                    client.recv(1)
+                connection.sendall(_ANSWER)
+            client.settimeout(LIMIT_SECONDS)
+            assert client.recv(1000).endswith(b"done")
+
+
+def test_who_does_not_read_its_answer_loses_its_connection(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with _haproxy(tmp_path, port, MULTILORA_STALL_LIMIT_SECONDS="0.5") as http, _connect(http) as client:
+            client.sendall(_GET + b"\r\n")
+            connection, _ = listener.accept()
+            with connection:
+                connection.settimeout(LIMIT_SECONDS)
+                connection.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+                with pytest.raises(OSError, match=r"Broken pipe|reset"):
+                    connection.sendall(b"x" * (1 << 28))
+
+
+def test_an_address_has_half_of_the_connections(tmp_path: Path, servers: tuple[_Server, _Server]) -> None:
+    _, answers = servers
+    with ExitStack() as stack:
+        http = stack.enter_context(_haproxy(tmp_path, answers.port, RAY_SERVE_HAPROXY_MAXCONN="16"))
+
+        def connected(source: str = "127.0.0.1") -> socket.socket:
+            return stack.enter_context(_connect(http, source))
+
+        def ask(connection: socket.socket) -> None:
+            connection.sendall(_GET + b"\r\n")
+            assert connection.recv(1000).endswith(b"done")
+
+        held = [connected() for _ in range(8)]
+        for one in held:
+            ask(one)
+        refused = connected()
+        refused.sendall(_GET + b"\r\n")
+        answer = _read_all(refused)
+        assert b" 429 " in answer.partition(b"\r\n")[0]
+        assert b"retry-after: 1\r\n" in answer and b'"code": "queue_full"' in answer
+        # What it has may be used, and others come in.
+        ask(held[0])
+        ask(connected("127.0.0.2"))
+        # Beyond those that are told so, they are closed at once.
+        *_, beyond = [connected() for _ in range(3)]
+        with suppress(ConnectionError):
+            assert beyond.recv(1) == b""
+
+
+def test_a_trusted_proxy_has_no_share_and_says_who_the_client_is(tmp_path: Path) -> None:
+    server = _Server(_ANSWER)
+    server.start()
+    trusted = {"MULTILORA_TRUSTED_PROXIES": "127.0.0.9, 10.0.0.0/8", "RAY_SERVE_HAPROXY_MAXCONN": "4"}
+    try:
+        with ExitStack() as stack:
+            http = stack.enter_context(_haproxy(tmp_path, server.port, **trusted))
+            proxy = [stack.enter_context(_connect(http, "127.0.0.9")) for _ in range(3)][-1]
+            proxy.sendall(_GET + b"X-Forwarded-For: 192.0.2.1\r\n\r\n")
+            assert proxy.recv(1000).endswith(b"done")
+            proxy.sendall(_GET + b"\r\n")
+            assert proxy.recv(1000).endswith(b"done")
+            stranger = stack.enter_context(_connect(http, "127.0.0.8"))
+            stranger.sendall(_GET + b"X-Forwarded-For: 192.0.2.1\r\n\r\n")
+            assert stranger.recv(1000).endswith(b"done")
+    finally:
+        server.end()
+    said = [re.findall(rb"(?i)x-forwarded-for: (.*)\r\n", one) for one in server.received]
+    assert said == [[b"192.0.2.1"], [b"127.0.0.9"], [b"127.0.0.8"]]
+
+
+def test_bounds_are_those_of_one_server_where_nothing_else_is_said() -> None:
+    assert Settings.model_fields["stall_limit_seconds"].default == STALL_LIMIT_SECONDS
 
 
 @contextmanager

@@ -21,7 +21,10 @@ from tests.support.limits import LIMIT_SECONDS
     [
         ["tests/clients/test_clients.py::test_openai[1]"],
         [f"tests/api/{name}.py" for name in ("test_bad_requests", "test_bad_tools", "test_bad_constraints")]
-        + [f"tests/api/test_connections.py::{name}" for name in ("TestFraming", "TestHeads", "TestPipelining")],
+        + [
+            f"tests/api/test_connections.py::{name}"
+            for name in ("TestFraming", "TestHeads", "TestPipelining", "TestTime")
+        ],
         ["tests/hostile/test_hostile.py"],
     ],
     ids=["client", "bad input", "hostile"],

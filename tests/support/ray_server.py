@@ -24,6 +24,12 @@ from typing import Any, NoReturn
 _ROOT = Path(__file__).resolve().parents[2]
 _ENGINES = 2
 _DRAIN_SECONDS = 5
+# Settings that all of Ray's processes have from the environment.
+_OF_HAPROXY_TOO = {
+    "max_connections": "RAY_SERVE_HAPROXY_MAXCONN",
+    "stall_limit_seconds": "MULTILORA_STALL_LIMIT_SECONDS",
+    "trusted_proxies": "MULTILORA_TRUSTED_PROXIES",
+}
 # Below those that the system gives out.
 _FIRST_PORT, _PORTS = 20_000, 50
 
@@ -36,8 +42,11 @@ def main(arguments: Sequence[str]) -> int:
 
     given = vars(flag_parser().parse_args(arguments[1:]))
     settings = {name: value for name, value in given.items() if value is not None}
-    for name in ("host", "port", "store_shared"):  # for Ray to say
+    for name in ("host", "port", "store_shared", "shutdown_limit_seconds"):  # for Ray to say
         settings.pop(name, None)
+    for name, variable in _OF_HAPROXY_TOO.items():
+        if name in settings:
+            os.environ[variable] = str(settings.pop(name))
     _serve(settings, int(settings.pop("replicas", _ENGINES)))
     return 0
 
