@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+from ray.serve.schema import LoggingConfig
 
 from service.cluster.scaling import DEFAULT_TOKENS_PER_ENGINE, ByQueuedTokens
 from service.ray_replicas import EngineReplica, Ingress, MembersRouter, ray_settings
@@ -78,9 +79,11 @@ def build(args: RayArgs) -> serve.Application:
         )
         .bind(args.settings, args.drain_seconds)
     )
+    # Of each request there is our line, of which a client whose requests are refused has a bounded number.
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
         **_HEALTH,
         num_replicas=args.ingresses,
+        logging_config=LoggingConfig(enable_access_log=False),
         max_ongoing_requests=_NO_LIMIT,
         ray_actor_options={**_unhindered(), "num_cpus": args.ingress_cpus},
         graceful_shutdown_timeout_s=last_seconds,

@@ -24,7 +24,8 @@ from tests.support.limits import LIMIT_SECONDS
         + [
             f"tests/api/test_connections.py::{name}"
             for name in ("TestFraming", "TestHeads", "TestPipelining", "TestTime")
-        ],
+        ]
+        + ["tests/api/test_operation.py::test_a_request_is_one_json_line"],
         ["tests/hostile/test_hostile.py"],
     ],
     ids=["client", "bad input", "hostile"],

@@ -24,6 +24,8 @@ _SHARES = (
     "HAProxy holds the connections of clients: it refuses those of an address that are too many at their first "
     "request, knows no tenants, and writes no line of ours"
 )
+_DRIVER = "the process that the test has started is no server but has started Ray, "
+_LOADING = "Ray gives HAProxy an ingress when it can serve, so that nobody sees it load"
 _STAGING = "a store that servers share has a directory for each in staging, where the test looks for uploads"
 
 CANNOT_HOLD = {
@@ -49,9 +51,29 @@ CANNOT_HOLD = {
         "HAProxy refuses what is no HTTP, so that we do not count it"
     ),
     "api/test_tenants.py::TestKeysFile::test_a_broken_file_keeps_the_keys_and_hangup_says_so": (
-        NOT_RUN + "who started Ray is no server that a signal tells to look at its keys file"
+        NOT_RUN + _DRIVER + "and no signal makes it look at the keys file"
     ),
     "api/test_unread.py::test_a_reader_that_stalls": NOT_RUN + _SHARES,
+    "api/test_operation.py::test_every_line_of_both_processes_is_json": "Ray's processes have lines of their own",
+    "api/test_process.py::TestKilledEngine::test_requests_end_with_an_error_and_the_server_is_ready_again": (
+        NOT_RUN + _DRIVER + "whose processes are all that it kills"
+    ),
+    "api/test_process.py::TestAdaptersThatDoNotFit::test_none_is_taken_before_the_rows_are_known": NOT_RUN + _LOADING,
+    **{
+        f"api/test_process.py::TestSigterm::{name}": NOT_RUN + _DRIVER + "which SIGTERM ends; replicas go by Ray's word"
+        for name in (
+            "test_an_upload_on_its_way_is_taken",
+            "test_running_requests_finish_and_the_rest_is_refused",
+            "test_what_does_not_finish_in_time_is_told",
+        )
+    },
+    "api/test_implementations.py::test_an_op_without_any_that_works_ends_the_start": (
+        NOT_RUN + "Ray starts a replica that fails thrice, and ends nothing"
+    ),
+    "deploy/test_health.py::test_healthy_once_the_model_is_loaded": NOT_RUN + _LOADING,
+    "bundled/test_jobs_served.py::test_the_batch_mixed_all_adapters": (
+        NOT_RUN + "two engines divide the adapters between them, so that a step has fewer"
+    ),
     "api/test_limits.py::TestLimits::test_key_and_size_are_checked_before": (
         "Ray begins to receive a body before it calls the application, with which uvicorn says 100 Continue"
     ),
