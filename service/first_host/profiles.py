@@ -22,8 +22,8 @@ NUM_STEPS = 20
 _NUM_KERNELS = 25
 _MAX_REQUESTS = 64
 _LAUNCHES = ("LaunchKernel", "GraphLaunch")
-# How our kernels' names begin, of every language.
-_LORA = ("lora", "shrink", "expand")
+# What names of kernels with LoRA in them hold, of every language; the last ones expand and compute the gate at once.
+_LORA = ("lora", "shrink", "expand", "swiglu_token", "swiglu_tile", "swiglu_window")
 _AI_CPU = "AI_CPU"
 
 

@@ -101,9 +101,15 @@ def test_the_npu_s_table_of_kernels_is_understood() -> None:
             "Duration(us)": "4",
         },
         {"Name": "MatMulV2", "Accelerator Core": "AI_CORE", "Start Time(us)": "14.0\t", "Duration(us)": "6"},
+        {
+            "Name": "swiglu_window_few",
+            "Accelerator Core": "AI_VECTOR_CORE",
+            "Start Time(us)": "20.0",
+            "Duration(us)": "2",
+        },
         {"Name": "Cumsum", "Accelerator Core": "AI_CPU", "Start Time(us)": "30.0\t", "Duration(us)": "10"},
     ]
     figures = figures_of_table(rows, num_steps=2)
     assert figures["ai_cpu"] == [{"name": "Cumsum", "calls_per_step": 0.5, "us_per_step": 5.0}]
-    assert [kernel["name"] for kernel in figures["lora_kernels"]] == ["lora_shrink_few"]
-    assert (figures["device_busy_ms_per_step"], figures["device_busy_share"]) == (0.01, 20 / 30)
+    assert [kernel["name"] for kernel in figures["lora_kernels"]] == ["lora_shrink_few", "swiglu_window_few"]
+    assert (figures["device_busy_ms_per_step"], figures["device_busy_share"]) == (0.011, 22 / 30)
