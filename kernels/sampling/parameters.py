@@ -11,6 +11,7 @@ does, follow from the declaration. A request brings its value under the paramete
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,34 +22,50 @@ import numpy as np
 class Parameter:
     """One number of a request.
 
-    neutral  the value that changes nothing
-    stage    "penalty": changes the logits by what the sequence holds already, so that its slot's counts are read;
-             "draw": changes the distribution that is drawn from, and so nothing where the most likely token is taken
-    meaning  a sentence; p is a token's probability after what stands before in this table
+    neutral      the value that changes nothing
+    stage        "penalty": changes the logits by what the sequence holds already, so that its slot's counts are read;
+                 "draw": changes the distribution that is drawn from, so nothing where the most likely token is taken
+    meaning      a sentence; p is a token's probability after what stands before in this table
+    least, most  that can be computed with; the API may take less
+    is_above     least itself cannot
     """
 
     name: str
     neutral: float
     stage: Literal["penalty", "draw"]
     meaning: str
+    least: float = -math.inf
+    most: float = math.inf
+    is_above: bool = False
+
+    def takes(self, value: float) -> bool:
+        """Whether a request may have it."""
+        return math.isfinite(value) and self.least <= value <= self.most and not (self.is_above and value == self.least)
 
 
 # In the order in which they act; logit biases, barred tokens and masks come between the two stages.
 PARAMETERS: tuple[Parameter, ...] = (
-    Parameter("repetition_penalty", 1.0, "penalty", "Divides positive logits of prompt and output, multiplies others."),
+    Parameter(
+        "repetition_penalty", 1.0, "penalty", "Divides positive logits of prompt and output, multiplies others.",
+        least=0.0, is_above=True,
+    ),
     Parameter(
         "frequency_penalty", 0.0, "penalty", "Is taken off a token's logit once for each time the output has it."
     ),
     Parameter("presence_penalty", 0.0, "penalty", "Is taken off a token's logit if the output has it."),
-    Parameter("temperature", 1.0, "draw", "Divides the logits; 0 takes the most likely token."),
-    Parameter("min_p", 0.0, "draw", "Excludes tokens with less than this share of the largest p."),
+    Parameter("temperature", 1.0, "draw", "Divides the logits; 0 takes the most likely token.", least=0.0),
     Parameter(
-        "top_k", 0.0, "draw", "Excludes all but so many of the largest p, and equals of the last; 0 excludes none."
+        "min_p", 0.0, "draw", "Excludes tokens with less than this share of the largest p.", least=0.0, most=1.0
     ),
     Parameter(
-        "top_p", 1.0, "draw", "Excludes all but the fewest tokens whose p sum to this share, and equals of the last."
+        "top_k", 0.0, "draw", "Excludes all but so many of the largest p, and equals of the last; 0 excludes none.",
+        least=0.0, most=2**31 - 1,
     ),
-)
+    Parameter(
+        "top_p", 1.0, "draw", "Excludes all but the fewest tokens whose p sum to this share, and equals of the last.",
+        least=0.0, most=1.0,
+    ),
+)  # fmt: skip
 
 
 def index_of(name: str) -> int:

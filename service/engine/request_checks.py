@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from adapters.errors import RowsExceeded
-from kernels.sampling.parameters import row_of
+from kernels.sampling.parameters import PARAMETERS, row_of
 from service.engine.adapter_loads import LORA_IS_OFF
 from service.engine.compiled_grammars import NO_GRAMMARS
 from service.engine.messages import MAX_ENDINGS, MAX_LOGIT_BIASES, MAX_WEIGHT, MIN_WEIGHT, Sampling, Submit
@@ -105,13 +105,7 @@ def _error_in_sampling(sampling: Sampling, capacity: Capacity) -> str | None:
     fields: list[tuple[str, bool]] = [
         ("max_tokens", 0 <= sampling.max_tokens < MAX_TOKENS_LIMIT),
         ("min_tokens", 0 <= sampling.min_tokens <= sampling.max_tokens),
-        ("temperature", sampling.temperature >= 0.0 and math.isfinite(sampling.temperature)),
-        ("top_p", 0.0 <= sampling.top_p <= 1.0),
-        ("top_k", 0 <= sampling.top_k < MAX_TOKENS_LIMIT),
-        ("min_p", 0.0 <= sampling.min_p <= 1.0),
-        ("repetition_penalty", sampling.repetition_penalty > 0.0 and math.isfinite(sampling.repetition_penalty)),
-        ("presence_penalty", math.isfinite(sampling.presence_penalty)),
-        ("frequency_penalty", math.isfinite(sampling.frequency_penalty)),
+        *((parameter.name, parameter.takes(getattr(sampling, parameter.name))) for parameter in PARAMETERS),
         ("logprobs", sampling.logprobs is None or sampling.logprobs >= 0),
         ("prompt_logprobs", sampling.prompt_logprobs is None or sampling.prompt_logprobs >= 0),
         ("logit_bias", len(sampling.logit_bias) <= MAX_LOGIT_BIASES),

@@ -195,6 +195,29 @@ def test_more_than_a_step_has_room_for_is_refused(mock: MockEngine) -> None:
     assert error(stop_token_ids=endings[1:]) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "fine", "wrong"),
+    [
+        ("temperature", (0.0, 100.0), (-0.1, math.inf)),
+        ("top_p", (0.0, 1.0), (-0.1, 1.1)),
+        ("top_k", (0, 2**31 - 1), (-1, 2**31)),
+        ("min_p", (0.0, 1.0), (-0.1, 1.1)),
+        ("repetition_penalty", (0.001, 100.0), (0.0, -1.0, math.inf)),
+        ("presence_penalty", (-100.0, 100.0), (-math.inf, math.inf)),
+        ("frequency_penalty", (-100.0, 100.0), (-math.inf, math.inf)),
+    ],
+)
+def test_a_parameter_of_a_choice_is_in_its_range(
+    name: str, fine: tuple[float, ...], wrong: tuple[float, ...], mock: MockEngine
+) -> None:
+    def error(value: float) -> str | None:
+        submit = Submit("r", (1,), Sampling(max_tokens=2, **{name: value}))  # type: ignore[arg-type]
+        return error_in(submit, mock.runner.capacity, 99, None, has_grammars=False)
+
+    assert [error(value) for value in fine] == [None] * len(fine)
+    assert [error(value) for value in (*wrong, math.nan)] == [f"{name} is out of range."] * (len(wrong) + 1)
+
+
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf, 1e-9, 1e9])
 def test_a_weight_that_is_none_is_refused(mock: MockEngine, weight: float) -> None:
     mock.engine.submit(Submit("r", (1,), Sampling(max_tokens=2), tenant="t", weight=weight))
