@@ -329,20 +329,26 @@ def test_what_does_not_come_is_not_waited_for(
     assert part[:4] != b"POST" or b'"type": "invalid_request_error"' in answer
 
 
-def test_who_waits_for_its_answer_may_be_silent(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_sent_first", [0, -1], ids=["all of it", "its end"])
+def test_who_waits_for_its_answer_may_be_silent(num_sent_first: int, tmp_path: Path) -> None:
+    """Also in the middle of a stream."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with _haproxy(tmp_path, port, MULTILORA_STALL_LIMIT_SECONDS="0.2") as http, _connect(http) as client:
             client.sendall(_POST % (b"/v1/completions", 3))
             connection, _ = listener.accept()
+            client.settimeout(LIMIT_SECONDS)
             with connection:
+                connection.sendall(_ANSWER[:num_sent_first])
+                if num_sent_first:
+                    assert client.recv(1000).endswith(b"don")
                 # Six times as long as it may be silent that owes something: nothing comes from either side.
                 client.settimeout(1.8)
                 with pytest.raises(TimeoutError):
                     client.recv(1)
-                connection.sendall(_ANSWER)
+                connection.sendall(_ANSWER[num_sent_first:])
             client.settimeout(LIMIT_SECONDS)
-            assert client.recv(1000).endswith(b"done")
+            assert client.recv(1000).endswith(b"done"[num_sent_first:])
 
 
 def test_who_does_not_read_its_answer_loses_its_connection(tmp_path: Path) -> None:
