@@ -48,12 +48,14 @@ _RETRIES = 8
 STALL_LIMIT_SECONDS = float(os.environ.get("MULTILORA_STALL_LIMIT_SECONDS") or 30)
 # Bodies that do not come are the ingress's to refuse, which knows their rate: it is to be the first to do so.
 _IDLE_SECONDS = 1.5 * STALL_LIMIT_SECONDS
-# A request is kept for another attempt when its body is there before the first one, and fits HAProxy's buffer. One that
-# says that it is longer is not waited for: what is too long for the ingress too is refused before it comes.
-_BODY_SECONDS = 2 * STALL_LIMIT_SECONDS
 # The setting `trusted_proxies`, likewise: what they write into X-Forwarded-For counts, and they have no share.
 _TRUSTED_PROXIES = os.environ.get("MULTILORA_TRUSTED_PROXIES", "").replace(",", " ").split()
 _BUFFER_BYTES = int(os.environ.get("RAY_SERVE_HAPROXY_TUNE_BUFSIZE", "16384"))
+# As `service.api.protocol` wants of a body.
+MIN_BYTES_PER_SECOND = 1024
+# A request is kept for another attempt when its body is there before the first one, and fits HAProxy's buffer. One that
+# says that it is longer is not waited for: what is too long for the ingress too is refused before it comes.
+_BODY_SECONDS = STALL_LIMIT_SECONDS + _BUFFER_BYTES / MIN_BYTES_PER_SECOND
 # An ingress that stands still accepts connections and answers nothing. Ray's checks, each 5 s, see that after 15 s. It
 # leaves the rotation after two checks that have no answer in time: after 8.3 s at the most, with Ray's 0.25 s between
 # them. What it had is answered when it goes on, and sent again when Ray has killed it.
@@ -140,8 +142,8 @@ def _of_clients() -> str:
         "option http-ignore-probes",
         # An IPv6 client has a /64. IPv4 addresses are themselves, also where they are written as IPv6.
         "stick-table type ipv6 size 100k expire 1h store conn_cur",
-        f"tcp-request connection track-sc0 src,ipmask(32,128) if {{ src 0.0.0.0/0 }}{is_other}",
-        f"tcp-request connection track-sc0 src,ipmask(32,64) if !{{ src 0.0.0.0/0 }}{is_other}",
+        f"tcp-request connection track-sc0 src,ipmask(32,128) if {{ src ::ffff:0:0/96 }}{is_other}",
+        f"tcp-request connection track-sc0 src,ipmask(32,64) if !{{ src ::ffff:0:0/96 }}{is_other}",
         f"tcp-request connection reject if {{ sc0_conn_cur gt {_REFUSED_AT_SIGHT} }}",
         # Not of each request: those that are not too many go on.
         f"tcp-request connection set-var(sess.is_one_too_many) bool(true) if {{ sc0_conn_cur gt {_OF_ONE_ADDRESS} }}",

@@ -1,4 +1,5 @@
-"""A process that probes ops and says what it is about to do: `python -m kernels.probe.child FD`, started by `apart.py`.
+"""A process that probes ops and says what it is about to do: `python -m kernels.probe.child FD [early]`, started by
+`probe_process.py`; "early" before it is known what to ask.
 
 Imports what it needs, reads one JSON request from stdin, and writes one JSON line for each thing that begins or has
 ended to the descriptor.
@@ -49,7 +50,10 @@ def _probe(say: Any) -> None:
     from kernels.probe.run import try_op
     from kernels.probe.shapes import ProbeShapes
 
-    _get_ready()
+    if sys.argv[2:]:  # what ends here costs no more than what ends while it compiles ahead
+        say(ahead=True)
+        _get_ready()
+        say(ahead=False)
     request = json.load(sys.stdin)
     prepare(request["device"])
     platform = detect(request["device"])

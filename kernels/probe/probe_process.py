@@ -28,11 +28,12 @@ _MAX_SAID_CHARACTERS = 300
 class ProbeProcess:
     """One probing process, which begins at once with what needs no request; `close` ends it.
 
-    hung    whether it was silent for too long
-    ending  how it ended, as the end of a sentence, once `lines` is exhausted
+    is_early  it is started before it is known what to ask, and gets ready meanwhile
+    hung      whether it was silent for too long
+    ending    how it ended, as the end of a sentence, once `lines` is exhausted
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_early: bool = False) -> None:
         self.hung = False
         self.ending = ""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close
@@ -40,7 +41,7 @@ class ProbeProcess:
         paths = [str(_ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "kernels.probe.child", str(writer)],
+                [sys.executable, "-m", "kernels.probe.child", str(writer), *(["early"] if is_early else [])],
                 stdin=subprocess.PIPE,
                 stdout=self._errors,
                 stderr=self._errors,

@@ -178,6 +178,7 @@ class Protocol(H11Protocol):
         cycle = cast(Any, self.cycle)
         if cycle is None or cycle.body or not self.conn.skip_body(data):
             return False
+        self._unset_keepalive_if_required()
         if self.conn.our_state is not h11.DONE:  # answered already: it is thrown away
             cycle.body = data
             if len(data) > HIGH_WATER_LIMIT:

@@ -4,7 +4,6 @@ connections, does not run there."""
 from __future__ import annotations
 
 import asyncio
-import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -34,14 +33,15 @@ class _Body:
     async def receive(self) -> Message:
         if not self._is_bounded:  # whether the client has gone may be asked for as long as the answer takes
             return await self._receive()
-        started = time.monotonic()
+        clock = asyncio.get_running_loop().time
+        started_seconds = clock()
         try:
             async with asyncio.timeout(self._stall_limit_seconds - self._waited_seconds):
                 message = await self._receive()
         except TimeoutError:
             self._look()
             return await self.receive()
-        self._waited_seconds += time.monotonic() - started
+        self._waited_seconds += clock() - started_seconds
         self._num_bytes += len(message.get("body", b""))
         self._is_bounded = message.get("more_body", False)
         if self._is_bounded and self._waited_seconds >= self._stall_limit_seconds:

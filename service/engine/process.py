@@ -173,7 +173,7 @@ def main() -> int:
 
 def _start(options: EngineOptions) -> Engine:
     """Load and warm up. Imports torch only here, when the reader is already listening for the parent's death."""
-    probing = ProbeProcess() if may_find_accelerator(options.device) else None
+    probing = ProbeProcess(is_early=True) if may_find_accelerator(options.device) else None
     try:
         return _warm_engine(options, probing)
     finally:

@@ -181,6 +181,6 @@ class Padding:
                     later += decode[1:]
                 mixed = StepSizes(num_tokens, num_sequences, num_sequences, widths[0], False, lora, window)
                 (later if window else first).append(mixed)
-        early = {1, *TOKEN_SIZES[TOKEN_SIZES.index(first[-1].num_tokens) :: -2]}
+        early = {1, self.max_rows, *TOKEN_SIZES[TOKEN_SIZES.index(first[-1].num_tokens) :: -2]}
         between = [one for one in first if one.num_tokens not in early]
         return [one for one in first[::-1] if one.num_tokens in early], [*between[::-1], *later[::-1]]

@@ -30,15 +30,18 @@ async def some_passes() -> None:
         await asyncio.sleep(0)
 
 
-async def started(application: Any) -> tuple[asyncio.Server, ServerState]:
-    """The application, served on a port of its own."""
-    config = uvicorn.Config(application, log_config=None, proxy_headers=False)
+async def started(application: Any, made: list[Protocol] | None = None) -> tuple[asyncio.Server, ServerState]:
+    """The application, served on a port of its own. made: where its connections go."""
+    config = uvicorn.Config(application, log_config=None, proxy_headers=False, timeout_keep_alive=3600)
     config.load()
     shares, turns, server_state = ConnectionShares(4), ReadingTurns(), ServerState()
 
     def make() -> Protocol:
         named: dict[str, Any] = {"config": config, "server_state": server_state, "app_state": {}}
-        return Protocol(shares, turns, lambda _status: None, **named)
+        protocol = Protocol(shares, turns, lambda _status: None, **named)
+        if made is not None:
+            made.append(protocol)
+        return protocol
 
     return await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0), server_state
 
@@ -125,3 +128,28 @@ def test_bodies_come_whole_however_they_are_cut_and_what_follows_is_the_next_req
         assert all(whole.startswith(part) for part, whole in zip(received, bodies, strict=True))
     else:
         assert received == bodies
+
+
+def test_a_body_that_comes_after_its_answer_keeps_the_connection() -> None:
+    """The answer began the wait for the next request; what comes of the body ends it, however it is read."""
+    connections: list[Protocol] = []
+
+    async def application(_scope: Any, _receive: Any, send: Callable[..., Any]) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1")]})
+        await send({"type": "http.response.body", "body": b"."})
+
+    async def run() -> None:
+        server, _ = await started(application, connections)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n.")
+        (connection,) = connections
+        while connection.timeout_keep_alive_task is None:
+            await asyncio.sleep(0)
+        writer.write(b"a" * 1000)
+        while connection.timeout_keep_alive_task is not None:
+            await asyncio.sleep(0)
+        writer.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))

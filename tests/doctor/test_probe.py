@@ -417,6 +417,31 @@ def test_one_that_dies_while_it_compiles_ahead_costs_no_implementation() -> None
         work.blame(SimpleNamespace(hung=False, ending="left the device unusable"))  # type: ignore[arg-type]
 
 
+# As in a process with a GPU, whose kernels for it end the process that imports them.
+_DEADLY_IMPORT = """
+import os, sys
+import torch
+torch.cuda.is_available = lambda: True
+class Deadly:
+    def find_spec(self, name, path=None, target=None):
+        if name == "kernels.lora.triton_cuda":
+            os.abort()
+sys.meta_path.insert(0, Deadly())
+"""
+
+
+def test_one_that_dies_while_it_gets_ready_costs_no_implementation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_DEADLY_IMPORT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    early = ProbeProcess(is_early=True)
+    reports = probe_apart(detect("cpu"), "cpu", SHAPES, process=early)
+    assert "signal 6" in early.ending, "it has died"
+    assert all(report.used == report.wished for report in reports)
+
+
 def test_what_is_probed_is_compiled_before_once(tmp_path: Path) -> None:
     """In a process of its own, without Triton's interpreter; with the cache filled nothing is asked for again."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

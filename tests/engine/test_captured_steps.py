@@ -101,6 +101,15 @@ def test_what_is_captured_before_the_first_request_is_padded_as_steps_are() -> N
     assert max(one.num_tokens for one in first) == 128
 
 
+@pytest.mark.parametrize("max_sequences", [1, 2, 5, 40, 90, 192, 256, 300])
+def test_full_steps_are_captured_before_the_first_request(max_sequences: int) -> None:
+    padding = replace(PADDING, max_sequences=max_sequences)
+    first, later = padding.to_capture(token_budget=8192, has_lora=True)
+    largest = max(one.num_tokens for one in (*first, *later) if one.all_decode)
+    assert largest == padding.max_rows
+    assert {one.has_lora for one in first if one.all_decode and one.num_tokens == largest} == {False, True}
+
+
 def test_a_step_is_captured_when_its_sizes_are_met_first_and_replayed_from_then_on() -> None:
     graphs, work = CountedGraphs(), []
     steps = CapturedSteps(graphs, None, max_graphs=3)
