@@ -39,6 +39,7 @@ def targeted(config: AdapterConfig, paths: Sequence[str], linear_paths: Iterable
 
     linear_paths: what "all-linear" stands for. Raises Malformed for a broken or too slow regular expression.
     """
+    paths = [path for path in paths if not _is_saved(config, path)]
     if isinstance(config.target_modules, str):
         if config.target_modules.lower() == ALL_LINEAR:
             found = set(paths) & set(linear_paths)
@@ -96,6 +97,11 @@ def _in_targets(config: AdapterConfig, names: frozenset[str], layers: frozenset[
     if not _ends_with_any(path, names):
         return False
     return config.layers_to_transform is None or _layer_of(path, config.layers_pattern) in layers
+
+
+def _is_saved(config: AdapterConfig, path: str) -> bool:
+    """Whether modules_to_save names the module or one around it: PEFT adapts no such module, whatever names it."""
+    return any(f".{name}." in f".{path}." for name in config.modules_to_save)
 
 
 def _layer_of(path: str, layers_pattern: Sequence[str]) -> int | None:
