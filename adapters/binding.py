@@ -76,11 +76,19 @@ def _bind_modules(
     paths = [entry.path for entry in found.values()]
     ranks = pattern_values(list(config.rank_pattern), paths, "rank_pattern")
     alphas = pattern_values(list(config.alpha_pattern), paths, "alpha_pattern")
+    own_ranks = {
+        module: config.rank_pattern[ranks[entry.path]] if entry.path in ranks else config.rank
+        for module, entry in found.items()
+    }
     for module in known.in_order(found):
         entry = found[module]
-        rank = config.rank_pattern[ranks[entry.path]] if entry.path in ranks else config.rank
+        rank = own_ranks[module]
         alpha = config.alpha_pattern[alphas[entry.path]] if entry.path in alphas else config.alpha
-        bound = _bind_module(*known.slices[module], entry, rank, alpha, config.use_rslora)
+        scaling = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
+        if config.ties_head and known.ties_head and module in known.heads:
+            # Its weights are the embedding's, hence their rank, but it is scaled as its own settings say.
+            rank = next((own_ranks[name] for name in known.embeddings if name in own_ranks), rank)
+        bound = _bind_module(*known.slices[module], entry, rank, scaling)
         if isinstance(bound, BoundSlice):
             slices.append(bound)
         else:
@@ -94,7 +102,7 @@ def _bind_modules(
 
 
 def _bind_module(
-    projection: ProjectionSpec, piece: Slice, entry: FoundModule, rank: int, alpha: float, use_rslora: bool
+    projection: ProjectionSpec, piece: Slice, entry: FoundModule, rank: int, scaling: float
 ) -> BoundSlice | list[tuple[str, str]]:
     """The module's slice, or what is wrong with its tensors."""
     if not {"A", "B"} <= entry.sides.keys():
@@ -107,7 +115,6 @@ def _bind_module(
         if tensor.shape != wanted:
             reason = f"its shape is {tensor.shape}; rank {rank} of {piece.module} needs {wanted}"
             problems.append((tensor.name, reason))
-    scaling = alpha / math.sqrt(rank) if use_rslora else alpha / rank
     return problems or BoundSlice(projection, piece, rank, scaling, a, b)
 
 

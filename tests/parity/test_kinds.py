@@ -59,6 +59,13 @@ def kinds_of(family: str) -> dict[str, dict[str, Any]]:
             "ensure_weight_tying": True,
         },
         "tied-lora": {"rank": 3, "target_modules": ["embed_tokens", inputs[0]], "ensure_weight_tying": True},
+        "tied-lora-of-other-rank": {
+            "rank": 6,
+            "target_modules": ["embed_tokens", inputs[0]],
+            "ensure_weight_tying": True,
+            "rank_pattern": {"embed_tokens": 2},
+            "alpha_pattern": {"lm_head": 3},
+        },
         "head-not-adapted": {"rank": 2, "target_modules": ["lm_head", inputs[0]], "modules_to_save": ["lm_head"]},
         "tokens": {"rank": 2, "target_modules": inputs, "trainable_token_indices": [5, 9, 30]},
         "tokens-of-both": {
