@@ -11,7 +11,6 @@ from adapters.bound import (
     LORA_BIAS,
     MAGNITUDE,
     WEIGHT,
-    BaseCopy,
     Binding,
     BoundExtra,
     BoundSlice,
@@ -59,10 +58,11 @@ def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor
         tuple(slices),
         tuple(others.copies),
         rows_of(slices, extras, others.tokens),
-        _notes(config, known, found, others.copies),
+        _notes(config, known, found, others),
         extras,
         config.invocation,
         tuple(others.tokens),
+        tuple(others.repeats),
     )
 
 
@@ -235,9 +235,10 @@ def _check_invocation(config: AdapterConfig, slices: Sequence[BoundSlice], layou
 
 
 def _notes(
-    config: AdapterConfig, known: KnownModules, found: Mapping[str, FoundModule], copies: list[BaseCopy]
+    config: AdapterConfig, known: KnownModules, found: Mapping[str, FoundModule], others: OtherTensors
 ) -> tuple[str, ...]:
-    notes = [f"{copy.tensor.name} repeats the base's own weight and is not stored." for copy in copies]
+    notes = [f"{copy.tensor.name} repeats the base's own weight and is not stored." for copy in others.copies]
+    notes += [f"{one.tensor.name} repeats {one.of.name} and is not stored." for one in others.repeats]
     names = config.target_modules if isinstance(config.target_modules, tuple) else ()
     known_endings = {ending for tail in (*known.by_tail, *_merged(known, found)) for ending in endings(tail)}
     unused = [name for name in names if tail_of(name) not in known_endings]

@@ -33,6 +33,15 @@ class BaseCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class Repeat:
+    """A tensor that the file has twice, under two of a module's names; both must be equal, or it is not known which of
+    them counts."""
+
+    tensor: Tensor
+    of: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class BoundTokens:
     """Rows of the embedding [vocabulary, hidden], or of the head, that an adapter has in the place of the base's:
     tensor [num_ids, hidden]. On the device each is a row of rank that only its token meets."""
@@ -74,6 +83,7 @@ class Binding:
     extras: tuple[BoundExtra, ...] = ()
     invocation: tuple[int, ...] = ()
     tokens: tuple[BoundTokens, ...] = ()
+    repeats: tuple[Repeat, ...] = ()
 
     def without(self, unchanged: Collection[BoundExtra]) -> Binding:
         """Leave out extras that equal the base's own tensors."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field, replace
 
-from adapters.bound import BIAS, LORA_BIAS, MAGNITUDE, WEIGHT, BaseCopy, BoundExtra, BoundTokens
+from adapters.bound import BIAS, LORA_BIAS, MAGNITUDE, WEIGHT, BaseCopy, BoundExtra, BoundTokens, Repeat
 from adapters.format import Tensor
 from adapters.layout import Group, ProjectionSpec, Slice
 from adapters.module_names import KnownModules, tail_of, trained_path
@@ -35,18 +35,23 @@ class FoundModule:
 
 @dataclass(slots=True)
 class OtherTensors:
-    """Tensors that are no LoRA weights: what is held beside rows, and what must repeat the base."""
+    """Tensors that are no LoRA weights: what is held beside rows, what must repeat the base, and what must repeat
+    another one: PEFT's `save_embedding_layers` saves a module of `modules_to_save` twice."""
 
     config: AdapterConfig
     extras: list[BoundExtra] = field(default_factory=list)
     copies: list[BaseCopy] = field(default_factory=list)
     tokens: list[BoundTokens] = field(default_factory=list)
+    repeats: list[Repeat] = field(default_factory=list)
 
     def add(self, extra: BoundExtra) -> str | None:
         twin = next((one for one in self.extras if (one.module, one.part) == (extra.module, extra.part)), None)
-        if twin is not None:
+        if twin is None:
+            self.extras.append(extra)
+        elif twin.tensor.dtype != extra.tensor.dtype or any(one.of == twin.tensor for one in self.repeats):
             return f"{extra.module} already has its {extra.part} from tensor {twin.tensor.name[:200]!r}"
-        self.extras.append(extra)
+        else:
+            self.repeats.append(Repeat(extra.tensor, twin.tensor))
         return None
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from adapters.base_weights import BaseWeights
 from adapters.binding import bind
-from adapters.bound import TOKENS, Binding, BoundExtra
+from adapters.bound import TOKENS, Binding, BoundExtra, Repeat
 from adapters.errors import BindingError, RowsExceeded
-from adapters.format import read_header
+from adapters.format import read_chunks, read_header
 from adapters.layout import BaseLayout
 from adapters.peft_config import parse_config
 from adapters.records import ModuleRecord
@@ -41,6 +41,11 @@ def check_headers(
         for copy in binding.base_copies
         if base is None or not base.repeats(copy.name, copy.tensor, tensor_path)
     ]
+    changed += [
+        (one.tensor.name, f"it differs from {one.of.name[:200]!r}, which the file has for the same module")
+        for one in binding.repeats
+        if not _are_equal(tensor_path, one)
+    ]
     if changed:
         shown = "; ".join(f"{name[:200]}: {reason}" for name, reason in changed)
         raise BindingError(f"The adapter does not fit this base model. {shown}.", tuple(changed))
@@ -65,6 +70,11 @@ def module_reports(binding: Binding) -> tuple[ModuleRecord, ...]:
         num_bytes = tokens.tensor.num_bytes
         reports.append(ModuleRecord(tokens.module, 0, 0.0, num_bytes, (TOKENS,), tokens.token_ids))
     return tuple(reports)
+
+
+def _are_equal(path: Path, repeat: Repeat) -> bool:
+    chunks = zip(read_chunks(path, repeat.tensor), read_chunks(path, repeat.of), strict=True)
+    return all(one == other for one, other in chunks)
 
 
 def _check_rows(binding: Binding, plan: RowPlan) -> None:

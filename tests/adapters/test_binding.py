@@ -238,6 +238,22 @@ def test_copies_of_base_embeddings_are_kept_apart_for_a_comparison(tmp_path: Pat
     assert {copy.name for copy in binding.base_copies} == {f"{module}.weight" for module in modules}
 
 
+def test_a_saved_module_may_be_there_twice_and_no_more(tmp_path: Path) -> None:
+    names = [
+        f"base_model.model.lm_head.{end}" for end in ("modules_to_save.weight", "weight", "modules_to_save.x.weight")
+    ]
+    tensors: dict[str, np.ndarray] = lora_tensors(LAYOUT, Q, 4)
+    tensors |= dict.fromkeys(names[:2], np.zeros((VOCAB, HIDDEN), "<f4"))
+    binding = bind_tensors(tmp_path, tensors, modules_to_save=["lm_head"])
+    (extra,), (repeat,) = binding.extras, binding.repeats
+    assert {repeat.tensor.name, repeat.of.name} == set(names[:2])
+    assert extra.tensor == repeat.of
+    assert any(repeat.tensor.name in note for note in binding.notes)
+    for third in ({names[2]: tensors[names[0]]}, {names[1]: tensors[names[0]].astype("<f2")}):
+        with pytest.raises(BindingError, match="already has its weight"):
+            bind_tensors(tmp_path, {**tensors, **third}, modules_to_save=["lm_head"])
+
+
 def test_the_message_is_short_however_many_problems_there_are(tmp_path: Path) -> None:
     tensors = {f"x{index}": np.zeros(1, "<f4") for index in range(500)}
     with pytest.raises(BindingError) as caught:

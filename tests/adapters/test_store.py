@@ -1275,6 +1275,20 @@ def test_a_copy_of_the_base_embedding_is_left_out_and_a_changed_one_refused(tmp_
     store.close()
 
 
+def test_a_module_saved_twice_is_stored_once_if_both_are_equal(store: AdapterStore) -> None:
+    """As PEFT's `save_embedding_layers=True` does beside modules_to_save."""
+    config = config_bytes(modules_to_save=["lm_head"])
+    head = np.random.default_rng(0).standard_normal((VOCAB, HIDDEN)).astype("<f4")
+    once, twice = "base_model.model.lm_head.weight", "base_model.model.lm_head.modules_to_save.weight"
+    plain, _ = upload_bytes(store, "plain", config, safetensors_bytes({**good_tensors(), once: head}))
+    record, _ = upload_bytes(store, "twice", config, safetensors_bytes({**good_tensors(), once: head, twice: head}))
+    assert record.digest == plain.digest
+    other = head.copy()
+    other[-1, -1] += 1
+    with pytest.raises(BindingError, match="which the file has for the same module"):
+        upload_bytes(store, "other", config, safetensors_bytes({**good_tensors(), once: head, twice: other}))
+
+
 def test_the_digest_is_what_it_was_in_earlier_versions(store: AdapterStore) -> None:
     """Stored adapters are found by it: a change of how it is made needs a migration."""
     module = Q[0]

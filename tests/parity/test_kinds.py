@@ -67,6 +67,12 @@ def kinds_of(family: str) -> dict[str, dict[str, Any]]:
             "alpha_pattern": {"lm_head": 3},
         },
         "head-not-adapted": {"rank": 2, "target_modules": ["lm_head", inputs[0]], "modules_to_save": ["lm_head"]},
+        "saved-twice": {
+            "rank": 2,
+            "target_modules": inputs,
+            "modules_to_save": ["embed_tokens", "lm_head"],
+            "save_embedding_layers": True,
+        },
         "tokens": {"rank": 2, "target_modules": inputs, "trainable_token_indices": [5, 9, 30]},
         "tokens-of-both": {
             "rank": 2,
