@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from adapters.bound import (
+    BIAS,
     LORA_BIAS,
     MAGNITUDE,
     WEIGHT,
@@ -22,15 +22,18 @@ from adapters.layout import BaseLayout, ProjectionSpec, Slice
 from adapters.module_names import KnownModules, model_prefix, tail_of
 from adapters.patterns import endings, pattern_values, targeted
 from adapters.peft_config import AdapterConfig
+from adapters.saved_parts import check_saved, check_tokens, tie_whole_head
 from adapters.tensor_sorting import FoundModule, OtherTensors, sort_in
 
 MAX_SHOWN = 8
 _WITHOUT_TENSORS = "target_modules names it, but the file has no tensors for it"
 
 
-def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor]) -> Binding:
+def bind(
+    layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor], *, is_stored: bool = False
+) -> Binding:
     """Raises BindingError listing every tensor that does not bind and every target without tensors, Malformed for a
-    pattern that cannot be evaluated."""
+    pattern that cannot be evaluated. is_stored: see `check_headers`."""
     known = KnownModules(layout)
     problems: list[tuple[str, str]] = []
     found: dict[str, FoundModule] = {}
@@ -39,7 +42,7 @@ def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor
         reason = sort_in(tensor, known, found, others)
         if reason is not None:
             problems.append((tensor.name, reason))
-    _tie_whole_head(known, others)
+    tie_whole_head(known, others)
     problems += _check_targets(known, config, found)
     if not problems:
         problems += _check_unserved_targets(known, config, layout)
@@ -50,7 +53,9 @@ def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor
         for extra in others.extras
         if extra.part == WEIGHT and extra.module in found
     ]
-    problems += _check_tokens(known, others, found)
+    problems += check_tokens(known, others, found)
+    if not problems and not is_stored:
+        problems += check_saved(known, others)
     problems += _check_invocation(config, slices, layout)
     _refuse(problems, slices, bool(others.extras or others.tokens))
     extras = tuple(sorted(others.extras, key=lambda extra: (extra.module, extra.part)))
@@ -195,33 +200,6 @@ def _check_unserved_targets(known: KnownModules, config: AdapterConfig, layout: 
     return list(problems.items())
 
 
-def _tie_whole_head(known: KnownModules, others: OtherTensors) -> None:
-    """An embedding that was trained whole as the head too is the head's, unless the file has the head itself."""
-    if not (others.config.ties_head and known.ties_head):
-        return
-    whole = {extra.module: extra for extra in others.extras if extra.part == WEIGHT}
-    tied = [whole[name] for name in known.embeddings if name in whole]
-    others.extras += [
-        replace(one, module=head, group="saved_head") for one in tied for head in known.heads if head not in whole
-    ]
-
-
-def _check_tokens(known: KnownModules, others: OtherTensors, found: Mapping[str, FoundModule]) -> list[tuple[str, str]]:
-    """Of a base that ties its head, the embedding's trained tokens are the head's too, unless it has its own, or is
-    there whole: then it was untied to be trained."""
-    bound = {one.module for one in others.tokens}
-    if others.config.trained_tokens and not bound:
-        return [("trainable_token_indices", "the file has no tensors for it")]
-    whole = {extra.module for extra in others.extras if extra.part == WEIGHT}
-    tied = [one for one in others.tokens if one.module in known.embeddings and known.ties_head]
-    others.tokens += [replace(one, module=head) for one in tied for head in known.heads if head not in bound | whole]
-    return [
-        (one.tensor.name, f"{one.module} is trained in another way too; an adapter does either")
-        for one in others.tokens
-        if one.module in found or one.module in whole
-    ]
-
-
 def _check_invocation(config: AdapterConfig, slices: Sequence[BoundSlice], layout: BaseLayout) -> list[tuple[str, str]]:
     """PEFT activates linear projections alone, so an embedding would be adapted everywhere."""
     if not config.invocation:
@@ -242,6 +220,8 @@ def _notes(
     names = config.target_modules if isinstance(config.target_modules, tuple) else ()
     known_endings = {ending for tail in (*known.by_tail, *_merged(known, found)) for ending in endings(tail)}
     unused = [name for name in names if tail_of(name) not in known_endings]
+    if config.has_biases and not any(extra.part == BIAS for extra in others.extras):
+        notes.append("The file has no biases, though `bias` says that they were trained: those of the base stay.")
     if config.invocation:
         shown = str(list(config.invocation))[:200]
         notes.append(

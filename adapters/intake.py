@@ -77,7 +77,7 @@ class Intake:
     def fits(self, config: bytes, manifest: Manifest, ready: Path) -> bool:
         """Whether an adapter_config.json makes of the tensors in `ready` what the manifest says."""
         try:
-            binding = check_headers(config, ready / TENSOR_FILE, self._layout, None, self._base)
+            binding = check_headers(config, ready / TENSOR_FILE, self._layout, None, self._base, is_stored=True)
         except AdapterError:
             return False
         return module_reports(binding) == manifest.modules and binding.invocation == manifest.invocation

@@ -15,7 +15,7 @@ from adapters.binding import bind
 from adapters.bound import Binding
 from adapters.errors import BindingError
 from adapters.format import read_header
-from adapters.layout import BaseLayout
+from adapters.layout import BaseLayout, Slice
 from adapters.peft_config import parse_config
 from tests.support.adapter_files import (
     HIDDEN,
@@ -252,6 +252,51 @@ def test_a_saved_module_may_be_there_twice_and_no_more(tmp_path: Path) -> None:
     for third in ({names[2]: tensors[names[0]]}, {names[1]: tensors[names[0]].astype("<f2")}):
         with pytest.raises(BindingError, match="already has its weight"):
             bind_tensors(tmp_path, {**tensors, **third}, modules_to_save=["lm_head"])
+
+
+@pytest.mark.parametrize("lost", ["lm_head", "model.layers.1.input_layernorm"])
+def test_a_saved_module_that_the_file_has_lost_is_refused(tmp_path: Path, lost: str) -> None:
+    """The base's would answer in its place."""
+    norms = tuple(Slice(f"model.layers.{layer}.input_layernorm", HIDDEN) for layer in range(LAYOUT.num_layers))
+    layout, settings = replace(LAYOUT, norms=norms), {"modules_to_save": ["head", "input_layernorm", "score"]}
+    tensors: dict[str, np.ndarray] = lora_tensors(LAYOUT, Q, 4)
+    tensors["base_model.model.lm_head.weight"] = np.zeros((VOCAB, HIDDEN), "<f4")
+    tensors |= {f"base_model.model.{norm.module}.weight": np.zeros(HIDDEN, "<f4") for norm in norms}
+    assert len(bind_tensors(tmp_path, tensors, layout, **settings).extras) == 1 + len(norms)
+    del tensors[f"base_model.model.{lost}.weight"]
+    with pytest.raises(BindingError, match="modules_to_save names it") as caught:
+        bind_tensors(tmp_path, tensors, layout, **settings)
+    assert [name for name, _ in caught.value.problems] == [lost]
+
+
+@pytest.mark.parametrize("ties_head", [True, False])
+def test_trained_tokens_that_the_file_has_lost_are_refused_unless_a_tied_head_shares_them(
+    tmp_path: Path, ties_head: bool
+) -> None:
+    layout, settings = (
+        replace(LAYOUT, ties_head=ties_head),
+        {"trainable_token_indices": {"embed_tokens": [3], "lm_head": [3]}},
+    )
+    tensors: dict[str, np.ndarray] = lora_tensors(LAYOUT, Q, 4)
+    names = [
+        f"base_model.model.{module}.token_adapter.trainable_tokens_delta"
+        for module in ("model.embed_tokens", "lm_head")
+    ]
+    tensors |= dict.fromkeys(names, np.zeros((1, HIDDEN), "<f4"))
+    assert len(bind_tensors(tmp_path, tensors, layout, **settings).tokens) == 2
+    del tensors[names[1]]
+    if ties_head:
+        assert len(bind_tensors(tmp_path, tensors, layout, **settings).tokens) == 2
+    else:
+        with pytest.raises(BindingError, match="lm_head: trainable_token_indices names it"):
+            bind_tensors(tmp_path, tensors, layout, **settings)
+
+
+def test_biases_that_the_file_has_not_are_told(tmp_path: Path) -> None:
+    tensors: dict[str, np.ndarray] = lora_tensors(LAYOUT, Q, 4)
+    assert any("no biases" in note for note in bind_tensors(tmp_path, tensors, bias="all").notes)
+    tensors |= {f"base_model.model.{module}.bias": np.zeros(8, "<f4") for module in Q}
+    assert not bind_tensors(tmp_path, tensors, bias="all").notes
 
 
 def test_the_message_is_short_however_many_problems_there_are(tmp_path: Path) -> None:

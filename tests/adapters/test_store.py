@@ -1275,6 +1275,24 @@ def test_a_copy_of_the_base_embedding_is_left_out_and_a_changed_one_refused(tmp_
     store.close()
 
 
+def test_a_saved_module_that_repeats_the_base_is_no_fault_of_what_is_stored(tmp_path: Path) -> None:
+    """It is left out of what is stored, whose configuration names it still."""
+    base = tmp_path / "base"
+    base.mkdir()
+    head = np.ones((VOCAB, HIDDEN), "<f4")
+    (base / "model.safetensors").write_bytes(safetensors_bytes({"lm_head.weight": head}))
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base", base_dir=base)
+    tensors = safetensors_bytes({**good_tensors(), "base_model.model.lm_head.weight": head})
+    config = config_bytes(modules_to_save=["lm_head"])
+    upload_bytes(store, "x", config, tensors)
+    (file,) = (tmp_path / "store").rglob("adapter_model.safetensors")
+    before = file.stat().st_ino
+    record, _ = upload_bytes(store, "x", config_bytes(modules_to_save=["lm_head"], lora_dropout=0.5), tensors)
+    assert any("repeats the base's own tensor" in note for note in record.manifest.notes)
+    assert file.stat().st_ino == before, "it was taken for damaged and replaced"
+    store.close()
+
+
 def test_a_module_saved_twice_is_stored_once_if_both_are_equal(store: AdapterStore) -> None:
     """As PEFT's `save_embedding_layers=True` does beside modules_to_save."""
     config = config_bytes(modules_to_save=["lm_head"])
