@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -35,7 +36,7 @@ class Container:
         self._buildah = ["buildah", "--root", str(work_dir / "storage"), "--runroot", str(work_dir / "run")]
         self._name, self._log_path = name, work_dir / f"{name}.log"
         self.config = json.loads(self._output("inspect", name))["Docker"]["config"]
-        self.port = _free_port()
+        self.port = free_port()
         given = [*environment, f"MULTILORA_PORT={self.port}"]
         flags = [flag for pair in given for flag in ("--env", pair)]
         command = [*self.config["Entrypoint"], *self.config["Cmd"]]
@@ -165,9 +166,21 @@ def call_metric(container: Container, name: str) -> float:
     return float(value)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+def free_port() -> int:
+    """A port on which nothing listens, and which no other process is dealt before the container has started.
+
+    The container shares the machine's network, and the system deals out ports of one range to whoever names none.
+    """
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = [port for port in range(1024, 2**16) if not first <= port <= last]
+    random.shuffle(ports)
+    for port in ports:
+        try:
+            with socket.create_server(("", port)):
+                return port
+        except OSError:
+            continue
+    raise AssertionError(f"no free port outside of {first} to {last}")
 
 
 def main() -> None:

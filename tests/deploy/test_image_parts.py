@@ -14,6 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from deploy.image.patch_triton_ascend import without_simt_limits
+from scripts.image_probe import free_port
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -130,3 +131,9 @@ def test_nothing_of_this_machine_is_baked_in() -> None:
     for path in (path for path in parts if path.is_file()):
         hosts = set(re.findall(r"https?://([\w.-]+)", path.read_text()))
         assert hosts <= {"download.pytorch.org", "127.0.0.1", "json-schema.org"}, (path, hosts)
+
+
+def test_a_containers_port_is_none_that_other_processes_are_dealt() -> None:
+    first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = [free_port() for _ in range(20)]
+    assert [port for port in ports if first <= port <= last] == []
