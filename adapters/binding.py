@@ -5,21 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
-from adapters.bound import (
-    BIAS,
-    LORA_BIAS,
-    MAGNITUDE,
-    WEIGHT,
-    Binding,
-    BoundExtra,
-    BoundSlice,
-    rows_of,
-)
+from adapters.adapted import Piece, Problems, bind_slice, clashes, misfits, pieces_of
+from adapters.bound import BIAS, WEIGHT, Binding, BoundSlice, rows_of
 from adapters.errors import BindingError
 from adapters.format import Tensor
-from adapters.layout import BaseLayout, ProjectionSpec, Slice
-from adapters.module_names import KnownModules, model_prefix, tail_of
+from adapters.layout import BaseLayout
+from adapters.module_names import KnownModules, Rows, model_prefix, tail_of
 from adapters.patterns import endings, pattern_values, targeted
 from adapters.peft_config import AdapterConfig
 from adapters.saved_parts import check_saved, check_tokens, tie_whole_head
@@ -35,7 +28,7 @@ def bind(
     """Raises BindingError listing every tensor that does not bind and every target without tensors, Malformed for a
     pattern that cannot be evaluated. is_stored: see `check_headers`."""
     known = KnownModules(layout)
-    problems: list[tuple[str, str]] = []
+    problems: Problems = []
     found: dict[str, FoundModule] = {}
     others = OtherTensors(config)
     for tensor in tensors.values():
@@ -46,14 +39,15 @@ def bind(
     problems += _check_targets(known, config, found)
     if not problems:
         problems += _check_unserved_targets(known, config, layout)
-    slices, misfits = _bind_modules(known, config, found, others)
-    problems += misfits
+    slices, faults = _bind_modules(known, config, found, others)
+    problems += faults
+    adapted = {rows.module for entry in found.values() for rows in entry.rows}
     problems += [
         (extra.tensor.name, f"{extra.module} has LoRA weights too; an adapter trains it whole or with LoRA")
         for extra in others.extras
-        if extra.part == WEIGHT and extra.module in found
+        if extra.part == WEIGHT and extra.module in adapted
     ]
-    problems += check_tokens(known, others, found)
+    problems += check_tokens(known, others, adapted)
     if not problems and not is_stored:
         problems += check_saved(known, others)
     problems += _check_invocation(config, slices, layout)
@@ -73,119 +67,98 @@ def bind(
 
 def _bind_modules(
     known: KnownModules, config: AdapterConfig, found: Mapping[str, FoundModule], others: OtherTensors
-) -> tuple[list[BoundSlice], list[tuple[str, str]]]:
+) -> tuple[list[BoundSlice], Problems]:
     """The slices of adapted modules, and what is wrong with others of them; their magnitudes and biases go to
     `others`."""
     slices: list[BoundSlice] = []
-    problems: list[tuple[str, str]] = []
+    problems: Problems = []
     paths = [entry.path for entry in found.values()]
     ranks = pattern_values(list(config.rank_pattern), paths, "rank_pattern")
     alphas = pattern_values(list(config.alpha_pattern), paths, "alpha_pattern")
     own_ranks = {
-        module: config.rank_pattern[ranks[entry.path]] if entry.path in ranks else config.rank
-        for module, entry in found.items()
+        name: config.rank_pattern[ranks[entry.path]] if entry.path in ranks else config.rank
+        for name, entry in found.items()
     }
-    for module in known.in_order(found):
-        entry = found[module]
-        rank = own_ranks[module]
+    of_embedding = [own_ranks[name] for name, entry in found.items() if entry.rows[0].module in known.embeddings]
+    pieces: list[Piece] = []
+    for name, entry in found.items():
+        rank = own_ranks[name]
         alpha = config.alpha_pattern[alphas[entry.path]] if entry.path in alphas else config.alpha
         scaling = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
-        if config.ties_head and known.ties_head and module in known.heads:
+        if config.ties_head and known.ties_head and entry.rows[0].module in known.heads:
             # Its weights are the embedding's, hence their rank, but it is scaled as its own settings say.
-            rank = next((own_ranks[name] for name in known.embeddings if name in own_ranks), rank)
-        bound = _bind_module(*known.slices[module], entry, rank, scaling)
-        if isinstance(bound, BoundSlice):
+            rank = next(iter(of_embedding), rank)
+        faults = misfits(entry, known, config, rank)
+        problems += faults
+        pieces += () if faults else pieces_of(entry, rank, scaling)
+    in_order = sorted(pieces, key=lambda one: known.place(one.rows))
+    for module, of_module in groupby(in_order, key=lambda one: one.rows.module):
+        some = list(of_module)
+        faults = clashes(some, known.slices[module][1])
+        problems += faults
+        if not faults:
+            bound, extras = bind_slice(*known.slices[module], some)
             slices.append(bound)
-        else:
-            problems += bound
-        vectors = _vectors(known.slices[module][1], entry, config)
-        if isinstance(vectors, str):
-            problems.append((module, vectors))
-        else:
-            others.extras += vectors
+            others.extras += extras
     return slices, problems
 
 
-def _bind_module(
-    projection: ProjectionSpec, piece: Slice, entry: FoundModule, rank: int, scaling: float
-) -> BoundSlice | list[tuple[str, str]]:
-    """The module's slice, or what is wrong with its tensors."""
-    if not {"A", "B"} <= entry.sides.keys():
-        present = next(iter(entry.sides.values()))
-        other = "B" if "A" in entry.sides else "A"
-        return [(present.name, f"its counterpart lora_{other} is missing")]
-    a, b = entry.sides["A"], entry.sides["B"]
-    problems = []
-    for tensor, wanted in ((a, (rank, projection.in_features)), (b, (piece.out_features, rank))):
-        if tensor.shape != wanted:
-            reason = f"its shape is {tensor.shape}; rank {rank} of {piece.module} needs {wanted}"
-            problems.append((tensor.name, reason))
-    return problems or BoundSlice(projection, piece, rank, scaling, a, b)
-
-
-def _vectors(piece: Slice, entry: FoundModule, config: AdapterConfig) -> list[BoundExtra] | str:
-    """Magnitude and bias of an adapted module, or which is missing or misshapen."""
-    extras = []
-    for part, is_wanted in ((MAGNITUDE, config.use_dora), (LORA_BIAS, config.lora_bias)):
-        tensor = entry.sides.get(part)
-        if tensor is None:
-            if is_wanted:
-                return f"its {part} is missing, and adapter_config.json says that there is one"
-            continue
-        if tensor.shape != (piece.out_features,):
-            return f"its {part} has shape {tensor.shape}, not {(piece.out_features,)}"
-        extras.append(BoundExtra(piece.module, part, tensor, "vectors"))
-    return extras
-
-
-def _check_targets(
-    known: KnownModules, config: AdapterConfig, found: Mapping[str, FoundModule]
-) -> list[tuple[str, str]]:
+def _check_targets(known: KnownModules, config: AdapterConfig, found: Mapping[str, FoundModule]) -> Problems:
     """Targets and tensors must name the same modules: more targets mean an incomplete file, more tensors mean tensors
     that PEFT would leave out."""
-    paths = {module: found[module].path if module in found else None for module in known.slices}
-    renamed = {model_prefix(module): model_prefix(path) for module, path in paths.items() if path is not None}
-    for module, path in paths.items():
-        if path is None:
-            prefix = model_prefix(module)
-            paths[module] = renamed.get(prefix, prefix) + tail_of(module)
-    seen = {module: path for module, path in paths.items() if path is not None}
+    prefixes = {model_prefix(rows.module): model_prefix(entry.path) for entry in found.values() for rows in entry.rows}
+
+    def path_of(module: str) -> str:
+        """As the trainer would call it."""
+        entry, prefix = found.get(tail_of(module)), model_prefix(module)
+        return entry.path if entry is not None else prefixes.get(prefix, prefix) + tail_of(module)
+
+    paths = {module: path_of(module) for module in known.slices}
+    adapted = {rows.module for entry in found.values() for rows in entry.rows}
+    absent = {path_of(name): modules for name, modules in _absent(known, found).items()}
     linear = [
         name
-        for module, path in seen.items()
+        for module, path in paths.items()
         if known.slices[module][0].kind == "linear" and known.slices[module][0].group != "embeddings"
         for name in (path, module)
     ]
-    # Merged modules, which no layout has, where the file has nothing of what they stand for.
-    absent = {
-        renamed.get(model_prefix(modules[0]), model_prefix(modules[0])) + tail: modules
-        for tail, modules in _merged(known, found).items()
-        if not any(module in found for module in modules)
-    }
-    matched = targeted(config, sorted({*seen.values(), *found, *absent}), linear)
-    if config.ties_head and known.ties_head and any(seen[name] in matched for name in known.embeddings if name in seen):
-        matched |= {seen[head] for head in known.heads if head in seen}
-    problems = []
-    for module, path in seen.items():
-        if path in matched and module not in found:
-            problems.append((module, _WITHOUT_TENSORS))
-        if module in found and path not in matched and module not in matched:
-            problems.append((module, "the file has tensors for it, but target_modules does not name it"))
+    renamed = [*absent, *(entry.path for tail, entry in found.items() if tail in known.renamed)]
+    matched = targeted(config, sorted({*paths.values(), *adapted, *renamed}), [*linear, *renamed])
+    if config.ties_head and known.ties_head and any(paths[name] in matched for name in known.embeddings):
+        matched |= {paths[head] for head in known.heads}
+    missing = [module for module, path in paths.items() if path in matched and module not in adapted]
+    problems = [(module, _WITHOUT_TENSORS) for module in missing]
     problems += [
-        (path, _WITHOUT_TENSORS)
-        for path, modules in absent.items()
-        if path in matched and not any(seen[module] in matched for module in modules)
+        (entry.name, "the file has tensors for it, but target_modules does not name it")
+        for entry in found.values()
+        if entry.path not in matched and not all(rows.module in matched for rows in entry.rows)
+    ]
+    problems += [
+        (path, _WITHOUT_TENSORS) for path, modules in absent.items() if path in matched and modules.isdisjoint(missing)
     ]
     return problems
 
 
-def _merged(known: KnownModules, found: Mapping[str, FoundModule]) -> Mapping[str, tuple[str, ...]]:
-    """`KnownModules.fused` of a trainer that merges modules; of others nothing, whose models have none of that name, so
-    that a target called so adapts nothing."""
-    return known.fused if any(known.resolve(entry.path) is None for entry in found.values()) else {}
+def _absent(known: KnownModules, found: Mapping[str, FoundModule]) -> dict[str, set[str]]:
+    """Modules of `_renamed` of whose rows the file has none; and what they belong to."""
+    adapted: dict[str, list[Rows]] = {}
+    for entry in found.values():
+        for rows in entry.rows:
+            adapted.setdefault(rows.module, []).append(rows)
+    return {
+        model_prefix(rows[0].module) + tail: {one.module for one in rows}
+        for tail, rows in _renamed(known, found).items()
+        if not any(one.meets(other) for one in rows for other in adapted.get(one.module, ()))
+    }
 
 
-def _check_unserved_targets(known: KnownModules, config: AdapterConfig, layout: BaseLayout) -> list[tuple[str, str]]:
+def _renamed(known: KnownModules, found: Mapping[str, FoundModule]) -> Mapping[str, tuple[Rows, ...]]:
+    """`KnownModules.renamed` of a trainer that has such modules; of others nothing, whose models have none of that
+    name, so that a target called so adapts nothing."""
+    return known.renamed if any(tail in known.renamed for tail in found) else {}
+
+
+def _check_unserved_targets(known: KnownModules, config: AdapterConfig, layout: BaseLayout) -> Problems:
     """Names in a list of targets that stand for what no adapter changes, and have no tensors: PEFT adapts such a module
     or refuses it, so the file lacks what was asked for."""
     if isinstance(config.target_modules, str):
@@ -200,7 +173,7 @@ def _check_unserved_targets(known: KnownModules, config: AdapterConfig, layout: 
     return list(problems.items())
 
 
-def _check_invocation(config: AdapterConfig, slices: Sequence[BoundSlice], layout: BaseLayout) -> list[tuple[str, str]]:
+def _check_invocation(config: AdapterConfig, slices: Sequence[BoundSlice], layout: BaseLayout) -> Problems:
     """PEFT activates linear projections alone, so an embedding would be adapted everywhere."""
     if not config.invocation:
         return []
@@ -218,7 +191,7 @@ def _notes(
     notes = [f"{copy.tensor.name} repeats the base's own weight and is not stored." for copy in others.copies]
     notes += [f"{one.tensor.name} repeats {one.of.name} and is not stored." for one in others.repeats]
     names = config.target_modules if isinstance(config.target_modules, tuple) else ()
-    known_endings = {ending for tail in (*known.by_tail, *_merged(known, found)) for ending in endings(tail)}
+    known_endings = {ending for tail in (*known.by_tail, *_renamed(known, found)) for ending in endings(tail)}
     unused = [name for name in names if tail_of(name) not in known_endings]
     if config.has_biases and not any(extra.part == BIAS for extra in others.extras):
         notes.append("The file has no biases, though `bias` says that they were trained: those of the base stay.")
@@ -232,7 +205,7 @@ def _notes(
     return tuple(notes)
 
 
-def _refuse(problems: list[tuple[str, str]], slices: list[BoundSlice], has_more: bool) -> None:
+def _refuse(problems: Problems, slices: list[BoundSlice], has_more: bool) -> None:
     if problems:
         shown = "; ".join(f"{name[:200]}: {reason}" for name, reason in problems[:MAX_SHOWN])
         more = f"; and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""

@@ -13,6 +13,7 @@ from adapters.bound import LORA_BIAS, MAGNITUDE, TOKENS, Binding, BoundExtra, Bo
 from adapters.errors import Malformed
 from adapters.format import ELEMENT_BYTES, Tensor, header_bytes, read_chunks
 from adapters.paths import EMBEDDING_SIDES, LINEAR_SIDES, stored_name
+from adapters.stacked import chunks
 from adapters.synced_files import synced_beside
 
 IDLE = "The adapter changes nothing: lora_A or lora_B is zero in all of its modules."
@@ -48,7 +49,7 @@ class CanonicalForm:
         with target.open("wb") as file:
             file.write(self._header)
             for _, tensor in self._entries:
-                for chunk in read_chunks(source, tensor):
+                for chunk in chunks(source, tensor):
                     file.write(chunk)
 
     def digest(self, path: Path, chat_template: bytes | None) -> tuple[str, tuple[str, ...]]:

@@ -126,6 +126,15 @@ def read_chunks(path: Path, tensor: Tensor, chunk_bytes: int = CHUNK_BYTES) -> I
             yield chunk
 
 
+def widened(data: bytes, dtype: str) -> Any:
+    """The elements as float32, which holds every value of the other dtypes."""
+    import numpy as np
+
+    if dtype == "BF16":
+        return (np.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+    return np.frombuffer(data, "<f2" if dtype == "F16" else "<f4").astype("<f4")
+
+
 def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
     """The header of a file whose tensors (name, dtype, shape) follow in this order without gaps, as the safetensors
     library writes it."""

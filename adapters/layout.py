@@ -26,6 +26,14 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
+class SplitModule:
+    """A slice's module that some trainers have as several, each with its own rows of the output, in this order."""
+
+    module: str
+    parts: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ProjectionSpec:
     """One (packed) projection: slices that share their input. `kind` "embedding" looks its input up by token id.
 
@@ -53,6 +61,7 @@ class BaseLayout:
     unadapted    modules whose adapters are not served, what is below them included: experts and their routers
     fixed        modules and parameters that no adapter changes, convolutions say
     outside      beginnings of modules that belong to parts of the model that are not served, a vision tower say
+    splits       slices that some trainers have as several modules
     ties_head    the head is the token embedding
     norms        of the hidden states and of the heads of attention: the modules whose weights an adapter may replace,
                  and their widths
@@ -65,6 +74,7 @@ class BaseLayout:
     weights: str = ""
     unadapted: tuple[str, ...] = ()
     norms: tuple[Slice, ...] = ()
+    splits: tuple[SplitModule, ...] = ()
     ties_head: bool = False
     fixed: tuple[str, ...] = ()
     outside: tuple[str, ...] = ()

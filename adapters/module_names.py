@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from itertools import pairwise
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
-from adapters.layout import BaseLayout, ProjectionSpec
+from adapters.layout import BaseLayout, ProjectionSpec, Slice
 
 # Path components that wrap a model without being part of it; training frameworks stack them in any order.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -15,8 +16,28 @@ _PEFT_PREFIX = re.compile(r"(?:module\.)*(?:base_model\.model\.)?(?:module\.)*")
 _MODEL_PREFIX = re.compile(r"(?:(?:base_model|model|language_model|text_model|module)\.)*")
 
 
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows [start, end) of the output of a slice's module."""
+
+    module: str
+    start: int
+    end: int
+
+    @property
+    def num(self) -> int:
+        return self.end - self.start
+
+    def meets(self, other: Rows) -> bool:
+        """Whether they have a row in common."""
+        return self.module == other.module and self.start < other.end and other.start < self.end
+
+
 class KnownModules:
-    """The layout's slices by module path, and by path without the name of the model around it."""
+    """The layout's slices by module path, and by path without the name of the model around it.
+
+    renamed  modules that only some trainers have, by such a path: the rows that each stands for, in order
+    """
 
     def __init__(self, layout: BaseLayout) -> None:
         self.slices = {piece.module: (p, piece) for p in layout.projections for piece in p.slices}
@@ -31,10 +52,16 @@ class KnownModules:
         self.embeddings = tuple(module for kind, module in ends if kind == "embedding")
         self.heads = tuple(module for kind, module in ends if kind == "linear")
         self.norms = {tail_of(norm.module): norm for norm in layout.norms}
-        self.fused = {tail_of(name): modules for p in layout.projections for name, modules in _fused(p)}
+        self.renamed = {tail_of(name): rows for p in layout.projections for name, rows in _merged(p)}
+        for split in layout.splits:
+            borders = accumulate((part.out_features for part in split.parts), initial=0)
+            for part, rows in zip(split.parts, pairwise(borders), strict=True):
+                self.renamed[tail_of(part.module)] = (Rows(split.module, *rows),)
+        self._places = {module: place for place, module in enumerate(self.slices)}
 
-    def in_order(self, modules: Mapping[str, object]) -> list[str]:
-        return [module for module in self.slices if module in modules]
+    def place(self, rows: Rows) -> tuple[int, int]:
+        """To sort by: in the order of the layout."""
+        return self._places[rows.module], rows.start
 
     def resolve(self, path: str) -> str | None:
         return self.by_tail.get(tail_of(path))
@@ -64,9 +91,10 @@ class KnownModules:
         """Modules and parameters of this base, without the model's name, which no adapter changes."""
         return (*self.unadapted, *self._fixed)
 
-    def resolve_fused(self, path: str) -> tuple[str, ...] | None:
-        """The modules that the one at `path` stands for, in the order of its rows."""
-        return self.fused.get(tail_of(path))
+    def rows_of(self, path: str) -> tuple[Rows, ...] | None:
+        """What the module at `path` stands for, in the order of its rows."""
+        module = self.resolve(path)
+        return self.renamed.get(tail_of(path)) if module is None else (_all_rows(self.slices[module][1]),)
 
 
 def tail_of(path: str) -> str:
@@ -83,14 +111,18 @@ def trained_path(name: str) -> str:
     return name[_end(_PEFT_PREFIX, name) :]
 
 
-def _fused(projection: ProjectionSpec) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _merged(projection: ProjectionSpec) -> Iterator[tuple[str, tuple[Rows, ...]]]:
     """Modules that trainers merge out of two neighbours of one input, named by joining what tells them apart:
     in_proj_qkv and in_proj_z become in_proj_qkvz, with the rows of the first before those of the second."""
-    for first, second in pairwise(piece.module for piece in projection.slices):
-        shared, underscore, _ = first.rpartition("_")
-        told_apart = second.removeprefix(shared + underscore)
-        if underscore and told_apart != second and "." not in told_apart:
-            yield first + told_apart, (first, second)
+    for first, second in pairwise(projection.slices):
+        shared, underscore, _ = first.module.rpartition("_")
+        told_apart = second.module.removeprefix(shared + underscore)
+        if underscore and told_apart != second.module and "." not in told_apart:
+            yield first.module + told_apart, (_all_rows(first), _all_rows(second))
+
+
+def _all_rows(piece: Slice) -> Rows:
+    return Rows(piece.module, 0, piece.out_features)
 
 
 def _end(pattern: re.Pattern[str], text: str) -> int:

@@ -54,7 +54,8 @@ def layout_fingerprint(layout: BaseLayout) -> str:
     """16 hex digits that change with the base: its weights, or how an adapter binds to it. Kept, since each read of an
     adapter asks for it, beside the steps, and a large base has hundreds of modules."""
     fields = asdict(layout)
-    for name in ("norms", "ties_head", "fixed", "outside"):  # they follow from the rest, and stores are older than they
+    # These follow from the rest, and stores are older than they.
+    for name in ("norms", "splits", "ties_head", "fixed", "outside"):
         del fields[name]
     return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()[:16]
 

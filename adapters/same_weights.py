@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from adapters.format import ELEMENT_BYTES, Tensor, read_chunks, read_header
+from adapters.format import ELEMENT_BYTES, Tensor, read_chunks, read_header, widened
 from adapters.paths import TENSOR_FILE
 from adapters.records import Manifest
 
@@ -42,13 +42,9 @@ def _are_equal(path: Path, tensor: Tensor, other_path: Path, other: Tensor) -> b
         read_chunks(file, one, _STEP_ELEMENTS * ELEMENT_BYTES[one.dtype])
         for file, one in ((path, tensor), (other_path, other))
     )
-    return all((_widened(a, tensor.dtype) == _widened(b, other.dtype)).all() for a, b in zip(*pieces, strict=True))
+    return all((_bits(a, tensor.dtype) == _bits(b, other.dtype)).all() for a, b in zip(*pieces, strict=True))
 
 
-def _widened(data: bytes, dtype: str) -> Any:
-    """The bits of the elements as float32, uint32: -0 is not 0."""
-    import numpy as np
-
-    if dtype == "BF16":
-        return np.frombuffer(data, "<u2").astype("<u4") << 16
-    return np.frombuffer(data, "<f2" if dtype == "F16" else "<f4").astype("<f4").view("<u4")
+def _bits(data: bytes, dtype: str) -> Any:
+    """Of the elements as float32, uint32: -0 is not 0."""
+    return widened(data, dtype).view("<u4")

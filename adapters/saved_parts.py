@@ -3,13 +3,13 @@ that the configuration names."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import replace
 
 from adapters.bound import WEIGHT
 from adapters.module_names import KnownModules
 from adapters.patterns import endings
-from adapters.tensor_sorting import FoundModule, OtherTensors
+from adapters.tensor_sorting import OtherTensors
 
 
 def tie_whole_head(known: KnownModules, others: OtherTensors) -> None:
@@ -36,7 +36,7 @@ def check_saved(known: KnownModules, others: OtherTensors) -> list[tuple[str, st
     ]
 
 
-def check_tokens(known: KnownModules, others: OtherTensors, found: Mapping[str, FoundModule]) -> list[tuple[str, str]]:
+def check_tokens(known: KnownModules, others: OtherTensors, adapted: Collection[str]) -> list[tuple[str, str]]:
     """Of a base that ties its head, the embedding's trained tokens are the head's too, unless it has its own, or is
     there whole: then it was untied to be trained. What the configuration names and the file has not is refused."""
     bound = {one.module for one in others.tokens}
@@ -54,6 +54,6 @@ def check_tokens(known: KnownModules, others: OtherTensors, found: Mapping[str, 
     problems += [
         (one.tensor.name, f"{one.module} is trained in another way too; an adapter does either")
         for one in others.tokens
-        if one.module in found or one.module in whole
+        if one.module in adapted or one.module in whole
     ]
     return problems

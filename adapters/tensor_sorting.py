@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from adapters.bound import BIAS, LORA_BIAS, MAGNITUDE, WEIGHT, BaseCopy, BoundExtra, BoundTokens, Repeat
 from adapters.format import Tensor
 from adapters.layout import Group, ProjectionSpec, Slice
-from adapters.module_names import KnownModules, tail_of, trained_path
+from adapters.module_names import KnownModules, Rows, tail_of, trained_path
 from adapters.patterns import endings
 from adapters.peft_config import AdapterConfig
 
@@ -27,9 +27,16 @@ _IN_TOKENS = "token_adapter.base_layer"
 
 @dataclass(slots=True)
 class FoundModule:
-    """Tensors of one module: "A", "B", MAGNITUDE, LORA_BIAS; `path` is the module's path as the trainer saw it."""
+    """Tensors of a trainer's module: "A", "B", MAGNITUDE, LORA_BIAS.
 
+    name  the base's, where it has the module
+    path  the module's as the trainer saw it
+    rows  that it stands for
+    """
+
+    name: str
     path: str
+    rows: tuple[Rows, ...]
     sides: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -56,7 +63,8 @@ class OtherTensors:
 
 
 def sort_in(tensor: Tensor, known: KnownModules, found: dict[str, FoundModule], others: OtherTensors) -> str | None:
-    """Put the tensor where it belongs; the reason if it belongs nowhere."""
+    """Put the tensor where it belongs, in `found` by a path without the model's name; the reason if it belongs
+    nowhere."""
     match = _SIDE.fullmatch(tensor.name)
     if match is None:
         return _sort_in_other(tensor, known, others)
@@ -70,48 +78,19 @@ def sort_in(tensor: Tensor, known: KnownModules, found: dict[str, FoundModule], 
     if side == LORA_BIAS and not others.config.lora_bias:
         return "it is a bias of lora_B, and adapter_config.json does not say lora_bias"
     path = trained_path(match["path"])
-    module = known.resolve(path)
-    if module is None:
-        fused = known.resolve_fused(path)
-        if fused is None:
-            return known.why_unknown(path)
-        return _sort_in_fused(tensor, path, _short(side), fused, known, found)
-    is_embedding = known.slices[module][0].kind == "embedding"
+    rows = known.rows_of(path)
+    if rows is None:
+        return known.why_unknown(path)
+    name = known.resolve(path) or path
+    is_embedding = known.slices[rows[0].module][0].kind == "embedding"
     if side != MAGNITUDE and is_embedding != side.startswith("lora_embedding"):
-        return f"{module} takes {'lora_embedding_A/B' if is_embedding else 'lora_A/B'}, not {match['side']}"
-    return _put(tensor, path, _short(side), module, found)
-
-
-def _short(side: str) -> str:
-    """ "A" or "B" of those, whatever the projection; the other parts as they are."""
-    return side if side in (MAGNITUDE, LORA_BIAS) else side[-1]
-
-
-def _put(tensor: Tensor, path: str, side: str, module: str, found: dict[str, FoundModule]) -> str | None:
-    entry = found.setdefault(module, FoundModule(path))
+        return f"{name} takes {'lora_embedding_A/B' if is_embedding else 'lora_A/B'}, not {match['side']}"
+    entry = found.setdefault(tail_of(path), FoundModule(name, path, rows))
+    side = side if side in (MAGNITUDE, LORA_BIAS) else side[-1]
     if side in entry.sides:
         named = f"lora_{side}" if len(side) == 1 else side
-        return f"{module} already has {named} from tensor {entry.sides[side].name[:200]!r}"
+        return f"{name} already has {named} from tensor {entry.sides[side].name[:200]!r}"
     entry.sides[side] = tensor
-    return None
-
-
-def _sort_in_fused(
-    tensor: Tensor, path: str, side: str, modules: tuple[str, ...], known: KnownModules, found: dict[str, FoundModule]
-) -> str | None:
-    """Of a module that stands for several: each of them has its A, and its own rows of B and of what goes with it."""
-    sizes = [known.slices[module][1].out_features for module in modules]
-    if side != "A" and (len(tensor.shape) != 1 + (side == "B") or tensor.shape[0] != sum(sizes)):
-        return f"its shape is {tensor.shape}; {path} stands for {', '.join(modules)}, which have {sum(sizes)} rows"
-    start = tensor.start
-    for module, size in zip(modules, sizes, strict=True):
-        part = tensor
-        if side != "A":
-            end = start + tensor.num_bytes * size // sum(sizes)
-            part, start = replace(tensor, shape=(size, *tensor.shape[1:]), start=start, end=end), end
-        reason = _put(part, path, side, module, found)
-        if reason is not None:
-            return reason
     return None
 
 

@@ -6,13 +6,14 @@ from pathlib import Path
 
 from adapters.base_weights import BaseWeights
 from adapters.binding import bind
-from adapters.bound import TOKENS, Binding, BoundExtra, Repeat
+from adapters.bound import TOKENS, Binding, BoundExtra, BoundSlice, Repeat
 from adapters.errors import BindingError, RowsExceeded
 from adapters.format import read_chunks, read_header
 from adapters.layout import BaseLayout
 from adapters.peft_config import parse_config
 from adapters.records import ModuleRecord
 from adapters.row_plan import RowPlan
+from adapters.stacked import Stacked
 
 
 def check_headers(
@@ -84,12 +85,18 @@ def _are_equal(path: Path, repeat: Repeat) -> bool:
     return all(one == other for one, other in chunks)
 
 
+def _sum_of(bound: BoundSlice) -> str:
+    """How the rank of what a trainer has as several modules comes about."""
+    ranks = [block.tensor.shape[0] for block in bound.a.blocks] if isinstance(bound.a, Stacked) else []
+    return f", the sum of {' + '.join(map(str, ranks))} of its parts" if len(ranks) > 1 else ""
+
+
 def _check_rows(binding: Binding, plan: RowPlan) -> None:
     largest = max(binding.slices, key=lambda bound: bound.rank, default=None)
     if largest is not None and plan.max_rank is not None and largest.rank > plan.max_rank:
         raise RowsExceeded(
-            f"The adapter has rank {largest.rank} in {largest.slice.module}; the kernels of this device take ranks up "
-            f"to {plan.max_rank}. Use a smaller rank."
+            f"The adapter has rank {largest.rank} in {largest.slice.module}{_sum_of(largest)}; the kernels of this "
+            f"device take ranks up to {plan.max_rank}. Use a smaller rank."
         )
     num_tokens = max((len(tokens.token_ids) for tokens in binding.tokens), default=0)
     if plan.max_rank is not None and num_tokens > plan.max_rank:

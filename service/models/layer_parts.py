@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from adapters.layout import Group
@@ -18,6 +18,7 @@ class Linear:
 
     slices  widths of the outputs by module, in the order in which they are packed: each has a weight [width,
             in_features] and, where `has_bias`, a bias [width]
+    splits  slices that some trainers have as several modules: widths of these by name, in the order of the slice's rows
     """
 
     name: str
@@ -25,6 +26,7 @@ class Linear:
     in_features: int
     slices: Mapping[str, int]
     has_bias: bool = False
+    splits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from adapters.layout import BaseLayout, ProjectionSpec, Slice
+from adapters.layout import BaseLayout, ProjectionSpec, Slice, SplitModule
 from service.models.config_json import read_config
 from service.models.errors import ModelError
 from service.models.families import model_spec
@@ -59,12 +59,14 @@ def layout_of_spec(spec: ModelSpec) -> BaseLayout:
     unadapted: list[str] = []
     fixed: list[str] = []
     norms: list[Slice] = []
+    splits: list[SplitModule] = []
     for index, layer in enumerate(spec.layers):
         prefix = f"{spec.layer_prefix}{index}."
         for linear in layer.linears(spec.hidden_size):
-            pieces = tuple(Slice(prefix + module, size) for module, size in linear.slices.items())
+            pieces = _slices(prefix, linear.slices)
             name = prefix + linear.name
             projections.append(ProjectionSpec(name, index, linear.group, "linear", linear.in_features, pieces))
+            splits += (SplitModule(prefix + module, _slices(prefix, parts)) for module, parts in linear.splits.items())
         unadapted += (prefix + module for module in layer.mlp.unadapted)
         fixed += (prefix + part for part in layer.mixer.fixed)
         norms += (Slice(prefix + norm, spec.hidden_size) for norm in layer.norms)
@@ -81,5 +83,10 @@ def layout_of_spec(spec: ModelSpec) -> BaseLayout:
         fixed=tuple(fixed),
         outside=spec.unused,
         norms=tuple(norms),
+        splits=tuple(splits),
         ties_head=spec.tie_word_embeddings,
     )
+
+
+def _slices(prefix: str, widths: Mapping[str, int]) -> tuple[Slice, ...]:
+    return tuple(Slice(prefix + module, size) for module, size in widths.items())

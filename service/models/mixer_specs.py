@@ -129,6 +129,7 @@ class GatedDeltaSpec:
     value head (`kernels.gated_delta.ops`). Its state is both, per sequence.
 
     inputs  modules of what the convolution reads, of the output's gate, and of the two gates of the state, b and a
+    split   modules of queries, keys and values, which some trainers have in the place of the first of the inputs
     """
 
     num_key_heads: int
@@ -138,6 +139,12 @@ class GatedDeltaSpec:
     width: int
     name: str = "linear_attn"
     inputs: tuple[str, ...] = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    split: tuple[str, ...] = ("in_proj_q", "in_proj_k", "in_proj_v")
+
+    @property
+    def key_size(self) -> int:
+        """Columns of all keys, and of all queries."""
+        return self.num_key_heads * self.key_dim
 
     @property
     def value_size(self) -> int:
@@ -147,7 +154,7 @@ class GatedDeltaSpec:
     @property
     def size(self) -> int:
         """Channels of the convolution."""
-        return 2 * self.num_key_heads * self.key_dim + self.value_size
+        return 2 * self.key_size + self.value_size
 
     @property
     def norms(self) -> dict[str, int]:
@@ -184,9 +191,11 @@ class GatedDeltaSpec:
 
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
         """All inputs; and what reads the gated norm."""
-        out = f"{self.name}.out_proj"
+        inputs, out = named(self.name, self.inputs, self.input_sizes), f"{self.name}.out_proj"
+        parts = named(self.name, self.split, (self.key_size, self.key_size, self.value_size))
+        splits = {f"{self.name}.{self.inputs[0]}": parts}
         return (
-            Linear(f"{self.name}.in_proj", "operator", hidden_size, named(self.name, self.inputs, self.input_sizes)),
+            Linear(f"{self.name}.in_proj", "operator", hidden_size, inputs, splits=splits),
             Linear(out, "operator", self.value_size, {out: hidden_size}),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from examples import qwen3_5
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, running_server
-from tests.support.tiny_models import make_tokenizer, tiny_config
+from tests.support.split_projections import PARTS, load_split
+from tests.support.tiny_models import make_adapter, make_tokenizer, tiny_config
 
 QUESTION = [{"role": "user", "content": "the end"}]
 CONVERSATIONS = [
@@ -60,10 +62,8 @@ def test_the_checkpoint_is_as_published(model_dir: Path) -> None:
     assert any(name.startswith("model.visual.") for name in names)
 
 
-def test_the_adapter_answers_as_it_does_in_peft(server: Server, model_dir: Path, adapter_dir: Path) -> None:
-    qwen3_5.upload(adapter_dir, "mine", server.url)
-    answer = qwen3_5.ask("mine", QUESTION, server.url, max_tokens=12)
-    base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+def peft_answers(base: Any, model_dir: Path, adapter_dir: Path) -> tuple[str, str]:
+    """Of the model without and with the adapter, greedily."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir)
     asked = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
     token_ids = torch.tensor([tokenizer(asked, add_special_tokens=False)["input_ids"]])
@@ -75,7 +75,35 @@ def test_the_adapter_answers_as_it_does_in_peft(server: Server, model_dir: Path,
         return text
 
     plain = greedy(base)
-    assert answer == greedy(PeftModel.from_pretrained(base, adapter_dir).eval()) != plain
+    return plain, greedy(PeftModel.from_pretrained(base, adapter_dir).eval())
+
+
+def test_the_adapter_answers_as_it_does_in_peft(server: Server, model_dir: Path, adapter_dir: Path) -> None:
+    qwen3_5.upload(adapter_dir, "mine", server.url)
+    answer = qwen3_5.ask("mine", QUESTION, server.url, max_tokens=12)
+    base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    plain, adapted = peft_answers(base, model_dir, adapter_dir)
+    assert answer == adapted != plain
+
+
+def test_an_adapter_of_queries_keys_and_values_apart_answers_as_it_does_in_peft(
+    server: Server, model_dir: Path, tmp_path: Path
+) -> None:
+    """Of the whole model's class, whose in_proj_qkv are three modules each."""
+    directory = make_adapter(
+        model_dir,
+        tmp_path / "split",
+        rank=4,
+        target_modules=rf".*language_model.*\.({'|'.join(PARTS)}|in_proj_b)",
+        rank_pattern={"in_proj_k": 7},
+        alpha_pattern={"in_proj_v": 20},
+        seed=7,
+        load=load_split,
+    )
+    qwen3_5.upload(directory, "split", server.url)
+    answer = qwen3_5.ask("split", QUESTION, server.url, max_tokens=12)
+    plain, adapted = peft_answers(load_split(model_dir, torch.float32), model_dir, directory)
+    assert answer == adapted != plain
 
 
 def test_images_are_refused(server: Server) -> None:

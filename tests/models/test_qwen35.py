@@ -189,7 +189,7 @@ def test_modules_that_trainers_merge_are_taken_apart() -> None:
     assert qkv.a is z.a
     key = "base_model.model.model.layers.0.linear_attn.in_proj_qkvz.lora_B.weight"
     wrong = {**tensors, key: Tensor(key, "F32", (111, 4), 0, 111 * 16)}
-    with pytest.raises(BindingError, match="which have 112 rows"):
+    with pytest.raises(BindingError, match=r"needs \(112, 4\)"):
         bind(layout, parse_config(config), wrong)
 
 
@@ -233,15 +233,6 @@ def test_names_of_merged_modules_say_nothing_where_a_trainer_does_not_merge() ->
     binding = bind(layout_of(text_config()), replace(config, target_modules=("q_proj", *MERGED)), tensors)
     assert len(binding.slices) == 1
     assert binding.notes == (f"target_modules names nothing in this base model with: {', '.join(MERGED)}.",)
-
-
-def test_parts_of_a_projection_that_a_trainer_adapts_apart_are_named() -> None:
-    """Queries, keys and values of a delta net are one projection here."""
-    names = [f"model.layers.0.linear_attn.in_proj_{part}" for part in "qkv"]
-    with pytest.raises(BindingError) as caught:
-        bind(layout_of(text_config()), *adapter_of("model.layers.2.self_attn.q_proj", *names))
-    reasons = [f"this base model has no projection '{name}'" for name in names for _ in "AB"]
-    assert [reason for _, reason in caught.value.problems] == reasons
 
 
 _VISUAL = "visual is a part of the model that is not served: train modules of the text model alone"

@@ -7,6 +7,7 @@ enough that a wrong number anywhere changes the logits visibly.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -243,13 +244,15 @@ def make_adapter(
     seed: int,
     scale_of_b: float = 0.3,
     save_embedding_layers: bool = False,
+    load: Callable[[Path, torch.dtype], Any] = load_oracle,
     **lora_config: Any,
 ) -> Path:
     """Write a PEFT LoRA adapter all of whose weights are random, so that it changes the output; returns `out_dir`.
 
-    `target_modules` as PEFT takes it (list, regular expression, "all-linear"); further LoraConfig fields by name.
+    `target_modules` as PEFT takes it (list, regular expression, "all-linear"); further LoraConfig fields by name;
+    `load` makes the model that is trained of `model_dir`.
     """
-    model = load_oracle(model_dir, torch.float32)
+    model = load(model_dir, torch.float32)
     lora_config.setdefault("lora_alpha", 2 * rank)
     config = LoraConfig(task_type="CAUSAL_LM", r=rank, target_modules=target_modules, **lora_config)
     peft_model = get_peft_model(model, config)
