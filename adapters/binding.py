@@ -207,7 +207,10 @@ def _notes(
 
 def _refuse(problems: Problems, slices: list[BoundSlice], has_more: bool) -> None:
     if problems:
-        shown = "; ".join(f"{name[:200]}: {reason}" for name, reason in problems[:MAX_SHOWN])
+        names: dict[str, list[str]] = {}  # by reason, which many tensors may share
+        for name, reason in problems[:MAX_SHOWN]:
+            names.setdefault(reason, []).append(name[:200])
+        shown = "; ".join(f"{', '.join(some)}: {reason}" for reason, some in names.items())
         more = f"; and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
         raise BindingError(f"The adapter does not fit this base model. {shown}{more}.", tuple(problems))
     if not slices:

@@ -308,6 +308,15 @@ def test_the_message_is_short_however_many_problems_there_are(tmp_path: Path) ->
     assert len(json.dumps(str(caught.value))) < 2000
 
 
+def test_the_message_says_once_what_is_wrong_with_many_alike(tmp_path: Path) -> None:
+    tensors = lora_tensors(LAYOUT, Q, 4)
+    with pytest.raises(BindingError) as caught:
+        bind_tensors(tmp_path, tensors, target_modules=["elsewhere"])
+    reason = "the file has tensors for it, but target_modules does not name it"
+    assert f" {Q[0]}, {Q[1]}: {reason}." in str(caught.value)
+    assert caught.value.problems == ((Q[0], reason), (Q[1], reason))
+
+
 @pytest.mark.parametrize(("ties_head", "asks"), [(True, True), (True, False), (False, True)])
 def test_a_whole_embedding_is_the_head_too_where_training_tied_them(
     tmp_path: Path, ties_head: bool, asks: bool
