@@ -159,17 +159,18 @@ def _renamed(known: KnownModules, found: Mapping[str, FoundModule]) -> Mapping[s
 
 
 def _check_unserved_targets(known: KnownModules, config: AdapterConfig, layout: BaseLayout) -> Problems:
-    """Names in a list of targets that stand for what no adapter changes, and have no tensors: PEFT adapts such a module
-    or refuses it, so the file lacks what was asked for."""
-    if isinstance(config.target_modules, str):
-        return []
+    """Names in a list of targets, or of modules that were trained whole, that stand for what no adapter changes, and
+    have no tensors: PEFT adapts such a module or refuses it, so the file lacks what was asked for."""
     paths = [model_prefix(layout.layer_prefix) + tail for tail in known.unserved]
-    matched, names = targeted(config, paths, ()), frozenset(config.target_modules)
+    targets = () if isinstance(config.target_modules, str) else config.target_modules
+    matched = targeted(config, paths, ()) if targets else set()
     problems: dict[str, str] = {}  # one for each name, of the first module that it stands for
     for path in paths:
-        if path in matched:
-            name = next(ending for ending in endings(path) if ending in names)
-            problems.setdefault(f"target_modules {name!r}", known.why_unknown(path))
+        listed = (("target_modules", targets if path in matched else ()), ("modules_to_save", config.modules_to_save))
+        for field, names in listed:
+            name = next((ending for ending in endings(path) if ending in names), None)
+            if name is not None:
+                problems.setdefault(f"{field} {name!r}", known.why_unknown(path))
     return list(problems.items())
 
 

@@ -271,6 +271,17 @@ def test_a_target_that_no_adapter_changes_is_named_though_it_has_no_tensors(targ
     assert bind(layout_of(text_config()), only_attention, tensors).slices
 
 
+@pytest.mark.parametrize("target_modules", [["q_proj"], r".*self_attn\.q_proj"], ids=["list", "expression"])
+def test_a_module_to_save_that_no_adapter_changes_is_named_though_it_has_no_tensors(target_modules: Any) -> None:
+    _, tensors = adapter_of("model.layers.2.self_attn.q_proj")
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": target_modules}
+    config = json.dumps({**fields, "modules_to_save": ["conv1d", "classifier"]})
+    with pytest.raises(BindingError) as caught:
+        bind(layout_of(text_config()), parse_config(config.encode()), tensors)
+    reason = "adapters that change layers.0.linear_attn.conv1d are not served: train without it"
+    assert caught.value.problems == (("modules_to_save 'conv1d'", reason),)
+
+
 @pytest.mark.parametrize("modules_to_save", [None, ["conv1d", "norm"]], ids=["lora", "whole-modules"])
 @pytest.mark.parametrize("name", NOT_SERVED)
 def test_what_no_adapter_changes_is_named_beside_what_binds(name: str, modules_to_save: list[str] | None) -> None:
