@@ -72,10 +72,10 @@ def is_positive_number(value: object) -> bool:
 
 
 def count(config: Config, key: str) -> int:
-    """Raises ModelError unless it is a positive integer."""
+    """Raises ModelError unless it is a positive integer that a tensor can have as a size."""
     value = config.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"config.json must give {key} as a positive integer, and has {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+        raise ModelError(f"config.json must give {key} as a positive integer below 2^31, and has {value!r:.80}")
     return value
 
 
