@@ -21,7 +21,7 @@ import msgspec
 from service.first_host.advice import conclude
 from service.first_host.journal import Journal, JournalError, opened
 from service.first_host.outcome import ENDED, FirstHostReport, Outcome
-from service.first_host.plan import STEPS, Step
+from service.first_host.plan import EVERYWHERE, STEPS, Step
 from service.first_host.step_process import not_applicable_on
 from service.first_host.supervise import run_step
 from service.settings import Settings, SettingsError, load_settings
@@ -54,6 +54,9 @@ class _Refused(Exception):
 def _settings(arguments: argparse.Namespace) -> Settings:
     names = ("device", "model_dir", "dtype")
     settings = load_settings(**{name: value for name in names if (value := getattr(arguments, name)) is not None})
+    if settings.device.partition(":")[0] not in ("auto", *EVERYWHERE):
+        raise _Refused(f"There are no steps for the device '{settings.device}'; --device is one of "
+                       f"{', '.join(EVERYWHERE)} (npu:1 the second one of its kind) or auto.")  # fmt: skip
     config = settings.model_dir / "config.json"
     try:
         if not settings.model_dir.is_dir():

@@ -205,6 +205,8 @@ def test_a_step_that_cannot_be_started_costs_no_report(meeting: Meeting) -> None
         (["--report-dir", "begun/below"], "The report's directory begun/below cannot be written: Not a directory"),
         (["--resume"], "There is no report in first-host to go on with"),
         (["--dtype", "int3"], "Setting --dtype"),
+        (["--device", "banana"], "There are no steps for the device 'banana'; --device is one of npu, cuda, cpu"),
+        (["--device", ""], "There are no steps for the device ''"),
         (["--minutes", "0"], "is not a number of minutes above 0"),
     ],
 )
