@@ -16,6 +16,11 @@ from service.tenants.keys_file import SCOPES, Key, KeysFile, KeysFileError, Limi
 from service.tenants.limits import Tenant
 from service.tenants.usage import TenantUsage
 
+# A file that is written in place is half there for a moment: it is read when it has stayed as it is for so long, or
+# after so long however it changes.
+SETTLE_SECONDS = 0.05
+_SETTLE_LIMIT_SECONDS = 0.5
+
 # Whose everything is without a keys file, and with one the keys of the settings.
 DEFAULT = "default"
 
@@ -67,6 +72,7 @@ class Tenants:
     inference_keys, admin_keys  of the settings: keys of the tenant DEFAULT
     keys_file                   read now, and again when it is another one than it was. KeysFileError if it cannot be
     clock                       seconds that never go back
+    settle_seconds              how long a file that is written in place must stay as it is
     """
 
     def __init__(
@@ -75,9 +81,11 @@ class Tenants:
         admin_keys: Iterable[str] = (),
         keys_file: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
+        settle_seconds: float = SETTLE_SECONDS,
     ) -> None:
         self._path = keys_file
         self._clock = clock
+        self._settle_seconds = settle_seconds
         self._own = (
             # Named by their places: people choose these keys, and the hash of a word tells the word.
             *_numbered("key", inference_keys, frozenset({"infer"})),
@@ -85,12 +93,13 @@ class Tenants:
         )
         self._tenants: dict[str, Tenant] = {}
         self._signature: tuple[int, ...] | None = None
+        self._read_as: tuple[int, ...] = ()  # the file that was read last
         self._reading: asyncio.Task[None] | None = None
         # Of its own: all others may be busy for clients. It starts with the first change.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="keys-file")
         file = KeysFile()
         if keys_file is not None:
-            self._signature = _signature(keys_file)
+            self._signature = self._read_as = _signature(keys_file)
             file = read_keys(keys_file)
         self._file, self._known = KeysFile(), _by_digest(self._own)
         self._apply(file, self._known_of(file))
@@ -169,7 +178,7 @@ class Tenants:
     async def _read(self) -> None:
         """What cannot be used is logged, once, and changes nothing."""
         assert self._path is not None, "keys without a file do not change"
-        signature, before, loop = _signature(self._path), self._file, asyncio.get_running_loop()
+        signature, before, loop = await self._settled(self._path), self._file, asyncio.get_running_loop()
         try:
             file, known = await loop.run_in_executor(self._thread, self._read_other, self._path, before)
         except KeysFileError as error:
@@ -177,7 +186,20 @@ class Tenants:
         else:
             self._apply(file, known)
             await loop.run_in_executor(self._thread, _tell_changes, before, file)
-        self._signature = signature
+        self._signature = self._read_as = signature
+
+    async def _settled(self, path: Path) -> tuple[int, ...]:
+        """The file's signature, once nobody seems to write it any more. What was put in its place, as `multilora keys`
+        does it, was whole before and counts at once."""
+        signature = _signature(path)
+        num_looks = round(_SETTLE_LIMIT_SECONDS / SETTLE_SECONDS)
+        while num_looks and signature != self._read_as and signature[:2] == self._read_as[:2]:
+            await asyncio.sleep(self._settle_seconds)
+            before, signature = signature, _signature(path)
+            if signature == before:
+                break
+            num_looks -= 1
+        return signature
 
     def _read_other(self, path: Path, before: KeysFile) -> tuple[KeysFile, _KnownByDigest]:
         """What the file says, and all keys of then. KeysFileError. Any thread."""

@@ -132,6 +132,55 @@ def test_a_file_that_is_emptied_revokes_nothing(path: Path, caplog: pytest.LogCa
     assert look_up(tenants, key) is None
 
 
+def test_a_file_that_is_being_written_in_place_is_read_when_it_is_whole(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut off between two keys it is a file that can be used, with fewer keys and limits."""
+    keys = [add_key(path, tenant, ["infer"])[0] for tenant in ("acme", "zeta")]
+    tenants, text, sleep = Tenants(keys_file=path), path.read_text(), asyncio.sleep
+    half, rest = text[: text.rindex("[[keys]]")], [text]
+
+    async def write_the_rest(seconds: float) -> None:
+        if rest:
+            path.write_text(rest.pop())
+        await sleep(seconds)
+
+    path.write_text(half)
+    monkeypatch.setattr(asyncio, "sleep", write_the_rest)
+    assert None not in [look_up(tenants, key) for key in keys]
+    path.write_text(half)  # and left so
+    assert [look_up(tenants, key) is None for key in keys] == [False, True]
+
+
+def test_a_file_that_is_never_left_alone_is_read_all_the_same(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key, _ = add_key(path, "acme", ["infer"])
+    tenants, sleep = Tenants(keys_file=path), asyncio.sleep
+
+    async def change_meanwhile(seconds: float) -> None:
+        path.write_text(path.read_text() + "#\n")
+        await sleep(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", change_meanwhile)
+    path.write_text("[tenants.acme]\n")
+    assert look_up(tenants, key) is None
+
+
+def test_a_file_that_is_put_in_the_place_of_another_is_not_waited_for(path: Path) -> None:
+    key, _ = add_key(path, "acme", ["infer"])
+    tenants = Tenants(keys_file=path, settle_seconds=10 * LIMIT_SECONDS)
+    other, entry = add_key(path, "acme", ["infer"])
+
+    async def ask() -> None:
+        await asyncio.wait_for(tenants.refresh(), LIMIT_SECONDS)
+
+    asyncio.run(ask())
+    assert tenants.caller(other) is not None
+    revoke_key(path, entry.key_id)
+    asyncio.run(ask())
+    assert tenants.caller(other) is None
+    assert tenants.caller(key) is not None
+
+
 def test_a_start_needs_a_file_that_can_be_used(path: Path) -> None:
     with pytest.raises(KeysFileError, match="No such file"):
         Tenants(keys_file=path)
