@@ -64,7 +64,7 @@ class AdapterVersion(Response):
 
 
 class AdapterHistory(Response):
-    """The versions of a name, newest first. `shared_with` is told to its owner alone."""
+    """The versions of a name, newest first. `shared_with`, and `by` of each version, are told to its owner alone."""
 
     object: Literal["list"]
     name: str

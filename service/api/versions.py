@@ -59,18 +59,19 @@ async def get_history(request: Request, name: str) -> AdapterHistory:
     store = require_store(services_of(request))
     namespace = namespace_of(request, store)
     record = store.versions(namespace.find(name))
+    may_change = namespace.may_change(record.owner)
     return AdapterHistory(
         object="list",
         name=name,
         owner=namespace.shown_owner(record.owner),
         visibility=record.visibility,
-        shared_with=list(record.shared_with) if namespace.may_change(record.owner) else [],
+        shared_with=list(record.shared_with) if may_change else [],
         data=[
             AdapterVersion(
                 number=one.number,
                 digest=one.digest,
                 created=int(one.created_at_seconds),
-                by=one.by,
+                by=one.by if may_change else "",
                 note=one.note,
                 same_as=one.same_as,
             )

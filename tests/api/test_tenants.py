@@ -305,7 +305,10 @@ class TestSecrets:
 
         assert seen() == (True, True, False)
         assert keyed.ask("GET", "/v1/adapters/shown/history", owner).json()["shared_with"] == ["friend"]
-        assert keyed.ask("GET", "/v1/adapters/owner/shown/history", friend).json()["shared_with"] == []
+        seen_by_friend = keyed.ask("GET", "/v1/adapters/owner/shown/history", friend).json()
+        assert seen_by_friend["shared_with"] == []
+        keys_shown = [version["by"] for version in seen_by_friend["data"]]
+        assert keys_shown == [""], "which of the owner's keys made a version is the owner's to know"
         assert change(visibility="public").status_code == 200
         assert seen() == (True, True, True)
         assert change(visibility="shared", shared_with=["stranger"]).status_code == 200
