@@ -165,6 +165,7 @@ def prefill(
     block_size_tokens: int | None = None,
     source_blocks: tuple[int, ...] | None = None,
     skipped_blocks: int = 0,
+    null_targets: bool = False,
     pad_slot_id: int = -1,
     has_states: bool = True,
     is_gated: bool = False,
@@ -179,7 +180,8 @@ def prefill(
     """A prefill of sequences of these lengths, every second one with an initial state, two tokens of padding behind.
 
     In a prefix cache, old states lie in the last block written before or in `source_blocks`, and the boundaries of the
-    chunk's first `skipped_blocks` are not asked for.
+    chunk's first `skipped_blocks` are not asked for. With `null_targets` the first sequence's final state and the last
+    boundary's of the last sequence have the null line.
     """
     num_sequences, num_tokens = len(lengths), sum(lengths) + (0 if judge_traffic else 2)
     num_blocks = 1
@@ -210,6 +212,8 @@ def prefill(
             "num_computed_tokens": _int32(computed),
             "block_size_tokens": block_size_tokens,
         }
+        if null_targets:
+            call["state_indices"][0, last[0]] = call["state_indices"][-1, last[-1] - 1] = 0
     if is_gated:
         call |= {"gate_in": call["x"].flip(0).contiguous(), "gate_out": call["x"].roll(1, 0)}
     if is_bare:
@@ -325,6 +329,7 @@ _PREFIX_CACHE = {
         prefill, 70, 8, None, (20, 5, 6), block_size_tokens=1, source_blocks=(3, 1, 5), skipped_blocks=1
     ),
     "blocks of 1, another pad slot": partial(prefill, 70, 4, None, (5, 2), block_size_tokens=1, pad_slot_id=6),
+    "not kept": partial(prefill, 70, 4, None, (20, 33), block_size_tokens=8, null_targets=True),
     "far": partial(prefill, 40, 3, None, (9, 3, 12), block_size_tokens=4, far=True),
     "lfm2, in place": partial(
         prefill, 70, 3, None, (20, 5), block_size_tokens=8, is_gated=True, is_bare=True, in_place=True

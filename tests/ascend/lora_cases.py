@@ -254,6 +254,10 @@ ODD = Step([3, 20, 1], [[16, 5, 40]], 1000, [777], num_base=4)
 PACKED = Step([2, 1, 5], [[16, 8, 0], [16, 0, 0], [3, 33, 0]], 500, [300, 40, 8], num_base=1, interleaved=True)
 ONE = Step([1], [[16]], *OUT)
 LARGE_RANKS = Step([18, 1, 5], [[40, 130, 33]], 200, [300])
+# Two groups of 16 tokens: B is read once for each, and h of a token in its own alone.
+GROUPS = Step([32], [[64]], 16, [512])
+# Every part of the ranks has work in both tiles.
+TWO_TILES = Step([33], [[64]], 200, [130])
 # A tile of tokens that has no adapter's.
 BASE_TILE = Step([3], [[16]], 256, [130], num_base=40)
 PREFILL = Step([100, 3, 60, 1], [[16, 40, 8, 16]], 1024, [600], num_base=8)
@@ -294,7 +298,7 @@ JUDGED = {
 }  # fmt: skip
 _FEW = JUDGED | {
     "odd sizes": ODD, "packed": PACKED, "large ranks": LARGE_RANKS, "base tile": BASE_TILE, "no spare": NO_SPARE,
-    "qwen3.5": QWEN35, "qwen3.5 qkv": QWEN35_QKV, "lfm2": LFM2, "far": FAR,
+    "two tiles": TWO_TILES, "qwen3.5": QWEN35, "qwen3.5 qkv": QWEN35_QKV, "lfm2": LFM2, "far": FAR,
     "three slices": THREE_SLICES, "one column": ONE_COLUMN,
 }  # fmt: skip
 _MANY = {
@@ -339,6 +343,7 @@ def _variants() -> list[Case]:
             expands[f"{key}, overwrite"] = partial(expand, steps[key], overwrite=True)
         if regime == "few":  # the cube gets h in the rows' type
             expands["float32 h"] = partial(expand, steps["packed"], in_float32=True)
+            expands["two groups"] = partial(expand, GROUPS, in_float32=True, judge_traffic=True, max_traffic=1.9)
             expands["large ranks, overwrite"] = partial(expand, steps["large ranks"], overwrite=True)
         shrinks["float32 h"] = partial(shrink, steps["packed"], in_float32=True)
         for dtype, row_dtype in _MIXED_DTYPES:

@@ -67,6 +67,14 @@ MISSED = {
         conv, "prefix cache, not kept",
         found(conv, "conv_update", "(target > NULL_LINE) & (target != pad_slot)", "target != pad_slot"), "not kept",
     ),
+    "a prompt's state that is not kept": (
+        conv, "not kept",
+        found(conv, "conv_prefill", "(target > NULL_LINE) & (target != pad_slot)", "target != pad_slot"), "states",
+    ),
+    "large ranks of a second tile": (
+        lora, "two tiles",
+        found(lora, "lora_shrink_few", "tl.cdiv(num_tokens, T) * num_slices", "num_slices"), "h_ptr",
+    ),
     "a window's first row": (
         window, "first rows",
         in_statement(window, "swiglu_window_few", "0", "1", "first_row = tl.maximum(first_row, 0)"), "Mismatch",
@@ -88,6 +96,11 @@ MISSED = {
     ),
     # Right, but what belongs to later groups is read for nothing.
     "tokens of later groups": (
+        lora, "two groups",
+        found(lora, "lora_expand_few", "tl.minimum(end - begin - group, group_tokens)", "end - begin - group"),
+        "bytes moved",
+    ),
+    "a window's tokens of later groups": (
         window, "three groups",
         found(window, "lora_expand_window_few", "tl.minimum(end - begin - group, group_tokens)", "end - begin - group"),
         "bytes moved",

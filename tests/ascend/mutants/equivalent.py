@@ -28,6 +28,18 @@ EQUIVALENT |= {
     (function, "end < stop", "end <= stop"): "one more round for a segment without tokens, in which all is masked"
     for function in ("lora_shrink_few", "lora_expand_few", "lora_expand_many", "lora_expand_window_few")
 }
+EQUIVALENT |= {
+    (function, "tl.minimum(begin + T, num_tokens)", "begin + T"): (
+        "the last segment ends with the step's tokens at the latest; at most one more round for a segment without any"
+    )
+    for function in ("lora_shrink_few", "lora_shrink_many", "lora_expand_few", "lora_expand_many")
+}
+EQUIVALENT |= {
+    (function, "rank > part * R", "rank >= part * R"): (
+        "no block of ranks begins at the rank: the loop over them is empty"
+    )
+    for function in ("lora_shrink_few", "lora_shrink_many")
+}
 EQUIVALENT["lora_expand_few", "tl.cast(t, tl.int64)", "t"] = (
     "of the tokens of a group, at most 16, whose rows 32 bits count from the first one's"
 )
