@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -40,7 +39,7 @@ from service.api.metrics import Metrics
 from service.api.middleware import BodyRule, EntryMiddleware
 from service.api.openapi_route import serve_openapi
 from service.api.route_table import build_routes
-from service.api.sampling import SamplingDefaults, model_defaults
+from service.api.sampling import NEUTRAL, model_defaults
 from service.api.state import Services
 from service.cluster.engines import Engines
 from service.engine.client import EngineClient
@@ -159,13 +158,13 @@ def _tenants(settings: Settings) -> Tenants:
         raise StartError(str(error)) from error
 
 
-def _sampling_defaults(settings: Settings) -> SamplingDefaults:
+def _sampling_defaults(settings: Settings) -> Mapping[str, float]:
     """The model's, said in the log where they are not OpenAI's: they change answers to requests that do not say."""
     if settings.sampling_defaults == "openai":
-        return SamplingDefaults()
+        return NEUTRAL
     defaults = model_defaults(settings.model_dir)
-    if defaults != SamplingDefaults():
-        LOGGER.info("sampling defaults of the model's generation_config.json", extra={"fields": asdict(defaults)})
+    if defaults != NEUTRAL:
+        LOGGER.info("sampling defaults of the model's generation_config.json", extra={"fields": defaults})
     return defaults
 
 

@@ -1,20 +1,22 @@
 """The sampling parameters of a request, each declared once.
 
-A further one is one line of `PARAMETERS` and one line in each implementation, beside the others of its stage:
+A further one is one field of `Parameters` and one line in each implementation, beside the others of its stage:
 
     if maps.uses("made_up"):
         ...maps.parameter("made_up")...   # [rows]
 
-Its way to the device, its neutral value in rows that do not ask for it, and the question whether any row of a step
-does, follow from the declaration. A request brings its value under the parameter's name (`row_of`).
+The rest follows from the declaration: the field of HTTP requests with its bounds and what is said of it, the model's
+default in its `generation_config.json`, the field of the message to the engine (`service.engine.messages.Sampling`) and
+the check there, the way to the device, the neutral value in rows that do not ask, and whether any row of a step does.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, get_type_hints
 
+import msgspec
 import numpy as np
 
 
@@ -22,50 +24,91 @@ import numpy as np
 class Parameter:
     """One number of a request.
 
-    neutral      the value that changes nothing
     stage        "penalty": changes the logits by what the sequence holds already, so that its slot's counts are read;
                  "draw": changes the distribution that is drawn from, so nothing where the most likely token is taken
-    meaning      a sentence; p is a token's probability after what stands before in this table
-    least, most  that can be computed with; the API may take less
-    is_above     least itself cannot
+    meaning      what it does, for clients
+    least, most  that a request may have
+    is_above     least itself it may not
+    is_whole     an integer, of which a client may ask for more than `most` and gets that
+    name         in requests
+    neutral      the value that changes nothing
     """
 
-    name: str
-    neutral: float
     stage: Literal["penalty", "draw"]
     meaning: str
     least: float = -math.inf
     most: float = math.inf
     is_above: bool = False
+    is_whole: bool = False
+    name: str = ""
+    neutral: float = 0.0
 
     def takes(self, value: float) -> bool:
         """Whether a request may have it."""
         return math.isfinite(value) and self.least <= value <= self.most and not (self.is_above and value == self.least)
 
 
-# In the order in which they act; logit biases, barred tokens and masks come between the two stages.
-PARAMETERS: tuple[Parameter, ...] = (
-    Parameter(
-        "repetition_penalty", 1.0, "penalty", "Divides positive logits of prompt and output, multiplies others.",
-        least=0.0, is_above=True,
-    ),
-    Parameter(
-        "frequency_penalty", 0.0, "penalty", "Is taken off a token's logit once for each time the output has it."
-    ),
-    Parameter("presence_penalty", 0.0, "penalty", "Is taken off a token's logit if the output has it."),
-    Parameter("temperature", 1.0, "draw", "Divides the logits; 0 takes the most likely token.", least=0.0),
-    Parameter(
-        "min_p", 0.0, "draw", "Excludes tokens with less than this share of the largest p.", least=0.0, most=1.0
-    ),
-    Parameter(
-        "top_k", 0.0, "draw", "Excludes all but so many of the largest p, and equals of the last; 0 excludes none.",
-        least=0.0, most=2**31 - 1,
-    ),
-    Parameter(
-        "top_p", 1.0, "draw", "Excludes all but the fewest tokens whose p sum to this share, and equals of the last.",
-        least=0.0, most=1.0,
-    ),
-)  # fmt: skip
+class Parameters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a request asks for, neutral where it says nothing.
+
+    In the order in which they act; logit biases, barred tokens and masks come between the two stages. Probabilities are
+    those after what stands before in this table.
+    """
+
+    repetition_penalty: Annotated[
+        float,
+        Parameter(
+            "penalty",
+            "divides positive logits of tokens that prompt or answer have, multiplies negative ones",
+            least=0.01,
+            most=10.0,
+        ),
+    ] = 1.0
+    frequency_penalty: Annotated[
+        float,
+        Parameter("penalty", "is taken off a token's logit for each time the answer has it", least=-2.0, most=2.0),
+    ] = 0.0
+    presence_penalty: Annotated[
+        float, Parameter("penalty", "is taken off a token's logit if the answer has it", least=-2.0, most=2.0)
+    ] = 0.0
+    temperature: Annotated[
+        float, Parameter("draw", "divides the logits; 0 takes the most likely token", least=0.0, most=2.0)
+    ] = 1.0
+    min_p: Annotated[
+        float,
+        Parameter("draw", "excludes tokens with less than this share of the largest probability", least=0.0, most=1.0),
+    ] = 0.0
+    top_k: Annotated[
+        float,
+        Parameter(
+            "draw",
+            "excludes all but so many of the most likely tokens, and equals of the last; 0 and -1 exclude none",
+            least=-1.0,
+            most=2.0**31 - 1,
+            is_whole=True,
+        ),
+    ] = 0.0
+    top_p: Annotated[
+        float,
+        Parameter(
+            "draw",
+            "excludes all but the fewest tokens whose probabilities sum to this share, and equals of the last",
+            least=0.0,
+            most=1.0,
+            is_above=True,
+        ),
+    ] = 1.0
+
+
+def _declared() -> tuple[Parameter, ...]:
+    types = get_type_hints(Parameters, include_extras=True)
+    return tuple(
+        replace(types[field.name].__metadata__[0], name=field.name, neutral=field.default)
+        for field in msgspec.structs.fields(Parameters)
+    )
+
+
+PARAMETERS = _declared()
 
 
 def index_of(name: str) -> int:
@@ -78,8 +121,8 @@ def neutral_row() -> np.ndarray:
     return np.array([parameter.neutral for parameter in PARAMETERS])
 
 
-def row_of(request: object) -> np.ndarray:
-    """float64 [num_parameters] of an object that has an attribute by each parameter's name."""
+def row_of(request: Parameters) -> np.ndarray:
+    """float64 [num_parameters]."""
     return np.array([getattr(request, parameter.name) for parameter in PARAMETERS], np.float64)
 
 
@@ -101,13 +144,13 @@ def matrix_of(rows: np.ndarray, vocab: int) -> np.ndarray:
     implementations meet.
 
     Rows that take the most likely token have temperature 0 and are neutral in all else that shapes a draw; other
-    temperatures are 1e-5 at least, since float32 would round them to 0; top_k is below `vocab`, or 0.
+    temperatures are 1e-5 at least, since float32 would round them to 0; top_k is 0 to `vocab` - 1.
     """
     matrix = rows.reshape(-1, len(PARAMETERS)).T.copy()
     temperature, top_k = matrix[index_of("temperature")], matrix[index_of("top_k")]
     is_drawn = temperature > 0.0
     temperature[is_drawn] = temperature[is_drawn].clip(min=1e-5)
-    top_k[top_k >= vocab] = 0.0
+    top_k[(top_k < 0.0) | (top_k >= vocab)] = 0.0
     for i, parameter in enumerate(PARAMETERS):
         if parameter.stage == "draw" and parameter.name != "temperature":
             matrix[i, ~is_drawn] = parameter.neutral

@@ -24,6 +24,7 @@ from service.api.requestlog import note_job
 from service.api.response_answers import ResponseObject
 from service.api.response_output import ResponseOutput
 from service.api.response_request import ResponsesRequest, chat_of, renamed
+from service.api.sampling import sampling_parameters
 from service.api.schemas import ChatRequest
 from service.api.sse import encode_typed_event, until_disconnect
 from service.api.state import Services, services_of
@@ -119,6 +120,7 @@ class ResponseAnswer:
 
     def _response(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
         request = self._request
+        told = sampling_parameters(request, self._defaults)
         text_format = (request.text.format if request.text is not None else None) or {"type": "text"}
         return {
             "id": self._id,
@@ -140,12 +142,12 @@ class ResponseAnswer:
             "service_tier": "default",
             "store": False,
             "system_fingerprint": self.job.fingerprint,
-            "temperature": self._defaults.temperature if request.temperature is None else request.temperature,
+            "temperature": told["temperature"],
             "text": {"format": text_format, "verbosity": "medium"},
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
             "top_logprobs": request.top_logprobs or 0,
-            "top_p": self._defaults.top_p if request.top_p is None else request.top_p,
+            "top_p": told["top_p"],
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
         }

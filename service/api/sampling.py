@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
+from kernels.sampling.parameters import PARAMETERS
 from service.api.errors import BadRequest
-from service.api.schemas import ChatRequest, CompletionRequest, Generation
+from service.api.schemas import ChatRequest, CompletionRequest, Decoding, Generation
 from service.api.token_lists import TokenLists
 from service.api.validation import bad_request
 from service.engine.messages import Sampling
@@ -20,21 +22,15 @@ _MAX_ID_DIGITS = 10
 MAX_STOP_CHARS = 4096
 
 
-@dataclass(frozen=True)
-class SamplingDefaults:
-    """What a request has that does not say. The values here are OpenAI's."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+# What a request has that does not say.
+NEUTRAL: Mapping[str, float] = {parameter.name: parameter.neutral for parameter in PARAMETERS}
 
 
-def model_defaults(model_dir: Path) -> SamplingDefaults:
-    """Those that the model's generation_config.json names. TextError for values that no request may have."""
+def model_defaults(model_dir: Path) -> Mapping[str, float]:
+    """`NEUTRAL` but for what the model's generation_config.json names. TextError for values that no request may
+    have."""
     config = read_json(model_dir / "generation_config.json")
-    named = {field.name: config[field.name] for field in fields(SamplingDefaults) if config.get(field.name) is not None}
+    named = {name: config[name] for name in NEUTRAL if config.get(name) is not None}
     try:
         Generation.model_validate(named)
     except ValidationError as error:
@@ -42,7 +38,14 @@ def model_defaults(model_dir: Path) -> SamplingDefaults:
             f"generation_config.json of the model: {bad_request(error.errors()).message} Correct it, or start with "
             "--sampling-defaults openai."
         ) from error
-    return SamplingDefaults(**named)
+    return {**NEUTRAL, **named}
+
+
+def sampling_parameters(request: Decoding, defaults: Mapping[str, float]) -> dict[str, Any]:
+    """The number of each of `PARAMETERS`, by name."""
+    asked = {name: getattr(request, name) for name in NEUTRAL}
+    said = {name: defaults[name] if value is None else value for name, value in asked.items()}
+    return {parameter.name: min(said[parameter.name], parameter.most) for parameter in PARAMETERS}
 
 
 def build_sampling(
@@ -51,7 +54,7 @@ def build_sampling(
     max_tokens: int,
     vocab_size: int,
     eos_token_ids: tuple[int, ...],
-    defaults: SamplingDefaults = SamplingDefaults(),
+    defaults: Mapping[str, float] = NEUTRAL,
     lists: TokenLists = TokenLists(),
     grammar: str | None = None,
 ) -> Sampling:
@@ -73,13 +76,7 @@ def build_sampling(
     return Sampling(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        temperature=_or(request.temperature, defaults.temperature),
-        top_p=_or(request.top_p, defaults.top_p),
-        top_k=min(max(0, defaults.top_k if request.top_k is None else request.top_k), vocab_size),
-        min_p=_or(request.min_p, defaults.min_p),
-        repetition_penalty=_or(request.repetition_penalty, defaults.repetition_penalty),
-        presence_penalty=_or(request.presence_penalty, 0.0),
-        frequency_penalty=_or(request.frequency_penalty, 0.0),
+        **sampling_parameters(request, defaults),
         logit_bias=_logit_bias(request, vocab_size),
         allowed_tokens=lists.allowed_tokens,
         bad_words=lists.bad_words,
@@ -123,10 +120,6 @@ def stop_strings(request: Generation) -> tuple[str, ...]:
             param="stop",
         )
     return stop
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else float(value)
 
 
 def _logprobs(request: CompletionRequest | ChatRequest) -> tuple[int | None, int | None]:

@@ -7,10 +7,11 @@ these ask for nothing.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, create_model, model_validator
 
+from kernels.sampling.parameters import PARAMETERS, Parameter
 from service.api.chat_messages import ChatMessage
 from service.api.fields import EMBEDDING_FIELDS, GENERATION_FIELDS, STREAM_FIELDS, TOKENIZE_FIELDS
 from service.api.request_body import FIRST, Request, bounded, field_error, in_pieces, value_fault
@@ -48,26 +49,42 @@ class StreamOptions(Request):
     continuous_usage_stats: bool | None = Field(default=None, description="send the token counts so far in every chunk")
 
 
-class Decoding(Request):
-    """Who answers, what the answer must be, and how tokens are chosen and become text; null is the same as leaving a
-    field out."""
+class Answering(Request):
+    """Who answers."""
 
     model: str | None = Field(None, description="the base's name (the default), an adapter's name, or `base:adapter`")
     adapter_id: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="an adapter's name; if `model` names one too it must be the same"
     )
+
+
+def _asked(parameter: Parameter) -> tuple[Any, Any]:
+    """Type and field of a sampling parameter in a request."""
+    if parameter.is_whole:
+        kind: Any = Annotated[int, Field(ge=int(parameter.least))]
+    elif parameter.is_above:
+        kind = Annotated[float, Field(gt=parameter.least, le=parameter.most)]
+    else:
+        kind = Annotated[float, Field(ge=parameter.least, le=parameter.most)]
+    description = f"{parameter.meaning}; default: the model's, or {parameter.neutral:g}"
+    return kind | None, Field(None, description=description)
+
+
+if TYPE_CHECKING:
+
+    class SamplingParameters(Answering):
+        """A field for each of `kernels.sampling.parameters.PARAMETERS`, under its name."""
+else:
+    SamplingParameters = create_model(
+        "SamplingParameters", __base__=Answering, **{parameter.name: _asked(parameter) for parameter in PARAMETERS}
+    )
+
+
+class Decoding(SamplingParameters):
+    """Who answers, what the answer must be, and how tokens are chosen and become text; null is the same as leaving a
+    field out."""
+
     min_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="no end before so many tokens")
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = Field(
-        None, description="0 is greedy; default: the model's, or 1"
-    )
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = Field(None, description="default: the model's, or 1")
-    top_k: Annotated[int, Field(ge=-1)] | None = Field(None, description="0 or -1 is off; default: the model's, or off")
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="default: the model's, or 0")
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = Field(
-        None, description="default: the model's, or 1"
-    )
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(None, description="0 by default")
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = Field(None, description="0 by default")
     logit_bias: (
         Annotated[
             dict[str, Annotated[float, Field(ge=-100, le=100)]],

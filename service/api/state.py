@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +25,7 @@ from service.api.gate import Gate
 from service.api.held_logprobs import logprob_shares
 from service.api.metrics import Metrics
 from service.api.page_cache import PageCache
-from service.api.sampling import SamplingDefaults
+from service.api.sampling import NEUTRAL
 from service.api.schemas import MAX_HELD_LOGPROBS
 from service.api.store_look import StoreLook
 from service.api.upload_places import UploadPlace, UploadPlaces
@@ -68,7 +68,7 @@ class Services:
     template: ChatTemplate | None
     metrics: Metrics
     tenants: Tenants = field(default_factory=Tenants)
-    sampling_defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    sampling_defaults: Mapping[str, float] = field(default_factory=lambda: NEUTRAL)
     store: AdapterStore | None = None
     store_look: StoreLook = field(default_factory=StoreLook)
     draining: bool = False

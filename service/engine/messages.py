@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from kernels.sampling.parameters import Parameters
 from kernels.sampling.scored_token import ScoredToken
 
 # Of a tenant, in `Submit`.
@@ -21,11 +22,11 @@ MAX_STOP_TOKEN_IDS = 512
 MAX_ENDINGS = MAX_STOP_TOKEN_IDS + 512  # the model's own among them
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Sampling(Parameters, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen; checked by the API before it is sent. Token counts in tokens.
 
-    top_k 0 = off; seed None = the engine draws one; logprobs None = none, n = the n most likely beside the chosen
-    token; prompt_logprobs likewise for the prompt (`echo`); logit_bias maps token id to an added logit; grammar is
+    seed None = the engine draws one; logprobs None = none, n = the n most likely beside the chosen token;
+    prompt_logprobs likewise for the prompt (`echo`); logit_bias maps token id to an added logit; grammar is
     llguidance's, serialised, as `service.grammars.trial` gives it once it has been tried.
     allowed_tokens: bit t % 8 of byte t // 8 allows token t, and bytes that are missing allow none; empty = all.
     bad_words: token sequences that the output must not hold. With both, and with min_tokens, some token must be left.
@@ -33,14 +34,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     max_tokens: int
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
+    logit_bias: dict[int, float] = {}  # noqa: RUF012
     allowed_tokens: bytes = b""
     bad_words: tuple[tuple[int, ...], ...] = ()
     seed: int | None = None

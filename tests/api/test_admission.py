@@ -22,7 +22,7 @@ from service.api.gate import Gate
 from service.api.piece import Piece
 from service.api.places import enter
 from service.api.prompts import Prompt, chat_prompt
-from service.api.sampling import SamplingDefaults
+from service.api.sampling import NEUTRAL
 from service.api.schemas import BatchRequest, ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
 from service.api.state import Services
 from service.api.targets import Target, resolve
@@ -228,7 +228,7 @@ def full(template: Template) -> Iterator[Services]:
         settings=SimpleNamespace(**vars(SETTINGS), max_choices=4),
         gate=Gate(30),
         require_ready=lambda: READY,
-        sampling_defaults=SamplingDefaults(),
+        sampling_defaults=NEUTRAL,
     )
     workers.close()
 

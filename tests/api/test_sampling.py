@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 import pytest
+from pydantic import ValidationError
 
-from service.api.sampling import SamplingDefaults, build_sampling, model_defaults
+from kernels.sampling.asked import Asked, RowSampling, ask
+from kernels.sampling.parameters import PARAMETERS, Parameter, row_of
+from service.api.response_request import ResponsesRequest
+from service.api.sampling import NEUTRAL, build_sampling, model_defaults
 from service.api.schemas import ChatRequest, CompletionRequest
 from service.api.token_lists import TokenLists, token_lists
 from service.engine.messages import Sampling
@@ -79,9 +84,10 @@ def sampling_of(
 class TestModelDefaults:
     NAMED: ClassVar = {
         "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05,
+        "presence_penalty": 1.5, "frequency_penalty": 0.5,
     }  # fmt: skip
 
-    def defaults(self, tmp_path: Path, **config: Any) -> SamplingDefaults:
+    def defaults(self, tmp_path: Path, **config: Any) -> Mapping[str, float]:
         (tmp_path / "generation_config.json").write_text(json.dumps(config))
         return model_defaults(tmp_path)
 
@@ -93,9 +99,9 @@ class TestModelDefaults:
                 CompletionRequest(prompt="the", **said), max_tokens=9, vocab_size=99, eos_token_ids=(), defaults=found
             )
             assert {name: getattr(sampling, name) for name in self.NAMED} == self.NAMED
-        off = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        off = dict(NEUTRAL)
         sampling = build_sampling(
-            CompletionRequest(prompt="the", **{**off, "top_k": -1}),
+            CompletionRequest(prompt="the", **off | {"top_k": 0}),
             max_tokens=9,
             vocab_size=99,
             eos_token_ids=(),
@@ -104,8 +110,8 @@ class TestModelDefaults:
         assert {name: getattr(sampling, name) for name in off} == off
 
     def test_what_is_not_named_is_openai_s(self, tmp_path: Path) -> None:
-        assert model_defaults(tmp_path) == SamplingDefaults()
-        assert self.defaults(tmp_path, top_p=0.8, temperature=None) == SamplingDefaults(top_p=0.8)
+        assert model_defaults(tmp_path) == NEUTRAL
+        assert self.defaults(tmp_path, top_p=0.8, temperature=None) == {**NEUTRAL, "top_p": 0.8}
 
     @pytest.mark.parametrize("wrong", [{"temperature": "hot"}, {"top_p": 2}, {"top_k": -5}])
     def test_what_no_request_may_have_is_refused_at_the_start(self, tmp_path: Path, wrong: dict[str, Any]) -> None:
@@ -168,9 +174,34 @@ def test_end_tokens_that_the_model_cannot_produce_are_left_out() -> None:
     assert sampling.stop_token_ids == (EOS_ID, VOCAB_SIZE - 1)
 
 
-@pytest.mark.parametrize(("top_k", "sent"), [(-1, 0), (0, 0), (VOCAB_SIZE + 1, VOCAB_SIZE)])
-def test_top_k_is_off_or_within_the_vocabulary(top_k: int, sent: int) -> None:
-    assert sampling_of(CompletionRequest, top_k=top_k).top_k == sent
+def asked(**fields: Any) -> Asked:
+    """What the op is told for a request."""
+    request = sampling_of(CompletionRequest, **fields)
+    return ask([RowSampling(0, row_of(request), seed=0, index=0, slot=0)], num_logits=1, vocab=VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("top_k", [-1, 0, VOCAB_SIZE, VOCAB_SIZE + 1, 10**400])
+def test_top_k_is_off_at_both_ends(top_k: int) -> None:
+    assert (asked(top_k=1).facts.num_ranked, asked(top_k=top_k).facts) == (1, asked().facts)
+
+
+@pytest.mark.parametrize("parameter", PARAMETERS, ids=lambda parameter: parameter.name)
+def test_a_parameter_is_declared_once_for_client_and_engine(parameter: Parameter) -> None:
+    """Its field in requests takes what the engine takes, and says what it does; the engine's message has it."""
+    step = 1 if parameter.is_whole else 1e-3
+    around = (parameter.least - step, parameter.least, parameter.least + step, parameter.most, parameter.most + step)
+    for value in around:
+        sent = {parameter.name: int(value) if parameter.is_whole else value}
+        if parameter.takes(value):
+            assert getattr(sampling_of(CompletionRequest, **sent), parameter.name) == value
+        elif parameter.is_whole and value > parameter.most:
+            assert getattr(sampling_of(CompletionRequest, **sent), parameter.name) == parameter.most
+        else:
+            with pytest.raises(ValidationError):
+                sampling_of(CompletionRequest, **sent)
+    assert parameter.takes(parameter.neutral) and getattr(Sampling(max_tokens=1), parameter.name) == parameter.neutral
+    for kind in (CompletionRequest, ChatRequest, ResponsesRequest):
+        assert parameter.meaning in str(kind.model_fields[parameter.name].description)
 
 
 def test_a_bad_word_is_barred_as_a_text_begins_with_it_and_behind_a_space(tmp_path: Path) -> None:

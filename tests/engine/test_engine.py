@@ -198,13 +198,13 @@ def test_more_than_a_step_has_room_for_is_refused(mock: MockEngine) -> None:
 @pytest.mark.parametrize(
     ("name", "fine", "wrong"),
     [
-        ("temperature", (0.0, 100.0), (-0.1, math.inf)),
-        ("top_p", (0.0, 1.0), (-0.1, 1.1)),
-        ("top_k", (0, 2**31 - 1), (-1, 2**31)),
+        ("temperature", (0.0, 2.0), (-0.1, 2.1, math.inf)),
+        ("top_p", (0.001, 1.0), (-0.1, 0.0, 1.1)),
+        ("top_k", (-1, 0, 2**31 - 1), (-2, 2**31)),
         ("min_p", (0.0, 1.0), (-0.1, 1.1)),
-        ("repetition_penalty", (0.001, 100.0), (0.0, -1.0, math.inf)),
-        ("presence_penalty", (-100.0, 100.0), (-math.inf, math.inf)),
-        ("frequency_penalty", (-100.0, 100.0), (-math.inf, math.inf)),
+        ("repetition_penalty", (0.01, 10.0), (0.0, -1.0, 10.1, math.inf)),
+        ("presence_penalty", (-2.0, 2.0), (-2.1, 2.1, -math.inf, math.inf)),
+        ("frequency_penalty", (-2.0, 2.0), (-2.1, 2.1, -math.inf, math.inf)),
     ],
 )
 def test_a_parameter_of_a_choice_is_in_its_range(
@@ -682,7 +682,7 @@ def test_random_tokens_depend_neither_on_neighbours_nor_on_preemption() -> None:
 
 
 def test_each_token_is_drawn_from_its_own_place_in_the_stream_with_all_counts_so_far(mock: MockEngine) -> None:
-    sampling = Sampling(max_tokens=12, temperature=0.8, frequency_penalty=4.0, seed=5)
+    sampling = Sampling(max_tokens=12, temperature=0.8, frequency_penalty=2.0, seed=5)
     prompt = (1, 2, 3)
     history, cpu = list(prompt), torch.device("cpu")
     for index in range(sampling.max_tokens):
@@ -691,7 +691,7 @@ def test_each_token_is_drawn_from_its_own_place_in_the_stream_with_all_counts_so
         row = RowSampling(0, row_of(sampling), seed=5, index=index, slot=0)
         asked = ask([row], num_logits=1, vocab=VOCAB)
         history.append(int(sample(next_logits(history, -1)[None], asked.maps(cpu), state).token_ids[0]))
-    mock.submit("r", prompt, max_tokens=12, temperature=0.8, frequency_penalty=4.0, seed=5)
+    mock.submit("r", prompt, max_tokens=12, temperature=0.8, frequency_penalty=2.0, seed=5)
     mock.settle()
     assert mock.output["r"] == history[3:]
 

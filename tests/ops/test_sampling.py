@@ -482,7 +482,6 @@ def test_what_shapes_a_draw_is_neutral_where_nothing_is_drawn() -> None:
 
 
 def test_a_request_gives_its_parameters_by_name() -> None:
-    """A new parameter without a field in the request's message does not start."""
     found = parameters.row_of(Sampling(max_tokens=1, temperature=0.5, top_k=7, presence_penalty=0.25))
     expected = parameters.neutral_row()
     for name, value in {"temperature": 0.5, "top_k": 7, "presence_penalty": 0.25}.items():
@@ -495,7 +494,7 @@ def test_a_request_gives_its_parameters_by_name() -> None:
 def test_a_new_parameter_is_one_line_and_one_in_each_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
     """epsilon, as others have it: no token with a probability below it. Its value comes from the request, is neutral in
     others, and reaches the implementation."""
-    epsilon = parameters.Parameter("epsilon", 0.0, "draw", "Excludes tokens with less than this p.")
+    epsilon = parameters.Parameter("draw", "excludes tokens with less than this probability", name="epsilon")
     monkeypatch.setattr(parameters, "PARAMETERS", (*parameters.PARAMETERS, epsilon))
     cut = any_device.cut
 
