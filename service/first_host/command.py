@@ -55,8 +55,10 @@ def _settings(arguments: argparse.Namespace) -> Settings:
     names = ("device", "model_dir", "dtype")
     settings = load_settings(**{name: value for name in names if (value := getattr(arguments, name)) is not None})
     if settings.device.partition(":")[0] not in ("auto", *EVERYWHERE):
-        raise _Refused(f"There are no steps for the device '{settings.device}'; --device is one of "
-                       f"{', '.join(EVERYWHERE)} (npu:1 the second one of its kind) or auto.")  # fmt: skip
+        raise _Refused(
+            f"There are no steps for the device '{settings.device}'; --device is one of {', '.join(EVERYWHERE)} (npu:1 "
+            "the second one of its kind) or auto."
+        )
     config = settings.model_dir / "config.json"
     try:
         if not settings.model_dir.is_dir():
