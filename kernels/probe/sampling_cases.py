@@ -12,7 +12,7 @@ from kernels.probe.prepared import Prepared
 from kernels.probe.shapes import ProbeShapes
 from kernels.sampling import ops
 from kernels.sampling.asked import GivenRow, RowSampling, ask, mask_of
-from kernels.sampling.parameters import index_of, neutral_row
+from kernels.sampling.parameter_rows import index_of, neutral_row
 
 _SCALE = 6.0
 _NUM_SLOTS = 3

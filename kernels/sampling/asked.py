@@ -22,7 +22,7 @@ import torch
 from kernels.arrays import HostArray, in_host, in_nothing, in_tensor, number_dtype
 from kernels.sampling import parameters
 from kernels.sampling.maps import MASK_WORD_BITS, SamplingArrays, SamplingFacts, SamplingMaps
-from kernels.sampling.parameters import index_of, matrix_of, used_in, uses_penalties
+from kernels.sampling.parameter_rows import index_of, matrix_of, used_in, uses_penalties
 from kernels.sampling.random_numbers import uniform
 
 # A sort of everything serves larger ones as well.
@@ -37,7 +37,7 @@ class RowSampling:
     """A row of the logits that gets a token.
 
     logits_row   row of the step's logits
-    parameters   float64 [num_parameters], `parameters.row_of(request)`
+    parameters   float64 [num_parameters], `parameter_rows.row_of(request)`
     seed, index  random stream of the request, and which of its output tokens this is
     slot         of the sequence: where its token counts stand; read only if its parameters have penalties
     bias         token -> what is added to its logit
@@ -71,7 +71,7 @@ class GivenRow:
 class Asked:
     """A step's sampling on the host; what `read` needs to tell whose the results are.
 
-    matrix  float64 [num_parameters, len(rows)], see `parameters.matrix_of`
+    matrix  float64 [num_parameters, len(rows)], see `parameter_rows.matrix_of`
     """
 
     rows: tuple[RowSampling, ...]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from kernels.arrays import Array, by_name, declared
-from kernels.sampling.parameters import index_of, neutral_row
+from kernels.sampling.parameter_rows import index_of, neutral_row
 
 MASK_WORD_BITS = 32
 
@@ -71,7 +71,7 @@ class SamplingArrays(Generic[Array]):
     A place is row * vocab + token, where row counts the rows that get a token, as everywhere but in `rows` and `given`.
 
     rows          of the logits
-    parameters    as `parameters.matrix_of` makes them
+    parameters    as `parameter_rows.matrix_of` makes them
     numbers       uniform in [0, 1); if rounded to float32, in [0, 1]
     slots         whose counts a row reads and its token is added to; -1 in rows without penalties
     penalised     rows with penalties

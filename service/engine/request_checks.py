@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from adapters.errors import RowsExceeded
-from kernels.sampling.parameters import PARAMETERS, row_of
+from kernels.sampling.parameter_rows import row_of
+from kernels.sampling.parameters import PARAMETERS
 from service.engine.adapter_loads import LORA_IS_OFF
 from service.engine.compiled_grammars import NO_GRAMMARS
 from service.engine.messages import MAX_ENDINGS, MAX_LOGIT_BIASES, MAX_WEIGHT, MIN_WEIGHT, Sampling, Submit

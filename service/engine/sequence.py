@@ -30,7 +30,7 @@ class Sequence:
     num_computed   tokens whose keys, values and conv state are in the caches, or will be when the launched steps have
                    run; 0 after a preemption
     seed           of its random stream, drawn by the engine where the request names none
-    parameters     of its sampling, `kernels.sampling.parameters.row_of`
+    parameters     of its sampling, `kernels.sampling.parameter_rows.row_of`
     stop_ids       tokens that end it (stop_token_ids, and end-of-sequence unless ignored)
     slot           of a running sequence, which so holds blocks and a pin too; 0 for a waiting one
     num_prompt_logprobs  entries of `prompt_logprobs` that there are, or will be when the launched steps have run

@@ -14,7 +14,7 @@ import torch
 
 from kernels.sampling.maps import SamplingMaps
 from kernels.sampling.ops import new_state, sample
-from kernels.sampling.parameters import uses_penalties
+from kernels.sampling.parameter_rows import uses_penalties
 from service.engine.block_pool import BlockPool
 from service.engine.config import EngineConfig
 from service.engine.low_rows import LowRows

@@ -69,7 +69,7 @@ from service.app import _prepare, create_app
 from service.settings import load_settings
 app = create_app(load_settings(model_dir=Path({str(checkpoints.base)!r}), store_dir=Path({str(tmp_path)!r})))
 app.openapi()
-print(sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "transformers", "peft", "triton"}}))
+print(sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "numpy", "transformers", "peft", "triton"}}))
 """
         done = run_python(code)
         assert done.stdout.strip() == "[]", done.stderr

@@ -13,7 +13,8 @@ import pytest
 from pydantic import ValidationError
 
 from kernels.sampling.asked import Asked, RowSampling, ask
-from kernels.sampling.parameters import PARAMETERS, Parameter, row_of
+from kernels.sampling.parameter_rows import row_of
+from kernels.sampling.parameters import PARAMETERS, Parameter
 from service.api.response_request import ResponsesRequest
 from service.api.sampling import NEUTRAL, build_sampling, model_defaults
 from service.api.schemas import ChatRequest, CompletionRequest

@@ -23,7 +23,7 @@ from kernels.lora.max_rank import MAX_KERNEL_RANK
 from kernels.platform import detect
 from kernels.sampling.asked import RowSampling, ask
 from kernels.sampling.ops import new_state, sample
-from kernels.sampling.parameters import row_of
+from kernels.sampling.parameter_rows import row_of
 from service.engine.brief_thread import BriefThread
 from service.engine.build import max_rank_of
 from service.engine.engine import Engine

@@ -16,7 +16,7 @@ import torch
 
 from kernels.sampling.asked import Asked, GivenRow, RowSampling, ask
 from kernels.sampling.maps import SamplingArrays
-from kernels.sampling.parameters import index_of, neutral_row
+from kernels.sampling.parameter_rows import index_of, neutral_row
 from service.engine.messages import MAX_ENDINGS, MAX_LOGIT_BIASES
 from service.engine.step_arrays import InputLimits, SamplerArrays
 from service.engine.step_inputs import StepInputs

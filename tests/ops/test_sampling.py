@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.sampling import any_device, ops, parameters
+from kernels.sampling import any_device, ops, parameter_rows, parameters
 from kernels.sampling.asked import GivenRow, RowSampling, ask, mask_of
 from kernels.sampling.maps import SamplingMaps
-from kernels.sampling.parameters import index_of
+from kernels.sampling.parameter_rows import index_of
 from kernels.sampling.random_numbers import uniform
 from kernels.sampling.results import Choice
 from kernels.sampling.scored_token import ScoredToken
@@ -482,13 +482,13 @@ def test_what_shapes_a_draw_is_neutral_where_nothing_is_drawn() -> None:
 
 
 def test_a_request_gives_its_parameters_by_name() -> None:
-    found = parameters.row_of(Sampling(max_tokens=1, temperature=0.5, top_k=7, presence_penalty=0.25))
-    expected = parameters.neutral_row()
+    found = parameter_rows.row_of(Sampling(max_tokens=1, temperature=0.5, top_k=7, presence_penalty=0.25))
+    expected = parameter_rows.neutral_row()
     for name, value in {"temperature": 0.5, "top_k": 7, "presence_penalty": 0.25}.items():
         expected[index_of(name)] = value
     assert found.tolist() == expected.tolist()
-    assert parameters.row_of(Sampling(max_tokens=1)).tolist() == parameters.neutral_row().tolist()
-    assert parameters.uses_penalties(found) and not parameters.uses_penalties(parameters.neutral_row())
+    assert parameter_rows.row_of(Sampling(max_tokens=1)).tolist() == parameter_rows.neutral_row().tolist()
+    assert parameter_rows.uses_penalties(found) and not parameter_rows.uses_penalties(parameter_rows.neutral_row())
 
 
 def test_a_new_parameter_is_one_line_and_one_in_each_implementation(monkeypatch: pytest.MonkeyPatch) -> None:

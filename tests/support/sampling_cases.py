@@ -16,7 +16,7 @@ from kernels.platform import detect, installed
 from kernels.sampling import ops
 from kernels.sampling.asked import Asked, GivenRow, RowSampling, ask, mask_of
 from kernels.sampling.maps import SamplingMaps
-from kernels.sampling.parameters import index_of, neutral_row
+from kernels.sampling.parameter_rows import index_of, neutral_row
 from kernels.sampling.penalty_state import PenaltyState
 from kernels.sampling.random_numbers import uniform
 from kernels.sampling.results import Choice, read
