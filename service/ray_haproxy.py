@@ -12,6 +12,7 @@ lines say 404 to everything. Everything else is Ray's.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import re
@@ -194,7 +195,17 @@ def _lines() -> str:
 
 
 def _is_trusted() -> str:
-    return f"{{ src {' '.join(_TRUSTED_PROXIES)} }}"
+    return f"{{ src {' '.join(map(_pattern, _TRUSTED_PROXIES))} }}"
+
+
+def _pattern(network: str) -> str:
+    """What matches this network and nothing else. HAProxy takes 10.0.0.0/8 for 6to4 addresses (2002:a00::/24) and
+    IPv4-compatible ones (::10.0.0.0/104) too, which are others'. In IPv6's spelling it matches IPv4 addresses alone,
+    also as a listener to both has them. ValueError as of the setting."""
+    parsed = ipaddress.ip_network(network)
+    if isinstance(parsed, ipaddress.IPv6Network):
+        return str(parsed)
+    return f"::ffff:{parsed.network_address}/{96 + parsed.prefixlen}"
 
 
 def _not_ready() -> str:

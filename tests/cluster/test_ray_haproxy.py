@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -121,19 +122,24 @@ def _written(text: str, descriptor: int, error_file: str, servers: str, checks: 
 
 
 @contextmanager
-def _haproxy(tmp_path: Path, *ports: int, checks: str = "", **own: str) -> Iterator[httpx.Client]:
-    """One before servers at these ports, with `own` in its environment."""
+def _haproxy(
+    tmp_path: Path, *ports: int, checks: str = "", is_told_sources: bool = False, **own: str
+) -> Iterator[httpx.Client]:
+    """One before servers at these ports, with `own` in its environment. is_told_sources: connections are `_from`s."""
     python = environment("ray") / "bin" / "python"
     error_file = tmp_path / "error"
     error_file.write_text("HTTP/1.0 500 Internal Server Error\r\n\r\nRay's")
     servers = "\n".join(f"    server s{n} 127.0.0.1:{one}" for n, one in enumerate(ports))
     path, text = tmp_path / "haproxy.cfg", _CONFIGURATION if ports else _WITHOUT_APPLICATION
+    whole = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_SERVE_HAPROXY_BINARY_PATH": "/this/program", **own}
     with ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         path.write_text(_written(text, listener.fileno(), str(error_file), servers, checks))
+        if is_told_sources:
+            _have_sources_told(path, whole)
         process = subprocess.Popen(
             [str(python), "-m", "service.ray_haproxy", "-db", "-f", str(path)],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "RAY_SERVE_HAPROXY_BINARY_PATH": "/this/program", **own},
+            env=whole,
             pass_fds=[listener.fileno()],
             stdout=sys.stderr,
         )
@@ -141,6 +147,15 @@ def _haproxy(tmp_path: Path, *ports: int, checks: str = "", **own: str) -> Itera
         stack.callback(process.kill)
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         yield stack.enter_context(httpx.Client(base_url=url, timeout=LIMIT_SECONDS))
+
+
+def _have_sources_told(path: Path, whole: dict[str, str]) -> None:
+    """Let each connection begin with a line that says from where it comes. Rules for connections come before that line:
+    they become rules for sessions, which come after it and are the same else."""
+    code = "import sys; from service.ray_haproxy import extend_files; extend_files(sys.argv)"
+    subprocess.run([sys.executable, "-c", code, "-f", str(path)], env=whole, check=True, timeout=LIMIT_SECONDS)
+    text = path.read_text().replace("tcp-request connection ", "tcp-request session ")
+    path.write_text(re.sub("    bind .*", r"\g<0> accept-proxy", text))
 
 
 @pytest.fixture
@@ -294,6 +309,20 @@ def _connect(http: httpx.Client, source: str = "127.0.0.1") -> socket.socket:
     return socket.create_connection(address, timeout=LIMIT_SECONDS, source_address=(source, 0))
 
 
+def _from(http: httpx.Client, source: str) -> socket.socket:
+    """A connection from any address, where HAProxy is told of them."""
+    connection = _connect(http)
+    kind, target = ("TCP6", "::1") if ":" in source else ("TCP4", "127.0.0.1")
+    connection.sendall(f"PROXY {kind} {source} {target} 1000 80\r\n".encode())
+    return connection
+
+
+def _ask(connection: socket.socket, headers: bytes = b"") -> bytes:
+    """The head and, where it has come with it, the body of an answer."""
+    connection.sendall(_GET + headers + b"\r\n")
+    return connection.recv(10_000)
+
+
 def _read_all(connection: socket.socket) -> bytes:
     """What comes until the connection is closed."""
     with connection.makefile("rb") as file:
@@ -328,6 +357,43 @@ def test_what_does_not_come_is_not_waited_for(
     assert status in answer.partition(b"\r\n")[0]
     assert bool(answer) == bool(part)
     assert part[:4] != b"POST" or b'"type": "invalid_request_error"' in answer
+
+
+def _trickled(connection: socket.socket, rest: bytes, beyond_seconds: float) -> bytes:
+    """The answer to a request whose rest comes byte by byte, ten a second, and after that time at once."""
+    started_seconds = time.monotonic()
+    connection.settimeout(0.1)
+    for sent in range(len(rest)):
+        with suppress(TimeoutError):
+            return connection.recv(10_000)
+        if time.monotonic() - started_seconds > beyond_seconds:
+            break
+        connection.sendall(rest[sent : sent + 1])
+    connection.settimeout(LIMIT_SECONDS)
+    connection.sendall(rest[sent:])
+    return connection.recv(10_000)
+
+
+def test_a_body_that_trickles_is_waited_for_as_long_as_the_slowest_that_fits(
+    tmp_path: Path, servers: tuple[_Server, _Server]
+) -> None:
+    """Half a second and what 512 bytes may take, where its client is never silent for long."""
+    _, reads = servers
+    own = {"MULTILORA_STALL_LIMIT_SECONDS": "0.5", "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "512"}
+    with _haproxy(tmp_path, reads.port, **own) as http, _connect(http) as client:
+        client.sendall(_POST % (b"/v1/completions", 503))
+        answer = _trickled(client, b"x" * 500, LIMIT_SECONDS)
+    assert b" 408 " in answer.partition(b"\r\n")[0]
+    assert b'"code": "request_timeout"' in answer
+    assert not reads.received
+
+
+def test_a_body_that_trickles_may_take_longer_than_a_head(tmp_path: Path, servers: tuple[_Server, _Server]) -> None:
+    _, reads = servers
+    with _haproxy(tmp_path, reads.port, MULTILORA_STALL_LIMIT_SECONDS="2") as http, _connect(http) as client:
+        client.sendall(_POST % (b"/v1/completions", 503))
+        assert _trickled(client, b"x" * 500, 2.5).endswith(b"done")
+    assert reads.received[0].endswith(b"x" * 500)
 
 
 @pytest.mark.parametrize("num_sent_first", [0, -1], ids=["all of it", "its end"])
@@ -374,8 +440,7 @@ def test_an_address_has_half_of_the_connections(tmp_path: Path, servers: tuple[_
             return stack.enter_context(_connect(http, source))
 
         def ask(connection: socket.socket) -> None:
-            connection.sendall(_GET + b"\r\n")
-            assert connection.recv(1000).endswith(b"done")
+            assert _ask(connection).endswith(b"done")
 
         held = [connected() for _ in range(8)]
         for one in held:
@@ -414,17 +479,55 @@ def test_a_trusted_proxy_has_no_share_and_says_who_the_client_is(tmp_path: Path)
         with ExitStack() as stack:
             http = stack.enter_context(_haproxy(tmp_path, server.port, **trusted))
             proxy = [stack.enter_context(_connect(http, "127.0.0.9")) for _ in range(3)][-1]
-            proxy.sendall(_GET + b"X-Forwarded-For: 192.0.2.1\r\n\r\n")
-            assert proxy.recv(1000).endswith(b"done")
-            proxy.sendall(_GET + b"\r\n")
-            assert proxy.recv(1000).endswith(b"done")
+            assert _ask(proxy, b"X-Forwarded-For: 192.0.2.1\r\n").endswith(b"done")
+            assert _ask(proxy).endswith(b"done")
             stranger = stack.enter_context(_connect(http, "127.0.0.8"))
-            stranger.sendall(_GET + b"X-Forwarded-For: 192.0.2.1\r\n\r\n")
-            assert stranger.recv(1000).endswith(b"done")
+            assert _ask(stranger, b"X-Forwarded-For: 192.0.2.1\r\n").endswith(b"done")
     finally:
         server.end()
     said = [re.findall(rb"(?i)x-forwarded-for: (.*)\r\n", one) for one in server.received]
     assert said == [[b"192.0.2.1"], [b"127.0.0.9"], [b"127.0.0.8"]]
+
+
+def test_a_trusted_network_is_trusted_and_no_other_that_is_spelt_with_its_numbers(tmp_path: Path) -> None:
+    """6to4 addresses have an IPv4 address in them, and so had IPv4-compatible ones. Both can be anybody's."""
+    trusted = ["10.1.2.3", "::ffff:10.1.2.3", "192.0.2.7", "2001:db8::7"]
+    others = ["2002:a01:203:1::1", "::10.1.2.3", "11.1.2.3", "192.0.2.6", "2002:c000:207::1", "2001:db9::7"]
+    server = _Server(_ANSWER)
+    server.start()
+    try:
+        proxies = "10.0.0.0/8, 192.0.2.7,2001:db8::/32"
+        with _haproxy(tmp_path, server.port, is_told_sources=True, MULTILORA_TRUSTED_PROXIES=proxies) as http:
+            for source in trusted + others:
+                with _from(http, source) as connection:
+                    assert _ask(connection, b"X-Forwarded-For: 198.51.100.1\r\n").endswith(b"done")
+    finally:
+        server.end()
+    said = [re.findall(rb"(?i)x-forwarded-for: (.*)\r\n", one)[0].decode() for one in server.received]
+    assert dict(zip(trusted + others, said, strict=True)) == dict.fromkeys(trusted, "198.51.100.1") | {
+        one: one for one in others
+    }
+
+
+def test_addresses_that_have_the_same_numbers_have_shares_of_their_own(
+    tmp_path: Path, servers: tuple[_Server, _Server]
+) -> None:
+    """An IPv4 address has one, in either spelling; a 6to4 one has that of its /64, as all of IPv6."""
+    _, answers = servers
+    with ExitStack() as stack:
+        http = stack.enter_context(
+            _haproxy(tmp_path, answers.port, is_told_sources=True, RAY_SERVE_HAPROXY_MAXCONN="4")
+        )
+
+        def status(source: str) -> bytes:
+            return _ask(stack.enter_context(_from(http, source))).split()[1]
+
+        for first, second, third in [
+            ("198.51.100.7", "198.51.100.7", "::ffff:198.51.100.7"),
+            ("2002:c633:6407:1::1", "2002:c633:6407:1::2", "2002:c633:6407:1:9::1"),
+            ("2002:c633:6407:2::1", "2002:c633:6407:2::2", "2002:c633:6407:2:9::1"),
+        ]:
+            assert [status(first), status(second), status(third)] == [b"200", b"200", b"429"]
 
 
 def test_bounds_are_those_of_one_server_where_nothing_else_is_said() -> None:
