@@ -57,6 +57,7 @@ from service.tenants.usage import follow_usage
 from service.text.chat_template import ChatTemplate, template_source
 from service.text.template_worker import AdapterTemplate
 from service.text.tokenizer import TextTokenizer
+from service.upkeep import freeze, keep_up
 
 # The rank of most adapters there are: so many rows is one of them, where routers are told how many a server holds.
 RANK_OF_MOST = 16
@@ -228,7 +229,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     engine.on_client(lambda number, client: _count(services.metrics, number, client))
     await engine.start()
     await asyncio.to_thread(build_routes, app)
-    tasks = [asyncio.create_task(_prepare(services, engine), name="prepare")]
+    tasks = [
+        asyncio.create_task(_prepare(services, engine), name="prepare"),
+        asyncio.create_task(keep_up(), name="upkeep"),
+    ]
     if services.store is not None:
         tasks.append(asyncio.create_task(pinning.follow_pins(services, services.store), name="pins"))
     if services.settings.store_shared and services.tenants.has_file:
@@ -281,7 +285,7 @@ async def _prepare(services: Services, engine: EngineClient | Engines) -> None:
         services.fail_start(str(error))
         return
     services.pins_changed.set()
-    services.before_ready()
+    freeze()
     services.prepared = True
     LOGGER.info("ready: %s", services.settings.base_name)
 

@@ -19,6 +19,7 @@ from service.cluster.remote import Address, RemoteEngines
 from service.engine.client import EngineClient
 from service.logs import LOGGER, configure
 from service.settings import Settings, SettingsError, load_settings
+from service.upkeep import prepare
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -132,6 +133,7 @@ class Ingress:
     async def __init__(self, given: Mapping[str, Any], num_engines: int, engine: DeploymentHandle) -> None:  # type: ignore[misc]
         settings = ray_settings(given)
         configure(settings.log_format, settings.log_level, settings.refusal_lines_per_minute)
+        prepare()
         # Not at the top: an engine's replica, which has this module too, has no use for what takes 0.3 s to import.
         from service.api.slow_bodies import BoundedBodies
         from service.app import create_app

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import importlib
 import os
 import resource
@@ -18,11 +17,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
-from service.logs import LOGGER, REFUSAL_LINES, configure
-from service.models.heap import give_back_freed_memory, trim_heap
+from service.logs import LOGGER, configure
 from service.own_engines import own_engines
 from service.settings import Settings, SettingsError, load_settings
 from service.start_check import StartError
+from service.upkeep import prepare
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -43,14 +42,8 @@ _SEND_BUFFER_BYTES = 1 << 18
 _BACKLOG, _ACCEPTED_PER_PASS = 2048, 4
 # Files beside the connections: the store's, the engine's socket, what uploads write.
 _OTHER_FILES = 256
-# How long a thread that computes may keep Python's lock when the event loop wants it. A small request asks for it
-# several times, so that with Python's 5 ms one busy thread makes it wait for tens of milliseconds.
-_SWITCH_SECONDS = 0.0005
 # Of uvicorn's ticks, ten a second, those in which connections are looked at.
 _TICKS_PER_LOOK = 10
-# And those in which memory that was freed goes back to the system, also from the middle of the heap: 0.1 to 3 ms of a
-# thread that does not hold Python's lock.
-_TICKS_PER_TRIM = 20
 
 
 def serve(flags: Sequence[str]) -> int:
@@ -100,10 +93,9 @@ def _warn_of_unknown_variables() -> None:
 
 
 def _run(settings: Settings) -> int:
-    give_back_freed_memory()
+    prepare()
     listener = listen(settings.host, settings.port)
     _allow_files(settings.max_connections + _OTHER_FILES)
-    sys.setswitchinterval(_SWITCH_SECONDS)
     return asyncio.run(_start_and_serve(settings, listener))
 
 
@@ -136,7 +128,6 @@ async def _serve_app(app: Any, settings: Settings, listener: socket.socket) -> i
     """Until the server ends; the exit code."""
     server = _make_server(app, settings)
     app.state.services.stop = server.stop
-    app.state.services.before_ready = _freeze
     _reread_keys_on_hangup(app.state.services)
     host, port = listener.getsockname()[:2]
     LOGGER.info("listening", extra={"fields": {"url": f"http://{f'[{host}]' if ':' in host else host}:{port}"}})
@@ -146,13 +137,6 @@ async def _serve_app(app: Any, settings: Settings, listener: socket.socket) -> i
         print(f"multilora: {error}", file=sys.stderr)
         return 1
     return 0 if server.started else 1
-
-
-def _freeze() -> None:
-    """What lives now lives on: the garbage collector's walk through it would hold everybody up for 50 ms now and then.
-    Not before all is there: in 10,000 uploads it walked for 17 ms through what had come after the application."""
-    gc.collect()
-    gc.freeze()
 
 
 def _reread_keys_on_hangup(services: Services) -> None:
@@ -229,7 +213,6 @@ def _server_class(base: type[uvicorn.Server]) -> Any:
             self._services, self._engine = services, engine
             self._settings = settings
             self._draining: asyncio.Task[None] | None = None
-            self._trimming: asyncio.Future[None] | None = None
 
         def handle_exit(self, sig: int, _frame: FrameType | None) -> None:
             """First signal: drain, then exit 0. Second: exit now."""
@@ -249,15 +232,12 @@ def _server_class(base: type[uvicorn.Server]) -> Any:
         async def on_tick(self, counter: int) -> bool:
             """Ten times a second, until the server ends."""
             if counter % _TICKS_PER_LOOK == 0:
-                REFUSAL_LINES.tell()
                 for connection in tuple(self.server_state.connections):
                     try:
                         connection.look(self._settings.stall_limit_seconds)
                     except Exception:  # in this task it would end the server
                         LOGGER.exception("A connection is closed: it could not be looked at.")
                         connection.transport.abort()
-            if counter % _TICKS_PER_TRIM == 0:
-                self._trimming = asyncio.get_running_loop().run_in_executor(None, trim_heap)
             return bool(await super().on_tick(counter))
 
         def stop(self) -> None:

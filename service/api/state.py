@@ -49,7 +49,6 @@ class Services:
     prepared     the operator's adapters are in the store, so that the first request finds them
     start_error  why the server never got so far, one sentence
     stop         ends the server; set by who runs it
-    before_ready called once, when all is there that the server starts with; likewise
     base_digest  16 hex digits that change with the base
     gate         places of sequences
     calls        places of what runs no sequence and takes time all the same: texts, listings, metrics. Apart from the
@@ -76,7 +75,6 @@ class Services:
     start_error: str | None = None
     started_at_seconds: int = field(default_factory=lambda: int(time.time()))
     stop: Callable[[], None] | None = None
-    before_ready: Callable[[], None] = lambda: None
     pages: PageCache = field(default_factory=PageCache)
     template_workers: TemplateWorkers = field(default_factory=TemplateWorkers)
     last_used_seconds: dict[str, int] = field(default_factory=dict)

@@ -25,7 +25,7 @@ import pytest
 
 from service.api.adapters import require_open_store
 from service.api.errors import NotReady
-from service.app import _prepare, create_app
+from service.app import create_app
 from service.serve import _make_server, listen, serve
 from service.settings import Settings
 from service.start_check import StartError
@@ -80,16 +80,6 @@ print(sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "numpy"
         assert "libtorch" not in maps
         assert "llguidance" not in maps
         assert all("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in server.engine_pids())
-
-    def test_what_the_garbage_collector_may_pass_by_is_told_when_all_is_there(self) -> None:
-        services = SimpleNamespace(store=None, pins_changed=asyncio.Event(), settings=Settings(), prepared=False)
-        told = []
-        services.before_ready = lambda: told.append(services.prepared)
-
-        async def wait_ready() -> None: ...
-
-        asyncio.run(_prepare(services, SimpleNamespace(wait_ready=wait_ready)))  # type: ignore[arg-type]
-        assert (told, services.prepared) == ([False], True)
 
     def test_a_server_that_is_ready_imports_nothing_for_its_first_stream_and_upload(
         self, checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
