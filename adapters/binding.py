@@ -22,11 +22,9 @@ MAX_SHOWN = 8
 _WITHOUT_TENSORS = "target_modules names it, but the file has no tensors for it"
 
 
-def bind(
-    layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor], *, is_stored: bool = False
-) -> Binding:
+def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor]) -> Binding:
     """Raises BindingError listing every tensor that does not bind and every target without tensors, Malformed for a
-    pattern that cannot be evaluated. is_stored: see `check_headers`."""
+    pattern that cannot be evaluated."""
     known = KnownModules(layout)
     problems: Problems = []
     found: dict[str, FoundModule] = {}
@@ -48,7 +46,7 @@ def bind(
         if extra.part == WEIGHT and extra.module in adapted
     ]
     problems += check_tokens(known, others, adapted)
-    if not problems and not is_stored:
+    if not problems:
         problems += check_saved(known, others)
     problems += _check_invocation(config, slices, layout)
     _refuse(problems, slices, bool(others.extras or others.tokens))

@@ -7,13 +7,13 @@ What a kill can leave (staging directories, adapters without a name) is removed 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import logging
 import shutil
 import uuid
-from collections.abc import Callable
 from filecmp import cmp
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
 import msgspec
@@ -28,8 +28,19 @@ from adapters.store_faults import store_faults_are_ours
 from adapters.synced_files import delete, refuse_shortage, sync_directory, sync_renamed, unless_gone, write_synced
 from adapters.written import WriteFault, write_fault
 
-_Read = TypeVar("_Read", Manifest, Summary)
 log = logging.getLogger(__name__)
+
+
+class _Published(Manifest, frozen=True, gc=False):
+    """A manifest as its file has it.
+
+    config  sha256 of the adapter_config.json beside it; "" where a version before this field wrote it
+    """
+
+    config: str = ""
+
+
+_Read = TypeVar("_Read", Manifest, Summary, _Published)
 
 
 class StoreFiles:
@@ -196,7 +207,8 @@ class StoreFiles:
         write_synced(ready / CONFIG_FILE, config)
         if template is not None:
             write_synced(ready / TEMPLATE_FILE, template)
-        write_synced(ready / MANIFEST_FILE, msgspec.json.encode(manifest))
+        published = _published(manifest, config=_digest_of(ready / CONFIG_FILE))
+        write_synced(ready / MANIFEST_FILE, msgspec.json.encode(published))
         sync_directory(ready)
 
     def publish(self, ready: Path, digest: str) -> None:
@@ -213,16 +225,15 @@ class StoreFiles:
         if damaged is not None:
             self._taken_out.append(damaged)
 
-    def is_whole(self, manifest: Manifest, ready: Path, config_fits: Callable[[bytes], bool]) -> bool:
+    def is_whole(self, manifest: Manifest, ready: Path) -> bool:
         """Whether the files are what they were when they were published. `ready` holds the same adapter again, with its
-        manifest; notes, and settings that only matter in training, may be others: `config_fits` is asked whether a
-        stored adapter_config.json with other bytes still describes the adapter."""
+        manifest; its notes may be others, and so may its adapter_config.json: settings that only matter in training,
+        and modules by other names."""
         try:
-            path = self.adapter(manifest.digest)
-            if _without_notes(self.read_manifest(manifest.digest)) != _without_notes(manifest):
+            path, stored = self.adapter(manifest.digest), self._read(manifest.digest, _Published)
+            if stored != _published(manifest, notes=stored.notes, config=stored.config):
                 return False
-            config = (path / CONFIG_FILE).read_bytes()
-            if config != (ready / CONFIG_FILE).read_bytes() and not config_fits(config):
+            if _digest_of(path / CONFIG_FILE) != (stored.config or _digest_of(ready / CONFIG_FILE)):
                 return False
             kept = [name for name in (TENSOR_FILE, TEMPLATE_FILE) if (ready / name).is_file()]
             return all(cmp(path / name, ready / name, shallow=False) for name in kept)
@@ -264,6 +275,9 @@ class StoreFiles:
             return None
 
 
-def _without_notes(manifest: Manifest) -> Manifest:
-    """What the digest stands for: the rest follows from the adapter, the notes from how it was uploaded."""
-    return msgspec.structs.replace(manifest, notes=())
+def _published(manifest: Manifest, **fields: Any) -> _Published:
+    return _Published(**(msgspec.structs.asdict(manifest) | fields))
+
+
+def _digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -9,7 +9,7 @@ from adapters import extras
 from adapters.base_weights import BaseWeights
 from adapters.canonical import CanonicalForm
 from adapters.disk import StoreFiles
-from adapters.errors import AdapterError, Malformed
+from adapters.errors import Malformed
 from adapters.layout import BaseLayout
 from adapters.paths import TENSOR_FILE, layout_fingerprint
 from adapters.records import Manifest
@@ -73,14 +73,6 @@ class Intake:
         )
         StoreFiles.complete(ready, config, template_bytes, manifest)
         return manifest, ready
-
-    def fits(self, config: bytes, manifest: Manifest, ready: Path) -> bool:
-        """Whether an adapter_config.json makes of the tensors in `ready` what the manifest says."""
-        try:
-            binding = check_headers(config, ready / TENSOR_FILE, self._layout, None, self._base, is_stored=True)
-        except AdapterError:
-            return False
-        return module_reports(binding) == manifest.modules and binding.invocation == manifest.invocation
 
     def _refuse_template(self, template: str | None) -> None:
         if template is None or self._check_template is None:

@@ -93,7 +93,7 @@ class Publishing:
         """Put a checked directory into the store, if it is not there, for as long as the caller holds its digest."""
         digest, is_held, was_replaced = manifest.digest, False, False
         while not is_held:  # as in `publish`
-            identity, is_whole = self._files.identity(digest), self._is_whole(manifest, ready)
+            identity, is_whole = self._files.identity(digest), self._files.is_whole(manifest, ready)
             with self.changes.change():
                 is_held = identity == self._files.identity(digest)
                 if is_held:
@@ -130,7 +130,7 @@ class Publishing:
         self.changes.catch_up()
         record, identity = self._catalog.find(name), self._files.identity(manifest.digest)
         condition(record, manifest.digest)
-        is_whole = ready is None or self._is_whole(manifest, ready)
+        is_whole = ready is None or self._files.is_whole(manifest, ready)
         is_new = record is None or record.digest != manifest.digest
         same_as = self._same_as(record, manifest, ready or self._files.adapter(manifest.digest)) if is_new else None
         return _Found(record, identity, is_whole, same_as)
@@ -153,9 +153,6 @@ class Publishing:
                 gone.append(digest)
             raise
         return self._shown(name, manifest), is_new or not found.is_whole
-
-    def _is_whole(self, manifest: Manifest, ready: Path) -> bool:
-        return self._files.is_whole(manifest, ready, lambda config: self.intake.fits(config, manifest, ready))
 
     def _same_as(self, record: NameRecord | None, manifest: Manifest, ready: Path) -> int | None:
         """The newest version of the name that has the same weights as those that are `ready`, in another float type."""

@@ -22,15 +22,12 @@ def check_headers(
     layout: BaseLayout,
     row_plan: RowPlan | None,
     base: BaseWeights | None,
-    *,
-    is_stored: bool = False,
 ) -> Binding:
     """Everything that can be decided before a byte of LoRA data is read.
 
-    is_stored  the tensors are those of a stored adapter, without modules that were trained whole and equal the base's
     Raises Malformed, Unsupported, BindingError, RowsExceeded.
     """
-    binding = bind(layout, parse_config(config), read_header(tensor_path), is_stored=is_stored)
+    binding = bind(layout, parse_config(config), read_header(tensor_path))
     if base is not None:
         unchanged = [
             extra

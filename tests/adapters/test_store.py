@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -739,13 +739,13 @@ def test_an_upload_that_the_store_has_makes_no_other_wait_and_is_compared_anew_a
     digest = upload_small(store, LAYOUT, "first", seed=1)[0].digest
     compare, entered, may_go_on, times = StoreFiles.is_whole, threading.Event(), threading.Event(), list[bool]()
 
-    def slow(files: StoreFiles, manifest: Manifest, ready: Path, config_fits: Callable[[bytes], bool]) -> bool:
+    def slow(files: StoreFiles, manifest: Manifest, ready: Path) -> bool:
         if manifest.digest == digest:
             entered.set()
             assert may_go_on.wait(LIMIT_SECONDS)
-            times.append(compare(files, manifest, ready, config_fits))
+            times.append(compare(files, manifest, ready))
             return times[-1]
-        return compare(files, manifest, ready, config_fits)
+        return compare(files, manifest, ready)
 
     monkeypatch.setattr(StoreFiles, "is_whole", slow)
     with ThreadPoolExecutor(2) as pool:
@@ -765,10 +765,8 @@ def test_an_upload_that_the_store_has_makes_no_other_wait_and_is_compared_anew_a
     monkeypatch.setattr(StoreFiles, "is_whole", compare)
     assert not upload_small(store, LAYOUT, "second", seed=1)[1]
 
-    def delete_after_comparing(
-        files: StoreFiles, manifest: Manifest, ready: Path, config_fits: Callable[[bytes], bool]
-    ) -> bool:
-        found = compare(files, manifest, ready, config_fits)
+    def delete_after_comparing(files: StoreFiles, manifest: Manifest, ready: Path) -> bool:
+        found = compare(files, manifest, ready)
         times.append(found)
         if found:
             store.delete("second")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 
 from adapters.binding import bind
 from adapters.errors import BindingError, Malformed, RowsExceeded
@@ -130,6 +130,46 @@ def test_ranks_of_parts_that_add_up_to_too_many_are_refused_with_the_sum(tmp_pat
     with pytest.raises(RowsExceeded, match=r"rank 300 in .*in_proj_qkv, the sum of 100 \+ 100 \+ 100 of its parts"):
         check_headers(config.read_bytes(), file, layout, plan, None)
     assert check_headers(config.read_bytes(), file, layout, replace(plan, max_rank=300), None).slices
+
+
+AGAIN: dict[str, tuple[dict[str, tuple[int, ...]], Any]] = {
+    "split": ({f"model.layers.0.linear_attn.{name}": (size,) for name, size in SPLIT.items()}, list(SPLIT)),
+    "merged": ({"model.layers.0.linear_attn.in_proj_qkvz": (112,)}, ["in_proj_qkvz"]),
+    "whole-model": (
+        {"model.language_model.layers.0.linear_attn.in_proj_z": (32,)},
+        r"^(model\.language_model(?=\.).*\.layers\.0\..*in_proj_z)$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AGAIN)
+def test_an_adapter_of_renamed_modules_that_comes_again_with_other_training_settings_is_no_news(
+    case: str, tmp_path: Path
+) -> None:
+    """Its stored tensors have the base's names, which its configuration does not: it was taken for damaged, put in the
+    place of itself, and read anew by the engine."""
+    sizes, targets = AGAIN[case]
+    tensors = {}
+    for module, (rows,) in sizes.items():
+        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.ones(4, 48)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.ones(rows, 4)
+    gone: list[str] = []
+    store = AdapterStore(tmp_path / "store", layout_of(text_config()), base_name="base", on_gone=gone.append)
+    layers = [0] if isinstance(targets, list) else None
+    config = {"peft_type": "LORA", "r": 4, "target_modules": targets, "layers_to_transform": layers}
+    made = []
+    for training in ({"lora_dropout": 0.1}, {"lora_dropout": 0, "inference_mode": True}):
+        with store.begin() as upload:
+            with upload.open_part("adapter_config") as part:
+                part.write(json.dumps(config | training).encode())
+            with upload.open_part("adapter_model") as part:
+                part.write(save(tensors))
+            made.append(upload.finish("again"))
+    store.check_integrity()
+    store.close()
+    (first, is_new), (second, is_again_new) = made
+    assert (is_new, is_again_new, gone) == (True, False, [])
+    assert second.version == first.version
 
 
 def test_a_part_that_is_none_is_refused_by_its_projection(tmp_path: Path) -> None:
