@@ -36,7 +36,7 @@ def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor
     tie_whole_head(known, others)
     problems += _check_targets(known, config, found)
     if not problems:
-        problems += _check_unserved_targets(known, config, layout)
+        problems += _check_unserved_targets(known, config, found, layout)
     slices, faults = _bind_modules(known, config, found, others)
     problems += faults
     adapted = {rows.module for entry in found.values() for rows in entry.rows}
@@ -104,7 +104,7 @@ def _bind_modules(
 def _check_targets(known: KnownModules, config: AdapterConfig, found: Mapping[str, FoundModule]) -> Problems:
     """Targets and tensors must name the same modules: more targets mean an incomplete file, more tensors mean tensors
     that PEFT would leave out."""
-    prefixes = {model_prefix(rows.module): model_prefix(entry.path) for entry in found.values() for rows in entry.rows}
+    prefixes = _prefixes(found)
 
     def path_of(module: str) -> str:
         """As the trainer would call it."""
@@ -137,6 +137,11 @@ def _check_targets(known: KnownModules, config: AdapterConfig, found: Mapping[st
     return problems
 
 
+def _prefixes(found: Mapping[str, FoundModule]) -> dict[str, str]:
+    """What the base has before its modules' paths, and the trainer in the place of that."""
+    return {model_prefix(rows.module): model_prefix(entry.path) for entry in found.values() for rows in entry.rows}
+
+
 def _absent(known: KnownModules, found: Mapping[str, FoundModule]) -> dict[str, set[str]]:
     """Modules of `_renamed` of whose rows the file has none; and what they belong to."""
     adapted: dict[str, list[Rows]] = {}
@@ -156,19 +161,25 @@ def _renamed(known: KnownModules, found: Mapping[str, FoundModule]) -> Mapping[s
     return known.renamed if any(tail in known.renamed for tail in found) else {}
 
 
-def _check_unserved_targets(known: KnownModules, config: AdapterConfig, layout: BaseLayout) -> Problems:
-    """Names in a list of targets, or of modules that were trained whole, that stand for what no adapter changes, and
-    have no tensors: PEFT adapts such a module or refuses it, so the file lacks what was asked for."""
-    paths = [model_prefix(layout.layer_prefix) + tail for tail in known.unserved]
-    targets = () if isinstance(config.target_modules, str) else config.target_modules
-    matched = targeted(config, paths, ()) if targets else set()
-    problems: dict[str, str] = {}  # one for each name, of the first module that it stands for
+def _check_unserved_targets(
+    known: KnownModules, config: AdapterConfig, found: Mapping[str, FoundModule], layout: BaseLayout
+) -> Problems:
+    """Targets, or modules that were trained whole, that stand for what no adapter changes, and have no tensors: PEFT
+    adapts such a module or refuses it, so the file lacks what was asked for."""
+    is_expression = isinstance(config.target_modules, str)
+    prefix = model_prefix(layout.layer_prefix)
+    prefix = _prefixes(found).get(prefix, prefix)
+    paths = [prefix + tail for tail in known.unserved]
+    matched = targeted(config, [prefix + tail for tail in known.unserved_modules] if is_expression else paths, ())
+    problems: dict[str, str] = {}  # one for each name or expression, of the first module that it stands for
     for path in paths:
-        listed = (("target_modules", targets if path in matched else ()), ("modules_to_save", config.modules_to_save))
-        for field, names in listed:
-            name = next((ending for ending in endings(path) if ending in names), None)
-            if name is not None:
-                problems.setdefault(f"{field} {name!r}", known.why_unknown(path))
+        named = [("modules_to_save", name) for name in endings(path) if name in config.modules_to_save][:1]
+        if path in matched and is_expression:
+            named.append(("target_modules", str(config.target_modules)))
+        elif path in matched:
+            named += [("target_modules", name) for name in endings(path) if name in config.target_modules][:1]
+        for field, name in named:
+            problems.setdefault(f"{field} {name!r}", known.why_unknown(path))
     return list(problems.items())
 
 

@@ -59,7 +59,7 @@ class BaseLayout:
     weights      fingerprint of the base's weights: an adapter fits the weights it was trained on, so adapters of two
                  bases of one shape are kept apart by it
     unadapted    modules whose adapters are not served, what is below them included: experts and their routers
-    fixed        modules and parameters that no adapter changes, convolutions say
+    fixed        tensors beside the projections that no adapter changes, a convolution's weight say
     outside      beginnings of modules that belong to parts of the model that are not served, a vision tower say
     splits       slices that some trainers have as several modules
     ties_head    the head is the token embedding

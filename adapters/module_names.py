@@ -14,6 +14,7 @@ _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpo
 _PEFT_PREFIX = re.compile(r"(?:module\.)*(?:base_model\.model\.)?(?:module\.)*")
 # Models inside models: the text part of a multimodal model is the same tree under another name.
 _MODEL_PREFIX = re.compile(r"(?:(?:base_model|model|language_model|text_model|module)\.)*")
+_OF_MODULE = re.compile(r"\.(?:weight|bias)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,8 @@ class Rows:
 class KnownModules:
     """The layout's slices by module path, and by path without the name of the model around it.
 
-    renamed  modules that only some trainers have, by such a path: the rows that each stands for, in order
+    renamed           modules that only some trainers have, by such a path: the rows that each stands for, in order
+    unserved_modules  those of `unserved` that are modules, not parameters: an expression finds no others
     """
 
     def __init__(self, layout: BaseLayout) -> None:
@@ -45,7 +47,10 @@ class KnownModules:
         assert len(self.by_tail) == len(self.slices), "module paths are unique without the model's name"
 
         self.unadapted = tuple(tail_of(module) for module in layout.unadapted)
-        self._fixed = tuple(tail_of(module) for module in layout.fixed)
+        # A tensor called "weight" or "bias" is a module's; another is a parameter of what stands around it.
+        fixed = {tail_of(name): _OF_MODULE.sub("", tail_of(name)) for name in layout.fixed}
+        self._fixed = tuple(dict.fromkeys(fixed.values()))
+        self.unserved_modules = (*self.unadapted, *dict.fromkeys(part for name, part in fixed.items() if part != name))
         self._outside = tuple(dict.fromkeys(tail_of(beginning) for beginning in layout.outside))
         self.ties_head = layout.ties_head
         ends = [(p.kind, piece.module) for p in layout.projections if p.group == "embeddings" for piece in p.slices]

@@ -68,7 +68,8 @@ def layout_of_spec(spec: ModelSpec) -> BaseLayout:
             projections.append(ProjectionSpec(name, index, linear.group, "linear", linear.in_features, pieces))
             splits += (SplitModule(prefix + module, _slices(prefix, parts)) for module, parts in linear.splits.items())
         unadapted += (prefix + module for module in layer.mlp.unadapted)
-        fixed += (prefix + part for part in layer.mixer.fixed)
+        replaced = {f"{norm}.weight" for norm in layer.mixer.norms}
+        fixed += (prefix + tensor for tensor in layer.mixer.tensors if tensor not in replaced)
         norms += (Slice(prefix + norm, spec.hidden_size) for norm in layer.norms)
         norms += (Slice(prefix + norm, size) for norm, size in layer.mixer.norms.items())
     norms.append(Slice(f"{spec.prefix}{spec.final_norm}", spec.hidden_size))

@@ -1,8 +1,7 @@
 """What mixes the tokens of a layer, as data; see `spec` for the model around it. Torch-free.
 
-Each says which projections it has (`linears`), which tensors beside them (`tensors`), the norms that adapters may
-replace (`norms`), what adapters cannot change (`fixed`), and what it remembers of a sequence (`states`). Names are
-relative to the layer.
+Each says which projections it has (`linears`), which tensors beside them (`tensors`), the norms among these that
+adapters may replace (`norms`), and what it remembers of a sequence (`states`). Names are relative to the layer.
 """
 
 from __future__ import annotations
@@ -65,11 +64,6 @@ class AttentionSpec:
         return {f"{norm}.weight": (size,) for norm, size in (self.norms | whole).items()}
 
     @property
-    def fixed(self) -> tuple[str, ...]:
-        """What adapters cannot change: nothing."""
-        return ()
-
-    @property
     def states(self) -> tuple[MixerState, ...]:
         """Keys and values of each token."""
         return tuple(MixerState(name, "token", (self.num_kv_heads, self.head_dim)) for name in ("k", "v"))
@@ -103,11 +97,6 @@ class ShortConvSpec:
         """What checkpoints hold beside the projections."""
         bias: Shapes = {f"{self.name}.conv.bias": (self.size,)} if self.bias else {}
         return {f"{self.name}.conv.weight": (self.size, 1, self.width)} | bias
-
-    @property
-    def fixed(self) -> tuple[str, ...]:
-        """What adapters cannot change."""
-        return (f"{self.name}.conv",)
 
     @property
     def states(self) -> tuple[MixerState, ...]:
@@ -170,11 +159,6 @@ class GatedDeltaSpec:
             f"{self.name}.dt_bias": (self.num_value_heads,),
             f"{self.name}.norm.weight": (self.value_dim,),
         }
-
-    @property
-    def fixed(self) -> tuple[str, ...]:
-        """What adapters cannot change."""
-        return tuple(f"{self.name}.{part}" for part in ("conv1d", "A_log", "dt_bias", "norm"))
 
     @property
     def input_sizes(self) -> tuple[int, ...]:

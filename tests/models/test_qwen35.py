@@ -271,6 +271,35 @@ def test_a_target_that_no_adapter_changes_is_named_though_it_has_no_tensors(targ
     assert bind(layout_of(text_config()), only_attention, tensors).slices
 
 
+EXPRESSIONS = {
+    # PEFT makes LoRA of a convolution, and trains no norm.
+    "conv1d": (r".*\.(q_proj|conv1d)", "model.", "linear_attn.conv1d"),
+    "norm": (r".*(self_attn\.q_proj|linear_attn\.norm)", "model.", "linear_attn.norm"),
+    "whole-model": (r"model\.language_model\..*(q_proj|conv1d)", "model.language_model.", "linear_attn.conv1d"),
+}
+
+
+@pytest.mark.parametrize("case", EXPRESSIONS)
+def test_an_expression_that_matches_what_no_adapter_changes_is_refused_as_a_list_is(case: str) -> None:
+    expression, prefix, part = EXPRESSIONS[case]
+    config, tensors = adapter_of(f"{prefix}layers.2.self_attn.q_proj")
+    with pytest.raises(BindingError) as caught:
+        bind(layout_of(text_config()), replace(config, target_modules=expression), tensors)
+    reason = f"adapters that change layers.0.{part} are not served: train without it"
+    assert caught.value.problems == ((f"target_modules {expression!r}", reason),)
+    excluded = replace(config, target_modules=expression, exclude_modules=r".*linear_attn.*")
+    assert bind(layout_of(text_config()), excluded, tensors).slices
+
+
+def test_parameters_that_an_expression_matches_are_no_modules() -> None:
+    """PEFT looks for modules, so that an adapter of all that is left has all its tensors."""
+    names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+    config, tensors = adapter_of(*(f"model.layers.{layer}.linear_attn.{name}" for layer in (0, 1, 3) for name in names))
+    expression = r".*linear_attn\.(?!conv1d|norm|act).*"
+    binding = bind(layout_of(text_config()), replace(config, target_modules=expression), tensors)
+    assert len(binding.slices) == len(tensors) / 2
+
+
 @pytest.mark.parametrize("target_modules", [["q_proj"], r".*self_attn\.q_proj"], ids=["list", "expression"])
 def test_a_module_to_save_that_no_adapter_changes_is_named_though_it_has_no_tensors(target_modules: Any) -> None:
     _, tensors = adapter_of("model.layers.2.self_attn.q_proj")
