@@ -131,8 +131,12 @@ def _check_targets(known: KnownModules, config: AdapterConfig, found: Mapping[st
         for entry in found.values()
         if entry.path not in matched and not all(rows.module in matched for rows in entry.rows)
     ]
+    # A file with parts of a module of which the configuration knows the whole alone must have all of them.
+    as_wholes = {rows.module for entry in found.values() if entry.path not in matched for rows in entry.rows}
     problems += [
-        (path, _WITHOUT_TENSORS) for path, modules in absent.items() if path in matched and modules.isdisjoint(missing)
+        (path, _WITHOUT_TENSORS)
+        for path, modules in absent.items()
+        if modules.isdisjoint(missing) and (path in matched or modules <= as_wholes & matched)
     ]
     return problems
 

@@ -83,6 +83,18 @@ def test_a_layer_without_any_part_is_refused_by_the_parts_names() -> None:
     assert len(bind(layout_of(text_config()), config, tensors).slices) == 2
 
 
+def test_parts_of_a_projection_that_is_named_as_a_whole_must_all_be_there() -> None:
+    """Who took the adapter of the whole apart has lost one; where parts are named too, these alone were trained."""
+    whole = split_adapter(target_modules=["in_proj_qkv"])
+    assert len(bind(layout_of(text_config()), *whole).slices) == 3
+    reason = "target_modules names it, but the file has no tensors for it"
+    lost = tuple((f"model.layers.{layer}.linear_attn.in_proj_v", reason) for layer in (0, 1, 3))
+    assert problems_of(*split_adapter(("in_proj_q", "in_proj_k"), ["in_proj_qkv"])) == lost
+    assert problems_of(*split_adapter(("in_proj_q", "in_proj_k"), r".*\.in_proj_qkv")) == lost
+    named = split_adapter(("in_proj_q", "in_proj_k"), ["in_proj_q", "in_proj_k", "in_proj_qkv"])
+    assert len(bind(layout_of(text_config()), *named).slices) == 3
+
+
 def test_parts_with_tensors_that_are_not_named_are_refused() -> None:
     problems = problems_of(*split_adapter(target_modules=["in_proj_q", "in_proj_k"]))
     assert problems == tuple(
