@@ -13,7 +13,7 @@ from adapters.bound import LORA_BIAS, MAGNITUDE, TOKENS, Binding, BoundExtra, Bo
 from adapters.errors import Malformed
 from adapters.format import ELEMENT_BYTES, Tensor, header_bytes, read_chunks
 from adapters.paths import EMBEDDING_SIDES, LINEAR_SIDES, stored_name
-from adapters.stacked import chunks
+from adapters.stacked import chunks, origin
 from adapters.synced_files import synced_beside
 
 IDLE = "The adapter changes nothing: lora_A or lora_B is zero in all of its modules."
@@ -65,10 +65,12 @@ class CanonicalForm:
             end = len(self._header)
             for _, tensor in self._entries:
                 start, end = end, end + tensor.num_bytes
+                read_bytes = 0
                 for chunk in read_chunks(path, replace(tensor, start=start, end=end)):
-                    found = _refuse_non_finite(tensor, chunk)
+                    found = _refuse_non_finite(tensor, chunk, read_bytes)
                     largest[tensor.name] = max(found, largest.get(tensor.name, 0.0))
                     digest.update(chunk)
+                    read_bytes += len(chunk)
         return digest.hexdigest(), tuple(_warnings(self._binding, largest))
 
 
@@ -126,8 +128,8 @@ def _described(binding: Binding, chat_template: bytes | None) -> bytes:
     return json.dumps(described, separators=(",", ":")).encode() + b"\n"
 
 
-def _refuse_non_finite(tensor: Tensor, chunk: bytes) -> float:
-    """The largest magnitude among the values."""
+def _refuse_non_finite(tensor: Tensor, chunk: bytes, first_byte: int) -> float:
+    """The largest magnitude among the values; `chunk` begins at a byte of the tensor."""
     import numpy as np
 
     unsigned, exponent = _EXPONENT[tensor.dtype]
@@ -138,7 +140,9 @@ def _refuse_non_finite(tensor: Tensor, chunk: bytes) -> float:
     positive, negative = bits.view(unsigned.replace("u", "i")).max(initial=0), bits.max(initial=0)
     largest = max(int(positive), int(negative) & without_sign)
     if largest >= exponent:
-        raise Malformed(f"Tensor {tensor.name[:200]!r} holds NaN or infinity; the training has diverged.")
+        place = first_byte // bits.itemsize + int(np.argmax((bits & exponent) == exponent))
+        name = origin(tensor, place).name[:200]
+        raise Malformed(f"Tensor {name!r} holds NaN or infinity; the training has diverged.")
     if tensor.dtype == "F16":
         return float(np.uint16(largest).view("<f2"))
     return float((np.uint32(largest) << (32 - 8 * bits.itemsize)).view("<f4"))

@@ -60,6 +60,14 @@ def chunks(path: Path, tensor: Tensor) -> Iterator[bytes]:
     yield from _zeros(tensor.shape[0] - end, num_columns * ELEMENT_BYTES[tensor.dtype], num_rows)
 
 
+def origin(tensor: Tensor, place: int) -> Tensor:
+    """The tensor of a file that the element at `place` comes from, row after row; of what is zero anyway, the whole."""
+    if not isinstance(tensor, Stacked):
+        return tensor
+    row = place // math.prod(tensor.shape[1:])
+    return next((one.tensor for one in tensor.blocks if 0 <= row - one.row < one.tensor.shape[0]), tensor)
+
+
 def _common_name(names: Sequence[str]) -> str:
     """For messages: a.{q,k}.b of a.q.b and a.k.b."""
     if len(names) == 1:

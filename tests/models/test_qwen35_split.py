@@ -184,19 +184,20 @@ def test_an_adapter_of_renamed_modules_that_comes_again_with_other_training_sett
     assert second.version == first.version
 
 
-def test_a_part_that_is_none_is_refused_by_its_projection(tmp_path: Path) -> None:
-    """Whichever part it is in."""
+@pytest.mark.parametrize("part", SPLIT)
+@pytest.mark.parametrize("side", ["A", "B"])
+def test_a_part_that_is_none_is_refused_by_its_name(side: str, part: str, tmp_path: Path) -> None:
+    """Not by that of the projection that the parts are put together to."""
     _, found = split_adapter()
     tensors = {name: torch.ones(tensor.shape) for name, tensor in found.items()}
-    tensors["base_model.model.model.layers.3.linear_attn.in_proj_v.lora_B.weight"][5, 1] = torch.nan
-    directory = tmp_path / "adapter"
-    directory.mkdir()
-    save_file(tensors, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 4, "target_modules": list(SPLIT)}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
+    tensors[f"base_model.model.model.layers.3.linear_attn.{part}.lora_{side}.weight"][-1, 1] = torch.nan
+    config = {"peft_type": "LORA", "r": 4, "target_modules": list(SPLIT), "alpha_pattern": {"in_proj_v": 2}}
     store = AdapterStore(tmp_path / "store", layout_of(text_config()), base_name="base")
     with store.begin() as upload:
-        upload.add_directory(directory)
-        with pytest.raises(Malformed, match=r"layers.3.linear_attn.in_proj_{q,k,v}.lora_B.weight' holds NaN"):
+        with upload.open_part("adapter_config") as opened:
+            opened.write(json.dumps(config).encode())
+        with upload.open_part("adapter_model") as opened:
+            opened.write(save(tensors))
+        with pytest.raises(Malformed, match=rf"model.layers.3.linear_attn.{part}.lora_{side}.weight' holds NaN"):
             upload.finish("none")
     store.close()
