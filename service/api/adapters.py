@@ -21,6 +21,7 @@ from service.api.conditions import CONDITION_HEADERS, condition_of, refuse_condi
 from service.api.errors import BadRequest, NotReady
 from service.api.listing import (
     MOST_PER_PAGE,
+    Digits,
     Filters,
     Found,
     Listing,
@@ -123,7 +124,7 @@ def audit_change(request: Request, event: str, record: AdapterRecord, **fields: 
 
 
 class _Filters(Filters):
-    limit: int = Field(100, ge=1, le=MOST_PER_PAGE, description="most adapters of a page")
+    limit: Digits = Field(100, ge=1, le=MOST_PER_PAGE, description="most adapters of a page")
 
 
 @router.get(

@@ -4,11 +4,12 @@ nothing changes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from fastapi import Depends, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from adapters.index import Query, Row
 from service.api.errors import BadRequest, quoted
@@ -24,6 +25,16 @@ _MOST_LOOKED_UP_ON_LOOP = 100
 MOST_RANK = (1 << 31) - 1  # beyond any that a model has; the index holds 64 bits
 
 
+def _plain_digits(text: Any) -> Any:
+    if isinstance(text, str) and not (text.isascii() and text.isdigit()):
+        raise PydanticCustomError("digits", "it must be a whole number, in the digits 0 to 9 alone")
+    return text
+
+
+# A number in a query. By itself pydantic reads 1_0 as 10, and " 5", "+5" and "5.0" as 5.
+Digits = Annotated[int, BeforeValidator(_plain_digits)]
+
+
 class Filters(BaseModel):
     """Query parameters of listings; those that are given add up."""
 
@@ -31,7 +42,7 @@ class Filters(BaseModel):
 
     after: str = Field("", max_length=256, description="the last name of the page before (its `last_id`)")
     prefix: str = Field("", max_length=256, description="how names begin")
-    rank: int | None = Field(None, ge=1, le=MOST_RANK, description="largest rank of the adapter")
+    rank: Digits | None = Field(None, ge=1, le=MOST_RANK, description="largest rank of the adapter")
     state: Tier | None = Field(None, description="where the weights are")
     owner: str | None = Field(None, max_length=64, description="whose adapters; empty: those of nobody")
     pinned: bool | None = Field(None, description="whether operators keep it on the device")
@@ -115,7 +126,9 @@ def _rows(services: Services, wanted: Listing) -> tuple[list[Row], bool]:
     """Of the index, and whether more follow."""
     namespace, filters = wanted.namespace, wanted.filters
     owner = None if filters.owner is None else namespace.owner_of(filters.owner)
-    known = (filters.after, filters.prefix, filters.rank, owner, filters.pinned)
+    # An own name may be given with its tenant before it; pages go by the names that they show.
+    after = namespace.shown_name(namespace.full_name(filters.after))
+    known = (after, filters.prefix, filters.rank, owner, filters.pinned)
     query = Query(wanted.limit + 1, *known, viewer=namespace.viewer)
     if filters.state is not None:
         tiers = dict(services.engine.tiers)

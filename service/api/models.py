@@ -11,6 +11,7 @@ from service.api.answers import ModelCard, ModelList
 from service.api.auth import caller_of, namespace_of
 from service.api.listing import (
     MOST_PER_PAGE,
+    Digits,
     Filters,
     Found,
     Listing,
@@ -31,7 +32,7 @@ _OPERATOR = "multilora"
 
 
 class _Filters(Filters):
-    limit: int = Field(MOST_PER_PAGE, ge=1, le=MOST_PER_PAGE, description="most models of a page, the base included")
+    limit: Digits = Field(MOST_PER_PAGE, ge=1, le=MOST_PER_PAGE, description="most models of a page, the base included")
 
 
 @router.get(

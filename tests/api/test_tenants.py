@@ -285,6 +285,15 @@ class TestSecrets:
         assert keyed.ask("DELETE", "/v1/adapters/mine", other).status_code == 200
         assert keyed.ask("GET", "/v1/adapters/mine", acme).status_code == 200
 
+    @pytest.mark.parametrize("path", ["/v1/adapters", "/v1/models"])
+    def test_a_page_goes_on_after_an_own_name_with_its_tenant_too(
+        self, keyed: Keyed, acme: dict[str, str], path: str
+    ) -> None:
+        for headers, tenant, own in ((acme, "acme", "mine"), (bearer("operator"), "default", "alpha")):
+            one, same = (keyed.ask("GET", f"{path}?after={name}", headers).json() for name in (own, f"{tenant}/{own}"))
+            assert one == same
+        assert one["first_id"] == "beta"
+
     def test_visibility_counts_from_the_answer_on(self, keyed: Keyed, checkpoints: Checkpoints) -> None:
         owner, friend, stranger = (keyed.key(name) for name in ("owner", "friend", "stranger"))
         sent = keyed.put("shown", checkpoints.spare, owner, visibility="shared", shared_with="friend, friend")
