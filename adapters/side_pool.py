@@ -4,22 +4,25 @@ The row pool owns it and says which lines are whose: each side group is one more
 adapter, so that room, eviction, pins and moves are those of rows. A killed engine leaves nothing: all is made anew from
 the store at the next load.
 
-Magnitudes become scales when a line is written, for they need the norms of the base's weight with the adapter's delta:
-see `BaseFacts.delta_norms` for what that costs.
+Magnitudes become scales when an adapter's line is first written, for they need the norms of the base's weight with the
+adapter's delta: see `BaseFacts.delta_squares` for what that costs. The scales take the magnitudes' place in its host
+memory, in the order of the copies' stream: loads after that are copies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from adapters.bound import BIAS, LORA_BIAS, MAGNITUDE, WEIGHT
-from adapters.layout import TABLE_GROUPS, BaseLayout, Group, ProjectionSpec
-from adapters.slab import HostAdapter, HostSlice
+from adapters.layout import TABLE_GROUPS, BaseLayout, Group, ProjectionSpec, Slice
+from adapters.slab import HostAdapter
 from kernels.lora.side import SideVectors
+
+_SCALE = "scale"  # the part of an adapter that its magnitudes have become
 
 
 class BaseFacts(Protocol):
@@ -39,12 +42,22 @@ class BaseFacts(Protocol):
         """float32 [num_ids, hidden]: what the embedding, or the head, has for these tokens. Of a head that costs a
         product of as many tokens as the model is wide."""
 
-    def delta_norms(self, name: str, first: int, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
-        """float32 [outputs of the slice]: |W + scaling * (b.T @ a)| of each row of the weight; of an embedding, of each
-        column. a [rank, in], b [rank, outputs] of the slice whose outputs begin at `first`.
+    def delta_squares(self, name: str, first: int, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Fresh float32 [outputs of the slice]: |W + scaling * (b.T @ a)| ** 2 of each row of the weight; of an
+        embedding, of each column. Rounding may leave it below 0. a [rank, in], b [rank, outputs] of the slice whose
+        outputs begin at `first`.
 
         Costs a product of `rank` tokens with the projection; its first call for a projection one of `in` tokens.
         """
+
+
+class _Place(NamedTuple):
+    """Of a module: its projection, the columns of it, and the projection's scale and shift in a line."""
+
+    name: str
+    columns: slice
+    scale: torch.Tensor
+    shift: torch.Tensor
 
 
 class SidePool:
@@ -68,7 +81,8 @@ class SidePool:
             for projection in layout.projections:
                 shape = (1 + lines["vectors"], _num_outputs(projection))
                 vectors = SideVectors(new(shape), new(shape))
-                _clear(vectors, 0)
+                vectors.scale[0].fill_(1)
+                vectors.shift[0].zero_()
                 self.vectors[projection.name] = vectors
         if lines["norms"]:
             for norm in layout.norms:
@@ -115,40 +129,67 @@ class SidePool:
             self.tables[group][to].copy_(self.tables[group][start])
 
     def _write_vectors(self, line: int, adapter: HostAdapter) -> None:
-        for projection in self._layout.projections:
-            vectors = self.vectors[projection.name]
-            _clear(vectors, line)
-            first = 0
-            for piece in projection.slices:
-                columns = slice(first, first + piece.out_features)
-                magnitude, lora_bias, bias = (
-                    adapter.extras.get((piece.module, part)) for part in (MAGNITUDE, LORA_BIAS, BIAS)
-                )
-                scale, shift = vectors.scale[line, columns], vectors.shift[line, columns]
-                if magnitude is not None:
-                    scale.copy_(magnitude, non_blocking=True)
-                    scale.div_(self._norms(projection.name, first, adapter.slices[piece.module], scale.device))
-                base_bias = self._base.bias(projection.name) if magnitude is not None or bias is not None else None
+        # By lists where that can be: the engine's thread asks for all this between two steps, and each call costs it.
+        scales = [vectors.scale[line] for vectors in self.vectors.values()]
+        shifts = [vectors.shift[line] for vectors in self.vectors.values()]
+        torch._foreach_zero_(shifts)
+        torch._foreach_zero_(scales)
+        torch._foreach_add_(scales, 1.0)
+        places = {
+            piece.module: _Place(projection.name, slice(first, first + piece.out_features), scale, shift)
+            for projection, scale, shift in zip(self._layout.projections, scales, shifts, strict=True)
+            for first, piece in _slices(projection)
+        }
+        scaled = self._write_scales(adapter, places)
+        for module, place in places.items():
+            lora_bias, bias = (adapter.extras.get((module, part)) for part in (LORA_BIAS, BIAS))
+            shift = place.shift[place.columns]
+            is_scaled = module in scaled
+            base_bias = self._base.bias(place.name) if is_scaled or bias is not None else None
+            if base_bias is not None and is_scaled:
+                shift.copy_((1 - place.scale[place.columns]) * base_bias[place.columns])
+            if bias is not None:
+                shift.add_(bias.to(shift.device, non_blocking=True))
                 if base_bias is not None:
-                    shift.copy_((1 - scale) * base_bias[columns])
-                if bias is not None:
-                    shift.add_(bias.to(shift.device, non_blocking=True))
-                    if base_bias is not None:
-                        shift.sub_(base_bias[columns])
-                if lora_bias is not None:
-                    lora_bias = lora_bias.to(shift.device, non_blocking=True)
-                    shift.add_(lora_bias, alpha=adapter.slices[piece.module].scaling)
-                first += piece.out_features
+                    shift.sub_(base_bias[place.columns])
+            if lora_bias is not None:
+                lora_bias = lora_bias.to(shift.device, non_blocking=True)
+                shift.add_(lora_bias, alpha=adapter.slices[module].scaling)
 
-    def _norms(self, name: str, first: int, weights: HostSlice, device: torch.device) -> torch.Tensor:
-        a, b = (side.to(device, non_blocking=True) for side in (weights.a, weights.b))
-        return self._base.delta_norms(name, first, a, b, weights.scaling)
+    def _write_scales(self, adapter: HostAdapter, places: Mapping[str, _Place]) -> set[str]:
+        """Of the modules that have any; which these are."""
+        extras = adapter.extras
+        new = [module for module, part in extras if part == MAGNITUDE]
+        found = [places[module].scale[places[module].columns] for module in new]
+        if new:
+            torch._foreach_copy_(found, [extras[module, MAGNITUDE] for module in new], non_blocking=True)
+            norms = [self._delta_squares(places[module], adapter, module) for module in new]
+            torch._foreach_clamp_min_(norms, 0.0)
+            torch._foreach_sqrt_(norms)
+            torch._foreach_div_(found, norms)
+            for module in new:
+                extras[module, _SCALE] = extras.pop((module, MAGNITUDE))
+            torch._foreach_copy_([extras[module, _SCALE] for module in new], found, non_blocking=True)
+            return set(new)
+        known = [module for module, part in extras if part == _SCALE]
+        if known:
+            held = [places[module].scale[places[module].columns] for module in known]
+            torch._foreach_copy_(held, [extras[module, _SCALE] for module in known], non_blocking=True)
+        return set(known)
+
+    def _delta_squares(self, place: _Place, adapter: HostAdapter, module: str) -> torch.Tensor:
+        weights = adapter.slices[module]
+        a, b = (side.to(place.scale.device, non_blocking=True) for side in (weights.a, weights.b))
+        return self._base.delta_squares(place.name, place.columns.start, a, b, weights.scaling)
 
 
 def _num_outputs(projection: ProjectionSpec) -> int:
     return sum(piece.out_features for piece in projection.slices)
 
 
-def _clear(vectors: SideVectors, line: int) -> None:
-    vectors.scale[line].fill_(1)
-    vectors.shift[line].zero_()
+def _slices(projection: ProjectionSpec) -> Iterator[tuple[int, Slice]]:
+    """Its slices, with the output at which each begins."""
+    first = 0
+    for piece in projection.slices:
+        yield first, piece
+        first += piece.out_features

@@ -72,12 +72,12 @@ class Decoder:
         projection = self._by_name.get(name)
         return self._embedding.rows(token_ids) if projection is None else projection.rows(token_ids)
 
-    def delta_norms(self, name: str, first: int, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+    def delta_squares(self, name: str, first: int, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
         """See `adapters.side_pool.BaseFacts`."""
         projection = self._by_name.get(name)
         if projection is None:
-            return self._embedding.delta_norms(a, b, scaling)
-        return projection.delta_norms(first, a, b, scaling)
+            return self._embedding.delta_squares(a, b, scaling)
+        return projection.delta_squares(first, a, b, scaling)
 
     def rows_behind(self, name: str, num_rows: int, num_slices: int) -> torch.Tensor | None:
         """Memory behind the base weight of projection `name` for its rows of A, [num_rows * num_slices, in], row j of

@@ -135,14 +135,14 @@ class Projection:
         return torch.cat(parts).t()
 
     @torch.no_grad()
-    def delta_norms(self, first: int, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+    def delta_squares(self, first: int, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
         """See `adapters.side_pool.BaseFacts`: |w + c B A|^2 = |w|^2 + 2 c B (A w) + c^2 B (A A^T) B^T, row by row."""
         bare = replace(self.weight, bias=None)
         if self._squares is None:
             self._squares = _squares_of(bare)
         columns = slice(first, first + b.shape[1])
         product = linear(a.to(bare.dtype), bare).float()[:, columns]
-        return _norms(self._squares[columns], product, a, b, scaling)
+        return _delta_squares(self._squares[columns], product, a, b, scaling)
 
     def swiglu(
         self, x: torch.Tensor, lora: LoraMaps | None, window_rows: int = 0, activation: Activation = "silu"
@@ -204,14 +204,14 @@ class TokenEmbedding:
         return out
 
     @torch.no_grad()
-    def delta_norms(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
-        """As `Projection.delta_norms`, of the columns of the table."""
+    def delta_squares(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+        """As `Projection.delta_squares`, of the columns of the table."""
         table = self.table
         if self._squares is None:
             self._squares = torch.zeros(table.shape[1], dtype=torch.float32, device=table.device)
             for part in table.split(_ROWS_AT_ONCE):
                 self._squares += part.float().square().sum(0)
-        return _norms(self._squares, (a.to(table.dtype) @ table).float(), a, b, scaling)
+        return _delta_squares(self._squares, (a.to(table.dtype) @ table).float(), a, b, scaling)
 
     def rows(self, token_ids: torch.Tensor) -> torch.Tensor:
         """float32 [num_ids, hidden] of the table."""
@@ -238,10 +238,10 @@ def _identity(weight: PackedWeight) -> Iterator[torch.Tensor]:
         yield rows
 
 
-def _norms(
+def _delta_squares(
     squares: torch.Tensor, product: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float
 ) -> torch.Tensor:
     """squares [outputs] of the base; product [rank, outputs] of A and the base; a [rank, in], b [rank, outputs]"""
     a, b = a.float(), b.float()
-    delta = (b * ((a @ a.t()) @ b)).sum(0)
-    return (squares + 2 * scaling * (product * b).sum(0) + scaling**2 * delta).clamp(min=0).sqrt()
+    delta = torch.addmm(product, a @ a.t(), b, beta=2 * scaling, alpha=scaling**2)
+    return delta.mul_(b).sum(0).add_(squares)
