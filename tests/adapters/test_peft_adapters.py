@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,21 @@ def test_an_adapter_of_another_base_is_refused(store: AdapterStore, tmp_path: Pa
     directory = make_adapter(other, tmp_path / "adapter", rank=4, target_modules=["q_proj"], seed=0)
     with pytest.raises(AdapterError, match="does not fit"):
         take(store, directory)
+
+
+def test_biases_of_convolutions_are_refused_and_those_of_adapted_projections_bind(tmp_path: Path) -> None:
+    base_dir = make_tiny_model("lfm2", tmp_path / "base", conv_bias=True)
+    linear = LINEAR_MODULES["lfm2"]
+    for bias in ("all", "lora_only"):
+        make_adapter(base_dir, tmp_path / bias, rank=2, target_modules=linear, seed=3, bias=bias)
+    layout = layout_of(json.loads((base_dir / "config.json").read_text()))
+    limits = StoreLimits(free_disk_floor_bytes=0)
+    with closing(AdapterStore(tmp_path / "store", layout, limits, base_name="base", base_dir=base_dir)) as store:
+        report = take(store, tmp_path / "lora_only").manifest.modules
+        with_bias = {one.module for one in report if "bias" in one.parts}
+        assert with_bias == {f"model.layers.{at}.conv.{name}" for at in (0, 2) for name in ("in_proj", "out_proj")}
+        with pytest.raises(BindingError, match=r"conv\.conv\.bias: adapters that change layers\.0\.conv\.conv are not"):
+            take(store, tmp_path / "all")
 
 
 def test_resized_embeddings_are_refused(base: tuple[str, Path], store: AdapterStore, tmp_path: Path) -> None:
