@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 
 from adapters.adapted import Piece, Problems, bind_slice, clashes, misfits, pieces_of
-from adapters.bound import BIAS, WEIGHT, Binding, BoundSlice, rows_of
+from adapters.bound import BIAS, WEIGHT, Binding, BoundSlice, first_of, rows_of
 from adapters.errors import BindingError
 from adapters.format import Tensor
 from adapters.layout import BaseLayout
@@ -18,7 +18,6 @@ from adapters.peft_config import AdapterConfig
 from adapters.saved_parts import check_saved, check_tokens, tie_whole_head
 from adapters.tensor_sorting import FoundModule, OtherTensors, sort_in
 
-MAX_SHOWN = 8
 _WITHOUT_TENSORS = "target_modules names it, but the file has no tensors for it"
 
 
@@ -202,8 +201,8 @@ def _check_invocation(config: AdapterConfig, slices: Sequence[BoundSlice], layou
 def _notes(
     config: AdapterConfig, known: KnownModules, found: Mapping[str, FoundModule], others: OtherTensors
 ) -> tuple[str, ...]:
-    notes = [f"{copy.tensor.name} repeats the base's own weight and is not stored." for copy in others.copies]
-    notes += [f"{one.tensor.name} repeats {one.of.name} and is not stored." for one in others.repeats]
+    notes = first_of([f"{copy.tensor.name} repeats the base's own weight and is not stored." for copy in others.copies])
+    notes += first_of([f"{one.tensor.name} repeats {one.of.name} and is not stored." for one in others.repeats])
     names = config.target_modules if isinstance(config.target_modules, tuple) else ()
     known_endings = {ending for tail in (*known.by_tail, *_renamed(known, found)) for ending in endings(tail)}
     unused = [name for name in names if tail_of(name) not in known_endings]
@@ -221,12 +220,7 @@ def _notes(
 
 def _refuse(problems: Problems, slices: list[BoundSlice], has_more: bool) -> None:
     if problems:
-        names: dict[str, list[str]] = {}  # by reason, which many tensors may share
-        for name, reason in problems[:MAX_SHOWN]:
-            names.setdefault(reason, []).append(name[:200])
-        shown = "; ".join(f"{', '.join(some)}: {reason}" for reason, some in names.items())
-        more = f"; and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
-        raise BindingError(f"The adapter does not fit this base model. {shown}{more}.", tuple(problems))
+        raise BindingError.listing(problems)
     if not slices:
         raise BindingError("The adapter has no LoRA tensors for any projection of this base model.", ())
     if not has_more and all(bound.scaling == 0 for bound in slices):

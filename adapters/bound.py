@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from adapters.errors import MOST_TOLD
 from adapters.format import Tensor
 from adapters.layout import Group, ProjectionSpec, Slice
 
@@ -88,8 +89,14 @@ class Binding:
     def without(self, unchanged: Collection[BoundExtra]) -> Binding:
         """Leave out extras that equal the base's own tensors."""
         extras = tuple(extra for extra in self.extras if extra not in unchanged)
-        notes = tuple(f"{extra.tensor.name} repeats the base's own tensor and is not stored." for extra in unchanged)
+        notes = first_of([f"{one.tensor.name} repeats the base's own tensor and is not stored." for one in unchanged])
         return replace(self, extras=extras, rows=rows_of(self.slices, extras, self.tokens), notes=(*self.notes, *notes))
+
+
+def first_of(notes: list[str]) -> list[str]:
+    """Of notes of one kind, and how many more there are."""
+    more = len(notes) - MOST_TOLD
+    return notes if more <= 0 else [*notes[:MOST_TOLD], f"The same is true of {more} more."]
 
 
 def rows_of(

@@ -6,6 +6,10 @@ this machine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+MOST_TOLD = 8  # of one kind, in a message or among notes: a file may give thousands
+
 
 class AdapterError(ValueError):
     """Base of the tree. `code` is stable and machine-readable."""
@@ -36,6 +40,16 @@ class BindingError(AdapterError):
     def __init__(self, message: str, problems: tuple[tuple[str, str], ...]) -> None:
         super().__init__(message)
         self.problems = problems
+
+    @classmethod
+    def listing(cls, problems: Sequence[tuple[str, str]]) -> BindingError:
+        """With the first ones in its message, and how many more there are."""
+        names: dict[str, list[str]] = {}  # by reason, which many tensors may share
+        for name, reason in problems[:MOST_TOLD]:
+            names.setdefault(reason, []).append(name[:200])
+        shown = "; ".join(f"{', '.join(some)}: {reason}" for reason, some in names.items())
+        more = f"; and {len(problems) - MOST_TOLD} more" if len(problems) > MOST_TOLD else ""
+        return cls(f"The adapter does not fit this base model. {shown}{more}.", tuple(problems))
 
 
 class InvalidName(AdapterError):

@@ -52,8 +52,7 @@ def check_headers(
         if not _are_equal(tensor_path, one)
     ]
     if changed:
-        shown = "; ".join(f"{name[:200]}: {reason}" for name, reason in changed)
-        raise BindingError(f"The adapter does not fit this base model. {shown}.", tuple(changed))
+        raise BindingError.listing(changed)
     return binding
 
 

@@ -1273,6 +1273,25 @@ def test_a_copy_of_the_base_embedding_is_left_out_and_a_changed_one_refused(tmp_
     store.close()
 
 
+def test_notes_and_message_are_short_however_many_copies_there_are(tmp_path: Path) -> None:
+    embedding = np.ones((VOCAB, HIDDEN), "<f4")
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "model.safetensors").write_bytes(safetensors_bytes({"model.embed_tokens.weight": embedding}))
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base", base_dir=base)
+    config = config_bytes(r=3, target_modules=["embed_tokens"])
+    lora = lora_tensors(LAYOUT, ["model.embed_tokens"], 3)
+    names = [f"{'module.' * at}base_model.model.model.embed_tokens.base_layer.weight" for at in range(40)]
+    record, _ = upload_bytes(store, "x", config, safetensors_bytes({**lora, **dict.fromkeys(names, embedding)}))
+    assert [note for note in record.manifest.notes if "repeats" not in note] == ["The same is true of 32 more."]
+    assert len(record.manifest.notes) == 9
+    with pytest.raises(BindingError, match="differs from the base's") as caught:
+        upload_bytes(store, "y", config, safetensors_bytes({**lora, **dict.fromkeys(names, 2 * embedding)}))
+    assert "and 32 more" in str(caught.value)
+    assert len(caught.value.problems) == 40
+    store.close()
+
+
 def test_a_saved_module_that_repeats_the_base_is_no_fault_of_what_is_stored(tmp_path: Path) -> None:
     """It is left out of what is stored, whose configuration names it still."""
     base = tmp_path / "base"
