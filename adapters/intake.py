@@ -7,7 +7,6 @@ from pathlib import Path
 
 from adapters import extras
 from adapters.base_weights import BaseWeights
-from adapters.bound import first_of
 from adapters.canonical import CanonicalForm
 from adapters.disk import StoreFiles
 from adapters.errors import Malformed
@@ -60,7 +59,7 @@ class Intake:
             staging.reserve(form.num_bytes)
             form.write(tensors, ready / TENSOR_FILE)
         digest, warnings = form.digest(ready / TENSOR_FILE, template_bytes)
-        ignored = first_of([f"The {what} is not needed and was left out." for what in staging.ignored])
+        ignored = [f"The {what} is not needed and was left out." for what in staging.ignored]
         manifest = Manifest(
             digest=digest,
             layout=self.fingerprint,
