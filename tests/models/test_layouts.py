@@ -14,7 +14,11 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from adapters.binding import bind
+from adapters.errors import BindingError
+from adapters.format import Tensor
 from adapters.paths import layout_fingerprint
+from adapters.peft_config import parse_config
 from service.models.config_json import read_config
 from service.models.errors import ModelError
 from service.models.families import model_spec
@@ -227,3 +231,16 @@ def test_two_trainings_of_one_shape_have_layouts_of_their_own(tmp_path: Path) ->
     assert layout_in(one) == layout_in(same)
     assert layout_in(one).weights != layout_in(other).weights
     assert layout_fingerprint(layout_in(one)) != layout_fingerprint(layout_in(other))
+
+
+def test_norms_that_no_adapter_replaces_are_missed_where_they_were_saved_whole() -> None:
+    """Of all queries or keys of a token together, as olmo3 has them. The base's would answer in their place."""
+    module = "base_model.model.model.layers.0.self_attn.q_proj"
+    names = {f"{module}.lora_A.weight": (4, 48), f"{module}.lora_B.weight": (48, 4)}
+    tensors = {name: Tensor(name, "F32", shape, 0, 768) for name, shape in names.items()}
+    fields = {"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"], "layers_to_transform": [0]}
+    layout = layout_of(config_of("olmo3"))
+    assert bind(layout, parse_config(json.dumps(fields).encode()), tensors).slices
+    saved = json.dumps(fields | {"modules_to_save": ["q_norm"]}).encode()
+    with pytest.raises(BindingError, match=r"change layers.0.self_attn.q_norm are not served: train without it"):
+        bind(layout, parse_config(saved), tensors)
