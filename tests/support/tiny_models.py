@@ -215,9 +215,11 @@ def make_wrongly_tied_model(family: str, directory: Path, *, dtype: torch.dtype 
 
 def load_oracle(model_dir: Path, dtype: torch.dtype) -> Any:
     """The model by transformers; one with a vision tower as a whole."""
-    has_vision = "vision_config" in json.loads((model_dir / "config.json").read_text())
-    kind = transformers.AutoModelForImageTextToText if has_vision else transformers.AutoModelForCausalLM
-    return kind.from_pretrained(model_dir, dtype=dtype).eval()
+    config = json.loads((model_dir / "config.json").read_text())
+    kind = transformers.AutoModelForImageTextToText if "vision_config" in config else transformers.AutoModelForCausalLM
+    # Versions of transformers that compute gemma2's attention by torch's operator otherwise leave out the scores' cap.
+    eager = {"attn_implementation": "eager"} if config.get("attn_logit_softcapping") is not None else {}
+    return kind.from_pretrained(model_dir, dtype=dtype, **eager).eval()
 
 
 def make_tokenizer(directory: Path) -> None:
