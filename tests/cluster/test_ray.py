@@ -313,3 +313,30 @@ for name, where in (("replicas", "engines"), ("stall_limit_seconds", "environmen
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["service.ray_app:build", "service.ray_app:build", "refused", "refused"]
+
+
+def test_serve_build_writes_a_file_that_serve_deploy_takes(tmp_path: Path) -> None:
+    """Of a module such as docs/scale.md has it."""
+    arguments = f"settings={{'store_dir': {str(tmp_path)!r}}}, engines=2, max_engines=3, drain_seconds=50"
+    (tmp_path / "mine.py").write_text(
+        f"from service.ray_app import RayArgs, build\napp = build(RayArgs({arguments}))\n"
+    )
+    code = """
+import sys, yaml
+from ray.serve.schema import ServeDeploySchema
+(application,) = ServeDeploySchema.model_validate(yaml.safe_load(open(sys.argv[1]))).applications
+engine, ingress = application.deployments
+print(application.import_path, engine.autoscaling_config["min_replicas"], engine.autoscaling_config["max_replicas"])
+assert min(one.graceful_shutdown_timeout_s for one in application.deployments) > 50
+"""
+    bin_dir, built = environment("ray") / "bin", str(tmp_path / "built.yaml")
+    commands = [
+        [str(bin_dir / "python"), str(bin_dir / "serve"), "build", "mine:app", "--app-dir", str(tmp_path), "-o", built],
+        [str(bin_dir / "python"), "-c", code, built],
+    ]
+    for command in commands:
+        done = subprocess.run(
+            command, env={**os.environ, "PYTHONPATH": _PATHS}, capture_output=True, text=True, timeout=LIMIT_SECONDS
+        )
+        assert done.returncode == 0, done.stderr
+    assert done.stdout == "mine:app 2 3\n"
