@@ -79,6 +79,7 @@ def rotary_kv(
         minimum_bytes=read + written if judge_traffic else None,
         max_traffic=max_traffic,
         minimum_load_bytes=read if judge_traffic else None,
+        max_load_traffic=max_traffic,
         tolerance=OP[dtype],
         exact=frozenset({"v_cache_ptr"}),
     )

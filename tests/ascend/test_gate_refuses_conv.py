@@ -16,7 +16,7 @@ def test_reading_too_much_is_refused_though_little_is_moved() -> None:
     case = CASES[0]
     launch = case.launches["varlen"]()
     counts = checks.run_simulated(case, launch, checks.compile_launch(case, launch, REQUIRED_TARGETS[0]))
-    enough = int(counts.total("load_bytes") / launch.max_traffic) + 1
+    enough = int(counts.total("load_bytes") / launch.max_load_traffic) + 1
     checks.check_traffic(dataclasses.replace(launch, minimum_load_bytes=enough), counts)
     with pytest.raises(checks.GateError, match="bytes read"):
         checks.check_traffic(dataclasses.replace(launch, minimum_load_bytes=enough - 2), counts)

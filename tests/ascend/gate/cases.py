@@ -26,8 +26,9 @@ class Launch:
     maps           parameters whose entries the scalar unit may load
     reachable      tensors behind pointer tables
     minimum_bytes  what must be moved at least, in and out; None where traffic is not judged
-    max_traffic    how many times the minimum may be moved, and read
+    max_traffic    how many times the minimum may be moved
     minimum_load_bytes  what must be read at least; None where reads are not judged by themselves
+    max_load_traffic    how many times that may be read
     tolerance      absolute and relative
     exact          outputs that must hold these very bits
     """
@@ -40,6 +41,7 @@ class Launch:
     minimum_bytes: int | None = None
     minimum_load_bytes: int | None = None
     max_traffic: float = MAX_TRAFFIC
+    max_load_traffic: float = MAX_TRAFFIC
     tolerance: tuple[float, float] = (1e-5, 1e-5)
     exact: frozenset[str] = frozenset()
 

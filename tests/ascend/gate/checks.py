@@ -63,11 +63,11 @@ def check_traffic(launch: Launch, counts: simulator.Counts) -> None:
     """Rule 4: bytes moved between global memory and the chip, both ways, in the DMA engine's 32-byte blocks."""
     loaded = counts.total("load_bytes")
     moved = loaded + counts.total("store_bytes")
-    for action, num_bytes, minimum in (
-        ("moved", moved, launch.minimum_bytes),
-        ("read", loaded, launch.minimum_load_bytes),
+    for action, num_bytes, minimum, allowed in (
+        ("moved", moved, launch.minimum_bytes, launch.max_traffic),
+        ("read", loaded, launch.minimum_load_bytes, launch.max_load_traffic),
     ):
-        if minimum is not None and num_bytes > launch.max_traffic * minimum:
+        if minimum is not None and num_bytes > allowed * minimum:
             raise GateError(f"{num_bytes} bytes {action}, {num_bytes / minimum:.2f} x the minimum of {minimum}")
 
 
