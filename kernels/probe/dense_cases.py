@@ -59,7 +59,8 @@ def rotary_kv(shapes: ProbeShapes, place: Place) -> Prepared:
 
 def rotary_kv_normed(shapes: ProbeShapes, place: Place) -> Prepared:
     """With a norm of each query and key head."""
-    weight = _norm_weight(shapes, place, shapes.num_heads + shapes.num_kv_heads, shapes.head_dim)
+    query, key = _norm_weight(shapes, place, 2, shapes.head_dim)
+    weight = torch.cat((query.expand(shapes.num_heads, -1), key.expand(shapes.num_kv_heads, -1)))
     return _rotary_kv(shapes, place, weight)
 
 

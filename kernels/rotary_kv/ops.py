@@ -41,7 +41,7 @@ def rotary_kv(
     slot_mapping      int64 [tokens], contiguous; no slot twice, none in block 0. -1 pads a step: such a token writes
                       nothing to the caches, its rows may hold anything, and its queries come out as anything
     head_weight, eps  of the norm of query and key heads, None where they have none: [heads + kv_heads, head_dim],
-                      contiguous, dtype of qkv, or float32
+                      contiguous, dtype of qkv, or float32. All query heads have the same row, and all key heads
 
     Returns r(q), [tokens, heads, head_dim], fresh, with head_dim stride between heads.
     """

@@ -2,7 +2,8 @@
 
 float32 inside, rounded once. As many programs as the chip has vector cores loop over work items; an item is a block of
 heads of one token: queries, keys or values, never two of these. Items are taken block by block, so that a program reads
-the norm's weights of a block once. Every transfer is a row of a head's half; the scalar unit reads slots only.
+the norm's weight, which all heads of a block share, once for it. Every transfer is a row of a head's half; the scalar
+unit reads slots only.
 """
 
 # Triton's functions are untyped.
@@ -49,7 +50,7 @@ def rotary_kv_kernel(
     qkv_ptr,  # [tokens, NUM_HEADS + 2 * KV_HEADS, HEAD_DIM], rows of qkv_stride
     cos_ptr,  # [tokens, ROTARY_DIM], sin likewise
     sin_ptr,
-    weight_ptr,  # [NUM_HEADS + KV_HEADS, HEAD_DIM] or None
+    weight_ptr,  # [NUM_HEADS + KV_HEADS, HEAD_DIM] or None; rows of queries are alike, and rows of keys
     slots_ptr,  # int64 [tokens]
     q_ptr,  # [tokens, NUM_HEADS, HEAD_DIM]
     k_cache_ptr,  # [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM], with HEADS_FIRST [blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM];
@@ -94,11 +95,11 @@ def rotary_kv_kernel(
             rest_in_block = head[:, None] * HEAD_DIM + rest[None, :]
             rest_valid = (head < num)[:, None] & (rest < HEAD_DIM)[None, :]
             if weight_ptr is not None:
-                weights = weight_ptr + first * HEAD_DIM
-                first_weight = tl.load(weights + in_block, mask=valid, other=0.0).to(tl.float32)
-                second_weight = tl.load(weights + HALF + in_block, mask=valid, other=0.0).to(tl.float32)
+                weight = weight_ptr + first * HEAD_DIM
+                first_weight = tl.load(weight + dim, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
+                second_weight = tl.load(weight + HALF + dim, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]
                 if ROTARY_DIM < HEAD_DIM:
-                    rest_weight = tl.load(weights + rest_in_block, mask=rest_valid, other=0.0).to(tl.float32)
+                    rest_weight = tl.load(weight + rest, mask=rest < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
             for token in range(first_token, last_token):
                 heads = qkv_ptr + (tl.cast(token, tl.int64) * qkv_stride + first * HEAD_DIM)
                 angles = tl.cast(token, tl.int64) * ROTARY_DIM

@@ -34,7 +34,7 @@ def rotary_kv(
     padding: tuple[int, ...] = (),
     num_behind: int = 0,
     judge_traffic: bool = False,
-    max_traffic: float = MAX_TRAFFIC,
+    max_load_traffic: float = MAX_TRAFFIC,
     far: bool = False,
     heads_first: bool = True,
 ) -> Launch:
@@ -57,7 +57,10 @@ def rotary_kv(
     qkv = packed[:, : num_all_heads * head_dim].unflatten(1, (num_all_heads, head_dim))
     angles = torch.cat([4.0 * values(num_tokens, 1, rotary_dim // 2, of=torch.float32)] * 2, -1)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    weight = values(num_heads + kv_heads, head_dim, of=weight_dtype or dtype) if is_normed else None
+    weight = None
+    if is_normed:
+        query, key = values(2, head_dim, of=weight_dtype or dtype)
+        weight = torch.cat((query.expand(num_heads, -1), key.expand(kv_heads, -1)))
     cache_shape = (num_tokens // BLOCK_SIZE + 3, BLOCK_SIZE, kv_heads, head_dim)
     caches = [made(lambda shape: values(*shape), cache_shape, heads_first=heads_first) for _ in range(2)]
     slots = torch.randperm(num_tokens + BLOCK_SIZE - 1, generator=generator)[:num_tokens] + BLOCK_SIZE
@@ -70,16 +73,15 @@ def rotary_kv(
         launch = triton_ascend.plan(qkv, cos, sin, weight, slots, q, *caches, EPS)
     num_kept = num_tokens - len(padding)
     written = q.nbytes + num_kept * 2 * kv_heads * head_dim * dtype.itemsize
-    read = written + num_tokens * rotary_dim * dtype.itemsize + (0 if weight is None else weight.nbytes)
+    read = written + num_tokens * rotary_dim * dtype.itemsize + (0 if weight is None else weight[[0, -1]].nbytes)
     return Launch(
         launch.arguments,
         launch.grid,
         {"q_ptr": expected_q.to(dtype), "k_cache_ptr": truth[0].to(dtype), "v_cache_ptr": truth[1].to(dtype)},
         frozenset({"slots_ptr"}),
         minimum_bytes=read + written if judge_traffic else None,
-        max_traffic=max_traffic,
         minimum_load_bytes=read if judge_traffic else None,
-        max_load_traffic=max_traffic,
+        max_load_traffic=max_load_traffic,
         tolerance=OP[dtype],
         exact=frozenset({"v_cache_ptr"}),
     )
@@ -116,18 +118,20 @@ _PLAIN = {
     "far": partial(rotary_kv, 4, (4, 2), 64, is_normed=False, far=True),
 }
 _NORMED = {
-    "qwen3 8B, one token": published("Qwen3-8B", 1, judge_traffic=True),
-    # Each core reads the weights of its own block of heads.
-    "qwen3 8B, 64 tokens": published("Qwen3-8B", 64, judge_traffic=True, max_traffic=1.2),
+    # Five cores read the angles and a weight, 512 bytes beside 2 KB of heads; with blocks of 16 heads 1.06, but three
+    # cores would do it, and the busiest one of 64 tokens would move 60 KB in place of 44.
+    "qwen3 8B, one token": published("Qwen3-8B", 1, judge_traffic=True, max_load_traffic=1.15),
+    "qwen3 8B, 64 tokens": published("Qwen3-8B", 64, judge_traffic=True),
     "heads of odd numbers, padding": partial(rotary_kv, 5, (14, 3), 96, padding=(2,), num_behind=16),
     "several blocks of keys": partial(rotary_kv, 3, (20, 20), 64, padding=(1,)),
-    "qwen3 8B, 64 tokens, token by token": published(
-        "Qwen3-8B", 64, judge_traffic=True, max_traffic=1.2, heads_first=False
-    ),
+    "qwen3 8B, 64 tokens, token by token": published("Qwen3-8B", 64, judge_traffic=True, heads_first=False),
+    # Behind its weight lies nothing.
+    "one key head": partial(rotary_kv, 3, (4, 1), 96),
     "weights of fp32, fp16": partial(rotary_kv, 3, (4, 4), 64, dtype=torch.float16, weight_dtype=torch.float32),
 }
 _PARTIAL = {
     "qwen3.5, a quarter is turned": published("Qwen3.5-0.8B", 5, padding=(1,)),
+    "one key head": partial(rotary_kv, 3, (4, 1), 80, rotary_dim=32),
     "not normed": partial(rotary_kv, 3, (6, 2), 96, rotary_dim=64, is_normed=False, num_behind=16),
     "token by token": partial(rotary_kv, 3, (6, 2), 96, rotary_dim=64, heads_first=False),
 }

@@ -121,6 +121,12 @@ def angles_of(num_tokens: int, head_dim: int, dtype: torch.dtype, device: str) -
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
 
+def head_weight_of(num_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Of the norm of query heads, which all have one weight, and of key heads."""
+    query, key = random(2, head_dim, dtype=dtype, device=device, seed=1)
+    return torch.cat((query.expand(num_heads, -1), key.expand(kv_heads, -1)))
+
+
 def check_rotary_kv(
     num_tokens: int,
     heads: tuple[int, int],
@@ -146,7 +152,7 @@ def check_rotary_kv(
     packed[:, num_all_heads * head_dim :] = torch.nan
     qkv = packed[:, : num_all_heads * head_dim].view(num_tokens, num_all_heads, head_dim)
     weight_dtype = weight_dtype or dtype
-    weight = random(num_heads + kv_heads, head_dim, dtype=weight_dtype, device=device, seed=1) if is_normed else None
+    weight = head_weight_of(num_heads, kv_heads, head_dim, weight_dtype, device) if is_normed else None
     cos, sin = angles_of(num_tokens, rotary_dim or head_dim, dtype, device)
     free = torch.randperm((NUM_BLOCKS - 1) * BLOCK_SIZE, generator=torch.Generator().manual_seed(3)) + BLOCK_SIZE
     real = torch.tensor([token for token in range(num_tokens) if token not in padding], dtype=torch.int64)
@@ -301,7 +307,7 @@ def test_captured_once_replayed_with_other_slots(device: str) -> None:
         pytest.skip("NOT RUN: no NVIDIA GPU, and graphs need one")
     num_tokens, head_dim, dtype = 9, 128, torch.bfloat16
     cos, sin = angles_of(num_tokens, head_dim, dtype, device)
-    weight = random(8, head_dim, dtype=dtype, device=device)
+    weight = head_weight_of(7, 1, head_dim, dtype, device)
     norm_weight = random(10 * head_dim, dtype=dtype, device=device)
 
     def step(

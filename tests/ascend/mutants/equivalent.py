@@ -85,7 +85,7 @@ EQUIVALENT |= {
     )
 }
 
-_SAME_ROW = "the block is shorter than the row of angles, and no output reads what lies beyond the half"
+_SAME_ROW = "the block is shorter than the row, and no output reads what lies beyond the half"
 _EMPTY_REST = "where all of a head is turned, a load of which nothing is inside its mask, and which nobody reads"
 
 # (function, before, after, first line of the statement) -> reason, where it holds in one statement alone.
@@ -108,6 +108,10 @@ for _name in ("cos", "sin"):
     _load = f"tl.load({_name}_ptr + angles + dim"
     EQUIVALENT_IN["rotary_kv_kernel", f"{_load}, mask=dim < HALF, other=0.0)", f"{_load})", _statement] = _SAME_ROW
     EQUIVALENT_IN["rotary_kv_kernel", "dim < HALF", "dim <= HALF", _statement] = _SAME_ROW
+_statement = "first_weight = tl.load(weight + dim, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]"
+_load = "tl.load(weight + dim"
+EQUIVALENT_IN["rotary_kv_kernel", f"{_load}, mask=dim < HALF, other=0.0)", f"{_load})", _statement] = _SAME_ROW
+EQUIVALENT_IN["rotary_kv_kernel", "dim < HALF", "dim <= HALF", _statement] = _SAME_ROW
 
 
 def reason_for(mutant: Mutant) -> str | None:
