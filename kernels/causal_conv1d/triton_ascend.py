@@ -33,6 +33,9 @@ NULL_LINE = tl.constexpr(0)
 SEARCH_BLOCK = tl.constexpr(128)
 WARM_UP_TOKENS = (1,)  # nothing but the form of a call is specialised
 FAR = tl.constexpr(2147483647)
+# Channels of an update's item, and how many items a core is to have for the taps that it reads.
+_UPDATE_CHANNELS = (512, 256, 128)
+_ITEMS_FOR_TAPS = 8
 
 
 @triton.jit
@@ -46,16 +49,16 @@ def _row(ptr, gate_ptr, token, stride, stride_gate, channel, bound):
 
 
 @triton.jit
-def _tap(weight_ptr, age: tl.constexpr, dim, channel, WIDTH: tl.constexpr):
+def _tap(weight_ptr, age: tl.constexpr, dim, channel, bound, WIDTH: tl.constexpr):
     row = WIDTH - 1 - age
-    return tl.load(weight_ptr + row * dim + channel, mask=channel < dim, other=0.0).to(tl.float32)
+    return tl.load(weight_ptr + row * dim + channel, mask=channel < bound, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _taps(weight_ptr, bias_ptr, dim, channel, WIDTH: tl.constexpr):
+def _taps(weight_ptr, bias_ptr, dim, channel, bound, WIDTH: tl.constexpr):
     """The bias and the taps, newest first, float32 [BLOCK_D]."""
-    w0 = _tap(weight_ptr, 0, dim, channel, WIDTH)
-    w1 = _tap(weight_ptr, 1, dim, channel, WIDTH)
+    w0 = _tap(weight_ptr, 0, dim, channel, bound, WIDTH)
+    w1 = _tap(weight_ptr, 1, dim, channel, bound, WIDTH)
     w2 = w0
     w3 = w0
     w4 = w0
@@ -63,20 +66,20 @@ def _taps(weight_ptr, bias_ptr, dim, channel, WIDTH: tl.constexpr):
     w6 = w0
     w7 = w0
     if WIDTH > 2:
-        w2 = _tap(weight_ptr, 2, dim, channel, WIDTH)
+        w2 = _tap(weight_ptr, 2, dim, channel, bound, WIDTH)
     if WIDTH > 3:
-        w3 = _tap(weight_ptr, 3, dim, channel, WIDTH)
+        w3 = _tap(weight_ptr, 3, dim, channel, bound, WIDTH)
     if WIDTH > 4:
-        w4 = _tap(weight_ptr, 4, dim, channel, WIDTH)
+        w4 = _tap(weight_ptr, 4, dim, channel, bound, WIDTH)
     if WIDTH > 5:
-        w5 = _tap(weight_ptr, 5, dim, channel, WIDTH)
+        w5 = _tap(weight_ptr, 5, dim, channel, bound, WIDTH)
     if WIDTH > 6:
-        w6 = _tap(weight_ptr, 6, dim, channel, WIDTH)
+        w6 = _tap(weight_ptr, 6, dim, channel, bound, WIDTH)
     if WIDTH > 7:
-        w7 = _tap(weight_ptr, 7, dim, channel, WIDTH)
+        w7 = _tap(weight_ptr, 7, dim, channel, bound, WIDTH)
     bias = tl.zeros(channel.shape, tl.float32)
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + channel, mask=channel < dim, other=0.0).to(tl.float32)
+        bias = tl.load(bias_ptr + channel, mask=channel < bound, other=0.0).to(tl.float32)
     return bias, w0, w1, w2, w3, w4, w5, w6, w7
 
 
@@ -184,8 +187,8 @@ def _past(age: tl.constexpr, h1, h2, h3, h4, h5, h6, h7):
 
 _UPDATE = ["x_ptr", "weight_ptr", "bias_ptr", "states_ptr", "gate_in_ptr", "gate_out_ptr", "out_ptr", "starts_ptr",
            "lines_ptr", "accepted_ptr", "source_block_ptr", "last_block_ptr", "num_tokens", "num_sequences",
-           "tokens_each", "pad_slot", "stride_lines", "dim", "stride_x", "stride_gate_in", "stride_gate_out",
-           "stride_out", "stride_line", "stride_row"]  # fmt: skip
+           "tokens_each", "pad_slot", "stride_lines", "dim", "block_channels", "stride_x", "stride_gate_in",
+           "stride_gate_out", "stride_out", "stride_line", "stride_row"]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_UPDATE)
@@ -208,6 +211,7 @@ def conv_update(
     pad_slot,
     stride_lines,
     dim,
+    block_channels,  # of an item, at most BLOCK_D
     stride_x,
     stride_gate_in,
     stride_gate_out,
@@ -219,13 +223,14 @@ def conv_update(
     IN_PLACE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    num_items = tl.cdiv(dim, BLOCK_D) * num_sequences
+    num_items = tl.cdiv(dim, block_channels) * num_sequences
     share = tl.cdiv(num_items, tl.num_programs(0))
     first_item = tl.program_id(0) * share
     last_item = tl.minimum(first_item + share, num_items)
     for block in range(first_item // num_sequences, tl.cdiv(last_item, num_sequences)):
-        channel = block * BLOCK_D + tl.arange(0, BLOCK_D)
-        bias, w0, w1, w2, w3, w4, w5, w6, w7 = _taps(weight_ptr, bias_ptr, dim, channel, WIDTH)
+        channel = block * block_channels + tl.arange(0, BLOCK_D)
+        bound = tl.minimum((block + 1) * block_channels, dim)
+        bias, w0, w1, w2, w3, w4, w5, w6, w7 = _taps(weight_ptr, bias_ptr, dim, channel, bound, WIDTH)
         for sequence in range(tl.maximum(first_item - block * num_sequences, 0),
                               tl.minimum(last_item - block * num_sequences, num_sequences)):  # fmt: skip
             start = sequence * tokens_each
@@ -246,7 +251,7 @@ def conv_update(
                 if accepted_ptr is not None:
                     first_row = tl.load(accepted_ptr + sequence) - 1
                 h1, h2, h3, h4, h5, h6, h7 = _history(states_ptr, source.to(tl.int64), first_row + WIDTH - 2,
-                                                      stride_line, stride_row, channel, dim, WIDTH)  # fmt: skip
+                                                      stride_line, stride_row, channel, bound, WIDTH)  # fmt: skip
                 target = source
                 is_kept = True
                 if last_block_ptr is not None:
@@ -258,16 +263,16 @@ def conv_update(
                         for row in tl.static_range(WIDTH - 2):
                             kept = _past(WIDTH - 2 - row, h1, h2, h3, h4, h5, h6, h7)
                             _store_state(kept, states_ptr, target.to(tl.int64), row, stride_line, stride_row, channel,
-                                         dim)  # fmt: skip
+                                         bound)  # fmt: skip
                 for index in range(length):
                     token = start + index
-                    x = _row(x_ptr, gate_in_ptr, token, stride_x, stride_gate_in, channel, dim)
+                    x = _row(x_ptr, gate_in_ptr, token, stride_x, stride_gate_in, channel, bound)
                     total = _output(x, bias, w0, w1, w2, w3, w4, w5, w6, w7, h1, h2, h3, h4, h5, h6, h7, SILU, WIDTH)
-                    _store_output(total, out_ptr, gate_out_ptr, token, stride_out, stride_gate_out, channel, dim)
+                    _store_output(total, out_ptr, gate_out_ptr, token, stride_out, stride_gate_out, channel, bound)
                     if accepted_ptr is not None:
                         if is_kept:
                             _store_state(x, states_ptr, target.to(tl.int64), WIDTH - 2 + index, stride_line,
-                                         stride_row, channel, dim)  # fmt: skip
+                                         stride_row, channel, bound)  # fmt: skip
                     if WIDTH > 7:
                         h7 = h6
                     if WIDTH > 6:
@@ -286,13 +291,13 @@ def conv_update(
                         for row in tl.static_range(WIDTH - 1):
                             kept = _past(WIDTH - 1 - row, h1, h2, h3, h4, h5, h6, h7)
                             _store_state(kept, states_ptr, target.to(tl.int64), row, stride_line, stride_row, channel,
-                                         dim)  # fmt: skip
+                                         bound)  # fmt: skip
             if not IN_PLACE:
                 if is_live == 0:
-                    _zero_rows(out_ptr, start, start + length, stride_out, channel, dim)
+                    _zero_rows(out_ptr, start, start + length, stride_out, channel, bound)
                 if starts_ptr is not None:
                     if sequence == num_sequences - 1:
-                        _zero_rows(out_ptr, start + length, num_tokens, stride_out, channel, dim)
+                        _zero_rows(out_ptr, start + length, num_tokens, stride_out, channel, bound)
 
 
 @triton.jit
@@ -373,7 +378,7 @@ def conv_prefill(
     last_item = tl.minimum(first_item + share, num_items)
     for block in range(first_item // num_tiles, tl.cdiv(last_item, num_tiles)):
         channel = block * BLOCK_D + tl.arange(0, BLOCK_D)
-        bias, w0, w1, w2, w3, w4, w5, w6, w7 = _taps(weight_ptr, bias_ptr, dim, channel, WIDTH)
+        bias, w0, w1, w2, w3, w4, w5, w6, w7 = _taps(weight_ptr, bias_ptr, dim, channel, dim, WIDTH)
         num_real_tokens = tl.load(starts_ptr + num_sequences)
         for tile in range(tl.maximum(first_item - block * num_tiles, 0),
                           tl.minimum(last_item - block * num_tiles, num_tiles)):  # fmt: skip
@@ -557,14 +562,21 @@ def plan_prefill(call: PrefillCall) -> ConvLaunch:
 
 def plan_update(call: UpdateCall) -> ConvLaunch:
     """The launch of an update with at least one token and one sequence; looks at sizes, never at values."""
-    tokens_each = 1 if call.x.dim() == 2 else call.x.shape[1]
-    arguments = kernel_arguments(call) | {"tokens_each": tokens_each, "BLOCK_D": _update_block(call.dim)}
-    return ConvLaunch(conv_update, (in_use(call.x.device).num_cores,), arguments)
+    num_cores = in_use(call.x.device).num_cores
+    block = min(_UPDATE_CHANNELS[0], triton.next_power_of_2(call.dim))
+    arguments = kernel_arguments(call) | {
+        "tokens_each": 1 if call.x.dim() == 2 else call.x.shape[1],
+        "block_channels": min(block, _update_channels(call.dim, call.num_sequences, num_cores)),
+        "BLOCK_D": block,
+    }
+    return ConvLaunch(conv_update, (num_cores,), arguments)
 
 
-def _update_block(dim: int) -> int:
-    """Channels of an update's item."""
-    return min(512, triton.next_power_of_2(dim))
+def _update_channels(dim: int, num_sequences: int, num_cores: int) -> int:
+    """Channels of an update's item: long transfers, but few taps for a core beside its items."""
+    wanted = _ITEMS_FOR_TAPS * num_cores
+    found = (channels for channels in _UPDATE_CHANNELS if triton.cdiv(dim, channels) * num_sequences >= wanted)
+    return next(found, _UPDATE_CHANNELS[-1])
 
 
 def _prefill_block(dim: int, width: int) -> int:
