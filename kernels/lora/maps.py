@@ -105,6 +105,7 @@ class LoraStack:
     scalings     float32 [num_slices, num_places], on the device; never folded into the rows
     group        index of the projection group: which row of `LoraMaps.first_rows` holds this stack's ranges
     slice_starts first output column of each slice in the packed output
+    output_width the column after the last one of any slice
     host_ranks, host_scalings
                  the same two tables as nested lists [slice][place], changed by the pool together with the tensors, for
                  implementations that run on the host
@@ -121,7 +122,10 @@ class LoraStack:
     host_scalings: list[list[float]] = field(default_factory=list)
     kept: dict[tuple[object, ...], Any] = field(default_factory=dict, repr=False)
 
-    @property
-    def output_width(self) -> int:
-        """The column after the last one of any slice."""
-        return max(start + b.shape[1] for start, b in zip(self.slice_starts, self.b, strict=True))
+    # Found once, since every launch asks for it.
+    output_width: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        widths = (b.shape[1] for b in self.b)
+        last = max(start + width for start, width in zip(self.slice_starts, widths, strict=True))
+        object.__setattr__(self, "output_width", last)

@@ -191,7 +191,8 @@ def _check(
             assert row_index is not None or tensor.shape[0] == maps.num_tokens, "x or out does not cover the step"
     assert len(stack.a) == len(stack.b) == len(stack.slice_starts) == len(stack.host_ranks), "slices disagree"
     assert all(b.is_contiguous() for b in stack.b), "rows of B are contiguous"
-    assert all(a.stride() == (stack.a[0].stride(0), 1) for a in stack.a), "rows of A have one stride and unit columns"
+    strides_of_a = stack.a[0].stride(0), 1
+    assert all(a.stride() == strides_of_a for a in stack.a), "rows of A have one stride and unit columns"
     if out is not None:
         assert stack.output_width <= out.shape[1], "a slice ends beyond the output"
     if row_index is not None:
