@@ -1,10 +1,11 @@
 """Whose turn it is to have what it sent read: heads and bodies cost time of the event loop, which is everybody's.
 
-A read is bounded by itself (`protocol.py`), and so is what it begins. A client with hundreds of connections would still
-have all of them served between two turns of everybody else: so one network has a few reads in each pass of the loop,
-and where its reads are costly, as those of tiny chunks and of long heads are, it pauses for a multiple of what they
-took. Its connections wait for each other, in the order they came, and nobody else's do. What is not read stays in the
-kernel, but for one piece of each connection.
+A read is bounded by itself (`protocol.py`), and so is what it begins: a request for many choices takes the loop a few
+milliseconds on its way to the engine. A client with hundreds of connections would still have all of them served between
+two turns of everybody else: so one network has one read in each pass of the loop, and where its reads are costly, as
+those of tiny chunks and of long heads are, it pauses for a multiple of what they took. Its connections wait for each
+other, in the order they came, and nobody else's do. What is not read stays in the kernel, but for one piece of each
+connection.
 
 A trusted proxy's address is nobody's. Whose a head is that it passes on is known when it has been read: it is served
 when it is the turn of the client that the proxy names. Bodies have the turns of who pays for the request, a tenant or
@@ -18,8 +19,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-# Of one network in one pass of the loop.
-READS_PER_PASS = 4
 # A read that takes the loop's thread longer is costly; usual ones take less than half of that.
 USUAL_SECONDS = 0.0005
 # For each second beyond that, so many seconds until the network's next read.
@@ -39,9 +38,9 @@ def next_read_bytes(num_bytes: int, seconds: float) -> int:
 
 @dataclass
 class _Network:
-    """What one has had in this pass, when it may go on, and what waits for that."""
+    """Whether one has read in this pass, when it may go on, and what waits for that."""
 
-    num_reads: int = 0
+    has_read: bool = False
     free_at_seconds: float = 0.0
     waiting: deque[Callable[[], None]] = field(default_factory=deque)
 
@@ -58,10 +57,10 @@ class ReadingTurns:
         if one is None:
             one = self._networks[network] = _Network()
             asyncio.get_running_loop().call_soon(self._next_pass, network, one)
-        elif one.waiting or one.num_reads >= READS_PER_PASS or one.free_at_seconds > asyncio.get_running_loop().time():
+        elif one.waiting or one.has_read or one.free_at_seconds > asyncio.get_running_loop().time():
             one.waiting.append(read)
             return False
-        one.num_reads += 1
+        one.has_read = True
         return True
 
     def charge(self, network: str, seconds: float) -> None:
@@ -73,15 +72,14 @@ class ReadingTurns:
             one.free_at_seconds = max(one.free_at_seconds, now) + pause_seconds
 
     def _next_pass(self, network: str, one: _Network) -> None:
-        """What waits goes on, as far as it may."""
+        """The first that waits goes on, if it may."""
         loop = asyncio.get_running_loop()
-        one.num_reads = 0
-        while one.waiting and one.num_reads < READS_PER_PASS and one.free_at_seconds <= loop.time():
-            one.num_reads += 1
+        one.has_read = bool(one.waiting) and one.free_at_seconds <= loop.time()
+        if one.has_read:
             one.waiting.popleft()()
         if one.free_at_seconds > loop.time():
             loop.call_at(one.free_at_seconds, self._next_pass, network, one)
-        elif one.num_reads:
+        elif one.has_read:
             loop.call_soon(self._next_pass, network, one)
         else:
             del self._networks[network]
