@@ -1,4 +1,5 @@
-"""The engine's compiled grammars: compiled beside the steps, and kept for the next sequence that has the same one.
+"""The engine's compiled grammars: compiled beside the steps, and kept for the next sequence that has the same one,
+whatever others have compiled meanwhile.
 
 Compiling takes from under a millisecond to a tenth of a second, so it happens in a thread, and the sequence is
 scheduled when it is done. A compiled grammar is kept at its beginning, and each sequence goes on with a copy. The API
@@ -9,10 +10,11 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from service.fair_cache import FairCache
 from service.grammars.matching import GrammarError, TokenTable, compile_grammar
 
 MAX_COMPILED = 32
@@ -41,8 +43,8 @@ class Grammars:
         self.table = table
         self._thread = thread
         self._wake = wake
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
-        self._done: deque[tuple[str, Any]] = deque()
+        self._compiled: FairCache[str, Any] = FairCache(MAX_COMPILED)
+        self._done: deque[tuple[str, str, Any]] = deque()  # grammar, who had it compiled, what came of it
         self._waiting: dict[str, list[Any]] = {}
         self._turns: dict[str, deque[str]] = {}  # of each owner, whose turn is next first; shared with the thread
         self._lock = threading.Lock()
@@ -54,8 +56,8 @@ class Grammars:
             self._waiting[grammar].append(key)
             return
         self._waiting[grammar] = [key]
-        if grammar in self._compiled:
-            self._done.append((grammar, self._compiled[grammar]))
+        if (compiled := self._compiled.get(grammar)) is not None:
+            self._done.append((grammar, owner, compiled))
             return
         with self._lock:
             self._turns.setdefault(owner, deque()).append(grammar)
@@ -64,25 +66,22 @@ class Grammars:
         except RuntimeError as error:
             with self._lock:
                 self._take_turn(owner, grammar)
-            self._done.append((grammar, GrammarError(f"there is no thread to compile it in now ({error})")))
+            self._done.append((grammar, owner, GrammarError(f"there is no thread to compile it in now ({error})")))
 
     def take_done(self) -> list[tuple[Any, str, Any | GrammarError]]:
         """(key, its grammar, a matcher of its own or what is wrong) of those that have been compiled."""
         taken = []
         while self._done:
-            grammar, found = self._done.popleft()
+            grammar, owner, found = self._done.popleft()
             for key in self._waiting.pop(grammar):
                 taken.append((key, grammar, found if isinstance(found, GrammarError) else found.deep_copy()))
             if not isinstance(found, GrammarError):
-                self._compiled[grammar] = found
-                self._compiled.move_to_end(grammar)
-                if len(self._compiled) > MAX_COMPILED:
-                    self._compiled.popitem(last=False)
+                self._compiled.put(grammar, found, owner)
         return taken
 
     def forget(self, grammar: str) -> None:
         """A sequence has come to the bounds of its lexer, whose states all copies share: the next gets a new one."""
-        self._compiled.pop(grammar, None)
+        self._compiled.drop(grammar)
 
     def close(self) -> None:
         """Compile nothing more."""
@@ -108,5 +107,5 @@ class Grammars:
             found = error
         except BaseException as error:  # a panic of the library is no Exception, and somebody waits for an answer
             found = GrammarError(f"the library failed on it: {error}")
-        self._done.append((grammar, found))
+        self._done.append((grammar, owner, found))
         self._wake()

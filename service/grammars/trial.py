@@ -15,16 +15,16 @@ import os
 import resource
 import signal
 import sys
-from collections import OrderedDict
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from service.bounded_child import BoundedChild, excess_of, serve
+from service.fair_cache import FairCache
 from service.fair_pool import FairPool
 from service.grammars.constraints import Constraint, ConstraintError, grammar_of
-from service.payer import PAYER
+from service.payer import NOBODY, PAYER
 
 if TYPE_CHECKING:
     from service.grammars.matching import TokenTable
@@ -40,7 +40,7 @@ _LAZY_MODULES = ("llguidance.gbnf_to_lark", "service.grammars.matching", "servic
 
 
 class GrammarTrial(BoundedChild):
-    """Tries one grammar at a time, of each payer in turn, and remembers which were good.
+    """Tries one grammar at a time, of each payer in turn, and remembers which were good, of each its own (`FairCache`).
 
     max_seconds  of processor time that one may take
     """
@@ -49,8 +49,7 @@ class GrammarTrial(BoundedChild):
         super().__init__("service.grammars.trial", [str(model_dir), str(max_seconds)])
         self._pool = FairPool(1, "grammar-trial")
         self._max_seconds = max_seconds
-        self._known: OrderedDict[Constraint, str] = OrderedDict()
-        self._known_bytes = 0
+        self._known: FairCache[Constraint, str] = FairCache(_MAX_KNOWN_BYTES)
 
     def known(self, constraint: Constraint) -> str | None:
         """The grammar of a constraint that has been tried and is good; None for others. Waits for nobody."""
@@ -58,16 +57,17 @@ class GrammarTrial(BoundedChild):
 
     def submit(self, constraint: Constraint) -> Future[str]:
         """`compile` it when it is the payer's turn."""
-        return self._pool.submit(PAYER.get(), functools.partial(self.compile, constraint))
+        payer = PAYER.get()
+        return self._pool.submit(payer, functools.partial(self.compile, constraint, payer))
 
     def close(self) -> None:
         """End the child, after the grammar that it has."""
         self._pool.close()
         super().close()
 
-    def compile(self, constraint: Constraint) -> str:
-        """The constraint's grammar, serialised, for `Sampling.grammar`. ConstraintError if it is none or takes too
-        much; RuntimeError or OSError if the child cannot work."""
+    def compile(self, constraint: Constraint, payer: str = NOBODY) -> str:
+        """The constraint's grammar, serialised, for `Sampling.grammar`, which is remembered as the payer's.
+        ConstraintError if it is none or takes too much; RuntimeError or OSError if the child cannot work."""
         known = self._known.get(constraint)
         if known is not None:
             return known
@@ -82,15 +82,8 @@ class GrammarTrial(BoundedChild):
         if "error" in answer:
             raise ConstraintError(answer["error"])
         grammar = str(answer["grammar"])
-        self._remember(constraint, grammar)
+        self._known.put(constraint, grammar, payer, len(grammar) + len(constraint.text))
         return grammar
-
-    def _remember(self, constraint: Constraint, grammar: str) -> None:
-        self._known[constraint] = grammar
-        self._known_bytes += len(grammar) + len(constraint.text)
-        while self._known_bytes > _MAX_KNOWN_BYTES:
-            oldest, old = self._known.popitem(last=False)
-            self._known_bytes -= len(old) + len(oldest.text)
 
 
 # ---- the child's side

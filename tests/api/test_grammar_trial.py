@@ -106,6 +106,25 @@ def test_who_sends_many_grammars_leaves_others_their_turn(trial: GrammarTrial) -
     assert ended == ["few", "many"]
 
 
+def test_who_sends_many_grammars_has_others_forgotten_no_more_than_its_own(
+    trial: GrammarTrial,
+) -> None:
+    """The most that is remembered is of a few long choices. One of another payer, which was there first, stays."""
+
+    def compiled(name: str, payer: str) -> Constraint:
+        token = PAYER.set(payer)
+        constraint = choice_constraint([f"{name} {'x' * 900} {index}" for index in range(200)])
+        assert trial.submit(constraint).result(LIMIT_SECONDS)
+        PAYER.reset(token)
+        return constraint
+
+    few = compiled("few", "few")
+    many = [compiled(f"many {index}", "many") for index in range(60)]
+    assert trial.known(few)
+    assert trial.known(many[0]) is None
+    assert trial.known(many[-1])
+
+
 def test_the_longest_chain_that_passes_has_room_in_the_engine(trial: GrammarTrial, table: TokenTable) -> None:
     """The engine compiles in a thread with four times the stack: half of that is enough."""
     passing, failing = 50, 3000

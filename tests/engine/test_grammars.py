@@ -390,3 +390,22 @@ def test_tenants_take_turns_to_have_grammars_compiled() -> None:
         thread.work.popleft()()
         order += [name for name, _, _ in grammars.take_done()]
     assert order == ["many 1", "few 1", "other 1", "many 2", "few 2", "many 3"]
+
+
+def test_who_has_many_grammars_compiled_makes_others_wait_for_none_that_they_had() -> None:
+    thread = ByHand()
+    grammars = Grammars(TokenTable.load(BASE_DIR), thread, lambda: None)
+
+    def num_compiled(name: str, owner: str) -> int:
+        grammars.begin(regex(name), name, owner)
+        num_begun = len(thread.work)
+        while thread.work:
+            thread.work.popleft()()
+        assert [taken for taken, _, _ in grammars.take_done()] == [name]
+        return num_begun
+
+    assert num_compiled("few", "few") == 1
+    assert sum(num_compiled(f"many {index}", "many") for index in range(2 * MAX_COMPILED)) == 2 * MAX_COMPILED
+    assert num_compiled("few", "few") == 0
+    assert num_compiled(f"many {2 * MAX_COMPILED - 1}", "many") == 0
+    assert num_compiled("many 0", "many") == 1
