@@ -33,7 +33,8 @@ _BROKEN = (tarfile.TarError, zipfile.BadZipFile, zlib.error, gzip.BadGzipFile, s
 _EXHAUSTED = (RecursionError, MemoryError)
 _JUNK = {"__MACOSX", ".DS_Store"}
 
-# Takes the member's path and a reader of its bytes; called in the archive's order.
+# Takes the member's path and a reader of its bytes; called in the archive's order, but of a zip, whose directory tells
+# where they are, with the configurations first.
 Sink = Callable[[PurePosixPath, IO[bytes]], None]
 
 
@@ -110,25 +111,33 @@ def _refuse_special(member: tarfile.TarInfo) -> None:
 
 def _unpack_zip(archive: Path, sink: Sink, max_files: int, limit: int) -> None:
     with _ZipReader(archive, max(CHUNK_BYTES, max_files * ZIP_ENTRY_BYTES)) as file, zipfile.ZipFile(file) as packed:
-        members = packed.infolist()
-        if len(members) > max_files:
-            raise TooLarge(f"The archive has more than {max_files} entries.")
+        members = _plain_members(packed, max_files)
+        adapter_folders([path for path, _ in members])  # refused before anything is unpacked
+        members.sort(key=lambda member: member[0].name != CONFIG_FILE)
         left = limit
-        for member in members:
-            path = _safe(member.filename)
-            kind = stat.S_IFMT(member.external_attr >> 16)
-            if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
-                raise Unsupported(
-                    f"The archive entry {member.filename[:200]!r} is a link or a device; pack plain files."
-                )
-            if member.is_dir() or _is_junk(path):
-                continue
-            if member.flag_bits & 1 or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                raise Unsupported(f"The archive entry {member.filename[:200]!r} is encrypted or not deflated.")
+        for path, member in members:
             with packed.open(member) as data:
                 reader = _Limited(data, left)
                 sink(path, reader)  # type: ignore[arg-type]
                 left -= reader.num_read
+
+
+def _plain_members(packed: zipfile.ZipFile, max_files: int) -> list[tuple[PurePosixPath, zipfile.ZipInfo]]:
+    """The files in a zip. Raises as `unpack` does if its directory has anything else than files and directories."""
+    members, found = packed.infolist(), []
+    if len(members) > max_files:
+        raise TooLarge(f"The archive has more than {max_files} entries.")
+    for member in members:
+        path = _safe(member.filename)
+        kind = stat.S_IFMT(member.external_attr >> 16)
+        if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+            raise Unsupported(f"The archive entry {member.filename[:200]!r} is a link or a device; pack plain files.")
+        if member.is_dir() or _is_junk(path):
+            continue
+        if member.flag_bits & 1 or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise Unsupported(f"The archive entry {member.filename[:200]!r} is encrypted or not deflated.")
+        found.append((path, member))
+    return found
 
 
 def _safe(name: str) -> PurePosixPath:

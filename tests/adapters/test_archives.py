@@ -387,6 +387,24 @@ def test_a_refused_configuration_is_told_before_the_tensors_are_unpacked(store: 
         send(store, content[:-200])
 
 
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"adapter_config.json": config_bytes(use_qalora=True)}, "use_qalora"),
+        ({"README.md": b"no adapter"}, "holds no adapter_config"),
+        ({"a/adapter_config.json": config_bytes(), "b/adapter_config.json": config_bytes()}, "holds 2 adapters"),
+    ],
+    ids=["refused", "none", "several"],
+)
+def test_a_zip_s_configuration_is_looked_at_first_wherever_it_lies(
+    store: AdapterStore, files: dict[str, bytes], words: str
+) -> None:
+    """What lies before it unpacks to more than an upload may, but nobody unpacks it."""
+    tensors = {"adapter_model.safetensors": bytes(LIMITS.max_upload_bytes + 1)}
+    with pytest.raises(AdapterError, match=words):
+        send(store, zip_of({**tensors, **files}))
+
+
 # ---- damage
 
 
