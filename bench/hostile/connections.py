@@ -54,6 +54,7 @@ def _many(target: Target) -> dict[str, Attack]:
         "200 connections with 40,000 chunks of a byte each": target.send(*chunks, times=200),
         "200 connections with a long head each": target.send(head, times=200),
         "200 connections with 16,000 empty lists each": target.send(small + b"[]," * 15_999 + b"[]]", times=200),
+        "200 connections with 25 requests each": target.send((_GET + b"\r\n") * 25, num_answers=25, times=200),
         "1,500 idle connections": target.hold(1500, b"", 0.0),
         "2,000 connections, one after the other": spread([target.hold(1, b"", 0.0)] * 2000, 8),
     }

@@ -69,6 +69,7 @@ class Protocol(H11Protocol):
         self.app = _WithConnection(self.app, self)
         self._shares, self._turns, self._count = shares, turns, count
         self._held = b""  # what came before it was this network's turn
+        self._is_reading = False
         self._network: str | None = None  # None for one that was one too many
         self._tenant = ""
         self._payer = ""  # of the body that a trusted proxy sends now
@@ -157,8 +158,10 @@ class Protocol(H11Protocol):
 
     def _read(self, data: bytes) -> None:
         owner, started = self._owner, time.thread_time()
+        self._is_reading = True
         if not self._read_body(data):
             super().data_received(data)
+        self._is_reading = False
         seconds = time.thread_time() - started
         if owner:
             self._turns.charge(owner, seconds)
@@ -172,6 +175,21 @@ class Protocol(H11Protocol):
             self._head_since = self.loop.time()
         size = _BODY_READ_BYTES if self.conn.has_plain_body else next_read_bytes(len(data), seconds)
         cast(Any, self.transport).max_size = size
+
+    def handle_events(self) -> None:
+        """What came together with an earlier request, which has been answered, has a turn of its own."""
+        if self._is_reading or not self.conn.trailing_data[0] or not (owner := self._owner):
+            super().handle_events()
+            return
+        self._unset_keepalive_if_required()
+        if self._turns.take(owner, self._go_on):
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if not self.transport.is_closing():
+            started = time.thread_time()
+            super().handle_events()
+            self._turns.charge(self._owner, time.thread_time() - started)
 
     def _read_body(self, data: bytes) -> bool:
         """What uvicorn does with a piece of a body, where nothing needs to be copied for that; whether it was done."""

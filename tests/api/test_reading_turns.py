@@ -251,6 +251,44 @@ def test_heads_that_a_proxy_passes_on_are_paid_by_its_client(monkeypatch: pytest
     assert served == ["costly", "other"]
 
 
+def test_requests_that_come_at_once_on_a_connection_have_a_turn_each() -> None:
+    """Three on each of four connections: no pass of the loop serves two."""
+
+    async def run() -> list[int]:
+        passes, made, turns = [0], list[Protocol](), ReadingTurns()
+
+        async def application(_scope: Any, _receive: Any, send: Any) -> None:
+            passes[-1] += 1
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+
+        config = uvicorn.Config(application, log_config=None)
+        config.load()
+
+        def make() -> Protocol:
+            named: dict[str, Any] = {"config": config, "server_state": ServerState(), "app_state": {}}
+            made.append(Protocol(ConnectionShares(9), turns, lambda _status: None, **named))
+            return made[-1]
+
+        server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
+        clients = [socket.create_connection(server.sockets[0].getsockname()) for _ in range(4)]
+        while len(made) < len(clients):
+            await asyncio.sleep(0)
+        for client in clients:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 3)
+        while sum(passes) < 12:
+            passes.append(0)
+            await asyncio.sleep(0)
+        for client in clients:
+            client.close()
+        server.close()
+        for connection in made:
+            connection.transport.abort()
+        return passes
+
+    assert max(asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))) == 1
+
+
 def test_bodies_come_whole_from_many_connections_whose_reads_are_costly(server: Server) -> None:
     """In chunks of a few bytes, which take several reads: what was held back is read in its order, and once."""
 
