@@ -216,7 +216,7 @@ class RangeAllocator:
         for _, owned in self.ordered():
             if owned.start > end:
                 found.append(Range(end, owned.start - end))
-            end = owned.end
+            end = owned.start + owned.length  # a property would be called for each owner, some times in every load
         if end < self.num_rows:
             found.append(Range(end, self.num_rows - end))
         return found

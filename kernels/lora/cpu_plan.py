@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,8 +27,7 @@ _MAX_SHARED_WORK = 2**18
 _MIN_SHARING = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Solo:
+class Solo(NamedTuple):  # of which a plan makes one for each adapter of the step
     """One segment with a product of its own: tokens [start, end), rows [first_row, first_row + rank)."""
 
     start: int

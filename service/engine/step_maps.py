@@ -101,19 +101,25 @@ def fill_tokens(
 
 def segments_of(chunks: Sequence[ChunkInput], lengths: Sequence[int]) -> tuple[Segment, ...]:
     """One segment per place that has any of the `lengths`; the chunks stand in adapter order."""
-    segments: list[Segment] = []
-    start = 0
+    found: dict[int, ChunkInput] = {}  # by place, the first chunk that has any
+    starts: list[int] = []
+    ends: list[int] = []
+    last, start = BASE, 0
     for chunk, length in zip(chunks, lengths, strict=True):
         end = start + length
         if chunk.place == BASE:
             continue
-        if segments and segments[-1].place == chunk.place:
-            segments[-1] = Segment(segments[-1].start, end, chunk.place, chunk.first_rows)
+        if chunk.place == last:
+            ends[-1] = end
         elif length:
-            assert all(segment.place != chunk.place for segment in segments), "not in adapter order"
-            segments.append(Segment(start, end, chunk.place, chunk.first_rows))
+            assert chunk.place not in found, "not in adapter order"
+            last = chunk.place
+            found[last] = chunk
+            starts.append(start)
+            ends.append(end)
         start = end
-    return tuple(segments)
+    first_rows = [chunk.first_rows for chunk in found.values()]
+    return tuple(map(Segment, starts, ends, found, first_rows))
 
 
 def fill_adapters(arrays: AdapterArrays[HostArray], segments: Sequence[Segment], groups: Mapping[str, int]) -> None:
