@@ -286,11 +286,16 @@ THREE_SLICES = Step([3, 1], [[24, 5], [16, 0], [8, 16]], 1024, [1024, 1024, 1024
 FAR = Step([33], [[16]], 256, [256], far=True)
 FAR_PREFILL = Step([130], [[16]], 256, [256], far=True)
 
-# Whatever way 64 tokens are shared out between adapters, no more tiles meet a segment than in the uneven mix. Where few
-# adapters have many tokens, every core's partial sums, which every chunk of columns reads, are much beside their rows.
+# Whatever way 64 tokens are shared out between adapters, no more tiles meet a segment than in the uneven mix. Where
+# few adapters have many tokens, every core's partial sums, which every chunk of columns reads, are much beside their
+# rows: with two tiles of 32 tokens 40 cores want 20 splits and 20 chunks, and 20 chunks x 64 tokens x 20 splits x 32
+# bytes are 819 KB beside the expand's minimum of 1.57 MB. The uneven mix reads five visits' rows for four (131 KB of
+# A, and of B). Four tiles of 16 tokens want 10 and 10, a quarter of that, but read seven visits' rows: for both kernels
+# together 0.99 MB too much in place of 1.08. Fewer splits leave cores idle (8: 16 of 40 shrink). Adding up in memory
+# would need no partial sums, but rounds in the order of the cores, which no repeat gives again.
 MAX_TRAFFIC_OF = {
-    "lora_shrink_few": {"4 uneven": 1.2, "4 skewed": 1.2},
-    "lora_expand_few": {"4 adapters": 1.6, "4 uneven": 1.65, "4 skewed": 1.65},
+    "lora_shrink_few": {"4 uneven": 1.17, "4 skewed": 1.17},
+    "lora_expand_few": {"4 adapters": 1.53, "4 uneven": 1.61, "4 skewed": 1.61},
 }
 JUDGED = {
     "4 adapters": FOUR, "4 uneven": UNEVEN, "4 skewed": SKEWED, "64 adapters": SIXTY_FOUR, "one token": ONE,
