@@ -16,10 +16,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.gated_delta.triton_ascend_decode import NULL_LINE, gates_of_heads, of_head
+from kernels.gated_delta.triton_ascend_decode import NULL_LINE, of_head
 
 _WALK = ["qkv_ptr", "b_ptr", "a_ptr", "a_log_ptr", "dt_bias_ptr", "states_ptr", "starts_ptr", "lines_ptr",
          "continued_ptr", "out_ptr", "num_sequences", "max_tokens", "b_stride", "a_stride"]  # fmt: skip
+
+
+@triton.jit
+def _rates_of_heads(a_log_ptr, dt_bias_ptr, heads, NUM_HEADS: tl.constexpr):
+    """(rate, bias) of the decay of all value heads, the same for every token, float32 [BLOCK_H]."""
+    is_head = heads < NUM_HEADS
+    rate = tl.exp(tl.load(a_log_ptr + heads, mask=is_head, other=0.0))
+    return rate, tl.load(dt_bias_ptr + heads, mask=is_head, other=0.0)
+
+
+@triton.jit
+def _gates_of_heads(b_ptr, a_ptr, rate, bias, heads, NUM_HEADS: tl.constexpr):
+    """As `triton_ascend_decode.gates_of_heads`, which has no room to keep the rates on the chip."""
+    is_head = heads < NUM_HEADS
+    b = tl.load(b_ptr + heads, mask=is_head, other=0.0).to(tl.float32)
+    x = tl.load(a_ptr + heads, mask=is_head, other=0.0).to(tl.float32) + bias
+    softplus = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+    return 1.0 / (1.0 + tl.exp(-b)), -rate * softplus
 
 
 @triton.jit(do_not_specialize=_WALK)
@@ -51,6 +69,7 @@ def gated_delta_walk(
     COLUMNS: tl.constexpr = FIRST_VALUE + VALUE_HEADS * VALUE_DIM
     heads, keys, values = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     is_key = keys < KEY_DIM
+    rate, bias = _rates_of_heads(a_log_ptr, dt_bias_ptr, heads, VALUE_HEADS)
     for item in range(tl.program_id(0), num_sequences * (VALUE_HEADS * TILES), tl.num_programs(0)):
         sequence = item // (VALUE_HEADS * TILES)
         head = item // TILES % VALUE_HEADS
@@ -67,8 +86,8 @@ def gated_delta_walk(
             state = tl.load(here, mask=(keys < num_keys)[:, None], other=0.0)
             for index in range(start, end):
                 token = tl.cast(index, tl.int64)
-                beta, decay_log = gates_of_heads(b_ptr + token * b_stride, a_ptr + token * a_stride, a_log_ptr,
-                                                 dt_bias_ptr, heads, VALUE_HEADS)  # fmt: skip
+                beta, decay_log = _gates_of_heads(b_ptr + token * b_stride, a_ptr + token * a_stride, rate, bias, heads,
+                                                  VALUE_HEADS)  # fmt: skip
                 beta = of_head(beta, heads, head)
                 decay = of_head(tl.exp(decay_log), heads, head)
                 row_ptr = qkv_ptr + token * COLUMNS
