@@ -134,7 +134,7 @@ class _Run:
         try:
             for number, (step, outcome) in enumerate(zip(self._steps, self._report.steps, strict=True), 1):
                 failed = self._failed_before(number - 1)
-                if outcome.status not in ENDED and failed:
+                if outcome.status not in ENDED and failed and not self._is_elsewhere(step):
                     outcome.status, outcome.reason = "not run", f"{failed} failed, without which there is no answer"
                 elif outcome.status not in ENDED:
                     self._one(step, outcome, f"[{number}/{len(self._steps)}] {step.name}")
@@ -157,8 +157,12 @@ class _Run:
         before = zip(self._steps[:index], self._report.steps, strict=False)
         return next((step.name for step, outcome in before if step.is_needed and outcome.status == "failed"), None)
 
+    def _is_elsewhere(self, step: Step) -> bool:
+        """Whether it is for other devices."""
+        return self._report.device_type not in ("auto", *step.devices)
+
     def _one(self, step: Step, outcome: Outcome, shown: str) -> None:
-        if self._report.device_type not in ("auto", *step.devices):
+        if self._is_elsewhere(step):
             outcome.status, outcome.reason = "not applicable", not_applicable_on(self._report.device_type)
         elif outcome.num_begun >= MAX_BEGUN:
             outcome.status = "crashed"

@@ -85,16 +85,19 @@ def test_a_step_that_fails_costs_no_other(meeting: Meeting) -> None:
 
 
 def test_without_a_device_that_can_be_used_the_rest_waits_until_that_is_mended(meeting: Meeting) -> None:
-    """One fault, and not one for each step; `--resume` asks again, with what the step before had found."""
-    code, out, _ = meeting.run("works,is_mended,warns,fails")
+    """One fault, and not one for each step; `--resume` asks again, with what the step before had found. What is for
+    other devices does not wait."""
+    steps = "works,is_mended,warns,fails,fails_on_npu"
+    code, out, _ = meeting.run(steps)
     assert code == 1
-    assert [step["status"] for step in meeting.report["steps"]] == ["ok", "failed", "not run", "not run"]
+    found = [step["status"] for step in meeting.report["steps"]]
+    assert found == ["ok", "failed", "not run", "not run", "not applicable"]
     assert meeting.step("warns")["reason"] == "is_mended failed, without which there is no answer"
     assert [fault["message"] for fault in meeting.report["faults"]] == ["The step failed: The device cannot be used."]
     assert "1 failed (is_mended); 2 were not run." in out
     (meeting.directory / "mended").touch()
-    meeting.run("works,is_mended,warns,fails", "--resume")
-    assert [step["status"] for step in meeting.report["steps"]] == ["ok", "ok", "ok", "failed"]
+    meeting.run(steps, "--resume")
+    assert [step["status"] for step in meeting.report["steps"]] == ["ok", "ok", "ok", "failed", "not applicable"]
     assert meeting.step("warns")["reason"] is None
     assert (meeting.directory / "begun").read_text().split() == ["works", "works"], "what was found first is stale"
 
