@@ -169,10 +169,7 @@ class Protocol(H11Protocol):
             self._uncharged_seconds += max(0.0, seconds - USUAL_SECONDS)
         if self.conn.their_state is not h11.SEND_BODY:
             self._payer = ""
-        if self.conn.their_state is not h11.IDLE:
-            self._head_since = None
-        elif self._head_since is None:
-            self._head_since = self.loop.time()
+        self._time_head()
         size = _BODY_READ_BYTES if self.conn.has_plain_body else next_read_bytes(len(data), seconds)
         cast(Any, self.transport).max_size = size
 
@@ -190,6 +187,14 @@ class Protocol(H11Protocol):
             started = time.thread_time()
             super().handle_events()
             self._turns.charge(self._owner, time.thread_time() - started)
+            self._time_head()
+
+    def _time_head(self) -> None:
+        """From now on, if something of a head has come, or may come, and it is not timed yet."""
+        if self.conn.their_state is not h11.IDLE:
+            self._head_since = None
+        elif self._head_since is None:
+            self._head_since = self.loop.time()
 
     def _read_body(self, data: bytes) -> bool:
         """What uvicorn does with a piece of a body, where nothing needs to be copied for that; whether it was done."""

@@ -289,6 +289,39 @@ def test_requests_that_come_at_once_on_a_connection_have_a_turn_each() -> None:
     assert max(asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))) == 1
 
 
+def test_the_beginning_of_a_head_that_came_together_with_a_request_is_timed() -> None:
+    async def run() -> list[int]:
+        statuses, made, num_served = list[int](), list[Protocol](), [0]
+
+        async def application(_scope: Any, _receive: Any, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+            num_served[0] += 1
+
+        config = uvicorn.Config(application, log_config=None)
+        config.load()
+
+        def make() -> Protocol:
+            named: dict[str, Any] = {"config": config, "server_state": ServerState(), "app_state": {}}
+            made.append(Protocol(ConnectionShares(4), ReadingTurns(), statuses.append, **named))
+            return made[0]
+
+        server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
+        client = socket.create_connection(server.sockets[0].getsockname())
+        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\nG")
+        while not num_served[0]:
+            await asyncio.sleep(0)
+        while not statuses:
+            made[0].look(0.0)
+            await asyncio.sleep(0)
+        client.close()
+        server.close()
+        made[0].transport.abort()
+        return statuses
+
+    assert asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS)) == [408]
+
+
 def test_bodies_come_whole_from_many_connections_whose_reads_are_costly(server: Server) -> None:
     """In chunks of a few bytes, which take several reads: what was held back is read in its order, and once."""
 
