@@ -145,6 +145,7 @@ class Protocol(H11Protocol):
         elif (owner := self._owner) and not self._turns.take(owner, self._read_held):
             self._held = data
             self.transport.pause_reading()
+            self._unset_keepalive_if_required()  # its client has sent something in time
         else:
             self._read(data)
 

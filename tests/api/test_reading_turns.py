@@ -8,7 +8,9 @@ import json
 import logging
 import socket
 import time
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -289,37 +291,66 @@ def test_requests_that_come_at_once_on_a_connection_have_a_turn_each() -> None:
     assert max(asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))) == 1
 
 
-def test_the_beginning_of_a_head_that_came_together_with_a_request_is_timed() -> None:
-    async def run() -> list[int]:
-        statuses, made, num_served = list[int](), list[Protocol](), [0]
+async def nothing(_scope: Any, _receive: Any, send: Any) -> None:
+    """An application."""
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
 
-        async def application(_scope: Any, _receive: Any, send: Any) -> None:
-            await send({"type": "http.response.start", "status": 204, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
-            num_served[0] += 1
 
-        config = uvicorn.Config(application, log_config=None)
-        config.load()
+@asynccontextmanager
+async def connected(
+    turns: ReadingTurns, count: Callable[[int], None] = lambda status: pytest.fail(f"{status}")
+) -> AsyncIterator[tuple[socket.socket, Protocol]]:
+    """A client, and the server's side."""
+    config, made = uvicorn.Config(nothing, log_config=None), list[Protocol]()
+    config.load()
 
-        def make() -> Protocol:
-            named: dict[str, Any] = {"config": config, "server_state": ServerState(), "app_state": {}}
-            made.append(Protocol(ConnectionShares(4), ReadingTurns(), statuses.append, **named))
-            return made[0]
+    def make() -> Protocol:
+        named: dict[str, Any] = {"config": config, "server_state": ServerState(), "app_state": {}}
+        made.append(Protocol(ConnectionShares(4), turns, count, **named))
+        return made[0]
 
+    async with asyncio.timeout(LIMIT_SECONDS):
         server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
         client = socket.create_connection(server.sockets[0].getsockname())
-        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\nG")
-        while not num_served[0]:
+        while not made:
             await asyncio.sleep(0)
-        while not statuses:
-            made[0].look(0.0)
-            await asyncio.sleep(0)
+        yield client, made[0]
         client.close()
         server.close()
         made[0].transport.abort()
+
+
+def test_the_beginning_of_a_head_that_came_together_with_a_request_is_timed() -> None:
+    async def run() -> list[int]:
+        statuses = list[int]()
+        async with connected(ReadingTurns(), statuses.append) as (client, connection):
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\nG")
+            while connection.cycle is None or not connection.cycle.response_complete:
+                await asyncio.sleep(0)
+            while not statuses:
+                connection.look(0.0)
+                await asyncio.sleep(0)
         return statuses
 
-    assert asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS)) == [408]
+    assert asyncio.run(run()) == [408]
+
+
+def test_a_request_that_waits_for_its_turn_is_not_cut_off_as_if_none_had_come() -> None:
+    async def run() -> None:
+        turns = ReadingTurns()
+        async with connected(turns) as (client, connection):
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            while connection.timeout_keep_alive_task is None:
+                await asyncio.sleep(0)
+            turns.take("127.0.0.1", lambda: None)
+            turns.charge("127.0.0.1", 1e6)
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            while connection.transport.is_reading():
+                await asyncio.sleep(0)
+            assert connection.timeout_keep_alive_task is None
+
+    asyncio.run(run())
 
 
 def test_bodies_come_whole_from_many_connections_whose_reads_are_costly(server: Server) -> None:
