@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter, OrderedDict
 from typing import Generic, NamedTuple, TypeVar
@@ -11,52 +12,63 @@ V = TypeVar("V")
 
 
 class _Kept(NamedTuple, Generic[V]):
-    """What is kept, whose it is and how large."""
+    """What is kept, how large it is, and a number that rises with each use of anything."""
 
     value: V
-    owner: str
     size: int
+    used_at: int
 
 
 class FairCache(Generic[K, V]):
     """Keeps up to `most` in all. One owner alone has all of it; beyond that goes what the owner with the most has not
-    used for longest, so that what others use stays. What several put is whose who put it first. Any thread may call."""
+    used for longest, so that what others use stays. What several put is whose who put it first. Any thread may call:
+    it waits for no walk through what is kept."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._lock = threading.Lock()
-        self._kept: OrderedDict[K, _Kept[V]] = OrderedDict()  # what was used last is last
-        self._sizes: Counter[str] = Counter()  # of those who have something
+        self._uses = itertools.count()
+        self._owners: dict[K, str] = {}
+        self._kept: dict[str, OrderedDict[K, _Kept[V]]] = {}  # of those who have something; what was used last is last
+        self._sizes: Counter[str] = Counter()  # of the same
 
     def get(self, key: K) -> V | None:
         """What was put there, if it is kept."""
         with self._lock:
-            kept = self._kept.get(key)
-            if kept is None:
+            owner = self._owners.get(key)
+            if owner is None:
                 return None
-            self._kept.move_to_end(key)
+            of_owner = self._kept[owner]
+            kept = of_owner[key] = of_owner[key]._replace(used_at=next(self._uses))
+            of_owner.move_to_end(key)
             return kept.value
 
     def put(self, key: K, value: V, owner: str, size: int = 1) -> None:
         """Keep a value of an owner."""
         with self._lock:
-            before = self._remove(key)
-            owner = owner if before is None else before.owner
-            self._kept[key] = _Kept(value, owner, size)
+            owner = self._remove(key) or owner
+            self._owners[key] = owner
+            self._kept.setdefault(owner, OrderedDict())[key] = _Kept(value, size, next(self._uses))
             self._sizes[owner] += size
             while self._sizes.total() > self._most:
-                largest = max(self._sizes.values())
-                self._remove(next(key for key, kept in self._kept.items() if self._sizes[kept.owner] == largest))
+                self._remove(self._next_to_go())
 
     def drop(self, key: K) -> None:
         """Keep it no more."""
         with self._lock:
             self._remove(key)
 
-    def _remove(self, key: K) -> _Kept[V] | None:
-        kept = self._kept.pop(key, None)
-        if kept is not None:
-            self._sizes[kept.owner] -= kept.size
-            if not self._sizes[kept.owner]:
-                del self._sizes[kept.owner]
-        return kept
+    def _next_to_go(self) -> K:
+        largest = max(self._sizes.values())
+        of_largest = [self._kept[owner] for owner, size in self._sizes.items() if size == largest]
+        oldest = min(of_largest, key=lambda kept: next(iter(kept.values())).used_at)
+        return next(iter(oldest))
+
+    def _remove(self, key: K) -> str | None:
+        """Whose it was."""
+        owner = self._owners.pop(key, None)
+        if owner is not None:
+            self._sizes[owner] -= self._kept[owner].pop(key).size
+            if not self._kept[owner]:
+                del self._kept[owner], self._sizes[owner]
+        return owner
