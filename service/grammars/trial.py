@@ -35,6 +35,7 @@ MAX_NEW_BYTES = 512 << 20
 _STACK_BYTES = 4 << 20
 ENGINE_STACK_BYTES = 4 * _STACK_BYTES
 _MAX_KNOWN_BYTES = 16 << 20
+_ENTRY_BYTES = 512  # what each takes beside its text
 # What a grammar is made with, when it is needed; a confined process finds no modules.
 _LAZY_MODULES = ("llguidance.gbnf_to_lark", "service.grammars.matching", "service.grammars.structural_tags")
 
@@ -82,7 +83,7 @@ class GrammarTrial(BoundedChild):
         if "error" in answer:
             raise ConstraintError(answer["error"])
         grammar = str(answer["grammar"])
-        self._known.put(constraint, grammar, payer, len(grammar) + len(constraint.text))
+        self._known.put(constraint, grammar, payer, _ENTRY_BYTES + len(grammar) + len(constraint.text))
         return grammar
 
 

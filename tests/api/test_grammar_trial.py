@@ -125,6 +125,16 @@ def test_who_sends_many_grammars_has_others_forgotten_no_more_than_its_own(
     assert trial.known(many[-1])
 
 
+def test_small_grammars_count_with_what_they_take_beside_their_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.grammars.trial._MAX_KNOWN_BYTES", 1 << 13)
+    own = GrammarTrial(BASE_DIR)
+    many = [text_constraint("regex", f"a{index}") for index in range(20)]
+    texts = [own.compile(constraint) + constraint.text for constraint in many]
+    assert sum(map(len, texts)) < 1 << 13
+    assert [own.known(constraint) is not None for constraint in (many[0], many[-1])] == [False, True]
+    own.close()
+
+
 def test_the_longest_chain_that_passes_has_room_in_the_engine(trial: GrammarTrial, table: TokenTable) -> None:
     """The engine compiles in a thread with four times the stack: half of that is enough."""
     passing, failing = 50, 3000
