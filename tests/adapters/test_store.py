@@ -1119,6 +1119,26 @@ def test_an_upload_whose_notes_and_training_settings_differ_replaces_nothing(sto
     assert gone == []
 
 
+def test_a_manifest_of_a_version_before_it_knew_its_configuration_is_as_good(store: AdapterStore) -> None:
+    """The configuration beside it is compared with the upload's: with another one all is replaced, and known then."""
+    gone: list[str] = []
+    store.on_gone = gone.append
+    tensors = safetensors_bytes(good_tensors())
+    record, _ = upload_bytes(store, "x", config_bytes(), tensors)
+    path = store.path_of(record.digest) / "manifest.json"
+    older = json.loads(path.read_bytes())
+    assert older.pop("config") == hashlib.sha256(config_bytes()).hexdigest()
+    path.write_text(json.dumps(older))
+    assert store.get("x") == record
+    assert not upload_bytes(store, "x", config_bytes(), tensors)[1]
+    assert (json.loads(path.read_bytes()), gone) == (older, [])
+    other = config_bytes(lora_dropout=0.5)
+    assert upload_bytes(store, "x", other, tensors) == (record, True)
+    assert json.loads(path.read_bytes()) == older | {"config": hashlib.sha256(other).hexdigest()}
+    assert not upload_bytes(store, "x", config_bytes(), tensors)[1]
+    assert gone == [record.digest]
+
+
 def test_damaged_tensors_are_told_to_be_replaced_although_the_upload_s_own_name_cannot_be_written(
     store: AdapterStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
