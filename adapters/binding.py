@@ -178,7 +178,7 @@ def _check_unserved_targets(
     for path in paths:
         named = [("modules_to_save", name) for name in endings(path) if name in config.modules_to_save][:1]
         if path in matched and is_expression:
-            named.append(("target_modules", str(config.target_modules)))
+            named.append(("target_modules", str(config.target_modules)[:200]))
         elif path in matched:
             named += [("target_modules", name) for name in endings(path) if name in config.target_modules][:1]
         for field, name in named:

@@ -291,6 +291,16 @@ def test_an_expression_that_matches_what_no_adapter_changes_is_refused_as_a_list
     assert bind(layout_of(text_config()), excluded, tensors).slices
 
 
+def test_an_expression_that_is_refused_is_told_by_its_beginning() -> None:
+    """The answer has what was wrong, and is not as long as that."""
+    config, tensors = adapter_of("model.layers.2.self_attn.q_proj")
+    expression = rf".*\.(q_proj|conv1d)(?#{'x' * 10_000})"
+    with pytest.raises(BindingError) as caught:
+        bind(layout_of(text_config()), replace(config, target_modules=expression), tensors)
+    ((name, _),) = caught.value.problems
+    assert name == f"target_modules {expression[:200]!r}"
+
+
 def test_parameters_that_an_expression_matches_are_no_modules() -> None:
     """PEFT looks for modules, so that an adapter of all that is left has all its tensors."""
     names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
