@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import sys
+from contextlib import suppress
 
 from service.logs import REFUSAL_LINES, RefusalLines
 from service.models.heap import give_back_freed_memory, trim_heap
@@ -37,4 +38,5 @@ async def keep_up(lines: RefusalLines = REFUSAL_LINES) -> None:
         for _ in range(_TELLS_PER_TRIM):
             await asyncio.sleep(_TELL_SECONDS)
             lines.tell()
-        await asyncio.to_thread(trim_heap)
+        with suppress(RuntimeError):  # where no thread can be started now
+            await asyncio.to_thread(trim_heap)

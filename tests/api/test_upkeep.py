@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,6 +120,29 @@ def test_lines_left_out_are_told_without_another_refusal(caplog: pytest.LogCaptu
         asyncio.run(until_told())
     (record,) = caplog.records
     assert vars(record)["fields"] == {"payer": "one", "left_out": 2, "written": 1}
+
+
+def test_a_process_that_can_start_no_thread_for_a_while_is_kept_up_after_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.upkeep._TELL_SECONDS", 0.0)
+    num_refused, was_trimmed = [0], threading.Event()
+    monkeypatch.setattr("service.upkeep.trim_heap", was_trimmed.set)
+
+    def refuse(_: threading.Thread) -> None:
+        num_refused[0] += 1
+        raise RuntimeError("can't start new thread")
+
+    async def until_trimmed() -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", refuse)
+            keeping_up = asyncio.create_task(keep_up(RefusalLines(1)))
+            while not num_refused[0]:
+                await asyncio.sleep(0)
+        while not was_trimmed.is_set() and not keeping_up.done():
+            await asyncio.sleep(0)
+        keeping_up.cancel()
+
+    asyncio.run(asyncio.wait_for(until_trimmed(), LIMIT_SECONDS))
+    assert was_trimmed.is_set()
 
 
 def test_the_garbage_collector_passes_by_what_is_there_when_the_server_is_ready() -> None:
