@@ -74,12 +74,13 @@ class ReadingTurns:
     def _next_pass(self, network: str, one: _Network) -> None:
         """The first that waits goes on, if it may."""
         loop = asyncio.get_running_loop()
-        one.has_read = bool(one.waiting) and one.free_at_seconds <= loop.time()
+        now = loop.time()
+        one.has_read = bool(one.waiting) and one.free_at_seconds <= now
         if one.has_read:
             one.waiting.popleft()()
-        if one.free_at_seconds > loop.time():
-            loop.call_at(one.free_at_seconds, self._next_pass, network, one)
-        elif one.has_read:
+        if one.has_read:
             loop.call_soon(self._next_pass, network, one)
+        elif one.free_at_seconds > now:
+            loop.call_at(one.free_at_seconds, self._next_pass, network, one)
         else:
             del self._networks[network]

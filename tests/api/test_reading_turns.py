@@ -23,6 +23,7 @@ from service.api.protocol import Protocol
 from service.api.reading_turns import (
     LEAST_READ_BYTES,
     MOST_READ_BYTES,
+    PAUSE_PER_SECOND,
     USUAL_SECONDS,
     ReadingTurns,
     next_read_bytes,
@@ -83,6 +84,23 @@ def test_who_paused_goes_on() -> None:
         turns.charge("costly", 2 * USUAL_SECONDS)
         assert not turns.take("costly", went_on.set)
         await asyncio.wait_for(went_on.wait(), LIMIT_SECONDS)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("pause_seconds", [0.5 + number for number in range(9)])
+def test_nobody_is_forgotten_whose_pause_ends_at_any_moment(pause_seconds: float) -> None:
+    """Each look at the clock is a second after the one before."""
+
+    async def run() -> None:
+        turns, went_on = ReadingTurns(), asyncio.Event()
+        assert turns.take("one", pytest.fail)
+        vars(asyncio.get_running_loop())["time"] = itertools.count(1e6).__next__
+        turns.charge("one", USUAL_SECONDS + pause_seconds / PAUSE_PER_SECOND)
+        assert not turns.take("one", went_on.set)
+        for _ in range(30):
+            await asyncio.sleep(0)
+        assert went_on.is_set()
 
     asyncio.run(run())
 
