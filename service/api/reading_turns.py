@@ -77,9 +77,8 @@ class ReadingTurns:
         now = loop.time()
         one.has_read = bool(one.waiting) and one.free_at_seconds <= now
         if one.has_read:
+            loop.call_soon(self._next_pass, network, one)  # whatever becomes of this read
             one.waiting.popleft()()
-        if one.has_read:
-            loop.call_soon(self._next_pass, network, one)
         elif one.free_at_seconds > now:
             loop.call_at(one.free_at_seconds, self._next_pass, network, one)
         else:

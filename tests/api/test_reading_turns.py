@@ -105,6 +105,23 @@ def test_nobody_is_forgotten_whose_pause_ends_at_any_moment(pause_seconds: float
     asyncio.run(run())
 
 
+def test_a_read_that_fails_takes_no_turn_but_its_own() -> None:
+    async def run() -> list[str]:
+        turns, went_on, failed = ReadingTurns(), asyncio.Event(), list[str]()
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(str(context["exception"])))
+
+        def fail() -> None:
+            raise ValueError("a fault of ours")
+
+        assert turns.take("one", pytest.fail)
+        assert not turns.take("one", fail)
+        assert not turns.take("one", went_on.set)
+        await asyncio.wait_for(went_on.wait(), LIMIT_SECONDS)
+        return failed
+
+    assert asyncio.run(run()) == ["a fault of ours"]
+
+
 def test_reads_of_costly_bytes_are_short() -> None:
     """Seconds for each byte, from those of large bodies to those of chunks of a byte and worse."""
     for byte_seconds in (1e-9, 1e-7, 1e-6, 1.5e-6, 4e-6):
