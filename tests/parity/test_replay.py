@@ -62,8 +62,10 @@ def kernels_of_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
         yield
 
 
-def run(world: World, requests: list[Request], *, eager: bool, **config: Any) -> tuple[list[torch.Tensor], Engine]:
-    """The logits of each step, in the engine's order, of requests that join one by one."""
+def run(
+    world: World, requests: list[Request], *, eager: bool, joins_per_step: int = 1, **config: Any
+) -> tuple[list[torch.Tensor], Engine]:
+    """The logits of each step, in the engine's order, of requests that join so many at a time."""
     graphs = TwinGraphs() if world.device == "cpu" else None
     settings = config_of(world, token_budget=32, max_sequences=4, eager=eager, overlap=True, **config)
     engine = build_engine(settings, graphs=graphs)
@@ -80,8 +82,9 @@ def run(world: World, requests: list[Request], *, eager: bool, **config: Any) ->
     engine.runner.run = noted  # type: ignore[method-assign]
     waiting = list(requests)
     while waiting or engine.num_requests:
-        if waiting:
-            engine.submit(waiting.pop(0).submit(world))
+        for request in waiting[:joins_per_step]:
+            engine.submit(request.submit(world))
+        del waiting[:joins_per_step]
         engine.step()
     engine.check_integrity()
     return logits, engine
@@ -211,9 +214,34 @@ def a_check_that_runs_at_the_capture_only(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Projection, "__call__", checked)
 
 
+def a_number_of_adapters_baked_in(patch: pytest.MonkeyPatch) -> None:
+    project = Projection.__call__
+
+    def for_one_adapter(self: Any, x: torch.Tensor, lora: Any, window_rows: int = 0, *rest: Any) -> torch.Tensor:
+        return project(self, x, None if lora is None or len(lora.segments) > 1 else lora, window_rows, *rest)
+
+    patch.setattr(Projection, "__call__", for_one_adapter)
+
+
+# Of steps of the same sizes, two requests each: one adapter or two, beside the base or not.
+PAIRS = (("all", "all"), ("one", "rs"), (BASE, "one"), ("all", "one"))
+
+
+def pairs_of_requests(num_pairs: int = len(PAIRS)) -> list[Request]:
+    """One step for each of the first of PAIRS."""
+    names = [name for pair in PAIRS[:num_pairs] for name in pair]
+    return [Request(f"r{i}", name, (7 + i, 9), 1) for i, name in enumerate(names)]
+
+
 @pytest.mark.parametrize(
     "fault",
-    [a_tensor_made_anew, a_scalar_baked_in, a_look_at_the_host_s_view, a_check_that_runs_at_the_capture_only],
+    [
+        a_tensor_made_anew,
+        a_scalar_baked_in,
+        a_look_at_the_host_s_view,
+        a_number_of_adapters_baked_in,
+        a_check_that_runs_at_the_capture_only,
+    ],
 )
 def test_what_a_replay_would_miss_is_noticed(
     fault: Any, tmp_path_factory: pytest.TempPathFactory, device: str, monkeypatch: pytest.MonkeyPatch
@@ -221,12 +249,22 @@ def test_what_a_replay_would_miss_is_noticed(
     """Each is right in an eager step, and wrong when the step is captured and replayed with other contents."""
     if device != "cpu":
         pytest.skip("NOT RUN: a capture on a GPU refuses some of these by itself")
-    world = make_world("llama", tmp_path_factory.mktemp("faulty"), device, num_hidden_layers=2)
+    world = make_world("llama", tmp_path_factory.mktemp("faulty"), device, num_hidden_layers=1)
     fault(monkeypatch)
-    # One step each, of the same sizes.
-    prompts = [Request(f"r{i}", name, (7 + i, 9), 1) for i, name in enumerate(("all", "one", "rs"))]
     with kernels_of_a_gpu(device, monkeypatch), pytest.raises(AssertionError, match="step"):
-        assert_replays_as_eager(world, prompts)
+        assert_replays_as_eager(world, pairs_of_requests(2), joins_per_step=2, lora_window=False)
+
+
+def test_a_step_is_replayed_for_other_numbers_of_adapters(
+    tmp_path_factory: pytest.TempPathFactory, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without windows, so that shrink and expand are launches of their own, whose work is found on the device."""
+    world = make_world("llama", tmp_path_factory.mktemp("pairs"), device, num_hidden_layers=1)
+    with kernels_of_a_gpu(device, monkeypatch):
+        captured = assert_replays_as_eager(
+            world, pairs_of_requests(), num_others=len(PAIRS) - 1, joins_per_step=2, lora_window=False
+        )
+    assert len(captured) == 1 and not any(sizes.window_rows for sizes in captured)
 
 
 def test_replayed_steps_with_windows_equal_eager_ones(
