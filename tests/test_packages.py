@@ -66,7 +66,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "service/models": ("adapters", "kernels"),
     "service/engine": (
         *("service.models", "service.grammars", "adapters", "kernels"),
-        *("service.logs", "service.child_process", "service.machine"),
+        *("service.logs", "service.child_process", "service.machine", "service.fair_cache"),
     ),
     "service/text": ("service.bounded_child", "service.fair_pool", "service.payer"),
     "service/grammars": (
@@ -77,6 +77,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "service.models.families",
         "service.bounded_child",
         "service.fair_pool",
+        "service.fair_cache",
         "service.payer",
     ),
     # Of the store, what tells whether its directory can be written.
@@ -98,6 +99,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "service/child_process.py": (),
     "service/bounded_child.py": ("service.child_process", "adapters.confinement"),
     "service/fair_pool.py": (),
+    "service/fair_cache.py": (),
     "service/payer.py": (),
     "service/machine.py": (),
     "service/version.py": (),
