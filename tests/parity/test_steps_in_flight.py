@@ -12,16 +12,27 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from adapters.names import move
 from adapters.store import AdapterStore
 from service.engine import runner
 from service.engine.engine import Engine
-from service.engine.messages import Abort, Evict, Finished, Submit, Tokens
+from service.engine.messages import Abort, Evict, Submit, Tokens
 from service.models.layouts import layout_in
-from tests.support.engine_parity import BASE, Request, World, build_engine, config_of, make_world, run_engine
+from tests.support.engine_parity import (
+    BASE,
+    Answer,
+    Request,
+    World,
+    build_engine,
+    config_of,
+    make_world,
+    run_engine,
+)
 from tests.support.stepped_loader import SteppedLoader
 from tests.support.tiny_models import LINEAR_MODULES, make_adapter
+from tests.tolerances import LOGITS
 
 NUM_CHANGES = 1000
 PROMPTS = ((7, 9, 8), tuple(range(5, 22)))
@@ -29,8 +40,14 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
     {},
     {"temperature": 0.8, "top_p": 0.9, "seed": 1},
     {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5},
+    {"temperature": 0.8, "seed": 2, "logprobs": 2, "prompt_logprobs": 1},
+    {"bad_words": ((7,), (8, 9)), "logit_bias": {7: 50.0, 8: 5.0, 9: 5.0}},
 )
-STOPPED = len(SAMPLINGS)  # another way: greedy, up to a token that the answer would go on behind
+# Other ways: greedy, up to a token that the answer would go on behind; and the same, of which that token is the last
+# that may not end it, or the first that may, by the prompt.
+STOPPED = len(SAMPLINGS)
+BARRED = STOPPED + 1
+WAYS = (*range(BARRED + 1), STOPPED, STOPPED)
 MAX_TOKENS = 9
 Key = tuple[str, int, int]  # adapter, prompt, sampling
 # A name, and whose weights it has one after another.
@@ -84,16 +101,31 @@ def uploads(world: World, tmp_path: Path) -> Any:
 class Alone:
     """What each adapter, prompt and sampling gives by itself, without overlap; tokens at which STOPPED ends."""
 
-    tokens: dict[Key, tuple[int, ...]]
+    answers: dict[Key, Answer]
     stops: dict[tuple[str, int], int]
 
     def submit(self, world: World, request: str, key: Key) -> Submit:
         name, prompt, sampling = key
-        options = (*SAMPLINGS, {"stop_token_ids": (self.stops.get((name, prompt), -1),)})[sampling]
+        stopped = {"stop_token_ids": (self.stops.get((name, prompt), -1),)}
+        options = (*SAMPLINGS, stopped, stopped | {"min_tokens": 3 - prompt})[sampling]
         return Request(request, name, PROMPTS[prompt], MAX_TOKENS).submit(world, **options)
 
-    def reason(self, key: Key) -> str:
-        return "stop" if key[2] == STOPPED else "length"
+    def check(self, key: Key, told: Answer) -> None:
+        """What was told so far, and all that there is once it has ended."""
+        alone = self.answers[key]
+        assert told.tokens == alone.tokens[: len(told.tokens)]
+        if told.ended is None:
+            return
+        assert alone.ended is not None
+        assert (told.ended.reason, told.ended.error) == (alone.ended.reason, None)
+        assert len(told.tokens) == len(alone.tokens)
+        for found, expected in ((told.logprobs, alone.logprobs), (told.prompt_logprobs, alone.prompt_logprobs)):
+            assert len(found) == len(expected)
+            for one, other in zip(found, expected, strict=True):
+                assert (one is None) == (other is None)
+                if one is not None and other is not None:
+                    assert (one.token_id, len(one.top)) == (other.token_id, len(other.top))
+                    assert one.logprob == pytest.approx(other.logprob, abs=LOGITS[torch.float32])
 
 
 def alone(world: World, names: list[str]) -> Alone:
@@ -107,14 +139,15 @@ def alone(world: World, names: list[str]) -> Alone:
         for key in keys:
             ended = answers[str(key)].ended
             assert ended is not None
-            assert ended.reason == found.reason(key)
-            found.tokens[key] = tuple(answers[str(key)].tokens)
+            if key[2] != BARRED:
+                assert ended.reason == ("stop" if key[2] == STOPPED else "length")
+            found.answers[key] = answers[str(key)]
 
     run(range(len(SAMPLINGS)))
     for name in names:
         for prompt in range(len(PROMPTS)):
-            found.stops[name, prompt] = found.tokens[name, prompt, 0][2]
-    run([STOPPED])
+            found.stops[name, prompt] = found.answers[name, prompt, 0].tokens[2]
+    run([STOPPED, BARRED])
     engine.close()
     return found
 
@@ -131,24 +164,24 @@ def test_a_thousand_changes_beside_steps_in_flight_lose_and_change_nothing(world
     uploaded = [uploads.upload() for _ in range(NUM_CONTENTS)]
     expected = alone(world, [BASE, *world.adapters, *uploaded])
     rng, loader = random.Random(15), SteppedLoader()
-    # Blocks for two or three of the long prompts; rows for less than half of the adapters, of which a device rounds
+    # Blocks for two of the long prompts; rows for less than half of the adapters, of which a device rounds
     # each one's up to 16. An adapter of the hybrid has more groups, and each must hold the largest.
     limits = {"token_budget": 14, "max_sequences": 5, "max_steps_waiting_for_rows": 3}
     is_cpu = world.device == "cpu"
-    usual = config_of(world, num_blocks=18, num_rows=32 if is_cpu else 96, num_embedding_rows=8, **limits, overlap=True)
+    usual = config_of(world, num_blocks=14, num_rows=32 if is_cpu else 96, num_embedding_rows=8, **limits, overlap=True)
     share = 2 if is_cpu and world.family == "llama" else 1
     config = msgspec.structs.replace(usual, row_bytes=usual.row_bytes // share)
     engine = build_engine(config, loader=loader)
     running: dict[str, Key] = {}
-    tokens: dict[str, list[int]] = {}
+    told: dict[str, Answer] = {}
     current, num_changes = uploaded[-1], 0
     ended: Counter[str] = Counter()
 
     def submit() -> None:
         name = rng.choice([BASE, *world.adapters, current, current])
-        key = name, rng.randrange(len(PROMPTS)), rng.randrange(len(SAMPLINGS) + 1)
-        request = f"r{len(tokens)}"
-        running[request], tokens[request] = key, []
+        key = name, rng.randrange(len(PROMPTS)), rng.choice(WAYS)
+        request = f"r{len(told)}"
+        running[request], told[request] = key, Answer()
         engine.handle(expected.submit(world, request, key))
 
     def upload() -> None:
@@ -168,7 +201,7 @@ def test_a_thousand_changes_beside_steps_in_flight_lose_and_change_nothing(world
     while num_changes < NUM_CHANGES or running:
         while len(running) < 7 and num_changes < NUM_CHANGES:
             submit()
-        ended.update(_step(engine, running, tokens, expected))
+        ended.update(_step(engine, running, told, expected))
         if rng.random() < 0.8:
             loader.do_next()
         if running and num_changes < NUM_CHANGES and engine.has_step_in_flight and rng.random() < 0.6:
@@ -185,26 +218,22 @@ def test_a_thousand_changes_beside_steps_in_flight_lose_and_change_nothing(world
     assert engine.blocks.num_used == engine.slots.num_used == 0
 
 
-def _step(
-    engine: Engine,
-    running: dict[str, Key],
-    tokens: dict[str, list[int]],
-    expected: Alone,
-) -> list[str]:
-    """Step, and look at all tokens of those that nobody has aborted; why some have ended."""
+def _step(engine: Engine, running: dict[str, Key], told: dict[str, Answer], expected: Alone) -> list[str]:
+    """Step, and look at all that is told of those that nobody has aborted; why some have ended."""
     reasons = []
     for event in engine.step():
         key = running.get(event.request_id)
         if key is None:
             continue  # aborted
+        answer = told[event.request_id]
         if isinstance(event, Tokens):
-            told = tokens[event.request_id]
-            told.extend(event.token_ids)
-            assert tuple(told) == expected.tokens[key][: len(told)], event.request_id
-        elif isinstance(event, Finished):
-            assert (event.reason, event.error) == (expected.reason(key), None)
-            assert len(tokens[event.request_id]) == len(expected.tokens[key])
+            answer.tokens.extend(event.token_ids)
+            answer.logprobs.extend(event.logprobs)
+            answer.prompt_logprobs = event.prompt_logprobs or answer.prompt_logprobs
+        else:
+            answer.ended = event
             del running[event.request_id]
             reasons.append(event.reason)
+        expected.check(key, answer)
     engine.check_integrity()
     return reasons
