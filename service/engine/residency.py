@@ -189,7 +189,7 @@ class Residency:
             return False
         self._to(digest, AdapterState.COPYING)
         self.rows.hold(digest, True)
-        self._copying[digest] = _Copying(mark, began_seconds, int(getattr(host, "num_bytes", 0)))
+        self._copying[digest] = _Copying(mark, began_seconds, host.num_bytes)
         if mark.is_reached():
             self._publish(digest)
         else:
@@ -331,7 +331,7 @@ class Residency:
             self._to(digest, AdapterState.HOST)
             self._held[digest] = host
             self._load_seconds.append(("host", seconds))
-            self.loaded_bytes["host"] += int(getattr(host, "num_bytes", 0))
+            self.loaded_bytes["host"] += host.num_bytes
         return ReadEnd(digest, error, was_stale=False)
 
     def _publish(self, digest: str) -> None:

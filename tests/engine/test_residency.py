@@ -40,6 +40,18 @@ def test_an_adapter_goes_from_the_disk_to_the_device_in_three_steps_where_copies
     assert mock.output["r"] == expected_tokens((1, 2, 3), "a1", 2)
 
 
+def test_bytes_are_counted_where_they_have_come() -> None:
+    mock, marks = with_slow_copies()
+    mock.submit("r", adapter="a1", max_tokens=2)
+    mock.load()
+    mock.step()
+    assert mock.engine.stats().loaded_bytes == {"host": 1000}
+    marks.num_reached = 1
+    mock.step()
+    assert mock.engine.stats().loaded_bytes == {"host": 1000, "device": 1000}
+    mock.engine.close()
+
+
 def test_what_the_host_tier_has_is_copied_in_the_next_step_whatever_is_being_read() -> None:
     mock, marks = with_slow_copies()
     mock.host.memory.add("a9")

@@ -67,6 +67,7 @@ class MockWeights:
     """An adapter in host memory: "a3-8" takes 8 rows, 1 where no size is named."""
 
     digest: str
+    num_bytes: int = 1000
 
     @property
     def rows(self) -> dict[Group, int]:
