@@ -44,7 +44,8 @@ class Grammars:
         self._thread = thread
         self._wake = wake
         self._compiled: FairCache[str, Any] = FairCache(MAX_COMPILED)
-        self._done: deque[tuple[str, str, Any]] = deque()  # grammar, who had it compiled, what came of it
+        # Grammar, who had it compiled, None for one that was kept already, and what came of it.
+        self._done: deque[tuple[str, str | None, Any]] = deque()
         self._waiting: dict[str, list[Any]] = {}
         self._turns: dict[str, deque[str]] = {}  # of each owner, whose turn is next first; shared with the thread
         self._lock = threading.Lock()
@@ -57,7 +58,7 @@ class Grammars:
             return
         self._waiting[grammar] = [key]
         if (compiled := self._compiled.get(grammar)) is not None:
-            self._done.append((grammar, owner, compiled))
+            self._done.append((grammar, None, compiled))
             return
         with self._lock:
             self._turns.setdefault(owner, deque()).append(grammar)
@@ -66,7 +67,7 @@ class Grammars:
         except RuntimeError as error:
             with self._lock:
                 self._take_turn(owner, grammar)
-            self._done.append((grammar, owner, GrammarError(f"there is no thread to compile it in now ({error})")))
+            self._done.append((grammar, None, GrammarError(f"there is no thread to compile it in now ({error})")))
 
     def take_done(self) -> list[tuple[Any, str, Any | GrammarError]]:
         """(key, its grammar, a matcher of its own or what is wrong) of those that have been compiled."""
@@ -75,7 +76,7 @@ class Grammars:
             grammar, owner, found = self._done.popleft()
             for key in self._waiting.pop(grammar):
                 taken.append((key, grammar, found if isinstance(found, GrammarError) else found.deep_copy()))
-            if not isinstance(found, GrammarError):
+            if owner is not None and not isinstance(found, GrammarError):
                 self._compiled.put(grammar, found, owner)
         return taken
 

@@ -409,3 +409,21 @@ def test_who_has_many_grammars_compiled_makes_others_wait_for_none_that_they_had
     assert num_compiled("few", "few") == 0
     assert num_compiled(f"many {2 * MAX_COMPILED - 1}", "many") == 0
     assert num_compiled("many 0", "many") == 1
+
+
+def test_a_grammar_that_is_forgotten_while_another_waits_for_it_is_not_kept_again() -> None:
+    thread = ByHand()
+    grammars = Grammars(TokenTable.load(BASE_DIR), thread, lambda: None)
+
+    def begin(key: str) -> int:
+        """How many are to be compiled for it."""
+        grammars.begin(regex("a"), key, "one")
+        return len(thread.work)
+
+    assert begin("first") == 1
+    thread.work.popleft()()
+    grammars.take_done()
+    assert begin("second") == 0
+    grammars.forget(regex("a"))
+    grammars.take_done()
+    assert begin("third") == 1
