@@ -43,6 +43,8 @@ def _are_origins(origins: tuple[str, ...]) -> tuple[str, ...]:
 def _are_addresses(addresses: tuple[str, ...]) -> tuple[str, ...]:
     for address in addresses:
         try:
+            if "%" in address:
+                raise ValueError(f"{address!r} has an interface in it")
             ipaddress.ip_network(address)
         except ValueError as error:
             raise ValueError(f"{error}; write addresses or networks, such as 10.0.0.7,10.1.0.0/16") from error

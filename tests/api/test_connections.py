@@ -359,8 +359,9 @@ def test_only_trusted_proxies_say_who_the_client_is() -> None:
     assert not _make_server(app, Settings()).config.proxy_headers
     config = _make_server(app, Settings(trusted_proxies="10.0.0.7, 10.1.0.0/16")).config
     assert (config.proxy_headers, config.forwarded_allow_ips) == (True, ["10.0.0.7", "10.1.0.0/16"])
-    with pytest.raises(SettingsError, match="write addresses or networks"):
-        load_settings(trusted_proxies="proxy.example")
+    for wrong in ("proxy.example", "fe80::1%eth0"):
+        with pytest.raises(SettingsError, match="write addresses or networks"):
+            load_settings(trusted_proxies=wrong)
 
 
 def test_a_fault_with_one_connection_is_that_one_s_end_alone() -> None:
