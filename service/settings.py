@@ -87,7 +87,7 @@ class Settings(BaseSettings):
     sampling_defaults: Literal["model", "openai"] = Field(
         "model",
         description="what a request has that does not say: what the model's generation_config.json names "
-        "(temperature, top_p, top_k, min_p, the three penalties), or OpenAI's (temperature 1, all else off); end "
+        "(temperature, top_p, top_k, min_p, repetition_penalty), or OpenAI's (temperature 1, all else off); end "
         "tokens are the model's either way",
     )
     num_threads: int | None = Field(

@@ -29,6 +29,7 @@ class Parameter:
     least, most  that a request may have
     is_above     least itself it may not
     is_whole     an integer, of which a client may ask for more than `most` and gets that
+    is_models    a model's generation_config.json may name it, as transformers and vLLM read one
     name         in requests
     neutral      the value that changes nothing
     """
@@ -39,6 +40,7 @@ class Parameter:
     most: float = math.inf
     is_above: bool = False
     is_whole: bool = False
+    is_models: bool = True
     name: str = ""
     neutral: float = 0.0
 
@@ -65,10 +67,19 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     ] = 1.0
     frequency_penalty: Annotated[
         float,
-        Parameter("penalty", "is taken off a token's logit for each time the answer has it", least=-2.0, most=2.0),
+        Parameter(
+            "penalty",
+            "is taken off a token's logit for each time the answer has it",
+            least=-2.0,
+            most=2.0,
+            is_models=False,
+        ),
     ] = 0.0
     presence_penalty: Annotated[
-        float, Parameter("penalty", "is taken off a token's logit if the answer has it", least=-2.0, most=2.0)
+        float,
+        Parameter(
+            "penalty", "is taken off a token's logit if the answer has it", least=-2.0, most=2.0, is_models=False
+        ),
     ] = 0.0
     temperature: Annotated[
         float, Parameter("draw", "divides the logits; 0 takes the most likely token", least=0.0, most=2.0)

@@ -30,7 +30,8 @@ def model_defaults(model_dir: Path) -> Mapping[str, float]:
     """`NEUTRAL` but for what the model's generation_config.json names. TextError for values that no request may
     have."""
     config = read_json(model_dir / "generation_config.json")
-    named = {name: config[name] for name in NEUTRAL if config.get(name) is not None}
+    names = [parameter.name for parameter in PARAMETERS if parameter.is_models]
+    named = {name: config[name] for name in names if config.get(name) is not None}
     try:
         Generation.model_validate(named)
     except ValidationError as error:

@@ -66,7 +66,8 @@ def _asked(parameter: Parameter) -> tuple[Any, Any]:
         kind = Annotated[float, Field(gt=parameter.least, le=parameter.most)]
     else:
         kind = Annotated[float, Field(ge=parameter.least, le=parameter.most)]
-    description = f"{parameter.meaning}; default: the model's, or {parameter.neutral:g}"
+    default = f"the model's, or {parameter.neutral:g}" if parameter.is_models else f"{parameter.neutral:g}"
+    description = f"{parameter.meaning}; default: {default}"
     return kind | None, Field(None, description=description)
 
 

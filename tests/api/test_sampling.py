@@ -85,7 +85,6 @@ def sampling_of(
 class TestModelDefaults:
     NAMED: ClassVar = {
         "temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05,
-        "presence_penalty": 1.5, "frequency_penalty": 0.5,
     }  # fmt: skip
 
     def defaults(self, tmp_path: Path, **config: Any) -> Mapping[str, float]:
@@ -112,6 +111,7 @@ class TestModelDefaults:
 
     def test_what_is_not_named_is_openai_s(self, tmp_path: Path) -> None:
         assert model_defaults(tmp_path) == NEUTRAL
+        assert self.defaults(tmp_path, presence_penalty=9, frequency_penalty="no") == NEUTRAL
         assert self.defaults(tmp_path, top_p=0.8, temperature=None) == {**NEUTRAL, "top_p": 0.8}
 
     @pytest.mark.parametrize("wrong", [{"temperature": "hot"}, {"top_p": 2}, {"top_k": -5}])
