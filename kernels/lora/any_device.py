@@ -18,7 +18,7 @@ CONTRACT = Contract()
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _SlicePlan:
     """How one slice's rows meet the step's tokens; S segments, R the largest rank of any.
 
     rank      R
@@ -109,7 +109,7 @@ def lora_embedding(
     _put_back(ordered, out, row_index)
 
 
-def _shrink(x: torch.Tensor, a: torch.Tensor, plan: _Plan) -> torch.Tensor:
+def _shrink(x: torch.Tensor, a: torch.Tensor, plan: _SlicePlan) -> torch.Tensor:
     """float32 [tokens, S * R], zero where the row is not the token's own; x in the rows' type."""
     h = (x @ a.index_select(0, plan.rows).t()).float() * plan.scalings
     return torch.where(plan.is_own, h, 0.0)
@@ -120,7 +120,7 @@ def _expand(
     out: torch.Tensor,
     b: torch.Tensor,
     start: int,
-    plan: _Plan | None,
+    plan: _SlicePlan | None,
     maps: LoraMaps,
     overwrite: bool,
 ) -> None:
@@ -147,10 +147,10 @@ def _put_back(ordered: torch.Tensor, out: torch.Tensor, row_index: torch.Tensor 
         out.index_copy_(0, row_index.long(), ordered)
 
 
-def _plan(stack: LoraStack, maps: LoraMaps, s: int) -> _Plan | None:
+def _plan(stack: LoraStack, maps: LoraMaps, s: int) -> _SlicePlan | None:
     """None where no adapter of the step targets the slice. The layers of a step ask for the same few plans again and
     again."""
-    plans: dict[object, _Plan | None] = maps.kept
+    plans: dict[object, _SlicePlan | None] = maps.kept
     ranks, scalings = stack.host_ranks[s], stack.host_scalings[s]
     own = tuple((ranks[segment.place], scalings[segment.place]) for segment in maps.segments)
     key = (stack.group, stack.ranks.device, own)
@@ -159,7 +159,7 @@ def _plan(stack: LoraStack, maps: LoraMaps, s: int) -> _Plan | None:
     return plans[key]
 
 
-def _make_plan(stack: LoraStack, maps: LoraMaps, s: int) -> _Plan | None:
+def _make_plan(stack: LoraStack, maps: LoraMaps, s: int) -> _SlicePlan | None:
     """Sizes come from the host's view of the maps, values from the device's: nothing is sent, nothing waited for."""
     targeted = [
         (segment.first_rows[stack.group], stack.host_ranks[s][segment.place])
@@ -179,4 +179,4 @@ def _make_plan(stack: LoraStack, maps: LoraMaps, s: int) -> _Plan | None:
     in_segment = maps.token_segment[:, None] == segments  # [tokens, S]
     is_own = in_segment[:, :, None] & (columns < ranks)[None]
     scalings = stack.scalings[s].index_select(0, places).repeat_interleave(rank)
-    return _Plan(rank, rows.reshape(-1), is_own.reshape(maps.num_tokens, -1), scalings)
+    return _SlicePlan(rank, rows.reshape(-1), is_own.reshape(maps.num_tokens, -1), scalings)

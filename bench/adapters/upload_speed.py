@@ -1,6 +1,6 @@
 """What the upload of a large adapter takes, beside what one core takes to hash its bytes.
 
-    .venv/bin/python -m bench.adapters.upload [--rank 1064] [--uploads 7] [--delete]
+    .venv/bin/python -m bench.adapters.upload_speed [--rank 1064] [--uploads 7] [--delete]
 
 Adapters on every projection of the bundled model, which at rank 1,064 have 84 MB as those of rank 16 of an 8B model
 have, each of another content, over HTTP, one after the other; before each the same bytes are hashed in this process
@@ -106,7 +106,7 @@ def _put(path: str, server: Server, content: bytes, headers: dict[str, str]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.adapters.upload", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.adapters.upload_speed", description=__doc__)
     parser.add_argument("--rank", type=int, default=1064)
     parser.add_argument("--uploads", type=int, default=7)
     parser.add_argument("--delete", action="store_true", help="delete each adapter before the next one is sent")
