@@ -8,7 +8,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
@@ -31,6 +31,48 @@ from service.api.reading_turns import (
 from tests.api.conftest import BASE
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server
+
+
+async def nothing(_scope: Any, _receive: Any, send: Any) -> None:
+    """An application."""
+    await send({"type": "http.response.start", "status": 204, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@asynccontextmanager
+async def connected(
+    turns: ReadingTurns,
+    application: Any = nothing,
+    *,
+    num_clients: int = 1,
+    trusted: Sequence[str] = (),
+    count: Callable[[int], None] = lambda status: pytest.fail(f"{status}"),
+) -> AsyncIterator[tuple[list[socket.socket], list[Protocol]]]:
+    """Clients, and the server's side of each.
+
+    trusted  proxies
+    count    told of answers that are no application's
+    """
+    config, made = uvicorn.Config(application, log_config=None, proxy_headers=False), list[Protocol]()
+    shares = ConnectionShares(99, trusted)
+    config.load()
+
+    def make() -> Protocol:
+        named: dict[str, Any] = {"config": config, "server_state": ServerState(), "app_state": {}}
+        made.append(Protocol(shares, turns, count, **named))
+        return made[-1]
+
+    async with asyncio.timeout(LIMIT_SECONDS):
+        server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
+        clients = [socket.create_connection(server.sockets[0].getsockname()) for _ in range(num_clients)]
+        while len(made) < num_clients:
+            await asyncio.sleep(0)
+        yield clients, made
+        for client in clients:
+            client.close()
+        server.close()
+        for connection in made:
+            connection.transport.abort()
 
 
 def test_one_network_reads_once_in_each_pass_in_the_order_it_came() -> None:
@@ -139,37 +181,26 @@ def test_who_has_gone_while_it_waited_to_be_read_is_timed_out_all_the_same(caplo
     """Nobody has seen that it closed, and the kernel resets the connection when the answer is written: it is looked at
     beside all others, so that what goes wrong with it must end nothing else."""
 
-    async def run() -> None:
-        async def application(_scope: object, _receive: object, _send: object) -> None:
-            pytest.fail("no request has come whole")
+    async def application(_scope: object, _receive: object, _send: object) -> None:
+        pytest.fail("no request has come whole")
 
-        config, turns, made = uvicorn.Config(application, log_config=None), ReadingTurns(), list[Protocol]()
-        statuses = list[int]()
-        config.load()
+    async def run() -> list[int]:
+        turns, statuses = ReadingTurns(), list[int]()
+        async with connected(turns, application, count=statuses.append) as ((client,), (connection,)):
+            client.sendall(b"GET /version HTTP/1.1\r\n")
+            while not connection.conn.num_received:
+                await asyncio.sleep(0)
+            turns.take("127.0.0.1", lambda: None)
+            turns.charge("127.0.0.1", 1e6)
+            client.sendall(b"Host: x\r\n")
+            while connection.transport.is_reading():
+                await asyncio.sleep(0)
+            client.close()
+            connection.look(0.0)
+            assert connection.transport.is_closing()
+        return statuses
 
-        def make() -> Protocol:
-            named: dict[str, Any] = {"config": config, "server_state": ServerState(), "app_state": {}}
-            made.append(Protocol(ConnectionShares(4), turns, statuses.append, **named))
-            return made[0]
-
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(make, "127.0.0.1", 0)
-        client = socket.create_connection(server.sockets[0].getsockname())
-        client.sendall(b"GET /version HTTP/1.1\r\n")
-        while not (made and made[0].conn.num_received):
-            await asyncio.sleep(0)
-        turns.take("127.0.0.1", lambda: None)
-        turns.charge("127.0.0.1", 1e6)
-        client.sendall(b"Host: x\r\n")
-        while made[0].transport.is_reading():
-            await asyncio.sleep(0)
-        client.close()
-        made[0].look(0.0)
-        assert made[0].transport.is_closing()
-        assert statuses == [408]
-        server.close()
-
-    asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
+    assert asyncio.run(run()) == [408]
     assert not [one for one in caplog.records if one.levelno >= logging.ERROR]
 
 
@@ -179,7 +210,7 @@ def test_a_body_that_a_proxy_passes_on_has_the_turns_of_who_pays_for_it() -> Non
 
     async def run() -> None:
         read = {"hostile": b"", "other": b"", "nobody": b""}
-        made, turns = list[Protocol](), ReadingTurns()
+        turns = ReadingTurns()
 
         async def application(scope: Any, receive: Any, send: Any) -> None:
             payer = scope["path"].strip("/")
@@ -193,88 +224,55 @@ def test_a_body_that_a_proxy_passes_on_has_the_turns_of_who_pays_for_it() -> Non
             await send({"type": "http.response.start", "status": 204, "headers": []})
             await send({"type": "http.response.body", "body": b""})
 
-        config = uvicorn.Config(application, log_config=None, proxy_headers=False)
-        config.load()
-        shares = ConnectionShares(4, ["127.0.0.1"])
-
-        def make() -> Protocol:
-            named: dict[str, Any] = {"config": config, "server_state": ServerState(), "app_state": {}}
-            made.append(Protocol(shares, turns, lambda _status: None, **named))
-            return made[-1]
-
-        loop = asyncio.get_running_loop()
-        server = await loop.create_server(make, "127.0.0.1", 0)
-        clients = {}
-        for payer in ("hostile", "other"):
-            clients[payer] = socket.create_connection(server.sockets[0].getsockname())
-            clients[payer].sendall(f"POST /{payer} HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\na".encode())
-            while read[payer] != b"a":
+        async with connected(turns, application, num_clients=2, trusted=["127.0.0.1"]) as (clients, connections):
+            hostile, other = clients
+            for payer, client in (("hostile", hostile), ("other", other)):
+                client.sendall(f"POST /{payer} HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\na".encode())
+                while read[payer] != b"a":
+                    await asyncio.sleep(0)
+            assert turns.take("hostile", pytest.fail)
+            turns.charge("hostile", 1e6)
+            hostile.sendall(b"b")
+            while connections[0].transport.is_reading():
                 await asyncio.sleep(0)
-        assert turns.take("hostile", pytest.fail)
-        turns.charge("hostile", 1e6)
-        clients["hostile"].sendall(b"b")
-        while made[0].transport.is_reading():
-            await asyncio.sleep(0)
-        clients["other"].sendall(b"bcd")
-        while read["other"] != b"abcd":
-            await asyncio.sleep(0)
-        assert read["hostile"] == b"a"
-        turns.take("other", lambda: None)
-        turns.charge("other", 1e6)
-        clients["other"].sendall(b"POST /nobody HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\na")
-        while read["nobody"] != b"a":
-            await asyncio.sleep(0)
-        clients["other"].sendall(b"b")
-        while read["nobody"] != b"ab":
-            await asyncio.sleep(0)
-        for client in clients.values():
-            client.close()
-        server.close()
-        for connection in made:
-            connection.transport.abort()
+            other.sendall(b"bcd")
+            while read["other"] != b"abcd":
+                await asyncio.sleep(0)
+            assert read["hostile"] == b"a"
+            turns.take("other", lambda: None)
+            turns.charge("other", 1e6)
+            other.sendall(b"POST /nobody HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\na")
+            while read["nobody"] != b"a":
+                await asyncio.sleep(0)
+            other.sendall(b"b")
+            while read["nobody"] != b"ab":
+                await asyncio.sleep(0)
 
-    asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
+    asyncio.run(run())
 
 
 async def served_behind_a_proxy(names: list[str], most: int) -> list[str]:
     """The first `most` requests that are served of clients of these names, who all send one at once by a proxy."""
-    served, made = list[str](), list[Protocol]()
+    served = list[str]()
 
-    async def application(scope: Any, _receive: Any, send: Any) -> None:
+    async def application(scope: Any, receive: Any, send: Any) -> None:
         name = scope["path"].strip("/")
         await scope["multilora.connection"].turn(name)
         served.append(name)
-        await send({"type": "http.response.start", "status": 204, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
+        await nothing(scope, receive, send)
 
-    config = uvicorn.Config(application, log_config=None)
-    config.load()
-    shares, turns = ConnectionShares(99, ["127.0.0.1"]), ReadingTurns()
-
-    def make() -> Protocol:
-        named: dict[str, Any] = {"config": config, "server_state": ServerState(), "app_state": {}}
-        made.append(Protocol(shares, turns, lambda _status: None, **named))
-        return made[-1]
-
-    server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
-    clients = [socket.create_connection(server.sockets[0].getsockname()) for _ in names]
-    while len(made) < len(clients):
-        await asyncio.sleep(0)
-    for client, name in zip(clients, names, strict=True):
-        client.sendall(f"GET /{name} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
-    while len(served) < most:
-        await asyncio.sleep(0)
-    for client in clients:
-        client.close()
-    server.close()
-    for connection in made:
-        connection.transport.abort()
+    behind = connected(ReadingTurns(), application, num_clients=len(names), trusted=["127.0.0.1"])
+    async with behind as (clients, _):
+        for client, name in zip(clients, names, strict=True):
+            client.sendall(f"GET /{name} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        while len(served) < most:
+            await asyncio.sleep(0)
     return served
 
 
 def test_requests_that_a_proxy_passes_on_are_served_in_the_turns_of_its_clients() -> None:
     names = [*["flood"] * 12, "other"]
-    served = asyncio.run(asyncio.wait_for(served_behind_a_proxy(names, len(names)), LIMIT_SECONDS))
+    served = asyncio.run(served_behind_a_proxy(names, len(names)))
     assert sorted(served) == sorted(names)
     assert served.index("other") <= 1
 
@@ -283,7 +281,7 @@ def test_heads_that_a_proxy_passes_on_are_paid_by_its_client(monkeypatch: pytest
     """Each read takes a second of the loop's thread: the second one of the same client has to pause."""
     seconds = itertools.count()
     monkeypatch.setattr(time, "thread_time", lambda: next(seconds))
-    served = asyncio.run(asyncio.wait_for(served_behind_a_proxy(["costly", "costly", "other"], 2), LIMIT_SECONDS))
+    served = asyncio.run(served_behind_a_proxy(["costly", "costly", "other"], 2))
     assert served == ["costly", "other"]
 
 
@@ -291,74 +289,27 @@ def test_requests_that_come_at_once_on_a_connection_have_a_turn_each() -> None:
     """Three on each of four connections: no pass of the loop serves two."""
 
     async def run() -> list[int]:
-        passes, made, turns = [0], list[Protocol](), ReadingTurns()
+        passes = [0]
 
-        async def application(_scope: Any, _receive: Any, send: Any) -> None:
+        async def application(scope: Any, receive: Any, send: Any) -> None:
             passes[-1] += 1
-            await send({"type": "http.response.start", "status": 204, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
+            await nothing(scope, receive, send)
 
-        config = uvicorn.Config(application, log_config=None)
-        config.load()
-
-        def make() -> Protocol:
-            named: dict[str, Any] = {"config": config, "server_state": ServerState(), "app_state": {}}
-            made.append(Protocol(ConnectionShares(9), turns, lambda _status: None, **named))
-            return made[-1]
-
-        server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
-        clients = [socket.create_connection(server.sockets[0].getsockname()) for _ in range(4)]
-        while len(made) < len(clients):
-            await asyncio.sleep(0)
-        for client in clients:
-            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 3)
-        while sum(passes) < 12:
-            passes.append(0)
-            await asyncio.sleep(0)
-        for client in clients:
-            client.close()
-        server.close()
-        for connection in made:
-            connection.transport.abort()
+        async with connected(ReadingTurns(), application, num_clients=4) as (clients, _):
+            for client in clients:
+                client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 3)
+            while sum(passes) < 12:
+                passes.append(0)
+                await asyncio.sleep(0)
         return passes
 
-    assert max(asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))) == 1
-
-
-async def nothing(_scope: Any, _receive: Any, send: Any) -> None:
-    """An application."""
-    await send({"type": "http.response.start", "status": 204, "headers": []})
-    await send({"type": "http.response.body", "body": b""})
-
-
-@asynccontextmanager
-async def connected(
-    turns: ReadingTurns, count: Callable[[int], None] = lambda status: pytest.fail(f"{status}")
-) -> AsyncIterator[tuple[socket.socket, Protocol]]:
-    """A client, and the server's side."""
-    config, made = uvicorn.Config(nothing, log_config=None), list[Protocol]()
-    config.load()
-
-    def make() -> Protocol:
-        named: dict[str, Any] = {"config": config, "server_state": ServerState(), "app_state": {}}
-        made.append(Protocol(ConnectionShares(4), turns, count, **named))
-        return made[0]
-
-    async with asyncio.timeout(LIMIT_SECONDS):
-        server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)
-        client = socket.create_connection(server.sockets[0].getsockname())
-        while not made:
-            await asyncio.sleep(0)
-        yield client, made[0]
-        client.close()
-        server.close()
-        made[0].transport.abort()
+    assert max(asyncio.run(run())) == 1
 
 
 def test_the_beginning_of_a_head_that_came_together_with_a_request_is_timed() -> None:
     async def run() -> list[int]:
         statuses = list[int]()
-        async with connected(ReadingTurns(), statuses.append) as (client, connection):
+        async with connected(ReadingTurns(), count=statuses.append) as ((client,), (connection,)):
             client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\nG")
             while connection.cycle is None or not connection.cycle.response_complete:
                 await asyncio.sleep(0)
@@ -373,7 +324,7 @@ def test_the_beginning_of_a_head_that_came_together_with_a_request_is_timed() ->
 def test_a_request_that_waits_for_its_turn_is_not_cut_off_as_if_none_had_come() -> None:
     async def run() -> None:
         turns = ReadingTurns()
-        async with connected(turns) as (client, connection):
+        async with connected(turns) as ((client,), (connection,)):
             client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             while connection.timeout_keep_alive_task is None:
                 await asyncio.sleep(0)
