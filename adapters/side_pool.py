@@ -167,9 +167,9 @@ class SidePool:
             torch._foreach_clamp_min_(norms, 0.0)
             torch._foreach_sqrt_(norms)
             torch._foreach_div_(found, norms)
-            for module in new:
+            torch._foreach_copy_([extras[module, MAGNITUDE] for module in new], found, non_blocking=True)
+            for module in new:  # when the copy has been asked for: what it is called is what it holds
                 extras[module, _SCALE] = extras.pop((module, MAGNITUDE))
-            torch._foreach_copy_([extras[module, _SCALE] for module in new], found, non_blocking=True)
             return set(new)
         known = [module for module, part in extras if part == _SCALE]
         if known:
