@@ -26,7 +26,7 @@ from tests.support.limits import LIMIT_SECONDS
 # A thread beside the application, in the middle of whose heap memory was freed: what is above it is in use. Ends the
 # process when that has gone back to the system.
 _BESIDE = """
-import ctypes, os, sys, threading
+import ctypes, gc, os, sys, threading, traceback
 from pathlib import Path
 from bench.server_process import wait_for
 
@@ -50,13 +50,17 @@ def look():
     try:
         wait_for(lambda: resident_bytes() < full - SIZE // 2, "memory to go back")
         print(sys.getswitchinterval(), flush=True)
+    except BaseException:
+        traceback.print_exc()
     finally:
+        sys.stderr.flush()
         os._exit(0)
 """
 _SERVE = """
 from service.serve import serve
 
-threading.Timer(0, lambda: (wait_for(lambda: "service.app" in sys.modules, "the application"), look())).start()
+# Not while modules are imported: they may fill more than was freed.
+threading.Thread(target=lambda: (wait_for(gc.get_freeze_count, "the server to be ready"), look())).start()
 serve([f"--{name.replace('_', '-')}={value}" for name, value in {**settings, "port": 0}.items()])
 """
 # Without Ray around it, and without an engine that it is told of.
