@@ -14,14 +14,14 @@ from itertools import pairwise
 from adapters.bound import LORA_BIAS, MAGNITUDE, BoundExtra, BoundSlice
 from adapters.format import Tensor
 from adapters.layout import ProjectionSpec, Slice
-from adapters.module_names import KnownModules, Rows
+from adapters.module_names import KnownModules, OutputRows
 from adapters.peft_config import AdapterConfig
 from adapters.stacked import Block, stacked
 from adapters.tensor_sorting import FoundModule
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class SlicePiece:
     """What one of a trainer's modules changes of one slice.
 
     name   the trainer's module
@@ -30,7 +30,7 @@ class Piece:
     """
 
     name: str
-    rows: Rows
+    rows: OutputRows
     rank: int
     scaling: float
     sides: Mapping[str, Tensor]
@@ -62,7 +62,7 @@ def misfits(entry: FoundModule, known: KnownModules, config: AdapterConfig, rank
     return problems
 
 
-def pieces_of(entry: FoundModule, rank: int, scaling: float) -> Iterator[Piece]:
+def pieces_of(entry: FoundModule, rank: int, scaling: float) -> Iterator[SlicePiece]:
     """Of one module whose tensors fit, in the order of its rows."""
     first, total = 0, sum(rows.num for rows in entry.rows)
     for rows in entry.rows:
@@ -70,7 +70,7 @@ def pieces_of(entry: FoundModule, rank: int, scaling: float) -> Iterator[Piece]:
             side: tensor if side == "A" else _part(tensor, first, rows.num, total)
             for side, tensor in entry.sides.items()
         }
-        yield Piece(entry.name, rows, rank, scaling, sides)
+        yield SlicePiece(entry.name, rows, rank, scaling, sides)
         first += rows.num
 
 
@@ -81,7 +81,7 @@ def _part(tensor: Tensor, first: int, num_rows: int, total: int) -> Tensor:
     return replace(tensor, shape=(num_rows, *tensor.shape[1:]), start=start, end=start + num_rows * row_bytes)
 
 
-def clashes(pieces: Sequence[Piece], piece: Slice) -> Problems:
+def clashes(pieces: Sequence[SlicePiece], piece: Slice) -> Problems:
     """What is wrong with the pieces of one slice, by their first rows, together."""
     problems = [
         (two.name, f"{one.name} changes the same rows of {piece.module}; train these in one way")
@@ -99,7 +99,7 @@ def clashes(pieces: Sequence[Piece], piece: Slice) -> Problems:
 
 
 def bind_slice(
-    projection: ProjectionSpec, piece: Slice, pieces: Sequence[Piece]
+    projection: ProjectionSpec, piece: Slice, pieces: Sequence[SlicePiece]
 ) -> tuple[BoundSlice, list[BoundExtra]]:
     """What pieces of a slice that do not clash, by their first rows, make of it, with its magnitudes and biases."""
     whole = pieces[0] if pieces[0].rows.num == piece.out_features else _together(pieces, piece.out_features)
@@ -112,7 +112,7 @@ def bind_slice(
     return bound, extras
 
 
-def _together(pieces: Sequence[Piece], num_rows: int) -> Piece:
+def _together(pieces: Sequence[SlicePiece], num_rows: int) -> SlicePiece:
     """One for all rows of the slice. Its scaling is the largest, and a smaller one is made up for in B."""
     rank, in_features = sum(one.rank for one in pieces), pieces[0].sides["A"].shape[1]
     scaling = max((one.scaling for one in pieces), key=abs)
@@ -122,11 +122,11 @@ def _together(pieces: Sequence[Piece], num_rows: int) -> Piece:
         for side, shape in shapes.items()
         if any(side in one.sides for one in pieces)
     }
-    rows = Rows(pieces[0].rows.module, 0, num_rows)
-    return Piece(", ".join(one.name for one in pieces), rows, rank, scaling, sides)
+    rows = OutputRows(pieces[0].rows.module, 0, num_rows)
+    return SlicePiece(", ".join(one.name for one in pieces), rows, rank, scaling, sides)
 
 
-def _blocks(side: str, pieces: Sequence[Piece], scaling: float) -> Iterator[Block]:
+def _blocks(side: str, pieces: Sequence[SlicePiece], scaling: float) -> Iterator[Block]:
     rank = 0
     for one in pieces:
         factor = one.scaling / scaling if scaling and side in ("B", LORA_BIAS) else 1.0

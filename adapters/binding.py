@@ -7,12 +7,12 @@ import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-from adapters.adapted import Piece, Problems, bind_slice, clashes, misfits, pieces_of
+from adapters.adapted import Problems, SlicePiece, bind_slice, clashes, misfits, pieces_of
 from adapters.bound import BIAS, WEIGHT, Binding, BoundSlice, first_of, rows_of
 from adapters.errors import BindingError
 from adapters.format import Tensor
 from adapters.layout import BaseLayout
-from adapters.module_names import KnownModules, Rows, model_prefix, tail_of
+from adapters.module_names import KnownModules, OutputRows, model_prefix, tail_of
 from adapters.patterns import endings, pattern_values, targeted
 from adapters.peft_config import AdapterConfig
 from adapters.saved_parts import check_saved, check_tokens, tie_whole_head
@@ -77,7 +77,7 @@ def _bind_modules(
         for name, entry in found.items()
     }
     of_embedding = [own_ranks[name] for name, entry in found.items() if entry.rows[0].module in known.embeddings]
-    pieces: list[Piece] = []
+    pieces: list[SlicePiece] = []
     for name, entry in found.items():
         rank = own_ranks[name]
         alpha = config.alpha_pattern[alphas[entry.path]] if entry.path in alphas else config.alpha
@@ -147,7 +147,7 @@ def _prefixes(found: Mapping[str, FoundModule]) -> dict[str, str]:
 
 def _absent(known: KnownModules, found: Mapping[str, FoundModule]) -> dict[str, set[str]]:
     """Modules of `_renamed` of whose rows the file has none; and what they belong to."""
-    adapted: dict[str, list[Rows]] = {}
+    adapted: dict[str, list[OutputRows]] = {}
     for entry in found.values():
         for rows in entry.rows:
             adapted.setdefault(rows.module, []).append(rows)
@@ -158,7 +158,7 @@ def _absent(known: KnownModules, found: Mapping[str, FoundModule]) -> dict[str, 
     }
 
 
-def _renamed(known: KnownModules, found: Mapping[str, FoundModule]) -> Mapping[str, tuple[Rows, ...]]:
+def _renamed(known: KnownModules, found: Mapping[str, FoundModule]) -> Mapping[str, tuple[OutputRows, ...]]:
     """`KnownModules.renamed` of a trainer that has such modules; of others nothing, whose models have none of that
     name, so that a target called so adapts nothing."""
     return known.renamed if any(tail in known.renamed for tail in found) else {}

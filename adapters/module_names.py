@@ -18,7 +18,7 @@ _OF_MODULE = re.compile(r"\.(?:weight|bias)$")
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class OutputRows:
     """Rows [start, end) of the output of a slice's module."""
 
     module: str
@@ -29,7 +29,7 @@ class Rows:
     def num(self) -> int:
         return self.end - self.start
 
-    def meets(self, other: Rows) -> bool:
+    def meets(self, other: OutputRows) -> bool:
         """Whether they have a row in common."""
         return self.module == other.module and self.start < other.end and other.start < self.end
 
@@ -61,10 +61,10 @@ class KnownModules:
         for split in layout.splits:
             borders = accumulate((part.out_features for part in split.parts), initial=0)
             for part, rows in zip(split.parts, pairwise(borders), strict=True):
-                self.renamed[tail_of(part.module)] = (Rows(split.module, *rows),)
+                self.renamed[tail_of(part.module)] = (OutputRows(split.module, *rows),)
         self._places = {module: place for place, module in enumerate(self.slices)}
 
-    def place(self, rows: Rows) -> tuple[int, int]:
+    def place(self, rows: OutputRows) -> tuple[int, int]:
         """To sort by: in the order of the layout."""
         return self._places[rows.module], rows.start
 
@@ -96,7 +96,7 @@ class KnownModules:
         """Modules and parameters of this base, without the model's name, which no adapter changes."""
         return (*self.unadapted, *self._fixed)
 
-    def rows_of(self, path: str) -> tuple[Rows, ...] | None:
+    def rows_of(self, path: str) -> tuple[OutputRows, ...] | None:
         """What the module at `path` stands for, in the order of its rows."""
         module = self.resolve(path)
         return self.renamed.get(tail_of(path)) if module is None else (_all_rows(self.slices[module][1]),)
@@ -116,7 +116,7 @@ def trained_path(name: str) -> str:
     return name[_end(_PEFT_PREFIX, name) :]
 
 
-def _merged(projection: ProjectionSpec) -> Iterator[tuple[str, tuple[Rows, ...]]]:
+def _merged(projection: ProjectionSpec) -> Iterator[tuple[str, tuple[OutputRows, ...]]]:
     """Modules that trainers merge out of two neighbours of one input, named by joining what tells them apart:
     in_proj_qkv and in_proj_z become in_proj_qkvz, with the rows of the first before those of the second."""
     for first, second in pairwise(projection.slices):
@@ -126,8 +126,8 @@ def _merged(projection: ProjectionSpec) -> Iterator[tuple[str, tuple[Rows, ...]]
             yield first.module + told_apart, (_all_rows(first), _all_rows(second))
 
 
-def _all_rows(piece: Slice) -> Rows:
-    return Rows(piece.module, 0, piece.out_features)
+def _all_rows(piece: Slice) -> OutputRows:
+    return OutputRows(piece.module, 0, piece.out_features)
 
 
 def _end(pattern: re.Pattern[str], text: str) -> int:

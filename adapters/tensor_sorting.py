@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from adapters.bound import BIAS, LORA_BIAS, MAGNITUDE, WEIGHT, BaseCopy, BoundExtra, BoundTokens, Repeat
 from adapters.format import Tensor
 from adapters.layout import Group, ProjectionSpec, Slice
-from adapters.module_names import KnownModules, Rows, tail_of, trained_path
+from adapters.module_names import KnownModules, OutputRows, tail_of, trained_path
 from adapters.patterns import endings
 from adapters.peft_config import AdapterConfig
 
@@ -36,7 +36,7 @@ class FoundModule:
 
     name: str
     path: str
-    rows: tuple[Rows, ...]
+    rows: tuple[OutputRows, ...]
     sides: dict[str, Tensor] = field(default_factory=dict)
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import loop_stretches
-from bench.adapters.made_up import adapter_files
+from bench.adapters.peft_files import adapter_files
 from bench.adapters.poller import polling
 from bench.http_client import complete_all
 from bench.rounds import percentile

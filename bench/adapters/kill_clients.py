@@ -9,9 +9,9 @@ import threading
 
 import httpx
 
-from bench.adapters.changes import Change
 from bench.adapters.kill_tenants import NAMES, Tenant
-from bench.adapters.made_up import Files, adapter_files
+from bench.adapters.name_changes import Change
+from bench.adapters.peft_files import Files, adapter_files
 from bench.limits import LIMIT_SECONDS
 
 WITH_TEMPLATE = (1, 3)  # of the contents

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import httpx
 
-from bench.adapters.changes import Change, after, changes
+from bench.adapters.name_changes import Change, after, changes
 from bench.limits import LIMIT_SECONDS
 
 NAMES = ("one", "two", "three")

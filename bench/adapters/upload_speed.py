@@ -28,7 +28,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bench.adapters.__main__ import api_cpu_seconds
-from bench.adapters.made_up import adapter_files
+from bench.adapters.peft_files import adapter_files
 from bench.limits import LIMIT_SECONDS
 from bench.server_process import Server, running_server, wait_for
 from service.settings import BUNDLED_MODEL_DIR

@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.adapters.changes import State, after, changes
+from bench.adapters.name_changes import State, after, changes
 from bench.limits import LIMIT_SECONDS
 from bench.nfs.machines import Caller, Machine, running
 

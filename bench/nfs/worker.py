@@ -14,7 +14,7 @@ from adapters import sharing
 from adapters.errors import AdapterError
 from adapters.names import move
 from adapters.store import AdapterStore, StoreLimits
-from bench.adapters.made_up import adapter_files
+from bench.adapters.peft_files import adapter_files
 from service.models.layouts import layout_in
 from service.settings import BUNDLED_MODEL_DIR
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from adapters.errors import NotFound
 from adapters.names import move
 from adapters.store import AdapterStore
-from bench.adapters.changes import Change, State, after, changes
+from bench.adapters.name_changes import Change, State, after, changes
 from tests.adapters.kill_driver import MAX_VERSIONS, TENSORS, die_at, has_died, look, open_store, put, whole_adapters
 
 NAMES = ("one", "two", "three")
