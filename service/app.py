@@ -230,7 +230,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     await engine.start()
     await asyncio.to_thread(build_routes, app)
     tasks = [
-        asyncio.create_task(_prepare(services, engine), name="prepare"),
+        asyncio.create_task(finish_start(services, engine), name="prepare"),
         asyncio.create_task(keep_up(), name="upkeep"),
     ]
     if services.store is not None:
@@ -256,7 +256,7 @@ def _count(metrics: Metrics, number: int, client: EngineLink) -> None:
     client.on_stats(lambda stats: metrics.take_stats(stats, client.num_restarts, number))
 
 
-async def _prepare(services: Services, engine: EngineClient | Engines) -> None:
+async def finish_start(services: Services, engine: EngineClient | Engines) -> None:
     """What is left to do once the engine knows its sizes; `/ready` waits for it."""
     try:
         ready = await engine.wait_ready()

@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
     if given[:1] == ["serve"]:
         return _serve(given[1:])
-    arguments = _parser().parse_args(given)
+    arguments = make_parser().parse_args(given)
     from service.command_client import ClientError
 
     try:
@@ -122,7 +122,7 @@ class _Parser(argparse.ArgumentParser):
 def _completion(arguments: argparse.Namespace) -> int:
     from service.completion import completion
 
-    print(completion(_parser(), arguments.shell), end="")
+    print(completion(make_parser(), arguments.shell), end="")
     return 0
 
 
@@ -140,7 +140,7 @@ def _serve(given: list[str]) -> int:
     return serve(given)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="multilora", description="One base model and any number of LoRA adapters.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {server_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -175,13 +175,13 @@ def _summary(tally: Tally, seconds: float) -> dict[str, Any]:
         "errors": len(tally.errors),
         "output_tokens": num_tokens,
         "output_tokens_per_second": num_tokens / seconds,
-        "first_token_ms": _percentiles([timing.to_first_token for timing in timings]),
-        "between_tokens_ms": _percentiles([one for timing in timings for one in timing.between_tokens]),
-        "answer_ms": _percentiles([timing.whole for timing in timings]),
+        "first_token_ms": percentiles([timing.to_first_token for timing in timings]),
+        "between_tokens_ms": percentiles([one for timing in timings for one in timing.between_tokens]),
+        "answer_ms": percentiles([timing.whole for timing in timings]),
     }
 
 
-def _percentiles(seconds: list[float]) -> dict[str, float] | None:
+def percentiles(seconds: list[float]) -> dict[str, float] | None:
     """p50, p90 and p99 in milliseconds, between the two nearest values; None if there are no values."""
     if not seconds:
         return None

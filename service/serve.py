@@ -126,7 +126,7 @@ def _make_app(settings: Settings, engine: EngineClient | Engines) -> Any:
 
 async def _serve_app(app: Any, settings: Settings, listener: socket.socket) -> int:
     """Until the server ends; the exit code."""
-    server = _make_server(app, settings)
+    server = make_server(app, settings)
     app.state.services.stop = server.stop
     _reread_keys_on_hangup(app.state.services)
     host, port = listener.getsockname()[:2]
@@ -177,7 +177,7 @@ def _allow_files(num_files: int) -> None:
         )
 
 
-def _make_server(app: Any, settings: Settings) -> Any:
+def make_server(app: Any, settings: Settings) -> Any:
     import uvicorn
 
     from service.api.connections import ConnectionShares

@@ -65,7 +65,7 @@ def _probe(say: Any) -> None:
     if request["compiles_ahead"]:
         say(ahead=True)
         compile_ahead_of(platform, device, request["ops"], shapes)
-        _require_alive(device)
+        require_alive(device)
         say(ahead=False)
     for op in request["ops"]:
         trials = try_op(
@@ -80,7 +80,7 @@ def _probe(say: Any) -> None:
         for trial in trials:
             say(trial=asdict(trial))
             if trial.status == "raised":
-                _require_alive(device)
+                require_alive(device)
         say(done=op)
 
 
@@ -103,7 +103,7 @@ def _say_begin(say: Any, op: str, implementation: str, case: str) -> None:
     say(begin=op, implementation=implementation, case=case)
 
 
-def _require_alive(device: Any) -> None:
+def require_alive(device: Any) -> None:
     """End this process if the device no longer computes: its word on further implementations would be worth nothing."""
     import torch
 

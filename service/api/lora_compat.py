@@ -77,7 +77,7 @@ async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTex
     caller_of(request).tenant.take_change()
     with services.uploading():
         path = _below(root, body.lora_path)
-        record = await in_upload_thread(_load, namespace, path, body.lora_name, full_name, body.load_inplace)
+        record = await in_upload_thread(load_directory, namespace, path, body.lora_name, full_name, body.load_inplace)
     services.published(record)
     note(request, adapter=record.reference, digest=record.digest[:12])
     audit_change(request, "upload" if record.is_first else "replacement", record)
@@ -131,7 +131,7 @@ def _below(root: Path, path: str) -> Path:
     return resolved
 
 
-def _load(namespace: Namespace, path: Path, name: str, full_name: str, replace: bool) -> AdapterRecord:
+def load_directory(namespace: Namespace, path: Path, name: str, full_name: str, replace: bool) -> AdapterRecord:
     if namespace.store.has(full_name) and not replace:
         raise InvalidUserInput(
             f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "

@@ -59,11 +59,11 @@ def examine(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Repor
             section.findings.append(fault_of(error, "settings-fault"))
         return Report(server_version(), str(given.get("device", "auto")), [section])
     examination = Examination(settings, tell)
-    sections = [_look(examination, *part) for part in _PARTS]
+    sections = [look_at(examination, *part) for part in _PARTS]
     return Report(server_version(), examination.device, sections)
 
 
-def _look(
+def look_at(
     examination: Examination, name: str, title: str, doing: str, part: Callable[[Examination], Section]
 ) -> Section:
     examination.tell(doing)

@@ -57,7 +57,7 @@ def read_host(torch_cuda: str | None = None, import_errors: Mapping[str, str] | 
         programs={name: shutil.which(name) for name in ("clang++", "g++", "bishengir-compile", "npu-smi")},
         device_nodes=_device_nodes(),
         triton_dir=_package_dir("triton"),
-        cann=_cann_version(environment),
+        cann=installed_cann(environment),
         npu_driver=_npu_driver(),
         cuda_driver=_cuda_driver(),
         torch_cuda=torch_cuda,
@@ -90,7 +90,7 @@ def _device_nodes() -> dict[str, bool]:
     return {str(node): os.access(node, os.R_OK | os.W_OK) for node in nodes}
 
 
-def _cann_version(environment: Mapping[str, str]) -> str | None:
+def installed_cann(environment: Mapping[str, str]) -> str | None:
     """From the toolkit that the environment names, or the usual place."""
     named = environment.get("ASCEND_HOME_PATH") or environment.get("ASCEND_TOOLKIT_HOME")
     root = Path(named or "/usr/local/Ascend/ascend-toolkit/latest")
@@ -98,13 +98,13 @@ def _cann_version(environment: Mapping[str, str]) -> str | None:
     patterns = ("*/ascend_toolkit_install.info", "ascend_toolkit_install.info", "*/ascend_*_install.info",
                 "ascend_*_install.info", "version.cfg", "version.info")  # fmt: skip
     files = (path for pattern in patterns for path in sorted(root.glob(pattern)))
-    return next((version for path in files if (version := _version_in(path))), None)
+    return next((version for path in files if (version := version_in(path))), None)
 
 
 def _npu_driver() -> str | None:
     said = _said_by("npu-smi", "info")
     found = re.search(r"Version:\s*([0-9][\w.]*)", said)
-    return found.group(1) if found else _version_in(_DRIVER_VERSION_FILE)
+    return found.group(1) if found else version_in(_DRIVER_VERSION_FILE)
 
 
 def _cuda_driver() -> str | None:
@@ -112,7 +112,7 @@ def _cuda_driver() -> str | None:
     return said[0] if said and said[0][0].isdigit() else None
 
 
-def _version_in(path: Path) -> str | None:
+def version_in(path: Path) -> str | None:
     try:
         text = path.read_text(errors="replace")
     except OSError:

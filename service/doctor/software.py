@@ -38,7 +38,7 @@ _MAX_VALUE_CHARACTERS = 400  # images set variables of a page, as NVIDIA_REQUIRE
 def look_at_versions(examination: Examination) -> Section:
     """Everything that is installed, and the known problems."""
     section = Section("versions", "Versions")
-    torch_cuda = _import_torch(examination)
+    torch_cuda = import_torch(examination)
     host = read_host(torch_cuda, examination.import_errors)
     have = host.distributions
     section.facts = {
@@ -95,7 +95,7 @@ def _value(name: str) -> str:
     return f"{value[:_MAX_VALUE_CHARACTERS]}... ({len(value):,} characters)"
 
 
-def _import_torch(examination: Examination) -> str | None:
+def import_torch(examination: Examination) -> str | None:
     """Import torch, then torch_npu by itself: what torch would load on its own says less when it fails. Returns the
     CUDA version that torch was built for."""
     before = os.environ.get(_AUTOLOAD)

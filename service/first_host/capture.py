@@ -18,7 +18,7 @@ _KV_BYTES, _ROW_BYTES = 512 << 20, 256 << 20
 def capture_one_layer(host: StepHost) -> None:
     """The model's first attention layer between its embeddings and its head, with LoRA."""
     with tempfile.TemporaryDirectory(prefix="multilora-first-host-") as directory:
-        layer = _one_layer(Path(host.options["model_dir"]), Path(directory))
+        layer = one_layer(Path(host.options["model_dir"]), Path(directory))
         host.facts(layer=layer)
         sizes: dict[str, Any] = {
             "model_dir": directory,
@@ -53,7 +53,7 @@ def _tokens(subject: Subject) -> dict[str, list[int]]:
     return run_to_the_end(subject.engine, work).tokens
 
 
-def _one_layer(model_dir: Path, directory: Path) -> int:
+def one_layer(model_dir: Path, directory: Path) -> int:
     """A model directory of one layer, its other files where they are; returns which layer it is.
 
     Weights are taken by their layer's number, so it is the first; a model whose first layer has no attention keeps as

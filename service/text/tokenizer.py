@@ -74,7 +74,7 @@ class TextTokenizer:
         # Nothing is done to the text but to take the tokens' bytes together.
         self.joins_bytes = (parts.get("decoder") or {}).get("type") == "ByteLevel"
         self.joined = _Joined(self)
-        self.max_chars_per_token = _max_chars_per_token(parts)
+        self.max_chars_per_token = max_chars_of(parts)
         # Decoders of the sentencepiece kind take the space off what comes first, so a token is shown behind another.
         first = None if self.is_byte_level else tokenizer.token_to_id("a")
         self._first_ids = [first] if first is not None and self.decode([first]) == "a" else []
@@ -202,7 +202,7 @@ class _Joined(dict[int, str | bytes]):
         return found
 
 
-def _max_chars_per_token(parts: dict[str, Any]) -> int | None:
+def max_chars_of(parts: dict[str, Any]) -> int | None:
     """The characters of the longest token, from a parsed tokenizer.json, if every text is cut into tokens and nothing
     of it is lost: bytes stand for what no token spells, no token takes in the blanks around it, and the normalizer, if
     any, only puts composed characters for up to four others."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from service.api.http_bounds import MAX_HEADERS
-from service.serve import _make_server
+from service.serve import make_server
 from service.settings import Settings, SettingsError, load_settings
 from tests.api.conftest import BASE, Checkpoints
 from tests.support.limits import LIMIT_SECONDS
@@ -356,8 +356,8 @@ def test_a_trusted_proxy_has_as_many_connections_as_there_are(guarded: Server) -
 
 def test_only_trusted_proxies_say_who_the_client_is() -> None:
     app = SimpleNamespace(state=SimpleNamespace(services=None, engine=None))
-    assert not _make_server(app, Settings()).config.proxy_headers
-    config = _make_server(app, Settings(trusted_proxies="10.0.0.7, 10.1.0.0/16")).config
+    assert not make_server(app, Settings()).config.proxy_headers
+    config = make_server(app, Settings(trusted_proxies="10.0.0.7, 10.1.0.0/16")).config
     assert (config.proxy_headers, config.forwarded_allow_ips) == (True, ["10.0.0.7", "10.1.0.0/16"])
     for wrong in ("proxy.example", "fe80::1%eth0"):
         with pytest.raises(SettingsError, match="write addresses or networks"):
@@ -376,7 +376,7 @@ def test_a_fault_with_one_connection_is_that_one_s_end_alone() -> None:
             if self._name == "strange":
                 raise OSError(107, "Transport endpoint is not connected")
 
-    server = _make_server(app, Settings())
+    server = make_server(app, Settings())
     server.config.load()
     server.server_state.connections.update(map(Connection, ("usual", "strange", "another")))
     assert not asyncio.run(server.on_tick(0))

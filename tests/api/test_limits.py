@@ -13,7 +13,7 @@ import pytest
 
 from adapters.errors import StoreUnreachable
 from service.api.errors import BadRequest
-from service.api.lora_compat import _load
+from service.api.lora_compat import load_directory
 from service.api.namespace import Namespace
 from service.tenants.tenants import Tenants
 from tests.api.conftest import ADAPTERS, BASE, ENDLESS, Checkpoints
@@ -361,7 +361,7 @@ class TestLoadByPath:
             store.begin.return_value.__exit__.return_value = None
             namespace = Namespace(store, Tenants(), Tenants().anybody())
             with pytest.raises(kind, match="Permission denied") as refused:
-                _load(namespace, tmp_path / "in", "x", "x", False)
+                load_directory(namespace, tmp_path / "in", "x", "x", False)
             assert str(tmp_path) not in str(refused.value)
 
     def test_a_path_that_is_not_there_is_404_and_missing_fields_400(self, strict: Server) -> None:

@@ -29,7 +29,7 @@ from service.app import create_app
 from service.cli import main
 from service.command_client import ClientError, checked, server_url
 from service.engine.messages import Stats
-from service.load_test import _percentiles
+from service.load_test import percentiles
 from service.settings import Settings, SettingsError, load_settings
 from service.version import server_version
 from tests.api.conftest import ADAPTERS, BASE, Checkpoints
@@ -564,8 +564,8 @@ class TestCommands:
         assert capsys.readouterr().err.startswith(f"multilora: {tmp_path} cannot be written: Is a directory")
 
     def test_percentiles_lie_between_the_nearest_values(self) -> None:
-        assert _percentiles([one / 1e3 for one in range(101)]) == pytest.approx({"p50": 50, "p90": 90, "p99": 99})
-        assert _percentiles([0.002]) == pytest.approx({"p50": 2, "p90": 2, "p99": 2})
+        assert percentiles([one / 1e3 for one in range(101)]) == pytest.approx({"p50": 50, "p90": 90, "p99": 99})
+        assert percentiles([0.002]) == pytest.approx({"p50": 2, "p90": 2, "p99": 2})
 
     def test_rm_goes_on_past_what_is_missing(
         self, server: Server, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]

@@ -26,7 +26,7 @@ import pytest
 from service.api.adapters import require_open_store
 from service.api.errors import NotReady
 from service.app import create_app
-from service.serve import _make_server, listen, serve
+from service.serve import listen, make_server, serve
 from service.settings import Settings
 from service.start_check import StartError
 from service.text.template_worker import NUM_WORKERS
@@ -65,7 +65,7 @@ class TestLeanProcess:
         code = f"""
 import sys
 from pathlib import Path
-from service.app import _prepare, create_app
+from service.app import finish_start, create_app
 from service.settings import load_settings
 app = create_app(load_settings(model_dir=Path({str(checkpoints.base)!r}), store_dir=Path({str(tmp_path)!r})))
 app.openapi()
@@ -405,7 +405,7 @@ class TestSigterm:
     def test_one_that_comes_before_the_loop_ends_the_server(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
         """uvicorn catches signals before the application's lifespan begins."""
         settings = Settings(model_dir=checkpoints.base, store_dir=tmp_path, model_name=BASE)
-        server = _make_server(create_app(settings), settings)
+        server = make_server(create_app(settings), settings)
         server.handle_exit(signal.SIGTERM, None)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -428,7 +428,7 @@ class TestSigterm:
     ) -> None:
         settings = Settings(model_dir=checkpoints.base, store_dir=tmp_path, shutdown_limit_seconds=limit_seconds)
         app = create_app(settings)
-        server = _make_server(app, settings)
+        server = make_server(app, settings)
 
         async def drain() -> None:
             """The engine has nothing to do, as it was never started."""

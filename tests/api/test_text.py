@@ -21,7 +21,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pro
 
 from service.text.detokenizer import BytesDetokenizer, WindowDetokenizer, detokenizer_of
 from service.text.stop_strings import StopAutomaton, StopStrings
-from service.text.tokenizer import TextError, TextTokenizer, _max_chars_per_token
+from service.text.tokenizer import TextError, TextTokenizer, max_chars_of
 from tests.support.tiny_models import BOS_ID, EOS_ID, VOCAB_SIZE, make_tokenizer
 
 MODEL_IDS = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=80)
@@ -434,4 +434,4 @@ class TestMostCharactersOfAToken:
     def test_there_is_no_bound_where_characters_may_vanish(self, change: dict[str, Any], factor: int | None) -> None:
         vocabulary = {"a": 0, "four": 1}
         parts = {"model": {"type": "BPE", "vocab": vocabulary}, "pre_tokenizer": {"type": "ByteLevel"}, **change}
-        assert _max_chars_per_token(parts) == (None if factor is None else 4 * factor)
+        assert max_chars_of(parts) == (None if factor is None else 4 * factor)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.app import _prepare
+from service.app import finish_start
 from service.logs import RefusalLines
 from service.settings import Settings
 from service.upkeep import keep_up
@@ -164,7 +164,7 @@ def test_the_garbage_collector_passes_by_what_is_there_when_the_server_is_ready(
 
     services = Services(store=None, pins_changed=asyncio.Event(), settings=Settings())
     try:
-        asyncio.run(_prepare(services, SimpleNamespace(wait_ready=wait_ready)))  # type: ignore[arg-type]
+        asyncio.run(finish_start(services, SimpleNamespace(wait_ready=wait_ready)))  # type: ignore[arg-type]
     finally:
         gc.unfreeze()
     assert services.prepared

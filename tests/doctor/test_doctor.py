@@ -15,7 +15,7 @@ from typing import Any
 import jsonschema
 
 from kernels.platform import IMPLEMENTATIONS
-from service.doctor.command import _look
+from service.doctor.command import look_at
 from service.doctor.examination import Examination
 from service.doctor.report import Section
 from service.settings import load_settings
@@ -213,7 +213,7 @@ class TestWithFaults:
         def broken(_examination: Examination) -> Section:
             raise RuntimeError("the driver\nsays no")
 
-        section = _look(Examination(load_settings(), tell=lambda _: None), "part", "Part", "looking", broken)
+        section = look_at(Examination(load_settings(), tell=lambda _: None), "part", "Part", "looking", broken)
         assert [(one.level, one.code, one.message) for one in section.findings] == [
             ("error", "part-fault", "RuntimeError: the driver says no")
         ]

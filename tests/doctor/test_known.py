@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from service.doctor.examination import Examination
-from service.doctor.host import Host, _cann_version, _version_in
+from service.doctor.host import Host, installed_cann, version_in
 from service.doctor.known import known_problems
-from service.doctor.software import _import_torch
+from service.doctor.software import import_torch
 from service.settings import load_settings
 
 _GOOD: dict[str, Any] = {
@@ -146,7 +146,7 @@ def test_what_only_an_npu_needs_is_no_fault_of_a_cpu(tmp_path: Path) -> None:
 )
 def test_versions_are_read_from_what_installers_leave(text: str, version: str | None, tmp_path: Path) -> None:
     (tmp_path / "info").write_text(text)
-    assert _version_in(tmp_path / "info") == version
+    assert version_in(tmp_path / "info") == version
 
 
 @pytest.mark.parametrize(
@@ -161,10 +161,10 @@ def test_versions_are_read_from_what_installers_leave(text: str, version: str | 
     ],
 )
 def test_cann_is_found_by_any_file_of_its_packages(file: str, tmp_path: Path) -> None:
-    assert _cann_version({"ASCEND_HOME_PATH": str(tmp_path)}) is None
+    assert installed_cann({"ASCEND_HOME_PATH": str(tmp_path)}) is None
     (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text("version=9.1.0\n")
-    assert _cann_version({"ASCEND_HOME_PATH": str(tmp_path)}) == "9.1.0"
+    assert installed_cann({"ASCEND_HOME_PATH": str(tmp_path)}) == "9.1.0"
 
 
 def test_a_torch_npu_that_sets_its_autoload_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_a_torch_npu_that_sets_its_autoload_leaves_no_trace(tmp_path: Path, monk
         monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
         if before is not None:
             monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", before)
-        _import_torch(examination)
+        import_torch(examination)
         assert "torch_npu" in sys.modules and not examination.import_errors
         assert os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == before
     del sys.modules["torch_npu"]  # not by monkeypatch, which would bring it back

@@ -500,6 +500,6 @@ def test_one_that_refuses_such_a_model_is_passed_over(monkeypatch: pytest.Monkey
 
 def test_a_lost_device_ends_the_probing_process() -> None:
     """Here one that cannot give back what it has computed."""
-    code = "import torch; from kernels.probe.child import _require_alive as ask; ask(torch.device({!r}))"
+    code = "import torch; from kernels.probe.child import require_alive as ask; ask(torch.device({!r}))"
     ends = [subprocess.run([sys.executable, "-c", code.format(name)], cwd=ROOT).returncode for name in ("cpu", "meta")]
     assert ends == [0, DEVICE_IS_LOST]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from service.first_host.capture import _one_layer
+from service.first_host.capture import one_layer
 from service.first_host.plan import EVERYWHERE, STEPS
 from service.first_host.profiles import figures_of_table
 from service.models.config_json import read_config
@@ -85,7 +85,7 @@ def test_one_layer_is_the_first_with_attention(tmp_path: Path) -> None:
     for name, family, num_layers in (("llama", "llama", 1), ("hybrid", "lfm2", 2)):
         whole, one = make_tiny_model(family, tmp_path / name), tmp_path / f"{name}-one"
         one.mkdir()
-        assert _one_layer(whole, one) == num_layers - 1
+        assert one_layer(whole, one) == num_layers - 1
         spec = model_spec(read_config(one))
         assert spec.num_layers == num_layers and len(spec.attentions) == 1
         load_model(one, dtype="auto", device="cpu")

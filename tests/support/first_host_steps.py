@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-from service.cli import _parser
+from service.cli import make_parser
 from service.first_host import supervise
 from service.first_host.command import first_host
 from service.first_host.plan import Step
@@ -137,7 +137,7 @@ def main() -> int:
         )
         for name in sys.argv[1].split(",")
     ]
-    return first_host(_parser().parse_args(["first-host", *sys.argv[2:]]), steps)
+    return first_host(make_parser().parse_args(["first-host", *sys.argv[2:]]), steps)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from service.engine.client import EngineClient
 from service.engine.config import EngineOptions
 from service.engine.messages import Finished, Ready, Submit, Tokens
 from service.engine.streams import TokenStream
-from service.serve import _make_server, listen
+from service.serve import listen, make_server
 from service.settings import load_settings
 from service.text.tokenizer import TextTokenizer
 from tests.support.limits import LIMIT_SECONDS
@@ -101,7 +101,7 @@ def scripted_server(model_dir: Path, store_dir: Path, **settings: Any) -> Iterat
     made = load_settings(model_dir=model_dir, store_dir=store_dir, adapter_row_bytes=0, **settings)
     tokenizer = TextTokenizer.load(model_dir)
     engine = ScriptedEngine(made.engine_options(), tokenizer, tokenizer.vocab_size)
-    server = _make_server(create_app(made, engine), made)
+    server = make_server(create_app(made, engine), made)
     with listen("127.0.0.1", 0) as listener:
         url = "http://{}:{}/v1".format(*listener.getsockname())
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
