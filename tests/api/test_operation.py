@@ -286,6 +286,8 @@ class TestMetrics:
             assert server.metric(name) > 0
         for name in ("kv_blocks_total", "state_lines_total", "adapter_rows_total", "adapter_loads_total", "engine_up"):
             assert server.metric(name) > 0
+        assert server.metric("engine_steps_eager_total", reason="no graphs on cpu") > 0
+        assert server.metric("engine_steps_replayed_total") == 0
         assert server.metric("adapters", tier="store") >= len(ADAPTERS)
         assert server.metric("http_requests_total", route="/v1/completions/batch", status="200") > 0
 
@@ -300,12 +302,13 @@ class TestLivesOfTheEngine:
         totals = dict.fromkeys(("kv_blocks_total", "state_lines_total", "rows_total", "row_bytes_total"), 9)
         counters = dict.fromkeys(
             ("num_preemptions", "num_adapter_loads", "num_adapter_evictions", "num_lora_op_calls"), num_steps
-        ) | dict.fromkeys(("num_kernel_variants", "num_kernel_variants_after_ready"), num_steps)
+        ) | dict.fromkeys(("num_kernel_variants", "num_kernel_variants_after_ready", "num_steps_replayed"), num_steps)
         return Stats(
             **gauges,
             **totals,
             **counters,
             num_steps=num_steps,
+            num_steps_eager={"asked for": num_steps},
             num_adapters_on_device=1,
             num_adapters_on_host=2,
             steps=((4, 2, 1, 1.5),),
@@ -337,12 +340,14 @@ class TestLivesOfTheEngine:
         metrics = Metrics("base")
         counters = (
             *("engine_steps", "preemptions", "adapter_loads", "adapter_evictions", "lora_op_calls"),
-            *("kernel_variants_compiled", "kernel_variants_compiled_after_ready"),
+            *("kernel_variants_compiled", "kernel_variants_compiled_after_ready", "engine_steps_replayed"),
         )
         for life, num_steps, total in ((0, 10, 10), (0, 12, 12), (1, 3, 15), (1, 20, 32), (3, 1, 33)):
             metrics.take_stats(self.stats(num_steps), life)
             metrics.show_engine(self.stats(num_steps), life)
-            assert {self.shown(metrics)[f"{name}_total"] for name in counters} == {total}
+            shown = self.shown(metrics)
+            assert {shown[f"{name}_total"] for name in counters} == {total}
+            assert shown["engine_steps_eager_totalasked for"] == total
 
     def test_restarts_are_those_of_the_client_also_of_engines_that_never_got_ready(self) -> None:
         metrics = Metrics("base")
