@@ -20,7 +20,7 @@ from service.engine.build import build_engine
 from service.engine.client import EngineClient
 from service.engine.config import EngineConfig
 from service.engine.messages import Finished, Stats, Tokens
-from service.engine.streams import EngineDied
+from service.engine.streams import EngineDied, TokenStream
 from service.engine.wire import frame
 from tests.support.engine_process import (
     collect,
@@ -221,14 +221,14 @@ class TestRestarts:
     def test_a_fault_of_our_own_is_told_and_the_server_can_still_end(
         self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def fail(_client: EngineClient, _message: object) -> None:
+        def fail(_stream: TokenStream, _message: object) -> None:
             raise RuntimeError("nobody thought of this")
 
         async def drive() -> None:
             started = noted_engines(monkeypatch)
             async with running_client(config) as client:
                 (process,) = started
-                monkeypatch.setattr(EngineClient, "_take", fail)
+                monkeypatch.setattr(TokenStream, "push", fail)
                 _, ended = await soon(collect(client.submit(request("r"))))
                 assert isinstance(ended, EngineDied)
                 await until(lambda: client.state == "down")

@@ -113,11 +113,27 @@ def test_launches_that_an_npu_would_fail_on_are_refused(monkeypatch: pytest.Monk
         ascend_runtime.check_launch((1,), {"x_ptr": tensor})
 
 
-CLAIM = """
-import os, sys
+MADE_UP_NPU = """
+import logging, os, sys, types
 from kernels import ascend_runtime
-ascend_runtime.cann_version = lambda: sys.argv[1]
-ascend_runtime._claim_cache()
+from kernels.platform import prepare
+logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+npu = types.SimpleNamespace(
+    is_available=lambda: True,
+    set_device=lambda device: None,
+    set_compile_mode=lambda jit_compile: None,
+    conv=types.SimpleNamespace(allow_hf32=True),
+    utils=types.SimpleNamespace(get_cann_version=lambda module: os.environ.get("CANN", "9.1.0")),
+)
+binding = types.SimpleNamespace(_npu_getCurrentRawStreamNoWait=lambda device: 40 + device)
+environment = types.SimpleNamespace(npu=npu, __version__="2.13.0", _C=binding)
+ascend_runtime.torch_npu = lambda: environment
+"""
+
+CLAIM = f"""
+{MADE_UP_NPU}
+ascend_runtime.triton_fault = lambda: None
+prepare("npu:0")
 print(os.environ["TRITON_CACHE_DIR"], flush=True)
 sys.stdin.read()
 """
@@ -125,12 +141,13 @@ sys.stdin.read()
 
 def _claimant(root: Path, cann: str = "9.1.0", **environ: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", CLAIM, cann],
+        [sys.executable, "-c", CLAIM],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
-        env={**os.environ, "TRITON_CACHE_DIR": str(root), **environ},
+        # Launches that pass the queue need no driver, which is not here.
+        env={**os.environ, "TRITON_CACHE_DIR": str(root), "CANN": cann, "TRITON_ENABLE_TASKQUEUE": "0", **environ},
     )
 
 
@@ -156,21 +173,8 @@ def test_a_process_that_is_started_by_another_uses_its_cache(tmp_path: Path) -> 
         assert _claimed(child) == str(tmp_path)
 
 
-PREPARE = """
-import logging, sys, types
-from kernels import ascend_runtime
-from kernels.platform import prepare
-logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
-npu = types.SimpleNamespace(
-    is_available=lambda: True,
-    set_device=lambda device: None,
-    set_compile_mode=lambda jit_compile: None,
-    conv=types.SimpleNamespace(allow_hf32=True),
-    utils=types.SimpleNamespace(get_cann_version=lambda module: "9.1.0"),
-)
-binding = types.SimpleNamespace(_npu_getCurrentRawStreamNoWait=lambda device: 40 + device)
-environment = types.SimpleNamespace(npu=npu, __version__="2.13.0", _C=binding)
-ascend_runtime.torch_npu = lambda: environment
+PREPARE = f"""
+{MADE_UP_NPU}
 prepare("npu:0")
 print("prepared")
 if sys.argv[1:]:
