@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,30 +22,43 @@ def no_wait_for_the_replay_before(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(NpuGraphs, "note_replay", lambda _self: None)
 
 
-def an_event_before_the_replay(patch: pytest.MonkeyPatch) -> None:
-    def replay(self: Any) -> None:
-        self._graphs.note_replay()
-        self._graph.replay()
+def around(patch: pytest.MonkeyPatch, wrap: Callable[[Any, NpuGraphs], Any]) -> None:
+    """Have each captured graph be what `wrap` makes of it."""
+    capture = NpuGraphs.capture
+    patch.setattr(NpuGraphs, "capture", lambda graphs, work: wrap(capture(graphs, work), graphs))
 
-    patch.setattr(NpuGraph, "replay", replay)
+
+def an_event_before_the_replay(patch: pytest.MonkeyPatch) -> None:
+    def wrap(graph: Any, graphs: NpuGraphs) -> Any:
+        def replay() -> None:
+            graphs.note_replay()
+            before = graphs.replayed
+            graph.replay()
+            graphs.replayed = before
+
+        return SimpleNamespace(update=graph.update, replay=replay)
+
+    around(patch, wrap)
 
 
 def an_event_of_this_graph_s_own_replays_alone(patch: pytest.MonkeyPatch) -> None:
     """Which overtakes nothing: that test below shows that not every change is called a fault."""
-    update = NpuGraph.update
 
-    def own(self: Any, batch: Any) -> None:
-        shared, self._graphs.replayed = self._graphs.replayed, getattr(self, "own", None)
-        update(self, batch)
-        self._graphs.replayed = shared
+    def wrap(graph: Any, graphs: NpuGraphs) -> Any:
+        own: list[Any] = [None]
 
-    def replay(self: Any) -> None:
-        self._graph.replay()
-        self._graphs.note_replay()
-        self.own = self._graphs.replayed
+        def update(batch: Any) -> None:
+            shared, graphs.replayed = graphs.replayed, own[-1]
+            graph.update(batch)
+            graphs.replayed = shared
 
-    patch.setattr(NpuGraph, "update", own)
-    patch.setattr(NpuGraph, "replay", replay)
+        def replay() -> None:
+            graph.replay()
+            own.append(graphs.replayed)
+
+        return SimpleNamespace(update=update, replay=replay)
+
+    around(patch, wrap)
 
 
 def a_replay_without_its_update(patch: pytest.MonkeyPatch) -> None:
