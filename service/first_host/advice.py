@@ -9,6 +9,9 @@ from service.first_host.plan import STEPS
 
 # A trial's steps must be shorter by more than they vary from run to run.
 MIN_GAIN = 0.03
+_FAILED = ("failed", "crashed", "timed out")
+# Of steps with graphs or without: where one captured layer has failed, nobody asks how fast they are.
+_TRIALS_OF_CAPTURE = ("setting-npu-graphs", "setting-eager")
 
 
 def conclude(report: FirstHostReport) -> None:
@@ -17,7 +20,7 @@ def conclude(report: FirstHostReport) -> None:
     report.faults = list(_faults(report))
     num = {status: sum(step.status == status for step in report.steps) for status in ("ok", "not run")}
     num_all = sum(step.status != "not applicable" for step in report.steps)
-    bad = [step.name for step in report.steps if step.status in ("failed", "crashed", "timed out", "running")]
+    bad = [step.name for step in report.steps if step.status in (*_FAILED, "running")]
     said = [f"{num['ok']} of {num_all} steps have an answer"]
     if bad:
         said.append(f"{len(bad)} failed ({', '.join(bad)})")
@@ -42,17 +45,22 @@ def _settings(report: FirstHostReport) -> Iterator[Setting]:
 def _trials(report: FirstHostReport) -> Iterator[Setting]:
     """Settings that were tried, against the same load without them."""
     shown = {step.name: step.title.removeprefix("Setting: ") for step in STEPS}
+    has_no_capture = _known(report, "capture").status in _FAILED
     for step in report.steps:
-        if not step.name.startswith("setting-") or step.status != "ok":
+        if not step.name.startswith("setting-") or (has_no_capture and step.name in _TRIALS_OF_CAPTURE):
+            continue
+        name = shown.get(step.name, step.title)
+        if step.status in _FAILED:
+            yield Setting(setting=f"not {name}", why=f"its trial {step.status}: {step.reason}")
+        if step.status != "ok":
             continue
         gains = {
             load: 1 - step.facts[f"{load}_ms"] / without
-            for load, without in _usual(report).items()
+            for load, without in _usual(report, step.facts.get("requests")).items()
             if step.facts.get(f"{load}_ms") and without
         }
         if not gains:
             continue
-        name = shown.get(step.name, step.title)
         sizes = {"many": "with most requests and adapters", "one": "with one of each"}
         told = " and ".join(
             f"{abs(gain):.0%} {'shorter' if gain > 0 else 'longer'} {sizes[load]}" for load, gain in gains.items()
@@ -61,28 +69,27 @@ def _trials(report: FirstHostReport) -> Iterator[Setting]:
         yield Setting(setting=name if is_better else f"not {name}", why=f"decode steps were {told}")
 
 
-def _usual(report: FirstHostReport) -> dict[str, float | None]:
-    """Milliseconds of the decode steps that trials are compared with: most requests and adapters, and one of each."""
+def _usual(report: FirstHostReport, num_requests: int | None) -> dict[str, float | None]:
+    """Milliseconds of the decode steps that a trial is compared with: of as many requests as it had, with most
+    adapters, where there was time for these; and of one of each."""
     loads = _known(report, "serving").facts.get("loads", [])
     by_size = {(load["requests"], load["adapters"]): load["ms_per_token"] for load in loads}
-    most = max((size for size in by_size if size[1] > 1), default=(0, 0))
+    most = max((size for size in by_size if size[0] == num_requests and size[1] > 1), default=(0, 0))
     return {"many": by_size.get(most), "one": by_size.get((1, 1))}
 
 
 def _capture(report: FirstHostReport) -> Iterator[Setting]:
+    """What follows from a captured layer that failed; whether capture pays, its trial says."""
     step = _known(report, "capture")
-    if report.device_type == "npu" and step.status == "ok":
-        yield Setting(setting="--npu-graphs true", why="captured steps of one layer gave what eager ones give")
-    elif report.device_type == "npu" and step.status in ("failed", "crashed", "timed out"):
-        yield Setting(setting="not --npu-graphs true", why=f"one captured layer {step.status}: {step.reason}")
-    elif report.device_type == "cuda" and step.status in ("failed", "crashed", "timed out"):
-        yield Setting(setting="--eager true", why=f"one captured layer {step.status}: {step.reason}")
+    unset = {"npu": "not --npu-graphs true", "cuda": "--eager true"}.get(report.device_type)
+    if unset is not None and step.status in _FAILED:
+        yield Setting(setting=unset, why=f"one captured layer {step.status}: {step.reason}")
 
 
 def _faults(report: FirstHostReport) -> Iterator[Fault]:
     """Errors and warnings of all steps, worst first, and steps without an answer."""
     for step in report.steps:
-        if step.status in ("failed", "crashed", "timed out"):
+        if step.status in _FAILED:
             how = {"failed": "failed", "crashed": "crashed", "timed out": "ran out of time"}[step.status]
             yield Fault(
                 step=step.name,

@@ -40,6 +40,7 @@ def try_setting(host: StepHost) -> None:
     """Decode steps of 64 requests with as many adapters, and of one request. `advice.py` compares them with those of
     `time_per_token`."""
     subject, num_requests = _subject(host)
+    host.facts(requests=num_requests[-1])
     for name, number, adapters in (("many", num_requests[-1], NUM_ADAPTERS[-1]), ("one", 1, 1)):
         host.tell(f"{number} requests, {adapters} adapters")
         host.facts(**{f"{name}_ms": _figures(subject, number, adapters)["ms_per_token"], **_captured(subject)})
