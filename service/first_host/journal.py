@@ -83,10 +83,15 @@ def opened(directory: Path) -> Iterator[Journal]:
             ) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise JournalError(
                 f"Another multilora first-host is at work on {directory}; wait for its end. Two at a time would spoil "
                 "each other's times."
+            ) from error
+        except OSError as error:
+            raise JournalError(
+                f"The report's directory {directory} cannot be locked: {error.strerror}; name another --report-dir, on "
+                "a disk of this machine."
             ) from error
         yield Journal(directory)
     finally:

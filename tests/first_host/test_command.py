@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import re
@@ -11,9 +13,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from service.first_host.journal import JournalError, opened
 from tests.support.first_host_steps import MAX_FILE_BYTES, MEETING, NO_TEMPORARY_FILES
 from tests.support.limits import LIMIT_SECONDS
 
@@ -170,6 +174,13 @@ def test_two_at_a_time_are_refused(meeting: Meeting) -> None:
         assert err.startswith("multilora: Another multilora first-host is at work on first-host; wait for its end.")
         command.kill()
         command.communicate(timeout=LIMIT_SECONDS)
+
+
+def test_a_directory_that_cannot_be_locked_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network's disk without locks: nobody else is at work on it."""
+    monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    with pytest.raises(JournalError, match="cannot be locked: No locks available"), opened(tmp_path):
+        pass
 
 
 def test_a_disk_that_is_full_leaves_the_report_as_it_was(meeting: Meeting) -> None:
