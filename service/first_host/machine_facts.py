@@ -9,6 +9,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,13 @@ from service.child_process import child_environment
 from service.first_host.step_process import StepFailed, StepHost
 
 _TOOLS = {"npu": ("npu-smi", "info"), "cuda": ("nvidia-smi",)}
+_DEVICES = Path("/dev")
 _NODES = {
     "npu": ("davinci[0-9]*", "davinci_manager", "devmm_svm", "hisi_hdc"),
     "cuda": ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm"),
 }
 _TOOL_SECONDS = 15.0
+_ADD_SECONDS = 30.0
 # The image's user, the usual first one of a machine, and root.
 _USERS = (10001, 1000, 0)
 _INSTALL_INFO = Path("/etc/ascend_install.info")
@@ -42,9 +45,22 @@ def environment(host: StepHost) -> None:
         host.facts(**{section.name if section.name != "device" else "chip": section.facts})
         for finding in section.findings:
             host.find(finding.level, finding.code, finding.message, finding.cure)
+    if host.options["device"] == "auto" and host.device_type == "cpu":
+        _look_for_devices(host)
     tool = _TOOLS.get(host.device_type)
     if tool is not None:
         host.facts(**{tool[0].replace("-", "_"): _said_by(tool)})
+
+
+def _look_for_devices(host: StepHost) -> None:
+    """Those that nobody asked for by name, and torch does not see: what is wrong with one, its own steps tell."""
+    for kind, (numbered, *_) in _NODES.items():
+        if found := sorted(path.name for path in _DEVICES.glob(numbered)):
+            host.find(
+                "warning", "device-not-seen",
+                f"torch does not see the device of {_DEVICES / found[0]}, so the CPU was looked at.",
+                f"Run the command again with --device {kind} and another --report-dir: it says what is wrong.",
+            )  # fmt: skip
 
 
 def permissions(host: StepHost) -> None:
@@ -53,7 +69,9 @@ def permissions(host: StepHost) -> None:
     Root tries it as other users too, each with and without the group of the device nodes: what a container's
     `--group-add` does.
     """
-    nodes = sorted(node for pattern in _NODES[host.device_type] for node in Path("/dev").glob(pattern))
+    # A device may let each of those who try wait to the end, and what it means for this user must be told all the same.
+    until = time.monotonic() + host.limit_seconds - 1.5 * _ADD_SECONDS
+    nodes = sorted(node for pattern in _NODES[host.device_type] for node in _DEVICES.glob(pattern))
     host.facts(
         uid=os.getuid(),
         gid=os.getgid(),
@@ -65,6 +83,9 @@ def permissions(host: StepHost) -> None:
     node_groups = sorted({path.stat().st_gid for path in nodes} - {0})
     tried: list[dict[str, Any]] = []
     for uid, groups in _users(node_groups):
+        if tried and time.monotonic() > until:
+            host.facts(not_tried="further users: there was no time")
+            break
         host.tell(f"adding on {host.device} as user {os.getuid() if uid is None else uid}")
         tried.append({"user": os.getuid() if uid is None else uid, "groups": [_group(gid) for gid in groups],
                       **_try_to_add(host.device, uid, groups)})  # fmt: skip
@@ -105,12 +126,12 @@ def _try_to_add(device: str, uid: int | None, groups: Sequence[int]) -> dict[str
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_TOOL_SECONDS * 2,
+            timeout=_ADD_SECONDS,
             check=False,
             **as_user,
         )
     except subprocess.TimeoutExpired:
-        return {"works": False, "said": f"did not end within {_TOOL_SECONDS * 2:.0f} s"}
+        return {"works": False, "said": f"did not end within {_ADD_SECONDS:.0f} s"}
     except (OSError, subprocess.SubprocessError) as error:
         return {"works": False, "said": f"could not be started ({error})"}
     said = (done.stdout if done.returncode == 0 else done.stderr).strip().rpartition("\n")[2]
