@@ -9,7 +9,6 @@ here. Nothing needs to be put away on kill -9: the engine only reads the store.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import logging
 import os
@@ -26,6 +25,7 @@ import msgspec
 from adapters.errors import AdapterError
 from kernels.probe.probe_process import ProbeProcess
 from service import logs
+from service.child_process import die_with_parent
 from service.engine.config import EngineOptions
 from service.engine.cpu_threads import DecodeStep, choose_num_threads
 from service.engine.messages import Ask, Drain, Fatal, Finished, FromEngine, Sampling, Stats, Submit, ToEngine
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("multilora.engine")
 
-_PR_SET_PDEATHSIG = 1
 TRIM_INTERVAL_SECONDS = 5.0
 SHUTTING_DOWN = "The server is shutting down."
 
@@ -138,7 +137,7 @@ class EngineProcess:
 
 def main() -> int:
     """Returns the exit code."""
-    _die_with_parent()
+    die_with_parent()  # on other systems the socket tells of its end
     keep_freed_memory()
     bound_product_caches()
     for ignored in (signal.SIGINT, signal.SIGTERM):
@@ -255,12 +254,6 @@ def _read(side: EngineSide, inbox: queue.SimpleQueue[list[ToEngine]], wake: list
         for event in wake:
             event.set()
     os._exit(0)
-
-
-def _die_with_parent() -> None:
-    """Ask Linux to kill this process when the thread that started it ends; other systems have the socket only."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,13 @@ from kernels.platform import IMPLEMENTATIONS, detect, in_use, install, prepare
 from kernels.probe.lora_cases import linear
 from kernels.probe.place import Place
 from kernels.probe.shapes import ProbeShapes
+from service.child_process import die_with_parent
 from service.models.config_json import read_config
 from service.models.families import model_spec
 
 
 def main(device_name: str, model_dir: str) -> None:
+    die_with_parent()
     prepare(device_name)
     detect(device_name)
     device = torch.device(device_name)

@@ -7,9 +7,11 @@ import sys
 import torch
 
 from kernels.platform import detect, prepare
+from service.child_process import die_with_parent
 
 
 def main(device: str) -> None:
+    die_with_parent()
     prepare(device)
     detect(device)
     ones = torch.ones(16, device=device)

@@ -5,24 +5,22 @@ Reads one JSON request from stdin, and writes to the descriptor one JSON line fo
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import logging
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
+from service.child_process import die_with_parent
 from service.doctor.report import Level
 
 if TYPE_CHECKING:
     from service.engine.config import EngineOptions
 
-_PR_SET_PDEATHSIG = 1
 _MAX_SENTENCE_CHARACTERS = 500
 
 
@@ -77,8 +75,7 @@ class StepHost:
 
 def main() -> int:
     """The exit code."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     request = json.load(sys.stdin)
     os.set_inheritable(int(sys.argv[1]), False)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING)

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -140,6 +141,19 @@ def test_a_killed_command_is_resumed(meeting: Meeting) -> None:
     assert [step["status"] for step in meeting.report["steps"]] == ["ok", "ok"]
     assert (meeting.directory / "begun").read_text().split() == ["works", "waits", "waits"]
     assert meeting.step("waits")["facts"] == {"answer": 43}
+
+
+def test_a_killed_command_leaves_no_launch_behind(meeting: Meeting) -> None:
+    """Which is a process of the step's, and has the device."""
+    config = meeting.directory / "model" / "config.json"
+    config.parent.mkdir()
+    os.mkfifo(config)
+    with meeting.start("launches") as command, config.open("w") as writer:  # open once the launch reads its model
+        command.kill()
+        reader = select.poll()
+        reader.register(writer, 0)
+        assert reader.poll(LIMIT_SECONDS * 1000) == [(writer.fileno(), select.POLLERR)]  # it is gone
+        command.communicate(timeout=LIMIT_SECONDS)
 
 
 def test_a_step_that_always_kills_the_command_is_passed_over(meeting: Meeting) -> None:

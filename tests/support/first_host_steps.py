@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -94,6 +95,13 @@ def always_waits(host: StepHost) -> None:
         gate.flush()
         os.read(os.pipe()[0], 1)
     host.facts(answer=44)
+
+
+def launches(host: StepHost) -> None:
+    """The LoRA kernels' first launch, of a model whose config.json is a named pipe."""
+    from service.first_host.kernel_steps import triton
+
+    triton(replace(host, options={**host.options, "model_dir": str(_meeting() / "model")}))
 
 
 def _meeting() -> Path:
