@@ -20,8 +20,8 @@ from service.engine.engine import Engine
 from service.engine.step_sizes import StepSizes
 from tests.ascend.twin.install import npu_path
 from tests.ascend.twin.test_service import SIZES, config
-from tests.support.engine_parity import BASE, Request, World, build_engine, make_world
-from tests.support.replay import TwinGraphs
+from tests.support.engine_parity import BASE, Request, World, build_engine, make_world, run_engine
+from tests.support.replay import TwinGraph, TwinGraphs
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # Triton's interpreter
 
@@ -141,8 +141,9 @@ def test_steps_are_not_padded_unless_they_are_captured(world: World) -> None:
                 assert sizes == exact[step]
         decode = next(sizes for sizes, _ in eager if sizes.all_decode and sizes.num_tokens == 3)
         assert engine.runner.padded(decode).num_tokens == 4
-        engine.runner.captured._reason = UPDATE_FAILED
-        engine.runner.captured._captured.clear()
+        with mock.patch.object(TwinGraph, "update", side_effect=RuntimeError("planted")):
+            run_engine(engine, [Request("last", BASE, (5,), 3).submit(world)])
+        assert engine.runner.captured.eager[UPDATE_FAILED] == 2
         assert engine.runner.padded(decode) == decode
         engine.close()
         other.close()
