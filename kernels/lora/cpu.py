@@ -172,9 +172,13 @@ def _plan(maps: LoraMaps, stack: LoraStack, s: int) -> CpuPlan:
     of_places = plans.get("of_places")
     if of_places is None:
         of_places = plans["of_places"] = itemgetter(*(segment.place for segment in maps.segments))
+    group = plans.get(stack.group)
+    if group is None:  # adapters mostly have the same rows in all groups, which then divide alike
+        first_rows = tuple([segment.first_rows[stack.group] for segment in maps.segments])
+        group = plans[stack.group] = plans.setdefault(first_rows, stack.group)
     a, b = stack.a[s], stack.b[s]
     ranks, scalings = stack.host_ranks[s], stack.host_scalings[s]
-    wanted = (stack.group, a.shape[0], of_places(ranks), of_places(scalings))
+    wanted = (group, a.shape[0], of_places(ranks), of_places(scalings))
     # Pairs hold products in float32, as the activations are.
     num_columns = a.shape[1] + b.shape[1] if b.dtype == torch.float32 else None
     plan: CpuPlan | None = plans.get((wanted, num_columns))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -132,6 +134,31 @@ def test_rows_that_nobody_asked_for_are_not_read(in_features: int, width: int, r
     ops.lora_linear(now.x, out, now.stack, maps)
     assert_right(out, expected_linear(now), now, now.out)
     assert torch.isfinite(out).all()
+
+
+def test_groups_in_which_the_rows_stand_alike_are_divided_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups 0 and 1; in group 2 each adapter's rows begin 16 later."""
+    step = make_step(Case(64, (32,), ((4, 8, 16, 300),), (1, 2, 1, 3), num_base_tokens=1))
+    moved = replace(
+        step.stack,
+        group=2,
+        a=tuple(rows.roll(16, 0) for rows in step.stack.a),
+        b=tuple(rows.roll(16, 0) for rows in step.stack.b),
+        kept={},
+    )
+    segments = tuple(
+        replace(one, first_rows=(first_row, first_row, first_row + 16))
+        for one in step.maps.segments
+        for first_row in one.first_rows
+    )
+    maps = replace(step.maps, segments=segments)
+    planned = Mock(wraps=make_plan)
+    monkeypatch.setattr(cpu, "make_plan", planned)
+    for stack in (step.stack, replace(step.stack, group=1, kept={}), moved, step.stack):
+        out = step.out.clone()
+        ops.lora_linear(step.x, out, stack, maps)
+        assert_right(out, expected_linear(step), step, step.out)
+    assert planned.call_count == 2
 
 
 def test_an_adapter_without_finite_values_spoils_its_own_tokens_alone() -> None:
