@@ -26,7 +26,10 @@ EQUIVALENT |= {
 }
 EQUIVALENT |= {
     (function, "end < stop", "end <= stop"): "one more round for a segment without tokens, in which all is masked"
-    for function in ("lora_shrink_few", "lora_expand_few", "lora_expand_many", "lora_expand_window_few")
+    for function in (
+        *("lora_shrink_few", "lora_expand_few", "lora_shrink_many", "lora_expand_many"),
+        "lora_expand_window_few",
+    )
 }
 EQUIVALENT |= {
     (function, "tl.minimum(begin + T, num_tokens)", "begin + T"): (
@@ -40,6 +43,9 @@ EQUIVALENT |= {
     )
     for function in ("lora_shrink_few", "lora_shrink_many")
 }
+EQUIVALENT["rows_of", "tl.maximum(first_row, 0)", "first_row"] = (
+    "where the first row is negative the rank is 0, and no kernel uses an address of rows that it has not"
+)
 EQUIVALENT["lora_expand_few", "tl.cast(t, tl.int64)", "t"] = (
     "of the tokens of a group, at most 16, whose rows 32 bits count from the first one's"
 )
@@ -65,6 +71,9 @@ EQUIVALENT |= {
         ),
     )
 }
+EQUIVALENT["_copy_state", "tl.maximum(token, 0)", "token"] = (
+    "a token before the first one is no input, and nothing of its load is inside the mask"
+)
 EQUIVALENT |= {
     (function, "tl.cast(first_token, tl.int64)", "first_token"): (
         "of a step's tokens, whose rows of queries, keys and values, and of outputs, 32 bits count by far"
@@ -103,6 +112,14 @@ EQUIVALENT_IN: dict[tuple[str, str, str, str], str] = {
         "out_rows = out_ptr + tl.cast(begin + group, tl.int64) * size + first_column",
     ): "a step's fresh output, of at most 64 tokens x size elements, which 32 bits count by far",
 }  # fmt: skip
+for _function in ("lora_expand_few", "lora_expand_window_few", "swiglu_window_few"):
+    EQUIVALENT_IN[_function, "end - begin", "end", "group_tokens = tl.where(is_summed, G, end - begin)"] = (
+        "a group of more tokens than there are: one group all the same, whose members are counted up to the last token"
+    )
+for _function in ("lora_shrink_few", "lora_shrink_many"):
+    EQUIVALENT_IN[_function, "part * R", "part", "if rank > part * R:"] = (
+        "the loop over the blocks of ranks is empty where the part's first one is behind the rank"
+    )
 for _name in ("cos", "sin"):
     _statement = f"{_name} = tl.load({_name}_ptr + angles + dim, mask=dim < HALF, other=0.0).to(tl.float32)[None, :]"
     _load = f"tl.load({_name}_ptr + angles + dim"
