@@ -3,8 +3,9 @@
 Three launches. `plan` counts the chunks of each sequence. `prepare` solves each chunk's recurrence as far as it can be
 without the state before it (see `any_device` for the source and for the exponentials that are taken). `scan` walks the
 chunks of a sequence with the state in registers. Grids follow from shapes alone, and nothing is read on the host.
-float32 throughout, but for the factors of products where inputs are of half precision: these are rounded to TF32, which
-has more digits than the inputs.
+float32 throughout, but for the factors of products where inputs are of half precision: these are TF32, which has more
+digits than the inputs. The tensor cores cut off the digits beyond, and all errors of a sum have one sign then, so
+`prepare` rounds its factors and what it leaves as factors to `scan`.
 """
 
 # Triton's functions are untyped.
@@ -46,6 +47,16 @@ def rows_and_norms(x_ptr, rows, columns, is_row, is_column, stride):
     x = tl.load(x_ptr + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
     squares = x.to(tl.float32) * x.to(tl.float32)
     return x, tl.rsqrt(tl.sum(squares, 1) + 1e-6)
+
+
+@triton.jit
+def as_factor(x, PRECISION: tl.constexpr):
+    """float32 x, which a product of that precision is to read, rounded to the digits that it does not cut off. By the
+    bits, and NaN as it is: the largest would become 0."""
+    if PRECISION == "tf32":
+        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x
 
 
 @triton.jit
@@ -161,15 +172,16 @@ def prepare_kernel(
     first_row = place * CHUNK
     q, q_norm = rows_and_norms(qkv_ptr + key_head * KEY_DIM, row, key, is_token, is_key, COLUMNS)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay * (q_norm * tl.rsqrt(KEY_DIM * 1.0))[:, None]
-    tl.store(scores_ptr + first_row * CHUNK + row[:, None] * CHUNK + row[None, :], scores)
-    inverse = inverse_of_one_and(changes, CHUNK, SIDE)
+    tl.store(scores_ptr + first_row * CHUNK + row[:, None] * CHUNK + row[None, :], as_factor(scores, PRECISION))
+    inverse = as_factor(inverse_of_one_and(changes, CHUNK, SIDE), PRECISION)
     v_ptr = qkv_ptr + FIRST_VALUE + head * VALUE_DIM + row[:, None] * COLUMNS + value[None, :]
     v = tl.load(v_ptr, mask=is_token[:, None] & is_value[None, :], other=0.0).to(tl.float32)
-    written = tl.dot(inverse, v * beta[:, None], input_precision=PRECISION)
+    written = tl.dot(inverse, as_factor(v * beta[:, None], PRECISION), input_precision=PRECISION)
     written_ptr += first_row * VALUE_DIM
     tl.store(written_ptr + row[:, None] * VALUE_DIM + value[None, :], written, mask=is_value[None, :])
     k = normed_rows(qkv_ptr + (KEY_HEADS + key_head) * KEY_DIM, row, key, is_token, is_key, COLUMNS)
-    erased = tl.dot(inverse, k * (beta * tl.exp(total))[:, None], input_precision=PRECISION)
+    k = as_factor(k * (beta * tl.exp(total))[:, None], PRECISION)
+    erased = as_factor(tl.dot(inverse, k, input_precision=PRECISION), PRECISION)
     erased_ptr += first_row * KEY_DIM
     tl.store(erased_ptr + row[:, None] * KEY_DIM + key[None, :], erased, mask=is_key[None, :])
 
@@ -282,7 +294,8 @@ def prefill_long(
         "VALUE_DIM": value_dim,
         "CHUNK": CHUNK,
         "BLOCK_K": max(16, triton.next_power_of_2(key_dim)),
-        "PRECISION": "tf32x3" if qkv.dtype == torch.float32 else "tf32",
+        # Triton's interpreter multiplies in float32, whatever it is asked for.
+        "PRECISION": "tf32" if qkv.is_cuda and qkv.dtype != torch.float32 else "tf32x3",
     }
     block_v = max(16, triton.next_power_of_2(value_dim))
     total, written, erased, scores = (

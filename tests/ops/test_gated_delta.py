@@ -22,7 +22,7 @@ from kernels.platform import IMPLEMENTATIONS, contract, detect, in_use, installe
 from tests.ops.test_lora_triton import run_compiling
 from tests.support.made_up_npu import made_up_npu
 from tests.support.triton_interpreter import multiply_bfloat16, round_bfloat16
-from tests.tolerances import OP
+from tests.tolerances import DELTA_STATE_RMS, OP
 
 # num_key_heads, num_value_heads, key_dim, value_dim: shared key heads, and sizes that are no powers of two.
 SIZES = [(2, 2, 16, 16), (2, 4, 8, 24), (1, 3, 20, 12)]
@@ -343,6 +343,21 @@ def test_correlated_keys_are_solved(device: str) -> None:
     found = gated_delta_prefill(*args, states, starts, line, new, query_starts=host_starts)
     torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-4)
     torch.testing.assert_close(states[4], expected_states[4], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.usefixtures("serving")
+def test_factors_are_rounded_where_errors_add_up(device: str) -> None:
+    """Keys alike and slow decay: were digits of factors cut off, all errors would have one sign."""
+    inputs = make_inputs((1, 2, 64, 64), 256, torch.bfloat16, device)
+    inputs.qkv[:, 64:128] = inputs.qkv[:1, 64:128] + 0.1 * inputs.qkv[:, 64:128]
+    inputs.a_log.fill_(-6.0)
+    starts, host_starts = starts_of([256], device)
+    args, line, new = inputs.part(slice(None)), ints([4], device), torch.tensor([False], device=device)
+    expected, found = inputs.states.clone(), inputs.states.clone()
+    reference.prefill(*args, expected, starts, line, new, None)
+    gated_delta_prefill(*args, found, starts, line, new, query_starts=host_starts)
+    error = (found[4] - expected[4]).square().mean().sqrt() / expected[4].square().mean().sqrt()
+    assert float(error) <= DELTA_STATE_RMS
 
 
 def test_nothing_is_compiled_after_warm_up(serving: str, device: str) -> None:
