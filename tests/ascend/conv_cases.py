@@ -14,6 +14,7 @@ from kernels.causal_conv1d.call import ConvLaunch, PrefillCall, UpdateCall
 from service.models.spec import ShortConvSpec
 from tests.ascend.far import far_apart
 from tests.ascend.gate.cases import MAX_TRAFFIC, Case, Launch
+from tests.ascend.gate.checks import MAX_SCALAR_LOADS
 from tests.support.conv_cases import randn
 from tests.support.conv_checks import serving
 from tests.support.published import spec_of
@@ -176,6 +177,7 @@ def prefill(
     num_cores: int = NUM_VECTOR_CORES,
     judge_traffic: bool = False,
     max_traffic: float = MAX_TRAFFIC,
+    max_scalar_loads: int | None = None,
     far: bool = False,
 ) -> Launch:
     """A prefill of sequences of these lengths, every second one with an initial state, two tokens of padding behind.
@@ -236,6 +238,7 @@ def prefill(
         MAPS,
         minimum_bytes=minimum if judge_traffic else None,
         max_traffic=max_traffic,
+        max_scalar_loads=max_scalar_loads,
         tolerance=OP[dtype],
         exact=frozenset({"states_ptr"}),
     )
@@ -301,6 +304,10 @@ _PREFILLS = {
     # Of 16 tokens; every second sequence has an old state, which the program of its first tile alone may touch.
     "sequences that begin with a tile": partial(prefill, 64, 4, (1, 2, 3), (16, 16, 40)),
     "qwen3.5": published(prefill, "Qwen3.5-0.8B", (1, 2), (9, 18)),
+    # As a step that is padded to more sequences; each of them would be a work item of the last tile.
+    "empty sequences behind the last token": partial(
+        prefill, 64, 4, (1, 2, *[0] * 30), (9, 18, *[0] * 30), max_scalar_loads=2 * MAX_SCALAR_LOADS
+    ),
     # Each program zeroes the rows of its own tile.
     "padding of several tiles": partial(prefill, 64, 4, (0, 2), (40, 8)),
     # A tile of 16 tokens reads three rows of the one before, and each core the taps. With 256 channels 1.12, with 128

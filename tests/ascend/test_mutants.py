@@ -105,6 +105,10 @@ MISSED = {
         found(window, "lora_expand_window_few", "tl.minimum(end - begin - group, group_tokens)", "end - begin - group"),
         "bytes moved",
     ),
+    "empty sequences behind the last token": (
+        conv, "empty sequences behind the last token",
+        found(conv, "conv_prefill", "tl.minimum(end_token, num_real_tokens)", "end_token"), "scalar loads of one core",
+    ),
 }  # fmt: skip
 
 

@@ -57,6 +57,9 @@ def check_scalars(launch: Launch, counts: simulator.Counts) -> None:
     loads = counts.largest(simulator.DEAREST_ITEM)
     if loads > MAX_SCALAR_LOADS:
         raise GateError(f"{loads} scalar loads for one work item; {MAX_SCALAR_LOADS} are allowed")
+    total = counts.largest_total("scalar_load_global:")
+    if launch.max_scalar_loads is not None and total > launch.max_scalar_loads:
+        raise GateError(f"{total} scalar loads of one core; {launch.max_scalar_loads} are allowed")
 
 
 def check_traffic(launch: Launch, counts: simulator.Counts) -> None:

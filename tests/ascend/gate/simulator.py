@@ -205,6 +205,11 @@ class Counts:
         """The largest of one count over all cores."""
         return max((counts[name] for counts in self.per_core.values()), default=0)
 
+    def largest_total(self, prefix: str) -> int:
+        """Of one core: the sum of all counts whose name begins with the prefix, of the core that has most."""
+        sums = (sum(n for key, n in one.items() if key.startswith(prefix)) for one in self.per_core.values())
+        return max(sums, default=0)
+
     def names(self, prefix: str) -> set[str]:
         """What follows the prefix in the names of counts that are not zero."""
         return {
