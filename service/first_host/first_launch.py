@@ -11,19 +11,21 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from kernels.platform import IMPLEMENTATIONS, detect, in_use, install, prepare
-from kernels.probe.lora_cases import linear
-from kernels.probe.place import Place
-from kernels.probe.shapes import ProbeShapes
 from service.child_process import die_with_parent
-from service.models.config_json import read_config
-from service.models.families import model_spec
 
 
 def main(device_name: str, model_dir: str) -> None:
     die_with_parent()
+    # Only now: with torch comes a device's own package, which takes seconds, and may not return.
+    import torch
+
+    from kernels.platform import IMPLEMENTATIONS, detect, in_use, install, prepare
+    from kernels.probe.lora_cases import linear
+    from kernels.probe.place import Place
+    from kernels.probe.shapes import ProbeShapes
+    from service.models.config_json import read_config
+    from service.models.families import model_spec
+
     prepare(device_name)
     detect(device_name)
     device = torch.device(device_name)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 
-import torch
-
-from kernels.platform import detect, prepare
 from service.child_process import die_with_parent
 
 
 def main(device: str) -> None:
     die_with_parent()
+    # Only now: with torch comes a device's own package, which takes seconds, and may not return.
+    import torch
+
+    from kernels.platform import detect, prepare
+
     prepare(device)
     detect(device)
     ones = torch.ones(16, device=device)

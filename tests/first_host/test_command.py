@@ -156,6 +156,22 @@ def test_a_killed_command_leaves_no_launch_behind(meeting: Meeting) -> None:
         command.communicate(timeout=LIMIT_SECONDS)
 
 
+def test_a_killed_command_leaves_no_addition_behind(meeting: Meeting) -> None:
+    """However early: torch, which brings the device's own package, is still being imported."""
+    planted = meeting.directory / "planted"
+    planted.mkdir()
+    (planted / "torch.py").write_text(
+        f"import os\ngate = open({str(meeting.directory / 'gate')!r}, 'w')\nprint('here', file=gate, flush=True)\n"
+        "os.read(os.pipe()[0], 1)\n"
+    )
+    paths = os.pathsep.join([str(planted), str(ROOT)])
+    with meeting.start("adds", PYTHONPATH=paths) as command, (meeting.directory / "gate").open() as gate:
+        assert gate.readline() == "here\n"
+        command.kill()
+        assert gate.read() == ""  # it is gone
+        command.communicate(timeout=LIMIT_SECONDS)
+
+
 def test_a_step_that_always_kills_the_command_is_passed_over(meeting: Meeting) -> None:
     for flags in ((), ("--resume",)):
         with meeting.start("always_waits,works", *flags) as command, (meeting.directory / "gate").open() as gate:

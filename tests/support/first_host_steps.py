@@ -104,6 +104,13 @@ def launches(host: StepHost) -> None:
     triton(replace(host, options={**host.options, "model_dir": str(_meeting() / "model")}))
 
 
+def adds(host: StepHost) -> None:
+    """One addition, on a device whose package waits for ever where it is imported."""
+    from service.first_host.machine_facts import permissions
+
+    permissions(replace(host, device="npu:0"))
+
+
 def _meeting() -> Path:
     return Path(os.environ[MEETING])
 
