@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from service.first_host.outcome import Fault, FirstHostReport, Outcome, Setting
+from service.first_host.outcome import FAILED, Fault, FirstHostReport, Outcome, Setting
 from service.first_host.plan import STEPS
 
 # A trial's steps must be shorter by more than they vary from run to run.
 MIN_GAIN = 0.03
-_FAILED = ("failed", "crashed", "timed out")
 # Of steps with graphs or without: where one captured layer has failed, nobody asks how fast they are.
 _TRIALS_OF_CAPTURE = ("setting-npu-graphs", "setting-eager")
 
@@ -20,7 +19,7 @@ def conclude(report: FirstHostReport) -> None:
     report.faults = list(_faults(report))
     num = {status: sum(step.status == status for step in report.steps) for status in ("ok", "not run")}
     num_all = sum(step.status != "not applicable" for step in report.steps)
-    bad = [step.name for step in report.steps if step.status in (*_FAILED, "running")]
+    bad = [step.name for step in report.steps if step.status in (*FAILED, "running")]
     said = [f"{num['ok']} of {num_all} steps have an answer"]
     if bad:
         said.append(f"{len(bad)} failed ({', '.join(bad)})")
@@ -31,7 +30,7 @@ def conclude(report: FirstHostReport) -> None:
 
 def _settings(report: FirstHostReport) -> Iterator[Setting]:
     needed = {step.name for step in STEPS if step.is_needed}
-    if any(step.status == "failed" and step.name in needed for step in report.steps):
+    if any(step.status in FAILED and step.name in needed for step in report.steps):
         return  # there is nothing to use them on
     if not any(step.status == "ok" for step in report.steps):
         return
@@ -45,12 +44,12 @@ def _settings(report: FirstHostReport) -> Iterator[Setting]:
 def _trials(report: FirstHostReport) -> Iterator[Setting]:
     """Settings that were tried, against the same load without them."""
     shown = {step.name: step.title.removeprefix("Setting: ") for step in STEPS}
-    has_no_capture = _known(report, "capture").status in _FAILED
+    has_no_capture = _known(report, "capture").status in FAILED
     for step in report.steps:
         if not step.name.startswith("setting-") or (has_no_capture and step.name in _TRIALS_OF_CAPTURE):
             continue
         name = shown.get(step.name, step.title)
-        if step.status in _FAILED:
+        if step.status in FAILED:
             yield Setting(setting=f"not {name}", why=f"its trial {step.status}: {step.reason}")
         if step.status != "ok":
             continue
@@ -82,14 +81,14 @@ def _capture(report: FirstHostReport) -> Iterator[Setting]:
     """What follows from a captured layer that failed; whether capture pays, its trial says."""
     step = _known(report, "capture")
     unset = {"npu": "not --npu-graphs true", "cuda": "--eager true"}.get(report.device_type)
-    if unset is not None and step.status in _FAILED:
+    if unset is not None and step.status in FAILED:
         yield Setting(setting=unset, why=f"one captured layer {step.status}: {step.reason}")
 
 
 def _faults(report: FirstHostReport) -> Iterator[Fault]:
     """Errors and warnings of all steps, worst first, and steps without an answer."""
     for step in report.steps:
-        if step.status in _FAILED:
+        if step.status in FAILED:
             how = {"failed": "failed", "crashed": "crashed", "timed out": "ran out of time"}[step.status]
             yield Fault(
                 step=step.name,

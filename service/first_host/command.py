@@ -20,7 +20,7 @@ import msgspec
 
 from service.first_host.advice import conclude
 from service.first_host.journal import Journal, JournalError, opened
-from service.first_host.outcome import ENDED, FirstHostReport, Outcome
+from service.first_host.outcome import ENDED, FAILED, FirstHostReport, Outcome
 from service.first_host.plan import EVERYWHERE, STEPS, Step
 from service.first_host.step_process import not_applicable_on
 from service.first_host.supervise import run_step
@@ -106,7 +106,7 @@ def _report(journal: Journal, settings: Settings, steps: Sequence[Step], *, is_r
     if [step.name for step in known.steps] != [step.name for step in steps]:
         raise _Refused(f"The report in {journal.directory} has other steps; name another --report-dir.")
     for index, (step, outcome) in enumerate(zip(steps, known.steps, strict=True)):
-        if step.is_needed and outcome.status == "failed":  # the host may have been mended since
+        if step.is_needed and outcome.status in FAILED:  # the host may have been mended since
             known.steps[: index + 1] = [Outcome(name=one.name, title=one.title, asks=one.asks)
                                         for one in steps[: index + 1]]  # fmt: skip
     return known
@@ -133,9 +133,10 @@ class _Run:
         self._journal.write(self._report)
         try:
             for number, (step, outcome) in enumerate(zip(self._steps, self._report.steps, strict=True), 1):
-                failed = self._failed_before(number - 1)
-                if outcome.status not in ENDED and failed and not self._is_elsewhere(step):
-                    outcome.status, outcome.reason = "not run", f"{failed} failed, without which there is no answer"
+                needed = self._failed_before(number - 1)
+                if outcome.status not in ENDED and needed and not self._is_elsewhere(step):
+                    outcome.status = "not run"
+                    outcome.reason = f"{needed.name} {needed.status}, without which there is no answer"
                 elif outcome.status not in ENDED:
                     self._one(step, outcome, f"[{number}/{len(self._steps)}] {step.name}")
         except KeyboardInterrupt:
@@ -152,10 +153,10 @@ class _Run:
         ended = [(step, outcome) for step, outcome in steps if outcome.num_begun and outcome.status in ENDED]
         return sum(max(step.limit_seconds * self._scale - outcome.seconds, 0.0) for step, outcome in ended)
 
-    def _failed_before(self, index: int) -> str | None:
-        """Name of a step before this one that it needs, and that has failed."""
+    def _failed_before(self, index: int) -> Outcome | None:
+        """A step before this one that it needs, and that has no answer."""
         before = zip(self._steps[:index], self._report.steps, strict=False)
-        return next((step.name for step, outcome in before if step.is_needed and outcome.status == "failed"), None)
+        return next((outcome for step, outcome in before if step.is_needed and outcome.status in FAILED), None)
 
     def _is_elsewhere(self, step: Step) -> bool:
         """Whether it is for other devices."""

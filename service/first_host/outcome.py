@@ -12,8 +12,10 @@ from service.doctor.report import Level, clean
 FORMAT = 1
 
 Status = Literal["not run", "running", "ok", "failed", "crashed", "timed out", "not applicable"]
+# Without the answer that was asked for, and why is told.
+FAILED: tuple[Status, ...] = ("failed", "crashed", "timed out")
 # After these a step has said all that it can say.
-ENDED: tuple[Status, ...] = ("ok", "failed", "crashed", "timed out", "not applicable")
+ENDED: tuple[Status, ...] = ("ok", *FAILED, "not applicable")
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):

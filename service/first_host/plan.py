@@ -22,7 +22,7 @@ class Step:
     devices        where it means something
     environment    variables that its process has beside the command's own
     options        fields of EngineOptions that it runs an engine with, beside the command's own
-    is_needed      where it fails no later step can have an answer, so none is run
+    is_needed      where it fails, crashes or does not end no later step can have an answer, so none is run
     """
 
     name: str

@@ -107,6 +107,24 @@ def test_without_a_device_that_can_be_used_the_rest_waits_until_that_is_mended(m
     assert (meeting.directory / "begun").read_text().split() == ["works", "works"], "what was found first is stale"
 
 
+@pytest.mark.parametrize(("needed", "status"), [("needed_aborts", "crashed"), ("needed_hangs", "timed out")])
+def test_a_device_that_kills_or_hangs_who_tries_it_is_tried_by_no_later_step(
+    meeting: Meeting, needed: str, status: str
+) -> None:
+    """Each of them would take all of its time. `--resume` begins with it again."""
+    with meeting.start(f"{needed},works") as command:
+        if needed == "needed_hangs":
+            assert (meeting.directory / "gate").read_text() == ""
+        command.communicate(timeout=LIMIT_SECONDS)
+    assert command.returncode == 1
+    assert [step["status"] for step in meeting.report["steps"]] == [status, "not run"]
+    assert meeting.step("works")["reason"] == f"{needed} {status}, without which there is no answer"
+    assert len(meeting.report["faults"]) == 1
+    if needed == "needed_aborts":
+        _, out, _ = meeting.run(f"{needed},works", "--resume")
+        assert f"[1/2] {needed}: crashed" in out
+
+
 def test_a_step_that_hangs_is_killed_with_all_that_it_started(meeting: Meeting) -> None:
     with meeting.start("hangs,works") as command, (meeting.directory / "gate").open() as gate:
         assert gate.read() == ""  # its writer, a process of the step's, is gone

@@ -67,6 +67,10 @@ def is_mended(_host: StepHost) -> None:
         raise StepFailed("The device cannot be used.")
 
 
+def needed_aborts(_host: StepHost) -> None:
+    os.abort()
+
+
 def hangs(host: StepHost) -> None:
     """With a process of its own that hangs too, and holds the pipe open; when both do, the step's time is over."""
     host.facts(before="kept")
@@ -76,6 +80,9 @@ def hangs(host: StepHost) -> None:
         other.stdout.readline()
         (_meeting() / "late").touch()
         host.tell("hangs")  # who waits for the step looks at the clock again
+
+
+needed_hangs = hangs
 
 
 def waits(host: StepHost) -> None:
@@ -148,7 +155,7 @@ def main() -> int:
             work=f"tests.support.first_host_steps:{name}",
             limit_seconds=float(os.environ.get("FIRST_HOST_LIMIT", "60")),
             devices=("npu",) if name == "fails_on_npu" else ("cpu", "cuda", "npu"),
-            is_needed=name == "is_mended",
+            is_needed=name in ("is_mended", "needed_aborts", "needed_hangs"),
         )
         for name in sys.argv[1].split(",")
     ]
