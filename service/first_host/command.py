@@ -31,12 +31,16 @@ from service.version import server_version
 MAX_BEGUN = 2
 MINUTES = 30.0
 BAD_INPUT, INTERRUPTED = 2, 130
+# Ctrl-C, the end of a container, and that of a terminal whose connection is lost.
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def first_host(arguments: argparse.Namespace, steps: Sequence[Step] = STEPS) -> int:
     """0: every step has its answer, and no fault was found; 1: there are faults; 2: nothing could be begun, or the
     report cannot be written; 130: interrupted."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a container's end is an interruption too
+    for ending in _ENDINGS:
+        if signal.getsignal(ending) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(ending, _interrupt)
     try:
         settings = _settings(arguments)
         with opened(arguments.report_dir) as journal:
@@ -45,6 +49,13 @@ def first_host(arguments: argparse.Namespace, steps: Sequence[Step] = STEPS) -> 
     except (JournalError, SettingsError, _Refused) as error:
         print(f"multilora: {error}", file=sys.stderr)
         return BAD_INPUT
+
+
+def _interrupt(_signal: int, _frame: object) -> None:
+    """Raise KeyboardInterrupt, once: what follows from it is not to be interrupted."""
+    for ending in _ENDINGS:
+        signal.signal(ending, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 class _Refused(Exception):

@@ -1,74 +1,20 @@
-"""`multilora first-host` with planted steps: whatever a step does, and whoever is killed, the report stays whole."""
+"""`multilora first-host` with planted steps: whatever a step does, the report stays whole."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import json
-import os
-import re
-import select
 import signal
-import subprocess
-import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 
 from service.first_host.journal import JournalError, opened
-from tests.support.first_host_steps import MAX_FILE_BYTES, MEETING, NO_TEMPORARY_FILES
+from tests.first_host.conftest import BUNDLED, Meeting
+from tests.support.first_host_steps import MAX_FILE_BYTES, NO_TEMPORARY_FILES
 from tests.support.limits import LIMIT_SECONDS
-
-ROOT = Path(__file__).resolve().parents[2]
-BUNDLED = ROOT / "service" / "bundled" / "base"
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """Where commands run, and meet the test."""
-
-    directory: Path
-
-    @property
-    def report(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.directory / "first-host" / "report.json").read_text())
-        return found
-
-    @property
-    def page(self) -> str:
-        return (self.directory / "first-host" / "report.html").read_text()
-
-    def step(self, name: str) -> dict[str, Any]:
-        return next(step for step in self.report["steps"] if step["name"] == name)
-
-    def start(self, steps: str, *flags: str, limit: str = "300", **environment: str) -> subprocess.Popen[str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("MULTILORA_")}
-        variables = {MEETING: str(self.directory), "PYTHONPATH": str(ROOT), "FIRST_HOST_LIMIT": limit, **environment}
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.support.first_host_steps", steps, "--device", "cpu", *flags],
-            cwd=self.directory,
-            env={**kept, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, steps: str, *flags: str, limit: str = "300", **environment: str) -> tuple[int, str, str]:
-        """Exit code, output, errors."""
-        with self.start(steps, *flags, limit=limit, **environment) as command:
-            out, err = command.communicate(timeout=LIMIT_SECONDS)
-        assert "Traceback" not in err, err
-        return command.returncode, out, err
-
-
-@pytest.fixture
-def meeting(tmp_path: Path) -> Meeting:
-    os.mkfifo(tmp_path / "gate")
-    (tmp_path / "begun").touch()
-    return Meeting(tmp_path)
 
 
 def test_a_step_that_fails_costs_no_other(meeting: Meeting) -> None:
@@ -140,78 +86,6 @@ def test_the_page_is_whole_and_shows_text_as_text(meeting: Meeting) -> None:
     assert meeting.page.startswith("<!doctype html>")
     assert "&lt;b&gt;bold&lt;/b&gt;" in meeting.page and "<b>bold" not in meeting.page
     assert "src=" not in meeting.page and "<link" not in meeting.page and "<script" not in meeting.page
-
-
-def test_a_killed_command_is_resumed(meeting: Meeting) -> None:
-    """What had its answer is not asked again; the step at work, whose process went too, is begun anew."""
-    with meeting.start("works,waits") as command, (meeting.directory / "gate").open() as gate:
-        assert gate.readline() == "here\n"
-        command.kill()
-        assert gate.read() == ""  # the step's process is gone
-        command.communicate(timeout=LIMIT_SECONDS)
-    assert [step["status"] for step in meeting.report["steps"]] == ["ok", "running"]
-    code, _, err = meeting.run("works,waits")
-    assert (code, "--resume goes on with it" in err) == (2, True)
-    code, out, _ = meeting.run("works,waits", "--resume")
-    assert code == 0
-    (limit,) = re.findall(r"waits: .* \(at most (\d+) s\)", out)
-    assert 300 < int(limit) <= 600, "what the first step had left of its time is the other one's too"
-    assert [step["status"] for step in meeting.report["steps"]] == ["ok", "ok"]
-    assert (meeting.directory / "begun").read_text().split() == ["works", "waits", "waits"]
-    assert meeting.step("waits")["facts"] == {"answer": 43}
-
-
-def test_a_killed_command_leaves_no_launch_behind(meeting: Meeting) -> None:
-    """Which is a process of the step's, and has the device."""
-    config = meeting.directory / "model" / "config.json"
-    config.parent.mkdir()
-    os.mkfifo(config)
-    with meeting.start("launches") as command, config.open("w") as writer:  # open once the launch reads its model
-        command.kill()
-        reader = select.poll()
-        reader.register(writer, 0)
-        assert reader.poll(LIMIT_SECONDS * 1000) == [(writer.fileno(), select.POLLERR)]  # it is gone
-        command.communicate(timeout=LIMIT_SECONDS)
-
-
-def test_a_killed_command_leaves_no_addition_behind(meeting: Meeting) -> None:
-    """However early: torch, which brings the device's own package, is still being imported."""
-    planted = meeting.directory / "planted"
-    planted.mkdir()
-    (planted / "torch.py").write_text(
-        f"import os\ngate = open({str(meeting.directory / 'gate')!r}, 'w')\nprint('here', file=gate, flush=True)\n"
-        "os.read(os.pipe()[0], 1)\n"
-    )
-    paths = os.pathsep.join([str(planted), str(ROOT)])
-    with meeting.start("adds", PYTHONPATH=paths) as command, (meeting.directory / "gate").open() as gate:
-        assert gate.readline() == "here\n"
-        command.kill()
-        assert gate.read() == ""  # it is gone
-        command.communicate(timeout=LIMIT_SECONDS)
-
-
-def test_a_step_that_always_kills_the_command_is_passed_over(meeting: Meeting) -> None:
-    for flags in ((), ("--resume",)):
-        with meeting.start("always_waits,works", *flags) as command, (meeting.directory / "gate").open() as gate:
-            assert gate.readline() == "here\n"
-            command.kill()
-            assert gate.read() == ""  # the step's process is gone
-            command.communicate(timeout=LIMIT_SECONDS)
-    assert meeting.run("always_waits,works", "--resume")[0] == 1
-    assert meeting.step("always_waits")["reason"].startswith("the command was killed each of the 2 times")
-    assert meeting.step("works")["status"] == "ok"
-
-
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_an_interruption_keeps_what_was_found(meeting: Meeting, sent: signal.Signals) -> None:
-    with meeting.start("works,waits") as command, (meeting.directory / "gate").open() as gate:
-        assert gate.readline() == "here\n"
-        command.send_signal(sent)
-        assert gate.read() == ""
-        _, err = command.communicate(timeout=LIMIT_SECONDS)
-    assert command.returncode == 130
-    assert err == "multilora: interrupted; what was found is in first-host/report.html, and --resume goes on.\n"
-    assert [(step["status"], step["num_begun"]) for step in meeting.report["steps"]] == [("ok", 1), ("not run", 0)]
 
 
 def test_two_at_a_time_are_refused(meeting: Meeting) -> None:

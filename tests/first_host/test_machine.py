@@ -12,7 +12,7 @@ import pytest
 
 from service.first_host import machine_facts
 from service.first_host.step_process import StepFailed, StepHost
-from tests.first_host.test_command import BUNDLED
+from tests.first_host.conftest import BUNDLED
 
 
 def host_on(device: str, *, asked: str, limit_seconds: float = 100.0) -> StepHost:

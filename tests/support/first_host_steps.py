@@ -104,6 +104,12 @@ def always_waits(host: StepHost) -> None:
     host.facts(answer=44)
 
 
+def meets(_host: StepHost) -> None:
+    """Somebody who reads from the gate, and then writes to it."""
+    (_meeting() / "gate").write_text("here\n")
+    (_meeting() / "gate").read_text()
+
+
 def launches(host: StepHost) -> None:
     """The LoRA kernels' first launch, of a model whose config.json is a named pipe."""
     from service.first_host.kernel_steps import triton

@@ -1,0 +1,113 @@
+"""`multilora first-host` that is killed or interrupted: nothing of it stays behind, and `--resume` goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+
+import pytest
+
+from tests.first_host.conftest import ROOT, Meeting
+from tests.support.limits import LIMIT_SECONDS
+
+
+def test_a_killed_command_is_resumed(meeting: Meeting) -> None:
+    """What had its answer is not asked again; the step at work, whose process went too, is begun anew."""
+    with meeting.start("works,waits") as command, (meeting.directory / "gate").open() as gate:
+        assert gate.readline() == "here\n"
+        command.kill()
+        assert gate.read() == ""  # the step's process is gone
+        command.communicate(timeout=LIMIT_SECONDS)
+    assert [step["status"] for step in meeting.report["steps"]] == ["ok", "running"]
+    code, _, err = meeting.run("works,waits")
+    assert (code, "--resume goes on with it" in err) == (2, True)
+    code, out, _ = meeting.run("works,waits", "--resume")
+    assert code == 0
+    (limit,) = re.findall(r"waits: .* \(at most (\d+) s\)", out)
+    assert 300 < int(limit) <= 600, "what the first step had left of its time is the other one's too"
+    assert [step["status"] for step in meeting.report["steps"]] == ["ok", "ok"]
+    assert (meeting.directory / "begun").read_text().split() == ["works", "waits", "waits"]
+    assert meeting.step("waits")["facts"] == {"answer": 43}
+
+
+def test_a_killed_command_leaves_no_launch_behind(meeting: Meeting) -> None:
+    """Which is a process of the step's, and has the device."""
+    config = meeting.directory / "model" / "config.json"
+    config.parent.mkdir()
+    os.mkfifo(config)
+    with meeting.start("launches") as command, config.open("w") as writer:  # open once the launch reads its model
+        command.kill()
+        reader = select.poll()
+        reader.register(writer, 0)
+        assert reader.poll(LIMIT_SECONDS * 1000) == [(writer.fileno(), select.POLLERR)]  # it is gone
+        command.communicate(timeout=LIMIT_SECONDS)
+
+
+def test_a_killed_command_leaves_no_addition_behind(meeting: Meeting) -> None:
+    """However early: torch, which brings the device's own package, is still being imported."""
+    planted = meeting.directory / "planted"
+    planted.mkdir()
+    (planted / "torch.py").write_text(
+        f"import os\ngate = open({str(meeting.directory / 'gate')!r}, 'w')\nprint('here', file=gate, flush=True)\n"
+        "os.read(os.pipe()[0], 1)\n"
+    )
+    paths = os.pathsep.join([str(planted), str(ROOT)])
+    with meeting.start("adds", PYTHONPATH=paths) as command, (meeting.directory / "gate").open() as gate:
+        assert gate.readline() == "here\n"
+        command.kill()
+        assert gate.read() == ""  # it is gone
+        command.communicate(timeout=LIMIT_SECONDS)
+
+
+def test_a_step_that_always_kills_the_command_is_passed_over(meeting: Meeting) -> None:
+    for flags in ((), ("--resume",)):
+        with meeting.start("always_waits,works", *flags) as command, (meeting.directory / "gate").open() as gate:
+            assert gate.readline() == "here\n"
+            command.kill()
+            assert gate.read() == ""  # the step's process is gone
+            command.communicate(timeout=LIMIT_SECONDS)
+    assert meeting.run("always_waits,works", "--resume")[0] == 1
+    assert meeting.step("always_waits")["reason"].startswith("the command was killed each of the 2 times")
+    assert meeting.step("works")["status"] == "ok"
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interruption_keeps_what_was_found(meeting: Meeting, sent: signal.Signals) -> None:
+    """By hand, by a container's end, and by that of a terminal whose connection is gone."""
+    with meeting.start("works,waits") as command, (meeting.directory / "gate").open() as gate:
+        assert gate.readline() == "here\n"
+        command.send_signal(sent)
+        assert gate.read() == ""
+        _, err = command.communicate(timeout=LIMIT_SECONDS)
+    assert command.returncode == 130
+    assert err == "multilora: interrupted; what was found is in first-host/report.html, and --resume goes on.\n"
+    assert [(step["status"], step["num_begun"]) for step in meeting.report["steps"]] == [("ok", 1), ("not run", 0)]
+
+
+def test_an_interruption_is_not_interrupted(meeting: Meeting) -> None:
+    """By somebody who does not let go of Ctrl-C."""
+    with meeting.start("works,waits") as command, (meeting.directory / "gate").open() as gate:
+        assert gate.readline() == "here\n"
+        while command.poll() is None:
+            command.send_signal(signal.SIGINT)
+        _, err = command.communicate(timeout=LIMIT_SECONDS)
+    assert command.returncode == 130
+    assert err == "multilora: interrupted; what was found is in first-host/report.html, and --resume goes on.\n"
+    assert [(step["status"], step["num_begun"]) for step in meeting.report["steps"]] == [("ok", 1), ("not run", 0)]
+
+
+def test_a_command_that_is_to_outlive_its_terminal_does(meeting: Meeting) -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        command = meeting.start("meets")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with command:
+        assert (meeting.directory / "gate").read_text() == "here\n"
+        command.send_signal(signal.SIGHUP)
+        (meeting.directory / "gate").write_text("go on\n")
+        command.communicate(timeout=LIMIT_SECONDS)
+    assert (command.returncode, meeting.step("meets")["status"]) == (0, "ok")
