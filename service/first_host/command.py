@@ -217,6 +217,6 @@ class _Run:
 
 def _teller() -> Callable[[str], None]:
     """Shows on a terminal what a step is doing; a log needs no more than its beginning and its end."""
-    if not sys.stdout.isatty():
+    if sys.stdout is None or not sys.stdout.isatty():  # it is None where it is closed
         return lambda _text: None
     return lambda text: print(f"      {text}", flush=True)

@@ -88,6 +88,13 @@ def test_the_page_is_whole_and_shows_text_as_text(meeting: Meeting) -> None:
     assert "src=" not in meeting.page and "<link" not in meeting.page and "<script" not in meeting.page
 
 
+def test_without_an_output_the_report_is_written_all_the_same(meeting: Meeting) -> None:
+    with meeting.start("works", before=("sh", "-c", 'exec "$@" >&-', "sh")) as command:
+        _, err = command.communicate(timeout=LIMIT_SECONDS)
+    assert (command.returncode, err) == (0, "")
+    assert meeting.step("works")["status"] == "ok"
+
+
 def test_two_at_a_time_are_refused(meeting: Meeting) -> None:
     with meeting.start("waits") as command, (meeting.directory / "gate").open() as gate:
         assert gate.readline() == "here\n"
