@@ -14,9 +14,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
+from safetensors import SafetensorError, safe_open
 
 from service.first_host.advice import conclude
 from service.first_host.journal import Journal, JournalError, opened
@@ -70,24 +72,32 @@ def _settings(arguments: argparse.Namespace) -> Settings:
             f"There are no steps for the device '{settings.device}'; --device is one of {', '.join(EVERYWHERE)} (npu:1 "
             "the second one of its kind) or auto."
         )
-    config = settings.model_dir / "config.json"
-    try:
-        if not settings.model_dir.is_dir():
-            raise _Refused(f"{settings.model_dir} is no directory; --model-dir names a Hugging Face model's.")
-        json.loads(config.read_bytes())
-        weights = [path for path in settings.model_dir.iterdir() if path.suffix == ".safetensors"]
-        for path in weights:
-            with path.open("rb") as file:
-                file.read(1)
-    except FileNotFoundError as error:
-        raise _Refused(f"{settings.model_dir} holds no model: there is no config.json in it.") from error
-    except (OSError, ValueError) as error:
-        what = error.strerror if isinstance(error, OSError) else str(error)
-        path = getattr(error, "filename", None) or config
-        raise _Refused(f"The model in {settings.model_dir} cannot be read: {path}: {what}.") from error
-    if not weights:
-        raise _Refused(f"{settings.model_dir} holds no weights: there is no *.safetensors in it.")
+    _refuse_unreadable(settings.model_dir)
     return settings
+
+
+def _refuse_unreadable(model_dir: Path) -> None:
+    """What each step would otherwise fail of, a download that was cut short among it."""
+    at_work = model_dir / "config.json"
+    try:
+        if not model_dir.is_dir():
+            raise _Refused(f"{model_dir} is no directory; --model-dir names a Hugging Face model's.")
+        json.loads(at_work.read_bytes())
+        weights = [path for path in model_dir.iterdir() if path.suffix == ".safetensors"]
+        for at_work in weights:
+            with at_work.open("rb") as file:
+                file.read(1)
+            with safe_open(at_work, framework="numpy"):  # looks at its header and its length
+                pass
+    except FileNotFoundError as error:
+        if at_work.is_symlink():
+            raise _Refused(f"{at_work} is a link to a file that is not here; give the file itself.") from error
+        raise _Refused(f"{model_dir} holds no model: there is no config.json in it.") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        what = error.strerror if isinstance(error, OSError) else str(error)
+        raise _Refused(f"The model in {model_dir} cannot be read: {at_work}: {what}.") from error
+    if not weights:
+        raise _Refused(f"{model_dir} holds no weights: there is no *.safetensors in it.")
 
 
 def _asked(settings: Settings) -> dict[str, Any]:

@@ -145,6 +145,8 @@ def test_a_step_that_cannot_be_started_costs_no_report(meeting: Meeting) -> None
         (["--model-dir", "bad"], "The model in bad cannot be read: bad/config.json: Expecting value"),
         (["--model-dir", "unreadable"], "unreadable/model.safetensors: Is a directory."),
         (["--model-dir", "empty"], "empty holds no weights"),
+        (["--model-dir", "cut-short"], "cut-short cannot be read: cut-short/model.safetensors: Error while"),
+        (["--model-dir", "links"], "links/model.safetensors is a link to a file that is not here"),
         (["--report-dir", "begun/below"], "The report's directory begun/below cannot be written: Not a directory"),
         (["--resume"], "There is no report in first-host to go on with"),
         (["--dtype", "int3"], "Setting --dtype"),
@@ -154,10 +156,14 @@ def test_a_step_that_cannot_be_started_costs_no_report(meeting: Meeting) -> None
     ],
 )
 def test_bad_input_is_refused_in_a_sentence(meeting: Meeting, flags: list[str], sentence: str) -> None:
-    for name in ("bad", "unreadable", "empty"):
+    for name in ("bad", "unreadable", "empty", "cut-short", "links"):
         (meeting.directory / name).mkdir()
         (meeting.directory / name / "config.json").write_text("" if name == "bad" else "{}")
     (meeting.directory / "unreadable" / "model.safetensors").mkdir()
+    # As of a model in Hugging Face's cache of which a container has the snapshot alone.
+    (meeting.directory / "links" / "model.safetensors").symlink_to("../../blobs/0")
+    whole = (BUNDLED / "model.safetensors").read_bytes()
+    (meeting.directory / "cut-short" / "model.safetensors").write_bytes(whole[:-1])  # as by a download
     code, out, err = meeting.run("works", *flags)
     assert (code, out) == (2, "")
     assert sentence in err
