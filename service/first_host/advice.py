@@ -44,12 +44,13 @@ def _settings(report: FirstHostReport) -> Iterator[Setting]:
 def _trials(report: FirstHostReport) -> Iterator[Setting]:
     """Settings that were tried, against the same load without them."""
     shown = {step.name: step.title.removeprefix("Setting: ") for step in STEPS}
+    is_served = bool(_known(report, "serving").facts.get("loads"))  # else a trial has failed of what serving did
     has_no_capture = _known(report, "capture").status in FAILED
     for step in report.steps:
         if not step.name.startswith("setting-") or (has_no_capture and step.name in _TRIALS_OF_CAPTURE):
             continue
         name = shown.get(step.name, step.title)
-        if step.status in FAILED:
+        if step.status in FAILED and is_served:
             yield Setting(setting=f"not {name}", why=f"its trial {step.status}: {step.reason}")
         if step.status != "ok":
             continue

@@ -45,6 +45,11 @@ def test_a_setting_whose_trial_failed_is_not_recommended(status: Status) -> None
     assert found == {"not --npu-graphs true": f"its trial {status}: the planted reason"}
 
 
+def test_a_trial_says_nothing_where_serving_failed_too() -> None:
+    """It failed for that reason, and not for its setting."""
+    assert recommended("npu:0", step("serving", "failed"), step("capture"), step(GRAPHS, "failed")) == {}
+
+
 @pytest.mark.parametrize(
     ("device", "trial", "setting"),
     [
