@@ -63,7 +63,7 @@ build() {
     grep '^smoke: ' "$work/build.log"
 }
 
-# start TARGET [--env NAME=VALUE ...]: the container stays, and is called like the target.
+# start TARGET [--first-host] [--env NAME=VALUE ...]: the container stays, and is called like the target.
 start() {
     "${buildah[@]}" from --name "$1" "localhost/multilora:$1" >/dev/null
     "$python" scripts/image_probe.py "$work" "$@"
@@ -97,7 +97,7 @@ start cpu
 step "build npu"
 build npu
 step "start npu, on the CPU"
-start npu --env MULTILORA_DEVICE=cpu --env TORCH_DEVICE_BACKEND_AUTOLOAD=0
+start npu --first-host --env MULTILORA_DEVICE=cpu --env TORCH_DEVICE_BACKEND_AUTOLOAD=0
 step "doctor npu"
 examine_npu
 step "passed"

@@ -1,6 +1,8 @@
 """Run a built image's own command in a buildah container, use it as a client would, and stop it with SIGTERM.
 
-python scripts/image_probe.py WORK_DIR CONTAINER [--env NAME=VALUE ...]
+python scripts/image_probe.py WORK_DIR CONTAINER [--env NAME=VALUE ...] [--first-host]
+
+With --first-host that command is run too, interrupted once, and every step of it must have an answer.
 
 WORK_DIR holds buildah's storage. Standard library alone; an AssertionError says what is wrong.
 """
@@ -19,12 +21,15 @@ import time
 import urllib.error
 import urllib.request
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 # For machines with much else to do: none is a measure of speed.
 START_LIMIT_SECONDS, SHUTDOWN_LIMIT_SECONDS, STOP_LIMIT_SECONDS = 600.0, 600, 660.0
+# Its own limit is half an hour; with the bundled model it takes two minutes of computing.
+FIRST_HOST_LIMIT_SECONDS, FIRST_HOST_STEP, REPORT_DIR, INTERRUPTED = 1860.0, "doctor", "/tmp/first-host", 130
 ADAPTER_DIR = ROOT / "service" / "bundled" / "adapters" / "pig-latin"
 WORDS = "lamp tiger moss"
 EXPECTED = {"shout": "LAMP TIGER MOSS!", "reverse": "moss tiger lamp", "json": '["lamp", "tiger", "moss"]'}
@@ -40,23 +45,26 @@ class Container:
         self.port = free_port()
         shutdown = f"MULTILORA_SHUTDOWN_LIMIT_SECONDS={SHUTDOWN_LIMIT_SECONDS}"
         given = [*environment, f"MULTILORA_PORT={self.port}", shutdown]
-        flags = [flag for pair in given for flag in ("--env", pair)]
-        command = [*self.config["Entrypoint"], *self.config["Cmd"]]
-        with self._log_path.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*self._buildah, "run", *flags, name, "--", *command],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+        self._flags = [flag for pair in given for flag in ("--env", pair)]
+        self.start(self.config["Cmd"])
 
     @property
     def log(self) -> str:
         """What the container has written so far."""
         return self._log_path.read_text(errors="replace")
 
+    def start(self, command: Sequence[str]) -> None:
+        """Behind the image's entry point, with a log of its own."""
+        with self._log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*self._buildah, "run", *self._flags, self._name, "--", *self.config["Entrypoint"], *command],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
         """Another command in the same container, as `docker exec` runs it."""
         return subprocess.run(
-            [*self._buildah, "run", "--env", f"MULTILORA_PORT={self.port}", self._name, "--", *command],
+            [*self._buildah, "run", *self._flags, self._name, "--", *command],
             capture_output=True, text=True, timeout=START_LIMIT_SECONDS,
         )  # fmt: skip
 
@@ -160,6 +168,26 @@ def stop(container: Container, pid: int) -> None:
     assert code == 0, f"exit code {code} after SIGTERM:\n{container.log}"
 
 
+def look_at_first_host(container: Container) -> None:
+    """`multilora first-host`, ended by SIGTERM once its second step of this device is at work, and resumed."""
+    command = ["multilora", "first-host", "--report-dir", REPORT_DIR]
+    container.start(command)
+    deadline = time.monotonic() + START_LIMIT_SECONDS
+    while f" {FIRST_HOST_STEP}: " not in container.log:
+        assert container.process.poll() is None, f"first-host ended:\n{container.log}"
+        assert time.monotonic() < deadline, f"first-host does not get on:\n{container.log}"
+        time.sleep(0.1)
+    os.kill(container.main_pid(), signal.SIGTERM)
+    code = container.process.wait(STOP_LIMIT_SECONDS)
+    assert code == INTERRUPTED, f"exit code {code} of first-host after SIGTERM:\n{container.log}"
+    container.start([*command, "--resume"])
+    code = container.process.wait(FIRST_HOST_LIMIT_SECONDS)
+    report = json.loads(container.run("cat", f"{REPORT_DIR}/report.json").stdout)
+    statuses = {step["name"]: step["status"] for step in report["steps"]}
+    assert code in (0, 1) and set(statuses.values()) == {"ok", "not applicable"}, (code, statuses, container.log)
+    print(f"image_probe: first-host: {report['summary']} {len(report['faults'])} warnings")
+
+
 def call_metric(container: Container, name: str) -> float:
     """Value of a metric without labels."""
     with urllib.request.urlopen(f"http://127.0.0.1:{container.port}/metrics", timeout=START_LIMIT_SECONDS) as answer:
@@ -191,6 +219,7 @@ def main() -> None:
     parser.add_argument("work_dir", type=Path)
     parser.add_argument("container")
     parser.add_argument("--env", action="append", default=[])
+    parser.add_argument("--first-host", action="store_true")
     arguments = parser.parse_args()
     container = Container(arguments.work_dir, arguments.container, arguments.env)
     try:
@@ -198,6 +227,8 @@ def main() -> None:
         pid = check_process(container)
         use(container)
         stop(container, pid)
+        if arguments.first_host:
+            look_at_first_host(container)
     except BaseException:
         print(container.log)
         raise
