@@ -112,4 +112,7 @@ def test_the_npu_s_table_of_kernels_is_understood() -> None:
     figures = figures_of_table(rows, num_steps=2)
     assert figures["ai_cpu"] == [{"name": "Cumsum", "calls_per_step": 0.5, "us_per_step": 5.0}]
     assert [kernel["name"] for kernel in figures["lora_kernels"]] == ["lora_shrink_few", "swiglu_window_few"]
+    # As a profiler of the lowest level writes it, which does not look at cores.
+    unknown = figures_of_table([{**row, "Accelerator Core": "N/A"} for row in rows], num_steps=2)
+    assert unknown["ai_cpu"] == "the profiler did not tell which core a kernel ran on"
     assert (figures["device_busy_ms_per_step"], figures["device_busy_share"]) == (0.011, 22 / 30)

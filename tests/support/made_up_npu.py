@@ -322,8 +322,9 @@ def check_profile() -> None:
     done: list[str] = []
 
     @contextmanager
-    def profile(*, activities: Any, on_trace_ready: Any) -> Iterator[None]:
+    def profile(*, activities: Any, on_trace_ready: Any, experimental_config: Any) -> Iterator[None]:
         assert activities == ["the host", "the NPU"]
+        assert experimental_config == "of level one, no counters"
         assert on_trace_ready == "a handler of here"
         done.append("begun")
         yield
@@ -333,6 +334,9 @@ def check_profile() -> None:
         "profiler.ProfilerActivity.CPU": "the host",
         "profiler.ProfilerActivity.NPU": "the NPU",
         "profiler.tensorboard_trace_handler": lambda directory: f"a handler of {directory}",
+        "profiler.ProfilerLevel.Level1": "one",
+        "profiler.AiCMetrics.AiCoreNone": "no counters",
+        "profiler._ExperimentalConfig": lambda profiler_level, aic_metrics: f"of level {profiler_level}, {aic_metrics}",
         "profiler.profile": profile,
     }
     with made_up_npu(others=others):
