@@ -24,7 +24,9 @@ _NODES = {
     "cuda": ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm"),
 }
 _TOOL_SECONDS = 15.0
-_ADD_SECONDS = 30.0
+# For one addition. This user's answer decides whether anything else is run, and comes with the first start of the
+# device's package, from a disk that may be slow; the others find it in memory.
+_OWN_ADD_SECONDS, _ADD_SECONDS = 75.0, 30.0
 # The image's user, the usual first one of a machine, and root.
 _USERS = (10001, 1000, 0)
 _INSTALL_INFO = Path("/etc/ascend_install.info")
@@ -87,8 +89,9 @@ def permissions(host: StepHost) -> None:
             host.facts(not_tried="further users: there was no time")
             break
         host.tell(f"adding on {host.device} as user {os.getuid() if uid is None else uid}")
+        limit_seconds = _OWN_ADD_SECONDS if uid is None else _ADD_SECONDS
         tried.append({"user": os.getuid() if uid is None else uid, "groups": [_group(gid) for gid in groups],
-                      **_try_to_add(host.device, uid, groups)})  # fmt: skip
+                      **_try_to_add(host.device, uid, groups, limit_seconds)})  # fmt: skip
         host.facts(tried=tried)
     if os.getuid() != 0:
         host.facts(not_tried="other users than this one: only root can become them; run the command as root once")
@@ -116,7 +119,7 @@ def _users(node_groups: Sequence[int]) -> Iterator[tuple[int | None, Sequence[in
             yield uid, node_groups
 
 
-def _try_to_add(device: str, uid: int | None, groups: Sequence[int]) -> dict[str, Any]:
+def _try_to_add(device: str, uid: int | None, groups: Sequence[int], limit_seconds: float) -> dict[str, Any]:
     """In a process of its own, which may crash or hang."""
     as_user: dict[str, Any] = {} if uid is None else {"user": uid, "group": uid, "extra_groups": list(groups)}
     try:
@@ -126,12 +129,12 @@ def _try_to_add(device: str, uid: int | None, groups: Sequence[int]) -> dict[str
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_ADD_SECONDS,
+            timeout=limit_seconds,
             check=False,
             **as_user,
         )
     except subprocess.TimeoutExpired:
-        return {"works": False, "said": f"did not end within {_ADD_SECONDS:.0f} s"}
+        return {"works": False, "said": f"did not end within {limit_seconds:.0f} s"}
     except (OSError, subprocess.SubprocessError) as error:
         return {"works": False, "said": f"could not be started ({error})"}
     said = (done.stdout if done.returncode == 0 else done.stderr).strip().rpartition("\n")[2]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from service.first_host import machine_facts
+from service.first_host.plan import STEPS
 from service.first_host.step_process import StepFailed, StepHost
 from tests.first_host.conftest import BUNDLED
 
@@ -38,6 +40,23 @@ def test_a_device_that_torch_does_not_see_is_told(
         machine_facts.environment(host)
         faults = [fault for fault in said(host, "fault") if fault["code"] == "device-not-seen"]
         assert [named in fault["cure"] and node in fault["message"] for fault in faults] == wanted
+
+
+def test_this_user_has_longer_to_answer_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first start of the device's package from a slow disk is no refusal; without this answer nothing else is run."""
+    monkeypatch.setattr(os, "getuid", lambda: 0)
+    limits: list[float] = []
+
+    def run(*_: Any, timeout: float, **__: Any) -> subprocess.CompletedProcess[str]:
+        limits.append(timeout)
+        return subprocess.CompletedProcess((), 0, "1 + 1 is 2", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    permissions = next(step for step in STEPS if step.name == "permissions")
+    machine_facts.permissions(host_on("cuda:99", asked="cuda:99", limit_seconds=permissions.limit_seconds))
+    own, *others = limits
+    assert others and own > 2 * max(others)
+    assert own + max(others) <= permissions.limit_seconds
 
 
 def test_this_user_s_answer_does_not_wait_for_those_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
