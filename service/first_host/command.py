@@ -119,10 +119,15 @@ def _report(journal: Journal, settings: Settings, steps: Sequence[Step], *, is_r
         raise _Refused(
             f"{journal.directory} holds a report already; --resume goes on with it, --report-dir names another place."
         )
-    if (known.multilora, known.asked) != (server_version(), asked):
+    if known.multilora != server_version():
         raise _Refused(
-            f"The report in {journal.directory} is of multilora {known.multilora} with other settings (model "
-            f"{known.model}); give the same ones, or name another --report-dir."
+            f"The report in {journal.directory} is of multilora {known.multilora}, and this is {server_version()}; "
+            "name another --report-dir."
+        )
+    if known.asked != asked:
+        raise _Refused(
+            f"The report in {journal.directory} is of other settings (model {known.model}); give the same ones, or "
+            "name another --report-dir."
         )
     if [step.name for step in known.steps] != [step.name for step in steps]:
         raise _Refused(f"The report in {journal.directory} has other steps; name another --report-dir.")

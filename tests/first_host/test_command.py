@@ -169,10 +169,14 @@ def test_bad_input_is_refused_in_a_sentence(meeting: Meeting, flags: list[str], 
     assert sentence in err
 
 
-def test_a_report_of_another_model_or_garbage_is_not_gone_on_with(meeting: Meeting, tmp_path: Path) -> None:
+def test_a_report_of_another_model_or_version_or_garbage_is_not_gone_on_with(meeting: Meeting, tmp_path: Path) -> None:
     assert meeting.run("works", "--model-dir", str(BUNDLED))[0] == 0
     code, _, err = meeting.run("works", "--model-dir", str(BUNDLED), "--dtype", "float32", "--resume")
-    assert (code, "with other settings" in err) == (2, True)
+    assert (code, "is of other settings" in err) == (2, True)
+    older = {**meeting.report, "multilora": "0.1"}
+    (tmp_path / "first-host" / "report.json").write_text(json.dumps(older))
+    code, _, err = meeting.run("works", "--model-dir", str(BUNDLED), "--resume")
+    assert (code, "is of multilora 0.1, and this is " in err) == (2, True)
     (tmp_path / "first-host" / "report.json").write_text('{"steps": 3}')
     code, _, err = meeting.run("works", "--resume")
     assert (code, "is no report of this command" in err) == (2, True)
