@@ -58,7 +58,9 @@ class NoStream:
         """It has happened."""
 
 
-class _Event:
+class DeviceMark:
+    """A device's event."""
+
     def __init__(self, event: Any) -> None:
         self.event = event
 
@@ -86,10 +88,10 @@ class DeviceStream:
     def mark(self) -> Mark:
         event = self._module.Event()
         event.record(self._stream)
-        return _Event(event)
+        return DeviceMark(event)
 
     def before_steps(self, mark: Mark) -> None:
-        assert isinstance(mark, _Event), "a mark of another stream"
+        assert isinstance(mark, DeviceMark), "a mark of another stream"
         self._module.current_stream(self._device).wait_event(mark.event)
 
 

@@ -116,12 +116,12 @@ def check_launch(grid: tuple[int, ...], arguments: Mapping[str, Any]) -> None:
     assert 0 < math.prod(grid) <= MAX_PROGRAMS, f"a grid has 1 to {MAX_PROGRAMS} programs, not {grid}"
     for name, argument in arguments.items():
         if isinstance(argument, torch.Tensor):
-            assert argument.device.type == _launch_device_type(), f"{name} is on {argument.device}"
+            assert argument.device.type == launch_device_type(), f"{name} is on {argument.device}"
             assert argument.numel(), f"{name} is empty"
 
 
 @cache
-def _launch_device_type() -> str:
+def launch_device_type() -> str:
     return "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "npu"
 
 

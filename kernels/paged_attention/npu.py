@@ -24,7 +24,7 @@ from kernels.paged_attention.maps import AttentionMaps
 from kernels.probe.shapes import ProbeShapes
 
 # What the operator takes in the layout TND with a paged cache. 256 is not documented, but used in production.
-_DTYPES = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float16, torch.bfloat16)
 _HEAD_DIMS = (64, 128, 192, 256)
 _BLOCK_SIZES_TOKENS = (128, 256, 384, 512)
 _MAX_SEQUENCES = 4096
@@ -44,7 +44,7 @@ def refuses(shapes: ProbeShapes) -> str | None:
     num_blocks, block_size, max_sequences = shapes.num_blocks, shapes.block_size, shapes.max_sequences
     if shapes.score_cap is not None:
         return "it does not cap scores"
-    if shapes.torch_dtype not in _DTYPES:
+    if shapes.torch_dtype not in DTYPES:
         return f"it computes in 16 bits, not in {shapes.dtype}"
     if head_dim not in _HEAD_DIMS:
         return f"it takes heads of {', '.join(map(str, _HEAD_DIMS))} elements, not {head_dim}"
@@ -114,8 +114,8 @@ def attend(
     """
     _, block_size, kv_heads, _ = cache_shape
     call = _Call(q.contiguous(), keys, values, maps, host_lengths(maps), block_size, kv_heads, scale, sliding_window)
-    kept = _kept(q.device, q.dtype)
-    workspace = kept.workspace(call) if maps.is_decode else None
+    memory = call_memory(q.device, q.dtype)
+    workspace = memory.workspace(call) if maps.is_decode else None
     torch_npu.npu_fused_infer_attention_score.out(
         query=call.q,
         key=call.keys,
@@ -133,7 +133,7 @@ def attend(
         sparse_mode=call.sparse_mode,
         block_size=block_size,
         workspace=workspace,
-        out=[out, kept.lse],
+        out=[out, memory.lse],
     )
 
 
@@ -160,7 +160,7 @@ class _Call(NamedTuple):
         return _CAUSAL if self.sliding_window is None else _BAND
 
 
-class _Kept:
+class CallMemory:
     """What calls on one device in one dtype write beside their result.
 
     lse  [1]: of the softmax, which nobody asks for; the operator wants a place for it all the same
@@ -211,8 +211,8 @@ def _largest_workspace(call: _Call) -> torch.Tensor:
 
 
 @cache
-def _kept(device: torch.device, dtype: torch.dtype) -> _Kept:
-    return _Kept(device, dtype)
+def call_memory(device: torch.device, dtype: torch.dtype) -> CallMemory:
+    return CallMemory(device, dtype)
 
 
 @cache

@@ -34,7 +34,7 @@ def choose_implementations(
     if where.type == "cpu":
         if process is not None:
             process.close()
-        reports = _probe_here(tuple(platform.implementations.items()), platform.device, where, shapes)
+        reports = probe_here(tuple(platform.implementations.items()), platform.device, where, shapes)
     else:
         reports = tuple(probe_apart(platform, device, shapes, process=process))
     serving = with_reports(platform, reports)
@@ -58,7 +58,7 @@ def with_reports(platform: Platform, reports: tuple[OpReport, ...]) -> Platform:
 
 
 @functools.cache
-def _probe_here(
+def probe_here(
     implementations: tuple[tuple[str, str], ...], kind: str, device: torch.device, shapes: ProbeShapes
 ) -> tuple[OpReport, ...]:
     """Once for each platform and shapes of this process, which may build several engines."""

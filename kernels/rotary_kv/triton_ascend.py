@@ -165,7 +165,7 @@ def refuses(shapes: ProbeShapes) -> str | None:
     return None
 
 
-_kept: dict[tuple[object, ...], Relaunch] = {}
+kept_launches: dict[tuple[object, ...], Relaunch] = {}
 
 
 def rotary_kv(
@@ -190,7 +190,7 @@ def rotary_kv(
     of_cache = k_cache.shape[1], k_cache.stride(1), k_cache.shape[2]
     key = (*qkv.shape, *of_cache, cos.shape[-1], qkv.stride(0), qkv.dtype, weight_dtype, eps, qkv.device)
     tensors = (qkv, cos, sin, head_weight, slot_mapping, q, k_cache, v_cache)
-    kept = _kept.get(key)
+    kept = kept_launches.get(key)
     if kept is not None:
         others = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors[1:])
         kept(current_stream()(), qkv.data_ptr(), others)
@@ -198,7 +198,7 @@ def rotary_kv(
     launch = plan(*tensors, eps)
     compiled = launch.run()
     if compiled is not None and num_tokens <= KEPT_TOKENS:
-        _kept[key] = launch.repeated(compiled, changing=_TENSORS[0], following=_TENSORS[1:])
+        kept_launches[key] = launch.repeated(compiled, changing=_TENSORS[0], following=_TENSORS[1:])
     return q
 
 

@@ -20,7 +20,7 @@ SIZES = (2, 4, 128, 128)
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
-    monkeypatch.setattr("kernels.ascend_runtime._launch_device_type", lambda: "cpu")
+    monkeypatch.setattr("kernels.ascend_runtime.launch_device_type", lambda: "cpu")
     platform = replace(in_use(torch.device("cpu")), num_cores=40)
     serving = platform.with_fallback("gated_delta", "triton_ascend", "for the test")
     with (

@@ -25,8 +25,7 @@ KERNELS += [window_kernels.lora_expand_window_few, window_kernels.swiglu_window_
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
     monkeypatch.setattr(triton_ascend, "chip_sizes", lambda _device: (NUM_VECTOR_CORES, ON_CHIP_BYTES))
-    monkeypatch.setattr("kernels.ascend_runtime._launch_device_type", lambda: "cpu")
-    monkeypatch.setattr(rotary, "_kept", {})
+    monkeypatch.setattr("kernels.ascend_runtime.launch_device_type", lambda: "cpu")
     with made_up_launches(*KERNELS) as made:
         yield made
 

@@ -101,14 +101,14 @@ def test_what_is_wrong_with_triton_is_said(
 
 def test_launches_that_an_npu_would_fail_on_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.zeros(3)
-    monkeypatch.setattr(ascend_runtime, "_launch_device_type", lambda: "cpu")
+    monkeypatch.setattr(ascend_runtime, "launch_device_type", lambda: "cpu")
     ascend_runtime.check_launch((65_535,), {"x_ptr": tensor, "num_tokens": 3, "bias_ptr": None})
     for grid in ((65_536,), (256, 257), (0,)):
         with pytest.raises(AssertionError, match="65535 programs"):
             ascend_runtime.check_launch(grid, {})
     with pytest.raises(AssertionError, match="x_ptr is empty"):
         ascend_runtime.check_launch((1,), {"x_ptr": tensor[:0]})
-    monkeypatch.setattr(ascend_runtime, "_launch_device_type", lambda: "npu")
+    monkeypatch.setattr(ascend_runtime, "launch_device_type", lambda: "npu")
     with pytest.raises(AssertionError, match="x_ptr is on cpu"):
         ascend_runtime.check_launch((1,), {"x_ptr": tensor})
 

@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from kernels import ascend_relaunch
+from kernels.rotary_kv import triton_ascend as rotary
 
 STREAM = 4096
 
@@ -75,3 +76,4 @@ def _forget(kernels: tuple[Any, ...]) -> None:
         kernel.binder = None
         kernel.cache.clear()
     ascend_relaunch.current_stream.cache_clear()
+    rotary.kept_launches.clear()

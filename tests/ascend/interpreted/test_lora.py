@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from kernels import platform
 from kernels.lora import ops, triton_ascend, triton_ascend_tiles
-from kernels.platform import BackendError
+from kernels.platform import BackendError, detect, installed
 from tests.ops.test_lora import assert_right, cases, check_linear, expected_linear
 from tests.support.lora_cases import Case, make_maps, make_step
 
@@ -23,9 +23,10 @@ PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 
 
 @pytest.fixture(autouse=True)
-def _pretend_npu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(platform._modules, ("lora", "cpu"), triton_ascend)
+def _pretend_npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(triton_ascend, "chip_sizes", lambda _device: (NUM_VECTOR_CORES, UNIFIED_BUFFER_BYTES))
+    with installed(detect("cpu").with_fallback("lora", "triton_ascend", None)):
+        yield
 
 
 @settings(max_examples=25, deadline=None, phases=PHASES)

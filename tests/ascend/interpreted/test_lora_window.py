@@ -9,10 +9,10 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 
-from kernels import platform
 from kernels.lora import triton_ascend as lora
 from kernels.lora.idle import idle_maps
-from kernels.lora_window import ops, triton_ascend
+from kernels.lora_window import ops
+from kernels.platform import detect, installed
 from tests.ops.test_lora import expected_linear
 from tests.ops.test_lora_window import assert_close, expected_gated, steps, with_h
 from tests.support.lora_cases import Case, Step, make_step
@@ -28,9 +28,9 @@ PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 def _pretend_npu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         round_bfloat16(patch)
-        patch.setitem(platform._modules, ("lora_window", "cpu"), triton_ascend)
         patch.setattr(lora, "chip_sizes", lambda _device: (NUM_VECTOR_CORES, UNIFIED_BUFFER_BYTES))
-        yield
+        with installed(detect("cpu").with_fallback("lora_window", "triton_ascend", None)):
+            yield
 
 
 def made(case: Case, pad_to: int) -> Step:

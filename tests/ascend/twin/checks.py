@@ -51,7 +51,7 @@ def attend(dtype: torch.dtype, sliding_window: int | None, is_decode: bool, name
     # Nothing that was asked for, or lies ready, from before.
     stand_ins.asked_workspaces.clear()
     stand_ins.writes.clear()
-    npu._kept.cache_clear()
+    npu.call_memory.cache_clear()
     for _ in range(2):
         out = torch.full(q.shape, torch.nan, dtype=dtype)
         with installed(platform, q.device.type):

@@ -14,12 +14,13 @@ import gc
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ascend.twin.waits import _caller
+from tests.ascend.twin.waits import caller
 
 
 @contextlib.contextmanager
@@ -28,6 +29,20 @@ def recorded_copies(host: Iterable[torch.Tensor]) -> Iterator[list[str]]:
     watch = _Watch(host)
     with watch:
         yield watch.copies
+
+
+@contextlib.contextmanager
+def noted_host_memory() -> Iterator[list[torch.Tensor]]:
+    """The tensors whose memory numpy is given in the block, which a device's never is."""
+    noted: list[torch.Tensor] = []
+    numpy = torch.Tensor.numpy
+
+    def note(tensor: torch.Tensor, **options: Any) -> Any:
+        noted.append(tensor)
+        return numpy(tensor, **options)
+
+    with mock.patch.object(torch.Tensor, "numpy", note):
+        yield noted
 
 
 class _Watch(TorchDispatchMode):
@@ -44,7 +59,7 @@ class _Watch(TorchDispatchMode):
         inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs or {})) if isinstance(leaf, torch.Tensor)]
         ours = [tensor for tensor in inputs if _memory(tensor) in self._device]
         if ours and any(tensor.numel() > 1 for tensor in inputs if _memory(tensor) not in self._device):
-            where = _caller(sys._getframe(1))
+            where = caller(sys._getframe(1))
             if where is not None:
                 self.copies.append(f"{where}: {func.overloadpacket.__name__}")
         if ours or (kwargs or {}).get("device") is not None:

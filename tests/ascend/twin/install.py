@@ -65,12 +65,12 @@ def npu_path(*, float32_attention: bool = False) -> Iterator[Platform]:
 
     platform = npu_platform()
     with contextlib.ExitStack() as stack:
-        npu._kept.cache_clear()  # a workspace is asked for once for each size
+        npu.call_memory.cache_clear()  # a workspace is asked for once for each size
         # What the probe has found out under one set of rules does not hold under another.
-        choose._probe_here.cache_clear()
-        stack.callback(choose._probe_here.cache_clear)
+        choose.probe_here.cache_clear()
+        stack.callback(choose.probe_here.cache_clear)
         if float32_attention:
             stack.enter_context(stand_ins.float32_attention())
-            stack.enter_context(mock.patch.object(npu, "_DTYPES", stand_ins.FLOATS))
+            stack.enter_context(mock.patch.object(npu, "DTYPES", stand_ins.FLOATS))
         stack.enter_context(installed(platform, "cpu"))
         yield platform

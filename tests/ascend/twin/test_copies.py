@@ -16,7 +16,7 @@ from adapters.copy_stream import REACHED, Mark
 from adapters.slab import HostAdapter
 from service.engine import step_launcher
 from service.engine.step_inputs import StepInputs
-from tests.ascend.twin.copies import recorded_copies
+from tests.ascend.twin.copies import noted_host_memory, recorded_copies
 from tests.ascend.twin.install import npu_path
 from tests.ascend.twin.test_service import SIZES, config
 from tests.ascend.twin.waits import recorded_waits
@@ -42,14 +42,15 @@ def test_a_step_brings_its_inputs_in_one_copy(family: str, tmp_path: Path, monke
     monkeypatch.setattr(step_launcher, "StepInputs", functools.partial(StepInputs, runtime=Runtime()))  # type: ignore[arg-type]
     world = make_world(family, tmp_path, "cpu", **SIZES[family])
     with npu_path(float32_attention=True):
-        engine = build_engine(config(world, num_blocks=9, token_budget=64))
+        with noted_host_memory() as host:
+            engine = build_engine(config(world, num_blocks=9, token_budget=64))
         try:
             first = [Request(f"first {name}", name, (9, 8), 1) for name in ("all", "one")]
             run_engine(engine, [request.submit(world) for request in first])
             for i, name in enumerate((BASE, "all", "one")):
                 engine.submit(Request(f"r{i}", name, (5 + i, 9, 8), 3).submit(world))
             while engine.num_requests:
-                with recorded_copies(engine._launcher._inputs._host) as copies:
+                with recorded_copies(host) as copies:
                     engine.step()
                 assert copies == ["service.engine.step_inputs._send: copy_"]
         finally:

@@ -61,7 +61,7 @@ class _Shapeless(TorchDispatchMode):
         )
         is_sized = name == "repeat_interleave" and (kwargs or {}).get("output_size") is not None
         if has_mask or (name in _OPERATORS and not is_sized):
-            where = _caller(sys._getframe(1))
+            where = caller(sys._getframe(1))
             if where is not None:
                 self._waits.append(f"{where}: {name}{' by a mask' if has_mask else ''}")
         return func(*args, **(kwargs or {}))
@@ -73,13 +73,13 @@ def _noting(name: str, method: Callable[..., Any], waits: list[str]) -> Callable
         if name == "to" and not any(str(argument).startswith("cpu") for argument in (*args, *kwargs.values())):
             return method(self, *args, **kwargs)
         if frame.f_globals.get("__name__", "").partition(".")[0] in PACKAGES:
-            waits.append(f"{_caller(frame)}: {name.strip('_')}")
+            waits.append(f"{caller(frame)}: {name.strip('_')}")
         return method(self, *args, **kwargs)
 
     return noted
 
 
-def _caller(frame: Any) -> str | None:
+def caller(frame: Any) -> str | None:
     """The innermost function of the service around the frame."""
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
