@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from service.engine.runner import Capacity
 
 MAX_TOKENS_LIMIT = 2**31
+POOLED_AND_TOKENS = "A pooled vector and tokens cannot be had of one request; send max_tokens 0 with pooling."
 NO_TOKEN_LEFT = "allowed_token_ids, bad_words and min_tokens leave no token to choose; ask for less of them."
 
 
@@ -42,6 +43,8 @@ def error_in(
     error = _error_in_adapter(request, rows) or _error_in_sampling(sampling, capacity)
     if error is None and sampling.grammar is not None and not has_grammars:
         error = NO_GRAMMARS
+    if error is None and request.pooling is not None and sampling.max_tokens:
+        error = POOLED_AND_TOKENS
     if error is not None:
         return error
     total, limit = len(prompt) + sampling.max_tokens, capacity.max_model_len_tokens

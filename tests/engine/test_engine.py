@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -216,6 +216,20 @@ def test_a_parameter_of_a_choice_is_in_its_range(
 
     assert [error(value) for value in fine] == [None] * len(fine)
     assert [error(value) for value in (*wrong, math.nan)] == [f"{name} is out of range."] * (len(wrong) + 1)
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_a_pooled_vector_and_tokens_are_not_asked_for_together(
+    mock: MockEngine, pooling: Literal["last", "mean"]
+) -> None:
+    """What has been summed up of a prompt is gone once its vector is told."""
+
+    def error(max_tokens: int) -> str | None:
+        submit = Submit("r", (1,), Sampling(max_tokens=max_tokens), pooling=pooling)
+        return error_in(submit, mock.runner.capacity, 99, None, has_grammars=False)
+
+    assert error(0) is None
+    assert "max_tokens 0" in (error(1) or "")
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf, 1e-9, 1e9])
