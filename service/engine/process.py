@@ -197,7 +197,7 @@ def _warm_engine(options: EngineOptions, probing: ProbeProcess | None) -> Engine
     times.append(time.monotonic())
     compile_kernels(engine)
     times.append(time.monotonic())
-    if options.num_threads is None and engine.config.device == "cpu":
+    if options.num_threads is None and engine.capacity.device.type == "cpu":
         step = DecodeStep(engine)
         number = choose_num_threads(most_threads, torch.set_num_threads, step, time.perf_counter)
         step.end()

@@ -227,10 +227,12 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
     from service.models.caches import kv_bytes_per_token, state_bytes_per_line
 
     spec = loaded.spec
-    num_blocks = config.kv_bytes // (kv_bytes_per_token(spec, loaded.dtype) * config.block_size_tokens)
+    block_bytes = kv_bytes_per_token(spec, loaded.dtype) * config.block_size_tokens
+    num_blocks = config.kv_bytes // block_bytes
     if num_blocks < 1:
         raise ModelError(
-            f"The KV budget of {config.kv_bytes} bytes holds no block of {config.block_size_tokens} tokens."
+            f"The KV budget of {config.kv_bytes} bytes holds no block of {config.block_size_tokens} tokens, which "
+            f"takes {block_bytes} bytes; raise --kv-bytes."
         )
     num_slots = config.max_sequences
     if spec.has_states and config.state_bytes is not None:

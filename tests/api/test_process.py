@@ -143,7 +143,7 @@ class TestRefusalToStart:
 
     @pytest.mark.parametrize(
         ("flags", "words"),
-        [(["--kv-bytes=1"], "KV budget of 1 bytes"), (["--device=cuda:99"], "cuda:99")],
+        [(["--kv-bytes=1"], "bytes; raise --kv-bytes."), (["--device=cuda:99"], "cuda:99")],
     )
     def test_what_the_engine_cannot_do_with_is_one_sentence(
         self, flags: list[str], words: str, checkpoints: Checkpoints, tmp_path: Path

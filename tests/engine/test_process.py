@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from service.engine.build import build_engine
@@ -22,6 +24,7 @@ from service.engine.config import EngineConfig
 from service.engine.messages import Finished, Stats, Tokens
 from service.engine.streams import EngineDied, TokenStream
 from service.engine.wire import frame
+from service.machine import num_usable_cpus
 from tests.support.engine_process import (
     collect,
     event_loop_with_client,
@@ -402,8 +405,6 @@ asyncio.run(main())
 
 
 def test_the_engine_dies_with_its_parent_which_has_no_torch(config: EngineConfig) -> None:
-    import msgspec
-
     arguments = [sys.executable, "-c", PARENT, msgspec.json.encode(config).decode()]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as parent:
         assert parent.stdout is not None
@@ -412,6 +413,21 @@ def test_the_engine_dies_with_its_parent_which_has_no_torch(config: EngineConfig
         assert is_alive(pid)
         parent.kill()
     asyncio.run(until(lambda: not is_alive(pid)))
+
+
+def test_threads_of_a_cpu_are_as_many_as_timed_steps_say(
+    config: EngineConfig, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """However the CPU is named."""
+
+    async def drive() -> None:
+        async with running_client(msgspec.structs.replace(config, device="cpu:0", num_threads=None)) as client:
+            assert client.ready is not None and client.ready.device == "cpu:0"
+
+    asyncio.run(drive())
+    said = re.findall(r"CPU threads: (\d+) of at most (\d+), by timed decode steps", capfd.readouterr().err)
+    assert len(said) == 1
+    assert 1 <= int(said[0][0]) <= int(said[0][1]) <= num_usable_cpus()
 
 
 def test_signals_to_the_group_do_not_end_the_engine(shared: tuple[asyncio.Runner, EngineClient]) -> None:
