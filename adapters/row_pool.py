@@ -13,7 +13,7 @@ from adapters.layout import SIDE_GROUPS, BaseLayout, Group
 from adapters.row_allocation import Placement, RowAllocation, RowMove
 from adapters.row_plan import plan_rows
 from adapters.row_ranges import Range
-from adapters.row_tensors import RowsBehind, RowTensors
+from adapters.row_tensors import RowsBehindOf, RowTensors
 from adapters.scatter import BUFFER_BYTES, Scatter
 from adapters.side_pool import BaseFacts, SidePool
 from adapters.slab import HostAdapter
@@ -64,7 +64,7 @@ class RowPool:
         device: torch.device | str = "cpu",
         alignment: int = 16,
         max_rank: int | None = None,
-        rows_behind: RowsBehind | None = None,
+        rows_behind: RowsBehindOf | None = None,
         cost_per_row: Callable[[str], float] = lambda _: 1.0,
         copies: CopyStream | None = None,
         buffer_bytes: int = BUFFER_BYTES,

@@ -22,7 +22,7 @@ from kernels.row_scatter.pieces import RowTensorSet
 
 # (name of a projection, number of rows, number of slices) -> memory behind its base weight for the rows of A, see
 # `RowPool`; None: they stand by themselves.
-RowsBehind = Callable[[str, int, int], torch.Tensor | None]
+RowsBehindOf = Callable[[str, int, int], torch.Tensor | None]
 
 
 class RowTensors:
@@ -38,7 +38,7 @@ class RowTensors:
         *,
         dtype: torch.dtype,
         device: torch.device | str,
-        rows_behind: RowsBehind | None,
+        rows_behind: RowsBehindOf | None,
     ) -> None:
         self._layout = layout
         self._plan = plan

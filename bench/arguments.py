@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from bench.in_process import Load
+from bench.in_process import EngineLoad
 from bench.shapes import SHAPES
 from service.engine.config import EngineConfig
 
@@ -39,10 +39,10 @@ def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def load_of(arguments: argparse.Namespace, **more: int) -> Load:
+def load_of(arguments: argparse.Namespace, **more: int) -> EngineLoad:
     """The load; torch has the threads asked for from here on."""
     torch.set_num_threads(arguments.threads)
-    return Load(
+    return EngineLoad(
         shape=arguments.shape,
         device=arguments.device,
         num_requests=arguments.requests,

@@ -103,11 +103,11 @@ class View:
         return self.reports[name][0] + self.sent[name]
 
 
-Request = tuple[str | None, str, float]
-Choice = Callable[[View, Sequence[SimulatedReplica], Request], str]
+SimulatedRequest = tuple[str | None, str, float]
+Choice = Callable[[View, Sequence[SimulatedReplica], SimulatedRequest], str]
 
 
-def ours(view: View, replicas: Sequence[SimulatedReplica], request: Request) -> str:
+def ours(view: View, replicas: Sequence[SimulatedReplica], request: SimulatedRequest) -> str:
     """`service.cluster.routing`."""
     digest, key, now_seconds = request
     homes = view.demand.ask(digest, TOKENS_PER_REQUEST, len(replicas), now_seconds, RULE)
@@ -118,23 +118,23 @@ def ours(view: View, replicas: Sequence[SimulatedReplica], request: Request) -> 
     return choose(digest, ROWS, TOKENS_PER_REQUEST, known, key=key, num_homes=homes, rule=RULE)[0]
 
 
-def at_random(view: View, replicas: Sequence[SimulatedReplica], _request: Request) -> str:
+def at_random(view: View, replicas: Sequence[SimulatedReplica], _request: SimulatedRequest) -> str:
     """Any replica."""
     return view.random.choice(replicas).name
 
 
-def round_robin(view: View, replicas: Sequence[SimulatedReplica], _request: Request) -> str:
+def round_robin(view: View, replicas: Sequence[SimulatedReplica], _request: SimulatedRequest) -> str:
     """vLLM production-stack's default; of its rules none looks at adapters."""
     return replicas[next(view.turn) % len(replicas)].name
 
 
-def session(_view: View, replicas: Sequence[SimulatedReplica], request: Request) -> str:
+def session(_view: View, replicas: Sequence[SimulatedReplica], request: SimulatedRequest) -> str:
     """production-stack's session rule with the adapter as the session: consistent hashing without a bound."""
     digest, key, _ = request
     return preference(digest or key, tuple(sorted(one.name for one in replicas)))[0]
 
 
-def multiplexed(view: View, replicas: Sequence[SimulatedReplica], request: Request) -> str:
+def multiplexed(view: View, replicas: Sequence[SimulatedReplica], request: SimulatedRequest) -> str:
     """Ray Serve's: of the replicas that have the model loaded, else of those with the fewest, two at random, of which
     the one with the shorter queue. Its replicas forget the models used longest ago, by count."""
     digest, _, _ = request
@@ -148,12 +148,14 @@ def multiplexed(view: View, replicas: Sequence[SimulatedReplica], request: Reque
     return min(two, key=lambda one: view.load(one.name)).name
 
 
-def inference_extension(view: View, replicas: Sequence[SimulatedReplica], request: Request) -> str:
+def inference_extension(view: View, replicas: Sequence[SimulatedReplica], request: SimulatedRequest) -> str:
     """The Gateway API inference extension's LoRA scorer as llm-d has it, where servers report adapters in flight."""
     return _by_lora_scorer(view, replicas, request, lambda name: set(view.reports[name][2]))
 
 
-def inference_extension_of_residents(view: View, replicas: Sequence[SimulatedReplica], request: Request) -> str:
+def inference_extension_of_residents(
+    view: View, replicas: Sequence[SimulatedReplica], request: SimulatedRequest
+) -> str:
     """The same scorer, where servers report adapters on the device too."""
 
     def told(name: str) -> set[str]:
@@ -164,7 +166,7 @@ def inference_extension_of_residents(view: View, replicas: Sequence[SimulatedRep
 
 
 def _by_lora_scorer(
-    view: View, replicas: Sequence[SimulatedReplica], request: Request, told: Callable[[str], set[str]]
+    view: View, replicas: Sequence[SimulatedReplica], request: SimulatedRequest, told: Callable[[str], set[str]]
 ) -> str:
     """1.0 for those that report the adapter, 0.8 where they report fewer than fit, else 0; added to a score of 1 for
     the shortest queue down to 0 for the longest. The highest sum wins, any of several."""

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from bench import long_prompt, step_profile
 from bench.arguments import facts_of, load_of, parser_of
-from bench.in_process import Load, Subject, build_subject
+from bench.in_process import EngineLoad, WarmEngine, build_warm_engine
 from bench.rounds import cell, forth_and_back, percentile
 from service.engine.engine import Engine
 from service.engine.messages import Submit
@@ -104,9 +104,9 @@ class Sides:
     num_resident  adapters that are on the device before; 0: those of the cases alone
     """
 
-    load: Load
+    load: EngineLoad
     num_resident: int
-    subjects: dict[bool, Subject]
+    subjects: dict[bool, WarmEngine]
 
     def engine(self, case: Case) -> Engine:
         return self.subjects[case.has_lora].engine
@@ -129,14 +129,19 @@ class Sides:
 
 
 def measure(
-    load: Load, cases: list[Case], num_rounds: int, profiled: set[str], result: dict[str, Any], num_resident: int = 0
+    load: EngineLoad,
+    cases: list[Case],
+    num_rounds: int,
+    profiled: set[str],
+    result: dict[str, Any],
+    num_resident: int = 0,
 ) -> Iterator[None]:
     """One engine for the cases without LoRA, one for the others; then the rounds, the long prompt, the profiles.
 
     Puts the figures into `result`, and yields whenever there are more of them.
     """
     wanted = sorted({case.has_lora for case in cases})
-    sides = Sides(load, num_resident, {has_lora: build_subject(load, has_lora=has_lora) for has_lora in wanted})
+    sides = Sides(load, num_resident, {has_lora: build_warm_engine(load, has_lora=has_lora) for has_lora in wanted})
     sides.bring_residents()
     for case in cases:  # brings the adapters to the device
         run_to_the_end(sides.engine(case), sides.work(case, min(_WARM_UP_TOKENS, load.num_output_tokens)))

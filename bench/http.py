@@ -28,7 +28,7 @@ from rich.table import Table
 
 from bench.arguments import facts_of, load_of, parser_of
 from bench.http_client import complete_all
-from bench.in_process import Load, Subject, build_subject, config_for
+from bench.in_process import EngineLoad, WarmEngine, build_warm_engine, config_for
 from bench.rounds import cell, forth_and_back, percentile
 from bench.server_process import Server, running_server
 from bench.shapes import BUNDLED, SEED, SHAPES, write_checkpoint
@@ -58,7 +58,7 @@ def main() -> None:
     show(result)
 
 
-def measure(load: Load, num_rounds: int) -> dict[str, Any]:
+def measure(load: EngineLoad, num_rounds: int) -> dict[str, Any]:
     """Figures by side. Both engines live at the same time, and one of them works."""
     with tempfile.TemporaryDirectory() as scratch:
         model_dir, shape = BUNDLED, SHAPES[load.shape]
@@ -67,7 +67,7 @@ def measure(load: Load, num_rounds: int) -> dict[str, Any]:
             model_dir.mkdir()
             write_checkpoint(model_dir, shape, load.device, load.dtype)
         with running_server(model_dir, Path(scratch) / "server", **_settings(load, model_dir)) as server:
-            sides = Sides(load, build_subject(load, has_lora=False), server)
+            sides = Sides(load, build_warm_engine(load, has_lora=False), server)
             runs: dict[str, Callable[[], Sample]] = {
                 IN_PROCESS: sides.in_process,
                 WHOLE: lambda: sides.over_http(stream=False),
@@ -83,7 +83,7 @@ def measure(load: Load, num_rounds: int) -> dict[str, Any]:
     return {name: figures(name, samples) for name in runs}
 
 
-def _settings(load: Load, model_dir: Path) -> dict[str, Any]:
+def _settings(load: EngineLoad, model_dir: Path) -> dict[str, Any]:
     """Of a server whose engine is the one in this process."""
     config = config_for(load, model_dir, has_lora=False)
     names = ("device", "dtype", "token_budget", "max_sequences", "kv_bytes", "block_size_tokens", *load.engine_fields)
@@ -94,7 +94,7 @@ def _settings(load: Load, model_dir: Path) -> dict[str, Any]:
 class Sides:
     """The same requests, to the engine in this process and to the server."""
 
-    def __init__(self, load: Load, subject: Subject, server: Server) -> None:
+    def __init__(self, load: EngineLoad, subject: WarmEngine, server: Server) -> None:
         self._load, self._subject, self._server = load, subject, server
         words = random.Random(SEED)
         self._prompts = [self._prompt(words) for _ in range(load.num_requests)]

@@ -32,7 +32,7 @@ _IDLE_SECONDS = 0.001
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class EngineLoad:
     """Sizes of the workload. max_adapters: most distinct ones in use together; long_prompt_tokens 0: no long prompt
     will come."""
 
@@ -54,14 +54,14 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class WarmEngine:
     """A warm engine, the load that its budgets were sized for, and how long it took to start.
 
     adapter_rows  of each adapter, by projection group; {} without LoRA
     """
 
     engine: Engine
-    load: Load
+    load: EngineLoad
     adapter_rows: dict[str, int]
     build_seconds: float
     warm_up_seconds: float
@@ -84,9 +84,9 @@ class Subject:
         return tuple(numbers.randrange(1, self.engine.capacity.vocab_size) for _ in range(num_tokens))
 
 
-def build_subject(
-    load: Load, *, has_lora: bool, host_bytes: int | None = None, num_on_host: int | None = None
-) -> Subject:
+def build_warm_engine(
+    load: EngineLoad, *, has_lora: bool, host_bytes: int | None = None, num_on_host: int | None = None
+) -> WarmEngine:
     """An engine of the load's shape, warm; with LoRA, its adapters are made up too.
 
     host_bytes   of adapters in host memory; None: room for `num_on_host` and a few, or a gibibyte
@@ -121,10 +121,10 @@ def build_subject(
         pass
     gc.collect()
     gc.freeze()
-    return Subject(engine, load, adapter_rows, built - started, warm - built)
+    return WarmEngine(engine, load, adapter_rows, built - started, warm - built)
 
 
-def config_for(load: Load, model_dir: Path, has_lora: bool) -> EngineConfig:
+def config_for(load: EngineLoad, model_dir: Path, has_lora: bool) -> EngineConfig:
     """Budgets that hold the whole load at once."""
     config = read_config(model_dir)
     spec, layout = model_spec(config), layout_of(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from bench.in_process import Subject
+from bench.in_process import WarmEngine
 from bench.rounds import percentile
 from bench.shapes import SEED
 from service.engine.messages import Submit
@@ -15,7 +15,7 @@ _STEPS_BEFORE = 8
 _NAME = "long-prompt"
 
 
-def measure(subject: Subject) -> dict[str, object]:
+def measure(subject: WarmEngine) -> dict[str, object]:
     """All requests but one decode when the long prompt comes; until it has its first token, the largest gap of each of
     their streams is noted, in milliseconds and in steps (1: it had a token in each step).
 

@@ -24,7 +24,7 @@ from bench.workload import (
     NUM_ADAPTERS,
     SEED,
     VOCABULARY,
-    Request,
+    BenchRequest,
     adapter_name,
     kv_bytes_per_token,
     make_model,
@@ -66,8 +66,10 @@ def _fill(root: Path, server: Server, dtype: str, progress: Progress) -> None:
     num_prompts = KV_BYTES * 5 // 4 // kv_bytes_per_token(dtype) // FILLER_TOKENS
     task = progress.add_task(f"{dtype}: filling the budgets", total=NUM_FILLERS + 1)
 
-    def filler(num_tokens: int, num_output_tokens: int, adapter: int) -> Request:
-        return Request(tuple(rng.randrange(300, VOCABULARY) for _ in range(num_tokens)), num_output_tokens, adapter)
+    def filler(num_tokens: int, num_output_tokens: int, adapter: int) -> BenchRequest:
+        return BenchRequest(
+            tuple(rng.randrange(300, VOCABULARY) for _ in range(num_tokens)), num_output_tokens, adapter
+        )
 
     for index in range(NUM_FILLERS):
         upload(server, filler_name(index), root / adapter_name(0), lora_alpha=100 + index)
@@ -93,7 +95,7 @@ def _load(root: Path, server: Server, floor_bytes: int, num_requests: int, progr
     above_floor = (loaded_bytes - floor_bytes) / budget_bytes
     if above_floor < 0.95:
         raise RuntimeError(f"only {above_floor:.0%} of the budgets are in use, so nothing can be said about the rest")
-    short = [Request(request.prompt_token_ids[:16], 4, request.adapter) for request in requests()]
+    short = [BenchRequest(request.prompt_token_ids[:16], 4, request.adapter) for request in requests()]
     task = progress.add_task("sequential requests, uploads and deletes", total=num_requests)
     at: dict[int, int] = {}
     loads_before = server.metric("adapter_loads_total")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from bench.workload import NUM_ADAPTERS, Request, adapter_name, requests
+from bench.workload import NUM_ADAPTERS, BenchRequest, adapter_name, requests
 
 
 def load(root: Path, dtype: str) -> torch.nn.Module:
@@ -28,7 +28,7 @@ def load(root: Path, dtype: str) -> torch.nn.Module:
     return model.to(getattr(torch, dtype)).eval()
 
 
-def generate(model: torch.nn.Module, batch: list[Request]) -> None:
+def generate(model: torch.nn.Module, batch: list[BenchRequest]) -> None:
     width = max(len(request.prompt_token_ids) for request in batch)
     ids = torch.zeros(len(batch), width, dtype=torch.long)
     mask = torch.zeros_like(ids)

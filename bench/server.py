@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from bench.server_process import Server, start_server
-from bench.workload import Request, adapter_name
+from bench.workload import BenchRequest, adapter_name
 
 REQUEST_LIMIT_SECONDS = 900.0
 
@@ -40,14 +40,14 @@ def delete(server: Server, name: str) -> None:
 
 
 def complete(
-    server: Server, work: list[Request], *, with_adapters: bool, name_of: Callable[[int], str] = adapter_name
+    server: Server, work: list[BenchRequest], *, with_adapters: bool, name_of: Callable[[int], str] = adapter_name
 ) -> float:
     """Send all requests at once; seconds until the last answer. Every answer must have the length asked for."""
     models = [name_of(request.adapter) if with_adapters else "base" for request in work]
     return asyncio.run(_complete(server.url, work, models))
 
 
-async def _complete(url: str, work: list[Request], models: list[str]) -> float:
+async def _complete(url: str, work: list[BenchRequest], models: list[str]) -> float:
     limits = httpx.Limits(max_connections=len(work))
     async with httpx.AsyncClient(base_url=url, timeout=REQUEST_LIMIT_SECONDS, limits=limits) as client:
         start_seconds = time.perf_counter()
@@ -55,7 +55,7 @@ async def _complete(url: str, work: list[Request], models: list[str]) -> float:
         return time.perf_counter() - start_seconds
 
 
-async def _one(client: httpx.AsyncClient, request: Request, model: str) -> None:
+async def _one(client: httpx.AsyncClient, request: BenchRequest, model: str) -> None:
     answer = await client.post(
         "/v1/completions",
         json={

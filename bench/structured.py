@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.arguments import facts_of, load_of, parser_of
-from bench.in_process import Subject, build_subject
+from bench.in_process import WarmEngine, build_warm_engine
 from bench.rounds import cell, forth_and_back
 from service.engine.messages import Submit
 from service.first_host.driving import run_to_the_end
@@ -44,14 +44,14 @@ def main() -> None:
     parser = parser_of("bench.structured", __doc__)
     parser.set_defaults(shape="200m", requests=32, output_tokens=64, prompt_tokens=16, rounds=5)
     arguments = parser.parse_args()
-    subject = build_subject(load_of(arguments), has_lora=False)
+    subject = build_warm_engine(load_of(arguments), has_lora=False)
     result = facts_of(arguments) | measure(subject, arguments.rounds)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=1))
     show(result)
 
 
-def measure(subject: Subject, num_rounds: int) -> dict[str, Any]:
+def measure(subject: WarmEngine, num_rounds: int) -> dict[str, Any]:
     """Decode steps in milliseconds, by side and round, and their ratios."""
     load = subject.load
     work = {FREE: subject.requests(load.num_requests, 0, load.num_output_tokens)}

@@ -36,7 +36,7 @@ SEED = 20_26
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class BenchRequest:
     """One request; `adapter` is an index, always answered with exactly `num_output_tokens`."""
 
     prompt_token_ids: tuple[int, ...]
@@ -44,11 +44,11 @@ class Request:
     adapter: int
 
 
-def requests(num_requests: int = 32) -> list[Request]:
+def requests(num_requests: int = 32) -> list[BenchRequest]:
     """Prompts of 16-256 and outputs of 16-128 tokens, uniform; adapters in turn, so all are in use together."""
     rng = random.Random(SEED)
     return [
-        Request(
+        BenchRequest(
             prompt_token_ids=tuple(rng.randrange(300, VOCABULARY) for _ in range(rng.randint(16, 256))),
             num_output_tokens=rng.randint(16, 128),
             adapter=index % NUM_ADAPTERS,

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 Array = TypeVar("Array")
-Group = TypeVar("Group")
+Arrays = TypeVar("Arrays")
 
 ALIGNMENT_BYTES = 64  # each array begins on its own line
 
@@ -35,7 +35,7 @@ LAST = _Repeated.LAST
 """Padding that is the last value of the array again."""
 
 _KEY = "array"  # of a field's metadata
-Padding = int | _Repeated
+PaddingValue = int | _Repeated
 Shape = tuple[int, ...]
 
 
@@ -50,10 +50,10 @@ class Declared:
 
     dtype: type[Any]
     shape: Callable[[Any], Shape | None]
-    padding: Padding = 0
+    padding: PaddingValue = 0
 
 
-def declared(dtype: type[Any], shape: Callable[[Any], Shape | None], padding: Padding = 0) -> dict[str, Declared]:
+def declared(dtype: type[Any], shape: Callable[[Any], Shape | None], padding: PaddingValue = 0) -> dict[str, Declared]:
     """The metadata of such a field, see `Declared`."""
     return {_KEY: Declared(dtype, shape, padding)}
 
@@ -63,7 +63,7 @@ class HostArray:
 
     __slots__ = ("_padding", "_view")
 
-    def __init__(self, view: np.ndarray, padding: Padding) -> None:
+    def __init__(self, view: np.ndarray, padding: PaddingValue) -> None:
         self._view = view
         self._padding = padding
 
@@ -99,10 +99,10 @@ class Layout(Generic[Array]):
         self._number = number
         self.end = start
 
-    def add(self, group: type[Group], sizes: Any) -> Group:
+    def add(self, group: type[Arrays], sizes: Any) -> Arrays:
         """The arrays of a class of declared fields."""
         plain: Any = getattr(group, "__origin__", group)  # a generic class may be given with its argument
-        arrays: Group = plain(**{name: self._array(each, sizes) for name, each in _declarations(plain).items()})
+        arrays: Arrays = plain(**{name: self._array(each, sizes) for name, each in _declarations(plain).items()})
         return arrays
 
     def _array(self, declared: Declared, sizes: Any) -> Array | None:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from bench.arguments import facts_of, load_of, parser_of
-from bench.in_process import Subject, build_subject
+from bench.in_process import WarmEngine, build_warm_engine
 from bench.rounds import percentile
 from service.engine.messages import Submit
 from service.engine.residency import AdapterState
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--num", type=int, default=512, help="requests of a side of a round, in the traffic")
     arguments = parser.parse_args()
     load = load_of(arguments, max_adapters=arguments.resident - 1, rank=arguments.rank)
-    subject = build_subject(load, has_lora=True, host_bytes=arguments.host_bytes, num_on_host=arguments.adapters)
+    subject = build_warm_engine(load, has_lora=True, host_bytes=arguments.host_bytes, num_on_host=arguments.adapters)
     bench = Bench(subject, arguments.resident, arguments.adapters, arguments.traffic)
     figures: dict[str, Any] = facts_of(arguments)
     parts: dict[str, Callable[[], Any]] = {
@@ -78,7 +78,7 @@ class Side:
 class Bench:
     """Measures one engine; each method leaves it idle."""
 
-    def __init__(self, subject: Subject, num_resident: int, num_adapters: int, traffic: str) -> None:
+    def __init__(self, subject: WarmEngine, num_resident: int, num_adapters: int, traffic: str) -> None:
         self._subject = subject
         self._engine = subject.engine
         self._num_resident = num_resident

@@ -23,8 +23,8 @@ from service.api.listing import (
     MOST_PER_PAGE,
     Digits,
     Filters,
-    Found,
     Listing,
+    PageParts,
     each_once,
     no_query,
     page,
@@ -123,7 +123,7 @@ def audit_change(request: Request, event: str, record: AdapterRecord, **fields: 
     )
 
 
-class _Filters(Filters):
+class AdapterFilters(Filters):
     limit: Digits = Field(100, ge=1, le=MOST_PER_PAGE, description="most adapters of a page")
 
 
@@ -134,13 +134,13 @@ class _Filters(Filters):
     responses=errors((400, 401, 429)),
     summary="List the adapters",
 )
-async def list_adapters(request: Request, filters: Annotated[_Filters, Query()]) -> Response:
+async def list_adapters(request: Request, filters: Annotated[AdapterFilters, Query()]) -> Response:
     """Adapters by name, a page at a time: `has_more` says whether more follow after `last_id`. What each is bound to is
     told by its own address."""
     services = services_of(request)
     namespace = namespace_of(request, require_store(services))
 
-    def build(found: Found) -> dict[str, Any]:
+    def build(found: PageParts) -> dict[str, Any]:
         lines = [_listed(services, namespace, *one) for one in zip(found.rows, found.facts, strict=True)]
         return page(lines, "name", has_more=found.has_more)
 

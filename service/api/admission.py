@@ -9,7 +9,7 @@ from typing import Protocol
 
 from service.api.errors import BadRequest
 from service.api.off_loop import off_loop
-from service.api.places import enter, leave, num_sequences, payer_of
+from service.api.places import enter, leave, num_sequences, payer_of_places
 from service.api.plans import Plan, plan_sequences
 from service.api.prompts import request_prompts, truncated
 from service.api.requested_grammar import requested_grammar
@@ -49,7 +49,7 @@ class Admitted:
     """A request that can be served: hand it to a `Job`, or `release` it. It has a place in the queue for each plan that
     has not ended, and the adapter as long as there is one.
 
-    payer   who has the places in the queue, see `payer_of`; of a batch that of its first item
+    payer   who has the places in the queue, see `payer_of_places`; of a batch that of its first item
     charge  the tokens of all plans, taken from what the tenant may have in a minute
     """
 
@@ -107,7 +107,7 @@ async def admit(
         ready = services.require_ready()
         target = resolve(services, caller, request.model, request.adapter_id)
         if not has_places:
-            wanted, payer = num_sequences(services, tenant, request), payer_of(services, tenant, target.name)
+            wanted, payer = num_sequences(services, tenant, request), payer_of_places(services, tenant, target.name)
             enter(services, tenant, wanted, payer)
             places = wanted
         prompts = await request_prompts(services, ready, target, request)

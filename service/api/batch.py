@@ -19,7 +19,7 @@ from service.api.generated_answers import BatchResponse
 from service.api.json_body import JsonRoute
 from service.api.long_answers import json_answer
 from service.api.openapi import BATCH_ERRORS
-from service.api.places import enter, leave, most_sequences, num_sequences, payer_of
+from service.api.places import enter, leave, most_sequences, num_sequences, payer_of_places
 from service.api.plans import num_logprobs, too_many_logprobs
 from service.api.requestlog import note, note_job
 from service.api.schemas import MAX_HELD_LOGPROBS, BatchRequest, ChatRequest, CompletionRequest
@@ -82,7 +82,7 @@ async def admit_all(services: Services, caller: Caller, body: BatchRequest) -> l
     shares = [0 if isinstance(one, Exception) else num_sequences(services, tenant, one) for one in parsed]
     _check_size(sum(shares), most_sequences(services, tenant), "sequences")
     first = next((_model_of(services, one) for one in parsed if not isinstance(one, Exception)), "")
-    payer = payer_of(services, tenant, first)
+    payer = payer_of_places(services, tenant, first)
     enter(services, tenant, sum(shares), payer)
     checked: list[_Checked | Exception] = []
     try:

@@ -18,7 +18,7 @@ _MUST_HAVE_CONTENT = ("system", "developer", "user")
 
 
 # What is no text is the client's own: some keep objects and lists there.
-Thought = Annotated[str | None, BeforeValidator(lambda kept: kept if isinstance(kept, str) else None)]
+ThoughtText = Annotated[str | None, BeforeValidator(lambda kept: kept if isinstance(kept, str) else None)]
 
 
 class _Kept(Request):
@@ -69,8 +69,8 @@ class ChatMessage(_Kept):
     name: str | None = None
     tool_calls: Annotated[list[ToolCallParam], FIRST] | None = None
     tool_call_id: str | None = Field(None, description="of a tool's answer: the call that it answers")
-    reasoning_content: Thought = Field(None, description="for templates that show earlier reasoning")
-    reasoning: Thought = Field(None, description="the same, as vLLM calls it")
+    reasoning_content: ThoughtText = Field(None, description="for templates that show earlier reasoning")
+    reasoning: ThoughtText = Field(None, description="the same, as vLLM calls it")
     refusal: str | None = Field(None, description="what the assistant said where it has no content")
     function_call: CalledFunctionParam | None = Field(
         None, description="a tool call, as it was before there were several"

@@ -22,7 +22,7 @@ from service.api.json_body import JsonRoute
 from service.api.lengths import MAX_TEXT_CHARS
 from service.api.off_loop import off_loop
 from service.api.openapi import GENERATION_ERRORS
-from service.api.places import enter, leave, most_sequences, payer_of
+from service.api.places import enter, leave, most_sequences, payer_of_places
 from service.api.plans import Plan
 from service.api.prompts import Prompt, encoded
 from service.api.requestlog import note_job, notes_of
@@ -57,7 +57,7 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
     tenant, target = caller.tenant, resolve(services, caller, body.model, body.adapter_id)
     try:
         places = min(len(inputs), MAX_AT_A_TIME, most_sequences(services, tenant))
-        payer = payer_of(services, tenant, target.name)
+        payer = payer_of_places(services, tenant, target.name)
         enter(services, tenant, places, payer)
         # Held until the end: a request that has begun need not wait behind others.
         try:

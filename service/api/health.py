@@ -22,7 +22,7 @@ _EXPOSITION: dict[int | str, dict[str, Any]] = {
 }
 
 
-class _Query(BaseModel):
+class MetricsQuery(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     adapter: list[str] = Field([], max_length=64, description="adapters to tell of; default: the busiest")
@@ -76,7 +76,7 @@ async def get_version(request: Request) -> VersionResponse:
     responses={**errors((400, 401, 429)), **_EXPOSITION},
     summary="Prometheus",
 )
-async def metrics(request: Request, query: Annotated[_Query, Query()]) -> PlainTextResponse:
+async def metrics(request: Request, query: Annotated[MetricsQuery, Query()]) -> PlainTextResponse:
     """All metrics, and of single adapters those of the busiest, or of the ones that are asked for. They name adapters,
     so where API keys are set this needs one."""
     services = services_of(request)

@@ -13,8 +13,8 @@ from service.api.listing import (
     MOST_PER_PAGE,
     Digits,
     Filters,
-    Found,
     Listing,
+    PageParts,
     each_once,
     listing,
     no_query,
@@ -31,7 +31,7 @@ router = APIRouter(tags=["OpenAI"])
 _OPERATOR = "multilora"
 
 
-class _Filters(Filters):
+class ModelFilters(Filters):
     limit: Digits = Field(MOST_PER_PAGE, ge=1, le=MOST_PER_PAGE, description="most models of a page, the base included")
 
 
@@ -42,7 +42,7 @@ class _Filters(Filters):
     responses=errors((400, 401, 429)),
     summary="List the base and its adapters",
 )
-async def list_models(request: Request, filters: Annotated[_Filters, Query()]) -> Response:
+async def list_models(request: Request, filters: Annotated[ModelFilters, Query()]) -> Response:
     """The base first, then the adapters by name, a page at a time: `has_more` says whether more follow after
     `last_id`. Adapters have the base as `parent` and their digest as `root`."""
     services = services_of(request)
@@ -54,7 +54,7 @@ async def list_models(request: Request, filters: Annotated[_Filters, Query()]) -
     limit_tokens = _limit_tokens(services)
     base_cards = [_base_card(services, limit_tokens)] * has_base
 
-    def build(found: Found) -> dict[str, Any]:
+    def build(found: PageParts) -> dict[str, Any]:
         cards = [
             _adapter_card(
                 services, limit_tokens, namespace.shown_name(one.name), one.owner, one.digest, one.created_at_seconds

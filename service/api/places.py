@@ -9,7 +9,7 @@ from service.api.state import Services
 from service.tenants.limits import Tenant
 
 
-def payer_of(services: Services, tenant: Tenant, model: str) -> str:
+def payer_of_places(services: Services, tenant: Tenant, model: str) -> str:
     """Among whom places in the queue are shared: tenants, and models where there are none."""
     return tenant.name if services.tenants.has_file else model
 

@@ -11,7 +11,7 @@ from adapters.errors import Malformed
 from adapters.invocation import invocation_start
 from adapters.records import Manifest
 from service.api.errors import BadRequest, NotReady
-from service.api.places import enter, leave, payer_of
+from service.api.places import enter, leave, payer_of_places
 from service.api.state import Services
 from service.engine.messages import Finished, Sampling, Submit
 from service.engine.streams import EngineDied
@@ -69,7 +69,7 @@ def _paid(services: Services, tenant: Tenant, num_prompt_tokens: int) -> Iterato
             "without ?probe=true.",
             param="probe",
         )
-    payer = payer_of(services, tenant, services.settings.base_name)
+    payer = payer_of_places(services, tenant, services.settings.base_name)
     enter(services, tenant, 1, payer)
     try:
         yield tenant.take_tokens(num_tokens)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
-Event = dict[str, Any]
+EventFields = dict[str, Any]
 # Of items that are text: what their only part is called.
 _PART_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
 
@@ -30,7 +30,7 @@ class ResponseOutput:
         # Of the open item: the call's index among the chat's calls.
         self._call: int | None = None
 
-    def add(self, said: Mapping[str, Any], logprobs: Sequence[Any] = ()) -> Iterator[Event]:
+    def add(self, said: Mapping[str, Any], logprobs: Sequence[Any] = ()) -> Iterator[EventFields]:
         """A chat's message, or a delta of one, with the log probabilities of its tokens."""
         if said.get("reasoning_content"):
             yield from self._add_text("reasoning", said["reasoning_content"], ())
@@ -43,14 +43,14 @@ class ResponseOutput:
         for place, call in enumerate(said.get("tool_calls") or ()):
             yield from self._add_call(call.get("index", place), call)
 
-    def finish(self, status: str) -> Iterator[Event]:
+    def finish(self, status: str) -> Iterator[EventFields]:
         """End the last item, which is there even if nothing was said; status "completed" or "incomplete"."""
         if not self.items:
             yield from self._begin({"type": "message", "role": "assistant", "content": []})
             yield from self._begin_part()
         yield from self._end(status)
 
-    def _add_text(self, kind: str, text: str, logprobs: Sequence[Any]) -> Iterator[Event]:
+    def _add_text(self, kind: str, text: str, logprobs: Sequence[Any]) -> Iterator[EventFields]:
         if not self._is_open or self.items[-1]["type"] != kind:
             yield from self._end("completed")
             own: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
@@ -64,7 +64,7 @@ class ResponseOutput:
             event["logprobs"] = list(logprobs)
         yield event
 
-    def _add_call(self, index: int, call: Mapping[str, Any]) -> Iterator[Event]:
+    def _add_call(self, index: int, call: Mapping[str, Any]) -> Iterator[EventFields]:
         function = call.get("function") or {}
         if not self._is_open or self._call != index:
             yield from self._end("completed")
@@ -77,14 +77,14 @@ class ResponseOutput:
         if arguments:
             yield {"type": "response.function_call_arguments.delta", **self._place(), "delta": arguments}
 
-    def _begin(self, item: dict[str, Any]) -> Iterator[Event]:
+    def _begin(self, item: dict[str, Any]) -> Iterator[EventFields]:
         prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[item["type"]]
         item |= {"id": f"{prefix}_{uuid4().hex}", "status": "in_progress"}
         self.items.append(item)
         self._is_open = True
         yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": _copy(item)}
 
-    def _begin_part(self) -> Iterator[Event]:
+    def _begin_part(self) -> Iterator[EventFields]:
         item = self.items[-1]
         part: dict[str, Any] = {"type": _PART_TYPES[item["type"]], "text": ""}
         if item["type"] == "message":
@@ -92,7 +92,7 @@ class ResponseOutput:
         item["content"].append(part)
         yield {"type": "response.content_part.added", **self._place(content_index=0), "part": _copy(part)}
 
-    def _end(self, status: str) -> Iterator[Event]:
+    def _end(self, status: str) -> Iterator[EventFields]:
         if not self._is_open:
             return
         self._is_open, self._call = False, None

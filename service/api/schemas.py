@@ -16,7 +16,7 @@ from service.api.chat_messages import ChatMessage
 from service.api.fields import EMBEDDING_FIELDS, GENERATION_FIELDS, STREAM_FIELDS, TOKENIZE_FIELDS
 from service.api.request_body import FIRST, Request, bounded, field_error, in_pieces, value_fault
 from service.api.response_formats import JsonSchema, ResponseFormat, StructuredOutputs
-from service.api.tools import MAX_TOOLS, ToolChoice, Tools, check_tool_choice, check_tools
+from service.api.tools import MAX_TOOLS, ToolChoice, ToolList, check_tool_choice, check_tools
 from service.engine.messages import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
 
 MAX_LOGPROBS = 20
@@ -221,7 +221,7 @@ class ChatRequest(Generation):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="variables for the chat template, such as enable_thinking"
     )
-    tools: Tools | None = Field(None, description=f"functions that the model may call, up to {MAX_TOOLS}")
+    tools: ToolList | None = Field(None, description=f"functions that the model may call, up to {MAX_TOOLS}")
     tool_choice: ToolChoice | None = Field(
         None,
         description="`auto`, the default where there are `tools`: the model chooses; `none`; `required`: one at least; "
@@ -323,7 +323,7 @@ class TokenizeRequest(Request):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="only with messages")
     reasoning_effort: str | None = Field(None, description="only with messages")
     enable_thinking: bool | None = Field(None, description="only with messages")
-    tools: Tools | None = Field(None, description="only with messages")
+    tools: ToolList | None = Field(None, description="only with messages")
     return_token_strs: bool | None = Field(None, description="answer with the tokens as the vocabulary spells them")
 
     @model_validator(mode="after")

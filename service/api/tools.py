@@ -119,7 +119,7 @@ ToolChoice = Annotated[
     | Annotated[AllowedToolsChoice, Tag("allowed_tools")],
     Discriminator(_kind_of_choice),
 ]
-Tools = Annotated[list[Tool], FIRST]
+ToolList = Annotated[list[Tool], FIRST]
 
 
 def check_tools(tools: list[Tool]) -> None:

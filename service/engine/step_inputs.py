@@ -33,7 +33,7 @@ from service.engine.step_sizes import TOKEN_SIZES, StepSizes
 from service.models.step_batch import AttentionMaps, ConvArrays, ConvMaps, StepBatch, TokenArrays
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """What has been asked of the device so far; of torch.cuda and torch.npu."""
 
     def record(self) -> object: ...
@@ -44,7 +44,7 @@ class Event(Protocol):
 class Runtime(Protocol):
     """The part of torch.cuda and torch.npu that is needed here."""
 
-    def Event(self) -> Event: ...
+    def Event(self) -> DeviceEvent: ...
 
 
 _MAX_KNOWN = 512  # sizes, and facts, whose places are remembered
@@ -77,7 +77,7 @@ class StepInputs:
         num_bytes = self._middle + self._num_bytes(_lay_sampler(limits.largest_facts))
         self._host = [self._host_buffer(num_bytes) for _ in range(1 if self._runtime is None else 2)]
         self._host_bytes = [buffer.numpy() for buffer in self._host]
-        self._copied: list[Event | None] = [None] * len(self._host)
+        self._copied: list[DeviceEvent | None] = [None] * len(self._host)
         self._device = self._host[0]
         if self._runtime is not None:
             self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=limits.device)

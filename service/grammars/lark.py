@@ -13,7 +13,7 @@ NOTHING = '""'
 _ANY = r"/(.|\n)*/"
 _THINK, _END_OF_THOUGHT = "<think>", "</think>"
 # A tool: its name, and the JSON schema of its arguments.
-Schema = tuple[str, Mapping[str, Any]]
+ToolSchema = tuple[str, Mapping[str, Any]]
 
 
 class Lark:
@@ -38,7 +38,7 @@ class Lark:
         """A JSON value that is valid for a schema."""
         return self.rule(json_rule(schema))
 
-    def object_with_name(self, tools: Sequence[Schema], arguments: str) -> str:
+    def object_with_name(self, tools: Sequence[ToolSchema], arguments: str) -> str:
         """`{"name": "f", "arguments": {...}}` of any of the tools."""
         named = [
             f"{json.dumps(f'{json.dumps(name)}, {json.dumps(arguments)}: ')} {self.json(schema)}"

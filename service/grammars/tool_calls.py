@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from service.grammars.constraints import MAX_CONSTRAINT_BYTES
-from service.grammars.lark import NOTHING, Lark, Schema
+from service.grammars.lark import NOTHING, Lark, ToolSchema
 from service.grammars.references import DEFINITIONS, refers_to_definitions_alone
 from service.text.calls.value_kinds import Kinds
 
@@ -51,7 +51,7 @@ Beside = Literal["text", "answer"] | None
 
 def lark_of_calls(
     form: str,
-    tools: Sequence[Schema],
+    tools: Sequence[ToolSchema],
     special_ids: Mapping[str, int],
     *,
     beside: Beside = None,
@@ -93,16 +93,16 @@ def lark_of_thoughts(special_ids: Mapping[str, int], *, is_thinking: bool) -> st
 
 
 # What calls begin with, and what follows it: a format's own function.
-_Form = Callable[[Lark, Sequence[Schema], bool], tuple[str, str]]
+_Form = Callable[[Lark, Sequence[ToolSchema], bool], tuple[str, str]]
 
 
-def _hermes(lark: Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, str]:
+def _hermes(lark: Lark, tools: Sequence[ToolSchema], is_several: bool) -> tuple[str, str]:
     start, end = "<tool_call>", lark.text("</tool_call>")
     call = rf'"\n" {lark.object_with_name(tools, "arguments")} "\n" {end}'
     return start, lark.rule(rf'{call} ("\n" {lark.text(start)} {call})*' if is_several else call)
 
 
-def _qwen3_coder(lark: Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, str]:
+def _qwen3_coder(lark: Lark, tools: Sequence[ToolSchema], is_several: bool) -> tuple[str, str]:
     start, end = "<tool_call>", lark.text("</tool_call>")
     in_json = [tool for tool in tools if not _is_xml(tool[1])]
     bodies = [
@@ -116,12 +116,12 @@ def _qwen3_coder(lark: Lark, tools: Sequence[Schema], is_several: bool) -> tuple
     return start, lark.rule(rf'{call} ("\n" {lark.text(start)} {call})*' if is_several else call)
 
 
-def _llama3(lark: Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, str]:  # noqa: ARG001
+def _llama3(lark: Lark, tools: Sequence[ToolSchema], is_several: bool) -> tuple[str, str]:  # noqa: ARG001
     """One call: the template shows no history with more."""
     return "", lark.object_with_name(tools, "parameters")
 
 
-def _free_llama3(lark: Lark, tools: Sequence[Schema], is_several: bool) -> str:
+def _free_llama3(lark: Lark, tools: Sequence[ToolSchema], is_several: bool) -> str:
     """Texts, and calls among them. Calls have no mark, so no text holds what `service.text.calls.llama3` could read as
     the beginning of one: the tag, or an object that names a tool first, or begins with another key that calls have."""
     names = "|".join(re.escape(name) for name, _ in tools)
@@ -144,7 +144,7 @@ def _free_llama3(lark: Lark, tools: Sequence[Schema], is_several: bool) -> str:
     return f"({lark.rule(' | '.join(calls))}){'*' if is_several else '?'} {text}"
 
 
-def _mistral(lark: Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, str]:
+def _mistral(lark: Lark, tools: Sequence[ToolSchema], is_several: bool) -> tuple[str, str]:
     start = "[TOOL_CALLS]"
     if "[ARGS]" not in lark.special_ids:
         return start, _in_list(lark, lark.object_with_name(tools, "arguments"), is_several)
@@ -153,7 +153,7 @@ def _mistral(lark: Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str
     return start, lark.rule(f"{call} ({lark.text(start)} {call})*" if is_several else call)
 
 
-def _lfm2(lark: Lark, tools: Sequence[Schema], is_several: bool) -> tuple[str, str]:
+def _lfm2(lark: Lark, tools: Sequence[ToolSchema], is_several: bool) -> tuple[str, str]:
     if all(_is_pythonic(name, schema) for name, schema in tools):
         called = [f'{lark.text(f"{name}(")} {_arguments(lark, schema)} ")"' for name, schema in tools]
         call = lark.rule(" | ".join(called))

@@ -60,9 +60,9 @@ class Slow:
 CALLS: dict[str, Callable[[Any], Any]] = {
     "tokenize": lambda request: tokenize.tokenize(request, TokenizeRequest(model="tiny", prompt="a" * 30_000)),
     "detokenize": lambda request: tokenize.detokenize(request, DetokenizeRequest(model="tiny", tokens=[1])),
-    "models": lambda request: models.list_models(request, models._Filters()),
-    "adapters": lambda request: adapters.list_adapters(request, adapters._Filters()),
-    "metrics": lambda request: health.metrics(request, health._Query()),
+    "models": lambda request: models.list_models(request, models.ModelFilters()),
+    "adapters": lambda request: adapters.list_adapters(request, adapters.AdapterFilters()),
+    "metrics": lambda request: health.metrics(request, health.MetricsQuery()),
 }
 
 
