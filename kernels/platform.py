@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 # would leave ranges of equal ranks at uneven distances, which a batch has to gather.
 CPU_ROW_ALIGNMENT = 4
 
-_DEVICE_NODES = Path("/dev")
+DEVICE_NODES = Path("/dev")
 
 # Wished-for implementation of each op by device type, and what else is known there.
 IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -249,7 +249,7 @@ def find_device(wanted: str) -> str:
     if torch.cuda.is_available():
         return "cuda"
     for vendor, nodes in (("Ascend NPU", "davinci[0-9]*"), ("NVIDIA GPU", "nvidia[0-9]*")):
-        if any(_DEVICE_NODES.glob(nodes)):
+        if any(DEVICE_NODES.glob(nodes)):
             log.warning("This machine has an %s that torch %s does not see; the CPU serves.", vendor, torch.__version__)
     return "cpu"
 

@@ -17,7 +17,7 @@ from kernels.lora.maps import LoraMaps, LoraStack, Segment
 
 CONTRACT = Contract()
 
-_MAX_KEPT_VIEWS = 64  # of A and B, of a stack
+MAX_KEPT_VIEWS = 64  # of A and B, of a stack
 _SUM = 0  # mode of `embedding_bag`
 
 # Of A and of B.
@@ -160,7 +160,7 @@ def _rows_of_one(stack: LoraStack, s: int, one: Solo) -> _Rows:
 
 def _keep(stack: LoraStack, key: tuple[int, ...], a: torch.Tensor, b: torch.Tensor) -> _Rows:
     """Views cost as much to make as a small product to call."""
-    if len(stack.kept) >= _MAX_KEPT_VIEWS:
+    if len(stack.kept) >= MAX_KEPT_VIEWS:
         stack.kept.clear()
     stack.kept[key] = (a, b)
     return a, b

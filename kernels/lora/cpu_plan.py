@@ -22,7 +22,7 @@ with warnings.catch_warnings():
 
 # Multiplications of one segment up to which the calls of its own products would cost more than what a matrix product
 # saves, which reads each row once for all tokens.
-_MAX_SHARED_WORK = 2**18
+MAX_SHARED_WORK = 2**18
 # Two segments have products of their own as fast.
 _MIN_SHARING = 3
 
@@ -75,7 +75,7 @@ def shares_of(segments: tuple[Segment, ...], ranks: list[int], num_columns: int)
 
     num_columns  of a row of A and of B together
     """
-    most = _MAX_SHARED_WORK // num_columns
+    most = MAX_SHARED_WORK // num_columns
     return tuple([(segment.end - segment.start) * ranks[segment.place] <= most for segment in segments])
 
 

@@ -19,7 +19,7 @@ def with_cuda(is_there: bool) -> mock._patch[mock.MagicMock]:
 
 @pytest.fixture(autouse=True)
 def device_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(platform, "_DEVICE_NODES", tmp_path)
+    monkeypatch.setattr(platform, "DEVICE_NODES", tmp_path)
     return tmp_path
 
 

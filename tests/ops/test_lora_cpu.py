@@ -73,10 +73,10 @@ def test_no_more_rows_are_read_than_the_ranks_say() -> None:
     assert [len(rows) for rows in pairs_of(plan_of([1] * 6, [0, 4, 24, 28, 52, 56], ranks))] == ranks
 
 
-@pytest.mark.parametrize("max_work", [0, cpu_plan._MAX_SHARED_WORK, 2**60], ids=["alone", "as is", "shared"])
+@pytest.mark.parametrize("max_work", [0, cpu_plan.MAX_SHARED_WORK, 2**60], ids=["alone", "as is", "shared"])
 def test_every_segment_has_its_product(max_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under any mix: each token of a targeted segment is in one solo or once among the pairs, others are untargeted."""
-    monkeypatch.setattr(cpu_plan, "_MAX_SHARED_WORK", max_work)
+    monkeypatch.setattr(cpu_plan, "MAX_SHARED_WORK", max_work)
     rng = random.Random(max_work)
     for _ in range(200):
         count = rng.randint(1, 12)
@@ -96,10 +96,10 @@ def test_every_segment_has_its_product(max_work: int, monkeypatch: pytest.Monkey
         assert sorted(token for some in covered for token in some) == tokens
 
 
-@pytest.mark.parametrize("max_work", [0, cpu_plan._MAX_SHARED_WORK, 2**60], ids=["alone", "as is", "shared"])
+@pytest.mark.parametrize("max_work", [0, cpu_plan.MAX_SHARED_WORK, 2**60], ids=["alone", "as is", "shared"])
 @pytest.mark.parametrize("name", POPULARITIES)
 def test_however_divided_it_equals_float64(name: str, max_work: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_plan, "_MAX_SHARED_WORK", max_work)
+    monkeypatch.setattr(cpu_plan, "MAX_SHARED_WORK", max_work)
     for num_tokens in (5, 20, 90):
         lengths = popularity(name, num_tokens, 9, random.Random(num_tokens))
         ranks = tuple((16, 16, 16, 8, 16, 0, 40, 16, 300) for _ in range(2))
@@ -174,8 +174,8 @@ def test_an_adapter_without_finite_values_spoils_its_own_tokens_alone() -> None:
 
 
 def test_kept_views_are_bounded_and_right_after_they_were_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_MAX_KEPT_VIEWS", 2)
-    monkeypatch.setattr(cpu_plan, "_MAX_SHARED_WORK", 0)
+    monkeypatch.setattr(cpu, "MAX_KEPT_VIEWS", 2)
+    monkeypatch.setattr(cpu_plan, "MAX_SHARED_WORK", 0)
     step = make_step(Case(64, (32,), ((300, 300, 300, 300),), (1, 2, 3, 4)))
     for _ in range(2):
         out = step.out.clone()

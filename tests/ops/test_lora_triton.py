@@ -64,8 +64,9 @@ def triton_cuda(device: str) -> Iterator[ModuleType]:
 
 def reserve(module: ModuleType, step: Step, config: LoraConfig) -> None:
     """The workspace that `lora_linear` will take, so that it can be poisoned before."""
-    rows, num_tokens = step.stack.a[0], step.maps.num_tokens
-    module._Device.of(rows).h(config.shrink.splits(rows.shape[1]), len(step.stack.a), num_tokens, rows.dtype)
+    num_splits = config.shrink.splits(step.stack.a[0].shape[1])
+    # The table's own configurations may have no splits, and h then in 16 bits.
+    module.reserve_workspace(step.stack, max(1, 2 * num_splits * step.maps.num_tokens))
 
 
 def run(module: ModuleType, step: Step, config: LoraConfig, **options: Any) -> None:
@@ -74,7 +75,9 @@ def run(module: ModuleType, step: Step, config: LoraConfig, **options: Any) -> N
         out[step.maps.token_segment >= 0] = float("nan")
     reserve(module, step, config)
     poison_workspaces(module)
+    num_buffers = len(module.workspace.buffers)
     module.lora_linear(step.x, out, step.stack, step.maps, config=config, **options)
+    assert len(module.workspace.buffers) == num_buffers, "what was poisoned is what was used"
     assert_right(out, expected_linear(step, overwrite=options.get("overwrite", False)), step, step.out)
 
 
