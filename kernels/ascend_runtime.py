@@ -96,7 +96,7 @@ def triton_fault() -> str | None:
             "Triton kernels are off: the package `triton` is upstream's, not triton-ascend. Uninstall both, then "
             "install triton-ascend last and without dependencies (see docs/ascend.md)."
         )
-    version = _installed_version("triton-ascend")
+    version = installed_version("triton-ascend")
     if version is not None and not version.startswith(SERVED_VERSION):
         return f"Triton kernels are off: they are made for triton-ascend {SERVED_VERSION}x, and {version} is installed."
     helper = backend / "npu_utils.cpp"
@@ -125,7 +125,7 @@ def launch_device_type() -> str:
     return "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "npu"
 
 
-def _installed_version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -9,9 +9,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-_PROC = Path("/proc")
-_DEVICES = Path("/dev")
-_CGROUPS = Path("/sys/fs/cgroup")
+PROC = Path("/proc")
+DEVICES = Path("/dev")
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 def num_usable_cpus() -> int:
@@ -26,7 +26,7 @@ def num_usable_cpus() -> int:
 
 def memory_bytes() -> tuple[int, int]:
     """Memory in all, and what is available without swapping: of the machine, or of the group with least."""
-    lines = (_PROC / "meminfo").read_text().splitlines()
+    lines = (PROC / "meminfo").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines if ":" in line)
     total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     for group in _groups("memory"):
@@ -40,14 +40,14 @@ def may_find_accelerator(device: str) -> bool:
     """Whether a device that is named so may turn out to be no CPU, before torch is there to tell."""
     if device != "auto":
         return not device.startswith("cpu")
-    return any(any(_DEVICES.glob(nodes)) for nodes in ("nvidia[0-9]*", "davinci[0-9]*"))
+    return any(any(DEVICES.glob(nodes)) for nodes in ("nvidia[0-9]*", "davinci[0-9]*"))
 
 
 def _groups(controller: str) -> Iterator[Path]:
     """Directories of this process's group and those above it. In a container the path may be one of the host's, which
     is not there: the container's own group is then what stands at the root."""
     try:
-        lines = (_PROC / "self" / "cgroup").read_text().splitlines()
+        lines = (PROC / "self" / "cgroup").read_text().splitlines()
     except OSError:
         return
     for line in lines:
@@ -56,7 +56,7 @@ def _groups(controller: str) -> Iterator[Path]:
             continue
         # Version 2 is mounted beside version 1 where there are both.
         names = (controllers, controller) if controllers else ("", "unified")
-        for root in dict.fromkeys(_CGROUPS / name for name in names):
+        for root in dict.fromkeys(CGROUPS / name for name in names):
             group = root / path.lstrip("/")
             yield from (one for one in (group, *group.parents) if one.is_relative_to(root) and one.is_dir())
 

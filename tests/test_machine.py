@@ -17,8 +17,8 @@ STAT = "anon 1\n{0}active_file 2048\n{0}inactive_file 1024\n"
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine of 8 CPUs and 1000 KiB without control groups."""
-    monkeypatch.setattr(machine, "_PROC", tmp_path / "proc")
-    monkeypatch.setattr(machine, "_CGROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(machine, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     write(tmp_path / "proc" / "meminfo", MEMINFO)
     return tmp_path
@@ -115,5 +115,5 @@ def test_an_accelerator_is_looked_for_without_torch(
 ) -> None:
     for node in nodes:
         (tmp_path / node).touch()
-    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
+    monkeypatch.setattr(machine, "DEVICES", tmp_path)
     assert machine.may_find_accelerator(device) is expected

@@ -38,7 +38,7 @@ def probe_apart(
 
     Raises BackendError if nothing can be probed at all.
     """
-    work = _Work(platform, on_begin or (lambda _op, _implementation: None))
+    work = ProbeWork(platform, on_begin or (lambda _op, _implementation: None))
     while work.left:
         with process or ProbeProcess() as process:
             process.ask(
@@ -59,7 +59,7 @@ def probe_apart(
     return work.reports()
 
 
-class _Work:
+class ProbeWork:
     """What is known so far, and what a process at work was about to do.
 
     compiles_ahead  whether the next process compiles kernels ahead, which is given up where one has ended doing so

@@ -25,9 +25,9 @@ def test_engines_on_cpus_have_a_part_of_them_each(
     device: str, nodes: list[str], is_divided: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With all of them each, two engines' threads wait for one another."""
-    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
+    monkeypatch.setattr(machine, "DEVICES", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.setattr(machine, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
     for node in nodes:
         (tmp_path / node).touch()
     engines = own_engines(Settings(model_dir=BUNDLED_MODEL_DIR, device=device, replicas=2))

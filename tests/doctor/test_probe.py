@@ -32,7 +32,7 @@ from kernels.platform import (
     in_use,
     installed,
 )
-from kernels.probe.apart import _Work, probe_apart
+from kernels.probe.apart import ProbeWork, probe_apart
 from kernels.probe.cases import cases_of
 from kernels.probe.child import DEVICE_IS_LOST
 from kernels.probe.choose import with_reports
@@ -371,7 +371,7 @@ def test_a_regime_that_nothing_serves_stops_the_start() -> None:
 
 
 def test_one_that_dies_in_a_regime_is_passed_over_in_that_one_alone() -> None:
-    work = _Work(detect("cpu"), lambda _op, _name: None)
+    work = ProbeWork(detect("cpu"), lambda _op, _name: None)
     ok = {"op": "lora", "implementation": "cpu", "status": "ok"}
     for _ in range(2):  # the next process tries again what had passed
         work.take({"begin": "lora", "case": "lora_linear", "implementation": "cpu"})
@@ -408,7 +408,7 @@ def test_one_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_one_that_dies_while_it_compiles_ahead_costs_no_implementation() -> None:
-    work = _Work(detect("cpu"), lambda _op, _name: None)
+    work = ProbeWork(detect("cpu"), lambda _op, _name: None)
     assert work.compiles_ahead
     work.take({"ahead": True})
     work.blame(SimpleNamespace(hung=False, ending="left the device unusable"))  # type: ignore[arg-type]

@@ -107,7 +107,7 @@ def made_up_npu(
         driver.__dict__["NPUDriver"] = NPUDriver
         stack.enter_context(mock.patch.dict(sys.modules, {"torch_npu": module, driver.__name__: driver}))  # type: ignore[dict-item]
         stack.enter_context(mock.patch.object(importlib.util, "find_spec", _finder(site, triton)))
-        stack.enter_context(mock.patch.object(ascend_runtime, "_installed_version", return_value="3.2.0"))
+        stack.enter_context(mock.patch.object(ascend_runtime, "installed_version", return_value="3.2.0"))
         for forget in (
             ascend_runtime.torch_npu.cache_clear,
             ascend_runtime.triton_fault.cache_clear,
