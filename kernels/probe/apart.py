@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kernels.platform import IMPLEMENTATIONS, REGIME_OF_CASE, BackendError, Platform
-from kernels.probe.op_reports import OpReport, Status, Trial
+from kernels.probe.op_reports import OpReport, Trial, TrialStatus
 from kernels.probe.probe_process import ProbeProcess
 from kernels.probe.run import report_of
 from kernels.probe.shapes import ProbeShapes
@@ -100,7 +100,7 @@ class ProbeWork:
         op, case, implementation = (self._at_work[name] for name in ("begin", "case", "implementation"))
         found = self._trials[op]
         if not found or found[-1].implementation != implementation or found[-1].status == "ok":
-            status: Status = "hung" if process.hung else "crashed"
+            status: TrialStatus = "hung" if process.hung else "crashed"
             sentence = f"{implementation} {process.ending} in {case or 'its import'}"
             self._note(Trial(op=op, case=case, implementation=implementation, status=status, sentence=sentence))
         self._at_work = None

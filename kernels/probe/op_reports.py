@@ -8,7 +8,7 @@ from typing import Literal
 
 from kernels.platform import REGIMES
 
-Status = Literal["ok", "missing", "refused", "raised", "differs", "crashed", "hung"]
+TrialStatus = Literal["ok", "missing", "refused", "raised", "differs", "crashed", "hung"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Trial:
     op: str
     case: str
     implementation: str
-    status: Status
+    status: TrialStatus
     error: float | None = None
     tolerance: float | None = None
     microseconds: float | None = None

@@ -18,7 +18,7 @@ import torch
 
 from kernels.platform import HEADS_FIRST, IMPLEMENTATIONS, REGIME_OF_CASE, Platform, detect, installed
 from kernels.probe.cases import Case, cases_of
-from kernels.probe.op_reports import OpReport, Status, Trial
+from kernels.probe.op_reports import OpReport, Trial, TrialStatus
 from kernels.probe.place import Place
 from kernels.probe.shapes import ProbeShapes
 
@@ -161,7 +161,7 @@ def _fault_before_a_call(op: str, implementation: str, shapes: ProbeShapes) -> T
     try:
         module = importlib.import_module(f"kernels.{op}.{implementation}")
     except Exception as error:
-        status: Status = "missing" if isinstance(error, ImportError) else "raised"
+        status: TrialStatus = "missing" if isinstance(error, ImportError) else "raised"
         return said(status=status, sentence=f"{implementation} cannot be imported ({_in_one_line(error)})")
     refusal = module.CONTRACT.refuses(shapes)
     if refusal is not None:

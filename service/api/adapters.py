@@ -23,8 +23,8 @@ from service.api.listing import (
     MOST_PER_PAGE,
     Digits,
     Filters,
+    FoundPage,
     Listing,
-    PageParts,
     each_once,
     no_query,
     page,
@@ -140,7 +140,7 @@ async def list_adapters(request: Request, filters: Annotated[AdapterFilters, Que
     services = services_of(request)
     namespace = namespace_of(request, require_store(services))
 
-    def build(found: PageParts) -> dict[str, Any]:
+    def build(found: FoundPage) -> dict[str, Any]:
         lines = [_listed(services, namespace, *one) for one in zip(found.rows, found.facts, strict=True)]
         return page(lines, "name", has_more=found.has_more)
 

@@ -53,7 +53,7 @@ class Filters(BaseModel):
         return any(one is not None for one in (self.rank, self.state, self.owner, self.pinned))
 
 
-class PageParts(NamedTuple):
+class FoundPage(NamedTuple):
     """Adapters of a page, and of each what `Listing.fact_of` says."""
 
     rows: list[Row]
@@ -75,7 +75,7 @@ class Listing(NamedTuple):
     limit: int
     key: Hashable
     fact_of: Callable[[str, str], Any] | None
-    build: Callable[[PageParts], dict[str, Any]]
+    build: Callable[[FoundPage], dict[str, Any]]
 
     def cache_key(self) -> Hashable:
         """All that the page depends on beside the store's changes and facts."""
@@ -116,7 +116,7 @@ def _page(services: Services, wanted: Listing) -> WrittenPage:
     # What a line shows is taken down first and written from that: a page never says more than its facts.
     adapters = tuple((row.name, row.digest) for row in rows) if wanted.fact_of is not None else ()
     facts = wanted.facts_of(adapters)
-    page = WrittenPage(change, adapters, facts, msgspec.json.encode(wanted.build(PageParts(rows, facts, has_more))))
+    page = WrittenPage(change, adapters, facts, msgspec.json.encode(wanted.build(FoundPage(rows, facts, has_more))))
     if wanted.filters.state is None:  # which adapters are in a tier is no change of the store
         services.pages.put(key, page)
     return page

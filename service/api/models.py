@@ -13,8 +13,8 @@ from service.api.listing import (
     MOST_PER_PAGE,
     Digits,
     Filters,
+    FoundPage,
     Listing,
-    PageParts,
     each_once,
     listing,
     no_query,
@@ -54,7 +54,7 @@ async def list_models(request: Request, filters: Annotated[ModelFilters, Query()
     limit_tokens = _limit_tokens(services)
     base_cards = [_base_card(services, limit_tokens)] * has_base
 
-    def build(found: PageParts) -> dict[str, Any]:
+    def build(found: FoundPage) -> dict[str, Any]:
         cards = [
             _adapter_card(
                 services, limit_tokens, namespace.shown_name(one.name), one.owner, one.digest, one.created_at_seconds

@@ -11,11 +11,11 @@ from service.doctor.report import Level, clean
 # Raised when a field of the JSON goes or changes its meaning; new fields do not count.
 FORMAT = 1
 
-StepStatus = Literal["not run", "running", "ok", "failed", "crashed", "timed out", "not applicable"]
+Status = Literal["not run", "running", "ok", "failed", "crashed", "timed out", "not applicable"]
 # Without the answer that was asked for, and why is told.
-FAILED: tuple[StepStatus, ...] = ("failed", "crashed", "timed out")
+FAILED: tuple[Status, ...] = ("failed", "crashed", "timed out")
 # After these a step has said all that it can say.
-ENDED: tuple[StepStatus, ...] = ("ok", *FAILED, "not applicable")
+ENDED: tuple[Status, ...] = ("ok", *FAILED, "not applicable")
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     name: str
     title: str
     asks: str
-    status: StepStatus = "not run"
+    status: Status = "not run"
     reason: str | None = None
     seconds: float = 0.0
     num_begun: int = 0

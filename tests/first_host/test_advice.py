@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from service.first_host.advice import conclude
-from service.first_host.outcome import FirstHostReport, Outcome, StepStatus
+from service.first_host.outcome import FirstHostReport, Outcome, Status
 
 GRAPHS, EAGER = "setting-npu-graphs", "setting-eager"
 
@@ -16,7 +16,7 @@ def load(requests: int, adapters: int, ms_per_token: float) -> dict[str, Any]:
     return {"requests": requests, "adapters": adapters, "ms_per_token": ms_per_token}
 
 
-def step(name: str, status: StepStatus = "ok", **facts: Any) -> Outcome:
+def step(name: str, status: Status = "ok", **facts: Any) -> Outcome:
     reason = None if status == "ok" else "the planted reason"
     return Outcome(name=name, title=name, asks="", status=status, reason=reason, facts=facts)
 
@@ -40,7 +40,7 @@ def test_whether_capture_pays_its_trial_says(milliseconds: float, setting: str) 
 
 
 @pytest.mark.parametrize("status", ["failed", "crashed", "timed out"])
-def test_a_setting_whose_trial_failed_is_not_recommended(status: StepStatus) -> None:
+def test_a_setting_whose_trial_failed_is_not_recommended(status: Status) -> None:
     found = recommended("npu:0", SERVING, step("capture"), step(GRAPHS, status))
     assert found == {"not --npu-graphs true": f"its trial {status}: the planted reason"}
 
