@@ -32,6 +32,15 @@ EQUIVALENT |= {
     )
 }
 EQUIVALENT |= {
+    (function, "(end < stop) & (segment < max_segments)", "segment < max_segments"): (
+        "the next segment's end is cut to where this group stops, so it has no token and the walk ends there"
+    )
+    for function in (
+        *("lora_shrink_few", "lora_expand_few", "lora_shrink_many", "lora_expand_many"),
+        "lora_expand_window_few",
+    )
+}
+EQUIVALENT |= {
     (function, "tl.minimum(begin + T, num_tokens)", "begin + T"): (
         "the last segment ends with the step's tokens at the latest; at most one more round for a segment without any"
     )
