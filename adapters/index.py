@@ -19,7 +19,7 @@ import msgspec
 
 from adapters.errors import Damaged, NotFound
 from adapters.names import NameRecord, Visibility
-from adapters.records import Summary
+from adapters.records import UNREADABLE, Summary
 
 log = logging.getLogger(__name__)
 
@@ -200,6 +200,10 @@ def _open(path: Path | None) -> sqlite3.Connection:
                 database.execute("DROP TABLE IF EXISTS names")
                 database.execute(_TABLE)
                 database.execute(f"PRAGMA user_version = {_FORM}")
+        # Pages of different moments may be whole one by one, and hide names from a search.
+        (found,) = database.execute("PRAGMA integrity_check(1)").fetchone()
+        if found != "ok":
+            raise sqlite3.DatabaseError(found)
     except BaseException:
         database.close()
         raise
@@ -252,7 +256,12 @@ def _conditions(query: Query) -> tuple[list[str], list[object]]:
 
 
 def _row(values: tuple[Any, ...]) -> Row:
+    """Raises sqlite3.DatabaseError for what was never written so: SQLite looks at no value."""
     *facts, rows, has_chat_template = values
-    facts[3] = _TENANTS.decode(facts[3])
+    try:
+        facts[3] = _TENANTS.decode(facts[3])
+        needed = _ROWS.decode(rows)
+    except (*UNREADABLE, TypeError) as error:
+        raise sqlite3.DatabaseError(f"a value is damaged: {error}") from error
     facts[7] = bool(facts[7])
-    return Row(*(*facts, _ROWS.decode(rows), bool(has_chat_template)))
+    return Row(*(*facts, needed, bool(has_chat_template)))

@@ -143,13 +143,28 @@ def lie(path: Path) -> None:
         database.execute("UPDATE names SET name = 'ghost' WHERE name = 'n2'")
 
 
+def scramble(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE names SET rows = '{' WHERE name = 'n1'")
+
+
+def mix_pages(path: Path) -> None:
+    """The last two leaves of its table, which are in a page of 4096 bytes each, in the place of one another."""
+    content = bytearray(path.read_bytes())
+    pages = [content[start : start + 4096] for start in range(0, len(content), 4096)]
+    leaves = [at for at, page in enumerate(pages) if page[0] == 10]  # of an index, which has the rows here
+    one, other = leaves[-2:]
+    pages[one], pages[other] = pages[other], pages[one]
+    path.write_bytes(b"".join(pages))
+
+
 def older_form(path: Path) -> None:
     with sqlite3.connect(path) as database:
         database.execute("ALTER TABLE names DROP COLUMN rank")
         database.execute("PRAGMA user_version = 0")
 
 
-@pytest.mark.parametrize("harm", [lose, tear, overwrite, garble, empty, lie, older_form])
+@pytest.mark.parametrize("harm", [lose, tear, overwrite, garble, empty, lie, scramble, mix_pages, older_form])
 def test_an_index_that_is_lost_or_torn_is_built_anew(tmp_path: Path, harm: Callable[[Path], None]) -> None:
     store = opened(tmp_path)
     for at in range(40):
@@ -171,6 +186,17 @@ def test_an_index_that_fails_while_the_server_runs_is_built_anew(store: AdapterS
         change()
         assert everything(store)[0].digest == record.digest
     assert names(store) == ["x"]
+
+
+@pytest.mark.parametrize("damage", ["rows = '{'", "rows = 5", "shared_with = '['"])
+def test_a_value_that_cannot_be_read_while_the_server_runs_has_it_built_anew(
+    store: AdapterStore, tmp_path: Path, damage: str
+) -> None:
+    upload_small(store, LAYOUT, "x")
+    kept = everything(store)
+    with sqlite3.connect(index_of(tmp_path)) as database:
+        database.execute(f"UPDATE names SET {damage}")
+    assert everything(store) == kept
 
 
 def test_a_disk_that_holds_no_index_stops_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
