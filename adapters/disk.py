@@ -9,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import logging
-import shutil
 import uuid
 from filecmp import cmp
 from pathlib import Path
@@ -25,7 +24,7 @@ from adapters.paths import CONFIG_FILE, DIGEST, MANIFEST_FILE, TEMPLATE_FILE, TE
 from adapters.records import UNREADABLE, Manifest, Summary
 from adapters.retired import RetiredNames
 from adapters.store_faults import store_faults_are_ours
-from adapters.synced_files import delete, refuse_shortage, sync_directory, sync_renamed, unless_gone, write_synced
+from adapters.synced_files import delete, refuse_shortage, remove, sync_directory, sync_renamed, write_synced
 from adapters.written import WriteFault, write_fault
 
 log = logging.getLogger(__name__)
@@ -82,7 +81,7 @@ class StoreFiles:
         Of a store that is shared only names are read: what lies there without one may be of another server."""
         for leftover in self.staging.iterdir():
             # A server that has closed the store may still be deleting what it took out.
-            shutil.rmtree(leftover, onerror=unless_gone) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+            remove(leftover)
         names, unreadable = self._read_names()
         for name, record in list(names.items()):
             missing = [version.number for version in record.versions if self._is_missing(version.digest)]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -26,6 +25,7 @@ import msgspec
 
 from adapters.errors import StoreBusy
 from adapters.records import UNREADABLE
+from adapters.synced_files import remove
 
 # How long a change waits for its turn. A server that stands still in its own blocks all others until it is killed.
 TURN_SECONDS = 10.0
@@ -225,7 +225,7 @@ class Sharing:
         for path in self._staging.iterdir():
             with suppress(FileNotFoundError):
                 if path.name not in alive and path.stat().st_mtime < now_seconds - DEAD_SECONDS:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    remove(path)
 
 
 def _said_in(data: bytes) -> _Member:

@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -50,13 +50,24 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def delete(directories: Iterable[Path]) -> None:
-    """Remove them with all that is in them. What cannot be removed is left to the next start."""
-    for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)
+def delete(paths: Iterable[Path]) -> None:
+    """Remove each with all that is in it. What cannot be removed is left to the next start."""
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            path.unlink()  # of what is no directory, such as a link to one
 
 
-def unless_gone(_call: object, _path: str, error: tuple[type[BaseException], BaseException, TracebackType]) -> None:
+def remove(path: Path) -> None:
+    """A directory with all that is in it, a file, or a link alone; what somebody else has removed is as good. Raises
+    OSError."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, onerror=_unless_gone)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _unless_gone(_call: object, _path: str, error: tuple[type[BaseException], BaseException, TracebackType]) -> None:
     """For `shutil.rmtree`: raise the error, but for what somebody else has removed."""
     if not isinstance(error[1], FileNotFoundError):
         raise error[1]

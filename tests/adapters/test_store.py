@@ -835,6 +835,25 @@ def test_a_start_does_not_mind_who_deletes_what_was_left(tmp_path: Path, monkeyp
     assert (num_removed, list(staging.iterdir())) == (1, [])
 
 
+def test_a_link_in_an_adapters_place_is_replaced_and_hinders_no_start(tmp_path: Path) -> None:
+    """An operator may have moved its files to another disk; these are left alone."""
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
+    upload_small(store, LAYOUT, "x")
+    path, elsewhere = store.path_of(store.get("x").digest), tmp_path / "elsewhere"
+    path.rename(elsewhere)
+    path.symlink_to(elsewhere)
+    (elsewhere / "adapter_model.safetensors").write_bytes(b"damaged")
+    upload_small(store, LAYOUT, "x")
+    assert not path.is_symlink()
+    store.close()
+    (path.parents[1] / "staging" / "left").symlink_to(elsewhere)
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
+    store.check_integrity()
+    assert list((path.parents[1] / "staging").iterdir()) == []
+    assert (elsewhere / "adapter_model.safetensors").read_bytes() == b"damaged"
+    store.close()
+
+
 @pytest.mark.usefixtures("store")
 def test_two_servers_cannot_share_a_store(tmp_path: Path) -> None:
     with pytest.raises(StoreBusy):
