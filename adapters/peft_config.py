@@ -53,7 +53,7 @@ NOT_SUPPORTED = {
     "velora_config": "VeLoRA",
 }
 TASK_TYPES = frozenset({None, "CAUSAL_LM", "FEATURE_EXTRACTION"})
-HARMLESS_INITS = frozenset({"eva", "gaussian", "orthogonal"})
+HARMLESS_INITS = frozenset({"eva", "gaussian", "mica", "orthogonal"})
 KNOWN = frozenset(
     {
         "alora_invocation_tokens",
@@ -170,6 +170,11 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
     if not isinstance(task, str | None) or task not in TASK_TYPES:
         raise Unsupported(f"adapter_config.json: task_type {_show(task)} is not for text generation (CAUSAL_LM).")
     init = fields.get("init_lora_weights", True)
+    if init == "loftq":
+        raise Unsupported(
+            "adapter_config.json: init_lora_weights 'loftq' rounds the base weights, which no adapter can make up for; "
+            "serve the base that LoftQ has made, saved without its adapter, and set init_lora_weights to true."
+        )
     if not isinstance(init, bool) and not (isinstance(init, str) and init.lower() in HARMLESS_INITS):
         raise Unsupported(
             f"adapter_config.json: init_lora_weights {_show(init)} changes the base weights; convert the adapter first "

@@ -251,6 +251,15 @@ def test_what_is_no_difference_is_refused_with_the_way_to_make_it_one(
         take(store, directory)
 
 
+def test_what_can_be_no_difference_is_refused_with_the_base_that_it_needs(store: AdapterStore, tmp_path: Path) -> None:
+    """LoftQ rounds the base's weights: what PEFT would save as a difference is not the trained model."""
+    directory = write(tmp_path / "init", "PEFT")
+    (directory / "adapter_config.json").write_text(json.dumps(PEFT | {"init_lora_weights": "loftq"}))
+    with pytest.raises(Unsupported, match="serve the base that LoftQ has made") as refusal:
+        take(store, directory)
+    assert "path_initial_model" not in str(refusal.value)
+
+
 @pytest.mark.parametrize("kind", ["VERA", "IA3", "LOHA", "ADALORA"])
 def test_other_kinds_of_adapters_are_refused_by_name(store: AdapterStore, tmp_path: Path, kind: str) -> None:
     directory = write(tmp_path / "other", "PEFT")
