@@ -25,8 +25,6 @@ from service.api.listing import (
     Filters,
     FoundPage,
     Listing,
-    each_once,
-    no_query,
     page,
     page_of_adapters,
 )
@@ -34,6 +32,7 @@ from service.api.multipart_upload import UploadQuery, in_upload_thread
 from service.api.namespace import Namespace
 from service.api.openapi import DELETE_ERRORS, UPLOAD_BODY, UPLOAD_ERRORS, errors
 from service.api.probe import probe, refuse_probe
+from service.api.query import each_once, no_query
 from service.api.requestlog import note
 from service.api.state import Services, services_of
 from service.api.threads import in_turn

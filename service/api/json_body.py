@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from adapters import json_pieces
 from adapters.shares import Shares
 from service.api.errors import BodyTooLarge, QueueFull
+from service.api.query import refuse_query
 from service.api.threads import in_turn
 from service.api.validation import bad_request
 from service.fair_pool import FairPool
@@ -40,6 +41,8 @@ _QUOTE, _BACKSLASH = b'"'[0], b"\\"[0]
 ALWAYS_BYTES = 1 << 16
 # One after the other, since parsed they take many times their size; in pieces, so that Python's lock is kept briefly.
 LARGE_BODIES = FairPool(1, "large-body")
+# Whoever moves a program from Azure's OpenAI to another server leaves it in its client's settings.
+_INERT_PARAMETERS = frozenset({"api-version"})
 
 
 class BodyBudget:
@@ -73,7 +76,7 @@ class BodyBudget:
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is one of `schemas`, bounded as this module says."""
+    """A route whose body is one of `schemas`, bounded as this module says, and says all: a query is refused."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's, with bodies that parse and validate themselves."""
@@ -82,6 +85,7 @@ class JsonRoute(APIRoute):
 
         async def handle_bounded(request: Request) -> Response:
             if isinstance(model, type) and issubclass(model, BaseModel):
+                refuse_query(request, but=_INERT_PARAMETERS)
                 request = _JsonRequest(request.scope, request.receive, model)
             return await handle(request)
 

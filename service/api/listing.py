@@ -7,12 +7,11 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
-from fastapi import Depends, Request, Response
+from fastapi import Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from adapters.index import Query, Row
-from service.api.errors import BadRequest, quoted
 from service.api.namespace import Namespace
 from service.api.page_cache import WrittenPage
 from service.api.state import Services
@@ -150,22 +149,3 @@ def page(data: list[dict[str, Any]], id_field: str, *, has_more: bool) -> dict[s
         "last_id": data[-1][id_field] if data else None,
         "has_more": has_more,
     }
-
-
-def _refuse_query(request: Request) -> None:
-    for name in request.query_params:
-        raise BadRequest(f"`{quoted(name)}` is not a parameter of this request; leave it out.", param=quoted(name))
-
-
-# For routes that look at no query parameter: nothing that is asked for is dropped in silence.
-no_query = Depends(_refuse_query)
-
-
-def _refuse_repeats(request: Request) -> None:
-    for name in request.query_params:
-        if len(request.query_params.getlist(name)) > 1:
-            raise BadRequest(f"`{quoted(name)}` is there twice; send it once.", param=quoted(name))
-
-
-# For routes whose parameters have one value each: of two, one would be dropped in silence.
-each_once = Depends(_refuse_repeats)

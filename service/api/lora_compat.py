@@ -19,10 +19,10 @@ from service.api.adapters import audit_change, remove_adapter, require_open_stor
 from service.api.auth import caller_of, namespace_of
 from service.api.conditions import refuse_conditions
 from service.api.errors import BadRequest, Forbidden, InvalidUserInput, UnknownModel
-from service.api.listing import no_query
 from service.api.multipart_upload import in_upload_thread
 from service.api.namespace import Namespace
 from service.api.openapi import DELETE_ERRORS, errors
+from service.api.query import no_query
 from service.api.requestlog import note
 from service.api.schemas import LoadLoraRequest, UnloadLoraRequest
 from service.api.state import Services, services_of

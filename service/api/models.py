@@ -15,13 +15,12 @@ from service.api.listing import (
     Filters,
     FoundPage,
     Listing,
-    each_once,
     listing,
-    no_query,
     page,
     page_of_adapters,
 )
 from service.api.openapi import errors
+from service.api.query import each_once, no_query
 from service.api.state import Services, services_of
 from service.api.targets import resolve
 

@@ -13,8 +13,8 @@ from service.api.adapter_answers import AdapterResponse
 from service.api.adapters import audit_change, describe, require_open_store
 from service.api.auth import namespace_of
 from service.api.conditions import refuse_conditions
-from service.api.listing import no_query
 from service.api.openapi import errors
+from service.api.query import no_query
 from service.api.state import Services, services_of
 from service.api.threads import in_turn
 from service.logs import LOGGER

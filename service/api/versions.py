@@ -13,9 +13,9 @@ from service.api.adapter_answers import AdapterHistory, AdapterResponse, Adapter
 from service.api.adapters import audit_change, describe, require_open_store, require_store, take_upload
 from service.api.auth import caller_of, namespace_of
 from service.api.conditions import CONDITION_HEADERS, condition_of, refuse_conditions
-from service.api.listing import each_once, no_query
 from service.api.multipart_upload import UploadQuery, visible_to
 from service.api.openapi import DELETE_ERRORS, REPLACE_BODY, UPLOAD_ERRORS, errors
+from service.api.query import each_once, no_query
 from service.api.requestlog import note
 from service.api.schemas import RollbackRequest, VisibilityRequest
 from service.api.state import services_of

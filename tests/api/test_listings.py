@@ -99,6 +99,13 @@ def test_adapters_are_found_by_where_they_are(server: Server, client: openai.Ope
         ("GET", "/v1/models?prefix=a&prefix=a", "prefix"),
         ("POST", "/v1/adapters?probe=true&probe=false", "probe"),
         ("PUT", "/v1/adapters/x?probe=true&probe=false", "probe"),
+        ("POST", "/v1/completions?stream=true", "stream"),
+        ("POST", "/v1/chat/completions?model=alpha", "model"),
+        ("POST", "/v1/completions/batch?model=alpha", "model"),
+        ("POST", "/v1/responses?api-version=1&model=alpha", "model"),
+        ("POST", "/v1/embeddings?model=alpha", "model"),
+        ("POST", "/tokenize?model=alpha", "model"),
+        ("POST", "/detokenize?model=alpha", "model"),
     ],
 )
 def test_what_no_query_has_is_refused_by_name(server: Server, method: str, path: str, param: str) -> None:
@@ -106,6 +113,11 @@ def test_what_no_query_has_is_refused_by_name(server: Server, method: str, path:
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param)
     assert f"`{param}`" in error["message"]
+
+
+def test_what_azure_s_clients_ask_for_names_nothing(server: Server) -> None:
+    body = {"prompt": "hi", "max_tokens": 1}
+    assert server.post("/v1/completions", params={"api-version": "preview"}, json=body).status_code == 200
 
 
 def test_the_terminal_lists_all_pages_and_filters(
