@@ -113,7 +113,8 @@ def role_of_part(part_name: str, file_name: str | None) -> Role:
 def _refuse_pickle(name: str) -> None:
     if name == "adapter_model.bin":
         raise Unsupported(
-            f"The file {name!r} is a pickle, which can run code. Convert it where you trust it: {_CONVERT}"
+            f"The file {name!r} is a pickle, which can run code; leave it out. Where it holds the only weights, and "
+            f"you trust it, convert it first: {_CONVERT}"
         )
     if name.lower().endswith(_PICKLES):
         raise Unsupported(
