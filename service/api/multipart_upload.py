@@ -24,7 +24,8 @@ from service.api.errors import BadRequest
 from service.tenants.keys_file import TENANT
 
 VISIBILITIES: tuple[str, ...] = get_args(Visibility)
-# Parts that are text, and how long each may be.
+# Parts that are text, and how many characters each may have.
+_MAX_CHARACTER_BYTES = 4  # in UTF-8
 _TEXT_PARTS = {"name": 1024, "note": 4096, "visibility": 16, "shared_with": 4096}
 
 # One for each upload that may be open (`--max-uploads`, up to 64, and one of each of NUM_SMALL payers beyond them):
@@ -169,8 +170,7 @@ class MultipartUpload:
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         if part := self._text_part:
             self._texts[part] += data[start:end]
-            if len(self._texts[part]) > _TEXT_PARTS[part]:
-                raise BadRequest(f"The part `{part}` is too long.", param=part)
+            _refuse_long(part, -(-len(self._texts[part]) // _MAX_CHARACTER_BYTES))
             return
         assert self._part is not None, "opened when the part began"
         self._part.write(data[start:end])
@@ -178,8 +178,10 @@ class MultipartUpload:
     def _on_part_end(self) -> None:
         if part := self._text_part:
             self._text_part = ""
+            text = self._texts[part].decode("utf-8", "replace")
+            _refuse_long(part, len(text))
             if part == "name":  # better refused now than after gigabytes, if it comes before the files
-                self._check_name(self._texts[part].decode("utf-8", "replace"))
+                self._check_name(text)
             return
         assert self._part is not None, "opened when the part began"
         is_config = self._part.role == "config"
@@ -189,6 +191,14 @@ class MultipartUpload:
 
     def _on_end(self) -> None:
         self._complete = True
+
+
+def _refuse_long(part: str, num_characters: int) -> None:
+    """BadRequest for a text of so many or more."""
+    if num_characters > _TEXT_PARTS[part]:
+        raise BadRequest(
+            f"The part `{part}` is too long; it may have at most {_TEXT_PARTS[part]} characters.", param=part
+        )
 
 
 async def in_upload_thread(work: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result:

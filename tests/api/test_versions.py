@@ -57,6 +57,22 @@ def test_a_put_creates_and_then_replaces(server: Server, contents: list[Path], n
     assert server.get(f"/v1/adapters/{name}@1").json()["digest"] == first.json()["digest"]
 
 
+def test_a_note_has_as_many_characters_in_a_put_as_in_a_rollback(
+    server: Server, contents: list[Path], name: str
+) -> None:
+    longest = "注" * 4096
+    assert put(server, name, contents[0]).status_code == 201
+    assert put(server, name, contents[1], note=longest).status_code == 201
+    assert server.post(f"/v1/adapters/{name}/rollback", json={"note": longest}).status_code == 200
+    notes = [one["note"] for one in server.get(f"/v1/adapters/{name}/history").json()["data"]]
+    assert notes == [longest, longest, ""]
+    for content, note in ((2, "x" * 4097), (2, "注" * 4097), (1, "x" * (1 << 20))):
+        refused = put(server, name, contents[content], note=note)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "note")
+        assert "4096 characters" in refused.json()["error"]["message"]
+    assert server.get(f"/v1/adapters/{name}").json()["version"] == 3
+
+
 def test_whoever_has_lost_changes_nothing(server: Server, contents: list[Path], name: str) -> None:
     digest = put(server, name, contents[0], If_None_Match="*").json()["digest"]
     lost = [
