@@ -9,7 +9,8 @@ from __future__ import annotations
 import heapq
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import msgspec
@@ -23,6 +24,8 @@ DELETED = "deleted:"
 # Names in each list of `vllm:lora_requests_info`: it is one line, and routers look for few. As many adapters of the
 # device and of host memory are told one by one.
 MOST_LISTED = 100
+# And characters of the names of each: 80 for one, where a name and its tenant's may have 193.
+_MOST_CHARACTERS = 80 * MOST_LISTED
 # What vLLM calls the tiers.
 _LEVELS: dict[Tier, str] = {"device": "gpu", "host": "cpu"}
 
@@ -162,18 +165,20 @@ class AdapterMetrics:
         requests = GaugeMetricFamily(
             "vllm:lora_requests_info",
             "The time, with adapters of running sequences, the busiest first, and others on the device; and with those "
-            f"of waiting sequences; at most {MOST_LISTED} of each.",
+            f"of waiting sequences; at most {MOST_LISTED} of each, with {_MOST_CHARACTERS} characters together.",
             labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
         )
         lists = (self._listed(self._running, on_device), self._listed(self._waiting))
         requests.add_metric((str(self.max_adapters), *lists), time.time())
         loaded = GaugeMetricFamily(
             "vllm:lora_adapter_loaded",
-            f"1 for an adapter on the device or in host memory, at most {MOST_LISTED} of each.",
+            f"1 for an adapter on the device or in host memory; at most {MOST_LISTED} of each, likewise.",
             labels=("adapter_name", "level", "pinned", "rank"),
         )
-        for one in residents:
-            loaded.add_metric((one.name, _LEVELS[one.tier], str(one.is_pinned).lower(), str(one.rank)), 1)
+        for tier, level in _LEVELS.items():
+            there = [one for one in residents if one.tier == tier]
+            for one in there[: _num_listed([one.name for one in there])]:
+                loaded.add_metric((one.name, level, str(one.is_pinned).lower(), str(one.rank)), 1)
         counts = (
             ("num_gpu_loaded_lora_adapters", "Adapters on the device.", num_on_device),
             ("max_gpu_lora_adapters", "As many adapters of rank 16 fit on the device.", self.max_adapters),
@@ -182,7 +187,14 @@ class AdapterMetrics:
 
     def _listed(self, sequences: Counter[str], more: Collection[str] = ()) -> str:
         names = [name for name, _ in Counter(dict(sequences)).most_common(MOST_LISTED + 1) if name != self._base_name]
-        return ",".join(list(dict.fromkeys((*names, *more)))[:MOST_LISTED])
+        names = list(dict.fromkeys((*names, *more)))
+        return ",".join(names[: _num_listed(names)])
+
+
+def _num_listed(names: Sequence[str]) -> int:
+    """How many of the first of them are told."""
+    ends = accumulate(map(len, names[:MOST_LISTED]))
+    return sum(end <= _MOST_CHARACTERS for end in ends)
 
 
 def _take(counter: Counter[str], name: str) -> None:

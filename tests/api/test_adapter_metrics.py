@@ -6,8 +6,9 @@ import gc
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.api.adapter_metrics import Resident, VersionOf
+from service.api.adapter_metrics import MOST_LISTED, Resident, VersionOf
 from service.api.metrics import Metrics, SequenceTimer
+from service.engine.messages import Tier
 from tests.api.conftest import BASE
 from tests.support.server import Server, wait_for
 
@@ -66,8 +67,13 @@ def test_an_exposition_stays_small_whatever_adapters_are_called_and_do() -> None
         SequenceTimer(metrics, name, 1)  # waits
         SequenceTimer(metrics, name, 1).token()  # runs
     metrics.by_adapter.version_of = lambda _: VersionOf(10**9, "f" * 64)
+    tiers: tuple[Tier, Tier] = ("device", "host")
+    there = [Resident(f"{'n' * 190}{at:05}", tier, 1 << 16, False) for tier in tiers for at in range(MOST_LISTED)]
+    metrics.by_adapter.residents = lambda: (there, MOST_LISTED)
     text = metrics.render()
-    assert len(text) < 200_000
+    assert len(text) < 185_000  # with what an engine adds it is below 200 KB
+    levels = [line.split('level="')[1][:3] for line in text.decode().splitlines() if "adapter_loaded{" in line]
+    assert set(levels) == {"gpu", "cpu"}
     assert b"_created" not in text
 
 
