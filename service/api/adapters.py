@@ -60,17 +60,17 @@ async def upload_adapter(request: Request, query: Annotated[UploadQuery, Query()
     """Check, store and name a PEFT LoRA adapter. It can be used in the next step; the answer says what was bound. A
     name that stands for other content is left as it is: PUT replaces that."""
     refuse_conditions(request, "send PUT /v1/adapters/{name}")
-    record, created = await take_upload(request, None, keep, query)
-    answer = describe(request, record)
+    record, created, sent_note = await take_upload(request, None, keep, query)
+    answer = describe(request, record, sent_note)
     return JSONResponse(answer.model_dump(), status_code=201 if created else 200)
 
 
 async def take_upload(
     request: Request, name: str | None, condition: Condition, query: UploadQuery
-) -> tuple[AdapterRecord, bool]:
+) -> tuple[AdapterRecord, bool, str]:
     """Read the adapter in the request's body, check it, and make it the current version of its name, which is `name` or
-    in the body. Returns (record, created) as `Upload.finish` does. LimitReached if the tenant may not have it, and what
-    `probe` raises."""
+    in the body. Returns (record, created) as `Upload.finish` does, and the note that was sent. LimitReached if the
+    tenant may not have it, and what `probe` raises."""
     services = services_of(request)
     store = require_open_store(services)
     namespace = namespace_of(request, store)
@@ -104,7 +104,7 @@ async def take_upload(
     note(request, adapter=record.reference, digest=record.digest[:12], created=created)
     audit_change(request, "upload" if record.is_first else "replacement", record, created=created)
     services.published(record)
-    return record, created
+    return record, created, sent.note
 
 
 def audit_change(request: Request, event: str, record: AdapterRecord, **fields: Any) -> None:
@@ -208,8 +208,8 @@ def require_open_store(services: Services) -> AdapterStore:
     return store
 
 
-def describe(request: Request, record: AdapterRecord) -> AdapterResponse:
-    """The load report of an adapter."""
+def describe(request: Request, record: AdapterRecord, sent_note: str = "") -> AdapterResponse:
+    """The load report of an adapter; `sent_note` came with the change that led to it."""
     services = services_of(request)
     manifest, version = record.manifest, record.version
     row = Row(
@@ -234,7 +234,7 @@ def describe(request: Request, record: AdapterRecord) -> AdapterResponse:
             )
             for one in manifest.modules
         ],
-        notes=[*manifest.notes, *_same(version), *_unkept(services, record)],
+        notes=[*manifest.notes, *_same(version), *_unkept(services, record), *_unkept_note(version, sent_note)],
     )
 
 
@@ -248,6 +248,12 @@ def _unkept(services: Services, record: AdapterRecord) -> list[str]:
     if record.name not in services.unkept:
         return []
     return ["It is pinned, but not kept on the device: too few rows may be pinned. Unpin others."]
+
+
+def _unkept_note(version: Version, sent: str) -> list[str]:
+    if sent in ("", version.note):
+        return []
+    return [f"The note sent with this is not kept, since it makes no version: version {version.number} stays as it is."]
 
 
 class _Fact(NamedTuple):

@@ -43,8 +43,8 @@ async def put_adapter(request: Request, name: str, query: Annotated[UploadQuery,
     store = require_open_store(services_of(request))
     condition = or_made(condition_of(request))
     store.check(namespace_of(request, store).place(name), condition)  # better lost now than after gigabytes
-    record, created = await take_upload(request, name, condition, query)
-    return _answer(request, record, status=201 if created else 200)
+    record, created, sent_note = await take_upload(request, name, condition, query)
+    return _answer(request, record, sent_note, status=201 if created else 200)
 
 
 @router.get(
@@ -100,7 +100,7 @@ async def roll_back(request: Request, name: str, body: RollbackRequest) -> JSONR
     services.published(record)
     note(request, adapter=record.reference, digest=record.digest[:12], created=created)
     audit_change(request, "rollback", record, created=created)
-    return _answer(request, record)
+    return _answer(request, record, body.note)
 
 
 @router.patch(
@@ -124,8 +124,8 @@ async def change_visibility(request: Request, name: str, body: VisibilityRequest
     return _answer(request, record)
 
 
-def _answer(request: Request, record: AdapterRecord, *, status: int = 200) -> JSONResponse:
+def _answer(request: Request, record: AdapterRecord, sent_note: str = "", *, status: int = 200) -> JSONResponse:
     """The load report; `ETag` is what If-Match takes."""
     return JSONResponse(
-        describe(request, record).model_dump(), status_code=status, headers={"ETag": f'"{record.digest}"'}
+        describe(request, record, sent_note).model_dump(), status_code=status, headers={"ETag": f'"{record.digest}"'}
     )

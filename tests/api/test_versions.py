@@ -73,6 +73,26 @@ def test_a_note_has_as_many_characters_in_a_put_as_in_a_rollback(
     assert server.get(f"/v1/adapters/{name}").json()["version"] == 3
 
 
+def test_a_note_on_what_makes_no_version_is_not_dropped_in_silence(
+    server: Server, contents: list[Path], name: str
+) -> None:
+    def told(answer: Any) -> list[str]:
+        assert answer.status_code in (200, 201)
+        return [note for note in answer.json()["notes"] if "sent with this" in note]
+
+    assert told(put(server, name, contents[0], note="first")) == []
+    assert told(put(server, name, contents[0], note="first")) == []  # sent again, as a client may
+    assert told(put(server, name, contents[0])) == []
+    (sentence,) = told(put(server, name, contents[0], note="second"))
+    assert "version 1" in sentence
+    assert told(server.post(f"/v1/adapters/{name}/rollback", json={"version": 1, "note": "third"})) == [sentence]
+    files, named = parts_of(contents[0]), {"name": name, "note": "fourth"}
+    assert told(server.post("/v1/adapters", data=named, files=files)) == [sentence]
+    (kept,) = server.get(f"/v1/adapters/{name}/history").json()["data"]
+    assert kept["note"] == "first"
+    assert told(server.get(f"/v1/adapters/{name}")) == []
+
+
 def test_whoever_has_lost_changes_nothing(server: Server, contents: list[Path], name: str) -> None:
     digest = put(server, name, contents[0], If_None_Match="*").json()["digest"]
     lost = [
