@@ -11,17 +11,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from adapters.bound import MAGNITUDE
 from adapters.errors import NotFound
 from adapters.handles import Lease
 from adapters.host_tier import HostTier, read_adapter
 from adapters.names import move
 from adapters.row_pool import RowPool
+from adapters.slab import HostAdapter
 from adapters.store import AdapterStore, StoreLimits
 from service.engine.adapter_loads import AdapterLoads
+from tests.adapters.test_copies import Base
 from tests.adapters.test_row_pool import assert_holds
 from tests.support.adapter_files import (
     config_bytes,
@@ -38,11 +42,31 @@ LAYOUT = small_layout()
 NAMES = ("one", "two", "three", "four")
 ENDINGS = ("q_proj", "down_proj")
 RANKS = (2, 4, 7, 16)
-TENSORS = [
-    safetensors_bytes(lora_tensors(LAYOUT, modules_ending(LAYOUT, *ENDINGS[: 1 + at % 2]), rank, seed=at))
+Q_PROJS = modules_ending(LAYOUT, "q_proj")
+# Lines for two of those with DoRA, of which there are three.
+SIDE_BYTES = 6 << 10
+
+
+def is_dora(at: int) -> bool:
+    return at % 3 == 1
+
+
+def tensors_of(at: int, rank: int) -> bytes:
+    tensors = lora_tensors(LAYOUT, modules_ending(LAYOUT, *ENDINGS[: 1 + at % 2]), rank, seed=at)
+    if is_dora(at):
+        modules = [name.removesuffix(".lora_B.weight") for name in tensors if name.endswith(".lora_B.weight")]
+        sizes = {module: tensors[f"{module}.lora_B.weight"].shape[0] for module in modules}
+        magnitudes = np.random.default_rng(at)
+        for module, size in sizes.items():
+            tensors[f"{module}.lora_magnitude_vector"] = magnitudes.uniform(1, 2, size).astype("<f4")
+    return safetensors_bytes(tensors)
+
+
+TENSORS = [tensors_of(at, rank) for at, rank in enumerate(RANKS * 2)]
+CONFIGS = [
+    config_bytes(r=rank, target_modules=list(ENDINGS[: 1 + at % 2]), use_dora=is_dora(at))
     for at, rank in enumerate(RANKS * 2)
 ]
-CONFIGS = [config_bytes(r=rank, target_modules=list(ENDINGS[: 1 + at % 2])) for at, rank in enumerate(RANKS * 2)]
 
 
 @dataclass(eq=False)
@@ -78,6 +102,8 @@ class Fleet:
             alignment=4,
             copies=self.stream if self.has_device else None,
             buffer_bytes=self.rng.choice((1, 1 << 20)),
+            side_bytes=SIDE_BYTES,
+            base=Base(),
         )
         self.loader = SteppedLoader()
         self.loads = AdapterLoads(
@@ -85,11 +111,13 @@ class Fleet:
         )
 
     def change(self) -> None:
-        """One random thing."""
-        what = self.rng.choice(
-            ("upload", "move", "delete", "rollback", "pin", "hint", "read", "copy", "step", "step", "ask", "ask", "end")
-        )
-        getattr(self, what)()
+        """One random thing, perhaps a few times."""
+        changes = (self.upload, self.move, self.delete, self.rollback, self.pin, self.hint, self.end)
+        # Most of what happens is that somebody asks, and gets on.
+        steps = (self.ask, self.read, self.copy, self.step)
+        what = self.rng.choice((*changes, *steps, *steps, *steps))
+        for _ in range(self.rng.choice((1, 1, 3))):
+            what()
 
     def upload(self) -> None:
         content = self.rng.randrange(len(TENSORS))
@@ -105,8 +133,9 @@ class Fleet:
         self._if_there(self.store.rollback)
 
     def _if_there(self, change: Callable[[str], object]) -> None:
-        with contextlib.suppress(NotFound):
-            change(self.rng.choice(NAMES))
+        names = list(self.store.names())
+        with contextlib.suppress(NotFound):  # a name without an earlier version
+            change(self.rng.choice(names or NAMES))
 
     def pin(self) -> None:
         digests = [record.digest for record in self.store.names().values()]
@@ -161,7 +190,22 @@ class Fleet:
         self.store.check_integrity()
         for user in self.users:
             if user.runs:
-                assert_holds(self.pool, LAYOUT, read_adapter(self.root, LAYOUT, user.digest, torch.float32))
+                adapter = read_adapter(self.root, LAYOUT, user.digest, torch.float32)
+                assert_holds(self.pool, LAYOUT, adapter)
+                self.assert_has_its_line(adapter)
+
+    def assert_has_its_line(self, adapter: HostAdapter) -> None:
+        """Of magnitudes m the line of vectors has m / 2, since `Base` gives every norm as 2."""
+        assert ("vectors" in adapter.rows) == any(part == MAGNITUDE for _, part in adapter.extras)
+        if "vectors" in adapter.rows:
+            place = self.pool.place_of(adapter.digest)
+            assert place is not None and self.pool.side is not None
+            line = 1 + self.pool.first_rows(place)[self.pool.plan.groups.index("vectors")]
+            for module in Q_PROJS:
+                vectors = self.pool.side.vectors[module.replace("q_proj", "qkv_proj")]
+                own = adapter.extras[module, MAGNITUDE]
+                assert torch.equal(vectors.scale[line, : len(own)], own / 2)
+                assert not vectors.shift[line].any()
 
 
 @given(seed=st.integers(0, 2**32), has_device=st.booleans())
@@ -169,7 +213,10 @@ class Fleet:
 def test_random_uploads_moves_pins_loads_evictions_and_requests_add_up(seed: int, has_device: bool) -> None:
     with tempfile.TemporaryDirectory() as root:
         fleet = Fleet(Path(root), random.Random(seed), has_device)
-        for _ in range(40):
+        for _ in NAMES:
+            fleet.upload()
+            fleet.ask()
+        for _ in range(60):
             fleet.change()
             fleet.check()
         for _ in range(400):  # everybody is served in the end, whatever is pinned
@@ -178,6 +225,7 @@ def test_random_uploads_moves_pins_loads_evictions_and_requests_add_up(seed: int
             fleet.copy()
             fleet.read()
             fleet.step()
+            fleet.check()
             for user in [user for user in fleet.users if user.runs]:
                 fleet.leave(user)
             fleet.check()
