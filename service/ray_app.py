@@ -7,8 +7,8 @@ replaces and scales the replicas, and tells ingresses which there are, through i
 a request goes to is decided in the ingress, as with engines of its own (`service.cluster.engines`).
 """
 
-from __future__ import annotations
-
+# Annotations are not postponed here: Ray makes RayArgs of a config file's `args` only where it finds the class itself
+# as the annotation of what `build` takes, and not its name.
 import os
 from typing import Any
 

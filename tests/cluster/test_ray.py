@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from bench.processes import command_line, descendants, parent
 from tests.support.blocks import ROOT
@@ -290,13 +293,14 @@ def test_an_engine_s_replica_does_not_wait_for_the_http_application() -> None:
 def test_ray_takes_the_files_of_deploy() -> None:
     code = """
 import sys, yaml
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as as_ray_builds
 from ray.serve.schema import ServeDeploySchema
 from service.ray_app import RayArgs, build
 from service.settings import SettingsError
 for text in (open(sys.argv[1]).read(), yaml.safe_load(open(sys.argv[2]))["spec"]["serveConfigV2"]):
     (application,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
+    as_ray_builds(build, application.args)
     args = RayArgs(**application.args)
-    build(args)
     print(application.import_path)
 # An old cluster of KubeRay's stays until the requests that it has may be over.
 assert yaml.safe_load(open(sys.argv[2]))["spec"]["rayClusterDeletionDelaySeconds"] >= args.drain_seconds
@@ -313,6 +317,49 @@ for name, where in (("replicas", "engines"), ("stall_limit_seconds", "environmen
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["service.ray_app:build", "service.ray_app:build", "refused", "refused"]
+
+
+def test_the_file_of_deploy_starts_a_server_that_serves(tmp_path: Path) -> None:
+    """With `serve run`, which gives it to Ray as `serve deploy` does; one engine, on a CPU."""
+    config = yaml.safe_load((ROOT / "deploy" / "ray" / "serve.yaml").read_text())
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        config["http_options"] = {"host": "127.0.0.1", "port": free.getsockname()[1]}
+    args = config["applications"][0]["args"]
+    args.update(engines=1, num_gpus=0, num_cpus=1, settings={"store_dir": str(tmp_path / "store"), "kv_bytes": "24MiB"})
+    (tmp_path / "serve.yaml").write_text(yaml.safe_dump(config))
+    bin_dir, log = environment("ray") / "bin", tmp_path / "log"
+    command = [
+        str(bin_dir / "python"),
+        str(bin_dir / "serve"),
+        "run",
+        "--address",
+        "local",
+        str(tmp_path / "serve.yaml"),
+    ]
+    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_SERVE_ENABLE_HA_PROXY": "0"}
+    env = {**os.environ, **own, "PYTHONPATH": _PATHS, "RAY_USAGE_STATS_ENABLED": "0"}
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, env=env, stdout=file, stderr=file)
+    try:
+        url = f"http://127.0.0.1:{config['http_options']['port']}"
+        with httpx.Client(base_url=url, timeout=LIMIT_SECONDS) as http:
+            server = RayServer(process, http)
+
+            def is_there() -> bool:
+                text = log.read_text()
+                assert process.poll() is None and "failed with exception" not in text, text
+                try:
+                    return http.get("/v1/models").is_success
+                except httpx.TransportError:
+                    return False
+
+            wait_for(is_there, "the server")
+            assert server.text("shout")
+    finally:
+        for pid in [process.pid, *descendants(process.pid)]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
 
 
 def test_serve_build_writes_a_file_that_serve_deploy_takes(tmp_path: Path) -> None:
