@@ -51,6 +51,7 @@ STALL_LIMIT_SECONDS = float(os.environ.get("MULTILORA_STALL_LIMIT_SECONDS") or 3
 _IDLE_SECONDS = 1.5 * STALL_LIMIT_SECONDS
 # The setting `trusted_proxies`, likewise: what they write into X-Forwarded-For counts, and they have no share.
 _TRUSTED_PROXIES = os.environ.get("MULTILORA_TRUSTED_PROXIES", "").replace(",", " ").split()
+_IPV4 = ipaddress.IPv6Network("::ffff:0:0/96")
 _BUFFER_BYTES = int(os.environ.get("RAY_SERVE_HAPROXY_TUNE_BUFSIZE", "16384"))
 # As `service.api.protocol` wants of a body.
 MIN_BYTES_PER_SECOND = 1024
@@ -134,9 +135,10 @@ def _extended(backend: str) -> str:
 
 def _of_clients() -> str:
     """What bounds the connections of clients, in the section that has these."""
-    is_other = f" !{_is_trusted()}" if _TRUSTED_PROXIES else ""
+    is_other = " !is_trusted_proxy" if _TRUSTED_PROXIES else ""
     full = _body(_FULL, "rate_limit_error", "queue_full")
     lines = [
+        *_trusted(),
         f"timeout http-request {_milliseconds(STALL_LIMIT_SECONDS)}",
         f"timeout client {_milliseconds(_IDLE_SECONDS)}",
         # Who has sent nothing is told nothing.
@@ -178,9 +180,10 @@ def _lines() -> str:
         'http-request set-header X-Request-Id "%[uuid,regsub(-,,g)]" '
         f"unless {{ req.fhdr(X-Request-Id) -m reg '^[ -~]{{1,{MAX_REQUEST_ID_CHARS}}}$' }}",
         'http-response set-header X-Request-Id "%[res.fhdr(X-Request-Id,1)]" if { res.fhdr_cnt(X-Request-Id) gt 1 }',
+        *_trusted(),
         # Uvicorn believes this of who connects from its own machine, as HAProxy does, whoever has written it.
         "http-request set-header X-Forwarded-For %[src]"
-        + (f" unless {_is_trusted()} {{ req.hdr(X-Forwarded-For) -m found }}" if _TRUSTED_PROXIES else ""),
+        + (" unless is_trusted_proxy { req.hdr(X-Forwarded-For) -m found }" if _TRUSTED_PROXIES else ""),
         "acl is_repeatable method GET HEAD",
         f"acl is_repeatable path {' '.join(REPEATABLE_PATHS)}",
         f"acl is_long req.hdr_val(Content-Length) gt {_BUFFER_BYTES}",
@@ -194,18 +197,22 @@ def _lines() -> str:
     return "".join(f"    {line}\n" for line in lines)
 
 
-def _is_trusted() -> str:
-    return f"{{ src {' '.join(map(_pattern, _TRUSTED_PROXIES))} }}"
+def _trusted() -> list[str]:
+    """A line for each network of trusted proxies, of which one has to match: a line may have 64 words only."""
+    return [f"acl is_trusted_proxy src {one}" for network in _TRUSTED_PROXIES for one in _patterns(network)]
 
 
-def _pattern(network: str) -> str:
+def _patterns(network: str) -> list[str]:
     """What matches this network and nothing else. HAProxy takes 10.0.0.0/8 for 6to4 addresses (2002:a00::/24) and
     IPv4-compatible ones (::10.0.0.0/104) too, which are others'. In IPv6's spelling it matches IPv4 addresses alone,
-    also as a listener to both has them. ValueError as of the setting."""
+    also as a listener to both has them. So a network of IPv6 that has these in it, as ::/0, is taken without them, as
+    one server takes it. ValueError as of the setting."""
     parsed = ipaddress.ip_network(network)
-    if isinstance(parsed, ipaddress.IPv6Network):
-        return str(parsed)
-    return f"::ffff:{parsed.network_address}/{96 + parsed.prefixlen}"
+    if isinstance(parsed, ipaddress.IPv4Network):
+        return [f"::ffff:{parsed.network_address}/{96 + parsed.prefixlen}"]
+    if parsed != _IPV4 and parsed.supernet_of(_IPV4):
+        return [str(one) for one in parsed.address_exclude(_IPV4)]
+    return [str(parsed)]
 
 
 def _not_ready() -> str:

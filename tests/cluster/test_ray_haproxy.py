@@ -509,6 +509,23 @@ def test_a_trusted_network_is_trusted_and_no_other_that_is_spelt_with_its_number
     }
 
 
+@pytest.mark.parametrize("proxies", ["::/0", "::/80", ",".join(f"2001:db8:{one}::/48" for one in range(100))])
+def test_networks_of_ipv6_have_no_ipv4_address_in_them_however_many_there_are(tmp_path: Path, proxies: str) -> None:
+    server = _Server(_ANSWER)
+    server.start()
+    trusted = "2001:db8:63::7" if proxies != "::/80" else "::7"
+    sources = [trusted, "10.1.2.3", "::ffff:10.1.2.3"]
+    try:
+        with _haproxy(tmp_path, server.port, is_told_sources=True, MULTILORA_TRUSTED_PROXIES=proxies) as http:
+            for source in sources:
+                with _from(http, source) as connection:
+                    assert _ask(connection, b"X-Forwarded-For: 198.51.100.1\r\n").endswith(b"done")
+    finally:
+        server.end()
+    said = [re.findall(rb"(?i)x-forwarded-for: (.*)\r\n", one)[0].decode() for one in server.received]
+    assert dict(zip(sources, said, strict=True)) == {trusted: "198.51.100.1"} | {one: one for one in sources[1:]}
+
+
 def test_addresses_that_have_the_same_numbers_have_shares_of_their_own(
     tmp_path: Path, servers: tuple[_Server, _Server]
 ) -> None:
