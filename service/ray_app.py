@@ -10,9 +10,9 @@ a request goes to is decided in the ingress, as with engines of its own (`servic
 # Annotations are not postponed here: Ray makes RayArgs of a config file's `args` only where it finds the class itself
 # as the annotation of what `build` takes, and not its name.
 import os
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
@@ -30,6 +30,7 @@ _HEALTH = {"health_check_period_s": 1, "health_check_timeout_s": 10}
 _NICENESS = {"RAY_worker_niceness": "0"}
 # Ours are what bounds requests: Ray's would answer otherwise, and in another shape.
 _NO_LIMIT = 100_000
+_OF_SCALING = {"tokens_per_engine", "upscale_delay_seconds", "downscale_delay_seconds"}
 
 
 class RayArgs(BaseModel):
@@ -47,6 +48,8 @@ class RayArgs(BaseModel):
     tokens_per_engine: float = Field(
         DEFAULT_TOKENS_PER_ENGINE, gt=0, description="queued tokens by which the number of engines is chosen"
     )
+    upscale_delay_seconds: float = Field(30.0, ge=0, description="how long more must be wanted before one starts")
+    downscale_delay_seconds: float = Field(600.0, ge=0, description="how long fewer must be wanted before one goes")
     num_cpus: float = Field(1, ge=0, description="of an engine's replica, which are also its threads on a CPU")
     num_gpus: float = Field(0, ge=0, description="of an engine's replica: 1 on NVIDIA GPUs")
     resources: dict[str, float] = Field(
@@ -57,6 +60,17 @@ class RayArgs(BaseModel):
     drain_seconds: float = Field(
         600.0, gt=0, description="how long requests may go on when an engine or an ingress is replaced"
     )
+
+    @model_validator(mode="after")
+    def _has_room_to_scale(self) -> Self:
+        if self.max_engines is not None and self.max_engines < self.engines:
+            raise ValueError(f"max_engines is {self.max_engines} and engines, the least, {self.engines}; raise it")
+        needless = sorted(self.model_fields_set & _OF_SCALING)
+        if self.max_engines is None and needless:
+            raise ValueError(
+                f"{', '.join(needless)}: the number of engines is fixed; set max_engines, or take this out"
+            )
+        return self
 
 
 def build(args: RayArgs) -> serve.Application:
@@ -102,5 +116,11 @@ def _number_of(args: RayArgs) -> dict[str, Any]:
     policy = AutoscalingPolicy(
         policy_function=ByQueuedTokens, policy_kwargs={"tokens_per_engine": args.tokens_per_engine}
     )
-    bounds = {"min_replicas": args.engines, "max_replicas": max(args.engines, args.max_engines)}
-    return {"num_replicas": None, "autoscaling_config": AutoscalingConfig(**bounds, policy=policy)}
+    config = AutoscalingConfig(
+        min_replicas=args.engines,
+        max_replicas=args.max_engines,
+        upscale_delay_s=args.upscale_delay_seconds,
+        downscale_delay_s=args.downscale_delay_seconds,
+        policy=policy,
+    )
+    return {"num_replicas": None, "autoscaling_config": config}

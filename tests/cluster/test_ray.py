@@ -304,6 +304,11 @@ for text in (open(sys.argv[1]).read(), yaml.safe_load(open(sys.argv[2]))["spec"]
     print(application.import_path)
 # An old cluster of KubeRay's stays until the requests that it has may be over.
 assert yaml.safe_load(open(sys.argv[2]))["spec"]["rayClusterDeletionDelaySeconds"] >= args.drain_seconds
+for wrong in ({"engines": 3, "max_engines": 2}, {"tokens_per_engine": 9}, {"downscale_delay_seconds": 9}):
+    try:
+        RayArgs(**wrong)
+    except ValueError as error:
+        print("refused" if "max_engines" in str(error) else error)
 for name, where in (("replicas", "engines"), ("stall_limit_seconds", "environment")):
     try:
         build(RayArgs(settings={name: 2}))
@@ -316,7 +321,7 @@ for name, where in (("replicas", "engines"), ("stall_limit_seconds", "environmen
         command, env={**os.environ, "PYTHONPATH": _PATHS}, capture_output=True, text=True, timeout=LIMIT_SECONDS
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["service.ray_app:build", "service.ray_app:build", "refused", "refused"]
+    assert done.stdout.split() == ["service.ray_app:build"] * 2 + ["refused"] * 5
 
 
 def test_the_file_of_deploy_starts_a_server_that_serves(tmp_path: Path) -> None:

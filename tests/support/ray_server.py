@@ -2,13 +2,15 @@
 
 `replicas` are engines of the application (2), each with a CPU. `port` is a free one, as everywhere in tests; the line
 with "listening" is written when all of them serve. HAProxy is in front, as in deploy/ray, or Ray's own proxy with
-RAY_SERVE_ENABLE_HA_PROXY=0 in the environment. All that Ray's processes say goes to stderr. Ends with SIGTERM. Runs in
-an environment that has Ray, and goes on in the one of `make clients` where its own has none.
+RAY_SERVE_ENABLE_HA_PROXY=0 in the environment. TEST_RAY_ARGS there are further arguments of the application, as JSON.
+All that Ray's processes say goes to stderr. Ends with SIGTERM. Runs in an environment that has Ray, and goes on in the
+one of `make clients` where its own has none.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import secrets
 import signal
@@ -94,10 +96,11 @@ def _serve(settings: dict[str, Any], engines: int) -> None:
         port = free.getsockname()[1]
     # Ray's sockets lie there, and their paths may not be long.
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as temp_dir:
-        start_ray(temp_dir, num_cpus=engines + 2)
+        others = json.loads(os.environ.get("TEST_RAY_ARGS", "{}"))
+        args = RayArgs(settings=settings, engines=engines, **{"drain_seconds": _DRAIN_SECONDS, **others})
+        start_ray(temp_dir, num_cpus=(args.max_engines or engines) + 2)
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
-            args = RayArgs(settings=settings, engines=engines, drain_seconds=_DRAIN_SECONDS)
             serve.run(build(args), name="multilora", route_prefix="/")
             told = threading.Event()
             signal.signal(signal.SIGTERM, lambda *_: told.set())

@@ -1,0 +1,117 @@
+"""Engines on Ray Serve that come with the load and go without it. Ray has an environment: make
+clients."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from tests.support.server import Server, on_ray, running_server, wait_for
+from tests.support.tiny_models import make_adapter, make_tiny_model
+
+NAMES = [f"adapter-{seed}" for seed in range(4)]
+_ARGS = {
+    "max_engines": 2,
+    "tokens_per_engine": 2_000,
+    "upscale_delay_seconds": 0,
+    "downscale_delay_seconds": 0,
+    "drain_seconds": 600,
+}
+_FILES = {"adapter_config": "adapter_config.json", "adapter_model": "adapter_model.safetensors"}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("scaling")
+    base = make_tiny_model("llama", root / "base", max_position_embeddings=16_384)
+    for seed, name in enumerate([*NAMES, "uploaded"]):
+        folder = root / ("adapters" if name in NAMES else ".")
+        make_adapter(base, folder / name, rank=4, target_modules=["q_proj", "v_proj"], seed=seed)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(root: Path) -> Iterator[Server]:
+    settings = {"model_name": "tiny", "preload_adapters_dir": root / "adapters", "kv_bytes": "24MiB", "replicas": 1}
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "0")
+        patch.setenv("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
+        patch.setenv("TEST_RAY_ARGS", json.dumps(_ARGS))
+        yield stack.enter_context(running_server(root / "base", root / "ray", **on_ray(), **settings))
+
+
+def _body(model: str, **fields: Any) -> dict[str, Any]:
+    return {"model": model, "prompt": "the cat", "max_tokens": 200, "temperature": 0, "ignore_eos": True, **fields}
+
+
+def _states(server: Server) -> dict[str, str]:
+    states: dict[str, str] = server.get("/health").json()["replicas"]
+    return states
+
+
+def _text(server: Server, model: str) -> str:
+    answer = server.post("/v1/completions", json=_body(model, n=8))
+    assert answer.status_code == 200, answer.text
+    (text,) = {choice["text"] for choice in answer.json()["choices"]}
+    return str(text)
+
+
+def _is_streamed_whole(server: Server) -> None:
+    text = server.post("/v1/completions", json=_body("tiny", max_tokens=2_000, stream=True)).text
+    assert text.endswith("data: [DONE]\n\n"), text[-500:]
+    assert '"error"' not in text, text[-500:]
+
+
+@contextmanager
+def _again_and_again(num_clients: int, call: Any) -> Iterator[None]:
+    """`call` is called with the client's number and how often it was called before; what it raises is raised here."""
+    ended = Event()
+
+    def ask(client: int) -> None:
+        num_calls = 0
+        while not ended.is_set():
+            call(client, num_calls)
+            num_calls += 1
+
+    with ThreadPoolExecutor(num_clients) as pool:
+        asking = [pool.submit(ask, client) for client in range(num_clients)]
+        try:
+            yield
+        finally:
+            ended.set()
+        for one in asking:
+            one.result()
+
+
+def test_engines_come_with_the_load_and_go_without_it_and_no_request_fails(server: Server, root: Path) -> None:
+    files = {part: (root / "uploaded" / name).read_bytes() for part, name in _FILES.items()}
+    (first,) = _states(server)
+    expected = {name: _text(server, name) for name in NAMES}
+    assert server.http.put(f"{server.url}/v1/adapters/{NAMES[0]}/pin").status_code == 200
+
+    def load(client: int, num_calls: int) -> None:
+        name = NAMES[(client + num_calls) % len(NAMES)]
+        assert _text(server, name) == expected[name]
+
+    with _again_and_again(16, load):
+        wait_for(lambda: list(_states(server).values()) == ["ready"] * 2, "the second engine")
+        (joined,) = _states(server).keys() - {first}
+        assert server.http.put(f"{server.url}/v1/adapters/mine", files=files).status_code == 201
+        sent = f'multilora_replica_requests_total{{replica="{joined}"'
+        wait_for(lambda: sent in server.get("/metrics").text, "requests for adapters at the second engine")
+        # Pins are told to who joins.
+        path, both = f"/v1/adapters/{NAMES[0]}", dict.fromkeys((first, joined), "device")
+        wait_for(lambda: server.get(path).json()["replicas"] == both, "both to have what is pinned")
+    with _again_and_again(4, lambda *_: _is_streamed_whole(server)):
+        wait_for(lambda: len(_states(server)) == 1, "one engine to go")
+        _is_streamed_whole(server)
+    assert list(_states(server).values()) == ["ready"]
+    assert {name: _text(server, name) for name in NAMES} == expected
+    assert _text(server, "mine")
