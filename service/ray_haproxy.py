@@ -23,12 +23,14 @@ from pathlib import Path
 from typing import NoReturn
 
 # What all of Ray's processes are to have in their environment beside the path of this program: a HAProxy that has died
-# is replaced after three checks, in seconds; how long a request may be that is sent again, in bytes; and workers get
-# their turn as other processes do (see `service.ray_app`).
+# is replaced after three checks, in seconds; how long a request may be that is sent again, in bytes; workers get their
+# turn as other processes do (see `service.ray_app`); and a replica that answers no check is killed, where Ray would
+# give it as long to finish as one that works, with its device, and leave those that wait for it waiting.
 ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "65536",
     "RAY_worker_niceness": "0",
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
 }
 # POST to these changes nothing that anybody else can see: the routes of `service.api.auth` with the scope `infer`.
 REPEATABLE_PATHS = (

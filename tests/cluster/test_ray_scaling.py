@@ -1,9 +1,11 @@
-"""Engines on Ray Serve that come with the load and go without it. Ray has an environment: make
+"""Engines on Ray Serve that come with the load, go without it, and stand still for good. Ray has an environment: make
 clients."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -11,9 +13,12 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.support.server import Server, on_ray, running_server, wait_for
+from bench.processes import command_line, descendants, parent
+from tests.support.limits import LIMIT_SECONDS
+from tests.support.server import Server, is_alive, on_ray, running_server, wait_for
 from tests.support.tiny_models import make_adapter, make_tiny_model
 
 NAMES = [f"adapter-{seed}" for seed in range(4)]
@@ -22,6 +27,7 @@ _ARGS = {
     "tokens_per_engine": 2_000,
     "upscale_delay_seconds": 0,
     "downscale_delay_seconds": 0,
+    # As long as in deploy/ray: what stands still may not be waited for so long.
     "drain_seconds": 600,
 }
 _FILES = {"adapter_config": "adapter_config.json", "adapter_model": "adapter_model.safetensors"}
@@ -115,3 +121,20 @@ def test_engines_come_with_the_load_and_go_without_it_and_no_request_fails(serve
     assert list(_states(server).values()) == ["ready"]
     assert {name: _text(server, name) for name in NAMES} == expected
     assert _text(server, "mine")
+
+
+def test_a_replica_that_stands_still_for_good_is_killed_and_its_streams_end(server: Server) -> None:
+    (engine,) = [pid for pid in descendants(server.process.pid) if b"service.engine.process" in command_line(pid)]
+    (first,) = _states(server)
+    with (
+        httpx.Client(base_url=server.url, timeout=LIMIT_SECONDS) as http,
+        http.stream("POST", "/v1/completions", json=_body("tiny", max_tokens=15_000, stream=True)) as answer,
+    ):
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: ")
+        os.kill(replica := parent(engine), signal.SIGSTOP)
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert events[-1]["error"]["message"]
+    wait_for(lambda: not is_alive(replica) and not is_alive(engine), "its processes to be gone")
+    wait_for(lambda: list(_states(server).values()) == ["ready"] and first not in _states(server), "the next one")
+    assert _text(server, NAMES[0])
