@@ -54,6 +54,11 @@ def test_every_process_of_ray_has_the_environment_that_is_tested() -> None:
         assert said == ENVIRONMENT
 
 
+def test_ray_asks_who_uses_it_for_a_token() -> None:
+    """Its default for clusters is to ask nobody, and its dashboard listens to all."""
+    assert CLUSTER["authOptions"] == {"mode": "token"}
+
+
 def test_kuberay_knows_each_field_and_calls_none_deprecated() -> None:
     schema = yaml.safe_load((Path(__file__).parent / "rayservice-spec.yaml").read_text())
     assert (SERVICE["apiVersion"], SERVICE["kind"]) == ("ray.io/v1", "RayService")
