@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ SERVE = yaml.safe_load((ROOT / "deploy" / "ray" / "serve.yaml").read_text())
 SERVICE = yaml.safe_load((ROOT / "deploy" / "ray" / "rayservice.yaml").read_text())
 CLUSTER = SERVICE["spec"]["rayClusterConfig"]
 (WORKERS,) = CLUSTER["workerGroupSpecs"]
+GROUPS = CLUSTER["headGroupSpec"], WORKERS
 
 
 def _arguments() -> dict[str, Any]:
@@ -41,17 +43,28 @@ def test_the_version_of_ray_is_one_everywhere() -> None:
     pinned = (ROOT / "tests" / "cluster" / "ray" / "requirements.in").read_text().strip()
     assert project["optional-dependencies"]["ray"] == [pinned]
     assert pinned == f"ray[serve]=={CLUSTER['rayVersion']}"
+    assert f"'{pinned}'\n" in (ROOT / "deploy" / "ray" / "Dockerfile").read_text()
     assert f"ray=={CLUSTER['rayVersion']}\n" in (ROOT / "tests" / "cluster" / "ray" / "requirements.txt").read_text()
 
 
 def test_every_process_of_ray_has_the_environment_that_is_tested() -> None:
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-    for group in (CLUSTER["headGroupSpec"], WORKERS):
+    for group in GROUPS:
         (container,) = group["template"]["spec"]["containers"]
         said = {one["name"]: one["value"] for one in container["env"]}
         assert said.pop("RAY_SERVE_ENABLE_HA_PROXY") == "1"
         assert Path(said.pop("RAY_SERVE_HAPROXY_BINARY_PATH")).name in scripts
         assert said == ENVIRONMENT
+
+
+def test_the_image_with_ray_goes_by_pins_that_our_images_have() -> None:
+    ours, with_ray = (ROOT / "Dockerfile").read_text(), (ROOT / "deploy" / "ray" / "Dockerfile").read_text()
+    pins = set(re.findall(r"PINS=([\w.-]+)", with_ray))
+    assert pins == {"constraints.txt", "constraints-npu.txt"}
+    assert all(f"/opt/multilora/image/{one}" in ours for one in pins)
+    images = {container["image"] for group in GROUPS for container in group["template"]["spec"]["containers"]}
+    assert images == {"multilora:cuda-ray"} and "-t multilora:cuda-ray " in with_ray
+    assert with_ray.rstrip().endswith(re.findall("USER [0-9]+", ours)[-1])
 
 
 def test_ray_asks_who_uses_it_for_a_token() -> None:
@@ -65,7 +78,7 @@ def test_kuberay_knows_each_field_and_calls_none_deprecated() -> None:
     assert [error.message for error in Draft202012Validator(schema).iter_errors(SERVICE["spec"])] == []
 
 
-@pytest.mark.parametrize("group", [CLUSTER["headGroupSpec"], WORKERS], ids=["head", "workers"])
+@pytest.mark.parametrize("group", GROUPS, ids=["head", "workers"])
 @pytest.mark.parametrize("version", ["1.31", "1.37"])
 def test_pods_are_valid(group: dict[str, Any], version: str) -> None:
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, "spec": group["template"]["spec"]}
