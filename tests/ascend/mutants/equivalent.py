@@ -67,6 +67,9 @@ EQUIVALENT["rotary_kv_kernel", "slot >= 0", "slot > 0"] = (
 EQUIVALENT["swiglu_window_few", "end > begin", "end >= begin"] = (
     "one more round for each segment without tokens; the base's tokens come after the last segment all the same"
 )
+EQUIVALENT["conv_prefill", "index < num_sequences", "index <= num_sequences"] = (
+    "one start more is where the last sequence ends: it counts in tiles behind all tokens, which compute nothing"
+)
 EQUIVALENT["conv_prefill", "starts <= first_token", "starts < first_token"] = (
     "one more round, for the sequence that ends where the tile begins: it has no token there, nor is it the head's"
 )
