@@ -13,6 +13,9 @@ from service.models.heap import give_back_freed_memory, trim_heap
 # How long a thread that computes may keep Python's lock when the event loop wants it. A small request asks for it
 # several times, so that with Python's 5 ms one busy thread makes it wait for tens of milliseconds.
 _SWITCH_SECONDS = 0.0005
+# Of an integer in text, the fewest that Python takes for a bound: the time for one grows with their square, so that a
+# body of the 4,300 digits that it allows takes seven times as long to read or write.
+_MAX_DIGITS = sys.int_info.str_digits_check_threshold
 _TELL_SECONDS = 1.0
 # Memory that was freed goes back to the system, also from the middle of the heap: 0.1 to 3 ms of a thread that does
 # not hold Python's lock.
@@ -23,6 +26,7 @@ def prepare() -> None:
     """Call this before the application is built, and where that can be before other threads begin."""
     give_back_freed_memory()
     sys.setswitchinterval(_SWITCH_SECONDS)
+    sys.set_int_max_str_digits(_MAX_DIGITS)
 
 
 def freeze() -> None:
