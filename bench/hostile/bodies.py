@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from bench.hostile.target import Attack, Target, in_turn, spread
 
@@ -59,8 +60,27 @@ def _chats(target: Target) -> dict[str, Attack]:
         "16,000 messages": target.post(CHATS, {"messages": [user] * 16_000}),
         "1,048,576 numbers for the template": target.post(CHATS, numbers),
         "JSON of 12 MiB inside of tool calls": target.post(CHATS, {"messages": calls}),
+        "12 MB of fractions as arguments, tools, schemas, variables and types": in_turn(
+            *(target.post(CHATS, {"messages": [user], "max_tokens": 1, **fields}) for fields in _of_fractions(user))
+        ),
         "2,000 tools": target.post(CHATS, {"messages": [user], "tools": [tool] * 2_000}),
     }
+
+
+def _of_fractions(user: dict[str, Any]) -> list[dict[str, Any]]:
+    """Fields with as many as a body may hold, each as long as it may be: they take longest to write."""
+    many = {"a": [1 / 3 + number for number in range(600_000)]}
+    called = {"function": {"name": "f", "arguments": many}}
+    tag = {"type": "structural_tag", "structures": [{"begin": "<a>", "schema": many, "end": "b"}], "triggers": ["<"]}
+    return [
+        {"messages": [user, {"role": "assistant", "tool_calls": [called]}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": many}}]},
+        {"guided_json": many},
+        {"response_format": tag},
+        {"response_format": {"type": many}},
+        {"chat_template_kwargs": many},
+        {"messages": [{**user, "content": [{"type": many}]}]},
+    ]
 
 
 def _lists(target: Target) -> dict[str, Attack]:

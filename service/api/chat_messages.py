@@ -9,10 +9,14 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from service.api.request_body import FIRST, Request, field_error, value_fault
+from service.grammars.json_size import least_chars
 
+# Of what one call was given, and of variables for a template: as long as the longest text that is tokenised. Templates
+# write both in one piece, and a million numbers take 0.3 s of Python's lock.
+MAX_DATA_CHARS = 1 << 20
 # What others say is there: without it there is no message. An assistant may have called tools, and a tool be silent.
 _MUST_HAVE_CONTENT = ("system", "developer", "user")
 
@@ -51,6 +55,31 @@ class CalledFunctionParam(_Kept):
 
     name: str
     arguments: str | dict[str, Any] | None = None
+    _num_chars: int = PrivateAttr(0)
+
+    @model_validator(mode="after")
+    def _check_size(self) -> CalledFunctionParam:
+        given = self.arguments or ""
+        self._num_chars = len(given) if isinstance(given, str) else least_chars(given, MAX_DATA_CHARS)
+        if self._num_chars > MAX_DATA_CHARS:
+            sentence = f"`arguments` of a call may have up to {MAX_DATA_CHARS} characters; shorten them."
+            raise field_error("arguments", sentence)
+        return self
+
+    @property
+    def num_chars(self) -> int:
+        """About as many as it has as text."""
+        return len(self.name) + self._num_chars
+
+
+def checked_variables(given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Variables for a chat template; a fault for more than a template could write."""
+    if given and least_chars(given, MAX_DATA_CHARS) > MAX_DATA_CHARS:
+        raise value_fault(f"it may have up to {MAX_DATA_CHARS} characters as JSON; shorten it")
+    return given
+
+
+TemplateVariables = Annotated[dict[str, Any] | None, AfterValidator(checked_variables)]
 
 
 class ToolCallParam(_Kept):
@@ -93,10 +122,9 @@ class ChatMessage(_Kept):
     def num_chars(self) -> int:
         """About the characters that a template has to handle."""
         content = self.content or ""
-        called = [call.function for call in self.tool_calls or ()]
         return (
             (len(content) if isinstance(content, str) else sum(len(part.said) for part in content))
-            + sum(len(function.name) + len(str(function.arguments)) for function in called)
+            + sum(call.function.num_chars for call in self.tool_calls or ())
             + len(self.reasoning_content or self.reasoning or "")
         )
 

@@ -4,7 +4,6 @@ follows."""
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -133,5 +132,5 @@ def _asked_by_format(request: Generation) -> list[tuple[str, _Makes]]:
             return [("response_format.json_schema.schema", partial(schema_constraint, named.schema_))]
         case StructuralTagFormat() as tag:
             plain: dict[str, Any] = tag.model_dump(by_alias=True, exclude_none=True)
-            return [("response_format", partial(tag_constraint, json.dumps(plain, ensure_ascii=False)))]
+            return [("response_format", partial(tag_constraint, plain))]
     return []

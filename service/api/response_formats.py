@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from service.api.fields import STRUCTURED_OUTPUT_FIELDS
-from service.api.request_body import FIRST, Request
+from service.api.request_body import FIRST, Request, value_fault
 
 JsonSchema = dict[str, Any] | bool | str
+_MAX_TYPE_CHARS = 100
 
 
 class TextFormat(Request):
@@ -57,8 +58,17 @@ class StructuralTagFormat(Request):
     format: dict[str, Any] | None = Field(None, description="instead of both; see docs/structured-output.md")
 
 
+def _check_type(given: Any) -> Any:
+    """pydantic would write what is no known type into its error, however long that is."""
+    kind = given.get("type") if isinstance(given, dict) else None
+    if kind is not None and not (isinstance(kind, str) and len(kind) <= _MAX_TYPE_CHARS):
+        raise value_fault("has a `type` that is not known")
+    return given
+
+
 ResponseFormat = Annotated[
-    TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat, Field(discriminator="type")
+    Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat, Field(discriminator="type")],
+    BeforeValidator(_check_type),
 ]
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
-from service.api.chat_messages import TextPart
+from service.api.chat_messages import TemplateVariables, TextPart
 from service.api.errors import ApiError, BadRequest, quoted
 from service.api.fields import RESPONSE_FIELDS, RESPONSE_REASONING_FIELDS, RESPONSE_TEXT_FIELDS, STREAM_FIELDS
 from service.api.request_body import FIRST, Request, field_error
@@ -119,7 +119,7 @@ class ResponsesRequest(Decoding):
         None, description="alternatives for each token, with log probabilities"
     )
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="given back as it is")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the chat template")
+    chat_template_kwargs: TemplateVariables = Field(None, description="variables for the chat template")
 
     @model_validator(mode="after")
     def _check_include(self) -> ResponsesRequest:

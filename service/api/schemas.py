@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from kernels.sampling.parameters import PARAMETERS, Parameter
-from service.api.chat_messages import ChatMessage
+from service.api.chat_messages import ChatMessage, TemplateVariables
 from service.api.fields import EMBEDDING_FIELDS, GENERATION_FIELDS, STREAM_FIELDS, TOKENIZE_FIELDS
 from service.api.request_body import FIRST, Request, bounded, field_error, in_pieces, value_fault
 from service.api.response_formats import JsonSchema, ResponseFormat, StructuredOutputs
@@ -218,7 +218,7 @@ class ChatRequest(Generation):
     continue_final_message: bool | None = Field(
         None, description="go on with the last message instead of starting a new one"
     )
-    chat_template_kwargs: dict[str, Any] | None = Field(
+    chat_template_kwargs: TemplateVariables = Field(
         None, description="variables for the chat template, such as enable_thinking"
     )
     tools: ToolList | None = Field(None, description=f"functions that the model may call, up to {MAX_TOOLS}")
@@ -320,7 +320,7 @@ class TokenizeRequest(Request):
     add_special_tokens: bool | None = Field(None, description="true for prompts, false for messages by default")
     add_generation_prompt: bool | None = Field(None, description="true by default; only with messages")
     continue_final_message: bool | None = Field(None, description="only with messages")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="only with messages")
+    chat_template_kwargs: TemplateVariables = Field(None, description="only with messages")
     reasoning_effort: str | None = Field(None, description="only with messages")
     enable_thinking: bool | None = Field(None, description="only with messages")
     tools: ToolList | None = Field(None, description="only with messages")

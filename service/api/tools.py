@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag, field_validator
 
 from service.api.fields import TOOL_FIELDS
 from service.api.request_body import FIRST, Request, field_error, value_fault
+from service.grammars.json_size import least_chars
 
 # OpenAI's figure.
 MAX_TOOLS = 128
@@ -126,6 +127,9 @@ def check_tools(tools: list[Tool]) -> None:
     """A fault of the field `tools` for too many, too long ones, or two of one name."""
     if len(tools) > MAX_TOOLS:
         raise field_error("tools", f"`tools` has {len(tools)} tools; this server takes {MAX_TOOLS}.")
+    least = least_chars([tool.for_template() for tool in tools], MAX_TOOLS_CHARS)
+    if least > MAX_TOOLS_CHARS:
+        raise field_error("tools", f"`tools` has at least {least} characters; this server takes {MAX_TOOLS_CHARS}.")
     try:
         num_chars = tools_chars(tools)
     except ValueError:

@@ -104,7 +104,7 @@ def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mappin
     if path[:1] in (["messages"], ["input"]) and "content" in path:
         index = path.index("content")
         parts = [one for one in faults if one["type"] == "literal_error" and one["loc"][-1] == "type"]
-        named = f" (it holds a part of type {quoted(repr(parts[0]['input']))})" if parts else ""
+        named = f" (it holds a part {_of_type(parts[0]['input'])})" if parts else ""
         return f"{_dotted(path[: index + 1])}: {_CONTENT}{_OTHER_PARTS[:-1]}{named}."
     if path[:1] == ["prompt"]:
         # That of /tokenize is no union: the path of its fault ends with the field itself.
@@ -120,6 +120,11 @@ def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mappin
     if kind == "missing":
         return f"`{name}` is missing; send it."
     return f"`{name}`: {_words(fault)}."
+
+
+def _of_type(kind: Any) -> str:
+    """Only a text is quoted: a list would be written first, and may be as long as the body."""
+    return f"of type {quoted(kind)!r}" if isinstance(kind, str) else "whose type is no text"
 
 
 def _unknown_field(path: Sequence[Any], loc: Sequence[Any]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from service.grammars.json_size import least_chars
 from service.grammars.references import endless_reference
 
 Kind = Literal["json_schema", "regex", "choice", "lark", "grammar", "structural_tag"]
@@ -52,12 +53,7 @@ class Constraint:
 
 def schema_constraint(schema: Any, whitespace: str | None = None) -> Constraint:
     """A JSON schema, as an object, a bool or text. ConstraintError for what is none, or is too large."""
-    if isinstance(schema, str):
-        _bound_bytes(schema)
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError) as error:
-            raise ConstraintError(f"is not valid JSON ({error})") from error
+    schema = _parsed(schema)
     if not isinstance(schema, dict | bool):
         raise ConstraintError("must be a JSON schema: an object, or its text")
     if schema is False:
@@ -87,17 +83,13 @@ def text_constraint(kind: Literal["regex", "lark", "grammar"], text: str) -> Con
     return _bounded(Constraint(kind, text))
 
 
-def tag_constraint(text: str) -> Constraint:
-    """A structural tag as JSON. ConstraintError for what is no JSON object, or is too large."""
-    _bound_bytes(text)
-    try:
-        tag = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConstraintError(f"is not valid JSON ({error})") from error
+def tag_constraint(tag: Any) -> Constraint:
+    """A structural tag, as an object or text. ConstraintError for what is none, or is too large."""
+    tag = _parsed(tag)
     if not isinstance(tag, dict):
         raise ConstraintError("must be an object")
     _bound_values(tag)
-    return Constraint("structural_tag", text)
+    return _bounded(Constraint("structural_tag", json.dumps(tag, ensure_ascii=False)))
 
 
 def grammar_of(constraint: Constraint, special_ids: Mapping[str, int]) -> str:
@@ -183,6 +175,17 @@ def from_gbnf(text: str) -> str:
         raise ConstraintError(f"is no grammar of GBNF: {error}") from error
 
 
+def _parsed(given: Any) -> Any:
+    """What a text is as JSON; anything else as it is."""
+    if not isinstance(given, str):
+        return given
+    _bound_bytes(given)
+    try:
+        return json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise ConstraintError(f"is not valid JSON ({error})") from error
+
+
 def _bounded(constraint: Constraint) -> Constraint:
     _bound_bytes(constraint.text)
     return constraint
@@ -203,20 +206,19 @@ def _bound_size(num_bytes: int) -> None:
 
 def _bound_values(schema: Any) -> None:
     """Depth, number and size of all values."""
-    level, num_values, num_chars, depth = [schema], 0, 0, 0
+    level, num_values, depth = [schema], 0, 0
     while level:
         num_values += len(level)
-        num_chars += sum(len(value) for value in level if isinstance(value, str))
         if num_values > MAX_SCHEMA_VALUES:
             raise ConstraintError(f"has more than {MAX_SCHEMA_VALUES} values")
         if depth > MAX_SCHEMA_DEPTH:
             raise ConstraintError(f"is nested more than {MAX_SCHEMA_DEPTH} levels deep")
-        _bound_size(num_chars)
         for value in level:
             if isinstance(value, dict):
                 _refuse_counted_names(value)
         level = [inner for value in level for inner in _children(value)]
         depth += 1
+    _bound_size(least_chars(schema, MAX_CONSTRAINT_BYTES))
 
 
 def _refuse_counted_names(schema: dict[Any, Any]) -> None:
