@@ -21,6 +21,8 @@ _FRAMING = (
     "Transfer-Encoding : chunked",
     "Content-Length",
     " folded: x",
+    "Content-Length:\r\n 15",
+    "Transfer-Encoding:\r\n chunked",
     "X: a\0b",
     "Content-Encoding: gzip\r\nContent-Length: 4",
     "Expect: 100-continue\r\nContent-Length: 99999999999",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import h11
+from h11._receivebuffer import ReceiveBuffer
 
 # Of a head that is not complete. One that comes whole with a single read may be that much longer.
 MAX_HEAD_BYTES = 1 << 14
@@ -18,9 +19,23 @@ NO_HTTP = (
     "before this server."
 )
 _TWO_LENGTHS = "The request has both Content-Length and Transfer-Encoding; send one of them."
+_CHUNKED_OF_1_0 = "HTTP/1.0 knows no Transfer-Encoding; send HTTP/1.1, or a Content-Length."
+_FOLDED = "A header of the request goes on in a second line; write each in one line."
 _MANY_HEADERS = f"The request has more than {MAX_HEADERS} headers; send fewer."
 _NOTHING = (b"", False)  # as `trailing_data`
 _SMALL_CHUNKS = "The chunks of the body are too small for so many; send larger ones, or announce a Content-Length."
+
+
+class _UnfoldedLines(ReceiveBuffer):
+    """h11's, which refuses lines that begin with a blank: one reader joins such a line to the header before it, another
+    one leaves it out, and with it the length of the body that follows."""
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        """As h11's; LocalProtocolError, which h11 makes a remote one, for a folded line."""
+        lines = super().maybe_extract_lines()
+        if any(line.startswith((b" ", b"\t")) for line in lines or ()):
+            raise h11.LocalProtocolError(_FOLDED)
+        return lines
 
 
 class BoundedConnection(h11.Connection):
@@ -32,6 +47,7 @@ class BoundedConnection(h11.Connection):
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
+        self._receive_buffer = _UnfoldedLines()
         self.refusal: str | None = None
         self.has_plain_body = self.is_head = False
         self.num_received = 0
@@ -73,7 +89,12 @@ class BoundedConnection(h11.Connection):
 
     def next_event(self) -> Any:
         """As h11's; RemoteProtocolError for what is refused."""
-        event = super().next_event()
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            if str(error) == _FOLDED:
+                self.refusal = _FOLDED
+            raise
         if isinstance(event, h11.Request):
             self._check_head(event)
         elif isinstance(event, h11.Data):
@@ -93,6 +114,8 @@ class BoundedConnection(h11.Connection):
             self._refuse(_TWO_LENGTHS)
         if head.http_version not in (b"1.0", b"1.1"):
             self._refuse(NO_HTTP)
+        if self._is_chunked and head.http_version == b"1.0":
+            self._refuse(_CHUNKED_OF_1_0)
         if len(head.headers) > MAX_HEADERS:
             self._refuse(_MANY_HEADERS)
 

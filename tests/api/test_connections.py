@@ -94,6 +94,9 @@ class TestFraming:
             b"Transfer-Encoding : chunked\r\n",
             b"Content-Length\r\n",
             b" folded: x\r\n",
+            b"X: a\r\n b\r\n",
+            b"Content-Length:\r\n\t15\r\n",
+            b"Transfer-Encoding:\r\n chunked\r\n",
             b"X: a\x00b\r\n",
             b"X\xff: a\r\n",
         ],
@@ -103,6 +106,20 @@ class TestFraming:
     ) -> None:
         first = b"POST /tokenize HTTP/1.1\r\n" if headers.startswith(b" ") else POST
         assert statuses(exchange(server, first + headers + b"\r\n" + BODY + GET + b"\r\n")) == [400]
+
+    def test_a_folded_line_is_refused_with_a_sentence_in_trailers_too(self, server: Server) -> None:
+        answer = exchange(server, POST + b"X: a\r\n\tContent-Length: 15\r\n\r\n" + BODY)
+        assert statuses(answer) == [400]
+        assert "in one line" in error_of(answer)["message"]
+        chunked = b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n" % (len(BODY), BODY)
+        assert statuses(exchange(server, POST + chunked + b"X: a\r\n b\r\n\r\n" + GET + b"\r\n")) == [400]
+
+    def test_http_1_0_has_no_chunks(self, server: Server) -> None:
+        """Who goes by that version takes the body for what comes after the request."""
+        head = POST.replace(b"HTTP/1.1", b"HTTP/1.0") + b"Transfer-Encoding: chunked\r\n\r\n"
+        answer = exchange(server, head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY))
+        assert statuses(answer) == [400]
+        assert "Transfer-Encoding" in error_of(answer)["message"]
 
     @pytest.mark.parametrize(
         "chunk", [b"-1\r\na\r\n", b"1\r\nab\r\n", b"g\r\na\r\n", b"1" * 40 + b"\r\n", b"0x1\r\na\r\n"]
