@@ -12,6 +12,11 @@ more than the newcomer's will have with one more; else likewise between the flow
 such an exchange the opposite one is not due, so that nobody comes and goes. Blocks that run out under those who run are
 given up in the same order: who has most, yields.
 
+Where a tenant's weight is more times another's than there are places, that alone would never let the other one in. It
+is *owed* a place when it runs nothing although its deficit would pay for its next request, or is as large as can be,
+and somebody runs less for its weight than one request is for the other's. Then one of its requests counts as none until
+one has ended.
+
 Tokens. Each running request that decodes has one token of each step. Who has a *deficit* goes first with the rest,
 which prompts are computed with, and among equal numbers of running requests with places: a deficit is what of past
 steps' tokens was due to a tenant (in proportion to weights) or a flow (equal parts of its tenant's) less what it was
@@ -95,6 +100,7 @@ class FairQueue:
         flow = self.flow_of(sequence)
         flow.waiting.remove(sequence)
         self.num_waiting -= 1
+        flow.tenant.is_owed = False
         if not flow.waiting:
             flow.steps_waiting_for_rows = 0
         if flow.waiting or flow.running:
@@ -236,6 +242,7 @@ class FairQueue:
             flow.tenant.num_tokens += chunk.num_tokens
         num_tokens = sum(tenant.num_tokens for tenant in self._tenants.values())
         due_for_weight = num_tokens / sum(tenant.weight for tenant in self._tenants.values())
+        fewest = min((one.places_for_weight() for one in self._tenants.values() if one.num_running), default=math.inf)
         for tenant in self._tenants.values():
             due = tenant.num_tokens / len(tenant.flows)
             for flow in tenant.flows.values():
@@ -243,6 +250,9 @@ class FairQueue:
                 flow.num_tokens = 0
             tenant.deficit = self._bounded(tenant.deficit + due_for_weight * tenant.weight - tenant.num_tokens)
             tenant.num_tokens = 0
+            if not tenant.num_running and fewest < tenant.places_for_weight(1):
+                shortest = min(flow.waiting[0].max_total for flow in tenant.flows.values())
+                tenant.is_owed |= tenant.deficit >= min(shortest, self._max_deficit_tokens)
 
     def _bounded(self, deficit: float) -> float:
         return min(max(deficit, -self._max_deficit_tokens), self._max_deficit_tokens)

@@ -15,17 +15,22 @@ def age(sequence: Sequence) -> int:
 
 @dataclass(slots=True, eq=False)
 class TenantFlows:
-    """flows are the active ones, by adapter; deficit in tokens."""
+    """flows are the active ones, by adapter; deficit in tokens.
+
+    is_owed  its next place is its own until a request of it has ended, however little its weight is
+    """
 
     weight: float
     flows: dict[str | None, Flow] = field(default_factory=dict)
     num_running: int = 0
     deficit: float = 0.0
     num_tokens: int = 0  # of the present step
+    is_owed: bool = False
 
     def places_for_weight(self, num_more: int = 0) -> float:
-        """Running requests, and so many more, in units of its weight."""
-        return (self.num_running + num_more) / self.weight
+        """Running requests, and so many more, in units of its weight; none for the one that it is owed."""
+        num_running = self.num_running + num_more
+        return 0.0 if self.is_owed and num_running == 1 else num_running / self.weight
 
 
 @dataclass(slots=True, eq=False)

@@ -262,6 +262,26 @@ def test_places_are_divided_by_weight_and_then_between_adapters() -> None:
     assert steps.scheduler.num_preemptions == num_preemptions, "nobody comes and goes"
 
 
+@pytest.mark.parametrize(("num_places", "weight"), [(1, 8.0), (4, 8.0), (8, 100.0)])
+def test_a_weight_of_many_times_another_s_leaves_that_its_part(num_places: int, weight: float) -> None:
+    """Also with requests that are longer than a step, which run to their end then, once begun."""
+    steps = CountedSteps(8, max_sequences=num_places, token_budget=32)
+    for i in range(900):
+        steps.submit(f"heavy-{i}", 4, 60, tenant="heavy", weight=weight)
+    for i in range(40):
+        steps.submit(f"light-{i}", 4, 100, tenant="light", weight=1.0)
+    tokens: Counter[str] = Counter()
+    for _ in range(6_000):
+        for chunk in steps.step():
+            tokens[chunk.sequence.request.tenant] += chunk.num_tokens
+    steps.scheduler.check_integrity()
+    part = tokens["light"] / tokens.total() * (1 + weight)
+    assert 0.7 < part < 104 / 64 + 0.05, "a request has 104 tokens, and a deficit is told up to 32 either way"
+    light = [one for name, one in steps.requests.items() if name.startswith("light") and one.joined >= 0]
+    assert tokens["light"] <= 108 * len(light), "no answer is computed again"
+    assert steps.scheduler.num_preemptions <= len(light) + 3, "nobody comes and goes"
+
+
 def test_tokens_of_prompts_are_divided_although_one_sends_long_ones() -> None:
     steps = CountedSteps(8, max_sequences=8, token_budget=64, checks=True)
     for i in range(4):
