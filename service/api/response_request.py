@@ -14,9 +14,11 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from service.api.chat_messages import TemplateVariables, TextPart
 from service.api.errors import ApiError, BadRequest, quoted
 from service.api.fields import RESPONSE_FIELDS, RESPONSE_REASONING_FIELDS, RESPONSE_TEXT_FIELDS, STREAM_FIELDS
+from service.api.off_loop import LONG_TEXT_CHARS
 from service.api.request_body import FIRST, Request, field_error
 from service.api.schemas import MAX_LOGPROBS, ChatRequest, Decoding
 from service.api.validation import bad_request
+from service.grammars.json_size import least_chars
 
 _Texts = str | Annotated[list[TextPart], FIRST]
 # What an item of a type cannot be without.
@@ -131,9 +133,11 @@ class ResponsesRequest(Decoding):
 
     @property
     def num_chars(self) -> int:
-        """About the characters that become messages."""
+        """About the characters that become a chat, or enough of them for `off_loop` to leave the loop."""
         said = len(self.input) if isinstance(self.input, str) else sum(item.num_chars + 50 for item in self.input)
-        return said + len(self.instructions or "")
+        form = None if self.text is None else self.text.format
+        other = [self.tools, self.tool_choice, self.chat_template_kwargs, form]
+        return said + len(self.instructions or "") + least_chars(other, LONG_TEXT_CHARS)
 
 
 def chat_of(request: ResponsesRequest) -> ChatRequest:

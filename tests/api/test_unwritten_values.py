@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from service.api.chat_messages import MAX_DATA_CHARS, ChatMessage
+from service.api.off_loop import LONG_TEXT_CHARS
+from service.api.response_request import ResponsesRequest
 from service.api.schemas import ChatRequest
 from service.api.validation import bad_request
 from service.grammars.constraints import ConstraintError, schema_constraint, tag_constraint
@@ -80,6 +82,22 @@ WORKS: dict[str, Callable[[], object]] = {
 def test_it_takes_a_fraction_of_what_writing_it_takes(what: str) -> None:
     WORKS[what]()
     assert _processor_seconds(WORKS[what]) < _processor_seconds(lambda: json.dumps(NUMBERS)) / 4
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"tools": [{"type": "function", "name": "f", "parameters": {"enum": [1] * 20_000}}]},
+        {"tool_choice": {"type": "allowed_tools", "tools": [{"a": "b" * 20_000}]}},
+        {"chat_template_kwargs": {"a": [1] * 20_000}},
+        {"text": {"format": {"type": "json_schema", "schema": {"enum": [1] * 20_000}}}},
+        {"input": "a" * 20_000},
+    ],
+    ids=lambda field: next(iter(field)),
+)
+def test_a_response_that_is_long_anywhere_becomes_a_chat_in_a_thread(field: dict[str, Any]) -> None:
+    assert ResponsesRequest.model_validate({"input": "a"}).num_chars < 100
+    assert ResponsesRequest.model_validate({"input": "a", **field}).num_chars >= LONG_TEXT_CHARS
 
 
 @given(st.lists(_VALUES) | st.dictionaries(st.text(), _VALUES), st.integers(0, 300))
