@@ -15,13 +15,15 @@ given up in the same order: who has most, yields.
 Where a tenant's weight is more times another's than there are places, that alone would never let the other one in. It
 is *owed* a place when it runs nothing although its deficit would pay for its next request, or is as large as can be,
 and somebody runs less for its weight than one request is for the other's. Then one of its requests counts as none until
-one has ended.
+one has ended. So many at a time are owed one as there are places for the weights of all who run nothing else, since
+their requests may be longer than what they were paid for with.
 
 Tokens. Each running request that decodes has one token of each step. Who has a *deficit* goes first with the rest,
 which prompts are computed with, and among equal numbers of running requests with places: a deficit is what of past
 steps' tokens was due to a tenant (in proportion to weights) or a flow (equal parts of its tenant's) less what it was
 given. It never exceeds the tokens of one full step, either way: who asked for little builds up no claim, and who used
-what nobody wanted no debt. Who becomes active begins with none.
+what nobody wanted no debt. Only a tenant's that runs nothing goes on growing until it does, so that among those the one
+that has waited for longest is first. Who becomes active begins with none.
 
 Rows. See `row_sharing.py`.
 
@@ -85,6 +87,7 @@ class FairQueue:
         insort(flow.running, sequence, key=age)
         flow.steps_waiting_for_rows = 0
         flow.tenant.num_running += 1
+        flow.tenant.deficit = min(flow.tenant.deficit, self._max_deficit_tokens)
         self.num_waiting -= 1
 
     def stop(self, sequence: Sequence) -> None:
@@ -95,12 +98,12 @@ class FairQueue:
         flow.tenant.num_running -= 1
         self.num_waiting += 1
 
-    def remove(self, sequence: Sequence) -> None:
-        """One that waits is over."""
+    def remove(self, sequence: Sequence, *, has_run: bool) -> None:
+        """One that waits is over; has_run: it did not wait until now."""
         flow = self.flow_of(sequence)
         flow.waiting.remove(sequence)
         self.num_waiting -= 1
-        flow.tenant.is_owed = False
+        flow.tenant.is_owed &= not has_run
         if not flow.waiting:
             flow.steps_waiting_for_rows = 0
         if flow.waiting or flow.running:
@@ -242,17 +245,35 @@ class FairQueue:
             flow.tenant.num_tokens += chunk.num_tokens
         num_tokens = sum(tenant.num_tokens for tenant in self._tenants.values())
         due_for_weight = num_tokens / sum(tenant.weight for tenant in self._tenants.values())
-        fewest = min((one.places_for_weight() for one in self._tenants.values() if one.num_running), default=math.inf)
         for tenant in self._tenants.values():
             due = tenant.num_tokens / len(tenant.flows)
             for flow in tenant.flows.values():
                 flow.deficit = self._bounded(flow.deficit + due - flow.num_tokens)
                 flow.num_tokens = 0
-            tenant.deficit = self._bounded(tenant.deficit + due_for_weight * tenant.weight - tenant.num_tokens)
+            deficit = tenant.deficit + due_for_weight * tenant.weight - tenant.num_tokens
+            # While it runs nothing, who has waited for longest has most.
+            tenant.deficit = self._bounded(deficit) if tenant.num_running else max(deficit, -self._max_deficit_tokens)
             tenant.num_tokens = 0
-            if not tenant.num_running and fewest < tenant.places_for_weight(1):
-                shortest = min(flow.waiting[0].max_total for flow in tenant.flows.values())
-                tenant.is_owed |= tenant.deficit >= min(shortest, self._max_deficit_tokens)
+        self._owe_places()
+
+    def _owe_places(self) -> None:
+        """Mark who is owed a place from now on, the largest deficits first."""
+        apart = [one for one in self._tenants.values() if one.is_owed or not one.num_running]
+        if not apart or len(apart) == len(self._tenants):
+            return
+        tenants = self._tenants.values()
+        fewest = min(one.places_for_weight() for one in tenants if one.num_running)
+        due = sum(one.weight for one in apart) / sum(one.weight for one in tenants)
+        num_more = int(max(1.0, due * sum(one.num_running for one in tenants))) - sum(one.is_owed for one in apart)
+        for tenant in sorted(apart, key=lambda one: -one.deficit):
+            if num_more <= 0:
+                return
+            if tenant.is_owed or fewest >= tenant.places_for_weight(1):
+                continue
+            shortest = min(flow.waiting[0].max_total for flow in tenant.flows.values())
+            if tenant.deficit >= min(shortest, self._max_deficit_tokens):
+                tenant.is_owed = True
+                num_more -= 1
 
     def _bounded(self, deficit: float) -> float:
         return min(max(deficit, -self._max_deficit_tokens), self._max_deficit_tokens)
@@ -264,7 +285,8 @@ class FairQueue:
             assert tenant.num_running == sum(len(flow.running) for flow in tenant.flows.values()), "running miscounted"
         for flow in self.flows():
             assert flow.waiting or flow.running, "a flow without requests"
-            assert abs(flow.deficit) <= self._max_deficit_tokens >= abs(flow.tenant.deficit), "a deficit without bound"
+            told = flow.tenant.deficit if flow.tenant.num_running else min(flow.tenant.deficit, 0.0)
+            assert abs(flow.deficit) <= self._max_deficit_tokens >= abs(told), "a deficit without bound"
             assert all(one.is_running for one in flow.running), "a waiting one among those that run"
             assert not any(one.is_running for one in flow.waiting), "a running one among those that wait"
             for requests in (flow.waiting, flow.running):

@@ -94,9 +94,9 @@ class Scheduler:
 
     def remove(self, sequence: Sequence) -> None:
         """The request is over, for whatever reason: everything it holds is free when this returns."""
-        if sequence.is_running:
+        if has_run := sequence.is_running:
             self._stop(sequence)
-        self._queue.remove(sequence)
+        self._queue.remove(sequence, has_run=has_run)
         if sequence.adapter is not None:
             self.adapter_loads.leave(sequence.adapter)
 

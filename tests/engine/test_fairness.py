@@ -282,6 +282,49 @@ def test_a_weight_of_many_times_another_s_leaves_that_its_part(num_places: int, 
     assert steps.scheduler.num_preemptions <= len(light) + 3, "nobody comes and goes"
 
 
+def test_who_is_owed_a_place_keeps_it_although_another_of_its_requests_is_given_up() -> None:
+    steps = CountedSteps(8, max_sequences=4, token_budget=32, checks=True)
+    for i in range(200):
+        steps.submit(f"heavy-{i}", 4, 60, tenant="heavy", weight=8.0)
+    for i in range(40):
+        steps.submit(f"light-{i}", 4, 100, tenant="light", weight=1.0)
+    light = [one for name, one in steps.requests.items() if name.startswith("light")]
+    while not light[0].sequence.is_running:
+        steps.step()
+    steps.scheduler.remove(light.pop().sequence)
+    while light[0].ended < 0:
+        steps.step()
+        assert light[0].ended >= 0 or light[0].sequence.is_running
+
+
+@pytest.mark.parametrize(("heavy", "budget"), [(12.0, 32), (12.0, 128), (60.0, 32)])
+def test_many_of_little_weight_take_turns_and_leave_another_its_part(heavy: float, budget: int) -> None:
+    """However much longer their requests are than what a deficit can pay for."""
+    steps, num_sent = CountedSteps(8, max_sequences=4, token_budget=budget, checks=True), Counter[str]()
+
+    def submit(tenant: str) -> None:
+        weight, num_output = (heavy, 60) if tenant == "heavy" else (1.0, 400)
+        steps.submit(f"{tenant}-{num_sent[tenant]}", 4, num_output, tenant=tenant, weight=weight)
+        num_sent[tenant] += 1
+
+    light = [f"light{i}" for i in range(12)]
+    for tenant in [*light, *light, *["heavy"] * 20]:
+        submit(tenant)
+    tokens, num_ended = Counter[str](), Counter[str]()
+    for _ in range(12_000):
+        for chunk in steps.step():
+            one = chunk.sequence
+            tokens[one.request.tenant] += chunk.num_tokens
+            if len(one.token_ids) == one.max_total:
+                num_ended[one.request.tenant] += 1
+                submit(one.request.tenant)
+    part = tokens["heavy"] / tokens.total()
+    assert part >= min(heavy / (heavy + 12), 3 / 4) - 0.02, "one place is the others', however little is due to them"
+    counts = [num_ended[one] for one in light]
+    assert max(counts) <= min(counts) + 1, num_ended
+    assert min(counts) > 0
+
+
 def test_tokens_of_prompts_are_divided_although_one_sends_long_ones() -> None:
     steps = CountedSteps(8, max_sequences=8, token_budget=64, checks=True)
     for i in range(4):
