@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ def first_host(arguments: argparse.Namespace, steps: Sequence[Step] = STEPS) -> 
 
 def _interrupt(_signal: int, _frame: object) -> None:
     """Raise KeyboardInterrupt, once: what follows from it is not to be interrupted."""
+    # Of one that comes between two of these calls, Python would print that it was too late for its handler.
+    sys.unraisablehook = lambda _late: None
     for ending in _ENDINGS:
         signal.signal(ending, signal.SIG_IGN)
     raise KeyboardInterrupt
@@ -215,8 +218,9 @@ class _Run:
                 outcome.status, outcome.reason, outcome.num_begun = "not run", "interrupted", outcome.num_begun - 1
         conclude(self._report)
         self._journal.write(self._report)
-        print(f"multilora: interrupted; what was found is in {self._journal.page}, and --resume goes on.",
-              file=sys.stderr)  # fmt: skip
+        with suppress(OSError):  # of a terminal that is gone
+            print(f"multilora: interrupted; what was found is in {self._journal.page}, and --resume goes on.",
+                  file=sys.stderr)  # fmt: skip
 
     def _tell_of_all(self) -> None:
         report = self._report

@@ -89,7 +89,8 @@ def permissions(host: StepHost) -> None:
             host.facts(not_tried="further users: there was no time")
             break
         host.tell(f"adding on {host.device} as user {os.getuid() if uid is None else uid}")
-        limit_seconds = _OWN_ADD_SECONDS if uid is None else _ADD_SECONDS
+        most_seconds = _OWN_ADD_SECONDS if uid is None else _ADD_SECONDS
+        limit_seconds = min(most_seconds, 0.7 * host.limit_seconds)  # so that it is told who cannot add
         tried.append({"user": os.getuid() if uid is None else uid, "groups": [_group(gid) for gid in groups],
                       **_try_to_add(host.device, uid, groups, limit_seconds)})  # fmt: skip
         host.facts(tried=tried)

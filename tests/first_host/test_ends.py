@@ -86,6 +86,18 @@ def test_an_interruption_keeps_what_was_found(meeting: Meeting, sent: signal.Sig
     assert [(step["status"], step["num_begun"]) for step in meeting.report["steps"]] == [("ok", 1), ("not run", 0)]
 
 
+def test_a_terminal_that_is_lost_interrupts(meeting: Meeting) -> None:
+    """There is nobody to tell it to, and the report is there."""
+    ours, its = os.openpty()
+    with meeting.start("works,waits", terminal=its) as command, (meeting.directory / "gate").open() as gate:
+        os.close(its)
+        assert gate.readline() == "here\n"
+        os.close(ours)
+        assert gate.read() == ""
+        assert command.wait(LIMIT_SECONDS) == 130
+    assert [(step["status"], step["num_begun"]) for step in meeting.report["steps"]] == [("ok", 1), ("not run", 0)]
+
+
 def test_an_interruption_is_not_interrupted(meeting: Meeting) -> None:
     """By somebody who does not let go of Ctrl-C."""
     with meeting.start("works,waits") as command, (meeting.directory / "gate").open() as gate:
@@ -100,12 +112,7 @@ def test_an_interruption_is_not_interrupted(meeting: Meeting) -> None:
 
 def test_a_command_that_is_to_outlive_its_terminal_does(meeting: Meeting) -> None:
     """As under nohup."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        command = meeting.start("meets")
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    with command:
+    with meeting.start("meets", ignored=(signal.SIGHUP,)) as command:
         assert (meeting.directory / "gate").read_text() == "here\n"
         command.send_signal(signal.SIGHUP)
         (meeting.directory / "gate").write_text("go on\n")
