@@ -6,6 +6,7 @@ Nothing here imports llguidance: bounding is for the API process, `grammar_of` f
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -85,11 +86,12 @@ def text_constraint(kind: Literal["regex", "lark", "grammar"], text: str) -> Con
 
 def tag_constraint(tag: Any) -> Constraint:
     """A structural tag, as an object or text. ConstraintError for what is none, or is too large."""
-    tag = _parsed(tag)
-    if not isinstance(tag, dict):
+    parsed = _parsed(tag)
+    if not isinstance(parsed, dict):
         raise ConstraintError("must be an object")
-    _bound_values(tag)
-    return _bounded(Constraint("structural_tag", json.dumps(tag, ensure_ascii=False)))
+    _bound_values(parsed)
+    text = tag if isinstance(tag, str) else json.dumps(parsed, ensure_ascii=False)
+    return _bounded(Constraint("structural_tag", text))
 
 
 def grammar_of(constraint: Constraint, special_ids: Mapping[str, int]) -> str:
@@ -182,8 +184,10 @@ def _parsed(given: Any) -> Any:
     _bound_bytes(given)
     try:
         return json.loads(given)
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ConstraintError(f"is not valid JSON ({error})") from error
+    except ValueError as error:  # Python's own words are for programmers
+        raise ConstraintError(f"holds an integer of more than {sys.get_int_max_str_digits()} digits") from error
 
 
 def _bounded(constraint: Constraint) -> Constraint:

@@ -18,7 +18,7 @@ from service.api.off_loop import LONG_TEXT_CHARS
 from service.api.response_request import ResponsesRequest
 from service.api.schemas import ChatRequest
 from service.api.validation import bad_request
-from service.grammars.constraints import ConstraintError, schema_constraint, tag_constraint
+from service.grammars.constraints import MAX_CONSTRAINT_BYTES, ConstraintError, schema_constraint, tag_constraint
 from service.grammars.json_size import least_chars
 from tests.api.conftest import BASE
 from tests.support.server import Server
@@ -155,3 +155,16 @@ def test_a_format_of_no_known_type_is_told_which_there_are(server: Server, kind:
     error = server.post("/v1/chat/completions", json=body).json()["error"]
     assert error["param"] == "response_format"
     assert error["message"].startswith('`response_format` must be {"type": "text"}')
+
+
+def test_a_tag_of_text_may_be_as_long_as_it_was_sent() -> None:
+    numbers = list(range(1_000_000, 1_032_000))
+    tag = {"structures": [{"begin": "<a>", "schema": {"enum": numbers}, "end": "</a>"}], "triggers": ["<a"]}
+    text = json.dumps(tag, separators=(",", ":"))
+    assert len(text) < MAX_CONSTRAINT_BYTES < len(json.dumps(tag))
+    assert tag_constraint(text).text == text
+
+
+def test_an_integer_that_python_does_not_read_is_told_by_its_digits() -> None:
+    with pytest.raises(ConstraintError, match=r"^holds an integer of more than \d+ digits$"):
+        schema_constraint(f'{{"minimum": {"7" * 5000}}}')
