@@ -224,7 +224,7 @@ class Sharing:
                     yield _said_in(path.read_bytes())
         for path in self._staging.iterdir():
             with suppress(FileNotFoundError):
-                if path.name not in alive and path.stat().st_mtime < now_seconds - DEAD_SECONDS:
+                if path.name not in alive and path.lstat().st_mtime < now_seconds - DEAD_SECONDS:
                     remove(path)
 
 
