@@ -20,6 +20,7 @@ _PAGE_408 = "HAProxy answers a head that does not come with 408 and a page of it
 _BUFFERED = (
     "HAProxy reads chunks and passes their contents on in chunks of its own, so that ours never see their framing"
 )
+_UNFOLDED = "HAProxy joins a folded line to the one before it, and ours get one line, as RFC 9112 allows"
 _SHARES = (
     "HAProxy holds the connections of clients: it refuses those of an address that are too many at their first "
     "request, knows no tenants, and writes no line of ours"
@@ -35,6 +36,12 @@ CANNOT_HOLD = {
     ),
     "api/test_connections.py::TestFraming::test_two_lengths": (
         "HAProxy goes by Transfer-Encoding, takes Content-Length away and closes the connection, as RFC 9112 allows"
+    ),
+    "api/test_connections.py::TestFraming::test_folded_lines_are_refused_and_the_connection_closed[header]": _UNFOLDED,
+    "api/test_connections.py::TestFraming::test_folded_lines_are_refused_and_the_connection_closed[length]": _UNFOLDED,
+    "api/test_connections.py::TestFraming::test_a_folded_line_is_refused": _UNFOLDED,
+    "api/test_connections.py::TestFraming::test_http_1_0_has_no_chunks": (
+        "HAProxy reads the chunks of HTTP/1.0 too, and passes the body on as one of HTTP/1.1"
     ),
     "api/test_connections.py::TestFraming::test_chunks_that_are_mostly_framing": NOT_RUN + _BUFFERED,
     "api/test_connections.py::TestHeads::test_absurd_ones_are_refused[HTTP/2]": (
