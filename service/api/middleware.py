@@ -34,6 +34,7 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 # Asked every few seconds by machines; their lines are debug lines.
 _PROBES = frozenset({"/health", "/ping", "/ready", "/metrics"})
 _MAX_REQUEST_ID_CHARS = 200
+_MAX_LENGTH_DIGITS = 20
 # How much of a refused body is read and thrown away, so that the client gets to read why.
 _DRAIN_BYTES = 64 << 20
 _DRAIN_SECONDS = 10.0
@@ -160,7 +161,8 @@ class _Visit:
 
     def limit_body(self, rule: BodyRule) -> None:
         """BodyTooLarge if the announced size is above the rule's; `receive` raises it if more comes than was announced,
-        and QueueFull if all bodies together are too large to be held. BadRequest for one that is compressed."""
+        and QueueFull if all bodies together are too large to be held. BadRequest for one that is compressed, and for an
+        announced size that is no number, which a server before the application need not refuse."""
         self._rule, self._payer = rule, PAYER.get()
         encoding = self.headers.get("content-encoding", "")
         if encoding.lower() not in ("", "identity") and _announces_body(self.headers):
@@ -168,8 +170,10 @@ class _Visit:
                 f"The body is sent with Content-Encoding {quoted(encoding)!r}; this server takes bodies that are not "
                 "compressed, without that header."
             )
-        announced, limit = self.headers.get("content-length", ""), rule.limit_bytes
-        if announced.isascii() and announced.isdigit() and int(announced) > limit:
+        announced, limit = self.headers.get("content-length", "0"), rule.limit_bytes
+        if not (announced.isascii() and announced.isdigit() and len(announced) <= _MAX_LENGTH_DIGITS):
+            raise BadRequest(f"Content-Length is {quoted(announced)!r}; send the number of the body's bytes.")
+        if int(announced) > limit:
             raise BodyTooLarge(f"The body has {announced} bytes; this server takes {limit} here.")
 
     async def receive(self) -> Message:

@@ -65,6 +65,8 @@ def run_values(root: Path, num_cases: int, seed: int) -> int:
 
     chosen = [target for target in targets.all().values() if target.values is not None]
     for target in chosen:
+        for value in target.found:
+            target.check(value)
         one_chunk(target, _CHUNKS, 20)  # what is imported and cached at the first use is no growth
     sys.addaudithook(hook)
     for target in chosen:

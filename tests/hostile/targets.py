@@ -53,10 +53,17 @@ _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}")
 
 @dataclass(frozen=True)
 class Target:
+    """found: values that did harm once, tried each time besides."""
+
     name: str
     check: Callable[[Any], None]
     values: st.SearchStrategy[Any] | None = None
+    found: tuple[Any, ...] = ()
     seeds: tuple[bytes, ...] = field(default=())
+
+
+def _with_length(length: bytes) -> tuple[str, str, list[tuple[bytes, bytes]]]:
+    return "PUT", "/v1/adapters/a", [(b"content-length", length)]
 
 
 class Targets:
@@ -82,7 +89,9 @@ class Targets:
     def all(self) -> dict[str, Target]:
         targets = (
             Target("JSON bodies", self.json_body, bodies()),
-            Target("headers", self.headers, headers()),
+            Target(
+                "headers", self.headers, headers(), found=tuple(_with_length(one) for one in (b"", b",", b"9" * 700))
+            ),
             Target("structured output", self.json_body, constrained()),
             Target("tools", self.json_body, with_tools()),
             Target("another tenant's adapter", self.tenants.check, questions()),
