@@ -16,6 +16,7 @@ from service.api.state import Services
 from service.api.targets import Target
 from service.api.tools import tools_chars
 from service.engine.messages import Ready
+from service.grammars.json_size import each_value
 from service.text.answer_reader import PLAIN, Reading
 from service.text.chat_template import RESERVED_VARIABLES, ChatTemplate
 from service.text.template_worker import AdapterTemplate
@@ -63,15 +64,11 @@ def truncated(services: Services, ready: Ready, request: CompletionRequest | Cha
 
 def _cost_chars(variables: Any) -> int:
     """About the characters of plain data as text, or enough of them for `off_loop` to leave the loop."""
-    waiting, num_chars = [variables], 0
-    while waiting and num_chars < LONG_TEXT_CHARS:
-        one = waiting.pop()
+    num_chars = 0
+    for one in each_value(variables):
         num_chars += len(one) if isinstance(one, str) else _VALUE_CHARS
-        if isinstance(one, dict):
-            waiting.extend(one)
-            waiting.extend(one.values())
-        elif isinstance(one, list):
-            waiting.extend(one)
+        if num_chars >= LONG_TEXT_CHARS:
+            break
     return num_chars
 
 
