@@ -22,14 +22,13 @@ import pytest
 import yaml
 
 from bench.processes import command_line, descendants, parent
+from tests.cluster.checkpoints import NAMES, make_checkpoints
 from tests.support.blocks import ROOT
 from tests.support.client_environments import environment
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import is_alive, on_ray, running_server, standing_still, wait_for
 from tests.support.small_disk import filled, small_disk_if_allowed
-from tests.support.tiny_models import make_adapter, make_tiny_model
 
-NAMES = [f"adapter-{seed}" for seed in range(4)]
 # Of Ray's environment only what the server itself does not bring; both are pinned by constraints.txt.
 _PATHS = os.pathsep.join([str(ROOT), *(path for path in sys.path if path.endswith("site-packages"))])
 
@@ -74,10 +73,7 @@ def _body(model: str, **fields: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("ray")
-    base = make_tiny_model("llama", root / "base", max_position_embeddings=16_384)
-    for seed, name in enumerate([*NAMES, "uploaded"]):
-        folder = root / ("adapters" if name in NAMES else ".")
-        make_adapter(base, folder / name, rank=4, target_modules=["q_proj", "v_proj"], seed=seed)
+    make_checkpoints(root)
     return root
 
 

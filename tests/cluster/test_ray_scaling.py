@@ -17,11 +17,10 @@ import httpx
 import pytest
 
 from bench.processes import command_line, descendants, parent
+from tests.cluster.checkpoints import NAMES, make_checkpoints
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, is_alive, on_ray, running_server, wait_for
-from tests.support.tiny_models import make_adapter, make_tiny_model
 
-NAMES = [f"adapter-{seed}" for seed in range(4)]
 _ARGS = {
     "max_engines": 2,
     "tokens_per_engine": 2_000,
@@ -36,10 +35,7 @@ _FILES = {"adapter_config": "adapter_config.json", "adapter_model": "adapter_mod
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("scaling")
-    base = make_tiny_model("llama", root / "base", max_position_embeddings=16_384)
-    for seed, name in enumerate([*NAMES, "uploaded"]):
-        folder = root / ("adapters" if name in NAMES else ".")
-        make_adapter(base, folder / name, rank=4, target_modules=["q_proj", "v_proj"], seed=seed)
+    make_checkpoints(root)
     return root
 
 
