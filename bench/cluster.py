@@ -2,7 +2,7 @@
 
 python -m bench.cluster [--device cpu] [--shape tiny] [--replicas 1 2] [--requests 64] [--adapters 128] [--rank 16]
                         [--zipf 1.0] [--rows-for N] [--prompt-tokens 64] [--output-tokens 64] [--waves 4] [--random]
-                        [--turns 1] [--json FILE]
+                        [--ray] [--turns 1] [--json FILE]
 
 For each number of engines a server is started, which has `--requests` times as many requests at once, in waves, each
 for an adapter drawn by Zipf's law (0: all alike). The model and its adapters are random numbers, written to a temporary
@@ -10,6 +10,7 @@ directory: 16 GB for 8b, and for each of its adapters 84 MB at rank 16. The firs
 
 --rows-for  adapters that the rows of one device hold; default: as the server chooses
 --random    also the largest number as servers of one engine each, on one store that they share, each request to any
+--ray       also the largest number on Ray Serve, which has an environment: `make clients CLIENTS=ray`
 --turns     so many times in turn, all being there at once: a machine that others use is then as slow for each
 
 tokens/s    of all answers; tok/CPU s: through the processor time of servers and engines
@@ -30,8 +31,9 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -40,6 +42,7 @@ from bench.http import processor_seconds
 from bench.http_client import complete_all
 from bench.server_process import Server, running_server
 from bench.shapes import SEED, SHAPES, Shape, write_checkpoint
+from tests.support.server import ServerOnRay
 
 # Head, figure, width, digits.
 _COLUMNS = (
@@ -84,7 +87,7 @@ class Side:
     """One way to serve: the same waves for each."""
 
     def __init__(self, servers: list[Server], given: argparse.Namespace, num_engines: int) -> None:
-        self._servers, self._given, self._num_engines = servers, given, num_engines
+        self.servers, self._given, self._num_engines = servers, given, num_engines
         self._sums: defaultdict[str, float] = defaultdict(float)
         self._random = random.Random(SEED)
         weights = (1 / (one + 1) ** given.zipf for one in range(given.adapters))
@@ -117,11 +120,11 @@ class Side:
 
     def wave(self) -> tuple[int, float]:
         """Requests at once, which count for nothing; tokens and seconds."""
-        bodies: list[list[dict[str, Any]]] = [[] for _ in self._servers]
+        bodies: list[list[dict[str, Any]]] = [[] for _ in self.servers]
         for _ in range(self._given.requests * self._num_engines):
             self._random.choice(bodies).append(self._body())
         with ThreadPoolExecutor(len(bodies)) as pool:
-            runs = list(pool.map(complete_all, [one.url for one in self._servers], bodies))
+            runs = list(pool.map(complete_all, [one.url for one in self.servers], bodies))
         begins, ends = [run[1] for run in runs], [run[2] for run in runs]
         return sum(answer.num_tokens for run in runs for answer in run[0]), max(ends) - min(begins)
 
@@ -133,19 +136,28 @@ class Side:
 
     def _counted(self) -> dict[str, float]:
         """Loads, steps, and processor seconds, since the start."""
-        engine_pids = [pid for one in self._servers for pid in one.engine_pids()]
-        pids = [pid for one in self._servers for pid in (one.process.pid, *one.child_pids())]
+        engine_pids = [pid for one in self.servers for pid in one.engine_pids()]
+        pids = [pid for one in self.servers for pid in (one.process.pid, *one.child_pids())]
         return {
-            "loads": sum(one.metric("adapter_loads_total") for one in self._servers),
-            "steps": sum(one.metric("engine_steps_total") for one in self._servers),
+            "loads": sum(one.metric("adapter_loads_total") for one in self.servers),
+            "steps": sum(one.metric("engine_steps_total") for one in self.servers),
             "engine_seconds": sum(map(processor_seconds, engine_pids)),
             "server_seconds": sum(processor_seconds(pid) for pid in pids if pid not in engine_pids),
         }
 
 
+@dataclass(frozen=True)
+class Way:
+    """How engines serve: behind one server, as servers of their own, or on Ray Serve."""
+
+    name: str
+    num_engines: int
+    kind: Literal["own", "apart", "ray"] = "own"
+
+
 @contextlib.contextmanager
-def sides(given: argparse.Namespace, root: Path) -> Iterator[list[tuple[str, int, bool]]]:
-    """Name, engines, and whether they are servers of their own; with the model and the adapters written."""
+def ways(given: argparse.Namespace, root: Path) -> Iterator[list[Way]]:
+    """Those that are asked for; with the model and the adapters written."""
     shape = SHAPES[given.shape]
     assert shape is not None, "a shape with random weights"
     dtype = torch.float32 if given.device == "cpu" else torch.bfloat16
@@ -157,79 +169,91 @@ def sides(given: argparse.Namespace, root: Path) -> Iterator[list[tuple[str, int
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # making random numbers leaves Python's lock
         given.adapter_bytes = list(pool.map(write, range(given.adapters)))[-1]
-    made = [(f"engines: {number}", number, False) for number in given.replicas]
-    yield [*made, (f"servers at random: {max(given.replicas)}", max(given.replicas), True)] if given.random else made
+    most = max(given.replicas)
+    made = [Way(f"engines: {number}", number) for number in given.replicas]
+    if given.random:
+        made.append(Way(f"servers at random: {most}", most, "apart"))
+    if given.ray:
+        made.append(Way(f"on Ray Serve: {most}", most, "ray"))
+    yield made
 
 
 @contextlib.contextmanager
-def serving(given: argparse.Namespace, root: Path, num_engines: int, *, apart: bool) -> Iterator[Side]:
+def serving(given: argparse.Namespace, root: Path, way: Way) -> Iterator[Side]:
     """One side, warm."""
-    settings = {
+    is_apart, own = way.kind == "apart", f"{way.num_engines}-{way.kind}"
+    settings: dict[str, Any] = {
         "model_name": "base",
         "device": given.device,
         "preload_adapters_dir": root / "adapters",
-        "store_dir": root / ("store" if given.turns == 1 else f"store-{num_engines}-{apart}"),
-        "store_shared": apart,
-        "replicas": 1 if apart else num_engines,
+        "store_dir": root / ("store" if given.turns == 1 and way.kind != "ray" else f"store-{own}"),
+        "store_shared": is_apart,
+        "replicas": 1 if is_apart else way.num_engines,
         "num_threads": 1 if given.device == "cpu" else None,
         "kv_bytes": given.kv_bytes,
         "host_tier_bytes": given.host_tier_bytes,
         "adapter_row_bytes": None if given.rows_for is None else given.rows_for * given.adapter_bytes,
-        "max_queued_requests": max(512, 2 * given.requests * num_engines),
+        "max_queued_requests": max(512, 2 * given.requests * way.num_engines),
     }
+    if way.kind == "ray":
+        settings |= {"module": "tests.support.ray_server", "server_class": ServerOnRay}
     with contextlib.ExitStack() as stack:
         servers = []
-        for number in range(num_engines if apart else 1):
-            started = running_server(root / "model", root / f"server-{num_engines}-{apart}-{number}", **settings)
+        for number in range(way.num_engines if is_apart else 1):
+            started = running_server(root / "model", root / f"server-{own}-{number}", **settings)
             servers.append(stack.enter_context(started))
-        side = Side(servers, given, num_engines)
+        side = Side(servers, given, way.num_engines)
         side.wave()
         yield side
 
 
-def measure(given: argparse.Namespace, root: Path, made: list[tuple[str, int, bool]]) -> Iterator[dict[str, float]]:
+def measure(given: argparse.Namespace, root: Path, made: list[Way]) -> Iterator[dict[str, float]]:
     """Of each side: one after the other, or in turns."""
     if given.turns == 1:
-        for _, num_engines, apart in made:
-            with serving(given, root, num_engines, apart=apart) as side:
+        for way in made:
+            with serving(given, root, way) as side:
                 side.turn()
                 yield side.figures()
         return
     with contextlib.ExitStack() as stack:
-        all_sides = [stack.enter_context(serving(given, root, number, apart=apart)) for _, number, apart in made]
+        all_sides = [stack.enter_context(serving(given, root, way)) for way in made]
         for _ in range(given.turns):
             for side in all_sides:
                 side.turn()
         yield from (side.figures() for side in all_sides)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.cluster", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cpu")
-    shapes = [name for name, shape in SHAPES.items() if shape is not None]
-    parser.add_argument("--shape", choices=shapes, default="tiny")
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2])
+def parser(**texts: Any) -> argparse.ArgumentParser:
+    """Of the flags that say what is served."""
+    made = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, **texts)
+    made.add_argument("--device", default="cpu")
+    made.add_argument("--shape", choices=[name for name, shape in SHAPES.items() if shape is not None], default="tiny")
+    made.add_argument("--replicas", type=int, nargs="+", default=[1, 2])
     for flag, default in (("requests", 64), ("adapters", 128), ("rank", 16), ("waves", 4), ("turns", 1)):
-        parser.add_argument(f"--{flag}", type=int, default=default)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--zipf", type=float, default=1.0)
-    parser.add_argument("--rows-for", type=int)
-    parser.add_argument("--kv-bytes", help="of an engine; default: the server's own")
-    parser.add_argument("--host-tier-bytes", default="4GiB")
-    parser.add_argument("--random", action="store_true")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    given = parser.parse_args()
+        made.add_argument(f"--{flag}", type=int, default=default)
+    made.add_argument("--prompt-tokens", type=int, default=64)
+    made.add_argument("--output-tokens", type=int, default=64)
+    made.add_argument("--zipf", type=float, default=1.0)
+    made.add_argument("--rows-for", type=int)
+    made.add_argument("--kv-bytes", help="of an engine; default: the server's own")
+    made.add_argument("--host-tier-bytes", default="4GiB")
+    made.add_argument("--random", action="store_true")
+    made.add_argument("--ray", action="store_true")
+    return made
+
+
+def main() -> None:
+    flags = parser(prog="python -m bench.cluster", description=__doc__)
+    flags.add_argument("--json", type=Path, metavar="FILE")
+    given = flags.parse_args()
     result = {}
     print(f"{'side':22}{'tokens/s':>9}{'of first':>9}" + "".join(f"{head:>{width}}" for head, _, width, _ in _COLUMNS))
-    with tempfile.TemporaryDirectory() as scratch, sides(given, Path(scratch)) as made:
-        for (name, _, _), one in zip(made, measure(given, Path(scratch), made), strict=True):
-            result[name] = one
+    with tempfile.TemporaryDirectory() as scratch, ways(given, Path(scratch)) as made:
+        for way, one in zip(made, measure(given, Path(scratch), made), strict=True):
+            result[way.name] = one
             share = one["tokens_per_second"] / next(iter(result.values()))["tokens_per_second"]
             rest = "".join(f"{one[key]:{width}.{digits}f}" for _, key, width, digits in _COLUMNS)
-            print(f"{name:22}{one['tokens_per_second']:9.1f}{share:9.2f}{rest}", flush=True)
+            print(f"{way.name:22}{one['tokens_per_second']:9.1f}{share:9.2f}{rest}", flush=True)
     if given.json is not None:
         given.json.write_text(json.dumps(result, indent=1))
 

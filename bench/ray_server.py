@@ -20,9 +20,9 @@ _STARTS = 5
 _ROOT = Path(__file__).resolve().parents[1]
 
 
-def start_ray(temp_dir: str, *, num_cpus: int) -> None:
-    """Ray of this machine, for CPUs alone. It gives its own processes 30 s, which is not enough beside much other work:
-    then it is started again."""
+def start_ray(temp_dir: str, *, num_cpus: int, num_gpus: int = 0) -> None:
+    """Ray of this machine. It gives its own processes 30 s, which is not enough beside much other work: then it is
+    started again."""
     for name, value in {**ENVIRONMENT, "RAY_SERVE_HAPROXY_BINARY_PATH": _haproxy(temp_dir)}.items():
         os.environ.setdefault(name, value)
     for attempt in range(1, _STARTS + 1):
@@ -30,7 +30,7 @@ def start_ray(temp_dir: str, *, num_cpus: int) -> None:
             ray.init(
                 address="local",
                 num_cpus=num_cpus,
-                num_gpus=0,
+                num_gpus=num_gpus,
                 include_dashboard=False,
                 log_to_driver=False,
                 object_store_memory=80 * 2**20,
@@ -46,7 +46,7 @@ def start_ray(temp_dir: str, *, num_cpus: int) -> None:
 def _haproxy(temp_dir: str) -> str:
     """The command `multilora-haproxy` of this tree, which need not be installed."""
     path = Path(temp_dir) / "multilora-haproxy"
-    path.write_text(f'#!/bin/sh\nPYTHONPATH="{_ROOT}" exec "{sys.executable}" -m service.ray_haproxy "$@"\n')
+    path.write_text(f'#!/bin/sh\nPYTHONPATH="{_ROOT}:$PYTHONPATH" exec "{sys.executable}" -m service.ray_haproxy "$@"\n')
     path.chmod(0o755)
     return str(path)
 

@@ -1,6 +1,6 @@
 """`multilora serve` on a Ray of its own: `python -m tests.support.ray_server serve FLAGS` takes the same flags.
 
-`replicas` are engines of the application (2), each with a CPU. `port` is a free one, as everywhere in tests; the line
+`replicas` are engines of the application (2), each with a CPU, and with a GPU where `device` is cuda. `port` is a free one, as everywhere in tests; the line
 with "listening" is written when all of them serve. HAProxy is in front, as in deploy/ray, or Ray's own proxy with
 RAY_SERVE_ENABLE_HA_PROXY=0 in the environment. TEST_RAY_ARGS there are further arguments of the application, as JSON.
 All that Ray's processes say goes to stderr. Ends with SIGTERM. Runs in an environment that has Ray, and goes on in the
@@ -97,8 +97,10 @@ def _serve(settings: dict[str, Any], engines: int) -> None:
     # Ray's sockets lie there, and their paths may not be long.
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as temp_dir:
         others = json.loads(os.environ.get("TEST_RAY_ARGS", "{}"))
-        args = RayArgs(settings=settings, engines=engines, **{"drain_seconds": _DRAIN_SECONDS, **others})
-        start_ray(temp_dir, num_cpus=(args.max_engines or engines) + 2)
+        own = {"drain_seconds": _DRAIN_SECONDS, "num_gpus": int(settings["device"] == "cuda")}
+        args = RayArgs(settings=settings, engines=engines, **{**own, **others})
+        most = args.max_engines or engines
+        start_ray(temp_dir, num_cpus=most + 2, num_gpus=int(most * args.num_gpus))
         try:
             serve.start(http_options={"host": "127.0.0.1", "port": port})
             serve.run(build(args), name="multilora", route_prefix="/")
