@@ -131,9 +131,9 @@ async def read_to_engine(reader: asyncio.StreamReader) -> list[ToEngine] | None:
 
 
 async def read_from_engine(reader: asyncio.StreamReader) -> list[FromEngine] | None:
-    """The engine's next messages; None if it has gone."""
+    """The engine's next messages; None if it has gone, or speaks otherwise, as what has its port after it may."""
     try:
         header = await reader.readexactly(_LENGTH_BYTES)
         return _from_engine_decoder.decode(await reader.readexactly(int.from_bytes(header, "big")))
-    except (asyncio.IncompleteReadError, ConnectionError):
+    except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
         return None

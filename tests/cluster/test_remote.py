@@ -104,6 +104,37 @@ def test_who_does_not_know_the_token_gets_nothing(config: EngineConfig) -> None:
     asyncio.run(drive())
 
 
+def test_who_answers_in_an_engine_s_place_and_is_none_is_left_alone_until_the_engine_is_there(
+    config: EngineConfig,
+) -> None:
+    """The port of a replica that is gone may be another's before Ray says so."""
+
+    async def drive() -> None:
+        async with _relays(config, 1) as relays:
+            ((_, relay),) = relays
+            strangers = []
+
+            async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                strangers.append(await reader.readexactly(TOKEN_BYTES))
+                if len(strangers) < 3:
+                    writer.write(len(b"nobody").to_bytes(4, "big") + b"nobody")
+                    writer.close()
+                    return
+                there, to_there = await asyncio.open_connection("127.0.0.1", relay.port)
+                to_there.write(strangers[-1])
+                while data := await there.read(1 << 16):
+                    writer.write(data)
+
+            async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+                host, port = server.sockets[0].getsockname()
+                engine = RemoteEngine(Address(host, port, relay.token.hex()))
+                await engine.start()
+                await soon(engine.wait_ready())
+                await engine.close()
+
+    asyncio.run(drive())
+
+
 def test_what_had_not_begun_goes_elsewhere_and_what_had_ends_with_the_reason(config: EngineConfig) -> None:
     async def drive() -> None:
         async with _relays(config, 2) as relays, _engines(relays) as engines:
