@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -54,6 +55,11 @@ def ray_settings(given: Mapping[str, Any]) -> Settings:
     return load_settings(**given, store_shared=True, replicas=1)
 
 
+def _served(settings: Settings) -> str:
+    """What an ingress and an engine must have in common; at an upgrade there are those of before and of after."""
+    return json.dumps([str(settings.model_dir.absolute()), str(settings.store_root)])
+
+
 class MembersRouter(RequestRouter):
     """Tells this process's ingress which engines there are. Hardly anything is routed by it."""
 
@@ -76,7 +82,7 @@ class EngineReplica:
     async def __init__(self, given: Mapping[str, Any], drain_seconds: float) -> None:  # type: ignore[misc]
         settings = ray_settings(given)
         configure(settings.log_format, settings.log_level, settings.refusal_lines_per_minute)
-        self._drain_seconds = drain_seconds
+        self._drain_seconds, self._serves = drain_seconds, _served(settings)
         self._num_unanswered, self._heard_seconds = 0, 0.0
         self._client = EngineClient(settings.engine_options())
         await self._client.start()
@@ -90,8 +96,9 @@ class EngineReplica:
         self._watching_disks = asyncio.create_task(disks.run())
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Where ingresses find the engine, and the word that it knows them by; asked for once."""
-        return {"host": self._host, "port": self._relay.port, "token": self._relay.token.hex()}
+        """Where ingresses find the engine, and the word that it knows them by; asked for once. See `Address`."""
+        relay = self._relay
+        return {"host": self._host, "port": relay.port, "token": relay.token.hex(), "serves": self._serves}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What `service.cluster.scaling` decides by."""
@@ -138,7 +145,7 @@ class Ingress:
         from service.api.slow_bodies import BoundedBodies
         from service.app import create_app
 
-        self._engines = RemoteEngines(num_engines)
+        self._engines = RemoteEngines(num_engines, serves=_served(settings))
         self._application = create_app(settings, self._engines)
         self._bounded = BoundedBodies(self._application, settings.stall_limit_seconds)
         self._joining: set[asyncio.Task[None]] = set()

@@ -29,11 +29,13 @@ LEAVE_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Address:
-    """Where a relay listens, and the token to say to it, in hexadecimal digits."""
+    """Where a relay listens, the token to say to it, in hexadecimal digits, and what its engine serves: a word that is
+    the same for the same model and store."""
 
     host: str
     port: int
     token: str
+    serves: str = ""
 
 
 class RemoteEngine(EngineLink):
@@ -117,11 +119,12 @@ class RemoteEngines(Engines):
     """Engines that others start and stop, who tell `set_addresses` which there are.
 
     num_expected  engines that there should be; fewer show as missing
+    serves        see Address: token ids mean something else to an engine of another model
     """
 
-    def __init__(self, num_expected: int, rule: Rule = DEFAULT_RULE) -> None:
+    def __init__(self, num_expected: int, rule: Rule = DEFAULT_RULE, serves: str = "") -> None:
         super().__init__([], rule)
-        self._num_expected = num_expected
+        self._num_expected, self._serves = num_expected, serves
         self._num_joined = 0
         self._listeners: list[Callable[[int, EngineLink], None]] = []
         self._leaving: set[asyncio.Task[None]] = set()
@@ -132,7 +135,13 @@ class RemoteEngines(Engines):
         self._listeners.append(listener)
 
     async def set_addresses(self, addresses: Mapping[str, Address]) -> None:
-        """These engines and no others, by name. Those that leave get no new requests, and finish the ones they have."""
+        """These engines and no others, by name, of those that serve the same. Those that leave get no new requests, and
+        finish the ones they have. While there are only some that serve something else nobody leaves: at an upgrade to
+        another model the last ones stay until the last server that can use them has gone."""
+        same = {name: one for name, one in addresses.items() if one.serves == self._serves}
+        if addresses and not same:
+            return
+        addresses = same
         for member in [one for one in self._members if one.name not in addresses]:
             log.info("%s leaves", member.name)
             self._members.remove(member)

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -178,6 +179,23 @@ def test_engines_come_and_go_and_those_that_go_finish(config: EngineConfig) -> N
             assert len(tokens) == 2_000 and isinstance(ended, Finished)
             # Nobody is left, so that its replica may end.
             await soon(relays[0][1].close(60))
+
+    asyncio.run(drive())
+
+
+def test_engines_of_another_model_get_nothing_and_the_last_of_its_own_stay(config: EngineConfig) -> None:
+    """As at an upgrade to another model: token ids of one mean nothing to the other."""
+
+    async def drive() -> None:
+        async with _relays(config, 2) as relays, _engines(relays[:1]) as engines:
+            own, other = {"replica-0": _address(relays[0][1])}, replace(_address(relays[1][1]), serves="other")
+            for addresses in ({**own, "other": other}, {"other": other}):
+                await engines.set_addresses(addresses)
+                assert list(engines.replicas()) == ["replica-0"]
+                routed = engines.submit(request(f"with-{len(addresses)}"))
+                assert routed.member is not None and routed.member.name == "replica-0"
+                tokens, ended = await _all_of(routed)
+                assert len(tokens) == 6 and isinstance(ended, Finished)
 
     asyncio.run(drive())
 
