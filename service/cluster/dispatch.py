@@ -7,13 +7,11 @@ import contextlib
 import time
 from collections.abc import Callable
 
+from service.cluster.expected import Left
 from service.cluster.rotation import Member
 from service.cluster.routing import Demand, Replica, Rule, choose
 from service.engine.messages import Finished, Submit, Tokens
 from service.engine.streams import EngineDied, NeverSent, TokenStream
-
-# Most output of a request that counts as load before it is there: what clients allow says little of what comes.
-MOST_EXPECTED_TOKENS = 256
 
 
 class Routed:
@@ -22,7 +20,7 @@ class Routed:
     def __init__(self, dispatch: Dispatch, request: Submit) -> None:
         self.request = request
         self.has_begun = self.was_resent = False
-        self.left_tokens = 0
+        self.left = Left.of(request)
         self.member: Member | None = None
         self._dispatch = dispatch
         self._inner: TokenStream | None = None
@@ -85,7 +83,7 @@ class Dispatch:
         routed = Routed(self, request)
         self._routed[request.request_id] = routed
         homes = self._demand.ask(
-            request.adapter, expected_tokens(request), len(self._members), time.monotonic(), self._rule
+            request.adapter, routed.left.expected_tokens, len(self._members), time.monotonic(), self._rule
         )
         order = self._order(request, homes)
         if order:
@@ -126,12 +124,11 @@ class Dispatch:
         return True
 
     def progressed(self, routed: Routed, num_tokens: int) -> None:
-        """Tokens have come: what is left of it is less, and no more than all that may come."""
-        most = min(routed.request.sampling.max_tokens, MOST_EXPECTED_TOKENS)
+        """Tokens have come: what is left of it is less."""
         assert routed.member is not None, "tokens of no engine"
-        left = max(min(routed.left_tokens, most) - num_tokens, 0)
-        routed.member.queued_tokens += left - routed.left_tokens
-        routed.left_tokens = left
+        routed.member.queued_tokens -= routed.left.expected_tokens
+        routed.left.take(num_tokens)
+        routed.member.queued_tokens += routed.left.expected_tokens
 
     def over(self, routed: Routed) -> None:
         """Nothing more comes."""
@@ -155,7 +152,7 @@ class Dispatch:
         known = [one.as_replica() for one in self._taking()]
         num_rows = max(request.adapter_rows.values(), default=0)
         names = choose(
-            *(request.adapter, num_rows, expected_tokens(request), known),
+            *(request.adapter, num_rows, Left.of(request).expected_tokens, known),
             key=request.request_id,
             num_homes=homes,
             rule=self._rule,
@@ -171,8 +168,8 @@ class Dispatch:
 
     def _send(self, routed: Routed, member: Member) -> None:
         request = routed.request
-        routed.left_tokens = expected_tokens(request)
-        member.queued_tokens += routed.left_tokens
+        routed.left = Left.of(request)
+        member.queued_tokens += routed.left.expected_tokens
         member.open[request.request_id] = routed
         if request.adapter is not None:
             member.num_sent[member.client.tiers.get(request.adapter, "disk")] += 1
@@ -182,10 +179,4 @@ class Dispatch:
         """It is no engine's any more."""
         member, routed.member = routed.member, None
         if member is not None and member.open.pop(routed.request.request_id, None) is not None:
-            member.queued_tokens -= routed.left_tokens
-            routed.left_tokens = 0
-
-
-def expected_tokens(request: Submit) -> int:
-    """What a request counts as load before anything of it is computed."""
-    return len(request.prompt_token_ids) + min(request.sampling.max_tokens, MOST_EXPECTED_TOKENS)
+            member.queued_tokens -= routed.left.expected_tokens

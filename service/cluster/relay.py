@@ -20,7 +20,7 @@ from typing import assert_never
 
 import msgspec
 
-from service.cluster.dispatch import expected_tokens
+from service.cluster.expected import Left
 from service.engine.client import EngineClient
 from service.engine.messages import (
     Abort,
@@ -52,11 +52,11 @@ MOST_UNREAD_BYTES = 1 << 26
 class _Connection:
     """A server that uses the engine.
 
-    left  tokens that its requests are still expected to take, by request
+    left  of its requests, by id
     """
 
     outbox: Outbox[FromEngine]
-    left: dict[str, int] = field(default_factory=dict)
+    left: dict[str, Left] = field(default_factory=dict)
 
     def say(self, message: FromEngine) -> None:
         self.outbox.say(message)
@@ -89,7 +89,7 @@ class Relay:
     @property
     def queued_tokens(self) -> int:
         """Tokens that all open requests are still expected to take."""
-        return sum(sum(one.left.values()) for one in self._connections)
+        return sum(left.expected_tokens for one in self._connections for left in one.left.values())
 
     async def start(self, host: str) -> None:
         """Listen on this address, on a free port. Raises OSError."""
@@ -146,7 +146,7 @@ class Relay:
     def _take(self, connection: _Connection, message: ToEngine) -> None:
         match message:
             case Submit():
-                connection.left[message.request_id] = expected_tokens(message)
+                connection.left[message.request_id] = Left.of(message)
                 stream = self._client.submit(message)
                 stream.listen(partial(self._forward, connection, message.request_id, stream))
             case Abort():
@@ -170,8 +170,9 @@ class Relay:
         with contextlib.suppress(EngineDied):
             while (message := stream.poll()) is not None:
                 if isinstance(message, Tokens):
-                    left = connection.left.get(request_id, 0) - len(message.token_ids)
-                    connection.left[request_id] = max(left, 0)
+                    left = connection.left.get(request_id)
+                    if left is not None:
+                        left.take(len(message.token_ids))
                 else:
                     connection.left.pop(request_id, None)
                 connection.say(message)

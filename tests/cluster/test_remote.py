@@ -13,6 +13,7 @@ import pytest
 
 from service.api.metrics import Metrics
 from service.cluster.dispatch import Routed
+from service.cluster.expected import MOST_EXPECTED_TOKENS
 from service.cluster.relay import TOKEN_BYTES, Relay
 from service.cluster.remote import Address, RemoteEngine, RemoteEngines
 from service.engine.client import EngineClient
@@ -229,6 +230,24 @@ def test_requests_of_a_server_that_is_lost_are_aborted(config: EngineConfig) -> 
             await engine.close()
             await until(lambda: client.stats is not None and client.stats.num_running == 0)
             assert relay.queued_tokens == 0
+
+    asyncio.run(drive())
+
+
+def test_a_long_output_counts_as_load_until_its_end(config: EngineConfig) -> None:
+    async def drive() -> None:
+        async with _relays(config, 1) as relays, _engines(relays) as engines:
+            ((_, relay),) = relays
+            routed, news, num_tokens = engines.submit(request("long", max_tokens=400)), asyncio.Event(), 0
+            routed.listen(news.set)
+            assert routed.member is not None
+            while num_tokens < 300:
+                await soon(news.wait())
+                news.clear()
+                while isinstance(message := routed.poll(), Tokens):
+                    num_tokens += len(message.token_ids)
+                    assert routed.member.queued_tokens == min(400 - num_tokens, MOST_EXPECTED_TOKENS)
+                assert relay.queued_tokens > 0 or isinstance(message, Finished)
 
     asyncio.run(drive())
 
