@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 
 from bench.adapters.kill_clients import Streamer
+from bench.adapters.kill_tenants import Tenant
 from bench.ray_server import deploy, running_ray
 
 _BODY = {"model": "calculator", "prompt": "12 + 30", "max_tokens": 8, "temperature": 0}
@@ -34,7 +35,7 @@ class Traffic:
         self._threads = [threading.Thread(target=self._ask) for _ in range(num_clients)]
         for one in self._threads:
             one.start()
-        self._streamers = [Streamer(url) for _ in range(num_streams)]
+        self._streamers = [Streamer(url, Tenant()) for _ in range(num_streams)]
         for streamer in self._streamers:
             streamer.start()
 
