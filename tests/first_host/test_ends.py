@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 
 import pytest
@@ -32,29 +31,28 @@ def test_a_killed_command_is_resumed(meeting: Meeting) -> None:
     assert meeting.step("waits")["facts"] == {"answer": 43}
 
 
-def test_a_killed_command_leaves_no_launch_behind(meeting: Meeting) -> None:
-    """Which is a process of the step's, and has the device."""
-    config = meeting.directory / "model" / "config.json"
-    config.parent.mkdir()
-    os.mkfifo(config)
-    with meeting.start("launches") as command, config.open("w") as writer:  # open once the launch reads its model
-        command.kill()
-        reader = select.poll()
-        reader.register(writer, 0)
-        assert reader.poll(LIMIT_SECONDS * 1000) == [(writer.fileno(), select.POLLERR)]  # it is gone
-        command.communicate(timeout=LIMIT_SECONDS)
+# In the place of torch: waits for ever where the module NAME is what the process runs, and is torch itself elsewhere.
+_PLANTED_TORCH = """
+import os, sys
+if NAME in sys.orig_argv:
+    gate = open(GATE, "w")
+    print("here", file=gate, flush=True)
+    os.read(os.pipe()[0], 1)
+sys.path.remove(os.path.dirname(__file__))
+del sys.modules["torch"]
+import torch
+"""
 
 
-def test_a_killed_command_leaves_no_addition_behind(meeting: Meeting) -> None:
+@pytest.mark.parametrize(("step", "name"), [("launches", "first_launch"), ("adds", "one_add")])
+def test_a_killed_command_leaves_no_process_of_a_step_behind(meeting: Meeting, step: str, name: str) -> None:
     """However early: torch, which brings the device's own package, is still being imported."""
-    planted = meeting.directory / "planted"
+    planted, gate_path = meeting.directory / "planted", meeting.directory / "gate"
     planted.mkdir()
-    (planted / "torch.py").write_text(
-        f"import os\ngate = open({str(meeting.directory / 'gate')!r}, 'w')\nprint('here', file=gate, flush=True)\n"
-        "os.read(os.pipe()[0], 1)\n"
-    )
+    code = _PLANTED_TORCH.replace("NAME", repr(f"service.first_host.{name}")).replace("GATE", repr(str(gate_path)))
+    (planted / "torch.py").write_text(code)
     paths = os.pathsep.join([str(planted), str(ROOT)])
-    with meeting.start("adds", PYTHONPATH=paths) as command, (meeting.directory / "gate").open() as gate:
+    with meeting.start(step, PYTHONPATH=paths) as command, gate_path.open() as gate:
         assert gate.readline() == "here\n"
         command.kill()
         assert gate.read() == ""  # it is gone

@@ -111,10 +111,10 @@ def meets(_host: StepHost) -> None:
 
 
 def launches(host: StepHost) -> None:
-    """The LoRA kernels' first launch, of a model whose config.json is a named pipe."""
+    """The LoRA kernels' first launch."""
     from service.first_host.kernel_steps import triton
 
-    triton(replace(host, options={**host.options, "model_dir": str(_meeting() / "model")}))
+    triton(replace(host, options={**host.options, "model_dir": ""}))
 
 
 def adds(host: StepHost) -> None:
