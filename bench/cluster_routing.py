@@ -95,7 +95,7 @@ class View:
         self.sent: dict[str, float] = {}
 
     def report(self, one: SimulatedReplica, now_seconds: float) -> None:
-        tiers: dict[str, Tier] = dict.fromkeys(one.host, "host") | dict.fromkeys(one.device, "device")
+        tiers: dict[str, Tier] = {**dict.fromkeys(one.host, "host"), **dict.fromkeys(one.device, "device")}
         self.reports[one.name] = one.queued_tokens(now_seconds), tiers, one.running(now_seconds)
         self.sent[one.name] = 0.0
 

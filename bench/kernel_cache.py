@@ -63,7 +63,7 @@ def measure(device: str, shape_name: str, num_layers: int, num_starts: int) -> d
 
 def _start(model_dir: Path, work_dir: Path, device: str) -> dict[str, Any]:
     """Seconds until ready, of these to load the weights (beside the probe of the ops), and the engine's own account."""
-    decided = dict.fromkeys(("num_threads", "kv_bytes", "adapter_row_bytes", "host_tier_bytes"))
+    decided: dict[str, Any] = dict.fromkeys(("num_threads", "kv_bytes", "adapter_row_bytes", "host_tier_bytes"))
     begin = time.perf_counter()
     server = start_server(model_dir, work_dir, device=device, **decided)
     seconds = time.perf_counter() - begin

@@ -6,6 +6,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from rich.progress import Progress
 
@@ -29,7 +30,9 @@ def measure(progress: Progress) -> dict[str, object]:
 
 def _start(work_dir: Path) -> float:
     """No flag but the port and the store: everything else as a user's first start has it."""
-    defaults = dict.fromkeys(("device", "num_threads", "kv_bytes", "adapter_row_bytes", "host_tier_bytes"))
+    defaults: dict[str, Any] = dict.fromkeys(
+        ("device", "num_threads", "kv_bytes", "adapter_row_bytes", "host_tier_bytes")
+    )
     begin = time.perf_counter()
     server = start_server(None, work_dir, **defaults)
     seconds = time.perf_counter() - begin

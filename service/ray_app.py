@@ -43,22 +43,28 @@ class RayArgs(BaseModel):
         description="of multilora serve, by name; what is not here is taken from the environment. They show in Ray's "
         "dashboard, so keep keys in keys_file or in the environment",
     )
-    engines: int = Field(1, ge=1, description="replicas with a device each; the least where max_engines is set")
-    max_engines: int | None = Field(None, ge=1, description="most replicas; default: as many as engines, always")
-    tokens_per_engine: float = Field(
-        DEFAULT_TOKENS_PER_ENGINE, gt=0, description="queued tokens by which the number of engines is chosen"
+    engines: int = Field(default=1, ge=1, description="replicas with a device each; the least where max_engines is set")
+    max_engines: int | None = Field(
+        default=None, ge=1, description="most replicas; default: as many as engines, always"
     )
-    upscale_delay_seconds: float = Field(30.0, ge=0, description="how long more must be wanted before one starts")
-    downscale_delay_seconds: float = Field(600.0, ge=0, description="how long fewer must be wanted before one goes")
-    num_cpus: float = Field(1, ge=0, description="of an engine's replica, which are also its threads on a CPU")
-    num_gpus: float = Field(0, ge=0, description="of an engine's replica: 1 on NVIDIA GPUs")
+    tokens_per_engine: float = Field(
+        default=DEFAULT_TOKENS_PER_ENGINE, gt=0, description="queued tokens by which the number of engines is chosen"
+    )
+    upscale_delay_seconds: float = Field(
+        default=30.0, ge=0, description="how long more must be wanted before one starts"
+    )
+    downscale_delay_seconds: float = Field(
+        default=600.0, ge=0, description="how long fewer must be wanted before one goes"
+    )
+    num_cpus: float = Field(default=1, ge=0, description="of an engine's replica, which are also its threads on a CPU")
+    num_gpus: float = Field(default=0, ge=0, description="of an engine's replica: 1 on NVIDIA GPUs")
     resources: dict[str, float] = Field(
         default_factory=dict, description='of an engine\'s replica: {"NPU": 1} on Ascend'
     )
-    ingresses: int = Field(1, ge=1, description="replicas of the HTTP side")
-    ingress_cpus: float = Field(1, ge=0, description="of an ingress's replica")
+    ingresses: int = Field(default=1, ge=1, description="replicas of the HTTP side")
+    ingress_cpus: float = Field(default=1, ge=0, description="of an ingress's replica")
     drain_seconds: float = Field(
-        600.0, gt=0, description="how long requests may go on when an engine or an ingress is replaced"
+        default=600.0, gt=0, description="how long requests may go on when an engine or an ingress is replaced"
     )
 
     @model_validator(mode="after")

@@ -135,9 +135,15 @@ class OwnServers(Target):
             self._servers.append(self._start())
 
     def _start(self) -> Server:
-        own = {"store_shared": self._is_shared, "replicas": self._num_replicas}
-        own |= {"keys_file": self._keys_path, "open_paths": "/metrics"}
-        return start_server(BUNDLED_MODEL_DIR, self._work_dir, **settings_of(self._work_dir), **own)
+        return start_server(
+            BUNDLED_MODEL_DIR,
+            self._work_dir,
+            store_shared=self._is_shared,
+            replicas=self._num_replicas,
+            keys_file=self._keys_path,
+            open_paths="/metrics",
+            **settings_of(self._work_dir),
+        )
 
     @property
     def urls(self) -> list[str]:

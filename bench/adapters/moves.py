@@ -82,6 +82,10 @@ def run(
                     seen.add(spoke.partition(" ")[0])
                     lock.notify_all()
 
+    def wait_until_seen(spoken: str) -> None:
+        with lock:
+            lock.wait_for(lambda: spoken in seen, LIMIT_SECONDS)
+
     def move() -> None:
         try:
             move_all()
@@ -100,8 +104,7 @@ def run(
                 version = known.acknowledged[name] = answer.raise_for_status().json()["version"]
                 outcome.num_moves += 1
                 if at % 4 == 3:
-                    with lock:
-                        lock.wait_for(lambda spoken=f"{name}@{version}": spoken in seen, LIMIT_SECONDS)
+                    wait_until_seen(f"{name}@{version}")
 
     with httpx.Client(base_url=url, timeout=LIMIT_SECONDS) as client:
         try:

@@ -32,7 +32,7 @@ from bench.arguments import facts_of, load_of, parser_of
 from bench.in_process import WarmEngine, build_warm_engine
 from bench.rounds import percentile
 from service.engine.messages import Submit
-from service.engine.residency import AdapterState
+from service.engine.residency import AdapterState, Residency
 from service.first_host.driving import Driver, greedy
 
 NUM_LOADS = 20
@@ -94,8 +94,7 @@ class Bench:
         times, num_bytes = [], 0
         for at in range(NUM_LOADS + 3):
             digest = f"adapter-{self._num_adapters + at}"
-            residency.read(digest, lambda: True)
-            self._until(lambda digest=digest: residency.state_of(digest) is AdapterState.HOST)
+            self._read(residency, digest)
             self._synchronize()
             begin = time.perf_counter()
             assert residency.copy(digest), "the rows in use leave no room"
@@ -194,6 +193,11 @@ class Bench:
         is_zipf = self._traffic == "zipf"
         weights = [1 / (at + 1) if is_zipf else 1.0 for at in range(num_adapters)]
         return lambda: numbers.choices(names, weights)[0]
+
+    def _read(self, residency: Residency, digest: str) -> None:
+        """Into host memory."""
+        residency.read(digest, lambda: True)
+        self._until(lambda: residency.state_of(digest) is AdapterState.HOST)
 
     def _until(self, condition: Callable[[], bool]) -> None:
         while not condition():

@@ -89,12 +89,13 @@ def make_arguments(row: Row) -> Arguments:
 
     num, context, blocks = row.num_sequences, row.context, row.context // BLOCK_SIZE
     table = (torch.randperm(num * blocks, device="cuda") + 1).view(num, blocks)
-    dense = [random(num, KV_HEADS, context, row.head_dim) for _ in range(2)]
-    caches = []
-    for values in dense:
+
+    def in_blocks(values: torch.Tensor) -> torch.Tensor:
         cache = values.new_zeros(num * blocks + 1, BLOCK_SIZE, KV_HEADS, row.head_dim)
         cache[table.flatten()] = values.transpose(1, 2).reshape(num * blocks, BLOCK_SIZE, KV_HEADS, row.head_dim)
-        caches.append(cache)
+        return cache
+
+    k, v = (random(num, KV_HEADS, context, row.head_dim) for _ in range(2))
     starts = torch.arange(num + 1, dtype=torch.int32, device="cuda") * row.num_tokens
     maps = AttentionMaps(
         query_starts=tuple(starts.tolist()),
@@ -105,7 +106,8 @@ def make_arguments(row: Row) -> Arguments:
         block_table=table.int(),
         slot_mapping=torch.full((num * row.num_tokens,), -1, device="cuda"),
     )
-    return Arguments(random(num * row.num_tokens, NUM_HEADS, row.head_dim), *dense, *caches, maps)
+    q = random(num * row.num_tokens, NUM_HEADS, row.head_dim)
+    return Arguments(q, k, v, in_blocks(k), in_blocks(v), maps)
 
 
 def ours(row: Row, arguments: Arguments, tile: TileConfig | None = None) -> torch.Tensor:

@@ -10,6 +10,7 @@ of the four stands here); ratios to it mean something on that GPU only, while `o
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -157,7 +158,7 @@ def measure(name: str, op_name: str, make: Callable[[], dict[str, Any]], peer_mi
     for arguments in sets:
         check(op_name, arguments)
     op = getattr(ops, op_name)
-    microseconds = time_graph([lambda chosen=chosen: op(**chosen) for chosen in sets])
+    microseconds = time_graph([functools.partial(op, **chosen) for chosen in sets])
     return Result(name, microseconds, peer_microseconds, bytes_moved(first))
 
 

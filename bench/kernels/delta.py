@@ -36,6 +36,7 @@ BYTES_BAR, PARTS_BAR, BARRED_ROW = 1.15, 1.2, 64
 # bfloat16 outputs of norm 1, and states whose numbers are summed in another order, or of TF32 factors.
 OUT_TOLERANCE, STATE_TOLERANCE = 6e-2, 2e-2
 Step = Callable[..., torch.Tensor]
+Advance = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ def decode_bytes(arguments: dict[str, Any]) -> int:
     return state_bytes + in_and_out_bytes + arguments["taps"].nbytes
 
 
-def recurrence() -> tuple[str, Step]:
+def recurrence() -> tuple[str, Advance]:
     """(its name, what advances gathered states, behind a null line, by a token)."""
     try:
         fused: Any = importlib.import_module("fla.ops.gated_delta_rule").fused_recurrent_gated_delta_rule
@@ -117,7 +118,7 @@ def _by_fla(fused: Any, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, a_l
     return out.squeeze(1), new
 
 
-def in_parts(advance: Any, *, eps: float, **arguments: Any) -> torch.Tensor:
+def in_parts(advance: Advance, *, eps: float, **arguments: Any) -> torch.Tensor:
     """The same step without a kernel of its own."""
     (qkv, z, b, a, taps, conv_states, a_log, dt_bias, norm_weight, states, lines) = arguments.values()
     convolved = causal_conv1d_update(qkv, taps, None, conv_states, lines, activation="silu")
@@ -134,21 +135,20 @@ def copied(arguments: dict[str, Any]) -> dict[str, Any]:
 def check(step: Step, arguments: dict[str, Any]) -> None:
     """Against plain torch; changes nothing."""
     ours, theirs = copied(arguments), copied(arguments)
-    eps = theirs.pop("eps")
-    expected = any_device.decode(*theirs.values(), eps)
+    expected = any_device.decode(**theirs)
     torch.testing.assert_close(step(**ours).float(), expected.float(), atol=OUT_TOLERANCE, rtol=OUT_TOLERANCE)
     for name in ("conv_states", "states"):
         torch.testing.assert_close(ours[name], theirs[name], atol=STATE_TOLERANCE, rtol=STATE_TOLERANCE)
 
 
-def measure_decode(num_sequences: int, advance: Any) -> Result:
+def measure_decode(num_sequences: int, advance: Advance) -> Result:
     first = decode_arguments(num_sequences)
     sets = [first, *(decode_arguments(num_sequences) for _ in range(max(2, num_sets(decode_bytes(first))) - 1))]
     steps = (gated_delta_decode, functools.partial(in_parts, advance))
     for step in steps:
         check(step, first)
-    times = [time_graph([functools.partial(step, **arguments) for arguments in sets]) for step in steps]
-    return Result(f"delta.decode.b{num_sequences}", *times, decode_bytes(first))
+    own, other = (time_graph([functools.partial(step, **arguments) for arguments in sets]) for step in steps)
+    return Result(f"delta.decode.b{num_sequences}", own, other, decode_bytes(first))
 
 
 def measure_prefill(num_tokens: int, num_sequences: int) -> Result:
@@ -177,9 +177,9 @@ def measure_prefill(num_tokens: int, num_sequences: int) -> Result:
         found = run(found_states, way)
         torch.testing.assert_close(found.float(), expected.float(), atol=OUT_TOLERANCE, rtol=OUT_TOLERANCE)
         torch.testing.assert_close(found_states, expected_states, atol=STATE_TOLERANCE, rtol=STATE_TOLERANCE)
-    times = [time_graph([functools.partial(run, states, way)]) for way in ways]
+    own, other = (time_graph([functools.partial(run, states, way)]) for way in ways)
     num_bytes = qkv.nbytes + gates.nbytes + 2 * num_tokens * VALUE_SIZE + 2 * states[1:].nbytes
-    return Result(f"delta.prefill.t{num_tokens}.s{num_sequences}", *times, num_bytes)
+    return Result(f"delta.prefill.t{num_tokens}.s{num_sequences}", own, other, num_bytes)
 
 
 def report(title: str, results: list[Result]) -> None:

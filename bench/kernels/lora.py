@@ -25,6 +25,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -165,6 +166,7 @@ def make_set(row: Row, device: str = "cuda") -> tuple[torch.Tensor, torch.Tensor
 
 
 Linear = Callable[[torch.Tensor, torch.Tensor, LoraStack, LoraMaps], None]
+Arguments = tuple[torch.Tensor, torch.Tensor, LoraStack, LoraMaps]
 
 
 def check(row: Row, linear: Linear = ops.lora_linear) -> float:
@@ -180,7 +182,7 @@ def check(row: Row, linear: Linear = ops.lora_linear) -> float:
     return error
 
 
-def make_sets(row: Row) -> list[tuple[torch.Tensor, torch.Tensor, LoraStack, LoraMaps]]:
+def make_sets(row: Row) -> list[Arguments]:
     """As many sets of arguments as the harness rotates."""
     maps = make_maps(row)
     return [(*make_set(row), maps) for _ in range(num_sets(row.num_bytes))]
@@ -301,7 +303,11 @@ def main() -> None:
     if arguments.plot:
         plot(curves, arguments.plot)
     if arguments.json:
-        report = {"device": torch.cuda.get_device_name(), "rows": [asdict(r) for r in results], "sweep": curves}
+        report: dict[str, Any] = {
+            "device": torch.cuda.get_device_name(),
+            "rows": [asdict(r) for r in results],
+            "sweep": curves,
+        }
         report |= {"seed": seed, "unseen": [asdict(r) for r in unseen]}
         arguments.json.write_text(json.dumps(report, indent=1))
 

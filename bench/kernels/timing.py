@@ -8,6 +8,7 @@ part of the time.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -56,4 +57,4 @@ def copy_microseconds(num_bytes: int) -> float:
         (torch.randn(num_bytes // 2, device="cuda").bfloat16(), torch.empty(num_bytes // 2, device="cuda").bfloat16())
         for _ in range(max(3, num_sets(2 * num_bytes)))
     ]
-    return time_graph([lambda pair=pair: pair[1].copy_(pair[0]) for pair in sets])
+    return time_graph([functools.partial(out.copy_, x) for x, out in sets])

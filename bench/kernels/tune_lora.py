@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from bench.kernels.lora import ROWS, Row, check, geometric_mean, make_maps, make_set, make_sets
+from bench.kernels.lora import ROWS, Arguments, Row, check, geometric_mean, make_maps, make_set, make_sets
 from bench.kernels.timing import time_graph
 from kernels.lora.triton_cuda import lora_linear
 from kernels.lora.triton_cuda_configs import (
@@ -52,7 +52,7 @@ def shrink_candidates(config: LoraConfig) -> list[ShrinkConfig] | list[OneTokenS
             )
             if block_m * block_k <= 128 * 64
         ]
-    splits = (4, 8, 16) if config.max_tokens <= 4 else (4, 8)
+    splits = [4, 8, 16] if config.max_tokens <= 4 else [4, 8]
     return [
         ShrinkConfig(num_splits, 16, block_k, block_r, warps, stages, warps, 4)
         for num_splits, block_k, block_r, warps, stages in itertools.product(
@@ -112,14 +112,14 @@ def compile_ahead(jobs: Iterable[tuple[Row, LoraConfig]]) -> None:
         pool.map(_compile, list(jobs), chunksize=1)
 
 
-def score(rows: list[Row], config: LoraConfig, sets: dict[str, list[tuple[object, ...]]]) -> tuple[float, list[float]]:
+def score(rows: list[Row], config: LoraConfig, sets: dict[str, list[Arguments]]) -> tuple[float, list[float]]:
     """Geometric mean of microseconds over the rows, and each; infinite where the result is wrong or does not fit."""
     linear = functools.partial(lora_linear, config=config)
     times = []
     for row in rows:
         try:
             check(row, linear)
-            calls = [functools.partial(linear, *arguments) for arguments in sets[row.name]]  # type: ignore[arg-type]
+            calls = [functools.partial(linear, *arguments) for arguments in sets[row.name]]
             times.append(time_graph(calls, NUM_REPLAYS))
         except Exception as error:
             print(f"{row.name} {config}: {str(error)[:100]}")
@@ -139,7 +139,7 @@ def tune(config: LoraConfig, rows: list[Row]) -> tuple[LoraConfig, list[dict[str
     def best_of(candidates: list[LoraConfig]) -> LoraConfig:
         scored = []
         for candidate in candidates:
-            mean, times = score(rows, candidate, sets)  # type: ignore[arg-type]
+            mean, times = score(rows, candidate, sets)
             scored.append((mean, candidate))
             tried.append({"config": asdict(candidate), "geometric_mean": mean, "microseconds": times})
         mean, best = min(scored, key=lambda pair: pair[0])

@@ -114,28 +114,28 @@ def restarted(server: Machine, callers: list[Caller], names: Names) -> float:
 
 def measure(machines: list[Machine], options: str, count: int, seed: int) -> dict[str, Any]:
     server, *clients = machines
-    for one in clients:
-        one.mount(options)
-    callers = [Caller(one) for one in clients]
+    for client in clients:
+        client.mount(options)
+    one, other = callers = [Caller(client) for client in clients]
     figures: dict[str, Any] = {"mount": clients[0].run("grep nfs4 /proc/mounts").strip()}
-    figures["replaced"] = replaced(*callers, count)
-    figures["turns"] = turns(*callers, count)
+    figures["replaced"] = replaced(one, other, count)
+    figures["turns"] = turns(one, other, count)
     names = Names()
     for log_bytes in (_LOG_BYTES, _ANEW_BYTES):
-        for one in callers:
-            one.call("open", log_bytes)
+        for caller in callers:
+            caller.call("open", log_bytes)
         figures[f"changes_{log_bytes}"] = count
         figures[f"known_seconds_{log_bytes}"] = round(change_names(callers, names, count, seed + log_bytes), 3)
         figures["restarted_seconds"] = round(restarted(server, callers, names), 1)
-        for one in callers:
-            one.call("close")
-    assert callers[0].call("take_turn")
-    callers[0].kill()
-    figures["killed_seconds"] = round(gets_turn(callers[1]), 2)
+        for caller in callers:
+            caller.call("close")
+    assert one.call("take_turn")
+    one.kill()
+    figures["killed_seconds"] = round(gets_turn(other), 2)
     third = Caller(clients[0])
     assert third.call("take_turn")
     clients[0].kill()
-    figures["cut_off_seconds"] = round(gets_turn(callers[1]), 1)
+    figures["cut_off_seconds"] = round(gets_turn(other), 1)
     return figures
 
 

@@ -11,6 +11,7 @@ import torch
 
 from kernels.lora import reference, triton_ascend, triton_ascend_kernels, triton_ascend_tiles
 from kernels.lora.maps import LoraMaps, LoraStack, Segment
+from kernels.lora.triton_ascend_tiles import Regime
 from tests.ascend.far import far_apart, far_down
 from tests.ascend.gate.cases import MAX_TRAFFIC, Case, Launch
 from tests.support.published import product_of
@@ -158,11 +159,11 @@ def _h_bytes(step: Step) -> int:
     return sum(r * n for ranks in step.ranks for r, n in zip(ranks, step.lengths, strict=True)) * 4
 
 
-def _regime(data: Data) -> triton_ascend_tiles.Regime:
+def _regime(data: Data) -> Regime:
     return triton_ascend_tiles.choose(data.maps.num_tokens, data.step.in_features, NUM_VECTOR_CORES, ON_CHIP_BYTES)
 
 
-def _partials(data: Data, regime: triton_ascend_tiles.Regime, in_float32: bool) -> torch.Tensor:
+def _partials(data: Data, regime: Regime, in_float32: bool) -> torch.Tensor:
     """h as the launcher makes it, but only as wide as needed, and NaN; float32, unsplit as between two public ops."""
     step = data.step
     shape = triton_ascend.partials_shape(step.in_features, data.maps.num_tokens, len(step.widths), _width(step), regime)
@@ -173,7 +174,7 @@ def _partials(data: Data, regime: triton_ascend_tiles.Regime, in_float32: bool) 
 
 def shrink(
     step: Step,
-    regime: triton_ascend_tiles.Regime | None = None,
+    regime: Regime | None = None,
     *,
     in_float32: bool = False,
     judge_traffic: bool = False,
@@ -211,7 +212,7 @@ def shrink(
 
 def expand(
     step: Step,
-    regime: triton_ascend_tiles.Regime | None = None,
+    regime: Regime | None = None,
     *,
     overwrite: bool = False,
     in_float32: bool = False,
@@ -364,17 +365,19 @@ def _configurations() -> list[Case]:
     """Each kernel with each block that a launch table holds, in each type, adding and overwriting."""
     cases: list[Case] = []
     for table in triton_ascend_tiles.TABLES:
-        for regime_name, tiles in (("few", table.few), ("many", table.many)):
+        for chosen in (Regime("few", table.few, 2), Regime("many", table.many, 2)):
             for dtype in _DTYPES:
-                step = dataclasses.replace(_SMALL[regime_name], dtype=dtype)
+                step = dataclasses.replace(_SMALL[chosen.name], dtype=dtype)
                 makers: dict[str, Callable[[], Launch]] = {}
-                for block in tiles.inputs:
-                    regime = triton_ascend_tiles.Regime(regime_name, dataclasses.replace(tiles, inputs=(block,)), 2)
-                    makers[f"shrink_{regime_name}-{block}"] = partial(shrink, step, regime)
-                for block in tiles.columns:
-                    regime = triton_ascend_tiles.Regime(regime_name, dataclasses.replace(tiles, columns=(block,)), 2)
+                for block in chosen.tiles.inputs:
+                    tiles = dataclasses.replace(chosen.tiles, inputs=(block,))
+                    regime = dataclasses.replace(chosen, tiles=tiles)
+                    makers[f"shrink_{chosen.name}-{block}"] = partial(shrink, step, regime)
+                for block in chosen.tiles.columns:
+                    tiles = dataclasses.replace(chosen.tiles, columns=(block,))
+                    regime = dataclasses.replace(chosen, tiles=tiles)
                     for mode, overwrite in (("add", False), ("overwrite", True)):
-                        makers[f"expand_{regime_name}-{block}-{mode}"] = partial(
+                        makers[f"expand_{chosen.name}-{block}-{mode}"] = partial(
                             expand, step, regime, overwrite=overwrite
                         )
                 for key, make in makers.items():

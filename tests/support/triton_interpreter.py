@@ -15,7 +15,7 @@ from kernels import platform
 def kernels_wished_for(ops: Iterable[str], patch: pytest.MonkeyPatch) -> Iterator[None]:
     """For the length of a block, a CPU is a device whose table wishes for the kernels of an NVIDIA GPU."""
     wished = {**platform.IMPLEMENTATIONS["cpu"], **dict.fromkeys(ops, ("triton_cuda",))}
-    patch.setitem(platform.IMPLEMENTATIONS, "cpu", wished)  # type: ignore[arg-type]
+    patch.setitem(platform.IMPLEMENTATIONS, "cpu", wished)
     platform.forget_detected()
     with platform.installed(platform.detect("cpu")):
         yield
