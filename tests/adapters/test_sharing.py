@@ -177,6 +177,9 @@ def test_a_server_that_died_keeps_nothing_and_leaves_no_name_untold(root: Path, 
     members = store_dir / "members"
     long_ago = (members / dead).stat().st_mtime - 2 * sharing.DEAD_SECONDS
     os.utime(members / dead, (long_ago, long_ago))
+    link = store_dir / "staging" / "link"  # one that leads nowhere goes as well
+    link.symlink_to(root / "nowhere")
+    os.utime(link, (long_ago, long_ago), follow_symlinks=False)
     one.sweep()
     living = {path.name for path in (store_dir / "staging").iterdir()}  # each has one, called as it is
     assert len(living) == len(stores)
