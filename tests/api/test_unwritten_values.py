@@ -37,12 +37,12 @@ def _called(arguments: Any) -> dict[str, Any]:
     return {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
 
 
-def _refused(fields: dict[str, Any]) -> Callable[[], object]:
+def _refused(fields: dict[str, Any], sentence: str) -> Callable[[], object]:
     def work() -> None:
         with pytest.raises(ValidationError) as raised:
             ChatRequest.model_validate({"messages": [USER], **fields})
         message = bad_request(raised.value.errors()).message
-        assert len(message) < 1_000, message[:200]
+        assert sentence in message and len(message) < 1_000, message[:200]
 
     return work
 
@@ -58,11 +58,13 @@ def _no_constraint(make: Callable[[Any], object], value: Any) -> Callable[[], ob
 WORKS: dict[str, Callable[[], object]] = {
     "a schema": _no_constraint(schema_constraint, {"enum": NUMBERS}),
     "a structural tag": _no_constraint(tag_constraint, {"structures": [{"schema": {"enum": NUMBERS}}]}),
-    "tools": _refused({"tools": [{"type": "function", "function": {"name": "f", "parameters": LONG}}]}),
-    "a call's arguments": _refused({"messages": [_called(LONG)]}),
-    "variables of a template": _refused({"chat_template_kwargs": LONG}),
-    "a part's type": _refused({"messages": [{**USER, "content": [{"type": NUMBERS}]}]}),
-    "a format's type": _refused({"response_format": {"type": NUMBERS}}),
+    "tools": _refused(
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": LONG}}]}, "`tools` has at least"
+    ),
+    "a call's arguments": _refused({"messages": [_called(LONG)]}, "`arguments` of a call may have up to"),
+    "variables of a template": _refused({"chat_template_kwargs": LONG}, "it may have up to"),
+    "a part's type": _refused({"messages": [{**USER, "content": [{"type": NUMBERS}]}]}, "whose type is no text"),
+    "a format's type": _refused({"response_format": {"type": NUMBERS}}, "`response_format` must be"),
     # Not refused: its size says where it is rendered.
     "a message's size": lambda: ChatMessage.model_validate(_called({"a": NUMBERS[150:]})).num_chars,
 }
