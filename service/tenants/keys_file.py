@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import stat
 import tomllib
 from datetime import date
 from pathlib import Path
@@ -100,6 +101,8 @@ def parse_keys(text: str) -> KeysFile:
 def read_keys(path: Path) -> KeysFile:
     """The keys file. KeysFileError if it cannot be read or says what cannot be."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # to open a pipe would wait for whoever writes to it
+            raise KeysFileError("it is no regular file; name one.")
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
         if len(data) > MAX_FILE_BYTES:

@@ -6,6 +6,8 @@ import asyncio
 import hmac
 import logging
 import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from starlette.datastructures import Headers
 
 from service.api.auth import Access
 from service.tenants.edit import add_key, revoke_key
-from service.tenants.keys_file import SCOPES, KeysFileError, hash_of
+from service.tenants.keys_file import SCOPES, KeysFile, KeysFileError, hash_of, read_keys
 from service.tenants.tenants import DEFAULT, Caller, Tenants
 from tests.support.limits import LIMIT_SECONDS
 
@@ -117,6 +119,27 @@ def test_a_broken_file_changes_nothing_and_is_told_once(path: Path, caplog: pyte
         assert "The keys that were there stay" in told.getMessage()
     path.write_text("[tenants.acme]\n")
     assert look_up(tenants, key) is None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")],
+    ids=["pipe", "directory", "device"],
+)
+def test_what_is_no_regular_file_holds_up_nothing(
+    path: Path, caplog: pytest.LogCaptureFixture, make: Callable[[Path], None]
+) -> None:
+    """Whoever opens a pipe waits for who writes to it."""
+    key, _ = add_key(path, "acme", ["infer"])
+    tenants = Tenants(keys_file=path)
+    path.unlink()
+    make(path)
+    for _ in range(3):
+        assert look_up(tenants, key) is not None
+    (told,) = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert "no regular file" in told.getMessage()
+    with pytest.raises(KeysFileError, match="no regular file"):
+        Tenants(keys_file=path)
 
 
 def test_a_file_that_is_emptied_revokes_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -251,25 +274,56 @@ def test_a_key_that_is_the_operator_s_is_nobody_else_s(path: Path) -> None:
     assert caller.tenant.name == DEFAULT
 
 
-def test_a_file_that_is_slow_to_read_holds_up_nothing(path: Path) -> None:
-    """A pipe stands for it, which gives its bytes when the test writes them: until then the keys of before are known,
-    and whoever asked after the change is let in by what has changed."""
+class SlowReads:
+    """Readings of the keys file, each of which has read it and ends when it is let."""
+
+    def __init__(self) -> None:
+        self._begun, self._let = threading.Semaphore(0), threading.Semaphore(0)
+
+    def read(self, path: Path) -> KeysFile:
+        file = read_keys(path)
+        self._begun.release()
+        assert self._let.acquire(timeout=LIMIT_SECONDS)
+        return file
+
+    async def wait_for_one(self) -> None:
+        assert await asyncio.to_thread(self._begun.acquire, timeout=LIMIT_SECONDS)
+
+    def let(self, count: int) -> None:
+        self._let.release(count)
+
+
+@pytest.fixture
+def slow_reads(monkeypatch: pytest.MonkeyPatch) -> SlowReads:
+    slow = SlowReads()
+    monkeypatch.setattr("service.tenants.tenants.read_keys", slow.read)
+    return slow
+
+
+def _put(path: Path, text: str) -> None:
+    new = path.with_name("new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def test_a_file_that_is_slow_to_read_holds_up_nothing(path: Path, slow_reads: SlowReads) -> None:
+    """Until it has been read the keys of before are known, and whoever asked after the change is let in by what has
+    changed."""
     key, _ = add_key(path, "acme", ["infer"])
     second, _ = add_key(path, "zeta", ["infer"])
-    tenants, text = Tenants(keys_file=path), path.read_bytes()
-    pipe = path.with_name("pipe")
-    os.mkfifo(pipe)
-    pipe.replace(path)
+    slow_reads.let(1)
+    tenants, text = Tenants(keys_file=path), path.read_text()
+    _put(path, "[tenants.acme]\n")
 
     async def change() -> None:
+        await slow_reads.wait_for_one()  # of the start
         asked = [asyncio.create_task(tenants.refresh()) for _ in range(3)]
-        with await asyncio.to_thread(path.open, "wb", buffering=0) as writing:  # when it is being read
-            assert tenants.caller(key) is not None
-            assert not any(task.done() for task in asked)
-            asked[0].cancel()  # its client has gone
-            pipe.write_bytes(text.replace(b"acme", b"else"))
-            pipe.replace(path)
-            writing.write(b"[tenants.acme]\n")
+        await slow_reads.wait_for_one()
+        assert tenants.caller(key) is not None
+        assert not any(task.done() for task in asked)
+        asked[0].cancel()  # its client has gone
+        _put(path, text.replace("acme", "else"))
+        slow_reads.let(2)
         await asyncio.gather(*asked[1:])
         found = tenants.caller(key), tenants.caller(second)
         assert [caller and caller.tenant.name for caller in found] == ["else", "zeta"]
@@ -277,13 +331,12 @@ def test_a_file_that_is_slow_to_read_holds_up_nothing(path: Path) -> None:
     asyncio.run(change())
 
 
-def test_what_needs_no_key_does_not_wait_for_the_file(path: Path) -> None:
+def test_what_needs_no_key_does_not_wait_for_the_file(path: Path, slow_reads: SlowReads) -> None:
     key, _ = add_key(path, "acme", ["infer"])
-    tenants, text = Tenants(keys_file=path), path.read_bytes()
+    slow_reads.let(1)
+    tenants = Tenants(keys_file=path)
     access = Access(tenants, ["/version"])
-    pipe = path.with_name("pipe")
-    os.mkfifo(pipe)
-    pipe.replace(path)
+    _put(path, path.read_text())
 
     async def change() -> None:
         asked = asyncio.create_task(access.refresh("GET", "/v1/models"))
@@ -292,10 +345,7 @@ def test_what_needs_no_key_does_not_wait_for_the_file(path: Path) -> None:
             await access.refresh("GET", open_path)
             assert access.check("GET", open_path, Headers()) is None
         assert not asked.done()
-        with await asyncio.to_thread(path.open, "wb", buffering=0) as writing:
-            pipe.write_bytes(text)
-            pipe.replace(path)
-            writing.write(text)
+        slow_reads.let(1)
         await asked
         assert tenants.caller(key) is not None
 
