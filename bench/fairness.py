@@ -99,11 +99,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1, help="of the engine")
     given = parser.parse_args()
-    settings = {"max_sequences": given.places, "kv_bytes": "256MiB", "num_threads": given.threads}
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        running_server(None, Path(scratch), max_queued_requests=2 * given.flood, **settings) as server,
-    ):
+    settings = {
+        "max_sequences": given.places,
+        "max_queued_requests": 2 * given.flood,
+        "max_batch_items": 1,  # as many as that at the most
+        "kv_bytes": "256MiB",
+        "num_threads": given.threads,
+    }
+    with tempfile.TemporaryDirectory() as scratch, running_server(None, Path(scratch), **settings) as server:
         sides = Sides(server, given)
         runs: dict[str, Callable[[], Sample]] = {"idle": sides.idle, "alone": sides.alone, "both": sides.both}
         for run in runs.values():
