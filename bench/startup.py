@@ -11,6 +11,7 @@ from typing import Any
 from rich.progress import Progress
 
 from bench.server_process import start_server
+from service.settings import BUNDLED_ADAPTERS_DIR
 
 NUM_STARTS = 7
 
@@ -36,7 +37,7 @@ def _start(work_dir: Path) -> float:
     begin = time.perf_counter()
     server = start_server(None, work_dir, **defaults)
     seconds = time.perf_counter() - begin
-    names = {card["id"] for card in server.get("/v1/models").json()["data"]}
-    assert len(names) == 5, names
+    names = {card["name"] for card in server.get("/v1/adapters").json()["data"]}
+    assert names == {path.name for path in BUNDLED_ADAPTERS_DIR.iterdir()}, names
     server.stop()
     return seconds
