@@ -41,8 +41,6 @@ _QUOTE, _BACKSLASH = b'"'[0], b"\\"[0]
 ALWAYS_BYTES = 1 << 16
 # One after the other, since parsed they take many times their size; in pieces, so that Python's lock is kept briefly.
 LARGE_BODIES = FairPool(1, "large-body")
-# Whoever moves a program from Azure's OpenAI to another server leaves it in its client's settings.
-_INERT_PARAMETERS = frozenset({"api-version"})
 
 
 class BodyBudget:
@@ -85,7 +83,7 @@ class JsonRoute(APIRoute):
 
         async def handle_bounded(request: Request) -> Response:
             if isinstance(model, type) and issubclass(model, BaseModel):
-                refuse_query(request, but=_INERT_PARAMETERS)
+                refuse_query(request)
                 request = _JsonRequest(request.scope, request.receive, model)
             return await handle(request)
 

@@ -21,6 +21,7 @@ from service.api.auth import Access
 from service.api.errors import TABLE, BadRequest, BodyTooLarge, RequestTimeout, error_body, quoted, status_of
 from service.api.json_body import BodyBudget
 from service.api.metrics import Metrics
+from service.api.query import without_inert
 from service.api.requestlog import RequestNotes
 from service.api.sse import JsonResponse
 from service.logs import LOGGER, REFUSAL_LINES, REQUEST_LOGGER
@@ -78,7 +79,8 @@ class EntryMiddleware:
             return
         visit = _Visit(scope, receive, send, self._budget)
         # A HEAD is answered as the GET that it asks about, but for the body, which the HTTP server leaves out.
-        inner = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+        method = "GET" if scope["method"] == "HEAD" else scope["method"]
+        inner = {**scope, "method": method, "query_string": without_inert(scope["query_string"])}
         try:
             await self._pass(inner, visit)
         except ClientDisconnect:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from fastapi import Depends, Request
 
 from service.api.errors import BadRequest, quoted
 
+# Whoever moves a program from Azure's OpenAI to another server leaves it in its client's settings, which send it with
+# every request.
+_INERT = b"api-version"
 
-def refuse_query(request: Request, but: Collection[str] = ()) -> None:
-    """BadRequest for any parameter of the query `but` these."""
+
+def without_inert(query: bytes) -> bytes:
+    """The query without what means nothing here."""
+    if _INERT not in query:
+        return query
+    return b"&".join(part for part in query.split(b"&") if part.partition(b"=")[0] != _INERT)
+
+
+def refuse_query(request: Request) -> None:
+    """BadRequest for any parameter of the query."""
     for name in request.query_params:
-        if name not in but:
-            raise BadRequest(f"`{quoted(name)}` is not a parameter of this request; leave it out.", param=quoted(name))
-
-
-def _refuse_query(request: Request) -> None:
-    refuse_query(request)
+        raise BadRequest(f"`{quoted(name)}` is not a parameter of this request; leave it out.", param=quoted(name))
 
 
 # For routes that look at no query parameter.
-no_query = Depends(_refuse_query)
+no_query = Depends(refuse_query)
 
 
 def _refuse_repeats(request: Request) -> None:

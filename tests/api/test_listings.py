@@ -88,6 +88,7 @@ def test_adapters_are_found_by_where_they_are(server: Server, client: openai.Ope
         ("GET", f"/v1/adapters?prefix={'a' * 257}", "prefix"),
         ("GET", "/v1/models?page=2", "page"),
         ("GET", "/v1/models/alpha?page=2", "page"),
+        ("GET", "/v1/models?api-version=1&page=2", "page"),
         ("GET", "/v1/adapters/alpha?full=true", "full"),
         ("GET", "/v1/adapters/alpha/history?limit=2", "limit"),
         ("POST", "/v1/adapters?name=x", "name"),
@@ -115,9 +116,13 @@ def test_what_no_query_has_is_refused_by_name(server: Server, method: str, path:
     assert f"`{param}`" in error["message"]
 
 
-def test_what_azure_s_clients_ask_for_names_nothing(server: Server) -> None:
-    body = {"prompt": "hi", "max_tokens": 1}
-    assert server.post("/v1/completions", params={"api-version": "preview"}, json=body).status_code == 200
+def test_what_azure_s_clients_send_with_every_request_means_nothing(server: Server, client: openai.OpenAI) -> None:
+    theirs = client.with_options(default_query={"api-version": "preview"})
+    assert theirs.completions.create(model="alpha", prompt="hi", max_tokens=1).model == "alpha"
+    assert [card.id for card in theirs.models.list()] == [card.id for card in client.models.list()]
+    assert theirs.models.retrieve("alpha") == client.models.retrieve("alpha")
+    for path in ("/v1/adapters?limit=1&api-version=preview&api-version=", "/v1/adapters/alpha?api-version"):
+        assert server.get(path).status_code == 200
 
 
 def test_the_terminal_lists_all_pages_and_filters(
