@@ -34,22 +34,23 @@ def worst_wait(url: str) -> Iterator[list[float]]:
     ended = threading.Event()
 
     def probe() -> None:
-        with httpx.Client(timeout=120) as client:
-            while not ended.wait(0.01):
-                started = time.perf_counter()
-                client.get(f"{url}/health")
-                waits.append(time.perf_counter() - started)
+        while True:
+            started = time.perf_counter()
+            client.get(f"{url}/health")
+            waits.append(time.perf_counter() - started)
+            if ended.wait(0.01):
+                return
 
-    thread = threading.Thread(target=probe)
-    thread.start()
-    try:
-        time.sleep(0.3)
-        waits.clear()
-        yield waits
-        time.sleep(0.1)
-    finally:
-        ended.set()
-        thread.join()
+    with httpx.Client(timeout=120) as client:
+        client.get(f"{url}/health")  # connected from here on
+        thread = threading.Thread(target=probe)
+        thread.start()
+        try:
+            yield waits
+            time.sleep(0.1)
+        finally:
+            ended.set()
+            thread.join()
 
 
 def main() -> None:
