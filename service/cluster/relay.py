@@ -2,7 +2,8 @@
 
 Who connects says a token first, and gets Ready, where the engine holds adapters, and what the engine says of the
 requests that came by this connection. A connection lasts as long as the engine's life: it begins when the engine is
-ready, and when that ends the reason is the last message. Requests of a connection that breaks are aborted.
+ready, and when that ends the reason is the last message. Requests of a connection that breaks are aborted; it breaks
+too when the other host says nothing any more.
 
 The bytes are not encrypted; whoever knows the token, or reads along, can use the engine.
 """
@@ -21,6 +22,7 @@ from typing import assert_never
 import msgspec
 
 from service.cluster.expected import Left
+from service.cluster.vanished import end_when_vanished
 from service.engine.client import EngineClient
 from service.engine.messages import (
     Abort,
@@ -115,6 +117,7 @@ class Relay:
         self._end_all("The engine is shutting down.")
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        end_when_vanished(writer)
         connection = _Connection(Outbox(writer))
         try:
             if not await self._knows_token(reader):
@@ -139,7 +142,7 @@ class Relay:
     async def _knows_token(self, reader: asyncio.StreamReader) -> bool:
         try:
             said = await asyncio.wait_for(reader.readexactly(TOKEN_BYTES), TOKEN_SECONDS)
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, OSError):
             return False
         return hmac.compare_digest(said, self.token)
 

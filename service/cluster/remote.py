@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from service.cluster.engines import Engines
 from service.cluster.rotation import Member
 from service.cluster.routing import DEFAULT_RULE, Rule
+from service.cluster.vanished import end_when_vanished
 from service.engine.link import EngineLink
 from service.engine.messages import EngineSaid, Ready
 from service.engine.wire import Outbox, read_from_engine
@@ -81,7 +82,7 @@ class RemoteEngine(EngineLink):
             try:
                 await self._live()
                 error = self._fatal or "The connection to the engine has ended."
-            except (OSError, TimeoutError) as fault:
+            except OSError as fault:
                 error = f"The engine at {self.address.host} cannot be reached: {fault or type(fault).__name__}."
             is_news = self.state == "ready"
             if self.state != "draining":
@@ -97,6 +98,7 @@ class RemoteEngine(EngineLink):
         address = self.address
         connecting = asyncio.open_connection(address.host, address.port)
         reader, writer = await asyncio.wait_for(connecting, CONNECT_SECONDS)
+        end_when_vanished(writer)
         self._outbox = Outbox(writer)
         self._outbox.write(bytes.fromhex(address.token))
         while (messages := await read_from_engine(reader)) is not None:

@@ -126,7 +126,7 @@ async def read_to_engine(reader: asyncio.StreamReader) -> list[ToEngine] | None:
     try:
         header = await reader.readexactly(_LENGTH_BYTES)
         return _to_engine_decoder.decode(await reader.readexactly(int.from_bytes(header, "big")))
-    except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
+    except (asyncio.IncompleteReadError, OSError, msgspec.DecodeError):
         return None
 
 
@@ -135,5 +135,5 @@ async def read_from_engine(reader: asyncio.StreamReader) -> list[FromEngine] | N
     try:
         header = await reader.readexactly(_LENGTH_BYTES)
         return _from_engine_decoder.decode(await reader.readexactly(int.from_bytes(header, "big")))
-    except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
+    except (asyncio.IncompleteReadError, OSError, msgspec.DecodeError):
         return None
