@@ -3,11 +3,11 @@ place where RAY_SERVE_HAPROXY_BINARY_PATH names it (docs/scale.md).
 
 Ray writes HAProxy's configuration anew before each start. Its frontend gets a few lines more here: no client holds a
 connection without sending or reading, and no address more than half of all. So does each of its backends over HTTP: a
-request that changes nothing is sent again when the ingress that had it ends before the first byte of its answer. An
-ingress that stands still is noticed sooner. What HAProxy answers itself, but for heads that it cannot read, and what
-uvicorn says of heads that it cannot read, has the shape of our errors. Each answer has one name (X-Request-Id), as
-without Ray. A HAProxy that has just started knows of no application until Ray has told it: it says so, where Ray's
-lines say 404 to everything. Everything else is Ray's.
+request that changes nothing is sent again when the ingress that had it ends, or its host vanishes, before the first
+byte of its answer. An ingress that stands still is noticed sooner. What HAProxy answers itself, but for heads that it
+cannot read, and what uvicorn says of heads that it cannot read, has the shape of our errors. Each answer has one name
+(X-Request-Id), as without Ray. A HAProxy that has just started knows of no application until Ray has told it: it says
+so, where Ray's lines say 404 to everything. Everything else is Ray's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
+
+from service.cluster.vanished import PROBE_SECONDS, PROBES, QUIET_SECONDS, VANISHED_SECONDS
 
 # What all of Ray's processes are to have in their environment beside the path of this program: a HAProxy that has died
 # is replaced after three checks, in seconds; how long a request may be that is sent again, in bytes; workers get their
@@ -87,6 +89,7 @@ _OF_ONE_ADDRESS = max(1, _MAX_CONNECTIONS // 2)
 _REFUSED_AT_SIGHT = _OF_ONE_ADDRESS + max(1, _MAX_CONNECTIONS // 16)
 _FRONTEND = "frontend http_frontend\n"
 _BACKEND = re.compile(r"^backend [^\n]*\n(?:[ \t#][^\n]*\n|\n)*", re.MULTILINE)
+_SERVER = re.compile(r"^    server .*$", re.MULTILINE)
 _OURS = "    # multilora\n"
 # Where requests go that are for no application; of its answers the first one counts.
 _NO_BACKEND = "backend default_backend\n"
@@ -132,6 +135,8 @@ def _extended(backend: str) -> str:
     # Below Ray's own lines: of two alike the last one counts. That is so of what servers have by default, too, for
     # those below it.
     rest = rest.replace("    server ", f"{_CHECKS}    server ", 1)
+    # One whose host has vanished never ends what it had: the connection does. HAProxy takes this of a server alone.
+    rest = _SERVER.sub(rf"\g<0> tcp-ut {VANISHED_SECONDS}s", rest)
     return f"{first}\n{rest.rstrip()}\n{_OURS}{_lines()}"
 
 
@@ -194,6 +199,10 @@ def _lines() -> str:
         "retry-on conn-failure empty-response",
         f"retries {_RETRIES}",
         f"timeout check {_CHECK_SECONDS}s",
+        "option srvtcpka",
+        f"srvtcpka-idle {QUIET_SECONDS}s",
+        f"srvtcpka-intvl {PROBE_SECONDS}s",
+        f"srvtcpka-cnt {PROBES}",
         *answers,
     ]
     return "".join(f"    {line}\n" for line in lines)

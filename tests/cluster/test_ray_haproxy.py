@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -19,6 +20,7 @@ import pytest
 
 from service.api import middleware, protocol
 from service.api.auth import ROUTES
+from service.cluster.vanished import VANISHED_SECONDS
 from service.ray_haproxy import (
     _BODY_SECONDS,
     MAX_REQUEST_ID_CHARS,
@@ -32,13 +34,13 @@ from tests.support.blocks import ROOT
 from tests.support.client_environments import environment
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import standing_still, wait_for
+from tests.support.vanished import vanished
 
 _CONFIGURATION = """\
 defaults
     mode http
     timeout connect 5s
     timeout client 60s
-    timeout server 60s
     option redispatch 1
     retry-on conn-failure
     errorfile 502 {error_file}
@@ -227,6 +229,34 @@ def test_one_that_has_just_started_says_so_until_it_knows_the_application(tmp_pa
     assert refused.status_code == 503
     assert (refused.headers["content-type"], refused.headers["retry-after"]) == ("application/json", "1")
     assert refused.json()["error"]["code"] == "not_ready"
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "is_used_again"),
+    [("POST", "/v1/completions", False), ("POST", "/v1/completions", True), ("PUT", "/v1/adapters/a", False)],
+)
+def test_a_server_whose_host_has_vanished_is_not_waited_for(
+    tmp_path: Path, servers: tuple[_Server, _Server], method: str, path: str, is_used_again: bool
+) -> None:
+    """It has the request, or HAProxy sends it by a connection that is still open."""
+    _, answers = servers
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        _haproxy(tmp_path, listener.getsockname()[1], answers.port) as http,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        answering = pool.submit(http.request, method, path, content=b"{}")
+        connection, _ = listener.accept()
+        with connection:
+            assert _request(connection)
+            if is_used_again:
+                connection.sendall(_ANSWER.replace(b"Connection: close\r\n", b""))
+                assert answering.result().text == http.get("/v1/models").text == "done"
+            with vanished(listener, connection):
+                if is_used_again:
+                    answering = pool.submit(http.request, method, path, content=b"{}")
+                answer = answering.result()
+    assert answer.status_code == (502 if method == "PUT" else 200)
 
 
 @pytest.mark.parametrize("given", ["mine 7f/3", "", "x" * 201, "a\tb", b"\x80", None])
@@ -593,6 +623,7 @@ def test_a_configuration_is_extended_once_and_only_where_servers_are() -> None:
     starting = extended(_WITHOUT_APPLICATION)
     assert extended(starting) == starting
     assert once.count("retry-on conn-failure empty-response") == once.count("wait-for-body") == 1
-    assert (
-        once.endswith(grpc) and [line for line in once.splitlines() if line in text.splitlines()] == text.splitlines()
-    )
+    assert once.endswith(grpc)
+    of_servers = f" tcp-ut {VANISHED_SECONDS}s"
+    assert once.count(of_servers) == 1
+    assert [line for line in once.replace(of_servers, "").splitlines() if line in text] == text.splitlines()

@@ -11,6 +11,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 
 import pytest
 
+from service.cluster.dispatch import Routed
 from service.cluster.relay import Relay
 from service.cluster.remote import Address, RemoteEngines
 from service.engine.client import EngineClient
@@ -91,6 +92,14 @@ async def _server(config: EngineConfig) -> AsyncIterator[tuple[EngineClient, Rel
             await relay.close(0)
 
 
+async def _read(routed: Routed, news: asyncio.Event) -> None:
+    while True:
+        news.clear()
+        while isinstance(routed.poll(), Tokens):
+            pass
+        await soon(news.wait())
+
+
 def test_a_stream_ends_though_its_engine_has_left_the_list(config: EngineConfig) -> None:
     async def drive() -> None:
         async with _server(config) as (_, _, cable, engines):
@@ -101,11 +110,7 @@ def test_a_stream_ends_though_its_engine_has_left_the_list(config: EngineConfig)
             cable.cut()
             await engines.set_addresses({})  # as Ray has it half a minute later
             with pytest.raises(EngineDied):
-                while True:
-                    news.clear()
-                    while isinstance(begun.poll(), Tokens):
-                        pass
-                    await soon(news.wait())
+                await _read(begun, news)
 
     asyncio.run(drive())
 
