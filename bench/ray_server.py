@@ -23,7 +23,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 def start_ray(temp_dir: str, *, num_cpus: int, num_gpus: int = 0) -> None:
     """Ray of this machine. It gives its own processes 30 s, which is not enough beside much other work: then it is
     started again."""
-    for name, value in {**ENVIRONMENT, "RAY_SERVE_HAPROXY_BINARY_PATH": _haproxy(temp_dir)}.items():
+    for name, value in {**ENVIRONMENT, "RAY_SERVE_HAPROXY_BINARY_PATH": str(haproxy_command(Path(temp_dir)))}.items():
         os.environ.setdefault(name, value)
     for attempt in range(1, _STARTS + 1):
         try:
@@ -43,12 +43,12 @@ def start_ray(temp_dir: str, *, num_cpus: int, num_gpus: int = 0) -> None:
                 raise
 
 
-def _haproxy(temp_dir: str) -> str:
-    """The command `multilora-haproxy` of this tree, which need not be installed."""
-    path = Path(temp_dir) / "multilora-haproxy"
+def haproxy_command(directory: Path) -> Path:
+    """The command `multilora-haproxy` of this tree, which need not be installed; made there."""
+    path = directory / "multilora-haproxy"
     path.write_text(f'#!/bin/sh\nPYTHONPATH="{_ROOT}:$PYTHONPATH" exec "{sys.executable}" -m service.ray_haproxy "$@"\n')
     path.chmod(0o755)
-    return str(path)
+    return path
 
 
 @contextlib.contextmanager
