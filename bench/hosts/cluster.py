@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import secrets
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +17,6 @@ from bench.ray_server import haproxy_command
 from service.ray_haproxy import ENVIRONMENT
 
 _RAY_PORT, _PORT, _DASHBOARD_PORT = 6379, 8000, 8265
-_STARTS = 5
 _OBJECT_BYTES = 80 * 2**20
 # One engine finds room on each host.
 _ENGINE = "engine"
@@ -45,18 +42,14 @@ class Cluster:
         }
 
     def start_ray(self, host: Host, num_cpus: int = 2) -> None:
-        """The head, if it is the first host; else it joins."""
+        """The head, if it is the first host; else it joins. CalledProcessError where its processes take more than Ray's
+        30 s: beside much other work, begin anew."""
         begin = ["start", f"--node-ip-address={host.address}", f"--num-cpus={num_cpus}", "--num-gpus=0"]
         begin += [f"--resources={json.dumps({_ENGINE: 1})}", f"--object-store-memory={_OBJECT_BYTES}"]
         if host is self.hosts[0]:
             begin += ["--head", f"--port={_RAY_PORT}", "--dashboard-host=0.0.0.0"]
         else:
             begin += [f"--address={self.hosts[0].address}:{_RAY_PORT}"]
-        # Ray gives its own processes 30 s, which is not enough beside much other work.
-        for _ in range(_STARTS - 1):
-            with contextlib.suppress(subprocess.CalledProcessError):
-                self._run(host, "ray", *begin)
-                return
         self._run(host, "ray", *begin)
 
     def deploy(self, engines: int, ingresses: int, **others: Any) -> None:
