@@ -12,12 +12,15 @@ a request goes to is decided in the ingress, as with engines of its own (`servic
 import os
 from typing import Any, Self
 
+import ray
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
 from service.cluster.scaling import DEFAULT_TOKENS_PER_ENGINE, ByQueuedTokens
+from service.models.config_json import read_config
+from service.models.layouts import layout_of
 from service.ray_replicas import EngineReplica, Ingress, MembersRouter, ray_settings
 
 # Ray ends replicas after 20 s if it is told nothing. Of what they get, this is for the end itself.
@@ -62,7 +65,11 @@ class RayArgs(BaseModel):
         default_factory=dict, description='of an engine\'s replica: {"NPU": 1} on Ascend'
     )
     ingresses: int = Field(default=1, ge=1, description="replicas of the HTTP side")
-    ingress_cpus: float = Field(default=1, ge=0, description="of an ingress's replica")
+    ingress_cpus: float = Field(
+        default=0.5,
+        ge=0,
+        description="of an ingress's replica; at an upgrade there is one more, which must find as much free",
+    )
     drain_seconds: float = Field(
         default=600.0, gt=0, description="how long requests may go on when an engine or an ingress is replaced"
     )
@@ -80,8 +87,12 @@ class RayArgs(BaseModel):
 
 
 def build(args: RayArgs) -> serve.Application:
-    """The application. Raises SettingsError if the settings are wrong."""
-    ray_settings(args.settings)
+    """The application. Raises SettingsError if the settings are wrong, and on a cluster ModelError if the model is.
+
+    At an upgrade Ray stops engines before it starts those that would find out."""
+    settings = ray_settings(args.settings)
+    if ray.is_initialized():  # `serve build` may have no model where it runs
+        layout_of(read_config(settings.model_dir))
     last_seconds = args.drain_seconds + _END_SECONDS
     engine = (
         serve.deployment(EngineReplica)
@@ -99,12 +110,14 @@ def build(args: RayArgs) -> serve.Application:
         )
         .bind(args.settings, args.drain_seconds)
     )
+    # At an upgrade one ingress more is started before one goes: where the next one cannot start, those of before serve.
     # Of each request there is our line, of which a client whose requests are refused has a bounded number.
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
         **_HEALTH,
         num_replicas=args.ingresses,
         logging_config=LoggingConfig(enable_access_log=False),
         max_ongoing_requests=_NO_LIMIT,
+        max_surge_percent=1,
         ray_actor_options={**_unhindered(), "num_cpus": args.ingress_cpus},
         graceful_shutdown_timeout_s=last_seconds,
     )

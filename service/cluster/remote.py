@@ -128,6 +128,7 @@ class RemoteEngines(Engines):
         super().__init__([], rule)
         self._num_expected, self._serves = num_expected, serves
         self._num_joined = 0
+        self._replaces_others = False
         self._listeners: list[Callable[[int, EngineLink], None]] = []
         self._leaving: set[asyncio.Task[None]] = set()
 
@@ -141,6 +142,7 @@ class RemoteEngines(Engines):
         finish the ones they have. While there are only some that serve something else nobody leaves: at an upgrade to
         another model the last ones stay until the last server that can use them has gone."""
         same = {name: one for name, one in addresses.items() if one.serves == self._serves}
+        self._replaces_others = self._replaces_others or len(same) < len(addresses)
         if addresses and not same:
             return
         addresses = same
@@ -161,7 +163,10 @@ class RemoteEngines(Engines):
             await client.start()
 
     async def wait_ready(self) -> Ready:
-        """Wait until as many as expected are ready, or one is and the others have had their time."""
+        """Wait until as many as expected are ready, or one is and the others have had their time.
+
+        Where they are to take the places of engines of another model one is enough: the last of those stay until the
+        server before has gone, which waits for this one."""
         until_seconds = None
         while True:
             num_ready = sum(one.state == "ready" for one in self.clients)
@@ -169,7 +174,8 @@ class RemoteEngines(Engines):
                 until_seconds = time.monotonic() + OTHERS_SECONDS
             is_late = until_seconds is not None and time.monotonic() >= until_seconds
             ready = self.ready
-            if ready is not None and (num_ready >= self._num_expected or is_late):
+            is_enough = num_ready >= self._num_expected or self._replaces_others
+            if ready is not None and (is_enough or is_late):
                 return ready
             await asyncio.sleep(_LOOK_SECONDS)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -197,6 +198,24 @@ def test_engines_of_another_model_get_nothing_and_the_last_of_its_own_stay(confi
                 assert routed.member is not None and routed.member.name == "replica-0"
                 tokens, ended = await _all_of(routed)
                 assert len(tokens) == 6 and isinstance(ended, Finished)
+
+    asyncio.run(drive())
+
+
+def test_who_replaces_servers_of_another_model_begins_with_one_engine(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engines of before that are left stay until it serves, in the places of those that it lacks."""
+    monkeypatch.setattr("service.cluster.remote.OTHERS_SECONDS", math.inf)
+
+    async def drive() -> None:
+        async with _relays(config, 1) as ((_, relay),):
+            engines = RemoteEngines(2)
+            await engines.start()
+            await engines.set_addresses({"other": Address("127.0.0.1", 9, "00", serves="other")})
+            await engines.set_addresses({"own": _address(relay)})
+            await soon(engines.wait_ready())
+            await engines.close()
 
     asyncio.run(drive())
 

@@ -1,10 +1,10 @@
 """`multilora serve` on a Ray of its own: `python -m tests.support.ray_server serve FLAGS` takes the same flags.
 
-`replicas` are engines of the application (2), each with a CPU, and with a GPU where `device` is cuda. `port` is a free one, as everywhere in tests; the line
-with "listening" is written when all of them serve. HAProxy is in front, as in deploy/ray, or Ray's own proxy with
-RAY_SERVE_ENABLE_HA_PROXY=0 in the environment. TEST_RAY_ARGS there are further arguments of the application, as JSON.
-All that Ray's processes say goes to stderr. Ends with SIGTERM. Runs in an environment that has Ray, and goes on in the
-one of `make clients` where its own has none.
+`replicas` are engines of the application (2), each with a CPU, and with a GPU where `device` is cuda. `port` is a free
+one, as everywhere in tests; the line with "listening" is written when all of them serve. HAProxy is in front, as in
+deploy/ray, or Ray's own proxy with RAY_SERVE_ENABLE_HA_PROXY=0 in the environment. TEST_RAY_ARGS there are further
+arguments of the application, as JSON. All that Ray's processes say goes to stderr. Ends with SIGTERM. Runs in an
+environment that has Ray, and goes on in the one of `make clients` where its own has none.
 """
 
 from __future__ import annotations
