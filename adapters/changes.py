@@ -43,6 +43,7 @@ class Changes:
         self._reading = threading.Lock()  # held while the log is read
         # Names that the log told of and whose files are still to be read: the store may go away in between.
         self._unread: dict[str, None] = {}
+        self._is_all_unread = False  # likewise, where all of them must be read
         # Whoever releases the last lease need not wait for the disk.
         self.remover = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-files")
 
@@ -153,8 +154,10 @@ class Changes:
         with self._reading:
             news = self._sharing.news()
             self._unread.update(dict.fromkeys(news.names))
-            if news.is_all:
+            self._is_all_unread |= news.is_all
+            if self._is_all_unread:
                 self._unread.update(dict.fromkeys(self._catalog.names().keys() | self._files.names().keys()))
+                self._is_all_unread = False
             for digest in news.replaced:
                 self._catalog.forget_manifest(digest)
             for name in list(self._unread):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -34,11 +35,12 @@ DEAD_SECONDS = 60.0
 # The log has its bytes from the start, so that adapters can be deleted on a full disk. The next one begins at the half.
 LOG_BYTES = 1 << 20
 _HEADER_BYTES = 17
+_HEADER = re.compile(rb"[0-9]{16}\n")
 _READ_BYTES = 1 << 16
 # A server's file is filled up to as much: most of what it may have to say later fits without a further byte of disk.
 _SAID_BYTES = 1 << 12
 
-# A place in the log: the number of the log, and of the byte in it.
+# A place in the log: the number of the log, and of the byte in it, 0 where that is not known.
 Position = tuple[int, int]
 
 
@@ -50,8 +52,8 @@ class _Member(msgspec.Struct, frozen=True):
 
 
 class News(msgspec.Struct, frozen=True):
-    """What others have changed. is_all: the log began anew, all names must be read; replaced: digests whose damaged
-    files were replaced."""
+    """What others have changed. is_all: the log began anew or is damaged, all names must be read; replaced: digests
+    whose damaged files were replaced."""
 
     names: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
@@ -106,17 +108,24 @@ class Sharing:
     def begin_log(self) -> None:
         """In a turn: have a log, and finish what a server was writing when it was killed: others have not heard of the
         name that it was about to change."""
-        if not self._log.exists():
+        if self._number() is None:
             self._begin_anew()
         elif self._read[1] > LOG_BYTES // 2:
             with suppress(OSError):  # on a full disk it goes on with what it has
                 self._begin_anew()
-        tail = self._bytes_from(_HEADER_BYTES, LOG_BYTES).rstrip(b"\0")
-        lines = tail[: tail.rfind(b"\n") + 1]
-        self._end = _HEADER_BYTES + len(lines)
-        last = lines[:-1].rpartition(b"\n")[2].decode()
+        lines = self._find_end()
+        if self._read[0] == self._number() and self._read[1] > self._end:  # what was read there is gone
+            self._begin_anew()
+            lines = self._find_end()
+        last = lines[:-1].rpartition(b"\n")[2].decode(errors="replace")
         if last.startswith("-"):
             self._append(f"+{last[1:]}")
+
+    def _find_end(self) -> bytes:
+        """Whole lines of the log, behind which the next one goes."""
+        lines = _whole_lines(self._bytes_from(_HEADER_BYTES, LOG_BYTES).rstrip(b"\0"))
+        self._end = _HEADER_BYTES + len(lines)
+        return lines
 
     @contextmanager
     def announced(self, name: str) -> Iterator[None]:
@@ -140,7 +149,7 @@ class Sharing:
         self._end += len(data)
 
     def _begin_anew(self) -> None:
-        number = self._number() + 1
+        number = max(self._number() or 0, self._read[0], *self._numbers_read()) + 1
         new = self._log.with_name(f"changes-{self.member}")
         with new.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, LOG_BYTES)
@@ -149,10 +158,24 @@ class Sharing:
             os.fsync(file.fileno())
         new.rename(self._log)
 
-    def _number(self) -> int:
-        with suppress(FileNotFoundError):
-            return int(self._bytes_from(0, _HEADER_BYTES) or 0)
-        return 0
+    def _numbers_read(self) -> Iterator[int]:
+        """Of the logs that servers have read, by what they said last: the next one is none of these, even if the log is
+        lost."""
+        yield 0
+        for path in self._members.iterdir():
+            with suppress(FileNotFoundError):
+                yield _said_in(path.read_bytes()).position[0]
+
+    def _number(self) -> int | None:
+        """Of the log; None where it is missing or damaged."""
+        try:
+            descriptor = os.open(self._log, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            return _number_of(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _bytes_from(self, offset: int, num_bytes: int) -> bytes:
         with self._log.open("rb", buffering=0) as file:
@@ -161,26 +184,42 @@ class Sharing:
     # ---- what others have changed
 
     def news(self) -> News:
-        """Since the last call. Opens a file and reads a little of it, which is all that a look-up costs."""
-        descriptor = os.open(self._log, os.O_RDONLY)
+        """Since the last call. Opens a file and reads a little of it, which is all that a look-up costs. Where the log
+        is missing or damaged all names must be read each time, until the next change, or sweep, begins another."""
+        lines, is_all = self._new_lines()
+        names: dict[str, None] = {}
+        replaced: list[str] = []
+        for line in lines:
+            kind, rest = line[:1], line[1:]
+            if kind == "+":
+                names[rest] = None
+            elif kind == "!":
+                replaced += [] if rest.startswith(self.member) else [rest.rpartition(" ")[2]]
+            elif kind != "-":
+                is_all = True  # it may have told of any name before it was damaged
+        return News((), tuple(replaced), True) if is_all else News(tuple(names), tuple(replaced))
+
+    def _new_lines(self) -> tuple[list[str], bool]:
+        """Lines that were not read before, and whether others that were not may be lost."""
+        number, offset = self._read
         try:
-            number = int(os.pread(descriptor, _HEADER_BYTES, 0))
-            is_all = number != self._read[0]
-            offset = _HEADER_BYTES if is_all else self._read[1]
-            names: dict[str, None] = {}
-            replaced: list[str] = []
-            while lines := _whole_lines(os.pread(descriptor, _READ_BYTES, offset)):
+            descriptor = os.open(self._log, os.O_RDONLY)
+        except FileNotFoundError:
+            self._read = (number, 0)
+            return [], True
+        data = b""
+        try:
+            found = _number_of(descriptor)
+            goes_on = found == number and offset > 0 and os.pread(descriptor, 1, offset - 1) == b"\n"
+            if not goes_on:
+                offset = 0 if found is None else _HEADER_BYTES
+            while offset and (lines := _whole_lines(os.pread(descriptor, _READ_BYTES, offset))):
                 offset += len(lines)
-                for line in lines.decode().splitlines():
-                    kind, rest = line[0], line[1:]
-                    if kind == "+":
-                        names[rest] = None
-                    elif kind == "!" and not rest.startswith(self.member):
-                        replaced.append(rest.rpartition(" ")[2])
+                data += lines
         finally:
             os.close(descriptor)
-        self._read = (number, offset)
-        return News((), tuple(replaced), True) if is_all else News(tuple(names), tuple(replaced))
+        self._read = (number if found is None else found, offset)
+        return data.decode(errors="replace").split("\n")[:-1], not goes_on
 
     # ---- what may go
 
@@ -205,7 +244,7 @@ class Sharing:
         """In a turn, after `say`: of the digests that no name keeps, those that no server uses: each has read that the
         name is gone, and says that it holds none. Forgets the servers that are dead, with what they were staging."""
         members = list(self._alive())
-        self._unused = {digest: self._unused.get(digest, (self._number(), self._end)) for digest in unused}
+        self._unused = {digest: self._unused.get(digest, (self._read[0], self._end)) for digest in unused}
         return [
             digest
             for digest, since in self._unused.items()
@@ -234,6 +273,13 @@ def _said_in(data: bytes) -> _Member:
         return msgspec.json.decode(data, type=_Member)
     except UNREADABLE:
         return _Member((0, 0), ())
+
+
+def _number_of(descriptor: int) -> int | None:
+    """Of a log that is open; None where it is damaged: it is never shorter than it began."""
+    header = os.pread(descriptor, _HEADER_BYTES, 0)
+    is_whole = _HEADER.fullmatch(header) is not None and os.fstat(descriptor).st_size >= LOG_BYTES
+    return int(header) if is_whole else None
 
 
 def _whole_lines(data: bytes) -> bytes:

@@ -9,13 +9,14 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from adapters import housekeeping, sharing
+from adapters.disk import StoreFiles
 from adapters.errors import Conflict, NotFound, StoreBusy
 from adapters.index import Query
 from adapters.names import Change
@@ -258,6 +259,74 @@ def test_a_log_that_begins_anew_loses_nothing(stores: Two, monkeypatch: pytest.M
             assert reader.get(record.name) == record
     assert one.names() == other.names()
     assert len(one.names()) == 12
+
+
+def _end_of(log: Path) -> int:
+    return len(log.read_bytes().rstrip(b"\0"))
+
+
+def _add(log: Path, data: bytes) -> None:
+    with log.open("r+b") as file:
+        file.seek(_end_of(log))
+        file.write(data)
+
+
+def _without_lines(log: Path) -> None:
+    length = log.stat().st_size
+    os.truncate(log, 17)
+    os.truncate(log, length)
+
+
+_DAMAGE: dict[str, Callable[[Path], object]] = {
+    "missing": Path.unlink,
+    "empty": lambda log: os.truncate(log, 0),
+    "another file": lambda log: log.write_bytes(b"hello\n"),
+    "cut off": lambda log: os.truncate(log, _end_of(log) - 4),
+    "cut off behind its number": lambda log: os.truncate(log, 17),
+    "zeros behind its number": _without_lines,
+    "without its number": lambda log: log.write_bytes(b"\0" * 17 + log.read_bytes()[17:]),
+    "an empty line": lambda log: _add(log, b"\n"),
+    "a line that is no text": lambda log: _add(log, b"\xff\xfe\n"),
+    "an announcement that is no text": lambda log: _add(log, b"-\xff\xfe\n"),
+    "a name that is too long": lambda log: _add(log, b"+" + b"x" * 5000 + b"\n"),
+}
+
+
+@pytest.mark.parametrize("damage", _DAMAGE.values(), ids=_DAMAGE.keys())
+def test_a_damaged_log_loses_no_change_and_keeps_nobody_from_the_next(
+    root: Path, stores: Two, damage: Callable[[Path], object]
+) -> None:
+    """What it told of is in the names' files."""
+    one, other = stores
+    upload_small(one, LAYOUT, "mine", seed=1)
+    assert other.get("mine").version.number == 1
+    assert _move(one, "mine", 2) == 2
+    damage(next(root.iterdir()) / "changes")
+    assert [store.get("mine").version.number for store in stores] == [2, 2]
+    for number, (writer, reader) in enumerate(((one, other), (other, one), (one, other)), 3):
+        assert _move(writer, "mine", number) == number
+        assert reader.get("mine").version.number == number
+    third = _open(root)
+    assert third.versions("mine") == one.versions("mine")
+    third.close()
+
+
+def test_all_names_are_read_again_when_they_could_not_be(stores: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The log began anew, which was read; then the file server failed."""
+    monkeypatch.setattr(sharing, "LOG_BYTES", 100)
+    one, other = stores
+    upload_small(one, LAYOUT, "mine", seed=1)
+    assert other.has("mine")
+    for seed in range(2, 6):
+        upload_small(one, LAYOUT, f"name-{seed}", seed=seed)
+
+    def fails(_files: StoreFiles) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as away:
+        away.setattr(StoreFiles, "names", fails)
+        assert not other.has("name-2")
+    assert other.has("name-2")
 
 
 def test_who_shares_and_who_does_not_keep_each_other_out(root: Path) -> None:
