@@ -23,6 +23,7 @@ VALUES: dict[str, dict[str, Any]] = {
     "cuda": {"device": {"resource": "nvidia.com/gpu", "name": "cuda"}},
     "several servers": {"replicas": 3, "podLabels": {"router": "lora"}},
     "several servers on a claim": {"replicas": 2, "adapterStore": {"size": "1Gi", "existingClaim": "adapters"}},
+    "one server on a claim": {"adapterStore": {"size": "1Gi", "existingClaim": "adapters"}, "resources": None},
     "everything": {
         "image": {"repository": "registry.example/multilora", "tag": "1"},
         "imagePullSecrets": [{"name": "pull"}],
@@ -95,10 +96,12 @@ def test_no_device_where_none_is_named() -> None:
         {"shutdownLimitSeconds": "30s"},
         {"replicas": 0},
         {"settings": {"store-shared": True}},
+        {"settings": {"replicas": 2}},
+        {"podLabels": {"app.kubernetes.io/instance": "other"}},
     ],
     ids=[
         *("resource without a domain", "setting of the chart", "spelling of a setting", "unknown value", "text"),
-        *("no server", "sharing by hand"),
+        *("no server", "sharing by hand", "several engines for one device", "label of the chart"),
     ],
 )
 def test_wrong_values_are_refused(values: dict[str, Any]) -> None:
@@ -147,6 +150,15 @@ def test_every_variable_is_a_setting() -> None:
     Settings(**{name.removeprefix("MULTILORA_").lower(): value for name, value in environment.items() if value})
 
 
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(21474836480, "21474836480"), (1_000_000, "1000000"), (0.25, "0.25"), (True, "true"), ("1e3", "1e3")],
+)
+def test_settings_reach_the_server_as_they_are_written(value: object, expected: str) -> None:
+    """Helm reads every number as a float, and would write large ones with an exponent."""
+    assert _environment({"settings": {"kv-bytes": value}})["MULTILORA_KV_BYTES"] == expected
+
+
 def test_probes_and_scrape() -> None:
     manifest = _render({})["StatefulSet"]["spec"]["template"]
     container = manifest["spec"]["containers"][0]
@@ -179,6 +191,14 @@ def test_several_servers_share_one_volume_that_all_may_write() -> None:
     assert [one["metadata"]["name"] for one in workload["volumeClaimTemplates"]] == ["kernels"]
     assert _environment(VALUES["several servers"])["MULTILORA_STORE_SHARED"] == "true"
     assert "MULTILORA_STORE_SHARED" not in _environment({})
+
+
+def test_one_server_can_have_a_claim_that_is_there() -> None:
+    values = VALUES["one server on a claim"]
+    assert _shared_claim(values) == "adapters"
+    claims = _render(values)["StatefulSet"]["spec"]["volumeClaimTemplates"]
+    assert [one["metadata"]["name"] for one in claims] == ["kernels"]
+    assert "MULTILORA_STORE_SHARED" not in _environment(values)
 
 
 def _shared_claim(values: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 
 {{- /* The container's resources, limited to one device of the configured name (which requests it too). */ -}}
 {{- define "multilora.resources" -}}
-{{- $resources := deepCopy .Values.resources -}}
+{{- $resources := deepCopy (.Values.resources | default dict) -}}
 {{- with .Values.device.resource -}}
 {{- $limits := get $resources "limits" | default dict -}}
 {{- $_ := set $limits . 1 -}}
