@@ -37,12 +37,19 @@ ENGINE_MODULE = "service.engine.process"
 class EngineClient(EngineLink):
     """An engine process of this process's own; see the module's docstring.
 
-    environment  variables of the engine process beside this one's, to give it a device of its own
+    environment   variables of the engine process beside this one's, to give it a device of its own
+    rest_seconds  an engine that has died too often is "down" for so long and then tried again; None: for good, which is
+                  for a server without another one, that can be started anew
     """
 
-    def __init__(self, options: EngineOptions, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        options: EngineOptions,
+        environment: Mapping[str, str] | None = None,
+        rest_seconds: float | None = None,
+    ) -> None:
         super().__init__()
-        self.options = options
+        self.options, self._rest_seconds = options, rest_seconds
         self._environment = dict(environment or {})
         self._closing = asyncio.Event()
         self._supervisor: asyncio.Task[None] | None = None
@@ -132,7 +139,11 @@ class EngineClient(EngineLink):
             if len(deaths) >= MAX_DEATHS:
                 seconds = round(DEATHS_WITHIN_SECONDS)
                 self._set_state("down", f"The engine died {MAX_DEATHS} times within {seconds} seconds. Last: {error}")
-                return
+                if self._rest_seconds is None:
+                    return
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._closing.wait(), self._rest_seconds)
+                deaths.clear()
             self._set_state("restarting", error)
             self.num_restarts += 1
             if not was_ready:

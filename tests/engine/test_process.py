@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from service.engine.build import build_engine
-from service.engine.client import EngineClient
+from service.engine.client import MAX_DEATHS, EngineClient
 from service.engine.config import EngineConfig
 from service.engine.messages import Finished, Stats, Tokens
 from service.engine.streams import EngineDied, TokenStream
@@ -221,6 +221,23 @@ class TestRestarts:
         assert "died 3 times" in (error := asyncio.run(drive()) or "")
         assert "Too many open files" in error
 
+    def test_one_of_several_is_tried_again_after_a_rest(
+        self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nobody starts a server anew whose other engines serve."""
+
+        async def drive() -> None:
+            async with running_client(config, rest_seconds=0.01) as client:
+                assert client.ready is not None
+                killed = client.ready.pid
+                break_pairs(monkeypatch, times=2 * MAX_DEATHS)
+                os.kill(killed, signal.SIGKILL)
+                await until(lambda: client.ready is not None and client.ready.pid != killed)
+                _, ended = await soon(collect(client.submit(request("after"))))
+                assert isinstance(ended, Finished)
+
+        asyncio.run(drive())
+
     def test_a_fault_of_our_own_is_told_and_the_server_can_still_end(
         self, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -389,7 +406,7 @@ sys.exit(process.main())
 PARENT = """
 import asyncio, sys
 import msgspec
-from service.engine.client import EngineClient
+from service.engine.client import MAX_DEATHS, EngineClient
 from service.engine.config import EngineConfig
 
 async def main():

@@ -34,9 +34,9 @@ def small_config(model_dir: Path, store_root: Path, **fields: Any) -> EngineConf
 
 
 @asynccontextmanager
-async def running_client(config: EngineConfig) -> AsyncIterator[EngineClient]:
-    """A client whose engine is ready; killed at the end."""
-    client = EngineClient(config)
+async def running_client(config: EngineConfig, **options: Any) -> AsyncIterator[EngineClient]:
+    """A client whose engine is ready; killed at the end. With the client's own `options`."""
+    client = EngineClient(config, **options)
     await client.start()
     try:
         await client.wait_ready()
