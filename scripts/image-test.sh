@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the images `cpu` and `npu` with buildah, without a container engine, and starts them. Root on Debian 12 with
+# Builds the images `cpu` and `npu` with buildah, without a container engine, and starts them; and `cpu` with Ray, which
+# serves with two engines. Root on Debian 12 with
 # python3.11 and a network for debootstrap, apt-get and pip; about 6 GB in TMPDIR, removed at the end.
 #
 #   TORCH_INDEX=URL    package index to take torch from, as in the Makefile; empty: wherever pip looks on this machine
@@ -52,20 +53,25 @@ make_base() {
     rm -rf --one-file-system "$work/rootfs"
 }
 
-# Files and folders that pip's settings name are there inside the build under the same paths.
+# build TAG FLAG...: files and folders that pip's settings name are there inside the build under the same paths.
 build() {
     local volumes=() path
     while read -r path; do volumes+=(--volume "$path:$path:ro"); done <"$work/pip.paths"
-    "${buildah[@]}" build --format docker --layers=false --target "$1" --tag "localhost/multilora:$1" \
-        --secret "id=pip,src=$work/pip.conf" "${volumes[@]}" --build-arg CPU_BASE=localhost/base \
-        --build-arg NPU_BASE=localhost/base --build-arg TORCH_INDEX_URL="${TORCH_INDEX:-}" . >"$work/build.log" 2>&1 ||
+    "${buildah[@]}" build --format docker --layers=false --tag "localhost/multilora:$1" \
+        --secret "id=pip,src=$work/pip.conf" "${volumes[@]}" "${@:2}" . >"$work/build.log" 2>&1 ||
         { tail -n 60 "$work/build.log" >&2 && return 1; }
+}
+
+build_target() {
+    build "$1" --target "$1" --build-arg CPU_BASE=localhost/base --build-arg NPU_BASE=localhost/base \
+        --build-arg TORCH_INDEX_URL="${TORCH_INDEX:-}"
     grep '^smoke: ' "$work/build.log"
 }
 
-# start TARGET [--first-host] [--env NAME=VALUE ...]: the container stays, and is called like the target.
+# start TAG [--first-host] [--ray] [--env NAME=VALUE ...]: the container stays, and is called like the target.
 start() {
-    "${buildah[@]}" from --name "$1" "localhost/multilora:$1" >/dev/null
+    # buildah gives 1024 descriptors, where container engines give what there are; HAProxy wants two for each connection.
+    "${buildah[@]}" from --name "$1" --ulimit "nofile=$(ulimit -Hn)" "localhost/multilora:$1" >/dev/null
     "$python" scripts/image_probe.py "$work" "$@"
 }
 
@@ -84,18 +90,24 @@ examine_npu() {
 step "tools"
 install_tools
 step "lint"
-"$work/tools/bin/hadolint" Dockerfile
+"$work/tools/bin/hadolint" Dockerfile deploy/ray/Dockerfile
 shellcheck deploy/image/*.sh scripts/image-test.sh
 "$python" scripts/image_pip.py "$work/pip.conf" >"$work/pip.paths"
 step "base: debootstrap $suite"
 make_base
 step "build cpu"
-build cpu
+build_target cpu
 step "start cpu"
 start cpu
+step "build cpu-ray"
+build cpu-ray --file deploy/ray/Dockerfile --build-arg BASE=localhost/multilora:cpu
+step "start cpu-ray"
+start cpu-ray --ray
+"${buildah[@]}" rm cpu-ray >/dev/null
+"${buildah[@]}" rmi localhost/multilora:cpu-ray >/dev/null
 "${buildah[@]}" rm cpu >/dev/null
 step "build npu"
-build npu
+build_target npu
 step "start npu, on the CPU"
 start npu --first-host --env MULTILORA_DEVICE=cpu --env TORCH_DEVICE_BACKEND_AUTOLOAD=0
 step "doctor npu"

@@ -1,8 +1,10 @@
 """Run a built image's own command in a buildah container, use it as a client would, and stop it with SIGTERM.
 
-python scripts/image_probe.py WORK_DIR CONTAINER [--env NAME=VALUE ...] [--first-host]
+python scripts/image_probe.py WORK_DIR CONTAINER [--env NAME=VALUE ...] [--first-host] [--ray]
 
-With --first-host that command is run too, interrupted once, and every step of it must have an answer.
+With --first-host that command is run too, interrupted once, and every step of it must have an answer. With --ray the
+image is one of deploy/ray/Dockerfile: in place of its own command it runs the application on Ray Serve with two
+engines behind HAProxy, which a client uses likewise.
 
 WORK_DIR holds buildah's storage. Standard library alone; an AssertionError says what is wrong.
 """
@@ -32,6 +34,17 @@ START_LIMIT_SECONDS, SHUTDOWN_LIMIT_SECONDS, STOP_LIMIT_SECONDS = 600.0, 600, 66
 FIRST_HOST_LIMIT_SECONDS, FIRST_HOST_STEP, REPORT_DIR, INTERRUPTED = 1860.0, "doctor", "/tmp/first-host", 130
 ADAPTER_DIR = ROOT / "service" / "bundled" / "adapters" / "pig-latin"
 WORDS = "lamp tiger moss"
+# As in deploy/ray/rayservice.yaml.
+RAY_ENVIRONMENT = (
+    "RAY_SERVE_ENABLE_HA_PROXY=1",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S=1",
+    "RAY_worker_niceness=0",
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS=1",
+    "RAY_SERVE_HAPROXY_BINARY_PATH=/opt/multilora/venv/bin/multilora-haproxy",
+    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE=65536",
+)
+# Its probes of a node are commands in the container: `bash -c "wget ..."`.
+KUBERAY_NEEDS = ("bash", "wget")
 EXPECTED = {"shout": "LAMP TIGER MOSS!", "reverse": "moss tiger lamp", "json": '["lamp", "tiger", "moss"]'}
 
 
@@ -46,7 +59,6 @@ class Container:
         shutdown = f"MULTILORA_SHUTDOWN_LIMIT_SECONDS={SHUTDOWN_LIMIT_SECONDS}"
         given = [*environment, f"MULTILORA_PORT={self.port}", shutdown]
         self._flags = [flag for pair in given for flag in ("--env", pair)]
-        self.start(self.config["Cmd"])
 
     @property
     def log(self) -> str:
@@ -168,6 +180,35 @@ def stop(container: Container, pid: int) -> None:
     assert code == 0, f"exit code {code} after SIGTERM:\n{container.log}"
 
 
+def look_at_server(container: Container) -> None:
+    """The image's own command."""
+    container.start(container.config["Cmd"])
+    wait_ready(container)
+    pid = check_process(container)
+    use(container)
+    stop(container, pid)
+    print("image_probe: served, uploaded, healthy, stopped with exit code 0")
+
+
+def look_at_ray(container: Container) -> None:
+    """The application on a Ray of the container alone: it serves with both engines, and goes with SIGINT."""
+    for name in KUBERAY_NEEDS:
+        found = container.run(name, "--version")
+        assert found.returncode == 0, found
+    args = {"settings": {"store_dir": "/tmp/store"}, "engines": 2, "num_cpus": 0.5, "ingress_cpus": 0.5}
+    application = {"name": "multilora", "route_prefix": "/", "import_path": "service.ray_app:build", "args": args}
+    config = {"http_options": {"host": "127.0.0.1", "port": container.port}, "applications": [application]}
+    # JSON is YAML, too.
+    container.start(["bash", "-c", f"echo '{json.dumps(config)}' >/tmp/serve.yaml && exec serve run /tmp/serve.yaml"])
+    wait_ready(container)
+    use(container)
+    replicas = call(container, "/health")["replicas"]
+    assert list(replicas.values()) == ["ready"] * 2, replicas
+    os.kill(container.main_pid(), signal.SIGINT)
+    container.process.wait(STOP_LIMIT_SECONDS)
+    print(f"image_probe: on Ray Serve: served and uploaded with {len(replicas)} engines")
+
+
 def look_at_first_host(container: Container) -> None:
     """`multilora first-host`, ended by SIGTERM once its second step of this device is at work, and resumed."""
     command = ["multilora", "first-host", "--report-dir", REPORT_DIR]
@@ -220,13 +261,15 @@ def main() -> None:
     parser.add_argument("container")
     parser.add_argument("--env", action="append", default=[])
     parser.add_argument("--first-host", action="store_true")
+    parser.add_argument("--ray", action="store_true")
     arguments = parser.parse_args()
-    container = Container(arguments.work_dir, arguments.container, arguments.env)
+    environment = [*arguments.env, *(RAY_ENVIRONMENT if arguments.ray else ())]
+    container = Container(arguments.work_dir, arguments.container, environment)
     try:
-        wait_ready(container)
-        pid = check_process(container)
-        use(container)
-        stop(container, pid)
+        if arguments.ray:
+            look_at_ray(container)
+        else:
+            look_at_server(container)
         if arguments.first_host:
             look_at_first_host(container)
     except BaseException:
@@ -235,7 +278,6 @@ def main() -> None:
     finally:
         if container.process.poll() is None:
             container.process.kill()
-    print(f"image_probe: {arguments.container}: served, uploaded, healthy, stopped with exit code 0")
 
 
 if __name__ == "__main__":
