@@ -155,9 +155,8 @@ class Way:
     kind: Literal["own", "apart", "ray"] = "own"
 
 
-@contextlib.contextmanager
-def ways(given: argparse.Namespace, root: Path) -> Iterator[list[Way]]:
-    """Those that are asked for; with the model and the adapters written."""
+def write_model(given: argparse.Namespace, root: Path) -> None:
+    """The model, and the adapters."""
     shape = SHAPES[given.shape]
     assert shape is not None, "a shape with random weights"
     dtype = torch.float32 if given.device == "cpu" else torch.bfloat16
@@ -169,13 +168,17 @@ def ways(given: argparse.Namespace, root: Path) -> Iterator[list[Way]]:
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # making random numbers leaves Python's lock
         given.adapter_bytes = list(pool.map(write, range(given.adapters)))[-1]
+
+
+def ways(given: argparse.Namespace) -> list[Way]:
+    """Those that are asked for."""
     most = max(given.replicas)
     made = [Way(f"engines: {number}", number) for number in given.replicas]
     if given.random:
         made.append(Way(f"servers at random: {most}", most, "apart"))
     if given.ray:
         made.append(Way(f"on Ray Serve: {most}", most, "ray"))
-    yield made
+    return made
 
 
 @contextlib.contextmanager
@@ -248,7 +251,9 @@ def main() -> None:
     given = flags.parse_args()
     result = {}
     print(f"{'side':22}{'tokens/s':>9}{'of first':>9}" + "".join(f"{head:>{width}}" for head, _, width, _ in _COLUMNS))
-    with tempfile.TemporaryDirectory() as scratch, ways(given, Path(scratch)) as made:
+    made = ways(given)
+    with tempfile.TemporaryDirectory() as scratch:
+        write_model(given, Path(scratch))
         for way, one in zip(made, measure(given, Path(scratch), made), strict=True):
             result[way.name] = one
             share = one["tokens_per_second"] / next(iter(result.values()))["tokens_per_second"]

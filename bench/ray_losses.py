@@ -17,7 +17,7 @@ import threading
 import time
 from pathlib import Path
 
-from bench.cluster import Side, Way, parser, serving, ways
+from bench.cluster import Side, Way, parser, serving, write_model
 from bench.processes import command_line
 from bench.server_process import Server, wait_for
 
@@ -78,21 +78,17 @@ def main() -> None:
     flags.set_defaults(replicas=[2], requests=16, adapters=8)
     given = flags.parse_args()
     way = Way("on Ray Serve", max(given.replicas), "ray")
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        ways(given, Path(scratch)),
-        serving(given, Path(scratch), way) as side,
-    ):
-        (server,) = side.servers
-        for name, title, how in _LOSSES:
-            waves = Waves(side, given.requests * way.num_engines)
-            waves.start()
-            noticed, back = lose(server, title, how)
-            waves.end()
-            print(
-                f"{name:16} noticed {noticed:5.1f} s, all serve {back:5.1f} s, {waves.num_answered} answered",
-                flush=True,
-            )
+    with tempfile.TemporaryDirectory() as scratch:
+        write_model(given, Path(scratch))
+        with serving(given, Path(scratch), way) as side:
+            (server,) = side.servers
+            for name, title, how in _LOSSES:
+                waves = Waves(side, given.requests * way.num_engines)
+                waves.start()
+                noticed, back = lose(server, title, how)
+                waves.end()
+                times = f"noticed {noticed:5.1f} s, all serve {back:5.1f} s"
+                print(f"{name:16} {times}, {waves.num_answered} answered", flush=True)
 
 
 if __name__ == "__main__":

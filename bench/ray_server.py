@@ -46,9 +46,8 @@ def start_ray(temp_dir: str, *, num_cpus: int, num_gpus: int = 0) -> None:
 def haproxy_command(directory: Path) -> Path:
     """The command `multilora-haproxy` of this tree, which need not be installed; made there."""
     path = directory / "multilora-haproxy"
-    path.write_text(
-        f'#!/bin/sh\nPYTHONPATH="{_ROOT}:$PYTHONPATH" exec "{sys.executable}" -m service.ray_haproxy "$@"\n'
-    )
+    paths = f'PYTHONPATH="{_ROOT}${{PYTHONPATH:+:$PYTHONPATH}}"'
+    path.write_text(f'#!/bin/sh\n{paths} exec "{sys.executable}" -m service.ray_haproxy "$@"\n')
     path.chmod(0o755)
     return path
 
