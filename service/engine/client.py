@@ -141,17 +141,21 @@ class EngineClient(EngineLink):
                 self._set_state("down", f"The engine died {MAX_DEATHS} times within {seconds} seconds. Last: {error}")
                 if self._rest_seconds is None:
                     return
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._closing.wait(), self._rest_seconds)
+                await self._rest(self._rest_seconds)
                 deaths.clear()
-            self._set_state("restarting", error)
-            self.num_restarts += 1
-            if not was_ready:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._closing.wait(), RETRY_SECONDS * len(deaths))
+            if not self._closing.is_set():
+                self._set_state("restarting", error)
+                self.num_restarts += 1
+                if not was_ready:
+                    await self._rest(RETRY_SECONDS * len(deaths))
             if self._closing.is_set():
                 self._set_state("down", "The server is shutting down.")
                 return
+
+    async def _rest(self, seconds: float) -> None:
+        """Or until the server is to end."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
 
     async def _live(self) -> tuple[bool, str]:
         """The whole life of one engine process. Returns whether it was ever ready, and how it ended."""

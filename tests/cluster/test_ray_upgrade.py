@@ -20,7 +20,8 @@ from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, on_ray, running_server, wait_for
 from tests.support.tiny_models import make_tiny_model
 
-_DRAIN_SECONDS = 600
+# Of Ray's four CPUs one is left, for the ingress and the next one: there is no room for one engine more.
+_ARGS = {"drain_seconds": 600, "num_cpus": 1.5}
 _DEPLOY = """
 import json, sys, ray
 from ray import serve
@@ -42,8 +43,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(root: Path) -> Iterator[Server]:
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("RAY_SERVE_ENABLE_HA_PROXY", "0")
-        # One CPU for each engine, and one for both ingresses that there are at an upgrade.
-        patch.setenv("TEST_RAY_ARGS", json.dumps({"drain_seconds": _DRAIN_SECONDS}))
+        patch.setenv("TEST_RAY_ARGS", json.dumps(_ARGS))
         settings = {"model_name": "tiny", "kv_bytes": "24MiB"}
         yield stack.enter_context(running_server(root / "first", root / "ray", **on_ray(), **settings))
 
@@ -55,7 +55,7 @@ def _deploy(server: Server, model_dir: Path) -> subprocess.CompletedProcess[str]
     its_own = Path(f"/proc/{server.process.pid}/environ").read_bytes().split(b"\0")
     env = dict(line.decode().split("=", 1) for line in its_own if line)
     settings = {"model_dir": str(model_dir), "store_dir": str(server.store_dir), "model_name": "tiny"}
-    args = {"settings": {**settings, "kv_bytes": "24MiB"}, "engines": 2, "drain_seconds": _DRAIN_SECONDS}
+    args = {"settings": {**settings, "kv_bytes": "24MiB"}, "engines": 2, **_ARGS}
     command = [str(environment("ray") / "bin" / "python"), "-c", _DEPLOY, address, json.dumps(args)]
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=LIMIT_SECONDS)
 
