@@ -70,7 +70,7 @@ class Container:
         with self._log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 [*self._buildah, "run", *self._flags, self._name, "--", *self.config["Entrypoint"], *command],
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, preexec_fn=_heed_interrupts,
             )  # fmt: skip
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:
@@ -93,6 +93,12 @@ class Container:
 
     def _output(self, *command: str) -> str:
         return subprocess.run([*self._buildah, *command], check=True, capture_output=True, text=True).stdout
+
+
+def _heed_interrupts() -> None:
+    """A shell without job control starts what runs in the background with SIGINT ignored, and every child inherits
+    that; a container engine ignores no signal."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def call(container: Container, path: str, body: Any = None, content_type: str = "application/json") -> Any:

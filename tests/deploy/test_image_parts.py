@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -14,7 +15,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from deploy.image.patch_triton_ascend import without_simt_limits
-from scripts.image_probe import free_port
+from scripts.image_probe import Container, free_port
+from tests.support.limits import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -137,3 +139,24 @@ def test_a_containers_port_is_none_that_other_processes_are_dealt() -> None:
     first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     ports = [free_port() for _ in range(20)]
     assert [port for port in ports if first <= port <= last] == []
+
+
+def test_a_container_heeds_sigint_where_the_probe_ignores_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the probe does behind `make image-test &`. A script stands in for buildah: it runs what is to be contained."""
+    (tmp_path / "bin").mkdir()
+    (buildah := tmp_path / "bin" / "buildah").write_text(
+        "#!/bin/bash\n"
+        """[ "$5" = inspect ] && echo '{"Docker": {"config": {"Entrypoint": ["env"]}}}' && exit\n"""
+        """while [ "$1" != -- ]; do shift; done; shift; exec "$@"\n"""
+    )
+    buildah.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{buildah.parent}:{os.environ['PATH']}")
+    container = Container(tmp_path, "stand-in", [])
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        container.start(["sleep", "infinity"])
+        container.process.send_signal(signal.SIGINT)
+        assert container.process.wait(LIMIT_SECONDS) == -signal.SIGINT
+    finally:
+        signal.signal(signal.SIGINT, before)
+        container.process.kill()
