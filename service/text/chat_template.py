@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from service.text.content_parts import ContentForms
 from service.text.template_sandbox import TemplateError, template_environment
 from service.text.tokenizer import TextError, read_json
 
@@ -18,15 +19,11 @@ from service.text.tokenizer import TextError, read_json
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _MAX_TEMPLATE_BYTES = 1 << 20
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-_PROBE = "probe of the content format"
 
 
 class ChatTemplate:
-    """One compiled template and the special tokens it may name.
-
-    takes_parts  whether the template itself understands a message whose content is a list of text parts; where it does
-                 not, the texts of the parts are joined with a newline before it sees them (as vLLM does).
-    """
+    """One compiled template and the special tokens it may name. Contents reach it in a form that it shows
+    (`service.text.content_parts`)."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         if len(source.encode()) > _MAX_TEMPLATE_BYTES:
@@ -39,7 +36,7 @@ class ChatTemplate:
             raise
         except Exception as error:  # Python's own compiler has limits too, and says so in several ways
             raise TextError(f"The chat template is not valid jinja2: {error}.") from error
-        self.takes_parts = self._probe_parts()
+        self._contents = ContentForms(self._probe)
 
     def render(
         self,
@@ -59,20 +56,39 @@ class ChatTemplate:
         final = plain[-1]
         if continue_final_message:
             plain[-1] = _tag_final_message(final)
-        names = {**self._special_tokens, **(variables or {})}
-        try:
-            text = self._run(names, plain, add_generation_prompt=add_generation_prompt, tools=tools)
-        except TemplateError:
-            # Some templates write arguments one by one, which a text that is no object does not have.
-            objects = [_with_objects(message) for message in plain]
-            if objects == plain:
-                raise
-            text = self._run(names, objects, add_generation_prompt=add_generation_prompt, tools=tools)
+        text = self._shown(plain, variables or {}, add_generation_prompt=add_generation_prompt, tools=tools)
         if not continue_final_message:
             return text
         if "content" not in self.source:
             raise TemplateError("The chat template does not show the final message, so it cannot be continued.")
         return _cut_at_tag(text, _final_text(final))
+
+    def _shown(self, messages: list[dict[str, Any]], variables: Mapping[str, Any], **options: Any) -> str:
+        """The text of the messages in the first spelling that the template does not refuse. TemplateError if it
+        refuses them in all."""
+        names, tried = {**self._special_tokens, **variables}, messages
+        try:
+            return self._run(names, messages, **options)
+        except TemplateError as error:
+            refusal = error
+        for respelt in (_with_objects, self._contents.joined):
+            spelling = [respelt(message) for message in tried]
+            if spelling == tried or isinstance(refusal.__cause__, MemoryError):
+                continue
+            tried = spelling
+            try:
+                return self._run(names, spelling, **options)
+            except TemplateError as error:
+                refusal = error
+        raise refusal
+
+    def _probe(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str | None:
+        try:
+            return self._run(self._special_tokens, messages, tools=tools)
+        except TemplateError as error:
+            if isinstance(error.__cause__, MemoryError):  # nobody knows what is left of the process
+                raise
+            return None
 
     def _run(
         self,
@@ -93,27 +109,14 @@ class ChatTemplate:
 
     def _plain_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         plain = {key: value for key, value in message.items() if value is not None}
-        content = plain.get("content")
-        if isinstance(content, list) and not self.takes_parts:
-            plain["content"] = "\n".join(part["text"] for part in content)
         if plain.get("role") == "developer" and "developer" not in self.source:
             plain["role"] = "system"
-        return plain
-
-    def _probe_parts(self) -> bool:
-        """A template understands parts if one part renders as the same text does by itself."""
-        rendered = []
-        for content in (_PROBE, [{"type": "text", "text": _PROBE}]):
-            message = {"role": "user", "content": content}
-            try:
-                rendered.append(self._run(self._special_tokens, [message]))
-            except TemplateError:
-                return False
-        return rendered[0] == rendered[1]
+        return self._contents.shown(plain)
 
 
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with arguments that are texts as the only member of an object."""
+    """A message with arguments that are texts as the only member of an object: some templates write arguments one by
+    one."""
     if not isinstance(message.get("tool_calls"), list):
         return message
     calls = [
@@ -128,9 +131,8 @@ def _with_objects(message: dict[str, Any]) -> dict[str, Any]:
 def _tag_final_message(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
-        parts = [dict(part) for part in content]
-        parts[-1]["text"] += _CONTINUE_TAG
-        return {**message, "content": parts}
+        last = type(content[-1])(content[-1], text=content[-1]["text"] + _CONTINUE_TAG)
+        return {**message, "content": type(content)([*content[:-1], last])}
     return {**message, "content": (content or "") + _CONTINUE_TAG}
 
 

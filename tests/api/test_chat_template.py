@@ -120,15 +120,138 @@ def test_a_template_that_knows_parts_gets_parts(
 ) -> None:
     chat = [{"role": "user", "content": [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]}]
     template = ChatTemplate(PARTS, special_tokens)
-    assert template.takes_parts
     assert template.render(chat) == oracle.apply_chat_template(chat, chat_template=PARTS, tokenize=False) == "one two"
 
 
-def test_a_template_that_knows_texts_only_gets_the_parts_joined(special_tokens: dict[str, str]) -> None:
-    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", special_tokens)
-    chat = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]
-    assert not template.takes_parts
-    assert template.render(chat) == "one\ntwo"
+# How a template may show the content of one message, `m`.
+CONTENTS = {
+    "as it is": "{{ m.content }}",
+    "as a text": '{"content": {{ m.content | string }}}',
+    "as JSON": "{{ m.content | tojson }}",
+    "trimmed": "{{ m.content | trim }}",
+    "the first part": "{{ m.content if m.content is string else m.content[0].text }}",
+    "texts alone": "{% if m.content is string %}{{ m.content }}{% endif %}",
+    "texts, and parts by keys of another kind": (
+        "{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for b in m.content %}{{ b.output if b.output is defined else b }}{% endfor %}{% endif %}"
+    ),
+    "texts, and all that parts hold": (
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for b in m.content %}"
+        "{% for key, value in b.items() %}{{ key }}={{ value }};{% endfor %}{% endfor %}{% endif %}"
+    ),
+    "texts, and a list of them": (
+        "{% if m.content is string %}{{ m.content }}{% else %}{{ m.content | map(attribute='text') | list }}{% endif %}"
+    ),
+    "added to a text": "{{ 'x' + m.content }}",
+    "texts, else its own refusal": (
+        "{% if m.content is string %}{{ m.content }}{% else %}{{ raise_exception('texts only') }}{% endif %}"
+    ),
+    "only the first part": "{{ m.content[0].text }}",
+    "parts alone": "{% for b in m.content | selectattr('type', 'equalto', 'text') %}{{ b.text }}{% endfor %}",
+    "parts alone, by their tests": (
+        "{% for b in m.content %}{% if b.type == 'text' %}{{ b['text'] }}{% elif b.type == 'image' %}<image>"
+        "{% endif %}{% endfor %}"
+    ),
+    "both": (
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for b in m.content %}"
+        "{% if b.type == 'text' %}{{ b.text }}{% endif %}{% endfor %}{% endif %}"
+    ),
+}
+# Of these a part is shown as transformers shows it; elsewhere parts are joined with a newline, as vLLM joins them.
+TAKE_PARTS = ("parts alone", "parts alone, by their tests", "both")
+BOTH = CONTENTS["both"]
+PART_ROLES = ("system", "user", "assistant", "call", "tool")
+
+
+def shown_by(role: str, shown: str) -> str:
+    """A template that shows contents of a role so, and those of others as both texts and parts."""
+    is_role = {"assistant": "m.role == 'assistant' and not m.tool_calls", "call": "m.tool_calls"}
+    return (
+        "{% for m in messages %}<{{ m.role }}>"
+        f"{{% if {is_role.get(role, f'm.role == {role!r}')} %}}{shown}{{% else %}}{BOTH}{{% endif %}}"
+        "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}\n{% endfor %}"
+    )
+
+
+def chat_with(role: str, content: Any) -> list[dict[str, Any]]:
+    calls = [{"id": "c12345678", "type": "function", "function": {"name": "f", "arguments": {}}}]
+    chat: list[dict[str, Any]] = [
+        {"role": "system", "content": "sys"},
+        {"role": "user", "content": "ask"},
+        {"role": "assistant", "content": "said", "tool_calls": calls},
+        {"role": "tool", "content": "20", "tool_call_id": "c12345678"},
+        {"role": "assistant", "content": "done"},
+    ]
+    chat[{"system": 0, "user": 1, "call": 2, "tool": 3, "assistant": 4}[role]]["content"] = content
+    return chat
+
+
+@pytest.mark.parametrize("role", PART_ROLES)
+@pytest.mark.parametrize("name", CONTENTS)
+def test_no_part_is_lost_and_none_is_shown_as_python_data(
+    oracle: transformers.PreTrainedTokenizerFast, special_tokens: dict[str, str], name: str, role: str
+) -> None:
+    source = shown_by(role, CONTENTS[name])
+    template = ChatTemplate(source, special_tokens)
+    one, two = ({"type": "text", "text": text} for text in ("the one", "the other"))
+
+    def expected(content: Any) -> str:
+        return str(oracle.apply_chat_template(chat_with(role, content), chat_template=source, tokenize=False))
+
+    for parts, joined in (([one], "the one"), ([one, two], "the one\nthe other")):
+        from_parts, from_text = (template.render(chat_with(role, content)) for content in (parts, joined))
+        if name in TAKE_PARTS:
+            assert from_parts == expected(parts)
+            assert from_text == expected([{"type": "text", "text": joined}])
+        elif name == "only the first part":
+            assert from_parts == from_text == expected([{"type": "text", "text": joined}])
+        else:
+            assert from_parts == from_text == expected(joined)
+
+
+def test_where_tools_change_how_a_message_is_shown_no_python_data_is_shown(special_tokens: dict[str, str]) -> None:
+    """As Llama 3.2's, which writes the first user message beside the tools."""
+    source = (
+        "{% if tools %}{{ tools | tojson }}{{ messages[0].content | trim }}{% else %}"
+        f"{{% for m in messages %}}{BOTH}{{% endfor %}}{{% endif %}}"
+    )
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    template = ChatTemplate(source, special_tokens)
+    assert template.render([{"role": "user", "content": parts}], tools=tools).endswith("one \ntwo")
+
+
+def test_where_a_variable_changes_how_a_message_is_shown_no_python_data_is_shown(
+    special_tokens: dict[str, str],
+) -> None:
+    source = f"{{% if brief %}}{{{{ messages[0].content }}}}{{% else %}}{{% set m = messages[0] %}}{BOTH}{{% endif %}}"
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    template = ChatTemplate(source, special_tokens)
+    assert template.render([{"role": "user", "content": parts}]) == "one two"
+    assert template.render([{"role": "user", "content": parts}], variables={"brief": True}) == "one \ntwo"
+
+
+def test_a_role_that_a_template_refuses_is_refused_with_its_words(special_tokens: dict[str, str]) -> None:
+    source = (
+        "{% for m in messages %}{% if m.role in ('system', 'tool') %}{{ raise_exception('No ' + m.role + ' here') }}"
+        f"{{% endif %}}{BOTH}{{% endfor %}}"
+    )
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    template = ChatTemplate(source, special_tokens)
+    for content in ("text", parts):
+        with pytest.raises(TemplateError, match="No system here"):
+            template.render(chat_with("system", content))
+
+
+@pytest.mark.parametrize("name", ["both", "as it is", "parts alone"])
+def test_the_last_of_several_parts_is_continued(special_tokens: dict[str, str], name: str) -> None:
+    source = f"{{% for m in messages %}}<{{{{ m.role }}}}>{CONTENTS[name]}</>{{% endfor %}}"
+    chat = [
+        {"role": "user", "content": "ask"},
+        {"role": "assistant", "content": [{"type": "text", "text": "It"}, {"type": "text", "text": "is "}]},
+    ]
+    text = ChatTemplate(source, special_tokens).render(chat, add_generation_prompt=False, continue_final_message=True)
+    assert text == f"<user>ask</><assistant>It{chr(10) if name == 'as it is' else ''}is "
 
 
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_coder", "hermes"])
