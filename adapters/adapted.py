@@ -2,7 +2,8 @@
 
 Modules that stand for all rows of slices share their A, and each slice has its rows of B. Modules that stand for some
 rows of a slice make one LoRA of it whose rank is the sum of theirs, with zeros where the rows of one meet the ranks of
-another.
+another. Rows that none of them stands for stay the base's: their B is zero, and their magnitude, which no trained row
+has beside a B of zero (`adapters.side_pool` takes both for a scale of 1).
 """
 
 from __future__ import annotations
@@ -83,19 +84,11 @@ def _part(tensor: Tensor, first: int, num_rows: int, total: int) -> Tensor:
 
 def clashes(pieces: Sequence[SlicePiece], piece: Slice) -> Problems:
     """What is wrong with the pieces of one slice, by their first rows, together."""
-    problems = [
+    return [
         (two.name, f"{one.name} changes the same rows of {piece.module}; train these in one way")
         for one, two in pairwise(pieces)
         if one.rows.meets(two.rows)
     ]
-    num_rows = sum(one.rows.num for one in pieces)
-    if not problems and num_rows < piece.out_features and any(MAGNITUDE in one.sides for one in pieces):
-        reason = (
-            f"its magnitudes are of {num_rows} of the {piece.out_features} rows of {piece.module}; with use_dora, "
-            "train all parts of it"
-        )
-        problems += [(one.name, reason) for one in pieces]
-    return problems
 
 
 def bind_slice(

@@ -57,7 +57,8 @@ class KnownModules:
         self.embeddings = tuple(module for kind, module in ends if kind == "embedding")
         self.heads = tuple(module for kind, module in ends if kind == "linear")
         self.norms = {tail_of(norm.module): norm for norm in layout.norms}
-        self.renamed = {tail_of(name): rows for p in layout.projections for name, rows in _merged(p)}
+        merged = {tail_of(name): rows for p in layout.projections for name, rows in _merged(p)}
+        self.renamed = {tail: rows for tail, rows in merged.items() if tail not in self.by_tail}
         for split in layout.splits:
             borders = accumulate((part.out_features for part in split.parts), initial=0)
             for part, rows in zip(split.parts, pairwise(borders), strict=True):
@@ -117,8 +118,11 @@ def trained_path(name: str) -> str:
 
 
 def _merged(projection: ProjectionSpec) -> Iterator[tuple[str, tuple[OutputRows, ...]]]:
-    """Modules that trainers merge out of two neighbours of one input, named by joining what tells them apart:
-    in_proj_qkv and in_proj_z become in_proj_qkvz, with the rows of the first before those of the second."""
+    """Modules that trainers merge out of neighbours of one input: all of attention (qkv_proj) or of a gated layer
+    (gate_up_proj), in their order; and two neighbours, named by joining what tells them apart: in_proj_qkv and
+    in_proj_z become in_proj_qkvz, with the rows of the first before those of the second."""
+    if projection.group in ("attention", "mlp") and len(projection.slices) > 1:
+        yield projection.name, tuple(map(_all_rows, projection.slices))
     for first, second in pairwise(projection.slices):
         shared, underscore, _ = first.module.rpartition("_")
         told_apart = second.module.removeprefix(shared + underscore)

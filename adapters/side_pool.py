@@ -6,7 +6,8 @@ the store at the next load.
 
 Magnitudes become scales when an adapter's line is first written, for they need the norms of the base's weight with the
 adapter's delta: see `BaseFacts.delta_squares` for what that costs. The scales take the magnitudes' place in its host
-memory, in the order of the copies' stream: loads after that are copies.
+memory, in the order of the copies' stream: loads after that are copies. A row without a delta whose magnitude is 0 was
+not trained (`adapters.adapted`) and keeps the base's norm.
 """
 
 from __future__ import annotations
@@ -167,6 +168,11 @@ class SidePool:
             torch._foreach_clamp_min_(norms, 0.0)
             torch._foreach_sqrt_(norms)
             torch._foreach_div_(found, norms)
+            for module, scale in zip(new, found, strict=True):
+                untrained = extras[module, MAGNITUDE] == 0
+                if untrained.any():  # of few adapters, so that the others need not look through B
+                    untrained &= (adapter.slices[module].b == 0).all(0)
+                    scale.masked_fill_(untrained.to(scale.device), 1.0)
             torch._foreach_copy_([extras[module, MAGNITUDE] for module in new], found, non_blocking=True)
             for module in new:  # when the copy has been asked for: what it is called is what it holds
                 extras[module, _SCALE] = extras.pop((module, MAGNITUDE))

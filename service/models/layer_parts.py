@@ -50,3 +50,10 @@ def named(parent: str, modules: tuple[str, ...], sizes: tuple[int, ...]) -> dict
     if len(modules) == 1:
         return {f"{parent}.{modules[0]}": sum(sizes)}
     return {f"{parent}.{module}": size for module, size in zip(modules, sizes, strict=True)}
+
+
+def split_input(
+    parent: str, inputs: tuple[str, ...], split: tuple[str, ...], sizes: tuple[int, ...]
+) -> dict[str, dict[str, int]]:
+    """`Linear.splits` of one module for all `sizes`; nothing where each size has a module of its own."""
+    return {f"{parent}.{inputs[0]}": named(parent, split, sizes)} if len(inputs) == 1 else {}

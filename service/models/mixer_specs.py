@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from service.models.layer_parts import Linear, MixerState, Shapes, named
+from service.models.layer_parts import Linear, MixerState, Shapes, named, split_input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +16,7 @@ class AttentionSpec:
     """Grouped-query attention; needs no state but cached keys and values.
 
     inputs           modules that yield queries, keys and values, in this order: three, or one for all
+    split            modules of queries, keys and values, which some trainers have in the place of one for all
     scale            of the scores
     rotary           which of the model's rotations turns queries and keys
     sliding_window   number of latest tokens a query sees, itself included; None: all of them
@@ -32,6 +33,7 @@ class AttentionSpec:
     scale: float
     name: str = "self_attn"
     inputs: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    split: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
     output: str = "o_proj"
     input_bias: bool = False
     output_bias: bool = False
@@ -70,10 +72,11 @@ class AttentionSpec:
 
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
         """Queries, keys and values; and what reads the heads."""
-        inputs = named(self.name, self.inputs, (self.query_size, self.kv_size, self.kv_size))
+        sizes = (self.query_size, self.kv_size, self.kv_size)
+        inputs, splits = named(self.name, self.inputs, sizes), split_input(self.name, self.inputs, self.split, sizes)
         out = f"{self.name}.{self.output}"
         return (
-            Linear(f"{self.name}.qkv_proj", "attention", hidden_size, inputs, self.input_bias),
+            Linear(f"{self.name}.qkv_proj", "attention", hidden_size, inputs, self.input_bias, splits),
             Linear(out, "attention", self.num_heads * self.head_dim, {out: hidden_size}, self.output_bias),
         )
 
@@ -176,8 +179,8 @@ class GatedDeltaSpec:
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
         """All inputs; and what reads the gated norm."""
         inputs, out = named(self.name, self.inputs, self.input_sizes), f"{self.name}.out_proj"
-        parts = named(self.name, self.split, (self.key_size, self.key_size, self.value_size))
-        splits = {f"{self.name}.{self.inputs[0]}": parts}
+        sizes = (self.key_size, self.key_size, self.value_size)
+        splits = split_input(self.name, self.inputs[:1], self.split, sizes)
         return (
             Linear(f"{self.name}.in_proj", "operator", hidden_size, inputs, splits=splits),
             Linear(out, "operator", self.value_size, {out: hidden_size}),

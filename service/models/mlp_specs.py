@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kernels.swiglu.activation import Activation
-from service.models.layer_parts import Linear, Shapes, named
+from service.models.layer_parts import Linear, Shapes, named, split_input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,12 +17,14 @@ class MlpSpec:
     """output(activation(gate(x)) * up(x)).
 
     inputs  modules of gate and up, or one for both
+    split   modules of gate and up, which some trainers have in the place of one for both
     packed  what the one product of both is called
     """
 
     size: int
     name: str = "mlp"
     inputs: tuple[str, ...] = ("gate_proj", "up_proj")
+    split: tuple[str, ...] = ("gate_proj", "up_proj")
     packed: str = "gate_up_proj"
     output: str = "down_proj"
     bias: bool = False
@@ -41,9 +43,10 @@ class MlpSpec:
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
         """Gate and up; and down."""
         down = f"{self.name}.{self.output}"
-        gate_up = named(self.name, self.inputs, (self.size, self.size))
+        sizes = (self.size, self.size)
+        gate_up, splits = named(self.name, self.inputs, sizes), split_input(self.name, self.inputs, self.split, sizes)
         return (
-            Linear(f"{self.name}.{self.packed}", "mlp", hidden_size, gate_up, self.bias),
+            Linear(f"{self.name}.{self.packed}", "mlp", hidden_size, gate_up, self.bias, splits),
             Linear(down, "mlp", self.size, {down: hidden_size}, self.bias),
         )
 

@@ -115,11 +115,11 @@ def test_a_projection_that_is_adapted_whole_and_in_parts_is_refused(other: str) 
     assert name.endswith("in_proj_k") and f"{other} changes the same rows" in reason and "in one way" in reason
 
 
-def test_magnitudes_of_some_parts_are_refused() -> None:
-    """Those of the other rows would have to be the base's norms, which the file does not hold."""
-    assert len(bind(layout_of(text_config()), *split_adapter(use_dora=True)).extras) == 3
-    problems = problems_of(*split_adapter(("in_proj_q", "in_proj_k"), use_dora=True))
-    assert len(problems) == 6 and all("with use_dora, train all parts of it" in reason for _, reason in problems)
+@pytest.mark.parametrize("parts", [tuple(SPLIT), ("in_proj_q", "in_proj_v")])
+def test_magnitudes_of_all_or_some_parts_bind(parts: tuple[str, ...]) -> None:
+    """Of rows that no part trains they are 0, as B is."""
+    binding = bind(layout_of(text_config()), *split_adapter(parts, use_dora=True))
+    assert [(one.part, one.tensor.shape) for one in binding.extras] == [("lora_magnitude_vector", (80,))] * 3
 
 
 def test_a_part_of_another_shape_is_refused() -> None:
