@@ -32,6 +32,12 @@ def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor
         reason = sort_in(tensor, known, found, others)
         if reason is not None:
             problems.append((tensor.name, reason))
+    if others.left and not (problems or found or others.extras or others.tokens):
+        raise BindingError(
+            f"The adapter changes {', '.join(sorted(others.left))} alone, which is not served: this server answers "
+            "texts, and no answer to a text would change. Train modules of the text model too.",
+            (),
+        )
     tie_whole_head(known, others)
     problems += _check_targets(known, config, found)
     if not problems:
@@ -48,7 +54,7 @@ def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor
     if not problems:
         problems += check_saved(known, others)
     problems += _check_invocation(config, slices, layout)
-    _refuse(problems, slices, bool(others.extras or others.tokens))
+    _refuse(problems, slices, others)
     extras = tuple(sorted(others.extras, key=lambda extra: (extra.module, extra.part)))
     return Binding(
         tuple(slices),
@@ -203,6 +209,10 @@ def _notes(
 ) -> tuple[str, ...]:
     notes = first_of([f"{copy.tensor.name} repeats the base's own weight and is not stored." for copy in others.copies])
     notes += first_of([f"{one.tensor.name} repeats {one.of.name} and is not stored." for one in others.repeats])
+    notes += [
+        f"{len(left)} tensors of {part} are left ({left[0][:200]}, ...): not served, and without effect on a text."
+        for part, left in others.left.items()
+    ]
     names = config.target_modules if isinstance(config.target_modules, tuple) else ()
     known_endings = {ending for tail in (*known.by_tail, *_renamed(known, found)) for ending in endings(tail)}
     unused = [name for name in names if tail_of(name) not in known_endings]
@@ -218,10 +228,10 @@ def _notes(
     return tuple(notes)
 
 
-def _refuse(problems: Problems, slices: list[BoundSlice], has_more: bool) -> None:
+def _refuse(problems: Problems, slices: list[BoundSlice], others: OtherTensors) -> None:
     if problems:
         raise BindingError.listing(problems)
     if not slices:
         raise BindingError("The adapter has no LoRA tensors for any projection of this base model.", ())
-    if not has_more and all(bound.scaling == 0 for bound in slices):
+    if not (others.extras or others.tokens) and all(bound.scaling == 0 for bound in slices):
         raise BindingError("The adapter would change nothing: lora_alpha is 0 for all of its modules.", ())

@@ -60,7 +60,6 @@ class BaseLayout:
                  bases of one shape are kept apart by it
     unadapted    modules whose adapters are not served, what is below them included: experts and their routers
     fixed        tensors beside the projections that no adapter changes, a convolution's weight say
-    outside      beginnings of modules that belong to parts of the model that are not served, a vision tower say
     splits       slices that some trainers have as several modules
     ties_head    the head is the token embedding
     norms        of the hidden states and of the heads of attention: the modules whose weights an adapter may replace,
@@ -77,7 +76,6 @@ class BaseLayout:
     splits: tuple[SplitModule, ...] = ()
     ties_head: bool = False
     fixed: tuple[str, ...] = ()
-    outside: tuple[str, ...] = ()
 
     @property
     def groups(self) -> tuple[Group, ...]:

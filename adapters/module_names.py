@@ -14,6 +14,13 @@ _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpo
 _PEFT_PREFIX = re.compile(r"(?:module\.)*(?:base_model\.model\.)?(?:module\.)*")
 # Models inside models: the text part of a multimodal model is the same tree under another name.
 _MODEL_PREFIX = re.compile(r"(?:(?:base_model|model|language_model|text_model|module)\.)*")
+# Parts of a model beside its text model: towers that see or hear, what leads from them to the text, what speaks, and
+# layers that predict several tokens at once. None of them changes the answer to a text.
+_BESIDE_TEXT = re.compile(
+    r"(?:visual|vision_\w+|audio_\w+|speech_\w+|image_\w+|img_\w+|embed_vision|embed_audio|mm_projector|mlp1|connector"
+    r"|multi_modal_projector|modality_projection|aligner|resampler|qformer|vpm|apm|vqmodel|talker|token2wav|code2wav|mtp)"
+    r"(?=\.)"
+)
 _OF_MODULE = re.compile(r"\.(?:weight|bias)$")
 
 
@@ -51,7 +58,6 @@ class KnownModules:
         fixed = {tail_of(name): _OF_MODULE.sub("", tail_of(name)) for name in layout.fixed}
         self._fixed = tuple(dict.fromkeys(fixed.values()))
         self.unserved_modules = (*self.unadapted, *dict.fromkeys(part for name, part in fixed.items() if part != name))
-        self._outside = tuple(dict.fromkeys(tail_of(beginning) for beginning in layout.outside))
         self.ties_head = layout.ties_head
         ends = [(p.kind, piece.module) for p in layout.projections if p.group == "embeddings" for piece in p.slices]
         self.embeddings = tuple(module for kind, module in ends if kind == "embedding")
@@ -79,13 +85,6 @@ class KnownModules:
     def why_unserved(self, path: str) -> str | None:
         """Why nothing binds to the module or parameter at `path`, which this base has; None if it has none such."""
         tail = f"{tail_of(path)}."
-        beginning = next((beginning for beginning in self._outside if tail.startswith(beginning)), None)
-        if beginning is not None:
-            part = beginning.removesuffix(".")
-            return (
-                f"{part} is a part of the model that is not served: train modules of the text model alone (PEFT's "
-                f"exclude_modules leaves {part} out)"
-            )
         module = next((module for module in self.unadapted if tail.startswith(f"{module}.")), None)
         if module is not None:
             return f"adapters of experts and of their routers ({module}) are not served: train without these modules"
@@ -109,6 +108,12 @@ def tail_of(path: str) -> str:
 
 def model_prefix(path: str) -> str:
     return path[: _end(_MODEL_PREFIX, path)]
+
+
+def part_beside_text(path: str) -> str | None:
+    """The part of a multimodal model around the module at `path` that is not its text model; None for all else."""
+    match = _BESIDE_TEXT.match(tail_of(path))
+    return None if match is None else match[0]
 
 
 def trained_path(name: str) -> str:

@@ -55,7 +55,7 @@ def layout_fingerprint(layout: BaseLayout) -> str:
     adapter asks for it, beside the steps, and a large base has hundreds of modules."""
     fields = asdict(layout)
     # These follow from the rest, and stores are older than they.
-    for name in ("norms", "splits", "ties_head", "fixed", "outside"):
+    for name in ("norms", "splits", "ties_head", "fixed"):
         del fields[name]
     return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()[:16]
 

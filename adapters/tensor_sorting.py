@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from adapters.bound import BIAS, LORA_BIAS, MAGNITUDE, WEIGHT, BaseCopy, BoundExtra, BoundTokens, Repeat
 from adapters.format import Tensor
 from adapters.layout import Group, ProjectionSpec, Slice
-from adapters.module_names import KnownModules, OutputRows, tail_of, trained_path
+from adapters.module_names import KnownModules, OutputRows, part_beside_text, tail_of, trained_path
 from adapters.patterns import endings
 from adapters.peft_config import AdapterConfig
 
@@ -43,13 +43,17 @@ class FoundModule:
 @dataclass(slots=True)
 class OtherTensors:
     """Tensors that are no LoRA weights: what is held beside rows, what must repeat the base, and what must repeat
-    another one: PEFT's `save_embedding_layers` saves a module of `modules_to_save` twice."""
+    another one: PEFT's `save_embedding_layers` saves a module of `modules_to_save` twice.
+
+    left  names by the part of a multimodal model that they belong to, which is not served
+    """
 
     config: AdapterConfig
     extras: list[BoundExtra] = field(default_factory=list)
     copies: list[BaseCopy] = field(default_factory=list)
     tokens: list[BoundTokens] = field(default_factory=list)
     repeats: list[Repeat] = field(default_factory=list)
+    left: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, extra: BoundExtra) -> str | None:
         twin = next((one for one in self.extras if (one.module, one.part) == (extra.module, extra.part)), None)
@@ -65,6 +69,10 @@ class OtherTensors:
 def sort_in(tensor: Tensor, known: KnownModules, found: dict[str, FoundModule], others: OtherTensors) -> str | None:
     """Put the tensor where it belongs, in `found` by a path without the model's name; the reason if it belongs
     nowhere."""
+    part = part_beside_text(trained_path(tensor.name))
+    if part is not None:
+        others.left.setdefault(part, []).append(tensor.name)
+        return None
     match = _SIDE.fullmatch(tensor.name)
     if match is None:
         return _sort_in_other(tensor, known, others)

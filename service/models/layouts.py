@@ -82,7 +82,6 @@ def layout_of_spec(spec: ModelSpec) -> BaseLayout:
         tuple(projections),
         unadapted=tuple(unadapted),
         fixed=tuple(fixed),
-        outside=spec.unused,
         norms=tuple(norms),
         splits=tuple(splits),
         ties_head=spec.tie_word_embeddings,

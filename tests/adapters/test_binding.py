@@ -120,12 +120,46 @@ def test_rank_and_scaling_follow_the_patterns(tmp_path: Path) -> None:
     assert binding.rows == {"attention": 4, "mlp": 6}
 
 
+BESIDE_TEXT = {
+    "base_model.model.model.visual.blocks.0.attn.qkv.lora_A.weight": "visual",
+    "base_model.model.visual.merger.mlp.0.lora_B.weight": "visual",
+    "base_model.model.model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.lora_A.weight": "vision_tower",
+    "base_model.model.vision_tower.layers.0.self_attn.q_proj.lora_magnitude_vector": "vision_tower",
+    "base_model.model.model.vision_model.layers.0.self_attn.q_proj.lora_A.default.weight": "vision_model",
+    "base_model.model.multi_modal_projector.modules_to_save.linear_1.weight": "multi_modal_projector",
+    "base_model.model.model.multi_modal_projector.linear_1.bias": "multi_modal_projector",
+    "base_model.model.model.mm_projector.0.weight": "mm_projector",
+    "base_model.model.model.connector.modality_projection.proj.lora_A.weight": "connector",
+    "base_model.model.audio_tower.layers.0.self_attn.v_proj.lora_A.weight": "audio_tower",
+    "base_model.model.model.embed_audio.embedding_projection.lora_A.weight": "embed_audio",
+    "base_model.model.mtp.layers.0.self_attn.q_proj.lora_B.weight": "mtp",
+}
+
+
+def test_tensors_of_parts_that_no_text_passes_are_left_and_named(tmp_path: Path) -> None:
+    """PEFT's target_modules finds q_proj in the tower as well as in the text model."""
+    beside = dict.fromkeys(BESIDE_TEXT, np.zeros((3, 5), "<f4"))
+    text = {
+        name.replace("model.model.", "model.model.language_model."): t for name, t in lora_tensors(LAYOUT, Q, 4).items()
+    }
+    binding = bind_tensors(tmp_path, {**beside, **text}, modules_to_save=["multi_modal_projector"])
+    assert {side.name for one in binding.slices for side in (one.a, one.b)} == text.keys() and not binding.extras
+    for name, part in BESIDE_TEXT.items():
+        num = sum(other == part for other in BESIDE_TEXT.values())
+        assert any(f"{num} tensors of {part} are left" in note and "not served" in note for note in binding.notes), name
+
+
+def test_an_adapter_of_parts_that_no_text_passes_alone_is_refused_by_their_names(tmp_path: Path) -> None:
+    beside = dict.fromkeys(BESIDE_TEXT, np.zeros((3, 5), "<f4"))
+    with pytest.raises(BindingError, match=r"audio_tower, connector, .*visual alone.*Train modules of the text model"):
+        bind_tensors(tmp_path, beside)
+
+
 def test_every_tensor_that_does_not_bind_is_listed_with_its_reason(tmp_path: Path) -> None:
     zeros = np.zeros((4, HIDDEN), "<f4")
     strange = {
         "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": "no projection",
-        "base_model.model.model.layers.0.self_attn.qkv_proj.lora_A.weight": "no projection",
-        "base_model.model.vision_tower.layers.0.self_attn.q_proj.lora_A.weight": "no projection",
+        "base_model.model.model.layers.0.self_attn.c_attn.lora_A.weight": "no projection",
         "base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector": "DoRA",
         "base_model.model.model.layers.0.self_attn.q_proj.lora_B.bias": "bias",
         "base_model.model.model.layers.0.self_attn.q_proj.lora_B.default.bias": "bias",

@@ -115,10 +115,15 @@ def test_images_are_refused(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["model.visual.blocks.0.attn.qkv", "model.language_model.layers.0.linear_attn.conv1d"]
+    ("module", "named"),
+    [
+        ("model.visual.blocks.0.attn.qkv", "changes visual alone"),
+        ("model.language_model.layers.0.linear_attn.conv1d", "model.language_model.layers.0.linear_attn.conv1d"),
+    ],
+    ids=["tower", "convolution"],
 )
 def test_adapters_of_what_is_not_adapted_are_refused_by_name(
-    module: str, server: Server, adapter_dir: Path, tmp_path: Path
+    module: str, named: str, server: Server, adapter_dir: Path, tmp_path: Path
 ) -> None:
     config = json.loads((adapter_dir / "adapter_config.json").read_text())
     config["target_modules"] = [module.rsplit(".", 1)[-1]]
@@ -129,4 +134,4 @@ def test_adapters_of_what_is_not_adapted_are_refused_by_name(
     with pytest.raises(httpx.HTTPStatusError) as caught:
         qwen3_5.upload(tmp_path, "wrong", server.url)
     assert caught.value.response.status_code == 400
-    assert module in caught.value.response.json()["error"]["message"]
+    assert named in caught.value.response.json()["error"]["message"]

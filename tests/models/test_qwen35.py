@@ -235,22 +235,16 @@ def test_names_of_merged_modules_say_nothing_where_a_trainer_does_not_merge() ->
     assert binding.notes == (f"target_modules names nothing in this base model with: {', '.join(MERGED)}.",)
 
 
-_VISUAL = "visual is a part of the model that is not served: train modules of the text model alone"
 NOT_SERVED = {
-    "model.visual.blocks.0.attn.qkv.lora_A.weight": _VISUAL,
-    "model.visual.patch_embed.proj.weight": _VISUAL,
-    "mtp.layers.0.self_attn.q_proj.lora_B.weight": "mtp is a part of the model that is not served",
-    **{
-        f"model.layers.0.linear_attn.{tensor}": f"adapters that change layers.0.linear_attn.{part} are not served"
-        for part, tensor in (
-            ("conv1d", "conv1d.lora_A.weight"),
-            ("conv1d", "conv1d.modules_to_save.weight"),
-            ("A_log", "A_log"),
-            ("A_log", "A_log.lora_A.weight"),
-            ("dt_bias", "dt_bias"),
-            ("norm", "norm.weight"),
-        )
-    },
+    f"model.layers.0.linear_attn.{tensor}": f"adapters that change layers.0.linear_attn.{part} are not served"
+    for part, tensor in (
+        ("conv1d", "conv1d.lora_A.weight"),
+        ("conv1d", "conv1d.modules_to_save.weight"),
+        ("A_log", "A_log"),
+        ("A_log", "A_log.lora_A.weight"),
+        ("dt_bias", "dt_bias"),
+        ("norm", "norm.weight"),
+    )
 }
 
 

@@ -96,6 +96,7 @@ def test_adapters_of_the_whole_model_equal_peft(family: str, tmp_path: Path, dev
     specs: dict[str, dict[str, Any]] = {
         "all": {"rank": 5, "target_modules": rf"model\.language_model\..*\.({linear})"},
         "dora": {"rank": 3, "target_modules": rf".*language_model.*\.({linear})", "use_dora": True},
+        "tower": {"rank": 4, "target_modules": "all-linear"},
         "embedding": {"rank": 4, "target_modules": r".*language_model\.embed_tokens", "save_embedding_layers": True},
     }
     world = make_world(family, tmp_path, device, specs=specs, make_model=make_whole_model)

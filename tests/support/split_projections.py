@@ -13,21 +13,17 @@ from tests.support.tiny_models import load_oracle
 
 PARTS = ("in_proj_q", "in_proj_k", "in_proj_v")
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-# By family: the packed module, its parts, and their widths in tiny models.
-PACKED: dict[str, dict[str, tuple[Sequence[str], Sequence[int]]]] = {
-    "qwen3_5_text": {"in_proj_qkv": (PARTS, (24, 24, 32))},
-    "phi3": {"qkv_proj": (QKV, (48, 16, 16)), "gate_up_proj": (GATE_UP, (88, 88))},
-    "llama": {"qkv_proj": (QKV, (96, 32, 32)), "gate_up_proj": (GATE_UP, (88, 88))},
-}
+# The parts of each packed module.
+_PACKED = {"in_proj_qkv": PARTS, "qkv_proj": QKV, "gate_up_proj": GATE_UP}
 
 
 def load_split(model_dir: Path, dtype: torch.dtype) -> Any:
     """The model by transformers; each packed module gives place to its parts, which hold its rows."""
     model = load_oracle(model_dir, dtype)
-    for whole, (parts, sizes) in PACKED[model.config.model_type].items():
+    for whole, parts in _PACKED.items():
         for parent in [module for module in model.modules() if hasattr(module, whole)]:
-            weights = parent._modules.pop(whole).weight.detach().split(sizes)
-            for name, weight in zip(parts, weights, strict=True):
+            rows = parent._modules.pop(whole).weight.detach()
+            for name, weight in zip(parts, rows.split(_sizes(parent, whole, len(rows))), strict=True):
                 parent.add_module(name, _linear(weight))
 
             def together(x: torch.Tensor, parent: Any = parent, parts: Sequence[str] = parts) -> torch.Tensor:
@@ -40,12 +36,23 @@ def load_split(model_dir: Path, dtype: torch.dtype) -> Any:
 def load_packed(model_dir: Path, dtype: torch.dtype) -> Any:
     """The model by transformers; the parts of each packed module give place to it, which holds their rows in order."""
     model = load_oracle(model_dir, dtype)
-    for whole, (parts, sizes) in PACKED[model.config.model_type].items():
+    for whole, parts in _PACKED.items():
         for parent in [module for module in model.modules() if hasattr(module, parts[0])]:
+            sizes = [getattr(parent, name).out_features for name in parts]
             parent.add_module(whole, _linear(torch.cat([parent._modules.pop(name).weight.detach() for name in parts])))
             for i, name in enumerate(parts):
                 parent.__dict__[name] = partial(_part, parent, whole, tuple(sizes), i)
     return model
+
+
+def _sizes(parent: Any, whole: str, num_rows: int) -> tuple[int, ...]:
+    """Rows of each part."""
+    if whole == "in_proj_qkv":
+        return parent.key_dim, parent.key_dim, parent.value_dim
+    if whole == "gate_up_proj":
+        return num_rows // 2, num_rows // 2
+    kv_size = parent.config.num_key_value_heads * parent.head_dim
+    return num_rows - 2 * kv_size, kv_size, kv_size
 
 
 def _part(parent: Any, whole: str, sizes: tuple[int, ...], index: int, x: torch.Tensor) -> Any:
