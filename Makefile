@@ -12,10 +12,13 @@ CLIENTS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --quiet --no-build-isolation --constraint constraints.txt
+# Tests that run: quick, wide (those that quick leaves out) or all.
+TIER ?= quick
+export TIER
 # A test that hangs fails by its name, far above what any takes on a busy machine, and the others go on.
-PYTEST := $(BIN)/python -m pytest --timeout 900
+PYTEST := $(BIN)/python -m pytest --timeout 900 --tier $(TIER)
 
-.PHONY: serve test test-service test-ops test-ascend test-hostile test-kills clients test-clients image-test check format \
+.PHONY: serve test test-wide test-service test-ops test-ascend test-hostile test-kills clients test-clients image-test check format \
 	bench bundle clean
 
 serve: $(VENV)/.runtime
@@ -26,28 +29,34 @@ test: $(VENV)/.dev
 		$(MAKE) --no-print-directory $$suite || failed="$$failed $$suite"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
-# Models, engine, HTTP, adapters, documents: at most 12 minutes on two cores.
+# The tests that `make test` leaves out: all model families, all examples of Hypothesis, clients, Ray, the browser,
+# processes killed at random, hostile input, and mutants of the Ascend kernels.
+test-wide:
+	@echo "test-wide adds: model families, examples of Hypothesis, clients, Ray, browser, kills, hostile input, mutants"
+	@$(MAKE) --no-print-directory test TIER=wide
+
+# Models, engine, HTTP, adapters, documents.
 test-service: $(VENV)/.dev
 	$(PYTEST) tests --ignore tests/ops -n 2 --dist loadfile $(ARGS)
 
 # Every op's implementations, the kernels for NVIDIA GPUs in Triton's interpreter.
 test-ops: $(VENV)/.dev
-	$(PYTEST) tests/ops $(ARGS)
+	$(PYTEST) tests/ops -n 2 --dist worksteal $(ARGS)
 
 # The kernels for Ascend, compiled and executed without an NPU, in a virtual environment of their own.
 test-ascend:
 	TORCH_INDEX="$(TORCH_INDEX)" scripts/test-ascend.sh
 
 # Clients as their users install them, pinned, each in an environment of its own below .venv-clients, and their tests,
-# which test-service runs too where the environments are. Needs PyPI and npm's registry; CLIENTS="NAME ..." names some.
+# which test-wide runs too where the environments are. Needs PyPI and npm's registry; CLIENTS="NAME ..." names some.
 clients: $(VENV)/.dev
 	$(BIN)/python scripts/client_environments.py $(CLIENTS)
 
 test-clients: clients
-	$(PYTEST) tests/clients $(ARGS)
+	$(PYTEST) tests/clients --tier all $(ARGS)
 
 # Hostile input of all kinds (at most 15 minutes on two cores), processes killed at random (about as long), and mixed
-# traffic beside a hostile client. The tests of test-service have a short form of the first.
+# traffic beside a hostile client. test-wide has a short form of each.
 test-hostile: $(VENV)/.dev
 	$(BIN)/python -m tests.hostile $(ARGS)
 

@@ -5,6 +5,7 @@
 #
 #   PYTHON=PATH       interpreter that makes the environment, python3.11 unless told
 #   TORCH_INDEX=URL   package index to take torch from; else as scripts/torch-index.sh finds it
+#   TIER=quick        tests that run: quick, wide or all (tests/support/tiers.py)
 #   NPU_PINS=2.12     the twin alone, with torch and torch_npu of the second set of pins (constraints-npu-2.12.txt), in
 #                     an environment of its own. Its triton-ascend is not on PyPI: today's serves
 set -euo pipefail
@@ -75,7 +76,7 @@ workers=$(awk -v cores="$(nproc)" '$1 == "MemAvailable:" { fits = int($2 / 2 / 1
     END { most = cores < 16 ? cores : 16; print fits < 1 ? 1 : fits < most ? fits : most }' /proc/meminfo)
 export OMP_NUM_THREADS=1
 # A test that hangs fails by its name, as in the Makefile.
-pytest=("$venv/bin/python" -m pytest --timeout 900 -n "$workers" "$@")
+pytest=("$venv/bin/python" -m pytest --timeout 900 --tier "${TIER:-quick}" -n "$workers" "$@")
 if [ -z "$pins" ]; then
     "${pytest[@]}" tests/ascend
     TRITON_INTERPRET=1 "${pytest[@]}" tests/ascend

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
-from tests.support import compiled_after_ready, through_ray
+from tests.support import compiled_after_ready, through_ray, tiers
 
 torch.set_num_threads(1)
 _POISONED = Path(__file__).parent / "support" / "poisoned"
@@ -19,6 +20,7 @@ _POISONED = Path(__file__).parent / "support" / "poisoned"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", help="device of the op, model and parity tests: cpu (default) or cuda")
+    parser.addoption("--tier", choices=tiers.TIERS, default="quick", help="see tests/support/tiers.py; default: quick")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,25 +32,28 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--device") == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
-    if config.pluginmanager.has_plugin("hypothesispytest"):
-        _choose_examples()
+    _choose_examples("quick" if config.getoption("--tier") == "quick" else "wide")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Some tests cannot hold behind Ray's proxy."""
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Select the tier's tests among those that were asked for. Some tests cannot hold behind Ray's proxy."""
+    kept = tiers.select(items, config.getoption("--tier"))
+    left_out = set(items).difference(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = kept
     if through_ray.is_on_ray():
         through_ray.mark(items)
 
 
-def _choose_examples() -> None:
+def _choose_examples(profile: str) -> None:
     """Hypothesis tries the same cases each time, and calls none too slow, however slow the machine is;
     `--hypothesis-profile=search` tries others. What that finds belongs into an `@example`."""
-    from hypothesis import HealthCheck, settings
-
     unhurried: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
     settings.register_profile("search", **unhurried, print_blob=True)
-    settings.register_profile("same", **unhurried, derandomize=True)
-    settings.load_profile("same")
+    settings.register_profile("quick", **unhurried, derandomize=True, max_examples=tiers.QUICK_EXAMPLES)
+    settings.register_profile("wide", **unhurried, derandomize=True)
+    settings.load_profile(profile)
 
 
 @pytest.fixture(scope="session")

@@ -20,6 +20,7 @@ from adapters.errors import AdapterError, Malformed, TooLarge, Unsupported
 from adapters.records import AdapterRecord
 from adapters.store import AdapterStore, StoreLimits
 from tests.support.adapter_files import config_bytes, lora_tensors, modules_ending, safetensors_bytes, small_layout
+from tests.support.tiers import examples
 
 LAYOUT = small_layout()
 TENSORS = safetensors_bytes(lora_tensors(LAYOUT, modules_ending(LAYOUT, "q_proj"), 4))
@@ -459,7 +460,9 @@ def test_a_gzip_without_its_end_is_damaged(store: AdapterStore) -> None:
 
 
 @settings(
-    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(120),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
 def test_any_damage_is_an_error_of_ours_or_harmless(store: AdapterStore, data: st.DataObject) -> None:

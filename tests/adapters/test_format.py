@@ -18,6 +18,7 @@ from adapters.errors import AdapterError, Malformed, Unsupported
 from adapters.format import CHUNK_BYTES, MAX_TENSORS, header_bytes, read_chunks, read_header
 from adapters.turns import TURNS
 from tests.support.adapter_files import file_bytes, safetensors_bytes
+from tests.support.tiers import examples
 
 GOOD = {
     "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
@@ -26,7 +27,9 @@ GOOD = {
 DATA = bytes(range(32))
 PIECE_BYTES = 1 << 14
 quick = settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(150),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 

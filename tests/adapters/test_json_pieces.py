@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from adapters import json_pieces
 from adapters.json_pieces import parsed
 from adapters.turns import TURNS
+from tests.support.tiers import examples
 
 MIB, PIECE_BYTES = 1 << 20, 1 << 14
 # Long enough for any number and character that is made here.
@@ -40,7 +41,7 @@ def outcome(parse: Callable[[], Any]) -> str:
         return error.msg
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(value=VALUES, spacing=SPACING, is_ascii=st.booleans(), edits=EDITS)
 def test_all_is_as_with_pythons_parser(
     value: Any, spacing: dict[str, Any], is_ascii: bool, edits: list[tuple[float, int, str]]

@@ -19,6 +19,7 @@ from adapters.errors import Malformed
 from adapters.patterns import pattern_values, targeted
 from adapters.peft_config import parse_config
 from tests.support.adapter_files import config_bytes
+from tests.support.tiers import examples
 
 PATHS = [
     f"model.layers.{layer}.{name}"
@@ -106,7 +107,7 @@ keys = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(keys)
 def test_pattern_keys_are_chosen_as_peft_chooses_them(chosen: list[str]) -> None:
     ours = pattern_values(chosen, PATHS, "rank_pattern")

@@ -16,6 +16,7 @@ from adapters import peft_config
 from adapters.errors import AdapterError, Malformed, Unsupported
 from adapters.peft_config import AdapterConfig, parse_config
 from tests.support.adapter_files import config_bytes
+from tests.support.tiers import examples
 
 
 def test_every_setting_of_peft_has_been_decided() -> None:
@@ -173,7 +174,7 @@ any_json = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(sorted(peft_config.KNOWN | set(peft_config.NOT_SUPPORTED) | {"new"})), any_json, max_size=4

@@ -16,6 +16,7 @@ from service.api.long_answers import json_answer, pieces
 from service.api.threads import NUM_THREADS, in_turn
 from service.payer import PAYER
 from tests.support.limits import LIMIT_SECONDS
+from tests.support.tiers import examples
 
 LONG = {"tokens": list(range(300_000)), "count": 300_000, "text": 'é"\\\n\x00\U0001f600' * 100_000, "none": None}
 LOGPROBS = {"choices": [{"logprobs": {"top": [{str(one): -0.5 for one in range(20)} for _ in range(3000)]}}] * 3}
@@ -37,7 +38,7 @@ def test_the_pieces_are_small_and_make_the_whole(content: Any) -> None:
     assert max(map(len, made)) < 1 << 19
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(value=VALUES, times=st.sampled_from((1, 3, 511, 512, 4097)))
 def test_any_value_reads_as_it_was(value: Any, times: int) -> None:
     content = {"a": [value] * times, "b": value}

@@ -22,10 +22,14 @@ from tests.support.uploads import CONFIG, TENSORS
 
 CHROMIUM, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
 
-pytestmark = pytest.mark.skipif(
-    not (CHROMIUM.exists() and DRIVER.exists()),
-    reason="NOT RUN: the page was not looked at in a browser; install Debian's packages chromium and chromium-driver",
-)
+pytestmark = [
+    pytest.mark.wide,
+    pytest.mark.skipif(
+        not (CHROMIUM.exists() and DRIVER.exists()),
+        reason="NOT RUN: the page was not looked at in a browser; install Debian's packages chromium and "
+        "chromium-driver",
+    ),
+]
 
 
 class Page:

@@ -24,7 +24,15 @@ def run_gate(case: Case, directory: Path) -> tuple[int, dict[str, str]]:
     """Exit status of the gate on one case of `bad_kernels`, and the message of each test function that failed."""
     report = directory / "report.xml"
     gate = Path(__file__).with_name("test_gate.py")
-    options = ["--gate-cases", "tests.ascend.bad_kernels", "-k", f"{case.name}-", f"--junitxml={report}"]
+    options = [
+        "--tier",
+        "all",
+        "--gate-cases",
+        "tests.ascend.bad_kernels",
+        "-k",
+        f"{case.name}-",
+        f"--junitxml={report}",
+    ]
     command = [sys.executable, "-m", "pytest", str(gate), *options, "-p", "no:cacheprovider", "-q"]
     status = subprocess.run(command, capture_output=True, check=False, cwd=Path(__file__).parents[2]).returncode
     failures: dict[str, str] = {}

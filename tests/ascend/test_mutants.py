@@ -21,7 +21,10 @@ from tests.ascend.mutants.__main__ import drawn
 from tests.ascend.mutants.changes import Mutant, mutants_of
 from tests.ascend.mutants.judge import NOT_COMPILED, SURVIVED, judge, source_of
 
-pytestmark = pytest.mark.skipif(not linalg_cpu.available(), reason="NOT EXECUTED: mlir-19-tools or clang-19 is missing")
+pytestmark = [
+    pytest.mark.wide,
+    pytest.mark.skipif(not linalg_cpu.available(), reason="NOT EXECUTED: mlir-19-tools or clang-19 is missing"),
+]
 NUM_DRAWN = 3
 
 

@@ -21,6 +21,8 @@ from tests.support.client_environments import environment
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, running_server, wait_for
 
+pytestmark = pytest.mark.wide
+
 PAGE = "docs/clients.md"
 # What clients ask the network for, though they are told all that they need.
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1"}

@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support.blocks import ROOT, run
 from tests.support.client_environments import environment
 from tests.support.server import running_server
+
+pytestmark = pytest.mark.wide
 
 PINS = ROOT / "tests" / "clients" / "schemathesis"
 ADAPTERS = ROOT / "service" / "bundled" / "adapters"

@@ -29,6 +29,8 @@ from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import is_alive, on_ray, running_server, standing_still, wait_for
 from tests.support.small_disk import filled, small_disk_if_allowed
 
+pytestmark = pytest.mark.wide
+
 # Of Ray's environment only what the server itself does not bring; both are pinned by constraints.txt.
 _PATHS = os.pathsep.join([str(ROOT), *(path for path in sys.path if path.endswith("site-packages"))])
 

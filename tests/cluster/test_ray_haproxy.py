@@ -36,6 +36,8 @@ from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import standing_still, wait_for
 from tests.support.vanished import vanished
 
+pytestmark = pytest.mark.wide
+
 _CONFIGURATION = """\
 defaults
     mode http

@@ -21,6 +21,8 @@ from tests.cluster.checkpoints import NAMES, make_checkpoints
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, is_alive, on_ray, running_server, wait_for
 
+pytestmark = pytest.mark.wide
+
 _ARGS = {
     "max_engines": 2,
     "tokens_per_engine": 2_000,

@@ -20,6 +20,8 @@ from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, on_ray, running_server, wait_for
 from tests.support.tiny_models import make_tiny_model
 
+pytestmark = pytest.mark.wide
+
 # Of Ray's four CPUs one is left, for the ingress and the next one: there is no room for one engine more.
 _ARGS = {"drain_seconds": 600, "num_cpus": 1.5}
 _DEPLOY = """

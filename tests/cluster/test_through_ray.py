@@ -15,6 +15,8 @@ from tests.support.blocks import ROOT
 from tests.support.client_environments import environment
 from tests.support.limits import LIMIT_SECONDS
 
+pytestmark = pytest.mark.wide
+
 
 @pytest.mark.parametrize(
     "chosen",
@@ -34,7 +36,7 @@ def test_what_holds_of_one_server_holds_through_ray(chosen: list[str]) -> None:
     environment("ray")
     ours = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "0", "-q", "-rxs", "-p", "no:cacheprovider", *chosen],
+        [sys.executable, "-m", "pytest", "--tier", "all", "-n", "0", "-q", "-rxs", "-p", "no:cacheprovider", *chosen],
         cwd=ROOT,
         env={**ours, "TEST_SERVED_BY": "ray"},
         capture_output=True,

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.engine.block_pool import BlockPool
+from tests.support.tiers import examples
 
 
 def opened(pool: BlockPool, key: int, *, expected: int, total: int) -> tuple[int, ...]:
@@ -87,7 +88,7 @@ def test_an_account_cannot_be_opened_twice() -> None:
 
 
 @given(seed=st.integers(0, 2**32), num_blocks=st.integers(2, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_random_accounts_keep_the_books_straight(seed: int, num_blocks: int) -> None:
     rng = random.Random(seed)
     pool = BlockPool(num_blocks)

@@ -53,6 +53,7 @@ from tests.support.engine_mock import (
     make_mock_engine,
     next_logits,
 )
+from tests.support.tiers import examples
 
 
 @pytest.fixture
@@ -776,7 +777,9 @@ def test_nothing_is_left_of_many_requests(mock: MockEngine) -> None:
 @given(seed=st.integers(0, 2**32))
 @example(seed=35988)  # who waited for rows too long is aborted, while others of its adapter run
 @settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(40),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_random_operations_lose_nothing(seed: int) -> None:
     """Submits, aborts, hints, pins, evictions, failures, and copies that take time, in any order; integrity is checked

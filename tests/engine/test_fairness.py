@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from service.engine.messages import Load
 from tests.support.engine_mock import MockEngine, expected_tokens, make_mock_engine
 from tests.support.step_counts import CountedSteps
+from tests.support.tiers import examples
 
 PLACES, QUEUED = 64, 256
 
@@ -385,7 +386,7 @@ def test_who_became_active_later_does_not_go_first(by: str) -> None:
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 def test_the_first_of_a_flow_has_its_place_within_the_bound(seed: int) -> None:
     """Random floods, short requests without end, newcomers in each step; all tenants equal, all rows there. The bound
     is that of `fair_queue.py`, in tokens computed."""

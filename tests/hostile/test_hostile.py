@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.hostile.targets import writes_outside
 from tests.support.limits import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.wide
 def test_hostile_input_is_answered_and_leaves_nothing() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.hostile", "--cases=240", "--runs=0", "--seed=1"],

@@ -19,6 +19,7 @@ from tests.ops import test_lora as lora
 from tests.support import conv_checks
 from tests.support.conv_cases import prefill_call, update_call
 from tests.support.lora_cases import Case, make_step
+from tests.support.tiers import examples
 from tests.tolerances import OP
 
 
@@ -31,7 +32,7 @@ def _any_device_serves() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(case=lora.cases(), overwrite=st.booleans())
 def test_linear_equals_float64(case: Case, overwrite: bool) -> None:
     lora.check_linear(case, "cpu", overwrite=overwrite)
@@ -43,7 +44,7 @@ def test_popularity_at_decode_and_prefill_sizes(name: str, dtype: torch.dtype) -
     lora.test_popularity_at_decode_and_prefill_sizes(name, dtype, "cpu")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(case=lora.cases())
 def test_shrink_then_expand_equals_float64(case: Case) -> None:
     step = make_step(case)
@@ -53,7 +54,7 @@ def test_shrink_then_expand_equals_float64(case: Case) -> None:
     lora.assert_right(out, expected, step, step.out)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 1000), overwrite=st.booleans())
 def test_row_index_equals_tokens_in_order(seed: int, overwrite: bool) -> None:
     rng = random.Random(seed)
@@ -114,7 +115,7 @@ def test_an_adapter_that_overflows_spoils_its_own_tokens_only() -> None:
     torch.testing.assert_close(out[2:].double(), expected[2:], atol=absolute, rtol=relative)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(seed=st.integers(0, 2**31), in_place=st.booleans())
 def test_convolution_gives_the_float64_truth(seed: int, in_place: bool) -> None:
     with conv_checks.serving(any_device_conv):

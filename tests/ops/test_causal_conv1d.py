@@ -14,6 +14,7 @@ from kernels.causal_conv1d import cpu, ops, reference
 from tests.support import conv_checks
 from tests.support.conv_cases import Call, prefill_call, update_call
 from tests.support.conv_checks import PREFILL, SCALES, UPDATE, one_sequence, serving
+from tests.support.tiers import examples
 
 SEEDS = st.integers(0, 2**31)
 both_ops = pytest.mark.parametrize("name", [PREFILL, UPDATE])
@@ -26,31 +27,31 @@ def _on_the_cpu() -> Iterator[None]:
         yield
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(seed=SEEDS, in_place=st.booleans())
 def test_prefill_gives_the_float64_truth(seed: int, in_place: bool) -> None:
     conv_checks.check_float64(PREFILL, prefill_call(seed), in_place=in_place)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(seed=SEEDS, in_place=st.booleans())
 def test_update_gives_the_float64_truth(seed: int, in_place: bool) -> None:
     conv_checks.check_float64(UPDATE, update_call(seed), in_place=in_place)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(seed=SEEDS)
 def test_any_chunking_token_by_token_and_the_reference_give_the_same_bits(seed: int) -> None:
     conv_checks.check_chunkings(*one_sequence(seed))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=SEEDS)
 def test_any_chunking_fills_a_prefix_cache_with_the_same_bits(seed: int) -> None:
     conv_checks.check_paged_chunkings(*one_sequence(seed))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(seed=SEEDS)
 def test_rejected_drafts_leave_no_trace(seed: int) -> None:
     conv_checks.check_drafts(*one_sequence(seed))

@@ -17,6 +17,7 @@ from kernels.lora import ops, reference
 from kernels.lora.maps import LoraMaps
 from kernels.platform import implementation
 from tests.support.lora_cases import Case, Step, make_maps, make_step, poison_workspaces, popularity
+from tests.support.tiers import examples
 from tests.tolerances import OP
 
 POPULARITIES = ("distinct", "uniform", "zipf", "identical")
@@ -97,7 +98,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(case=cases(), overwrite=st.booleans())
 def test_linear_equals_float64(case: Case, overwrite: bool, device: str) -> None:
     check_linear(case, device, overwrite=overwrite)
@@ -112,7 +113,7 @@ def test_popularity_at_decode_and_prefill_sizes(name: str, dtype: torch.dtype, d
         check_linear(Case(96, (72, 40), ranks, lengths, num_base_tokens=2, dtype=dtype, seed=num_tokens), device)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(case=cases())
 def test_shrink_then_expand_equals_float64(case: Case, device: str) -> None:
     step = make_step(case, device=device)
@@ -136,7 +137,7 @@ def test_shrink_equals_the_reference(device: str) -> None:
             torch.testing.assert_close(h[s, rows, :rank], expected[s, rows, :rank], atol=2e-5, rtol=2e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(case=cases(), seed=st.integers(0, 1000), overwrite=st.booleans())
 def test_row_index_equals_tokens_in_order(case: Case, seed: int, overwrite: bool, device: str) -> None:
     step = make_step(case, device=device)

@@ -33,6 +33,7 @@ from kernels.paged_attention.triton_cuda_configs import (
 )
 from kernels.platform import Platform
 from tests.support.attention_cases import SCALE, Case, Step, check, check_step, make_step
+from tests.support.tiers import examples
 from tests.support.triton_interpreter import multiply_bfloat16
 
 pytest.importorskip("triton", reason="NOT RUN: Triton is not installed")
@@ -98,7 +99,11 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 # The interpreter is too slow for many steps, and for shrinking one that fails.
-@settings(max_examples=40 if INTERPRETED else 400, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(
+    max_examples=examples(40 if INTERPRETED else 400),
+    deadline=None,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
 @given(case=cases(), plan=st.sampled_from([None, *PLANS]))
 def test_kernels_equal_float64(case: Case, plan: LaunchPlan | None, triton_cuda: ModuleType, device: str) -> None:
     check(case, device, lambda step, out: run(triton_cuda, step, out, plan))

@@ -15,6 +15,7 @@ from kernels.lora import ops, triton_ascend, triton_ascend_tiles
 from kernels.platform import BackendError, detect, installed
 from tests.ops.test_lora import assert_right, cases, check_linear, expected_linear
 from tests.support.lora_cases import Case, make_maps, make_step
+from tests.support.tiers import examples
 
 NUM_VECTOR_CORES = 4
 UNIFIED_BUFFER_BYTES = 192 * 1024
@@ -29,7 +30,7 @@ def _pretend_npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@settings(max_examples=25, deadline=None, phases=PHASES)
+@settings(max_examples=examples(25), deadline=None, phases=PHASES)
 @given(case=cases(), overwrite=st.booleans())
 def test_few_tokens_equal_float64(case: Case, overwrite: bool) -> None:
     check_linear(case, "cpu", overwrite=overwrite)

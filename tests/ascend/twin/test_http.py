@@ -17,6 +17,8 @@ from tests.support.engine_parity import BASE, Oracle, World, make_world
 from tests.support.server import Server, running_server
 from tests.tolerances import LOGITS
 
+pytestmark = pytest.mark.wide
+
 # Run by Python itself when a process starts: the engine's becomes a twin before it looks at its device.
 SITE_CUSTOMIZE = """
 import sys
