@@ -18,7 +18,7 @@ from adapters.layout import ProjectionSpec, Slice
 from adapters.module_names import KnownModules, OutputRows
 from adapters.peft_config import AdapterConfig
 from adapters.stacked import Block, stacked
-from adapters.tensor_sorting import FoundModule
+from adapters.tensor_sorting import FoundModule, why_in_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,8 @@ def misfits(entry: FoundModule, known: KnownModules, config: AdapterConfig, rank
     for side, wanted in (("A", (rank, in_features)), ("B", (num_rows, rank))):
         tensor = entry.sides[side]
         if tensor.shape != wanted:
-            problems.append((tensor.name, f"its shape is {tensor.shape}; rank {rank} of {entry.name} needs {wanted}"))
+            reason = f"its shape is {tensor.shape}; rank {rank} of {entry.name} needs {wanted}"
+            problems.append((tensor.name, why_in_parts(tensor) or reason))
     for side, is_wanted in ((MAGNITUDE, config.use_dora), (LORA_BIAS, config.lora_bias)):
         if side in entry.sides and entry.sides[side].shape != (num_rows,):
             problems.append((entry.name, f"its {side} has shape {entry.sides[side].shape}, not {(num_rows,)}"))

@@ -80,6 +80,11 @@ def role_of(file_name: str) -> Role:
     role = _BY_NAME.get(name)
     if role is not None:
         return role
+    if name == "adapters.safetensors":
+        raise Unsupported(
+            "The file 'adapters.safetensors' holds an adapter of MLX (mlx_lm.lora), whose tensors have other names and "
+            "are transposed; convert it to PEFT's form (docs/adapters.md)."
+        )
     if name.lower().endswith(_WEIGHTS):
         raise Unsupported(f"The file {name[:200]!r} holds weights that are not applied; upload only {TENSOR_FILE}.")
     return "ignored"

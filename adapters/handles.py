@@ -68,11 +68,12 @@ class Upload:
         with self._at_work:
             self._open_staging().check_config()
 
-    def add_directory(self, path: Path) -> None:
+    def add_directory(self, path: Path, links_below: Path | None = None) -> None:
         """Take the files of a PEFT directory on this machine instead of parts. The caller has checked that the
-        operator allows the path. Symbolic links that leave the directory are refused."""
+        operator allows the path. Symbolic links that leave the directory, and lead to nothing below `links_below`, are
+        refused."""
         with self._at_work:
-            self._open_staging().add_directory(path)
+            self._open_staging().add_directory(path, links_below)
 
     def hold(self) -> Lease:
         """Check everything and put the content into the store without a name, so that the engine can read it: the lease

@@ -69,6 +69,8 @@ class KnownModules:
             borders = accumulate((part.out_features for part in split.parts), initial=0)
             for part, rows in zip(split.parts, pairwise(borders), strict=True):
                 self.renamed[tail_of(part.module)] = (OutputRows(split.module, *rows),)
+        # The head, as Tinker calls it.
+        self.renamed.update(("unembed_tokens", (_all_rows(self.slices[head][1]),)) for head in self.heads)
         self._places = {module: place for place, module in enumerate(self.slices)}
 
     def place(self, rows: OutputRows) -> tuple[int, int]:

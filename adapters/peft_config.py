@@ -157,6 +157,13 @@ def parse_config(text: bytes) -> AdapterConfig:
 
 def _refuse_unsupported(fields: dict[str, Any]) -> None:
     peft_type = fields.get("peft_type")
+    if peft_type is None and not _is_off(fields.get("lora_parameters")):
+        raise Unsupported(
+            "adapter_config.json has no peft_type: it is of MLX (mlx_lm.lora), whose tensors have other names and are "
+            "transposed. Convert the adapter to PEFT's form: lora_a and lora_b of adapters.safetensors transposed, as "
+            "base_model.model.<module>.lora_A.weight and .lora_B.weight in adapter_model.safetensors; r is MLX's rank, "
+            "lora_alpha its scale * rank."
+        )
     if peft_type != "LORA":
         raise Unsupported(f"adapter_config.json: peft_type {_show(peft_type)} is not supported; only LORA is.")
     for key, meaning in NOT_SUPPORTED.items():

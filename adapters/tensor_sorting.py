@@ -102,9 +102,21 @@ def sort_in(tensor: Tensor, known: KnownModules, found: dict[str, FoundModule], 
     return None
 
 
+def why_in_parts(tensor: Tensor) -> str | None:
+    """The reason if the tensor holds nothing of a weight, as runs of several devices save them by mistake."""
+    if 0 not in tensor.shape:
+        return None
+    return (
+        f"it is empty (its shape is {tensor.shape}): DeepSpeed's ZeRO-3 or FSDP saved it without gathering the "
+        "weights; gather them and save the adapter again"
+    )
+
+
 def _sort_in_other(tensor: Tensor, known: KnownModules, others: OtherTensors) -> str | None:
     """Tensors that are no LoRA weights: trained whole, or copies of the base's that are kept for a comparison."""
     name = tensor.name
+    if (reason := why_in_parts(tensor)) is not None:
+        return reason
     if (trained := _TOKENS.fullmatch(name)) is not None:
         return _add_tokens(tensor, trained_path(trained["path"]), known, others)
     match = _BASE_TENSOR.fullmatch(name)

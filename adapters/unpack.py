@@ -128,11 +128,12 @@ def _plain_members(packed: zipfile.ZipFile, max_files: int) -> list[tuple[PurePo
     if len(members) > max_files:
         raise TooLarge(f"The archive has more than {max_files} entries.")
     for member in members:
-        path = _safe(member.filename)
+        # Some programs of Windows write folders with the other slash, which zipfile leaves.
+        path = _safe(member.filename.replace("\\", "/"))
         kind = stat.S_IFMT(member.external_attr >> 16)
         if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
             raise Unsupported(f"The archive entry {member.filename[:200]!r} is a link or a device; pack plain files.")
-        if member.is_dir() or _is_junk(path):
+        if member.filename.endswith(("/", "\\")) or _is_junk(path):
             continue
         if member.flag_bits & 1 or member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             raise Unsupported(f"The archive entry {member.filename[:200]!r} is encrypted or not deflated.")
@@ -144,9 +145,11 @@ def _safe(name: str) -> PurePosixPath:
     """The member's path, relative and without tricks. Raises Malformed."""
     if not name:  # zipfile cuts a name at its first NUL
         raise Malformed("The archive has an entry without a name; pack the adapter's directory anew.")
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\\" in name or "\0" in name or ":" in name.split("/")[0]:
+    path = PurePosixPath(name.replace("\\", "/"))
+    if path.is_absolute() or ".." in path.parts or "\0" in name or ":" in path.as_posix().split("/")[0]:
         raise Malformed(f"The archive entry {name[:200]!r} leads outside the archive; pack relative names only.")
+    if "\\" in name:
+        raise Malformed(f"The archive entry {name[:200]!r} has a backslash in its name; pack names with / in them.")
     return path
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import TracebackType
@@ -24,6 +24,7 @@ from adapters.unpack import adapter_folders, unpack
 COPY_BYTES = 1 << 18
 # Free disk space is asked for again after this many bytes.
 DISK_CHECK_BYTES = 16 << 20
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # Transformers' trainer calls its checkpoints so. What their configurations say matters if they are the adapter.
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 
@@ -187,20 +188,29 @@ class Staging:
     def open_part(self, part_name: str, file_name: str | None) -> UploadPart:
         return self.open(role_of_part(part_name, file_name), file_name or part_name)
 
-    def add_directory(self, directory: Path) -> None:
-        """Copy the files of a PEFT directory; its subdirectories are left out."""
+    def add_directory(self, directory: Path, links_below: Path | None = None) -> None:
+        """Copy the files of a PEFT directory that have a role; what else is there is left out. Links among them may
+        lead to files below `links_below` and below the directory itself, both resolved. Raises Malformed, Unsupported,
+        and what the role's limits raise."""
         try:
             entries = sorted(directory.iterdir())
         except (FileNotFoundError, NotADirectoryError):
             raise Malformed("There is no such adapter directory.") from None
-        inside = directory.resolve()
+        if not (directory / CONFIG_FILE).exists() and (directory / "snapshots").is_dir():
+            raise Malformed(
+                "The directory is a repository in Hugging Face's cache; name the one below its snapshots that holds "
+                f"{CONFIG_FILE}."
+            )
+        allowed = [directory.resolve(), *([] if links_below is None else [links_below.resolve()])]
         for entry in entries:
             if entry.is_dir():
                 self._ignore(entry.name, "folder")
                 continue
-            if entry.resolve().parent != inside or not entry.is_file():
-                raise Unsupported(f"The file {entry.name[:200]!r} is a link or a device; only plain files are read.")
-            with entry.open("rb") as source, self.open(role_of(entry.name), entry.name) as part:
+            role = role_of(entry.name)
+            if role == "ignored":
+                with self.open(role, entry.name):
+                    continue
+            with _open_plain(entry, allowed) as source, self.open(role, entry.name) as part:
                 _copy(source, part.write)
 
     def unpack_archive(self) -> None:
@@ -249,7 +259,10 @@ class Staging:
 
     def read(self, role: Role) -> bytes | None:
         path = self.files.get(role)
-        return None if path is None else path.read_bytes()
+        if path is None:
+            return None
+        _refuse_lfs_pointer(path, role)
+        return path.read_bytes()
 
     def require(self) -> tuple[bytes, Path]:
         """The config's text and the tensor file's path, shards put together. Raises Malformed naming what is missing,
@@ -259,6 +272,7 @@ class Staging:
         if config is None or tensors is None:
             missing = CONFIG_FILE if config is None else TENSOR_FILE
             raise Malformed(f"The upload has no {missing}; send both {CONFIG_FILE} and {TENSOR_FILE}.")
+        _refuse_lfs_pointer(tensors, "tensors")
         return config, tensors
 
     def _join_shards(self) -> None:
@@ -266,6 +280,8 @@ class Staging:
             return
         if "tensors" in self.files:
             raise Malformed(f"The upload holds {TENSOR_FILE} and shards of it; send either.")
+        for name, path in self._shards.items():
+            _refuse_lfs_pointer(path, name)
         target = self.directory / "part-tensors"
         self.reserve(sum(path.stat().st_size for path in self._shards.values()))
         with store_faults_are_ours():
@@ -287,6 +303,7 @@ def _check_member(path: PurePosixPath, config: Path) -> None:
     """Raises what `parse_config` raises for an archive's configuration; it says which one it is where there may be
     others."""
     try:
+        _refuse_lfs_pointer(config, "config")
         parse_config(config.read_bytes())
     except (Malformed, Unsupported) as error:
         if not path.parent.parts:
@@ -295,6 +312,41 @@ def _check_member(path: PurePosixPath, config: Path) -> None:
         raise type(error)(
             f"{error} That is the archive's {shown!r}; if it is not the adapter that you want, pack without its folder."
         ) from None
+
+
+def _refuse_lfs_pointer(path: Path, what: str) -> None:
+    """Raises Malformed for what `git clone` leaves where Git LFS is not installed."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise Malformed(
+                f"The file for the {printable(what[:200]).replace('_', ' ')} is a Git LFS pointer and not the file: "
+                "run `git lfs pull` where it was cloned, or `hf download`, and upload what that brings."
+            )
+
+
+def _open_plain(entry: Path, allowed: Sequence[Path]) -> IO[bytes]:
+    """The file, or the one that a link leads to. Raises Malformed for a link to nothing, Unsupported for one that leads
+    elsewhere and for what is no file, OSError with the entry's name."""
+    shown = printable(entry.name[:200])
+    try:
+        path = entry.resolve()
+        exists, is_file = path.exists(), path.is_file()
+    except RuntimeError:  # links in a circle
+        path, exists, is_file = entry, False, False
+    if exists and not any(path.is_relative_to(one) for one in allowed):
+        raise Unsupported(
+            f"The file {shown!r} is a link that leads out of the directory; copy the adapter with its links followed "
+            "(cp -rL), and load the copy."
+        )
+    if not exists:
+        raise Malformed(f"The file {shown!r} is a link to a file that is not there; download the adapter again.")
+    if not is_file:
+        raise Unsupported(f"The file {shown!r} is a device; only plain files are read.")
+    try:
+        return path.open("rb")
+    except OSError as error:
+        error.filename = str(entry)
+        raise
 
 
 def _copy(source: IO[bytes], write: Callable[[bytes], int]) -> None:

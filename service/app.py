@@ -290,6 +290,11 @@ async def finish_start(services: Services, engine: EngineClient | Engines) -> No
     LOGGER.info("ready: %s", services.settings.base_name)
 
 
+def _links_below(path: Path, directory: Path) -> Path:
+    """Where links of the files in `path` may lead: of a snapshot in Hugging Face's cache to all of its repository."""
+    return path.parents[1] if path.parent.name == "snapshots" else directory
+
+
 def preload(services: Services) -> None:
     """Put the operator's adapters into the store under their folder names. A name that clients have given to other
     content since is left as it is, and a full disk ends no start: the server is what one deletes adapters with.
@@ -299,10 +304,11 @@ def preload(services: Services) -> None:
         return
     if not directory.is_dir():
         raise StartError(f"--preload-adapters-dir {directory} is not a directory.")
-    for path in sorted(path for path in directory.iterdir() if (path / "adapter_config.json").is_file()):
+    configs = [path / "adapter_config.json" for path in sorted(directory.iterdir())]
+    for path in (config.parent for config in configs if config.is_file() or config.is_symlink()):
         try:
             with store.begin() as upload:
-                upload.add_directory(path)
+                upload.add_directory(path, _links_below(path.resolve(), directory))
                 record, created = upload.finish(path.name, Change(by="preload"))
                 if created:
                     audit("preload", adapter=record.name, version=record.version.number, digest=record.digest)

@@ -23,6 +23,7 @@ _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _SHARDS, _INDEX = "adapter_model-*-of-*.safetensors", "adapter_model.safetensors.index.json"
 # What older versions of PEFT wrote: a pickle, whose reading can run code; `weights_only` keeps to tensors.
 _PICKLE = "adapter_model.bin"
+_MLX = "adapters.safetensors"
 _CONVERT = """\
 import sys, torch
 from safetensors.torch import save_file
@@ -98,6 +99,11 @@ def _files_of(path: Path) -> dict[str, Path]:
         raise ClientError(
             f"{path} has its weights in {_PICKLE}, a pickle, which no server takes; make {_TENSORS} of it, where torch "
             f"and safetensors are installed, and upload again:\n{command}"
+        )
+    if (path / _MLX).is_file() and not (path / _TENSORS).is_file():
+        raise ClientError(
+            f"{path} has its weights in {_MLX}: an adapter of MLX (mlx_lm.lora), whose tensors have other names and "
+            f"are transposed; convert it to PEFT's form, {_TENSORS} (docs/adapters.md)."
         )
     shards = sorted(file.name for file in path.glob(_SHARDS)) if not (path / _TENSORS).is_file() else []
     weights = [*shards, _INDEX] if shards else [_TENSORS]

@@ -77,7 +77,7 @@ async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTex
     caller_of(request).tenant.take_change()
     with services.uploading():
         path = _below(root, body.lora_path)
-        record = await in_upload_thread(load_directory, namespace, path, body.lora_name, full_name, body.load_inplace)
+        record = await in_upload_thread(load_directory, namespace, root, path, body, full_name)
     services.published(record)
     note(request, adapter=record.reference, digest=record.digest[:12])
     audit_change(request, "upload" if record.is_first else "replacement", record)
@@ -131,21 +131,24 @@ def _below(root: Path, path: str) -> Path:
     return resolved
 
 
-def load_directory(namespace: Namespace, path: Path, name: str, full_name: str, replace: bool) -> AdapterRecord:
-    if namespace.store.has(full_name) and not replace:
+def load_directory(
+    namespace: Namespace, root: Path, path: Path, body: LoadLoraRequest, full_name: str
+) -> AdapterRecord:
+    """Load the directory `path`, whose links may lead to files below `root`, as Hugging Face's cache has them."""
+    if namespace.store.has(full_name) and not body.load_inplace:
         raise InvalidUserInput(
-            f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
-            "'load_inplace' to True.",
+            f"The lora adapter '{body.lora_name}' has already been loaded. If you want to load the adapter in place, "
+            "set 'load_inplace' to True.",
             param="lora_name",
         )
     with namespace.store.begin(owner=PAYER.get()) as upload:
         try:
-            upload.add_directory(path)
+            upload.add_directory(path, root)
         except OSError as error:
             if _is_about(error, path):
                 raise _unreadable(error) from error
             raise store_fault(error) or error from error  # the store's own directory fails: no fault of the client's
-        return namespace.finish(upload, full_name, condition=move if replace else keep)[0]
+        return namespace.finish(upload, full_name, condition=move if body.load_inplace else keep)[0]
 
 
 def _is_about(error: OSError, path: Path) -> bool:

@@ -89,6 +89,13 @@ def test_what_a_mac_adds_is_not_mentioned(store: AdapterStore, pack: type) -> No
     assert record.manifest.notes == ()
 
 
+def test_a_zip_with_folders_as_windows_writes_them_is_read(store: AdapterStore) -> None:
+    files = {f"my-adapter\\{name}": data for name, data in GOOD.items()}
+    assert send(store, zip_of({"my-adapter\\": b"", **files})).manifest.notes == ()
+    with pytest.raises(Malformed, match=r"pack names with /"):
+        send(store, tar_gz(files))
+
+
 def test_directories_in_archives_are_fine(store: AdapterStore) -> None:
     directory = tarfile.TarInfo("my-adapter")
     directory.type = tarfile.DIRTYPE

@@ -120,6 +120,27 @@ def test_rank_and_scaling_follow_the_patterns(tmp_path: Path) -> None:
     assert binding.rows == {"attention": 4, "mlp": 6}
 
 
+@pytest.mark.parametrize("side", ["A", "B"])
+def test_a_tensor_of_size_0_is_told_as_saved_in_parts(tmp_path: Path, side: str) -> None:
+    name = f"base_model.model.model.layers.0.self_attn.q_proj.lora_{side}.weight"
+    problems = problems_of(tmp_path, {**lora_tensors(LAYOUT, Q, 4), name: np.zeros((0, HIDDEN), "<f4")})
+    assert "it is empty" in problems[name] and "ZeRO-3" in problems[name]
+
+
+def test_a_saved_head_of_size_0_is_no_changed_vocabulary(tmp_path: Path) -> None:
+    name = "base_model.model.lm_head.weight"
+    tensors = {**lora_tensors(LAYOUT, Q, 4), name: np.zeros((0, HIDDEN), "<f4")}
+    reason = problems_of(tmp_path, tensors, modules_to_save=["lm_head"])[name]
+    assert "it is empty" in reason and "vocabulary" not in reason
+
+
+def test_the_head_by_the_name_that_tinker_has_for_it_binds(tmp_path: Path) -> None:
+    every = lora_tensors(LAYOUT, [*Q, "lm_head"], 4)
+    tensors = {name.replace("model.lm_head", "model.model.unembed_tokens"): tensor for name, tensor in every.items()}
+    bound = bind_tensors(tmp_path, tensors, target_modules=["q_proj", "unembed_tokens"]).slices
+    assert bound[-1].slice.module == "lm_head" and bound[-1].b.shape == (VOCAB, 4)
+
+
 BESIDE_TEXT = {
     "base_model.model.model.visual.blocks.0.attn.qkv.lora_A.weight": "visual",
     "base_model.model.visual.merger.mlp.0.lora_B.weight": "visual",

@@ -183,3 +183,9 @@ any_json = st.recursive(
 def test_any_values_are_parsed_or_refused(fields: dict[str, Any]) -> None:
     with suppress(AdapterError):
         assert isinstance(parse_config(config_bytes(**fields)), AdapterConfig)
+
+
+def test_a_configuration_of_mlx_is_named_as_such() -> None:
+    mlx = {"fine_tune_type": "lora", "num_layers": 8, "lora_parameters": {"rank": 8, "scale": 20.0, "dropout": 0.0}}
+    with pytest.raises(Unsupported, match=r"of MLX .*lora_alpha its scale \* rank"):
+        parse_config(json.dumps(mlx).encode())

@@ -45,6 +45,7 @@ from tests.support.adapter_files import (
     HIDDEN,
     VOCAB,
     config_bytes,
+    hub_snapshot,
     lora_tensors,
     modules_ending,
     safetensors_bytes,
@@ -431,13 +432,69 @@ def test_a_directory_is_taken_and_the_rest_is_reported(store: AdapterStore, tmp_
     assert [note.split()[2] for note in record.manifest.notes] == ["README.md", "checkpoint-5"]
 
 
-@pytest.mark.parametrize("name", ["adapter_model.safetensors", "README.md"])
+def snapshot_of(root: Path) -> Path:
+    directory = write_peft_directory(root / "plain", config_bytes(), safetensors_bytes(good_tensors()))
+    (directory / "README.md").write_text("hello")
+    return hub_snapshot(directory, root / "models--me--ad")
+
+
+def test_a_directory_of_links_loads_where_its_links_may_lead(store: AdapterStore, tmp_path: Path) -> None:
+    """And links of files without a role matter nowhere, whatever they lead to."""
+    snapshot = snapshot_of(tmp_path)
+    (snapshot / ".gitattributes").symlink_to("/etc/hostname")
+    (snapshot / "notes.md").symlink_to("nowhere")
+    with store.begin() as upload:
+        upload.add_directory(snapshot, tmp_path / "models--me--ad")
+        record, _ = upload.finish("x")
+    left = {note.split()[2] for note in record.manifest.notes}
+    assert left == {"README.md", ".gitattributes", "notes.md"}
+    for allowed in (None, tmp_path / "plain"):
+        with store.begin() as upload, pytest.raises(Unsupported, match=r"leads out of the directory.*cp -rL"):
+            upload.add_directory(snapshot, allowed)
+
+
+def test_a_repository_of_the_hub_s_cache_is_named_as_such(store: AdapterStore, tmp_path: Path) -> None:
+    repository = snapshot_of(tmp_path).parents[1]
+    with store.begin() as upload, pytest.raises(Malformed, match=r"name the one below its snapshots"):
+        upload.add_directory(repository)
+
+
+@pytest.mark.parametrize("target", ["nowhere", "adapter_model.safetensors"], ids=["nothing", "itself"])
+def test_a_link_to_nothing_is_refused(store: AdapterStore, tmp_path: Path, target: str) -> None:
+    directory = write_peft_directory(tmp_path / "in", config_bytes(), safetensors_bytes(good_tensors()))
+    (directory / "adapter_model.safetensors").unlink()
+    (directory / "adapter_model.safetensors").symlink_to(target)
+    with store.begin() as upload, pytest.raises(Malformed, match=r"a link to a file that is not there"):
+        upload.add_directory(directory)
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "chat_template.jinja"])
 def test_a_link_out_of_a_directory_is_refused(store: AdapterStore, tmp_path: Path, name: str) -> None:
     directory = write_peft_directory(tmp_path / "in", config_bytes(), safetensors_bytes(good_tensors()))
     (tmp_path / "secret").write_bytes(safetensors_bytes(good_tensors()))
     (directory / name).unlink(missing_ok=True)
     (directory / name).symlink_to(tmp_path / "secret")
     with store.begin() as upload, pytest.raises(Unsupported, match="link"):
+        upload.add_directory(directory)
+
+
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"])
+def test_a_pointer_of_git_lfs_is_named_as_such(store: AdapterStore, tmp_path: Path, name: str) -> None:
+    directory = write_peft_directory(tmp_path / "in", config_bytes(), safetensors_bytes(good_tensors()))
+    (directory / name).write_bytes(LFS_POINTER)
+    with store.begin() as upload:
+        upload.add_directory(directory)
+        with pytest.raises(Malformed, match=r"Git LFS pointer.*git lfs pull"):
+            upload.finish("x")
+
+
+def test_the_file_of_mlx_is_named_as_such(store: AdapterStore, tmp_path: Path) -> None:
+    directory = write_peft_directory(tmp_path / "in", config_bytes(), safetensors_bytes(good_tensors()))
+    (directory / "adapter_model.safetensors").rename(directory / "adapters.safetensors")
+    with store.begin() as upload, pytest.raises(Unsupported, match=r"MLX.*convert it"):
         upload.add_directory(directory)
 
 
@@ -457,7 +514,7 @@ def test_names_in_a_directory_that_are_no_unicode_are_shown_all_the_same(store: 
 
 def test_a_fifo_in_a_directory_is_refused_without_opening_it(store: AdapterStore, tmp_path: Path) -> None:
     directory = write_peft_directory(tmp_path / "in", config_bytes(), safetensors_bytes(good_tensors()))
-    os.mkfifo(directory / "a.txt")
+    os.mkfifo(directory / "chat_template.jinja")
     with store.begin() as upload, pytest.raises(Unsupported, match="device"):
         upload.add_directory(directory)
 

@@ -12,11 +12,18 @@ import httpx
 import pytest
 
 from adapters.errors import StoreUnreachable
+from adapters.store import AdapterStore
 from service.api.errors import BadRequest
 from service.api.lora_compat import load_directory
 from service.api.namespace import Namespace
+from service.api.schemas import LoadLoraRequest
+from service.app import preload
+from service.models.layouts import layout_in
+from service.settings import Settings
+from service.start_check import StartError
 from service.tenants.tenants import Tenants
 from tests.api.conftest import ADAPTERS, BASE, ENDLESS, Checkpoints
+from tests.support.adapter_files import hub_snapshot
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, posted, running_server, wait_for
 from tests.support.tiny_models import make_adapter
@@ -34,6 +41,7 @@ def strict(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
         (root / "allowed" / name).mkdir()
         for file in (CONFIG, TENSORS):
             (root / "allowed" / name / file).write_bytes((source / file).read_bytes())
+    hub_snapshot(checkpoints.spare, root / "allowed" / "models--me--ad")
     settings: dict[str, Any] = {
         "model_name": BASE,
         "api_keys": "reader,other",
@@ -232,6 +240,29 @@ def test_a_disk_that_would_be_too_full_answers_507(checkpoints: Checkpoints, tmp
         assert not [path for path in server.store_dir.rglob("*") if path.name == TENSORS]
 
 
+@pytest.mark.parametrize("where", ["snapshots/0123abcd", "blobs/0"])
+def test_a_snapshot_of_the_hub_s_cache_is_preloaded(checkpoints: Checkpoints, tmp_path: Path, where: str) -> None:
+    """The adapter is a link, and its files are links; what leads out of the repository is refused."""
+    snapshot = hub_snapshot(checkpoints.spare, tmp_path / "models--me--ad")
+    wanted = tmp_path / "wanted"
+    wanted.mkdir()
+    if where == "blobs/0":
+        (wanted / "linked").mkdir()
+        for file in snapshot.iterdir():
+            (wanted / "linked" / file.name).symlink_to(file)
+    else:
+        (wanted / "linked").symlink_to(snapshot)
+    store = AdapterStore(tmp_path / "store", layout_in(checkpoints.base), base_name=BASE)
+    services: Any = MagicMock(store=store, settings=Settings(preload_adapters_dir=wanted))
+    if where == "blobs/0":
+        with pytest.raises(StartError, match=r"leads out of the directory"):
+            preload(services)
+    else:
+        preload(services)
+        assert store.get("linked").name == "linked"
+    store.close()
+
+
 def test_a_full_disk_ends_no_start_of_a_server_that_preloads(checkpoints: Checkpoints, tmp_path: Path) -> None:
     """Not even where everything is stored already; and it is with the server that one deletes adapters."""
     with running_server(
@@ -341,6 +372,12 @@ class TestLoadByPath:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "probe")
         assert strict.get("/v1/adapters/two").status_code == 404
 
+    def test_a_snapshot_of_the_hub_s_cache_below_the_root_is_loaded(self, strict: Server) -> None:
+        body = {"lora_name": "hub", "lora_path": "models--me--ad/snapshots/0123abcd"}
+        answer = strict.post("/v1/load_lora_adapter", json=body)
+        assert answer.status_code == 200, answer.text
+        strict.http.delete(f"{strict.url}/v1/adapters/hub").raise_for_status()
+
     @pytest.mark.parametrize("path", ["..", "/etc", "../allowed/../..", "alpha", "\x00", "beta/../../server"])
     def test_nothing_outside_is_read_not_even_through_a_link(self, strict: Server, path: str) -> None:
         answer = strict.post("/v1/load_lora_adapter", json={"lora_name": "x", "lora_path": path})
@@ -360,8 +397,9 @@ class TestLoadByPath:
             store.begin.return_value.__enter__.return_value.add_directory.side_effect = error
             store.begin.return_value.__exit__.return_value = None
             namespace = Namespace(store, Tenants(), Tenants().anybody())
+            body = LoadLoraRequest(lora_name="x", lora_path="in")
             with pytest.raises(kind, match="Permission denied") as refused:
-                load_directory(namespace, tmp_path / "in", "x", "x", False)
+                load_directory(namespace, tmp_path, tmp_path / "in", body, "x")
             assert str(tmp_path) not in str(refused.value)
 
     def test_a_path_that_is_not_there_is_404_and_missing_fields_400(self, strict: Server) -> None:

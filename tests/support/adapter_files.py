@@ -102,6 +102,17 @@ def write_peft_directory(directory: Path, config: bytes, tensors: bytes) -> Path
     return directory
 
 
+def hub_snapshot(directory: Path, repository: Path) -> Path:
+    """The files of `directory` as Hugging Face's cache has them: a snapshot of links to blobs beside it."""
+    blobs, snapshot = repository / "blobs", repository / "snapshots" / "0123abcd"
+    blobs.mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sorted(directory.iterdir())):
+        (blobs / f"{number}").write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(f"../../blobs/{number}")
+    return snapshot
+
+
 def upload_bytes(
     store: AdapterStore,
     name: str,
