@@ -151,11 +151,16 @@ class ChatAnswer:
         }
 
     def _whole_choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        return self._choice(index, piece, message=self._speakers[index].message(piece.text, self._echoed))
+        return self._choice(
+            index,
+            piece,
+            message=self._speakers[index].message(piece.text, self._echoed, is_cut=piece.finish_reason == "length"),
+        )
 
     def _chunk_choices(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
         """What a piece brings, of which only the last part may end the choice and has what is counted in tokens."""
-        deltas = self._speakers[index].deltas(piece.text, is_last=piece.finish_reason is not None)
+        reason = piece.finish_reason
+        deltas = self._speakers[index].deltas(piece.text, is_last=reason is not None, is_cut=reason == "length")
         for delta in deltas[:-1]:
             yield self._choice(index, Piece(), delta=delta)
         if deltas or piece.finish_reason or piece.logprobs or self._request.return_token_ids:

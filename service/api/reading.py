@@ -7,7 +7,7 @@ from typing import Any
 from service.api.errors import BadRequest, quoted
 from service.api.schemas import ChatRequest, TokenizeRequest
 from service.api.state import Services
-from service.api.tools import NamedTool, Tool, callable_tools
+from service.api.tools import NamedTool, Tool, callable_tools, may_skip_calls
 from service.text.answer_reader import END_OF_THOUGHT, THINK, Reading
 from service.text.calls.formats import FORMATS, CallFormat, format_of_template
 
@@ -67,6 +67,7 @@ def reading_of(services: Services, request: ChatRequest, source: str, prompt: st
         calls=form,
         tools={tool.function.name: tool.schema_of_arguments for tool in callable_tools(tools, request.tool_choice)},
         max_calls=1 if one else None,
+        must_call=bool(tools) and not may_skip_calls(request.tool_choice),
         thinks=thinks,
         is_thinking=thinks and _is_thinking(request, prompt),
         seen_ids=services.tokenizer.special_ids & ids,

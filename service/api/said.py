@@ -24,10 +24,10 @@ class Speaker:
         self._includes_thoughts, self._is_told = includes_thoughts, is_told
         self._num_calls = 0
 
-    def message(self, text: str, echoed: str = "") -> dict[str, Any]:
-        """The whole answer; `echoed` stands before its words."""
+    def message(self, text: str, echoed: str = "", *, is_cut: bool = False) -> dict[str, Any]:
+        """The whole answer; `echoed` stands before its words. `is_cut`: it ends though the model had not ended."""
         words, thoughts, calls = [echoed], list[str](), list[dict[str, Any]]()
-        for one in [*self._reader.push(text), *self._reader.finish()]:
+        for one in [*self._reader.push(text), *self._reader.finish(is_cut=is_cut)]:
             if isinstance(one, Call):
                 calls.append(self._call(one))
             elif isinstance(one, Thought):
@@ -43,17 +43,20 @@ class Speaker:
             message["tool_calls"] = calls
         return message
 
-    def deltas(self, text: str, *, is_last: bool) -> list[dict[str, Any]]:
+    def deltas(self, text: str, *, is_last: bool, is_cut: bool = False) -> list[dict[str, Any]]:
         """What a piece of the answer adds; possibly nothing. Of a call, who is called comes first, and then with what:
         clients join the texts of deltas, so nothing may come twice."""
         deltas: list[dict[str, Any]] = []
-        for one in [*self._reader.push(text), *(self._reader.finish() if is_last else ())]:
+        for one in [*self._reader.push(text), *(self._reader.finish(is_cut=is_cut) if is_last else ())]:
             if isinstance(one, Call | Begun):
                 call = {"index": self._num_calls, **self._call(Call(one.name, ""))}
                 deltas.append({"tool_calls": [call]})
             if isinstance(one, Call | Arguments):
                 arguments = one.arguments if isinstance(one, Call) else one.text
-                deltas.append({"tool_calls": [{"index": self._num_calls - 1, "function": {"arguments": arguments}}]})
+                if arguments:
+                    deltas.append(
+                        {"tool_calls": [{"index": self._num_calls - 1, "function": {"arguments": arguments}}]}
+                    )
             elif isinstance(one, str):
                 deltas.append({"content": one})
             elif isinstance(one, Thought) and self._includes_thoughts:

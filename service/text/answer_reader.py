@@ -30,6 +30,7 @@ class Reading:
     calls             the format of tool calls to look for; None: none
     tools             JSON schemas of the arguments of the tools that there are, by name
     max_calls         calls beyond so many are left out; None: no bound
+    must_call         whether the answer is nothing but calls, thoughts apart
     thinks            whether thoughts stand between `<think>` and `</think>`
     is_thinking       whether the prompt ends within them
     seen_ids          special tokens whose text is needed to tell what is what
@@ -38,6 +39,7 @@ class Reading:
     calls: CallFormat | None = None
     tools: Tools = field(default_factory=dict)
     max_calls: int | None = None
+    must_call: bool = False
     thinks: bool = False
     is_thinking: bool = False
     seen_ids: frozenset[int] = frozenset()
@@ -55,7 +57,7 @@ class AnswerReader:
     def __init__(self, reading: Reading, *, in_pieces: bool = False) -> None:
         self._reading = reading
         self._thoughts = _Thoughts(is_thinking=reading.is_thinking) if reading.thinks else None
-        self._calls = _Calls(reading.calls, reading.tools, in_pieces) if reading.calls else None
+        self._calls = _Calls(reading.calls, reading, in_pieces) if reading.calls else None
         self._num_calls, self._is_left_out = 0, False
 
     def push(self, text: str) -> list[Said]:
@@ -65,11 +67,16 @@ class AnswerReader:
         thought, words = self._thoughts.push(text)
         return [*([Thought(thought)] if thought else []), *self._words(words)]
 
-    def finish(self) -> list[Said]:
-        """What was kept back, once no more can come."""
+    def finish(self, *, is_cut: bool = False) -> list[Said]:
+        """What was kept back, once no more can come. `is_cut`: though the model had not ended."""
         thought, words = self._thoughts.finish() if self._thoughts is not None else ("", "")
         said = [*([Thought(thought)] if thought else []), *self._words(words)]
-        return said if self._calls is None else said + self._counted(self._calls.finish())
+        if self._calls is None:
+            return said
+        found = self._calls.finish(is_cut=is_cut)
+        if found == [] and is_cut and self._calls.is_begun and not self._num_calls and self._reading.must_call:
+            found = [Call(name, "") for name in self._reading.tools if len(self._reading.tools) == 1]
+        return said + self._counted(found)
 
     def _words(self, text: str) -> list[Said]:
         if not text:
@@ -165,20 +172,25 @@ _BLANKS = "".join(filter(str.isspace, map(chr, range(0x3001))))
 class _Calls:
     """A parser, without the blanks and separators around its calls. They wait as they came, as those of thoughts do."""
 
-    def __init__(self, form: CallFormat, tools: Tools, in_pieces: bool) -> None:
-        self._parser: CallParser = form.parser(tools, in_pieces)
-        self._separators = form.separators
+    def __init__(self, form: CallFormat, reading: Reading, in_pieces: bool) -> None:
+        self._parser: CallParser = form.parser(reading.tools, in_pieces)
+        self._separators, self._marks = form.separators, form.marks
+        self._must_call = reading.must_call
         self._is_after_call = False
+        self.is_begun = False  # the answer was cut where a call began, of which nothing is there yet
         self._blanks: list[str] = []
 
     def push(self, text: str) -> list[Found]:
         """What became certain."""
         return self._trimmed(self._parser.push(text))
 
-    def finish(self) -> list[Found]:
+    def finish(self, *, is_cut: bool) -> list[Found]:
         """What was kept back. Blanks at the end of words are part of them."""
-        found = self._trimmed(self._parser.finish())
-        if (held := "".join(self._blanks)) and not self._is_after_call:
+        kept = self._parser.finish(is_cut=is_cut)
+        if is_cut and kept and isinstance(kept[0], str):
+            self.is_begun = self._must_call or self._is_after_call or kept[0].startswith(self._marks)
+        found = self._trimmed([] if self.is_begun else kept)
+        if (held := "".join(self._blanks)) and not (self._is_after_call or self.is_begun):
             found.append(held)
         self._blanks.clear()
         return found

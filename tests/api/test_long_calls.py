@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from service.text.calls.call_parser import Arguments, Begun, BlankScanner, Call
-from service.text.calls.feeds import JsonFeed
-from service.text.calls.hermes import HEAD, START, HermesParser
+from service.text.calls.hermes import START, HermesParser, json_feed
 from service.text.calls.pythonic_pieces import PythonicFeed
 
 CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
@@ -23,7 +22,7 @@ def test_blanks_are_looked_at_once() -> None:
 
 def test_blanks_behind_a_quote_are_looked_at_once() -> None:
     """The first character behind them tells whether the quote ends a text."""
-    feed = PythonicFeed("")
+    feed = PythonicFeed("", "", ())
     assert feed.push('[f(a="x"') == [Begun("f")]
     assert feed.push('[f(a="x"   ') == []
     assert feed.push('[f(a="x"yyy') == []  # were this looked at again, the quote would be part of the text
@@ -31,10 +30,10 @@ def test_blanks_behind_a_quote_are_looked_at_once() -> None:
 
 
 def test_a_head_that_is_too_long_is_not_looked_at_again() -> None:
-    feed, head = JsonFeed(HEAD), '{"name": "now", "arguments": '
+    feed, head = json_feed(()), '{"name": "now", "arguments": '
     assert feed.push(START + " " * 1024) == []
     assert feed.push(START + head + "{}" + " " * 1024) == []
-    assert JsonFeed(HEAD).push(START + head + "{}" + " " * 1024) == [Begun("now"), Arguments("{}")]
+    assert json_feed(()).push(START + head + "{}" + " " * 1024) == [Begun("now"), Arguments("{}")]
 
 
 class Noting(HermesParser):

@@ -134,26 +134,38 @@ def test_deltas_are_what_clients_join(spoken: tuple[str, ScriptedServer]) -> Non
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "Wait."
 
 
-def test_a_call_that_is_cut_off_is_text_and_in_a_stream_what_was_written_of_it(
-    spoken: tuple[str, ScriptedServer],
-) -> None:
+NAMED: dict[str, Any] = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED], ids=["auto", "required", "named"])
+def test_a_call_that_max_tokens_cuts_is_what_there_is_of_it(spoken: tuple[str, ScriptedServer], choice: Any) -> None:
+    """Streamed and whole alike: no words of the client's own are made of what begins a call."""
     name, server = spoken
-    begun = CALLS[name][: CALLS[name].index("1") + 1]
-    server.says(begun)
-    asked: Any = {"model": BASE, "messages": ASK, "tools": TOOLS}
-    answer = server.client.chat.completions.create(**asked)
-    assert answer.choices[0].message.content == begun
-    server.says(CALLS[name])
-    asked["max_tokens"] = answer.usage.completion_tokens - 1
-    choice = server.client.chat.completions.create(**asked).choices[0]
-    assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
-    assert choice.message.content == begun
-    chunks = [chunk.choices[0] for chunk in server.client.chat.completions.create(**asked, stream=True)]
-    assert "".join(chunk.delta.content or "" for chunk in chunks) == "Wait."
-    functions = [call.function for chunk in chunks for call in chunk.delta.tool_calls or ()]
-    written = {"lfm2": "a=1", "qwen3_coder": "1"}.get(name, '{"a": 1')
-    assert (functions[0].name, "".join(one.arguments for one in functions)) == ("add", written)
-    assert chunks[-1].finish_reason == "length"
+    # The grammar of a choice has no words before the call, and this one spelling.
+    written = CALLS[name] if choice == "auto" else CALLS[name].removeprefix("Wait.").lstrip("\n ")
+    asked: Any = {"model": BASE, "messages": ASK, "tools": [ADD] if choice == NAMED else TOOLS, "tool_choice": choice}
+    server.says(written[: written.index("1") + 1])
+    within = server.client.chat.completions.create(**asked).usage.completion_tokens - 1
+    server.says(written)
+    num_tokens = server.client.chat.completions.create(**asked).usage.completion_tokens
+    cuts, arguments = [*range(1, num_tokens - 1, max(1, num_tokens // 9)), within, num_tokens - 2], list[str]()
+    for max_tokens in cuts:
+        whole = server.client.chat.completions.create(**asked, max_tokens=max_tokens).choices[0]
+        with server.client.chat.completions.create(**asked, max_tokens=max_tokens, stream=True) as stream:
+            chunks = [chunk.choices[0] for chunk in stream]
+        deltas = [call.function for chunk in chunks for call in chunk.delta.tool_calls or ()]
+        calls = whole.message.tool_calls or []
+        assert [one.name for one in deltas if one.name] == [call.function.name for call in calls]
+        assert "".join(one.arguments for one in deltas) == "".join(call.function.arguments for call in calls)
+        assert "".join(chunk.delta.content or "" for chunk in chunks) == (whole.message.content or "")
+        assert (whole.finish_reason, chunks[-1].finish_reason) == ("length", "length")
+        if calls:
+            assert (whole.message.content or "Wait.") == "Wait."
+            arguments.append(calls[0].function.arguments)
+    assert json.loads(arguments[-1]) == {"a": 1, "b": 2}
+    assert any(one.startswith('{"a": 1') and not one.endswith("}") for one in arguments)
+    if choice == NAMED:
+        assert len(arguments) == len(cuts)
 
 
 def test_a_stream_of_several_choices_keeps_their_calls_apart(spoken: tuple[str, ScriptedServer]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,6 +52,56 @@ class Counted(list[Any]):
 )  # fmt: skip
 def test_each_part_of_a_schema_is_looked_at_once(schema: dict[str, Any], kinds: set[str]) -> None:
     assert Kinds(schema).of("x") == kinds
+
+
+_MODE = {"enum": ["auto", 1, True, None, "2"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "array"}, "['a', \"b's\", None]", ["a", "b's", None]),
+        ({"type": "array"}, "('a', True)", ["a", True]),
+        ({"type": "array"}, "\"['a']\"", ["a"]),
+        ({"items": TEXT}, "[\n  'a',\n]", ["a"]),
+        ({"type": "object"}, "{'a': True, 'b': None, 'c': [1, 2.5]}", {"a": True, "b": None, "c": [1, 2.5]}),
+        ({"type": "object"}, '{"a": "two\nlines",}', {"a": "two\nlines"}),
+        ({"anyOf": [{"type": "array"}, {"type": "null"}]}, "['a']", ["a"]),
+        ({"anyOf": [{"type": "array"}, {"type": "null"}]}, "None", None),
+        ({"anyOf": [TEXT, {"type": "array"}]}, "['a']", ["a"]),
+        ({"anyOf": [TEXT, {"type": "integer"}]}, "True", "True"),
+        ({"type": "string", "nullable": True}, "None", None),
+        ({"type": ["string", "null"]}, "nothing", "nothing"),
+        (TEXT, "['a']", "['a']"),
+        (TEXT, "None", "None"),
+        ({"type": "boolean"}, "True", True),
+        ({"type": "boolean"}, " FALSE ", False),
+        ({"type": "integer"}, "+5", 5),
+        ({"type": "integer"}, "'5'", 5),
+        ({"type": "number"}, "5.", 5.0),
+        ({"type": "number"}, "half", "half"),
+        ({"enum": ["C", "F"]}, '"C"', "C"),
+        ({"enum": ["C", "F"]}, " F ", "F"),
+        ({"enum": ["C", "F"]}, "K", "K"),
+        ({"enum": ["1", 2]}, "1", "1"),
+        ({"allOf": [{"enum": [1, 2]}]}, "'2'", 2),
+        (_MODE, "auto", "auto"),
+        (_MODE, "True", True),
+        (_MODE, "1", 1),
+        (_MODE, "None", None),
+        (_MODE, "2", "2"),
+        ({"const": "x"}, "'x'", "x"),
+        ({}, "{'a': True}", {"a": True}),
+        ({}, "it's", "it's"),
+    ],
+)
+def test_a_value_becomes_what_the_schema_says(schema: dict[str, Any], text: str, value: Any) -> None:
+    written = f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    reader = AnswerReader(Reading(calls=FORMATS["qwen3_coder"], tools={"f": parameters(x=schema)}))
+    (call,) = reader.push(written)
+    assert isinstance(call, Call)
+    read = json.loads(call.arguments)["x"]
+    assert (read, type(read)) == (value, type(value))
 
 
 def test_a_long_list_of_texts_is_looked_at_once_for_a_call() -> None:

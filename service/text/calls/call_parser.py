@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Call:
-    """One call. `arguments` is the text of a JSON object."""
+    """One call. `arguments` is the text of a JSON object, as far as the model has written one."""
 
     name: str
     arguments: str
@@ -45,9 +46,9 @@ Found = str | Call | Begun | Arguments
 class CallParser(ABC):
     """Calls in a text that arrives in pieces; what is found does not depend on where the pieces are cut.
 
-    A call is given out when it is complete, since half of one may turn out to be none: what begins like a call and is
-    none is text, with all its marks. In pieces it is given out as it is written (`service.text.calls.feeds`).
-    A subclass says where a call may begin, where it ends and what it says.
+    A call is given out as it is written (`service.text.calls.feeds`), or joined when it is complete. What begins like a
+    call and is none is text, with all its marks. A subclass says where a call may begin, where it ends and what reads
+    it.
 
     tools      JSON schemas of the arguments of the tools that there are, by name
     in_pieces  whether calls are given out in pieces
@@ -58,6 +59,7 @@ class CallParser(ABC):
         self._feed: Feed | None = None
         self._held = ""
         self._inside = False
+        self._waiting: list[Found] = []  # of the call that is not complete, where it is given out whole
 
     def push(self, text: str) -> list[Found]:
         """Add a piece; what became certain with it."""
@@ -84,31 +86,42 @@ class CallParser(ABC):
                 self._enter()
                 self._feed = None
             end = self._find_end(self._held)
-            if self._feed is None and self._in_pieces:
+            if self._feed is None:
                 self._feed = self._make_feed()
             if end is None:
-                found += self._feed.push(self._held) if self._feed is not None else ()
+                self._waiting += self._feed.push(self._held) if self._feed is not None else ()
+                found += self._given() if self._in_pieces else ()
                 break
             self._inside = False
             found += self._read(self._take(end))
         return found
 
-    def finish(self) -> list[Found]:
-        """What was kept back, once no more can come."""
+    def finish(self, *, is_cut: bool = False) -> list[Found]:
+        """What was kept back, once no more can come. `is_cut`: though the model had not ended."""
         text, self._held = self._held, ""
         if not text:
             return []
-        return self._read(text) if self._inside else [text]
+        return self._read(text, ends_answer=True, is_cut=is_cut) if self._inside else [text]
 
     def _take(self, num_chars: int) -> str:
         taken, self._held = self._held[:num_chars], self._held[num_chars:]
         return taken
 
-    def _read(self, text: str) -> list[Found]:
-        calls = self._calls(text)
+    def _read(self, text: str, *, ends_answer: bool = False, is_cut: bool = False) -> list[Found]:
+        """The rest of what is found in a text from its first mark to its last."""
         if self._feed is not None:
-            return self._feed.finish(text, calls)
-        return [text] if calls is None else [*calls]
+            calls_of = partial(self._calls, is_cut=is_cut)
+            self._waiting += self._feed.finish(text, calls_of, ends_answer=ends_answer, is_cut=is_cut)
+        else:
+            calls = self._calls(text, is_cut=is_cut)
+            self._waiting += [text] if calls is None else calls
+        self._feed = None
+        return self._given()
+
+    def _given(self) -> list[Found]:
+        """What waited, which waits no longer."""
+        found, self._waiting = self._waiting, []
+        return found if self._in_pieces else _joined(found)
 
     @abstractmethod
     def _find_start(self, held: str) -> tuple[int, bool]:
@@ -125,11 +138,34 @@ class CallParser(ABC):
 
     @abstractmethod
     def _make_feed(self) -> Feed | None:
-        """What gives out in pieces the call that begins what is held; None if that is not certain yet, or none does."""
+        """What reads the call that begins what is held; None if that is not certain yet, or none does."""
 
     @abstractmethod
-    def _calls(self, text: str) -> list[Call] | None:
-        """The calls in a text from its first mark to its last, None if they cannot be understood."""
+    def _calls(self, text: str, *, is_cut: bool) -> list[Call] | None:
+        """The calls in a text from its first mark to its last, in a spelling that no feed reads; None if there are
+        none."""
+
+
+def _joined(found: Iterable[Found]) -> list[Found]:
+    """Each call that comes in pieces as one."""
+    joined, arguments = list[Found](), list[str]()
+    for one in found:
+        if isinstance(one, Arguments):
+            arguments.append(one.text)
+            continue
+        if arguments:
+            joined[-1] = _with_arguments(joined[-1], arguments)
+        joined.append(Call(one.name, "") if isinstance(one, Begun) else one)
+    if arguments:
+        joined[-1] = _with_arguments(joined[-1], arguments)
+    return joined
+
+
+def _with_arguments(begun: Found, pieces: list[str]) -> Call:
+    assert isinstance(begun, Call), "arguments of nothing"
+    call = Call(begun.name, "".join(pieces))
+    pieces.clear()
+    return call
 
 
 def find_mark(held: str, mark: str) -> tuple[int, bool]:
@@ -137,8 +173,12 @@ def find_mark(held: str, mark: str) -> tuple[int, bool]:
     at = held.find(mark)
     if at >= 0:
         return at, True
-    kept = next((size for size in range(min(len(mark) - 1, len(held)), 0, -1) if mark.startswith(held[-size:])), 0)
-    return len(held) - kept, False
+    return len(held) - num_of_mark(held, mark), False
+
+
+def num_of_mark(text: str, mark: str) -> int:
+    """How many characters of the beginning of a mark, or of all of it, a text ends with."""
+    return next((size for size in range(min(len(mark), len(text)), 0, -1) if mark.startswith(text[-size:])), 0)
 
 
 class BlankScanner:
@@ -157,69 +197,3 @@ class BlankScanner:
         match = self._SOLID.search(held, self._at)
         self._at = len(held) if match is None else match.start()
         return None if match is None else self._at
-
-
-class MarkScanner:
-    """Finds the mark that ends a call, outside of JSON's texts, in a text that grows. JSON's texts have no line breaks:
-    where one is not closed, the next line is outside of it again."""
-
-    _INSIDE = re.compile(r'["\\\n]')
-
-    def __init__(self, mark: str) -> None:
-        self._mark = mark
-        self._outside = re.compile(f'"|{re.escape(mark)}')
-        self._at, self._quoted = 0, False
-
-    def end(self, held: str) -> int | None:
-        """Where the mark ends, None if it is not there yet. `held` is what it was, with more behind it."""
-        while True:
-            match = (self._INSIDE if self._quoted else self._outside).search(held, self._at)
-            if match is None:
-                kept = 0 if self._quoted else len(self._mark) - 1
-                self._at = max(self._at, len(held) - kept)
-                return None
-            if match.group() == "\\":
-                if match.end() == len(held):
-                    self._at = match.start()
-                    return None
-                self._at = match.end() + 1
-            elif match.group() == self._mark:
-                return match.end()
-            else:
-                self._quoted = not self._quoted
-                self._at = match.end()
-
-
-class BracketScanner:
-    """Finds the end of a JSON object or list, in a text that grows; what it holds need not be valid.
-
-    start  where its first bracket stands
-    """
-
-    _OUTSIDE = re.compile(r'["\[\]{}]')
-    _INSIDE = re.compile(r'["\\]')
-
-    def __init__(self, start: int) -> None:
-        self._at, self._depth, self._quoted = start, 0, False
-
-    def end(self, held: str) -> int | None:
-        """Where the last bracket ends, None if it is not there yet. `held` is what it was, with more behind it."""
-        while True:
-            match = (self._INSIDE if self._quoted else self._OUTSIDE).search(held, self._at)
-            if match is None:
-                self._at = len(held)
-                return None
-            char = match.group()
-            if char == "\\":
-                if match.end() == len(held):
-                    self._at = match.start()
-                    return None
-                self._at = match.end() + 1
-                continue
-            self._at = match.end()
-            if char == '"':
-                self._quoted = not self._quoted
-            else:
-                self._depth += 1 if char in "[{" else -1
-                if self._depth <= 0:
-                    return self._at

@@ -21,7 +21,7 @@ class CallFormat:
                 under Python's lock, so that it must take time in proportion to them
     marks       what marks calls; where one is a special token, it must be seen in the text
     parser      from the tools, and whether calls are given out in pieces, to a parser of one answer
-    separators  characters that mean nothing between two calls, besides blanks
+    separators  characters that mean nothing between two calls or behind the last, besides blanks
     new_id      an id for a call, as templates of this format want it
     """
 
@@ -56,6 +56,7 @@ _FORMATS = (
         _holds(mistral.START, "[AVAILABLE_TOOLS]"),
         (mistral.START, mistral.CALL_ID, mistral.ARGS),
         mistral.MistralParser,
+        separators="]}",
         new_id=_nine_alphanumerics,
     ),
     CallFormat(
@@ -76,7 +77,7 @@ _FORMATS = (
         lambda source: llama3.TAG in source or _IPYTHON.search(source) is not None,
         (llama3.TAG,),
         llama3.Llama3Parser,
-        separators=";",
+        separators=f"{llama3.SEPARATOR}]}}",
     ),
 )
 FORMATS = {one.name: one for one in _FORMATS}

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from typing import Any
 
 from service.text.calls.call_parser import Call
+from service.text.calls.json_reader import mended
+from service.text.calls.pythonic import python_value
 from service.text.calls.value_kinds import kind_of_value
 
 _BLANKS = re.compile(r"[ \t\r\n]*")
@@ -20,20 +23,39 @@ def _no_constant(name: str) -> Any:
 _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
+# Members that are texts, as many as there are.
+_TEXTS = r"""(?:\s*+"\w++"\s*+:\s*+"(?:[^"\\]|\\.)*+"\s*+,)"""
 # Between the arguments of a call and the next one in a list.
-BETWEEN = r"""(?:\s*,\s*"\w+"\s*:\s*"[^"\\]*")*\s*\}\s*,\s*"""
+BETWEEN = r"""(?:\s*+,\s*+"\w++"\s*+:\s*+"[^"\\]*+")*[\s}]*+,\s*+"""
 
 
-def head(key: str = '"name"') -> str:
-    """A regular expression of what stands before the arguments of a call, whose name is `quoted`; `key`: one of what
-    stands before the name."""
-    return rf"""\{{\s*{key}\s*:\s*(?P<quoted>"(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)"""
+def head(*keys: str) -> str:
+    """A regular expression of what stands before the arguments of a call, whose name is `quoted`; `keys`: what it may
+    be called."""
+    return rf"""{named(*keys)}\s*+,{_TEXTS}*?\s*+"(?:arguments|parameters)"\s*+:\s*+(?=\{{)"""
 
 
-def calls_in(text: str, name_keys: tuple[str, ...] = ("name",)) -> list[Call] | None:
-    """The calls of a JSON object, or of a list of them, and nothing else; None if it is something else."""
+def named(*keys: str) -> str:
+    """The same, up to the name."""
+    return rf"""\{{{_TEXTS}*?\s*+"(?:{"|".join(keys or ("name",))})"\s*+:\s*+(?P<quoted>"(?:[^"\\]|\\.)*+")"""
+
+
+def calls_in(text: str, name_keys: tuple[str, ...] = ("name",), *, is_cut: bool = False) -> list[Call] | None:
+    """The calls of an object, or of a list of them, and nothing else, in JSON, in JSON that can be mended, or in
+    Python's spelling; None if it is something else. `is_cut`: what is missing is none of the model's faults."""
+    text = text.strip()
+    if not text.startswith(("{", "[")):
+        return None
+    for spell in (str, partial(mended, may_close=not is_cut), python_value):
+        spelt = spell(text)
+        calls = None if spelt is None else _calls_in(spelt, name_keys)
+        if calls is not None:
+            return calls
+    return None
+
+
+def _calls_in(text: str, name_keys: tuple[str, ...]) -> list[Call] | None:
     try:
-        text = text.strip()
         spans = _list_items(text) if text.startswith("[") else [(0, len(text))]
         return [_call(text[start:end], name_keys) for start, end in spans] or None
     except (ValueError, RecursionError):
@@ -60,6 +82,8 @@ def _call(text: str, name_keys: tuple[str, ...]) -> Call:
     """The call that a JSON object is. ValueError if it is none."""
     members = _members(text)
     name = next((json.loads(members[key]) for key in name_keys if key in members), None)
+    if not isinstance(name, str) and members.get("function", "").startswith("{"):  # as OpenAI's API has calls
+        return _call(members["function"], ("name",))
     if not isinstance(name, str) or not name:
         raise ValueError("a call has no name")
     given = next((members[key] for key in _ARGUMENT_KEYS if key in members), "null")
@@ -67,6 +91,7 @@ def _call(text: str, name_keys: tuple[str, ...]) -> Call:
         return Call(name, "{}")
     if given.startswith('"'):  # some models write the object as a text
         given = json.loads(given)
+        given = given if is_object(given) else mended(given) or given
     if not is_object(given):
         raise ValueError("the arguments are no object")
     return Call(name, given.strip())

@@ -6,12 +6,12 @@ import re
 
 from service.text.calls.call_parser import BlankScanner, Call, CallParser, find_mark
 from service.text.calls.feeds import Feed, JsonFeed
-from service.text.calls.json_text import BETWEEN, calls_in, head
-from service.text.calls.pythonic import pythonic_calls
+from service.text.calls.json_text import BETWEEN, calls_in, head, named
 from service.text.calls.pythonic_pieces import PythonicFeed
 
 START, END = "<|tool_call_start|>", "<|tool_call_end|>"
-_HEAD = re.compile(rf"{re.escape(START)}\s*+\[?\s*+" + head())
+_OPENING = rf"{re.escape(START)}\s*+\[?\s*+"
+_HEAD, _NAMED = re.compile(_OPENING + head()), re.compile(_OPENING + named())
 _FOLLOWING = re.compile(BETWEEN + head())
 
 
@@ -41,8 +41,9 @@ class Lfm2Parser(CallParser):
             self._first = BlankScanner(start + self._held.startswith("[", start))
         if (start := self._first.end(self._held)) is None:
             return None
-        return JsonFeed(_HEAD, _FOLLOWING) if self._held.startswith("{", start) else PythonicFeed(START)
+        if self._held.startswith("{", start):
+            return JsonFeed(END, _NAMED, self._tools, _HEAD, _FOLLOWING)
+        return PythonicFeed(START, END, self._tools)
 
-    def _calls(self, text: str) -> list[Call] | None:
-        body = text.removeprefix(START).removesuffix(END)
-        return pythonic_calls(body) or calls_in(body)
+    def _calls(self, text: str, *, is_cut: bool) -> list[Call] | None:
+        return calls_in(text.removeprefix(START).removesuffix(END), is_cut=is_cut)

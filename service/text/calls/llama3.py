@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 
-from service.text.calls.call_parser import BlankScanner, BracketScanner, Call, CallParser, find_mark
+from service.text.calls.call_parser import BlankScanner, Call, CallParser, find_mark
 from service.text.calls.feeds import Feed, JsonFeed
-from service.text.calls.json_text import calls_in, head
+from service.text.calls.json_reader import JsonReader
+from service.text.calls.json_text import calls_in, head, named
 
 TAG = "<|python_tag|>"
 _KEYS = ("name", "type", "function", "parameters", "arguments")
@@ -14,7 +15,10 @@ _NAME_KEYS = ("name", "function")
 _BLANKS = r"[ \t\r\n]{0,64}"
 _OPENING = re.compile(rf'\{{{_BLANKS}(?:"(?P<key>[a-z]*)(?:"{_BLANKS}(?P<colon>:)?)?)?')
 
-_HEAD = re.compile(rf"(?:{re.escape(TAG)})?\s*" + head(r'(?:"type"\s*:\s*"function"\s*,\s*)?"(?:name|function)"'))
+_BEFORE = rf"(?:{re.escape(TAG)})?\s*+"
+_HEAD, _NAMED = re.compile(_BEFORE + head(*_NAME_KEYS)), re.compile(_BEFORE + named(*_NAME_KEYS))
+# Stands between two calls, and outside of texts nowhere in one.
+SEPARATOR = ";"
 
 
 class Llama3Parser(CallParser):
@@ -34,7 +38,7 @@ class Llama3Parser(CallParser):
 
     def _enter(self) -> None:
         self._blanks = BlankScanner(len(TAG) if self._held.startswith(TAG) else 0)
-        self._scanner: BracketScanner | None = None
+        self._scanner: JsonReader | None = None
 
     def _find_end(self, held: str) -> int | None:
         if self._scanner is None:
@@ -43,15 +47,16 @@ class Llama3Parser(CallParser):
                 return None
             if held[start] != "{":  # the tag of something else, code say
                 return len(TAG)
-            self._scanner = BracketScanner(start)
-        return self._scanner.end(held)
+            self._scanner = JsonReader(start, SEPARATOR)
+        self._scanner.read(held)
+        return self._scanner.at if self._scanner.is_over else None
 
     def _make_feed(self) -> Feed:
-        is_tagged = self._held.startswith(TAG)
-        return JsonFeed(_HEAD, accepts=lambda name: is_tagged or name in self._tools)
+        only_tools = not self._held.startswith(TAG)
+        return JsonFeed(SEPARATOR, _NAMED, self._tools, _HEAD, only_tools=only_tools)
 
-    def _calls(self, text: str) -> list[Call] | None:
-        calls = calls_in(text.removeprefix(TAG), _NAME_KEYS)
+    def _calls(self, text: str, *, is_cut: bool) -> list[Call] | None:
+        calls = calls_in(text.removeprefix(TAG), _NAME_KEYS, is_cut=is_cut)
         if calls and not text.startswith(TAG) and calls[0].name not in self._tools:
             return None
         return calls

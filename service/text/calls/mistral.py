@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import re
 
-from service.text.calls.call_parser import BlankScanner, BracketScanner, Call, CallParser, find_mark
+from service.text.calls.call_parser import BlankScanner, Call, CallParser, find_mark
 from service.text.calls.feeds import Feed, JsonFeed
-from service.text.calls.json_text import BETWEEN, calls_in, head, is_object
+from service.text.calls.json_reader import JsonReader
+from service.text.calls.json_text import BETWEEN, calls_in, head, named
 
 START, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
 _MAX_NAME_CHARS = 256
 _START = re.escape(START)
 _HEAD = re.compile(rf"{_START}\s*+(?:\[?\s*+{head()}|(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{{))")
+_NAMED = re.compile(rf"{_START}\s*+(?:\[?\s*+{named()}|(?P<name>[\w.-]+)(?:\[(?:C|A)|\s*\{{))")
 _FOLLOWING = re.compile(BETWEEN + head())
 
 
@@ -25,7 +27,7 @@ class MistralParser(CallParser):
 
     def _enter(self) -> None:
         self._blanks = BlankScanner(len(START))
-        self._scanner: BracketScanner | None = None
+        self._scanner: JsonReader | None = None
 
     def _find_end(self, held: str) -> int | None:
         if self._scanner is None:
@@ -37,20 +39,16 @@ class MistralParser(CallParser):
             if brace < 0 and held[start] != "[" and len(held) - start <= _MAX_NAME_CHARS:
                 return None
             if held[start] in "[{":
-                self._scanner = BracketScanner(start)
+                self._scanner = JsonReader(start, START)
             elif brace >= 0 and _NAME.fullmatch(held, start, brace):
-                self._scanner = BracketScanner(brace)
+                self._scanner = JsonReader(brace, START)
             else:
                 return len(START)
-        return self._scanner.end(held)
+        self._scanner.read(held)
+        return self._scanner.at if self._scanner.is_over else None
 
     def _make_feed(self) -> Feed:
-        return JsonFeed(_HEAD, _FOLLOWING)
+        return JsonFeed(START, _NAMED, self._tools, _HEAD, _FOLLOWING)
 
-    def _calls(self, text: str) -> list[Call] | None:
-        body = text.removeprefix(START).lstrip()
-        if body[:1] in ("[", "{"):
-            return calls_in(body)
-        name, brace, rest = body.partition("{")
-        named = _NAME.fullmatch(name)
-        return [Call(named[1], brace + rest)] if named and is_object(brace + rest) else None
+    def _calls(self, text: str, *, is_cut: bool) -> list[Call] | None:
+        return calls_in(text.removeprefix(START), is_cut=is_cut)

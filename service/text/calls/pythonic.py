@@ -1,4 +1,4 @@
-"""Calls that are written like Python's, `[name(key="value", other=[1, 2.5, None])]`, to JSON.
+"""Values and arguments that are written like Python's, `key=[1, 2.5, None]`, to JSON.
 
 Not by Python's own parser: that refuses much of what models write (`from=`, `07`, line breaks in texts, `true`), and
 its depth is not ours to bound. Numbers are kept as they are written, as far as JSON spells them so.
@@ -10,11 +10,8 @@ import json
 import re
 from collections.abc import Callable
 
-from service.text.calls.call_parser import Call
-
 _MAX_DEPTH = 64
 _BLANKS = re.compile(r"\s*")
-_NAME = re.compile(r"[^\W\d][\w.-]*")
 _KEY = re.compile(r"[^\W\d][\w-]*")
 _NUMBER = re.compile(r"([+-]?)(\d+)(\.\d*)?([eE][+-]?\d+)?(?![\w.])")
 _WORDS = {"None": "null", "True": "true", "False": "false", "null": "null", "true": "true", "false": "false"}
@@ -28,10 +25,10 @@ _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a
 _ESCAPED |= {char: char for char in "\\'\""}
 
 
-def pythonic_calls(text: str) -> list[Call] | None:
-    """The calls of a list, or a call by itself, and nothing else; None if it is something else."""
+def python_value(text: str) -> str | None:
+    """The JSON of a value that is spelt as Python or JSON does; None if it is something else."""
     try:
-        return _Reader(text).calls()
+        return _Reader(text).whole_value()
     except _Malformed:
         return None
 
@@ -54,39 +51,17 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
 
-    def calls(self) -> list[Call]:
-        """All there is."""
-        self._skip()
-        calls: list[Call] = []
-        if self._takes("["):
-            self._items("]", lambda: calls.append(self._call()))
-        else:
-            calls.append(self._call())
-        if self._at != len(self._text) or not calls:
-            raise _Malformed
-        return calls
+    def whole_value(self) -> str:
+        """A value, and nothing else."""
+        value = self._value(_MAX_DEPTH)
+        self._expect_end()
+        return value
 
     def argument(self) -> tuple[str, str]:
         """An argument, and nothing else."""
         argument = self._argument()
-        self._skip()
-        if self._at != len(self._text):
-            raise _Malformed
+        self._expect_end()
         return argument
-
-    def _call(self) -> Call:
-        name, arguments = self._match(_NAME).group(), dict[str, str]()
-        self._skip()
-        self._expect("(")
-
-        def argument() -> None:
-            key, value = self._argument()
-            if key in arguments:
-                raise _Malformed
-            arguments[key] = value
-
-        self._items(")", argument)
-        return Call(name, _object(arguments.items()))
 
     def _argument(self) -> tuple[str, str]:
         key = self._match(_KEY).group()
@@ -153,6 +128,11 @@ class _Reader:
 
     def _expect(self, char: str) -> None:
         if not self._takes(char):
+            raise _Malformed
+
+    def _expect_end(self) -> None:
+        self._skip()
+        if self._at != len(self._text):
             raise _Malformed
 
     def _skip(self) -> None:

@@ -1,27 +1,34 @@
-"""Calls like Python's, told argument by argument: where a text ends is seen at what stands behind its quote."""
+"""Calls like Python's, given out argument by argument: where a text ends is seen at what stands behind its quote."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 
-from service.text.calls.call_parser import Arguments, Begun, Found
-from service.text.calls.feeds import Feed
+from service.text.calls.call_parser import Arguments, Begun, Found, num_of_mark
+from service.text.calls.feeds import MAX_HEAD_CHARS, Feed
 from service.text.calls.pythonic import BEHIND_QUOTE, pythonic_argument
 
-_OPENING = r"\s*+(?P<name>[^\W\d][\w.-]*)\s*\("
-_FOLLOWING = re.compile(rf"\s*,{_OPENING}")
-_MAX_HEAD_CHARS = 1024
+# A name, and behind its bracket the end of the call or what an argument begins with.
+_OPENING = (
+    r"\s*+(?P<name>[^\W\d][\w.-]*)\s*\((?=\s*+(?:\)|[^\W\d][\w-]*+\s*+=\s*+"
+    r"(?:[\"'\[({\d+-]|(?:None|True|False|null|true|false)(?![\w.]))))"
+)
+_FOLLOWING = re.compile(rf"[\s)\]}}]*+,{_OPENING}")
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
 class PythonicFeed(Feed):
-    """An argument is told when it is complete.
+    """An argument is given out when it is complete.
 
-    mark  what stands before the first call's name, or before the list of calls
+    start  stands before the first call's name, or before the list of calls
+    mark   ends it
     """
 
-    def __init__(self, mark: str) -> None:
-        super().__init__()
-        self._first = re.compile(rf"{re.escape(mark)}\s*+\[?{_OPENING}")
+    def __init__(self, start: str, mark: str, tools: Container[str]) -> None:
+        before = rf"{re.escape(start)}\s*+\[?"
+        super().__init__(mark, re.compile(rf"{before}\s*+(?P<name>[^\W\d][\w.-]*)\s*\("), tools)
+        self._first = re.compile(before + _OPENING)
         self._scanner: _ArgumentScanner | None = None
         self._names: set[str] = set()
         self._is_broken = False
@@ -35,27 +42,46 @@ class PythonicFeed(Feed):
         if end is None:
             return None
         written = held[self._at : end]
-        told = self._argument(written) if written.strip() else ""
-        # A comma may stand behind the last argument, and nowhere else by itself.
-        is_last = held[end] == ")"
-        if told is None or not (is_last or told):
+        given = self._argument(written) if written.strip() else ""
+        # A comma may stand behind the last argument, and nowhere else by itself. Another bracket than the call's own
+        # says that its own is missing.
+        is_last = held[end] != ","
+        if given is None or not (is_last or given):
             self._is_broken = True
             return None
-        self._at = end + 1
+        self._at = end + (held[end] in ",)")
         if not is_last:
             self._scanner = _ArgumentScanner(self._at)
-            return [Arguments(told)]
-        self._scanner, self._is_open = None, False
-        return [Arguments((told or ("" if self._names else "{")) + "}")]
+            return [Arguments(given)]
+        return [Arguments(given + self._close())]
 
     def _begin(self, held: str) -> list[Found] | None:
-        head = _FOLLOWING if self._told else self._first
-        match = head.match(held, self._at, self._at + _MAX_HEAD_CHARS)
+        head = _FOLLOWING if self._given else self._first
+        match = head.match(held, self._at, self._at + MAX_HEAD_CHARS)
         if match is None:
             return None
         self._at, self._is_open, self._names = match.end(), True, set()
         self._scanner = _ArgumentScanner(self._at)
         return [Begun(match["name"])]
+
+    def _end(self, text: str, *, is_cut: bool) -> list[Found]:
+        assert self._scanner is not None, "no argument is open"
+        written = text[self._at : len(text) - num_of_mark(text, self._mark)]
+        self._at, self._is_open = len(text), False
+        if self._is_broken:
+            return [Arguments(written)]
+        if not written.strip():
+            return [] if is_cut else [Arguments(self._close())]
+        # A text may end with the last quote or go on; an argument that is not complete is shown as far as it goes.
+        brackets, quote = self._scanner.closing
+        for closing in (brackets, quote + brackets) if is_cut else ("",):
+            if (given := self._argument(written + closing)) is not None:
+                return [Arguments(given[: len(given) - len(closing)] + ("" if is_cut else self._close()))]
+        return [] if is_cut else [Arguments(written)]
+
+    def _close(self) -> str:
+        self._scanner, self._is_open = None, False
+        return "}" if self._names else "{}"
 
     def _argument(self, written: str) -> str | None:
         """As a member of a JSON object, with what joins it to those before; None if it is none."""
@@ -76,8 +102,14 @@ class _ArgumentScanner:
     _SOLID = re.compile(r"\S")
 
     def __init__(self, start: int) -> None:
-        self._at, self._depth, self._quote = start, 0, ""
+        self._at, self._quote = start, ""
+        self._open: list[str] = []  # what will close the brackets that are open
         self._solid_from = start  # between the last quote and that are blanks alone
+
+    @property
+    def closing(self) -> tuple[str, str]:
+        """The brackets and the quote that are missing to the end of the argument."""
+        return "".join(reversed(self._open)), self._quote
 
     def end(self, held: str) -> int | None:
         """Where it stands, None if it is not there yet. `held` is what it was, with more behind it."""
@@ -97,10 +129,12 @@ class _ArgumentScanner:
                 self._quote = "" if behind.group() in BEHIND_QUOTE else self._quote
             elif char in "\"'":
                 self._quote = char
-            elif not self._depth and char in ",)]}":
+            elif not self._open and char in ",)]}":
                 return at
+            elif char in _CLOSING:
+                self._open.append(_CLOSING[char])
             elif char != ",":
-                self._depth += 1 if char in "[({" else -1
+                self._open.pop()
             self._at = at + 1
         self._at = len(held)
         return None

@@ -5,27 +5,13 @@ Values are not JSON's: a text stands there as it is. So the tool's schema tells 
 
 from __future__ import annotations
 
-import json
 import re
 
-from service.text.calls.call_parser import BlankScanner, Call, CallParser, MarkScanner, find_mark
-from service.text.calls.feeds import Feed, JsonFeed
-from service.text.calls.hermes import HEAD
-from service.text.calls.json_text import calls_in
+from service.text.calls.call_parser import BlankScanner, Call, CallParser, find_mark
+from service.text.calls.feeds import Feed
+from service.text.calls.hermes import JsonScanner, json_calls, json_feed
 from service.text.calls.qwen3_coder_pieces import XmlFeed
-from service.text.calls.value_kinds import Kinds
-from service.text.calls.xml_spelling import (
-    CLOSING,
-    END,
-    END_OF_FUNCTION,
-    END_OF_PARAMETER,
-    FUNCTION,
-    OPENING,
-    PARAMETER,
-    PARAMETER_HEAD,
-    START,
-    json_of_value,
-)
+from service.text.calls.xml_spelling import END, END_OF_FUNCTION, END_OF_PARAMETER, FUNCTION, PARAMETER, START
 
 
 class Qwen3CoderParser(CallParser):
@@ -44,7 +30,7 @@ class Qwen3CoderParser(CallParser):
     def _enter(self) -> None:
         self._is_bare = self._held.startswith(FUNCTION)
         self._blanks = BlankScanner(0 if self._is_bare else len(START))
-        self._scanner: _XmlScanner | MarkScanner | None = None
+        self._scanner: _XmlScanner | JsonScanner | None = None
 
     def _find_end(self, held: str) -> int | None:
         if held.startswith(END):
@@ -54,51 +40,17 @@ class Qwen3CoderParser(CallParser):
             if start is None:
                 return None
             xml = _XmlScanner(END_OF_FUNCTION if self._is_bare else END)
-            self._scanner = MarkScanner(END) if held[start] == "{" else xml
+            self._scanner = JsonScanner(start) if held[start] in "{[" else xml
         return self._scanner.end(held)
 
     def _make_feed(self) -> Feed | None:
         start = None if self._held.startswith(END) else self._blanks.end(self._held)
         if start is None:
             return None
-        return JsonFeed(HEAD) if self._held[start] == "{" else XmlFeed(self._tools, is_bare=self._is_bare)
+        return json_feed(self._tools) if self._held[start] in "{[" else XmlFeed(self._tools, is_bare=self._is_bare)
 
-    def _calls(self, text: str) -> list[Call] | None:
-        if text == END:
-            return []
-        body = text.removeprefix(START).removesuffix(END)
-        if body.lstrip().startswith("{"):
-            return calls_in(body)
-        calls, at = list[Call](), 0
-        while at < len(body):
-            read = self._call(body, at)
-            if read is None:
-                return None
-            call, at = read
-            calls.append(call)
-        if not text.startswith(START) and not all(call.name in self._tools for call in calls):
-            return None
-        return calls or None
-
-    def _call(self, body: str, at: int) -> tuple[Call, int] | None:
-        """The call that begins at `at`, and where it ends; None if there is none."""
-        opening = OPENING.match(body, at)
-        if opening is None:
-            return None
-        name, members = opening[1], dict[str, str]()
-        kinds, at = Kinds(self._tools.get(name, {})), opening.end()
-        while (parameter := PARAMETER_HEAD.match(body, at)) is not None:
-            end, key = body.find(END_OF_PARAMETER, parameter.end()), parameter["key"].strip()
-            if end < 0 or key in members:
-                return None
-            value = body[parameter.end() : end].removeprefix("\n").removesuffix("\n")
-            members[key] = json_of_value(value, kinds.of(key))
-            at = end + len(END_OF_PARAMETER)
-        closing = CLOSING.match(body, at)
-        if closing is None:
-            return None
-        written = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in members.items())
-        return Call(name, "{" + ", ".join(written) + "}"), closing.end()
+    def _calls(self, text: str, *, is_cut: bool) -> list[Call] | None:
+        return [] if text == END else json_calls(text, is_cut=is_cut) if text.startswith(START) else None
 
 
 class _XmlScanner:

@@ -1,29 +1,45 @@
-"""Qwen3-Coder's calls, told parameter by parameter, and texts as they are written."""
+"""Qwen3-Coder's calls, given out parameter by parameter, and texts as they are written."""
 
 from __future__ import annotations
 
 import json
+import re
 
 from service.text.calls import xml_spelling as xml
-from service.text.calls.call_parser import Arguments, Begun, Found, Tools, find_mark
-from service.text.calls.feeds import Feed
-from service.text.calls.value_kinds import Kinds
+from service.text.calls.call_parser import Arguments, Begun, Found, Tools, find_mark, num_of_mark
+from service.text.calls.feeds import MAX_HEAD_CHARS, Feed
+from service.text.calls.value_kinds import Kinds, Listed
 
-# What stands before a parameter's value is looked at again with every piece of it.
-_MAX_HEAD_CHARS = 1024
+_NAMED = re.compile(rf"(?:{xml.START})?{xml.NAMED.pattern}")
+
+
+def _beginning(mark: str) -> str:
+    """A regular expression of one or more characters that a mark begins with."""
+    written = ""
+    for char in reversed(mark):
+        written = re.escape(char) + (f"(?:{written})?" if written else "")
+    return written
+
+
+# At the end of a text: what may end the last parameter of a call where its own mark is missing.
+_MAY_END = re.compile(
+    rf"\n?(?:{xml.END_OF_FUNCTION}\s{{0,64}}(?:{_beginning(xml.END)}\s{{0,64}})?|{_beginning(xml.END_OF_FUNCTION)})?\Z"
+)
+_ENDS = re.compile(rf"\n?(?:{xml.END_OF_FUNCTION}\s*(?:{xml.END})?|{xml.END})\s*\Z")
+_NOTHING_LISTED: Listed = ()
 
 
 class XmlFeed(Feed):
-    """A parameter is told when it is complete, and one that is a text by its schema as it is written."""
+    """A parameter is given out when it is complete, and one that is a text by its schema as it is written."""
 
     def __init__(self, tools: Tools, *, is_bare: bool) -> None:
-        super().__init__()
-        self._tools, self._is_bare = tools, is_bare
+        super().__init__(xml.END, _NAMED, tools)
+        self._schemas, self._is_bare = tools, is_bare
         self._kinds_of = Kinds({})
         self._names: set[str] = set()
         # Of the parameter whose value comes next.
         self._key: str | None = None
-        self._kinds = frozenset[str]()
+        self._kinds, self._listed = frozenset[str](), _NOTHING_LISTED
         self._is_text = self._has_begun = False
         self._scanned = 0
 
@@ -32,54 +48,89 @@ class XmlFeed(Feed):
             return self._value(held)
         if not self._is_open:
             return self._begin(held)
-        end = self._at + _MAX_HEAD_CHARS
+        end = self._at + MAX_HEAD_CHARS
         if (parameter := xml.PARAMETER_HEAD.match(held, self._at, end)) is not None:
             return self._enter(held, parameter.group("key").strip(), parameter.end())
         if (closing := xml.CLOSING.match(held, self._at, end)) is not None:
-            self._at, self._is_open = closing.end(), False
-            return [Arguments("}" if self._names else "{}")]
+            self._at = closing.end()
+            return [Arguments(self._close())]
         return None
 
     def _begin(self, held: str) -> list[Found] | None:
-        start = self._at if self._told or self._is_bare else len(xml.START)
-        opening = xml.OPENING.match(held, start, start + _MAX_HEAD_CHARS)
-        if opening is None or (self._is_bare and opening[1] not in self._tools):
+        start = self._at if self._given or self._is_bare else len(xml.START)
+        opening = xml.OPENING.match(held, start, start + MAX_HEAD_CHARS)
+        if opening is None or (self._is_bare and opening["name"] not in self._tools):
             return None
         self._at, self._is_open, self._names = opening.end(), True, set()
-        self._kinds_of = Kinds(self._tools.get(opening[1], {}))
-        return [Begun(opening[1])]
+        self._kinds_of = Kinds(self._schemas.get(opening["name"], {}))
+        return [Begun(opening["name"])]
 
     def _enter(self, held: str, key: str, at: int) -> list[Found] | None:
         """A parameter's value begins at `at`, or with the line break there: that must be seen."""
-        if at == len(held) or key in self._names:
+        if at == len(held):
             return None
-        self._key, self._kinds, self._has_begun = key, self._kinds_of.of(key), False
-        self._is_text = self._kinds == {"string"}
+        self._key, (self._kinds, self._listed), self._has_begun = key, self._kinds_of.of_and_listed(key), False
+        self._is_text = self._kinds == {"string"} and not self._listed
         self._at = self._scanned = at + held.startswith("\n", at)
         return []
 
     def _value(self, held: str) -> list[Found] | None:
-        assert self._key is not None, "no parameter is open"
         num_chars, is_whole = find_mark(held[self._scanned :], xml.END_OF_PARAMETER)
         self._scanned += num_chars
-        if not is_whole and not self._is_text:
-            return None
-        # The last line break belongs to the mark.
-        end = self._scanned - (held[self._at : self._scanned].endswith("\n"))
-        if not is_whole and end <= self._at:
-            return None
-        value = held[self._at : end]
-        written = xml.json_of_value(value, self._kinds)
-        written = written[1:-1] if self._is_text else written
-        told = written if self._has_begun else self._member(written)
-        self._has_begun, self._at = True, end
         if is_whole:
-            told += '"' if self._is_text else ""
-            self._names.add(self._key)
-            self._key, self._at = None, self._scanned + len(xml.END_OF_PARAMETER)
-        return [Arguments(told)]
+            # The last line break belongs to the mark.
+            end = self._scanned - (held[self._at : self._scanned].endswith("\n"))
+            found = self._valued(held[self._at : end])
+            self._at = self._scanned + len(xml.END_OF_PARAMETER)
+            return found
+        if not self._is_text:
+            return None
+        may_end = _MAY_END.search(held, self._at, self._scanned)
+        end = self._scanned if may_end is None else may_end.start()
+        if end <= self._at:
+            return None
+        value, self._at = held[self._at : end], end
+        return [Arguments(self._member(json.dumps(value, ensure_ascii=False)[1:-1]))]
+
+    def _valued(self, value: str) -> list[Found]:
+        """The rest of a parameter's value."""
+        if self._is_text:
+            shown = self._member(json.dumps(value, ensure_ascii=False)[1:-1]) + '"'
+        else:
+            shown = self._member(xml.json_of_value(value, self._kinds, self._listed))
+        self._names.add(self._key or "")
+        self._key = None
+        return [Arguments(shown)]
+
+    def _end(self, text: str, *, is_cut: bool) -> list[Found]:
+        start, self._at, self._is_open = self._at, len(text), False
+        rest = text[start:]
+        if self._key is None:
+            if is_cut:
+                return []
+            written = rest.strip()
+            return [Arguments(self._close() if self._mark.startswith(written) else rest)]
+        ends = None if is_cut else _ENDS.search(rest)
+        if ends is None:
+            return [Arguments(self._part(rest[: len(rest) - num_of_mark(rest, xml.END_OF_PARAMETER)]))]
+        return [*self._valued(rest[: ends.start()]), Arguments(self._close())]
+
+    def _part(self, value: str) -> str:
+        """Of a value that is cut off, what there is. The last line break belongs to the mark."""
+        value = value.removesuffix("\n")
+        if self._is_text:
+            return self._member(json.dumps(value, ensure_ascii=False)[1:-1])
+        is_text = not value.startswith(("[", "{")) and (not self._kinds or "string" in self._kinds)
+        return self._member(json.dumps(value, ensure_ascii=False)[:-1] if is_text else value)
+
+    def _close(self) -> str:
+        self._is_open = False
+        return "}" if self._names else "{}"
 
     def _member(self, written: str) -> str:
-        """What stands before the value in the object, and what is there of the value."""
+        """The value, or a part of it, with what stands before it in the object."""
+        if self._has_begun:
+            return written
+        self._has_begun = True
         before, quote = ", " if self._names else "{", '"' if self._is_text else ""
         return f"{before}{json.dumps(self._key, ensure_ascii=False)}: {quote}{written}"

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 Schema = Mapping[str, Any]
+# The lists of an `enum` or a `const`.
+Listed = Sequence[Sequence[Any]]
 # Alternatives and references that are looked at for one parameter. References may lead to each other, so that a short
 # schema has alternatives without end.
 _MAX_PARTS = 256
 _REFERENCE = "#/"
+# What a schema without a type holds for one of them.
+_IMPLIED = {"properties": "object", "items": "array"}
 _KINDS = {
     type(None): "null",
     bool: "boolean",
@@ -37,8 +41,12 @@ class Kinds:
     def of(self, name: str) -> frozenset[str]:
         """JSON schema's names of the types that a property of the object may have; `integer` is a `number` too. Empty
         where that is not said."""
+        return self.of_and_listed(name)[0]
+
+    def of_and_listed(self, name: str) -> tuple[frozenset[str], Listed]:
+        """The same, and the values that the schema lists."""
         waiting = [self._property(name)]
-        found, seen = set[str](), set[int]()
+        found, listed, seen = set[str](), list[Sequence[Any]](), set[int]()
         while waiting:
             value = waiting.pop()
             if id(value) in seen:
@@ -47,9 +55,12 @@ class Kinds:
             kinds, others = self._look(value)
             waiting += others
             if not (kinds or others) or len(seen) + len(waiting) > _MAX_PARTS:
-                return frozenset()
+                return frozenset(), ()
             found |= kinds
-        return frozenset(found | {"integer"} if "number" in found else found)
+            if isinstance(value, Mapping) and value.get("nullable") is True:  # as OpenAPI 3.0 says it
+                found.add("null")
+            listed += _listed(value)
+        return frozenset(found | {"integer"} if "number" in found else found), tuple(listed)
 
     def resolved(self, name: str) -> Any:
         """The schema of a property, or the one that it refers to and that is all it says; None if it refers to
@@ -82,7 +93,13 @@ class Kinds:
         if isinstance(value.get("type"), list):
             return frozenset(map(str, value["type"])), []
         several = next((one for one in ("anyOf", "oneOf") if isinstance(value.get(one), list)), None)
-        return frozenset(), [] if several is None else value[several]
+        if several is not None:
+            return frozenset(), value[several]
+        implied = {kind for key, kind in _IMPLIED.items() if key in value}
+        if implied or not isinstance(value.get("allOf"), list):
+            return frozenset(implied), []
+        # Of parts that all hold, the first one that says it.
+        return frozenset(), next(([part] for part in value["allOf"][:_MAX_PARTS] if any(self._look(part))), [])
 
     def _of_enum(self, value: Schema) -> frozenset[str]:
         known = self._of_values.get(id(value))
@@ -100,6 +117,20 @@ class Kinds:
                 value = value.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(value, Mapping) else None
             self._named[reference] = value
         return self._named[reference]
+
+
+def _listed(value: Any) -> list[Sequence[Any]]:
+    if not isinstance(value, Mapping) or "$ref" in value:
+        return []
+    if "const" in value:
+        return [[value["const"]]]
+    return [value["enum"]] if isinstance(value.get("enum"), list) else []
+
+
+def is_listed(value: Any, listed: Listed) -> bool:
+    """Whether it is one of the values that a schema lists; true is no 1."""
+    is_bool = isinstance(value, bool)
+    return any(value in values and isinstance(values[values.index(value)], bool) == is_bool for values in listed)
 
 
 def kind_of_value(value: Any) -> str:
