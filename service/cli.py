@@ -119,6 +119,17 @@ class _Parser(argparse.ArgumentParser):
         return known, unknown
 
 
+class _ShowVersion(argparse.Action):
+    """Looks the version up when it is asked for, not at each command's start."""
+
+    def __init__(self, option_strings: list[str], **options: Any) -> None:
+        super().__init__(option_strings, nargs=0, **{**options, "default": argparse.SUPPRESS})
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(f"{parser.prog} {server_version()}")
+        parser.exit()
+
+
 def _completion(arguments: argparse.Namespace) -> int:
     from service.completion import completion
 
@@ -142,7 +153,7 @@ def _serve(given: list[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="multilora", description="One base model and any number of LoRA adapters.")
-    parser.add_argument("--version", action="version", version=f"%(prog)s {server_version()}")
+    parser.add_argument("--version", action=_ShowVersion, help="show the server's version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("serve", help="start the server; each setting is a flag and MULTILORA_<NAME>", add_help=False)
     _add_chat(_client_parser(commands, "chat", "talk to the base or an adapter"))

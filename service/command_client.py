@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from urllib.parse import quote
 
-import httpx
+if TYPE_CHECKING:
+    import httpx  # where it is used: it takes half the time of a small upload to import
 
-# Reading waits for tokens, which may queue; connecting does not.
-TIMEOUT = httpx.Timeout(connect=5.0, read=600.0, write=600.0, pool=5.0)
+# Reading waits for tokens, which may queue; connecting does not. Arguments of httpx.Timeout.
+TIMEOUT_SECONDS = {"connect": 5.0, "read": 600.0, "write": 600.0, "pool": 5.0}
 
 Result = TypeVar("Result")
 
@@ -24,6 +25,25 @@ class Missing(ClientError):
     """There is nothing of that name at the server."""
 
 
+class Response(Protocol):
+    """An answer as `httpx.Response` has it."""
+
+    @property
+    def url(self) -> object: ...
+    @property
+    def status_code(self) -> int: ...
+    @property
+    def is_success(self) -> bool: ...
+    @property
+    def content(self) -> bytes: ...
+    @property
+    def text(self) -> str: ...
+    def read(self) -> bytes: ...
+
+
+Answered = TypeVar("Answered", bound=Response)
+
+
 def server_url(given: str) -> str:
     """The server's own URL, where `given` may be that of its OpenAI API: with /v1, and with slashes at the end."""
     scheme, separator, rest = given.rpartition("://")
@@ -32,11 +52,13 @@ def server_url(given: str) -> str:
 
 def connect(url: str, api_key: str | None) -> httpx.Client:
     """A client for the server at `url`, of `server_url`. Use its requests inside `sentences`."""
+    import httpx
+
     try:
         httpx.URL(url).host.encode("idna")
     except UnicodeError as error:  # of a host such as a..b, which httpx passes and the resolver does not
         raise httpx.InvalidURL(str(error)) from error
-    return httpx.Client(base_url=url, headers=headers_of(api_key), timeout=TIMEOUT)
+    return httpx.Client(base_url=url, headers=headers_of(api_key), timeout=httpx.Timeout(**TIMEOUT_SECONDS))
 
 
 def headers_of(api_key: str | None) -> dict[str, str]:
@@ -63,6 +85,8 @@ def utf8(what: str) -> Iterator[None]:
 @contextmanager
 def sentences(url: str) -> Iterator[None]:
     """Turn httpx's errors into ClientError."""
+    import httpx
+
     try:
         yield
     except httpx.InvalidURL as error:
@@ -79,11 +103,11 @@ def sentences(url: str) -> Iterator[None]:
         raise ClientError(f"The connection to {url} broke: {error or type(error).__name__}.") from error
 
 
-def checked(response: httpx.Response) -> httpx.Response:
+def checked(response: Answered) -> Answered:
     """The response, read; ClientError with the server's own sentence if it is an error."""
     if not response.is_success:  # a redirect is none: no path that the commands use is moved
         response.read()
-        kind = Missing if response.status_code == httpx.codes.NOT_FOUND else ClientError
+        kind = Missing if response.status_code == 404 else ClientError
         raise kind(error_sentence(response.text, response.status_code))
     return response
 
@@ -104,7 +128,7 @@ def path_of(collection: str, name: str) -> str:
     return f"{collection}/{quote(name, safe='')}"
 
 
-def answer_of(response: httpx.Response, read: Callable[[Any], Result]) -> Result:
+def answer_of(response: Response, read: Callable[[Any], Result]) -> Result:
     """What `read` finds in the JSON of an answer. ClientError for an error, and for the answer of another server."""
     return _found(checked(response), response.content, read)
 
@@ -144,12 +168,12 @@ def events(response: httpx.Response, read: Callable[[Any], Result]) -> Iterator[
     raise ClientError("The answer broke off.")
 
 
-def _found(response: httpx.Response, text: str | bytes, read: Callable[[Any], Result]) -> Result:
+def _found(response: Response, text: str | bytes, read: Callable[[Any], Result]) -> Result:
     try:
         return read(json.loads(text))
     except (ValueError, LookupError, TypeError, AttributeError, StopIteration) as error:
         raise _not_ours(response) from error
 
 
-def _not_ours(response: httpx.Response) -> ClientError:
+def _not_ours(response: Response) -> ClientError:
     return ClientError(f"What answers at {response.url} is no multilora server; set --url (MULTILORA_URL) to one.")

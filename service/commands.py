@@ -5,19 +5,17 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import datetime
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
-
-import httpx
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Column, Table
+from typing import TYPE_CHECKING, Any
 
 from service.command_client import ClientError, Missing, answer_of, connect, pages, path_of, sentences
+from service.upload_client import Multipart, put
+
+if TYPE_CHECKING:
+    import httpx
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _SHARDS, _INDEX = "adapter_model-*-of-*.safetensors", "adapter_model.safetensors.index.json"
@@ -41,22 +39,49 @@ def upload(arguments: argparse.Namespace) -> int:
         files = _files_of(arguments.path)
     own_name = _sendable(arguments.path.resolve())
     name = arguments.name or own_name.removesuffix(".zip").removesuffix(".gz").removesuffix(".tar")
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with sentences(arguments.url), connect(arguments.url, arguments.api_key) as client, _readable(arguments.path):
-        with Progress(
-            *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not sys.stderr.isatty()
-        ) as progress:
-            opened = {
-                part: (_sendable(path), progress.open(path, "rb", description=_sendable(path)))
-                for part, path in files.items()
-            }
-            path, headers = path_of("/v1/adapters", name), _conditions(arguments)
-            said = {part: getattr(arguments, part) for part in ("note", "visibility", "shared_with")}
-            data = {part: text for part, text in said.items() if text}
-            probe = {"probe": "true"} if arguments.probe else None
-            response = client.put(path, params=probe, data=data, files=opened, headers=headers)
-        print(answer_of(response, lambda report: _bound(report, is_new=response.status_code == httpx.codes.CREATED)))
+    path, headers = path_of("/v1/adapters", name), _conditions(arguments)
+    said = {part: getattr(arguments, part) for part in ("note", "visibility", "shared_with")}
+    data = {part: text for part, text in said.items() if text}
+    probe = "?probe=true" if arguments.probe else ""
+    with ExitStack() as opened, _readable(arguments.path):
+        parts = [(part, _sendable(file), opened.enter_context(file.open("rb"))) for part, file in files.items()]
+        body = Multipart(data, parts)
+        bar = opened.enter_context(_Bar(own_name, body.num_bytes))
+        answer = put(arguments.url, arguments.api_key, path + probe, body, headers, bar.advance)
+    print(answer_of(answer, lambda report: _bound(report, is_new=answer.status_code == 201)))
     return 0
+
+
+class _Bar:
+    """How far an upload is, in one line of a terminal; a context manager. Written by hand: rich takes longer to import
+    than most adapters take to send."""
+
+    def __init__(self, name: str, num_bytes: int) -> None:
+        self._name = "".join(one if one.isprintable() else "?" for one in name[:40])
+        self._num_bytes, self._num_sent, self._shown_at = num_bytes, 0, 0.0
+        self._is_shown = sys.stderr is not None and sys.stderr.isatty()
+
+    def advance(self, num_bytes: int) -> None:
+        """So many more bytes are sent."""
+        self._num_sent += num_bytes
+        if self._is_shown and time.monotonic() - self._shown_at > 0.1:
+            self._show()
+
+    def _show(self) -> None:
+        self._shown_at = time.monotonic()
+        part = 100 * self._num_sent // self._num_bytes
+        print(f"\r{self._name} {part:3d}% of {self._num_bytes / 1e6:.1f} MB", end="", file=sys.stderr, flush=True)
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if not self._is_shown:
+            return
+        if kind is None:
+            self._num_sent = self._num_bytes
+        self._show()
+        print(file=sys.stderr)
 
 
 def _conditions(arguments: argparse.Namespace) -> dict[str, str]:
@@ -117,6 +142,10 @@ def _files_of(path: Path) -> dict[str, Path]:
 
 def ls(arguments: argparse.Namespace) -> int:
     """List the adapters."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Column, Table
+
     with sentences(arguments.url), connect(arguments.url, arguments.api_key) as client:
         rows = pages(client, "/v1/adapters", _row, **_filters(arguments))
     table = Table(Column("name", overflow="fold"), "version", "rank", "bytes", "where", Column("digest", no_wrap=True))
@@ -152,6 +181,10 @@ def _where(one: Any) -> str:
 
 def history(arguments: argparse.Namespace) -> int:
     """List the versions of an adapter, newest first."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Column, Table
+
     with sentences(arguments.url), connect(arguments.url, arguments.api_key) as client:
         response = client.get(f"{path_of('/v1/adapters', arguments.name)}/history")
         rows = answer_of(response, lambda body: [_version_row(one) for one in body["data"]])
@@ -166,6 +199,8 @@ def history(arguments: argparse.Namespace) -> int:
 
 
 def _version_row(one: Any) -> tuple[str, ...]:
+    from datetime import datetime
+
     since = datetime.fromtimestamp(one["created"]).isoformat(" ", timespec="seconds")
     return str(one["number"]), str(one["digest"])[:12], since, str(one["by"]), str(one["note"])
 

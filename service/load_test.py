@@ -20,7 +20,16 @@ from rich.markup import escape
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from service.command_client import TIMEOUT, ClientError, connect, error_sentence, event_of, headers_of, pages, sentences
+from service.command_client import (
+    TIMEOUT_SECONDS,
+    ClientError,
+    connect,
+    error_sentence,
+    event_of,
+    headers_of,
+    pages,
+    sentences,
+)
 
 _WORDS = ("quick", "lazy", "seven", "wizards", "boat", "near", "over", "jumps", "oxygen", "brown")
 _SEED = 0
@@ -92,7 +101,8 @@ async def _load(arguments: argparse.Namespace, models: Sequence[str]) -> tuple[d
     headers = headers_of(arguments.api_key)
     places = asyncio.Semaphore(arguments.concurrency)
     limits = httpx.Limits(max_connections=arguments.concurrency)
-    async with httpx.AsyncClient(base_url=arguments.url, headers=headers, timeout=TIMEOUT, limits=limits) as client:
+    timeout = httpx.Timeout(**TIMEOUT_SECONDS)
+    async with httpx.AsyncClient(base_url=arguments.url, headers=headers, timeout=timeout, limits=limits) as client:
         with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
             task = progress.add_task("requests", total=len(bodies))
 

@@ -8,6 +8,10 @@ have, each of another content, over HTTP, one after the other; before each the s
 ratio of the two rates (MB of the upload a second over MB hashed a second); by the clock, and by processor time, of the
 API process and of the hash, which other work on the machine changes less.
 
+With --clients it sends them as people do instead, by `curl -F` and by `multilora upload` in turn, and asks each
+new adapter for one token. Prints medians in seconds, from the client's start to its end and to the token, and the
+median ratio of the two clients.
+
 With --delete each adapter is deleted before the next one is sent, so that its pages of the disk's cache are used again.
 A virtual machine's first touch of a page may cost ten times as much as the copy into it.
 """
@@ -19,6 +23,8 @@ import hashlib
 import http.client
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -92,6 +98,46 @@ def _upload(server: Server, at: int, rank: int) -> Sample:
     )
 
 
+def measure_clients(work_dir: Path, rank: int, num_rounds: int) -> dict[str, Any]:
+    """Figures by name; the first round is not counted."""
+    (work_dir / "none").mkdir()
+    rounds: list[dict[str, tuple[float, float]]] = []
+    settings = {"adapter_row_bytes": "2GiB", "host_tier_bytes": "1GiB", "preload_adapters_dir": work_dir / "none"}
+    with running_server(BUNDLED_MODEL_DIR, work_dir, **settings) as server:
+        wait_for(lambda: server.get("/ready").status_code == 200, "the server to be ready")
+        for at in range(num_rounds + 1):
+            each = {}
+            for seed, client in enumerate(("curl", "multilora"), start=2 * at):
+                directory = work_dir / f"sent-{client}"
+                directory.mkdir(exist_ok=True)
+                for _, (name, content) in adapter_files(seed, rank, is_whole=True):
+                    (directory / name).write_bytes(content)
+                each[client] = _sent_by(client, server, directory, f"{client}-{at}")
+                server.http.delete(f"{server.url}/v1/adapters/{client}-{at}").raise_for_status()
+            rounds.append(each)
+    del rounds[0]
+    figures = {}
+    for client in rounds[0]:
+        for at, what in enumerate(("upload", "first_token")):
+            figures[f"{client}_{what}_seconds"] = round(statistics.median(one[client][at] for one in rounds), 3)
+    ratio = statistics.median(one["multilora"][0] / one["curl"][0] for one in rounds)
+    return {**figures, "multilora_by_curl": round(ratio, 3)}
+
+
+def _sent_by(client: str, server: Server, directory: Path, name: str) -> tuple[float, float]:
+    """Seconds until the client has ended, and until the adapter has answered with a token."""
+    command = [sys.executable, "-m", "service.cli", "upload", str(directory), "--name", name, "--url", server.url]
+    if client == "curl":
+        files = [flag for file in sorted(directory.iterdir()) for flag in ("-F", f"file=@{file}")]
+        command = ["curl", "-sfS", "-X", "PUT", *files, f"{server.url}/v1/adapters/{name}"]
+    begin = time.perf_counter()
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    uploaded = time.perf_counter()
+    body = {"model": name, "prompt": "the", "max_tokens": 1, "temperature": 0}
+    server.post("/v1/completions", json=body).raise_for_status()
+    return uploaded - begin, time.perf_counter() - begin
+
+
 def _put(path: str, server: Server, content: bytes, headers: dict[str, str]) -> None:
     """With the standard library's client, which hands a body to the kernel as it is. httpx copies all that is left of
     one after each part that a socket takes: 0.4 s of processor time for 84 MB, with the clock running."""
@@ -110,8 +156,12 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=1064)
     parser.add_argument("--uploads", type=int, default=7)
     parser.add_argument("--delete", action="store_true", help="delete each adapter before the next one is sent")
+    parser.add_argument("--clients", action="store_true", help="send them by curl and by multilora upload")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
+        if arguments.clients:
+            print(json.dumps(measure_clients(Path(scratch), arguments.rank, arguments.uploads)))
+            return
         figures = measure(Path(scratch), arguments.rank, arguments.uploads, are_deleted=arguments.delete)
     print(json.dumps(figures))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -19,7 +20,6 @@ import jsonschema
 import pytest
 import torch
 from prometheus_client.parser import text_string_to_metric_families
-from rich.progress import Progress
 from safetensors.torch import load_file
 
 from adapters.paths import MANIFEST_FILE
@@ -36,7 +36,7 @@ from tests.api.conftest import ADAPTERS, BASE, Checkpoints
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, wait_for
 from tests.support.terminal import terminal
-from tests.support.tiny_models import make_adapter
+from tests.support.tiny_models import LINEAR_MODULES, make_adapter
 from tests.support.uploads import parts_of, upload
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -537,6 +537,71 @@ class TestCommands:
         again = self.run("rm", "sent", at)
         assert (again.returncode, again.stderr) == (1, "multilora: The adapter 'sent' does not exist.\n")
 
+    def test_an_upload_imports_nothing_slow(self, server: Server, checkpoints: Checkpoints) -> None:
+        """They would take longer than the adapter."""
+        arguments = ["upload", str(checkpoints.spare), "--name=light", f"--url={server.url}"]
+        slow = ("httpx", "rich", "importlib.metadata", "dataclasses", "asyncio")
+        code = f"import sys; from service.cli import main; print(main({arguments}), {{*{slow}}} & {{*sys.modules}})"
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+        server.http.delete(f"{server.url}/v1/adapters/light").raise_for_status()
+        assert done.stdout.splitlines()[-1] == "0 set()"
+
+    def test_a_large_file_comes_whole(
+        self, server: Server, checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """One that is sent in blocks of its own, between the pieces of the multipart body."""
+        targets = LINEAR_MODULES["lfm2"]
+        large = make_adapter(checkpoints.base, tmp_path / "large", rank=512, target_modules=targets, seed=3)
+        assert (large / "adapter_model.safetensors").stat().st_size > 4 << 20
+        try:
+            assert main(["upload", str(large), "--note=of many blocks", f"--url={server.url}"]) == 0
+            assert "large@1 is there: rank 512" in capsys.readouterr().out
+            assert (
+                upload(server, "by-httpx", large).json()["digest"] == server.get("/v1/adapters/large").json()["digest"]
+            )
+            assert server.get("/v1/adapters/large/history").json()["data"][0]["note"] == "of many blocks"
+        finally:
+            for name in ("large", "by-httpx"):
+                server.http.delete(f"{server.url}/v1/adapters/{name}")
+
+    def test_a_server_that_refuses_before_the_end_is_heard(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """It answers and closes the connection with most of the body unread."""
+        (tmp_path / "sent.zip").write_bytes(bytes(32 << 20))
+        body = b'{"error": {"message": "That is too large."}}'
+
+        def refuse() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                head = b"HTTP/1.1 413 Too Large\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+                connection.sendall(head % len(body) + body)
+
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            thread = threading.Thread(target=refuse)
+            thread.start()
+            assert (
+                main(["upload", str(tmp_path / "sent.zip"), f"--url=http://127.0.0.1:{listener.getsockname()[1]}"]) == 1
+            )
+            thread.join()
+        assert capsys.readouterr().err == "multilora: That is too large.\n"
+
+    def test_a_proxy_of_the_environment_is_used(
+        self,
+        server: Server,
+        checkpoints: Checkpoints,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        """The server itself stands in for one: it takes a whole URL for a path that it has not, and answers."""
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("http_proxy", server.url)
+        assert main(["upload", str(checkpoints.spare), "--name=sent", "--url=http://behind.invalid"]) == 1
+        said = capsys.readouterr().err
+        assert said and "There is no server" not in said
+
     def test_a_load_shows_percentiles_and_writes_them(
         self, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -622,7 +687,7 @@ class TestCommands:
         uploading = ["upload", str(checkpoints.spare), "--name=sent", f"--url={server.url}"]
         loading = ["bench", "--requests=1", "--max-tokens=1", f"--model={BASE}", f"--url={server.url}"]
         try:
-            for arguments, bar in ((uploading, "adapter_model.safetensors"), (loading, "100%")):
+            for arguments, bar in ((uploading, "spare 100% of"), (loading, "100%")):
                 done = self.run(*arguments)
                 assert (done.returncode, done.stderr) == (0, "")
                 with terminal([sys.executable, "-m", "service.cli", *arguments], ROOT) as at_terminal:
@@ -717,10 +782,10 @@ class TestCommands:
     def test_a_file_that_cannot_be_read_is_a_sentence(
         self, checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        def refuse(_self: Progress, path: Path, *_: object, **__: object) -> None:
+        def refuse(path: Path, *_: object, **__: object) -> None:
             raise PermissionError(13, "Permission denied", str(path))
 
-        monkeypatch.setattr(Progress, "open", refuse)
+        monkeypatch.setattr(Path, "open", refuse)
         assert main(["upload", str(checkpoints.spare), "--url=http://127.0.0.1:9"]) == 1
         assert capsys.readouterr().err.endswith("adapter_config.json cannot be read: Permission denied.\n")
 
