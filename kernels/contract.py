@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kernels.paged_attention.maps import AttentionMaps
+    from kernels.attention_maps import AttentionMaps
     from kernels.probe.shapes import ProbeShapes
 
 

@@ -17,6 +17,7 @@ from adapters.names import Change
 from adapters.row_plan import plan_rows
 from adapters.store import AdapterStore, StoreLimits
 from kernels.lora.max_rank import MAX_KERNEL_RANK
+from kernels.sampling.parameters import NEUTRAL
 from service.api import (
     adapters,
     batch,
@@ -39,7 +40,7 @@ from service.api.metrics import Metrics
 from service.api.middleware import BodyRule, EntryMiddleware
 from service.api.openapi_route import serve_openapi
 from service.api.route_table import build_routes
-from service.api.sampling import NEUTRAL, model_defaults
+from service.api.sampling import model_defaults
 from service.api.state import Services
 from service.cluster.engines import Engines
 from service.engine.client import EngineClient
@@ -52,8 +53,7 @@ from service.settings import Settings
 from service.start_check import StartError
 from service.tenants.keys_file import KeysFileError
 from service.tenants.limits import RATE_HEADERS
-from service.tenants.tenants import Tenants
-from service.tenants.usage import follow_usage
+from service.tenants.tenants import Tenants, follow_usage
 from service.text.chat_template import ChatTemplate, template_source
 from service.text.template_worker import AdapterTemplate
 from service.text.tokenizer import TextTokenizer

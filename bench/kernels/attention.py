@@ -26,8 +26,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bench.kernels.lora import geometric_mean
 from bench.kernels.timing import FLOOR_BYTES_PER_SECOND, FLOOR_FLOP_PER_SECOND, num_sets, time_graph
+from kernels.attention_maps import AttentionMaps
 from kernels.paged_attention import triton_cuda
-from kernels.paged_attention.maps import AttentionMaps
 from kernels.paged_attention.triton_cuda_configs import Heads, LaunchPlan, TileConfig, plan_for
 from kernels.platform import in_use
 

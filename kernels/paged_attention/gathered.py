@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import torch
 
+from kernels.attention_maps import AttentionMaps
 from kernels.contract import Contract
 from kernels.paged_attention.cache_layout import is_heads_first
-from kernels.paged_attention.maps import AttentionMaps
 
 CONTRACT = Contract()
 

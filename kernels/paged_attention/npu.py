@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 import torch_npu
 
+from kernels.attention_maps import AttentionMaps
 from kernels.contract import Contract
-from kernels.paged_attention.maps import AttentionMaps
 from kernels.probe.shapes import ProbeShapes
 
 # What the operator takes in the layout TND with a paged cache. 256 is not documented, but used in production.

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import torch
 
+from kernels.attention_maps import AttentionMaps
 from kernels.contract import Contract
 from kernels.paged_attention import npu
-from kernels.paged_attention.maps import AttentionMaps
 
 CONTRACT = Contract(refuses=npu.refuses, updates=npu.host_lengths)
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.attention_maps import AttentionMaps
 from kernels.paged_attention.cache_layout import is_heads_first
-from kernels.paged_attention.maps import AttentionMaps
 from kernels.platform import contract, implementation, in_use
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.attention_maps import AttentionMaps
 from kernels.contract import Contract
-from kernels.paged_attention.maps import AttentionMaps
 
 CONTRACT = Contract()
 

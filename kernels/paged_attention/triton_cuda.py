@@ -14,8 +14,8 @@ import math
 import torch
 import triton
 
+from kernels.attention_maps import AttentionMaps
 from kernels.contract import Contract
-from kernels.paged_attention.maps import AttentionMaps
 from kernels.paged_attention.triton_cuda_configs import (
     MAX_SPLITS,
     WORKSPACE_BYTES,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from kernels.attention_maps import AttentionMaps
 from kernels.paged_attention import ops
 from kernels.paged_attention.cache_layout import made
-from kernels.paged_attention.maps import AttentionMaps
 from kernels.platform import in_use
 from kernels.probe.place import Place
 from kernels.probe.prepared import Prepared

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.swiglu.activation import Activation
+from kernels.activation import Activation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

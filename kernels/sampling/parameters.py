@@ -13,6 +13,7 @@ the check there, the way to the device, the neutral value in rows that do not as
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal, get_type_hints
 
@@ -119,3 +120,6 @@ def _declared() -> tuple[Parameter, ...]:
 
 
 PARAMETERS = _declared()
+
+# The value of each parameter that changes nothing, by name.
+NEUTRAL: Mapping[str, float] = {parameter.name: parameter.neutral for parameter in PARAMETERS}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 import torch_npu
 
+from kernels.activation import Activation
 from kernels.contract import Contract
 from kernels.swiglu import reference
-from kernels.swiglu.activation import Activation
 
 CONTRACT = Contract(replayable=True)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from kernels.activation import Activation
 from kernels.contract import Contract
-from kernels.swiglu.activation import Activation
 
 CONTRACT = Contract(replayable=True)
 

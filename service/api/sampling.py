@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from kernels.sampling.parameters import PARAMETERS
+from kernels.sampling.parameters import NEUTRAL, PARAMETERS
 from service.api.errors import BadRequest
 from service.api.schemas import ChatRequest, CompletionRequest, Decoding, Generation
 from service.api.token_lists import TokenLists
@@ -20,10 +20,6 @@ _SEED_RANGE = 2**63
 _MAX_ID_DIGITS = 10
 # Of all stop strings of a request together: what is built of them takes about 150 bytes for each.
 MAX_STOP_CHARS = 4096
-
-
-# What a request has that does not say.
-NEUTRAL: Mapping[str, float] = {parameter.name: parameter.neutral for parameter in PARAMETERS}
 
 
 def model_defaults(model_dir: Path) -> Mapping[str, float]:

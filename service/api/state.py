@@ -18,6 +18,7 @@ from adapters.paths import layout_fingerprint
 from adapters.records import AdapterRecord
 from adapters.shares import Shares
 from adapters.store import AdapterStore
+from kernels.sampling.parameters import NEUTRAL
 from service.api.adapter_metrics import MOST_LISTED, Resident, VersionOf
 from service.api.engine_protocol import EngineProtocol
 from service.api.errors import NotReady
@@ -25,7 +26,6 @@ from service.api.gate import Gate
 from service.api.held_logprobs import logprob_shares
 from service.api.metrics import Metrics
 from service.api.page_cache import PageCache
-from service.api.sampling import NEUTRAL
 from service.api.schemas import MAX_HELD_LOGPROBS
 from service.api.store_look import StoreLook
 from service.api.upload_places import UploadPlace, UploadPlaces

@@ -137,7 +137,8 @@ class Dispatch:
 
     def move_waiting(self, member: Member) -> None:
         """Requests of an engine that does not answer, whose clients have had nothing, go to others."""
-        for request_id, routed in list(member.open.items()):
+        waiting = {one: routed for one, routed in self._routed.items() if one in member.open}
+        for request_id, routed in waiting.items():
             can_move = any(one.answers for one in self._members if one is not member)
             if can_move and not routed.was_resent and routed.begins_anew():
                 member.client.abort(request_id)
@@ -170,7 +171,7 @@ class Dispatch:
         request = routed.request
         routed.left = Left.of(request)
         member.queued_tokens += routed.left.expected_tokens
-        member.open[request.request_id] = routed
+        member.open.add(request.request_id)
         if request.adapter is not None:
             member.num_sent[member.client.tiers.get(request.adapter, "disk")] += 1
         routed.take(member, member.client.submit(request))
@@ -178,5 +179,6 @@ class Dispatch:
     def _forget(self, routed: Routed) -> None:
         """It is no engine's any more."""
         member, routed.member = routed.member, None
-        if member is not None and member.open.pop(routed.request.request_id, None) is not None:
+        if member is not None and routed.request.request_id in member.open:
+            member.open.remove(routed.request.request_id)
             member.queued_tokens -= routed.left.expected_tokens

@@ -5,14 +5,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from service.cluster.routing import Replica
 from service.engine.link import EngineLink
 from service.engine.messages import EngineSaid, Tier
-
-if TYPE_CHECKING:
-    from service.cluster.dispatch import Routed
 
 # An engine that has said nothing for so long is asked, again and again; it answers between two steps.
 ASK_SECONDS = 1.0
@@ -27,14 +23,14 @@ QUESTIONS_UNTIL_HUNG = 120
 class Member:
     """An engine.
 
-    open              requests that were sent to it and are not over
+    open              ids of requests that were sent to it and are not over
     num_questions     asked since it last said something
     asked_seconds     when the last one was, by time.monotonic()
     """
 
     name: str
     client: EngineLink
-    open: dict[str, Routed] = field(default_factory=dict)
+    open: set[str] = field(default_factory=set)
     queued_tokens: int = 0
     num_sent: Counter[Tier] = field(default_factory=Counter)
     num_sent_again: int = 0

@@ -41,6 +41,7 @@ from dataclasses import dataclass
 
 import torch
 
+from adapters.row_pool import PoolUsage
 from service.engine.adapter_loads import AdapterLoads
 from service.engine.block_pool import BlockPool
 from service.engine.compiled_grammars import Worker
@@ -55,11 +56,12 @@ from service.engine.sampled import StepSampling, read_sampled, tokens_message
 from service.engine.scheduler import Scheduler
 from service.engine.sequence import Sequence
 from service.engine.slots import Slots
-from service.engine.stats import stats_of
 from service.engine.step_launcher import StepLauncher
 from service.engine.step_records import StepRecord, StepRecords, record_of
 from service.engine.step_results import StepResult
 from service.grammars.matching import TokenTable
+
+_NO_ROWS = PoolUsage(0, 0, 0, 0, 0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +234,38 @@ class Engine:
 
     def stats(self) -> Stats:
         """The state now, with what is new since the last call: steps, and where adapters are."""
-        return stats_of(self, self.runner.captured)
+        residency, host, records = self.adapter_loads.residency, self.host, self.records
+        usage = self.rows.usage() if self.rows is not None else _NO_ROWS
+        has_states = self.capacity.has_conv
+        return Stats(
+            num_waiting=self.scheduler.num_waiting + len(self.constrained.waiting),
+            num_running=len(self.scheduler.running),
+            kv_blocks_used=self.blocks.num_used,
+            kv_blocks_total=self.blocks.capacity,
+            state_lines_used=self.slots.num_used if has_states else 0,
+            state_lines_total=self.slots.capacity if has_states else 0,
+            rows_used=usage.rows_used,
+            rows_total=usage.rows_total,
+            row_bytes_used=usage.bytes_used,
+            row_bytes_total=usage.bytes_total,
+            num_adapters_on_device=usage.num_resident,
+            num_adapters_on_host=0 if host is None else host.num_kept,
+            num_adapter_requests={**self.adapter_loads.num_hits},
+            num_tier_evictions={} if residency is None else {**residency.evictions},
+            loaded_bytes={} if residency is None else {**residency.loaded_bytes},
+            host_bytes_used=0 if host is None else host.used_bytes,
+            adapter_load_seconds=() if residency is None else residency.take_load_seconds(),
+            first_tokens=records.take_first_tokens(),
+            moved_adapters={} if residency is None else residency.take_moved(),
+            num_steps=records.num_steps,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_adapter_loads=usage.num_loads,
+            num_adapter_evictions=usage.num_evictions,
+            num_steps_replayed=self.runner.captured.num_replayed,
+            num_steps_eager=dict(self.runner.captured.eager),
+            num_lora_op_calls=records.num_lora_op_calls,
+            steps=records.take_new(),
+        )
 
     def trim(self) -> None:
         """Give memory of what is gone back to the system; for when nothing runs."""

@@ -22,36 +22,12 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from service.engine.sequence import Sequence
+from service.engine.sequence import Sequence
+from service.engine.token_constraint import Account
 
-# Of processor time, for what a usual grammar's token and mask take.
-USUAL_SECONDS = 0.1e-3
 MAX_SECONDS_OWED = 20e-3
-SHARE = 0.1
 MAX_NEW = 4
-
-
-class Account:
-    """What the grammars of one tenant have cost, in seconds of processor time."""
-
-    def __init__(self, now: float) -> None:
-        self._spent = 0.0
-        self._seen = 0.0  # of it, at the last call of `owed`
-        self._forgiven = 0.0
-        self._at = now
-
-    def spend(self, seconds: float) -> None:
-        """For one token's mask. In the thread that makes masks."""
-        self._spent += max(0.0, seconds - USUAL_SECONDS)
-
-    def owed(self, now: float) -> float:
-        """What is not forgiven. Time forgives what was owed at the last call, not what came since."""
-        self._forgiven = min(self._seen, self._forgiven + SHARE * (now - self._at))
-        self._seen, self._at = self._spent, now
-        return self._seen - self._forgiven
 
 
 class GrammarTurns:

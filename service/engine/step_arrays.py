@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from kernels.arrays import Array, Layout, declared
+from kernels.attention_maps import AttentionArrays
 from kernels.lora.maps import LoraArrays, LoraSizes
 from kernels.lora.side import SideArrays
-from kernels.paged_attention.maps import AttentionArrays
 from kernels.sampling.maps import SamplingArrays, SamplingFacts
 from service.engine.messages import MAX_ENDINGS, MAX_LOGIT_BIASES
 from service.engine.step_sizes import StepSizes

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from kernels.arrays import HostArray, Layout, by_name, in_host, in_nothing, in_tensor, number_dtype
+from kernels.attention_maps import AttentionArrays
 from kernels.lora.maps import LoraArrays, LoraMaps, Segment
 from kernels.lora.side import SideArrays, SideLines
-from kernels.paged_attention.maps import AttentionArrays
 from kernels.query_starts import QueryStarts
 from kernels.sampling.asked import Asked
 from kernels.sampling.maps import SamplingFacts

@@ -13,11 +13,14 @@ from typing import Any
 import numpy as np
 
 from kernels.sampling.asked import mask_of
-from service.engine.grammar_turns import Account
 from service.engine.messages import Sampling
 from service.engine.token_rules import TokenRules
 from service.grammars.matching import error_of
 
+# Processor time of a usual grammar's token and mask; a tenant owes what a mask takes beyond it.
+USUAL_SECONDS = 0.1e-3
+# Part of the passing time by which debts are forgiven.
+SHARE = 0.1
 # Of processor time, for one sequence's grammar. Usual ones take a fifth of the first or less, and some ms for a mask
 # whose lexer's states are new; all sequences wait for the one thread that makes masks.
 SECONDS_A_TOKEN = 0.5e-3
@@ -29,6 +32,26 @@ NOTHING_LEFT = "allowed_token_ids and bad_words leave no token of those that it 
 def has_constraint(sampling: Sampling) -> bool:
     """Whether lists say what a token may be; grammars are looked at apart."""
     return bool(sampling.allowed_tokens or sampling.bad_words)
+
+
+class Account:
+    """What the grammars of one tenant have cost, in seconds of processor time."""
+
+    def __init__(self, now: float) -> None:
+        self._spent = 0.0
+        self._seen = 0.0  # of it, at the last call of `owed`
+        self._forgiven = 0.0
+        self._at = now
+
+    def spend(self, seconds: float) -> None:
+        """For one token's mask. In the thread that makes masks."""
+        self._spent += max(0.0, seconds - USUAL_SECONDS)
+
+    def owed(self, now: float) -> float:
+        """What is not forgiven. Time forgives what was owed at the last call, not what came since."""
+        self._forgiven = min(self._seen, self._forgiven + SHARE * (now - self._at))
+        self._seen, self._at = self._spent, now
+        return self._seen - self._forgiven
 
 
 class TokenConstraint:

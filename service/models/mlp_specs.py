@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kernels.swiglu.activation import Activation
+from kernels.activation import Activation
 from service.models.layer_parts import Linear, Shapes, named, split_input
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from service.logs import LOGGER, audit
 from service.tenants.keys_file import SCOPES, Key, KeysFile, KeysFileError, Limits, Scope, hash_of, read_keys
 from service.tenants.limits import Tenant
-from service.tenants.usage import TenantUsage
+from service.tenants.usage import EXCHANGE_SECONDS, Exchange, TenantUsage
 
 # A file that is written in place is half there for a moment: it is read when it has stayed as it is for so long, or
 # after so long however it changes.
@@ -246,3 +246,20 @@ def _signature(path: Path) -> tuple[int, ...]:
     except OSError:
         return ()
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+async def follow_usage(tenants: Tenants, directory: Path) -> None:
+    """Exchange the tenants' usage with the other servers of the directory, without end.
+
+    While the directory cannot be used, the last known usage counts and expires.
+    """
+    exchange, failed = Exchange(directory), ""
+    while True:
+        try:
+            tenants.learn(await asyncio.to_thread(exchange.say_and_hear, tenants.usage()))
+            failed = ""
+        except OSError as error:
+            if str(error) != failed:
+                LOGGER.error("What tenants take on other servers cannot be read: %s", error)
+            failed = str(error)
+        await asyncio.sleep(EXCHANGE_SECONDS)

@@ -7,20 +7,13 @@ that a limit can be exceeded. Times are ages, and files are dated by whoever kee
 
 from __future__ import annotations
 
-import asyncio
 import os
 import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
-
-from service.logs import LOGGER
-
-if TYPE_CHECKING:
-    from service.tenants.tenants import Tenants
 
 EXCHANGE_SECONDS = 0.5
 # A server that has written nothing for so long stands still or is gone, and its requests with it.
@@ -94,18 +87,3 @@ def _together(servers: Iterable[dict[str, TenantUsage]]) -> dict[str, TenantUsag
                 tuple(sorted(so_far.uploads + one.uploads, reverse=True)),
             )
     return sums
-
-
-async def follow_usage(tenants: Tenants, directory: Path) -> None:
-    """Have the tenants know what they have taken elsewhere, for ever. While the directory cannot be used, what was
-    known last counts, and grows old."""
-    exchange, failed = Exchange(directory), ""
-    while True:
-        try:
-            tenants.learn(await asyncio.to_thread(exchange.say_and_hear, tenants.usage()))
-            failed = ""
-        except OSError as error:
-            if str(error) != failed:
-                LOGGER.error("What tenants take on other servers cannot be read: %s", error)
-            failed = str(error)
-        await asyncio.sleep(EXCHANGE_SECONDS)

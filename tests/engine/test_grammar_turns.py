@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from service.engine import grammar_turns
-from service.engine.grammar_turns import MAX_NEW, MAX_SECONDS_OWED, SHARE, USUAL_SECONDS, GrammarTurns
+from service.engine.grammar_turns import MAX_NEW, MAX_SECONDS_OWED, GrammarTurns
+from service.engine.token_constraint import SHARE, USUAL_SECONDS
 from tests.engine.test_grammars import best, regex
 from tests.support.engine_mock import MockEngine, expected_tokens, make_mock_engine
 

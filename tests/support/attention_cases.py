@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from kernels.attention_maps import AttentionMaps
 from kernels.paged_attention import reference
-from kernels.paged_attention.maps import AttentionMaps
 from tests.tolerances import OP
 
 SCALE = 0.3

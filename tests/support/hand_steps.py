@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kernels.attention_maps import AttentionMaps
 from kernels.lora.maps import LoraMaps
-from kernels.paged_attention.maps import AttentionMaps
 from kernels.query_starts import QueryStarts
 from service.models.caches import allocate_caches
 from service.models.loader import LoadedModel

@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 import torch
 
+from kernels.attention_maps import AttentionMaps
 from kernels.paged_attention import npu
 from kernels.paged_attention import reference as attention_reference
 from kernels.paged_attention.cache_layout import made
-from kernels.paged_attention.maps import AttentionMaps
 from kernels.paged_attention.ops import paged_attention
 from kernels.platform import in_use, installed
 from kernels.rms_norm.ops import add_rms_norm, rms_norm

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 import torch
 
+from kernels.attention_maps import AttentionMaps
 from kernels.lora import triton_ascend as lora
 from kernels.paged_attention import npu, npu_heads_first
-from kernels.paged_attention.maps import AttentionMaps
 from service.engine.captured_steps import LARGE, UPDATE_FAILED
 from service.engine.engine import Engine
 from service.engine.step_sizes import StepSizes

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels.attention_maps import AttentionMaps
 from kernels.paged_attention import npu
-from kernels.paged_attention.maps import AttentionMaps
 from kernels.paged_attention.ops import paged_attention
 from tests.ascend.twin import stand_ins
 from tests.ascend.twin.checks import HEAD_DIM, KV_HEADS, NUM_BLOCKS, NUM_HEADS, attention_maps, laid_out
