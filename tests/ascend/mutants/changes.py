@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -40,7 +41,8 @@ class Mutant:
         return f"{self.function}:{self.line} {self.kind}: {self.before}  ->  {self.after}"
 
 
-def mutants_of(source: str) -> list[Mutant]:
+@functools.cache
+def mutants_of(source: str) -> tuple[Mutant, ...]:
     """Every change of one place in one `triton.jit` function."""
     module = ast.parse(source)
     found = []
@@ -52,7 +54,7 @@ def mutants_of(source: str) -> list[Mutant]:
                     _mutant(module, function.name, node, kind, other, statements.get(node, ""))
                     for kind, other in _changes(node)
                 ]
-    return [mutant for mutant in found if mutant.before != mutant.after]
+    return tuple(mutant for mutant in found if mutant.before != mutant.after)
 
 
 def kernels_with(function: str, source: str) -> set[str]:
@@ -70,12 +72,11 @@ def kernels_with(function: str, source: str) -> set[str]:
 
 def _statements(function: ast.FunctionDef) -> dict[ast.AST, str]:
     """Of each node the first line of the innermost statement around it: `ast.walk` comes to inner ones later."""
-    return {
-        node: ast.unparse(statement).partition("\n")[0]
-        for statement in ast.walk(ast.Module(function.body, []))
-        if isinstance(statement, ast.stmt)
-        for node in ast.walk(statement)
-    }
+    lines = {}
+    for statement in ast.walk(ast.Module(function.body, [])):
+        if isinstance(statement, ast.stmt):
+            lines |= dict.fromkeys(ast.walk(statement), ast.unparse(statement).partition("\n")[0])
+    return lines
 
 
 def _mutant(module: ast.Module, function: str, node: ast.AST, kind: str, other: ast.AST, statement: str) -> Mutant:
