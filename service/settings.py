@@ -59,10 +59,13 @@ class Settings(BaseSettings):
         "several with a shared file system: what is uploaded, moved or deleted on one holds on all",
     )
 
-    tool_parser: Literal["auto", "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "lfm2"] = Field(
+    tool_parser: Literal[
+        "auto", "template", "generic", "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "lfm2"
+    ] = Field(
         "auto",
-        description="how the model writes tool calls; auto: as its chat template shows, or an adapter's own; none: "
-        "`tools` are refused",
+        description="how the model writes tool calls; auto: as its chat template shows, or an adapter's own, and for "
+        "templates that show no tools as a prompt of the server's explains; template: the latter are refused; generic: "
+        "always as that prompt explains; none: `tools` are refused",
     )
     reasoning_parser: Literal["auto", "none", "think"] = Field(
         "auto",

@@ -10,7 +10,7 @@ from service.api.errors import BadRequest
 from service.api.json_body import check_inner_counts
 from service.api.lengths import refuse_hopeless, wanted_tokens
 from service.api.off_loop import LONG_TEXT_CHARS, off_loop
-from service.api.reading import check_template_takes_tools, reading_of, shown_tools, thinking_variables
+from service.api.reading import reading_of, shown_tools, thinking_variables, writes_tools_of
 from service.api.schemas import ChatRequest, CompletionRequest, TokenizeRequest
 from service.api.state import Services
 from service.api.targets import Target
@@ -101,8 +101,7 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
         check_inner_counts([text for message in messages for text in message.json_texts])
         plain = [message.for_template() for message in messages]
         template = _required_template(services, target)
-        if tools:
-            check_template_takes_tools(template.source)
+        writes_tools = writes_tools_of(services, template, tools, plain)
         variables = thinking_variables(services, request, template.source) | (given or {})
         text = template.render(
             plain,
@@ -110,10 +109,11 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
             continue_final_message=final,
             tools=[tool.for_template() for tool in tools] or None,
             variables=variables,
+            writes_tools=writes_tools,
         )
         if isinstance(request, TokenizeRequest):
             return text, PLAIN
-        return text, reading_of(services, request, template.source, text)
+        return text, reading_of(services, request, template.source, text, writes_tools=writes_tools)
 
     def encode(text: str, reading: Reading) -> Prompt:
         refuse_hopeless(services, request, text, "messages")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from service.api.errors import BadRequest, quoted
@@ -9,7 +10,10 @@ from service.api.schemas import ChatRequest, TokenizeRequest
 from service.api.state import Services
 from service.api.tools import NamedTool, Tool, callable_tools, may_skip_calls
 from service.text.answer_reader import END_OF_THOUGHT, THINK, Reading
-from service.text.calls.formats import FORMATS, CallFormat, format_of_template
+from service.text.calls.formats import FORMATS, GENERIC, CallFormat, format_of_template
+from service.text.chat_template import ChatTemplate
+from service.text.generic_tools import has_calls
+from service.text.template_worker import AdapterTemplate
 
 
 def shown_tools(request: ChatRequest | TokenizeRequest) -> list[Tool]:
@@ -19,14 +23,27 @@ def shown_tools(request: ChatRequest | TokenizeRequest) -> list[Tool]:
     return request.tools or []
 
 
-def check_template_takes_tools(source: str) -> None:
-    """BadRequest for a chat template that would not show tools to the model."""
-    if "tools" not in source:
+def writes_tools_of(
+    services: Services,
+    template: ChatTemplate | AdapterTemplate,
+    tools: Sequence[Tool],
+    messages: Sequence[Mapping[str, Any]],
+) -> bool:
+    """Whether tools, calls and results are written into the texts of the messages, for a chat template that would not
+    show them. BadRequest where the settings forbid it and the model would not be told of the tools."""
+    chosen, source = services.settings.tool_parser, template.source
+    if chosen == "generic":
+        return bool(tools) or has_calls(messages)
+    are_hidden = bool(tools) and not ("tools" in source and template.shows_tools())
+    if chosen not in ("template", "none"):
+        return are_hidden or (not tools and "tool_calls" not in source and has_calls(messages))
+    if are_hidden:
         raise BadRequest(
-            "This model's chat template does not know `tools`; describe them in a message, or use a model or an "
-            "adapter whose template takes them.",
+            "This model's chat template does not know `tools`; describe them in a message, use a model or an adapter "
+            "whose template takes them, or start the server with --tool-parser auto.",
             param="tools",
         )
+    return False
 
 
 def thinking_variables(services: Services, request: ChatRequest | TokenizeRequest, source: str) -> dict[str, Any]:
@@ -54,11 +71,11 @@ def _not_taken(field: str, value: str) -> BadRequest:
     )
 
 
-def reading_of(services: Services, request: ChatRequest, source: str, prompt: str) -> Reading:
-    """What to look for in the answers to `prompt`, which a template of this source has made. BadRequest for tools
-    whose calls could not be told from text."""
+def reading_of(services: Services, request: ChatRequest, source: str, prompt: str, *, writes_tools: bool) -> Reading:
+    """What to look for in the answers to `prompt`, which a template of this source has made, with tools written into
+    texts if `writes_tools`. BadRequest for tools whose calls could not be told from text."""
     tools = shown_tools(request)
-    form = _call_format(services, source) if tools else None
+    form = (GENERIC if writes_tools else _call_format(services, source)) if tools else None
     thinks = request.separate_reasoning is not False and _thinks(services, source)
     marks = (*(form.marks if form is not None else ()), *((THINK, END_OF_THOUGHT) if thinks else ()))
     ids = {services.tokenizer.token_id(mark) for mark in marks}
@@ -76,12 +93,12 @@ def reading_of(services: Services, request: ChatRequest, source: str, prompt: st
 
 def _call_format(services: Services, source: str) -> CallFormat:
     chosen = services.settings.tool_parser
-    form = format_of_template(source) if chosen == "auto" else FORMATS.get(chosen)
+    form = format_of_template(source) if chosen in ("auto", "template") else FORMATS.get(chosen)
     if form is None:
         why = "is turned off (--tool-parser none)" if chosen == "none" else "does not know how this model writes calls"
         raise BadRequest(
-            f"`tools` are not served here: the server {why}; start it with --tool-parser {'|'.join(FORMATS)}, or send "
-            '`tool_choice`: "none".',
+            f"`tools` are not served here: the server {why}; start it with --tool-parser {'|'.join(FORMATS)}, with "
+            'generic for a format that the server explains to the model, or send `tool_choice`: "none".',
             param="tools",
         )
     return form

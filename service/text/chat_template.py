@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from service.text.content_parts import ContentForms
+from service.text.content_parts import PROBE_TOOL, ContentForms
+from service.text.generic_tools import written_into_texts
 from service.text.template_sandbox import TemplateError, template_environment
 from service.text.tokenizer import TextError, read_json
 
@@ -46,12 +47,18 @@ class ChatTemplate:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        writes_tools: bool = False,
     ) -> str:
         """The prompt text of `messages`; `variables` are further names for the template, such as `enable_thinking`.
+
+        writes_tools  tools, calls and results are written into texts, for a template that does not show them
 
         TemplateError with the template's own words if it refuses the messages.
         """
         assert not (continue_final_message and add_generation_prompt), "the schema refuses both"
+        if writes_tools:
+            messages = written_into_texts(messages, tools or (), takes_system=self._contents.takes("system"))
+            tools = None
         plain = [self._plain_message(message) for message in messages]
         final = plain[-1]
         if continue_final_message:
@@ -62,6 +69,13 @@ class ChatTemplate:
         if "content" not in self.source:
             raise TemplateError("The chat template does not show the final message, so it cannot be continued.")
         return _cut_at_tag(text, _final_text(final))
+
+    def shows_tools(self) -> bool:
+        """Whether the template shows `tools` to its model; true of one that refuses short chats with them."""
+        user = {"role": "user", "content": "probe"}
+        chats = ([user], [{"role": "system", "content": "probe"}, user])
+        shown = [text for chat in chats if (text := self._probe(chat, [PROBE_TOOL])) is not None]
+        return not shown or any(PROBE_TOOL["function"]["name"] in text for text in shown)
 
     def _shown(self, messages: list[dict[str, Any]], variables: Mapping[str, Any], **options: Any) -> str:
         """The text of the messages in the first spelling that the template does not refuse. TemplateError if it

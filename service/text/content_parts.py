@@ -20,7 +20,7 @@ _FIRST, _SECOND = "probeonefirst", "probetwosecond"
 # A key that no template reads: it shows in the text where parts are written as Python data or as JSON.
 _ODD_KEY = "probethreekey"
 _CALL = {"id": "callprobe", "type": "function", "function": {"name": "probe_tool", "arguments": {}}}
-_TOOL = {
+PROBE_TOOL: Message = {
     "type": "function",
     "function": {"name": "probe_tool", "description": "probe", "parameters": {"type": "object", "properties": {}}},
 }
@@ -101,7 +101,7 @@ class ContentForms:
         """For each conversation: what it shows of a content, without blanks; None unless it shows the texts that are
         expected, and nothing of how parts are written."""
         for other in ("probe", _Parts([_Part(type="text", text="probe")])):
-            for tools in (None, [_TOOL]):
+            for tools in (None, [PROBE_TOOL]):
                 for conversation in _conversations(kind, other):
                     yield partial(self._shown, conversation, tools)
 

@@ -153,6 +153,10 @@ class AdapterTemplate:
         except TemplateError as error:
             log.debug("an uploaded chat template refuses the probe: %s", error)
 
+    def shows_tools(self) -> bool:
+        """As `ChatTemplate.shows_tools`; LimitError beyond the limits."""
+        return bool(self._worker.render({**self._about, "asks": "shows_tools"}))
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -161,6 +165,7 @@ class AdapterTemplate:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        writes_tools: bool = False,
     ) -> str:
         """As `ChatTemplate.render`; LimitError, a TemplateError, beyond the limits."""
         options = {
@@ -168,6 +173,7 @@ class AdapterTemplate:
             "continue_final_message": continue_final_message,
             "tools": tools,
             "variables": dict(variables or {}),
+            "writes_tools": writes_tools,
         }
         return self._worker.render({**self._about, "messages": list(messages), "options": options})
 
@@ -193,6 +199,8 @@ def _answer(line: bytes) -> dict[str, str]:
     job = json.loads(line)
     try:
         template = _compiled(job["source"], tuple(job["special_tokens"].items()))
+        if job.get("asks") == "shows_tools":
+            return {"text": "yes" if template.shows_tools() else ""}
         text = template.render(job["messages"], **job["options"])
     except TextError as error:
         return {"kind": "invalid", "error": str(error)[:MAX_ERROR_CHARS]}

@@ -122,7 +122,6 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
         "messages[0].tool_calls[0].function.arguments",
         "valid string",
     ),
-    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "does not know `tools`"),
     ({"functions": [{"name": "f"}]}, "functions", "not supported"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing"),
     ({"response_format": "json_object"}, "response_format", '{"type": "json_object"}'),

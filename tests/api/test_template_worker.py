@@ -28,6 +28,7 @@ from tests.api.test_chat_template import CHATS, TEMPLATES
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.noted_children import noted_children
 from tests.support.server import is_alive, wait_for
+from tests.support.tool_templates import TEMPLATES as TOOL_TEMPLATES
 
 ORDINARY = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -78,6 +79,14 @@ def test_a_template_renders_there_as_it_does_here(worker: TemplateWorker, name: 
             except TemplateError as error:
                 outcomes.append(str(error))
         assert outcomes[0] == outcomes[1]
+
+
+def test_a_template_shows_tools_there_as_it_does_here(worker: TemplateWorker) -> None:
+    shown = {}
+    for name, source in {**TOOL_TEMPLATES, "none": ORDINARY, "named alone": ORDINARY + "{# tools #}"}.items():
+        shown[name] = ChatTemplate(source, {}).shows_tools()
+        assert AdapterTemplate(worker, source, {}).shows_tools() == shown[name]
+    assert shown == {**dict.fromkeys(TOOL_TEMPLATES, True), "none": False, "named alone": False}
 
 
 @pytest.mark.parametrize("name", COSTLY)

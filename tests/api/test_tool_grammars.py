@@ -324,7 +324,7 @@ def test_a_tool_whose_schema_holds_itself_means_the_whole_of_it(
 def roomy(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """With room for tools in the prompt, and an adapter of each format's name that speaks it."""
     with running_server(checkpoints.endless_base, tmp_path_factory.mktemp("roomy"), model_name=BASE) as running:
-        for name, source in TEMPLATES.items():
+        for name, source in {**TEMPLATES, "generic": CHAT_TEMPLATE}.items():
             files = {**parts_of(checkpoints.spare), "chat_template": ("chat_template.jinja", source.encode())}
             running.post("/v1/adapters", data={"name": name}, files=files).raise_for_status()
         yield running
@@ -337,6 +337,8 @@ def talk(roomy: Server) -> Iterator[openai.OpenAI]:
 
 
 each_format = pytest.mark.parametrize("speaker", sorted(TEMPLATES))
+# And a template that shows no tools.
+each_speaker = pytest.mark.parametrize("speaker", [*sorted(TEMPLATES), "generic"])
 
 
 def tools_of(schemas: dict[str, Any], **more: Any) -> list[Any]:
@@ -360,7 +362,7 @@ def test_tokens_of_a_chat_are_counted_with_its_tools(roomy: Server) -> None:
     assert (refused.status_code, "only allowed with `messages`" in refused.text) == (400, True)
 
 
-@each_format
+@each_speaker
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_required_calls_come(talk: openai.OpenAI, speaker: str, stream: bool) -> None:
     asked: Any = {
@@ -381,7 +383,7 @@ def test_required_calls_come(talk: openai.OpenAI, speaker: str, stream: bool) ->
     assert names <= set(SCHEMAS)
 
 
-@each_format
+@each_speaker
 def test_a_named_tool_is_called_once(talk: openai.OpenAI, speaker: str) -> None:
     for name in SCHEMAS:
         answer: Any = talk.chat.completions.create(

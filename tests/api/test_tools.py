@@ -13,7 +13,6 @@ import pytest
 from service.text.calls.formats import FORMATS
 from tests.api.conftest import BASE, Checkpoints
 from tests.support.scripted_server import ScriptedServer, make_text_model, scripted_server
-from tests.support.server import Server
 from tests.support.tiny_models import CHAT_TEMPLATE
 from tests.support.tool_templates import SPECIAL_TOKENS, TEMPLATES
 
@@ -46,13 +45,18 @@ CALLS = {
 THINKING = CHAT_TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}") + "{# </think> #}"
 
 
-@pytest.fixture(scope="module", params=sorted(TEMPLATES))
+# The format of the prompt that templates without tools get.
+CALLS["generic"] = CALLS["hermes"]
+
+
+@pytest.fixture(scope="module", params=[*sorted(TEMPLATES), "generic"])
 def spoken(
     request: pytest.FixtureRequest, checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, ScriptedServer]]:
     """(format, server of a model that speaks it)"""
     name, root = request.param, tmp_path_factory.mktemp("spoken")
-    model_dir = make_text_model(checkpoints.base, root / "model", TEMPLATES[name], SPECIAL_TOKENS[name])
+    template, special_tokens = TEMPLATES.get(name, CHAT_TEMPLATE), SPECIAL_TOKENS.get(name, ())
+    model_dir = make_text_model(checkpoints.base, root / "model", template, special_tokens)
     with scripted_server(model_dir, root / "store", model_name=BASE) as server:
         yield name, server
 
@@ -241,13 +245,93 @@ def test_settings_choose_the_parsers(checkpoints: Checkpoints, tmp_path: Any) ->
         assert ask(server, tool_choice="none").message.content == "ho"
 
 
-def test_a_template_without_tools_refuses_them(server: Server, client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="chat template does not know `tools`"):
-        client.chat.completions.create(model=BASE, messages=ASK, tools=TOOLS)  # type: ignore[call-overload]
-    answer = client.chat.completions.create(model=BASE, messages=ASK, tools=TOOLS, tool_choice="none", max_tokens=1)  # type: ignore[call-overload]
-    assert answer.choices[0].message.tool_calls is None
-    refused = server.post("/tokenize", json={"model": BASE, "messages": ASK, "tools": TOOLS})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+# Templates that know no tools: as written, with `tools` named and not shown, with strict roles, with no system role.
+_ROLES = (
+    "{{% for m in messages %}}{check}[{{{{ m.role }}}}]{{{{ m.content }}}}{{% endfor %}}"
+    "{{% if add_generation_prompt %}}[assistant]{{% endif %}}"
+)
+_ALTERNATE = (
+    "{% if m.role not in ('user', 'assistant') or (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('user and assistant must alternate') }}{% endif %}"
+)
+WITHOUT_TOOLS = {
+    "plain": _ROLES.format(check=""),
+    "names tools": _ROLES.format(check="{# tools #}{{ m.tools }}"),
+    "user and assistant alone": _ROLES.format(check=_ALTERNATE),
+    "parts alone": _ROLES.format(check="").replace(
+        "{{ m.content }}", "{% for b in m.content %}{{ b.text }}{% endfor %}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_TOOLS)
+def test_a_template_that_shows_no_tools_gets_them_in_a_prompt(
+    checkpoints: Checkpoints, tmp_path: Any, name: str
+) -> None:
+    model_dir = make_text_model(checkpoints.base, tmp_path / "model", WITHOUT_TOOLS[name])
+    called = [
+        {"id": f"c{at}", "type": "function", "function": {"name": "add", "arguments": f'{{"a": {at}}}'}}
+        for at in range(2)
+    ]
+    history: list[Any] = [
+        *ASK,
+        {"role": "assistant", "content": "Wait.", "tool_calls": called},
+        {"role": "tool", "tool_call_id": "c0", "content": "result 20"},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "result 21"}]},
+        {"role": "user", "content": "and now?"},
+    ]
+    with scripted_server(model_dir, tmp_path, model_name=BASE) as server:
+        server.says(CALLS["hermes"])
+        assert calls_of(ask(server, messages=history).message) == [("add", {"a": 1, "b": 2}), ("now", {})]
+        prompt = server.engine.last_prompt
+        order = [
+            "the sum",
+            "1 + 2?",
+            "Wait.",
+            '"arguments": {"a": 0}',
+            '"arguments": {"a": 1}',
+            "result 20",
+            "result 21",
+        ]
+        places = [prompt.index(text) for text in (*order, "and now?")]
+        assert places == sorted(places)
+        assert prompt.count("[user]") == 2 and prompt.count("[system]") == (name != "user and assistant alone")
+        # Without tools the history is shown all the same, and what looks like a call is text.
+        answer = server.client.chat.completions.create(model=BASE, messages=history)
+        assert answer.choices[0].message.content == CALLS["hermes"]
+        prompt = server.engine.last_prompt
+        assert "the sum" not in prompt and all(text in prompt for text in order[1:])
+        ask(server, tool_choice="none")
+        assert "the sum" not in server.engine.last_prompt
+
+
+def test_a_prompt_with_tools_joins_the_system_message(checkpoints: Checkpoints, tmp_path: Any) -> None:
+    model_dir = make_text_model(checkpoints.base, tmp_path / "model", WITHOUT_TOOLS["plain"])
+    with scripted_server(model_dir, tmp_path, model_name=BASE) as server:
+        ask(server, messages=[{"role": "developer", "content": "Be brief."}, *ASK])
+        prompt = server.engine.last_prompt
+        assert prompt.count("[system]") == 1
+        assert prompt.index("[system]Be brief.") < prompt.index("the sum") < prompt.index("[user]")
+
+
+def test_a_setting_has_tools_refused_where_the_template_shows_none(checkpoints: Checkpoints, tmp_path: Any) -> None:
+    with scripted_server(checkpoints.base, tmp_path, model_name=BASE, tool_parser="template") as server:
+        with pytest.raises(openai.BadRequestError, match=r"does not know `tools`.*--tool-parser auto"):
+            ask(server)
+        server.says(CALLS["hermes"])
+        assert ask(server, tool_choice="none").message.tool_calls is None
+        body: Any = {"model": BASE, "messages": ASK, "tools": TOOLS}
+        with pytest.raises(openai.BadRequestError, match="does not know `tools`"):
+            server.client.post(str(server.client.base_url.join("/tokenize")), body=body, cast_to=object)
+
+
+def test_a_setting_has_every_template_s_tools_in_the_prompt(checkpoints: Checkpoints, tmp_path: Any) -> None:
+    """For a template whose own format this server does not read."""
+    model_dir = make_text_model(checkpoints.base, tmp_path / "model", CHAT_TEMPLATE + "{{ tools }}")
+    with scripted_server(model_dir, tmp_path, model_name=BASE, tool_parser="generic") as server:
+        server.says(CALLS["hermes"])
+        assert len(calls_of(ask(server).message)) == 2
+        assert server.engine.last_prompt.count("the sum") == 1
 
 
 def test_an_unknown_format_is_refused_with_what_to_do(checkpoints: Checkpoints, tmp_path: Any) -> None:

@@ -81,6 +81,8 @@ _FORMATS = (
     ),
 )
 FORMATS = {one.name: one for one in _FORMATS}
+# The format of the prompt for templates that show no tools (`service.text.generic_tools`).
+GENERIC = FORMATS["hermes"]
 
 
 def format_of_template(source: str) -> CallFormat | None:
