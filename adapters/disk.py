@@ -140,7 +140,7 @@ class StoreFiles:
         return names, unreadable
 
     def _name_path(self, name: str) -> Path:
-        """Names are those of their files, but for an owner's `/`."""
+        """Names are those of their files, but for each `/`."""
         return self._names / quote(name, safe="")
 
     def _is_missing(self, digest: str) -> bool:

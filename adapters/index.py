@@ -24,7 +24,7 @@ from adapters.records import UNREADABLE, Summary
 log = logging.getLogger(__name__)
 
 # Raised when the table changes: an index of another form is built anew.
-_FORM = 3
+_FORM = 4
 _TABLE = """
 CREATE TABLE names (
     name TEXT PRIMARY KEY, owner TEXT NOT NULL, visibility TEXT NOT NULL, shared_with TEXT NOT NULL,
@@ -34,6 +34,8 @@ CREATE TABLE names (
     rows TEXT NOT NULL, has_chat_template INTEGER NOT NULL
 ) WITHOUT ROWID
 """
+# As who has no owner calls all names: the order of its pages, in which nothing needs to be sorted.
+_ORDER = "CREATE INDEX shown ON names (ltrim(name, '/'))"
 
 
 _TENANTS = msgspec.json.Decoder(tuple[str, ...])
@@ -199,6 +201,7 @@ def _open(path: Path | None) -> sqlite3.Connection:
             with database:
                 database.execute("DROP TABLE IF EXISTS names")
                 database.execute(_TABLE)
+                database.execute(_ORDER)
                 database.execute(f"PRAGMA user_version = {_FORM}")
         # Pages of different moments may be whole one by one, and hide names from a search.
         (found,) = database.execute("PRAGMA integrity_check(1)").fetchone()
@@ -220,17 +223,21 @@ def _seen(viewer: Viewer | None) -> tuple[str, list[object]]:
     """The rows that a viewer may see, with the name that it calls each as their last column; SQL and its values."""
     if viewer is None:
         return "(SELECT *, name AS shown FROM names)", []
-    shown = "name AS shown"
+    shown = "ltrim(name, '/') AS shown"
     values: list[object] = []
-    if viewer.owner or viewer.unowned:  # else a page is a range of the primary key, and nothing needs to be sorted
-        shown = "CASE WHEN owner = ? THEN substr(name, ?) WHEN owner = '' THEN ? || name ELSE name END AS shown"
-        begins_at = len(viewer.owner) + 2 if viewer.owner else 1
-        values = [viewer.owner, begins_at, viewer.unowned]
-    if viewer.sees_all:
-        return f"(SELECT *, {shown} FROM names)", values
-    is_shared = "visibility = 'shared' AND ? IN (SELECT value FROM json_each(shared_with))"
-    may_see = f"owner = ? OR visibility = 'public' OR ({is_shared})"
-    return f"(SELECT *, {shown} FROM names WHERE {may_see})", [*values, viewer.owner, viewer.tenant]
+    if viewer.owner or viewer.unowned:
+        shown = (
+            "CASE WHEN owner = ? THEN substr(name, ?) WHEN owner = '' THEN ? || ltrim(name, '/') ELSE name END AS shown"
+        )
+        values = [viewer.owner, len(viewer.owner) + 2, viewer.unowned]
+    # One of its own hides another's that it would call the same.
+    may_see = "(owner = ? OR NOT EXISTS (SELECT 1 FROM names AS own WHERE own.name = ? || names.name))"
+    values += [viewer.owner, f"{viewer.owner}/"]
+    if not viewer.sees_all:
+        is_shared = "visibility = 'shared' AND ? IN (SELECT value FROM json_each(shared_with))"
+        may_see += f" AND (owner = ? OR visibility = 'public' OR ({is_shared}))"
+        values += [viewer.owner, viewer.tenant]
+    return f"(SELECT *, {shown} FROM names WHERE {may_see})", values
 
 
 def _conditions(query: Query) -> tuple[list[str], list[object]]:

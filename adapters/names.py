@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 
 from adapters.errors import Conflict, NotFound, Stale
+from adapters.paths import without_root
 
 Visibility = Literal["private", "shared", "public"]
 
@@ -210,7 +211,7 @@ def record_of(names: dict[str, NameRecord], name: str) -> NameRecord:
     """Raises NotFound."""
     record = names.get(name)
     if record is None:
-        raise NotFound(f"The adapter {name[:200]!r} does not exist.")
+        raise NotFound(f"The adapter {without_root(name)[:200]!r} does not exist.")
     return record
 
 
@@ -222,7 +223,10 @@ def find(names: dict[str, NameRecord], reference: str) -> tuple[str, Version]:
         return name, record.current
     version = record.version(selector)
     if version is None:
-        raise NotFound(f"The adapter {name[:200]!r} has no version {selector[:80]!r}; its history lists those it has.")
+        raise NotFound(
+            f"The adapter {without_root(name)[:200]!r} has no version {selector[:80]!r}; its history lists those it "
+            "has."
+        )
     return name, version
 
 
@@ -230,7 +234,7 @@ def before(name: str, record: NameRecord) -> str:
     """The reference of the newest version whose content is not the current one. Raises NotFound."""
     version = next((one for one in reversed(record.versions) if one.digest != record.digest), None)
     if version is None:
-        raise NotFound(f"The adapter {name[:200]!r} has no earlier version.")
+        raise NotFound(f"The adapter {without_root(name)[:200]!r} has no earlier version.")
     return f"{name}@{version.number}"
 
 

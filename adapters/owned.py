@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from adapters.errors import Conflict, QuotaExceeded
 from adapters.names import NameRecord, Quota, folded
+from adapters.paths import without_root
 
 
 class Owned:
@@ -55,7 +56,10 @@ class Owned:
             others = self._twins.get(form) or ((self._names[form],) if form in self._names else ())
         twin = next((one for one in others if one != name), None)
         if twin is not None:
-            raise Conflict(f"The name {name!r} differs in case alone from {twin!r}, which is there; choose another.")
+            raise Conflict(
+                f"The name {without_root(name)!r} differs in case alone from {without_root(twin)!r}, which is there; "
+                "choose another."
+            )
 
     def refuse_excess(self, before: NameRecord | None, after: NameRecord, quota: Quota) -> None:
         """QuotaExceeded if a name's becoming `after` makes the names, or the bytes that they keep, more than they were

@@ -3,7 +3,7 @@
 <root>/<layout fingerprint>/lock
                             staging/<random>/        uploads in progress and files on their way out
                             adapters/<digest>/       adapter_config.json, adapter_model.safetensors, manifest.json
-                            names/<name>             what a name stands for (`adapters.names.NameRecord`), `/` as %2F
+                            names/<name>             what a name stands for (`adapters.names.NameRecord`); `/` is %2F
                             retired/<name>           the last of a name that was deleted: its numbers go on
                             index.sqlite             what listings need of them, made of these files (`adapters.index`)
 
@@ -31,22 +31,44 @@ TENSOR_FILE = "adapter_model.safetensors"
 MANIFEST_FILE = "manifest.json"
 TEMPLATE_FILE = "chat_template.jinja"
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+# `name`, or `org/name` as repositories are called; the lengths leave room for an owner in the name of a file.
+NAME = re.compile(rf"(?=.{{1,128}}\Z){_PART}(?:/{_PART}){{0,7}}")
 # A tenant, whose name and a `/` stand before the names of its adapters.
 OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-# What stands behind a name in addresses: `tenant/history` would be the history of the adapter `tenant`.
+# What stands behind a name in addresses: `org/history` would be the history of the adapter `org`.
 RESERVED = frozenset({"history", "rollback", "pin"})
+# What stands before the names that have no owner, where somebody else calls them.
+OWNERLESS = "default"
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def is_name(name: str, owner: str = "") -> bool:
-    """Whether an adapter of this owner may be called so: `name`, or `<owner>/name`. A store may hold one that was named
-    before the name was RESERVED."""
-    if owner:
-        prefix, _, rest = name.partition("/")
-        is_own = prefix == owner and OWNER.fullmatch(owner) is not None
-        return is_own and NAME.fullmatch(rest) is not None
-    return NAME.fullmatch(name) is not None
+    """Whether the store may call an adapter of this owner so, see `join`. It may hold one that was named before the
+    name was RESERVED."""
+    found, rest = separate(name)
+    return (
+        found == owner
+        and name == join(owner, rest)
+        and (NAME.fullmatch(rest) is not None and (not owner or OWNER.fullmatch(owner) is not None))
+    )
+
+
+def join(owner: str, name: str) -> str:
+    """How the store calls an owner's adapter: `<owner>/<name>`. The owner "" goes with its `/` where the name has none,
+    so that each owner's names are others than everybody else's: `/org/name` is not the `name` of the owner `org`."""
+    return f"{owner}/{name}" if owner or "/" in name else name
+
+
+def separate(full_name: str) -> tuple[str, str]:
+    """Owner and name, of what `join` returned."""
+    owner, slash, name = full_name.partition("/")
+    return (owner, name) if slash else ("", full_name)
+
+
+def without_root(full_name: str) -> str:
+    """What `join` returned, for people: without the `/` of no owner."""
+    return full_name.removeprefix("/")
 
 
 @functools.lru_cache(maxsize=8)

@@ -18,7 +18,7 @@ from adapters.disk import StoreFiles
 from adapters.errors import Conflict, Damaged, InvalidName, Malformed, NotFound, QuotaExceeded
 from adapters.intake import Intake
 from adapters.names import Change, Condition, NameRecord, Quota, Version
-from adapters.paths import RESERVED, is_name
+from adapters.paths import OWNERLESS, RESERVED, is_name, separate, without_root
 from adapters.records import AdapterRecord, Manifest
 from adapters.same_weights import have_same_weights
 from adapters.upload import StoreLimits
@@ -62,15 +62,20 @@ class Publishing:
 
     def check_name(self, name: str, owner: str) -> None:
         """Raises InvalidName, or Conflict for the base model's name."""
-        if owner and name.rpartition("/")[2] in RESERVED:
-            raise InvalidName(f"The name {name!r} would be mistaken in addresses; choose another.")
         if not is_name(name, owner):
             raise InvalidName(
-                "An adapter's name has 1 to 128 letters, digits, '.', '_' and '-', and starts with a letter or a digit."
+                "An adapter's name has 1 to 128 letters, digits, '.', '_', '-' and '/', of which each part between two "
+                "'/' starts with a letter or a digit; there are at most 8 parts."
             )
-        short = name.rpartition("/")[2]  # which its owner would call so
-        if short == self._base_name or (owner and rules.are_twins(short, self._base_name)):
-            raise Conflict(f"The name {self._base_name!r} is the base model's; choose another.")
+        own = separate(name)[1]  # which its owner calls so
+        first, slash, _ = own.partition("/")
+        if (owner or slash) and own.rpartition("/")[2] in RESERVED:
+            raise InvalidName(f"The name {without_root(name)!r} would be mistaken in addresses; choose another.")
+        if slash and first in (owner, OWNERLESS):
+            raise InvalidName(f"An adapter's name cannot begin with {first + '/'!r} once more; leave that out.")
+        base = self._base_name
+        if base in (own, name) or (owner and any(rules.are_twins(one, base) for one in (own, name))):
+            raise Conflict(f"The name {base!r} is the base model's; choose another.")
 
     def publish(
         self, name: str, manifest: Manifest, ready: Path | None, change: Change, condition: Condition

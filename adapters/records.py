@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from adapters.names import Version, Visibility
+from adapters.paths import without_root
 
 # What msgspec raises where it cannot read them.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
@@ -76,5 +77,5 @@ class AdapterRecord(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def reference(self) -> str:
-        """`name@number`, as requests may give it."""
-        return f"{self.name}@{self.version.number}"
+        """`name@number`, as its owner's requests may give it where there are no tenants."""
+        return f"{without_root(self.name)}@{self.version.number}"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-from collections.abc import AsyncIterator, Callable, Mapping
+import os
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 import adapters.errors as store_errors
 from adapters.names import Change
+from adapters.paths import CONFIG_FILE, join
 from adapters.row_plan import plan_rows
 from adapters.store import AdapterStore, StoreLimits
 from kernels.lora.max_rank import MAX_KERNEL_RANK
@@ -139,7 +141,7 @@ def _build_services(settings: Settings, engine: EngineClient | Engines) -> Servi
     if settings.lora_enabled:
         services.store = _open_store(services)
         names = services.store.names()
-        if settings.base_name in names:
+        if not names.keys().isdisjoint({settings.base_name, join("", settings.base_name)}):
             services.store.close()
             raise StartError(_shadowed(settings))
         for name in names:
@@ -296,22 +298,21 @@ def _links_below(path: Path, directory: Path) -> Path:
 
 
 def preload(services: Services) -> None:
-    """Put the operator's adapters into the store under their folder names. A name that clients have given to other
-    content since is left as it is, and a full disk ends no start: the server is what one deletes adapters with.
+    """Put the operator's adapters into the store under the names of `_adapters_in`. A name that clients have given to
+    other content since is left as it is, and a full disk ends no start: the server is what one deletes adapters with.
     Raises StartError."""
     directory, store = services.settings.preload_dir, services.store
     if directory is None or store is None:
         return
     if not directory.is_dir():
         raise StartError(f"--preload-adapters-dir {directory} is not a directory.")
-    configs = [path / "adapter_config.json" for path in sorted(directory.iterdir())]
-    for path in (config.parent for config in configs if config.is_file() or config.is_symlink()):
+    for name, path in sorted(_adapters_in(directory)):
         try:
             with store.begin() as upload:
                 upload.add_directory(path, _links_below(path.resolve(), directory))
-                record, created = upload.finish(path.name, Change(by="preload"))
+                record, created = upload.finish(join("", name), Change(by="preload"))
                 if created:
-                    audit("preload", adapter=record.name, version=record.version.number, digest=record.digest)
+                    audit("preload", adapter=name, version=record.version.number, digest=record.digest)
         except store_errors.Conflict as error:
             LOGGER.warning("Not preloaded: %s", error)
             continue
@@ -319,14 +320,29 @@ def preload(services: Services) -> None:
             LOGGER.warning(
                 "Not preloaded: the adapter %r; what the store holds of that name is left as it is. %s The floor is "
                 "--min-free-disk-bytes (MULTILORA_MIN_FREE_DISK_BYTES).",
-                path.name,
+                name,
                 error,
             )
             continue
         except store_errors.AdapterError as error:
-            raise StartError(f"The adapter {path.name!r} in {directory} cannot be loaded: {error}") from error
+            raise StartError(f"The adapter {name!r} in {directory} cannot be loaded: {error}") from error
         services.metrics.by_adapter.know(record.name)
-        LOGGER.info("adapter %s %s", record.name, "preloaded" if created else "is there already")
+        LOGGER.info("adapter %s %s", name, "preloaded" if created else "is there already")
+
+
+def _adapters_in(directory: Path) -> Iterator[tuple[str, Path]]:
+    """Name and path of each adapter there: a folder, or one in a folder that is none, which is called `org/name`."""
+    for path in directory.iterdir():
+        if _is_adapter(path):
+            yield path.name, path
+        elif path.is_dir() and not path.name.startswith(".") and os.access(path, os.R_OK | os.X_OK):
+            yield from ((f"{path.name}/{one.name}", one) for one in path.iterdir() if _is_adapter(one))
+
+
+def _is_adapter(path: Path) -> bool:
+    """By the file, or a link that leads nowhere; False also where this user may not look, as in lost+found."""
+    config = path / CONFIG_FILE
+    return os.path.isfile(config) or os.path.islink(config)
 
 
 def _body_rule(settings: Settings) -> Callable[[str, str], BodyRule]:

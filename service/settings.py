@@ -43,11 +43,14 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one and logs it")
     model_dir: Path = Field(BUNDLED_MODEL_DIR, description="Hugging Face directory of the base model")
-    model_name: str | None = Field(None, description="name clients use for the base; default: the directory's name")
+    model_name: str | None = Field(
+        None, description="name clients use for the base, such as Qwen/Qwen3-0.6B; default: the directory's name"
+    )
     preload_adapters_dir: Path | None = Field(
         None,
         description="directory of adapter directories that are put into the store at the start under their folder "
-        "names; default: the bundled adapters for the bundled model, nothing for any other",
+        "names, `org/name` for those of a folder in it; default: the bundled adapters for the bundled model, nothing "
+        "for any other",
     )
     store_dir: Path = Field(
         Path("data") / "adapters",
@@ -278,8 +281,11 @@ class Settings(BaseSettings):
             )
         if self.max_body_bytes > self.max_buffered_bytes:
             raise ValueError("max_body_bytes must not be larger than max_buffered_bytes, which holds all bodies")
-        if ":" in self.base_name or "/" in self.base_name or not self.base_name:
-            raise ValueError(f"model_name {self.base_name!r} may not be empty or contain ':' or '/'; set another one")
+        if ":" in self.base_name or not {"", ".", ".."}.isdisjoint(self.base_name.split("/")):
+            raise ValueError(
+                f"model_name {self.base_name!r} may not be empty, contain ':' or begin or end with '/'; set another "
+                "one, such as Qwen/Qwen3-0.6B"
+            )
         return self
 
     @cached_property

@@ -17,6 +17,7 @@ import msgspec
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from adapters.paths import OWNERLESS, without_root
 from service.engine.messages import Tier
 
 # Series of adapters that are called "deleted:", which no adapter can be.
@@ -91,8 +92,18 @@ class AdapterMetrics:
         self._known.add(name)
 
     def label_of(self, name: str) -> str:
-        """The `adapter` label for the base or an adapter."""
-        return name if name in self._known else DELETED
+        """The `adapter` label for the base or an adapter, as the store calls it."""
+        return self._shown(name) if name in self._known else DELETED
+
+    def _shown(self, name: str) -> str:
+        label = without_root(name)
+        # The name of a tenant's adapter may be the same.
+        return label if label == name or label not in self._known else f"{OWNERLESS}{name}"
+
+    def _names_of(self, labels: Collection[str]) -> list[str]:
+        """The names that have these labels, of those that there are."""
+        named = ((label, f"/{label}", label.removeprefix(OWNERLESS)) for label in dict.fromkeys(labels))
+        return [name for names in named if (name := next((one for one in names if one in self._known), None))]
 
     def forget(self, name: str) -> None:
         """Drop the series of a deleted adapter."""
@@ -119,14 +130,14 @@ class AdapterMetrics:
         _take(self._running if had_token else self._waiting, name)
 
     def _of(self, name: str) -> _Counts:
-        return self._counts.setdefault(self.label_of(name), _Counts())
+        return self._counts.setdefault(name if name in self._known else DELETED, _Counts())
 
     # ---- what is shown
 
     def collect(self, wanted: Collection[str] = ()) -> Iterator[Metric]:
         """The series of the base and of `wanted`, or else of the busiest."""
         counts = dict(self._counts)
-        shown = [name for name in dict.fromkeys(wanted) if name in self._known] if wanted else self._busiest(counts)
+        shown = self._names_of(wanted) if wanted else self._busiest(counts)
         if self._base_name not in shown:
             shown.append(self._base_name)
         ended = CounterMetricFamily(
@@ -145,13 +156,13 @@ class AdapterMetrics:
             labels=("adapter", "version", "digest"),
         )
         for name in shown:
-            one = counts.get(name, _Counts())
+            one, label = counts.get(name, _Counts()), self.label_of(name)
             for outcome, count in one.ended():
-                ended.add_metric((name, outcome), count)
-            prompt.add_metric((name,), one.prompt_tokens)
-            generated.add_metric((name,), one.generation_tokens)
+                ended.add_metric((label, outcome), count)
+            prompt.add_metric((label,), one.prompt_tokens)
+            generated.add_metric((label,), one.generation_tokens)
             if (version := self.version_of(name)) is not None:
-                info.add_metric((name, str(version.number), version.digest[:12]), 1)
+                info.add_metric((label, str(version.number), version.digest[:12]), 1)
         yield from (ended, prompt, generated, info, *self._for_routers())
 
     def _busiest(self, counts: dict[str, _Counts]) -> list[str]:
@@ -161,7 +172,7 @@ class AdapterMetrics:
         """vLLM's, by which routers send a request where its adapter is. Those that go by adapters of running sequences
         are told of all on the device: that is what they want to know."""
         residents, num_on_device = self.residents()
-        on_device = [one.name for one in residents if one.tier == "device"]
+        on_device = [self._shown(one.name) for one in residents if one.tier == "device"]
         requests = GaugeMetricFamily(
             "vllm:lora_requests_info",
             "The time, with adapters of running sequences, the busiest first, and others on the device; and with those "
@@ -176,9 +187,10 @@ class AdapterMetrics:
             labels=("adapter_name", "level", "pinned", "rank"),
         )
         for tier, level in _LEVELS.items():
-            there = [one for one in residents if one.tier == tier]
-            for one in there[: _num_listed([one.name for one in there])]:
-                loaded.add_metric((one.name, level, str(one.is_pinned).lower(), str(one.rank)), 1)
+            there = {self._shown(one.name): one for one in residents if one.tier == tier}
+            for label in list(there)[: _num_listed(list(there))]:
+                one = there[label]
+                loaded.add_metric((label, level, str(one.is_pinned).lower(), str(one.rank)), 1)
         counts = (
             ("num_gpu_loaded_lora_adapters", "Adapters on the device.", num_on_device),
             ("max_gpu_lora_adapters", "As many adapters of rank 16 fit on the device.", self.max_adapters),
@@ -187,7 +199,7 @@ class AdapterMetrics:
 
     def _listed(self, sequences: Counter[str], more: Collection[str] = ()) -> str:
         names = [name for name, _ in Counter(dict(sequences)).most_common(MOST_LISTED + 1) if name != self._base_name]
-        names = list(dict.fromkeys((*names, *more)))
+        names = list(dict.fromkeys((*map(self._shown, names), *more)))
         return ",".join(names[: _num_listed(names)])
 
 

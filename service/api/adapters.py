@@ -13,6 +13,7 @@ from pydantic import Field
 
 from adapters.index import Row
 from adapters.names import Condition, Version, keep
+from adapters.paths import without_root
 from adapters.records import AdapterRecord
 from adapters.store import AdapterStore
 from service.api.adapter_answers import AdapterDeleted, AdapterList, AdapterResponse, ModuleReport
@@ -114,7 +115,7 @@ def audit_change(request: Request, event: str, record: AdapterRecord, **fields: 
         event,
         tenant=caller.tenant.name,
         key=caller.key_id or None,
-        adapter=record.name,
+        adapter=without_root(record.name),
         version=record.version.number,
         digest=record.digest,
         visibility=record.visibility,
@@ -184,8 +185,9 @@ async def remove_adapter(request: Request, name: str, condition: Condition) -> s
     full_name = namespace_of(request, store).find_own(name)
     digest = await in_turn(store.delete, full_name, condition)
     services.changed(full_name)
-    note(request, adapter=full_name, digest=digest[:12])
-    audit("deletion", tenant=caller.tenant.name, key=caller.key_id or None, adapter=full_name, digest=digest)
+    adapter = without_root(full_name)
+    note(request, adapter=adapter, digest=digest[:12])
+    audit("deletion", tenant=caller.tenant.name, key=caller.key_id or None, adapter=adapter, digest=digest)
     return digest
 
 

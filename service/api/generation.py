@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
+from adapters.paths import without_root
 from adapters.records import AdapterRecord
 from service.api.admission import Held
 from service.api.held_logprobs import HeldLogprobs
@@ -69,8 +70,8 @@ class Job:
 
     @property
     def full_name(self) -> str:
-        """What the store calls it."""
-        return self._target.name
+        """What the log calls it: as the store does."""
+        return without_root(self._target.name)
 
     @property
     def adapter(self) -> str | None:

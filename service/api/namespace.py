@@ -1,7 +1,8 @@
 """Adapters as one caller sees them: the only way from a name that a client sent to the store.
 
-A tenant calls its own adapters by their names and those of another `tenant/name`. The store calls all of them
-`tenant/name`, but for those of the operator's own tenant (DEFAULT), which have no owner there. What a caller may not
+A tenant calls its own adapters by their names, `org/name` too, and those of another `tenant/name`. What may be either
+is its own if there is such a one, whatever the others have or are. The store calls all of them `tenant/name`, but for
+those of the operator's own tenant (DEFAULT), which have no owner there (`adapters.paths.join`). What a caller may not
 see, or may not do, is answered like what does not exist.
 """
 
@@ -14,18 +15,19 @@ from starlette.convertors import Convertor, register_url_convertor
 from adapters.errors import NotFound, QuotaExceeded
 from adapters.index import Viewer
 from adapters.names import Change, Condition, NameRecord, Quota, Visibility, split
+from adapters.paths import OWNERLESS, join, separate
 from adapters.records import AdapterRecord
 from adapters.store import AdapterStore, Lease, Upload
-from service.api.errors import BadRequest, Forbidden
+from service.api.errors import Forbidden
 from service.tenants.limits import LimitReached
 from service.tenants.tenants import DEFAULT, Caller, Tenants
 
 
 class _Name(Convertor[str]):
-    """In a path: a name, or another tenant's. Nothing is looked up for what has more parts than that, and no tenant has
-    an adapter of the names of what is below one."""
+    """In a path: a name, or another tenant's, of any number of parts. No adapter's name of several ends as the paths
+    below one do."""
 
-    regex = "[^/]+(?:/(?!(?:history|rollback|pin)$)[^/]+)?"
+    regex = "[^/]+(?:/(?!(?:history|rollback|pin)$)[^/]+)*"
 
     def convert(self, value: str) -> str:
         return value
@@ -35,6 +37,7 @@ class _Name(Convertor[str]):
 
 
 register_url_convertor("adapter", _Name())
+assert OWNERLESS == DEFAULT, "names without an owner are the operator's"
 
 # Room comes with a deletion, which nobody can foresee.
 _QUOTA_RETRY_SECONDS = 60
@@ -56,17 +59,17 @@ class Namespace:
     def full_name(self, name: str) -> str:
         """What the store calls what the caller calls `name`; of a version too."""
         prefix, slash, rest = name.partition("/")
-        if not slash:
-            return f"{self._owner}/{name}" if self._owner else name
-        # The operator's names have no prefix in the store. Of any other form is no name there.
-        return rest if prefix == DEFAULT and "/" not in rest else name
+        if not slash or not prefix:
+            return join(self._owner, name)
+        if prefix in (self._tenant.name, DEFAULT):
+            return join(_owner_of(prefix), rest)
+        own = join(self._owner, name)
+        return name if self._record(own) is None else own
 
     def shown_name(self, full_name: str) -> str:
         """What the caller calls what the store calls `full_name`."""
-        owner, slash, rest = full_name.rpartition("/")
-        if owner == self._owner:
-            return rest
-        return full_name if slash else f"{DEFAULT}/{full_name}"
+        owner, name = separate(full_name)
+        return name if owner == self._owner else f"{owner or DEFAULT}/{name}"
 
     def shown_owner(self, owner: str) -> str:
         """The tenant that an owner of the store is; "" where there are no tenants."""
@@ -116,15 +119,19 @@ class Namespace:
 
     def place(self, name: str) -> str:
         """The store's name for an adapter that the caller is about to upload, whatever is there. InvalidName, Conflict;
-        Forbidden in other tenants' namespaces, for the name alone."""
+        Forbidden for the names of others that the caller may use, and all of the operator's. What might be another
+        tenant's is the caller's own: whether there is such a tenant is told to nobody but an admin, who reaches it."""
         full_name = self.full_name(name)
-        owner = full_name.rpartition("/")[0]
-        if not self.may_change(owner):
-            raise Forbidden(
-                "A name of another tenant cannot be given; leave out what stands before the `/`.", param="name"
-            )
-        if owner != self._owner and self._tenants.limits_of(owner or DEFAULT) is None:
-            raise BadRequest(f"There is no tenant {owner[:64]!r}; correct what stands before the `/`.", param="name")
+        owner = separate(full_name)[0]
+        is_reached = self._is_admin and self._tenants.limits_of(owner or DEFAULT) is not None
+        if owner != self._owner and not is_reached:
+            record = self._record(full_name)
+            if not owner or (record is not None and self._may_use(record)):
+                raise Forbidden(
+                    "A name of another tenant cannot be given; leave out what stands before the `/`.",
+                    param="name",
+                )
+            owner, full_name = self._owner, join(self._owner, name)
         self.store.check_name(full_name, owner)
         return full_name
 
@@ -139,7 +146,7 @@ class Namespace:
         condition: Condition,
     ) -> tuple[AdapterRecord, bool]:
         """See `Upload.finish`; `full_name` is of `place`. LimitReached if the owner may not have more."""
-        owner = full_name.rpartition("/")[0]
+        owner = separate(full_name)[0]
         usual: Visibility = "private" if self._tenants.has_file else "public"
         limits = self._tenants.limits_of(owner or DEFAULT)
         quota = Quota() if limits is None else Quota(limits.adapters, limits.adapter_bytes)

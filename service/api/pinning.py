@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from fastapi import APIRouter, Request
 
+from adapters.paths import without_root
 from adapters.pins import Pins
 from adapters.store import AdapterStore
 from service.api.adapter_answers import AdapterResponse
@@ -79,7 +80,9 @@ async def follow_pins(services: Services, store: AdapterStore) -> None:
             services.engine.keep(found.digests)
             services.unkept = found.left_out
             for name in sorted(found.left_out - told.left_out):
-                LOGGER.warning("The pinned adapter %r is not kept on the device: too few rows may be pinned.", name)
+                LOGGER.warning(
+                    "The pinned adapter %r is not kept on the device: too few rows may be pinned.", without_root(name)
+                )
         told = found
         with suppress(TimeoutError):
             await asyncio.wait_for(services.pins_changed.wait(), retry_seconds)

@@ -248,7 +248,9 @@ class TestSecrets:
     ) -> None:
         theirs, nothing = (told(keyed, zeta, about, name) for name in ("acme/mine", "acme/none"))
         assert theirs == nothing
-        assert theirs[0] in (404, 403) or "does not exist" in theirs[1]
+        # What makes a name makes one of their own, and refuses what was sent for it.
+        is_new = about in (CHANGES[one] for one in ("replace", "replace if there", "load", "probe", "upload"))
+        assert theirs[0] in ((400, 403) if is_new else (404, 403, 412)) or "does not exist" in theirs[1]
         assert told(keyed, zeta, about, "nobody/mine") == theirs
         assert "mine" in keyed.names(acme)
         assert "acme/mine" not in keyed.names(zeta)
@@ -348,7 +350,7 @@ class TestSecrets:
     ) -> None:
         answer = keyed.put("MINE", checkpoints.spare, acme)
         assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conflict")
-        for name in ("history", "rollback", "a/b", "acme/a/b", "/a", BASE, BASE.upper(), ""):
+        for name in ("history", "rollback", "a/pin", "acme/acme/b", "default/b", "/a", "a/", BASE, BASE.upper(), ""):
             assert keyed.put(name, checkpoints.spare, acme).status_code in (400, 403, 409)
 
     def test_an_admin_reaches_every_tenant_s(self, keyed: Keyed, checkpoints: Checkpoints) -> None:
@@ -356,9 +358,61 @@ class TestSecrets:
         assert keyed.put("tenant/given", checkpoints.spare, ops).json()["name"] == "tenant/given"
         assert "given" in keyed.names(tenant)
         assert "tenant/given" in keyed.names(ops)
-        assert keyed.put("nobody/given", checkpoints.spare, ops).status_code == 400
+        own = keyed.put("nobody/given", checkpoints.spare, ops).json()
+        assert (own["name"], own["owner"]) == ("nobody/given", "ops"), "there is no such tenant"
+        assert keyed.ask("DELETE", "/v1/adapters/nobody/given", ops).status_code == 200
         assert keyed.ask("DELETE", "/v1/adapters/tenant/given", ops).status_code == 200
         assert "given" not in keyed.names(tenant)
+
+    def test_a_name_may_have_a_slash_of_its_own(self, keyed: Keyed, checkpoints: Checkpoints) -> None:
+        """What might be another tenant's is one's own, whether there is such a tenant or not, and stays so."""
+        mill, lake = keyed.key("mill"), keyed.key("lake")
+
+        def content(headers: dict[str, str], name: str) -> str:
+            body = {"model": name, "prompt": "a", "max_tokens": 1}
+            answer = keyed.ask("POST", "/v1/completions", headers, json=body)
+            return answer.headers["x-multilora-adapter"] if answer.status_code == 200 else str(answer.status_code)
+
+        assert content(mill, "lake/net") == "404"
+        made = keyed.put("lake/net", checkpoints.adapters / "beta", mill).json()
+        assert (made["name"], made["owner"]) == ("lake/net", "mill")
+        assert keyed.put("net", checkpoints.spare, lake, visibility="public").status_code == 201
+        own = content(mill, "lake/net")
+        assert own == f"lake/net@1 sha256:{made['digest']}"
+        assert content(mill, "mill/lake/net") == content(mill, f"{BASE}:lake/net@1") == own
+        assert content(lake, "net") == content(lake, "lake/net") != own
+        assert content(keyed.key("wood"), "lake/net") == f"lake/{content(lake, 'net')}"
+        assert content(lake, "mill/lake/net") == "404", "it is private"
+        assert {"lake/net"} == {name for name in keyed.names(mill) if name.endswith("net")}
+        share = {"visibility": "public"}
+        assert keyed.ask("PATCH", "/v1/adapters/lake%2Fnet", mill, json=share).json()["name"] == "lake/net"
+        assert content(lake, "mill/lake/net") == f"mill/{own}"
+        assert {"net", "mill/lake/net"} == {name for name in keyed.names(lake) if name.endswith("net")}
+        # What may be used by a name cannot be hidden by one of that name.
+        assert keyed.put("lake/net", checkpoints.spare, keyed.key("wood")).status_code == 403
+        assert keyed.ask("POST", "/v1/adapters/lake/net/rollback", lake, json={}).status_code == 404
+        assert keyed.ask("DELETE", "/v1/adapters/lake/net", mill).json()["name"] == "lake/net"
+        assert keyed.ask("GET", "/v1/adapters/net", lake).status_code == 200
+        assert keyed.ask("DELETE", "/v1/adapters/lake/net", mill).status_code == 404, "the other is lake's"
+        assert keyed.ask("DELETE", "/v1/adapters/net", lake).status_code == 200
+
+    def test_the_operator_s_names_with_a_slash_are_no_tenant_s(self, keyed: Keyed, checkpoints: Checkpoints) -> None:
+        operator, river = bearer("operator"), keyed.key("river")
+        made = keyed.put("delta/sand", checkpoints.spare, operator).json()
+        assert (made["name"], made["owner"]) == ("delta/sand", "default")
+        delta = keyed.key("delta")  # a tenant of the name comes later
+        assert keyed.put("sand", checkpoints.adapters / "beta", delta).status_code == 201
+        assert keyed.ask("GET", "/v1/adapters/delta/sand", operator).json()["digest"] == made["digest"]
+        assert keyed.ask("GET", "/v1/adapters/sand", delta).json()["digest"] != made["digest"]
+        assert keyed.ask("GET", "/v1/adapters/default/delta/sand", operator).json()["name"] == "delta/sand"
+        labels = "adapter=delta/sand&adapter=default/delta/sand"
+        metrics = keyed.ask("GET", f"/metrics?{labels}", operator).text
+        told = re.findall(r'adapter_info{adapter="(.+?)",digest="(.+?)"', metrics)
+        assert {label for label, _ in told} == {"delta/sand", "default/delta/sand"}
+        assert dict(told)["default/delta/sand"] == made["digest"][:12] != dict(told)["delta/sand"]
+        assert "delta/sand" not in keyed.names(river)
+        assert keyed.ask("DELETE", "/v1/adapters/delta/sand", operator).status_code == 200
+        assert keyed.ask("GET", "/v1/adapters/sand", delta).status_code == 200
 
     def test_owners_outlast_a_kill(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
         """And what a server without tenants took is the operator's when there are some."""
