@@ -6,12 +6,16 @@ Imports no torch. Control groups of both versions are read, from the process's o
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 PROC = Path("/proc")
 DEVICES = Path("/dev")
 CGROUPS = Path("/sys/fs/cgroup")
+# Files that a server opens beside its connections: the store's, the engine's socket, what uploads write.
+OTHER_FILES = 256
+_MOST_CONNECTIONS = 1 << 14
 
 
 def num_usable_cpus() -> int:
@@ -34,6 +38,21 @@ def memory_bytes() -> tuple[int, int]:
         if limit is not None:
             total, available = min(total, limit), min(available, max(limit - used, 0))
     return total, available
+
+
+def usual_connections() -> int:
+    """As many as this machine has memory for, 4 MiB each, and this process may open files, 1,024 at least."""
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = (
+        _MOST_CONNECTIONS if most_files == resource.RLIM_INFINITY else min(_MOST_CONNECTIONS, most_files - OTHER_FILES)
+    )
+    return max(1024, min(memory_bytes()[0] >> 22, most))
+
+
+def usual_queue() -> int:
+    """Sequences that may wait or run for one client: as many as there is memory for, 8 MiB each, which a prompt of the
+    longest contexts takes; 512 at least, and no more than one client ever waits for."""
+    return max(512, min(memory_bytes()[0] >> 23, 4096))
 
 
 def may_find_accelerator(device: str) -> bool:

@@ -18,6 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from service.logs import LOGGER, configure
+from service.machine import OTHER_FILES
 from service.own_engines import own_engines
 from service.settings import Settings, SettingsError, load_settings
 from service.start_check import StartError
@@ -40,8 +41,6 @@ _SEND_BUFFER_BYTES = 1 << 18
 # New connections that wait in the kernel, and how many of them are accepted in one pass of the event loop: each costs
 # 0.2 ms, and what somebody else's request needs several passes for waits for so many in each.
 _BACKLOG, _ACCEPTED_PER_PASS = 2048, 4
-# Files beside the connections: the store's, the engine's socket, what uploads write.
-_OTHER_FILES = 256
 # Of uvicorn's ticks, ten a second, those in which connections are looked at.
 _TICKS_PER_LOOK = 10
 
@@ -95,7 +94,7 @@ def _warn_of_unknown_variables() -> None:
 def _run(settings: Settings) -> int:
     prepare()
     listener = listen(settings.host, settings.port)
-    _allow_files(settings.max_connections + _OTHER_FILES)
+    _allow_files(settings.max_connections + OTHER_FILES)
     return asyncio.run(_start_and_serve(settings, listener))
 
 

@@ -10,6 +10,7 @@ from pydantic import ByteSize, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
 from service.engine.config import EngineOptions
+from service.machine import usual_connections, usual_queue
 from service.setting_types import Addresses, Keys, OpenPaths, Origins, Size
 
 MIB = 2**20
@@ -158,15 +159,17 @@ class Settings(BaseSettings):
     host_tier_bytes: Size = Field(ByteSize(512 * MIB), description="adapters held in host memory")
 
     max_queued_requests: int = Field(
-        512,
+        default_factory=usual_queue,
         ge=1,
         description="sequences of a client that may wait or run at the same time, of several as many as each "
-        "leaves free of twice as many; beyond it requests get 429",
+        "leaves free of twice as many; beyond it requests get 429; default: one for 8 MiB of memory, 512 to 4096",
     )
     max_connections: int = Field(
-        1024,
+        default_factory=usual_connections,
         ge=1,
-        description="open connections, of one address or tenant half of them; beyond it they are answered 429 at once",
+        description="open connections, of one tenant half of them, and of one address that is neither this machine's "
+        "own nor in trusted_proxies; beyond it they are answered 429 at once; default: one for 4 MiB of memory, 1024 "
+        "to 16384",
     )
     trusted_proxies: Addresses = Field(
         (),

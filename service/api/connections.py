@@ -2,7 +2,8 @@
 
 An address is known when a connection is opened, a tenant with the key of a request: the connection is its until it is
 closed, or has a request of another one. A proxy opens connections for many clients, so that no share of its own
-holds for one that is trusted to say who they are; it is to bound what each of them opens.
+holds for one that is trusted to say who they are; it is to bound what each of them opens. Nor for this machine's own
+addresses: who works here does not keep others out by mistake.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class ConnectionShares:
     def open(self, address: str) -> str | None:
         """A connection from there is opened: whose share it is of, for `close`; None for one too many."""
         network = "" if self._is_proxy(address) else network_of(address)
-        if self._num >= self.most or (network and self._num_from[network] >= self._most_of_one):
+        has_share = network and not _is_loopback(address)
+        if self._num >= self.most or (has_share and self._num_from[network] >= self._most_of_one):
             return None
         self._num += 1
         self._num_from[network] += 1
@@ -63,6 +65,14 @@ class ConnectionShares:
         except ValueError:  # a socket of the file system
             return False
         return any(parsed in one for one in self._proxies)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:  # a socket of the file system
+        return True
+    return (getattr(parsed, "ipv4_mapped", None) or parsed).is_loopback
 
 
 def _count_down(counts: Counter[str], name: str) -> None:

@@ -75,7 +75,7 @@ async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTex
     namespace = namespace_of(request, store)
     full_name = namespace.place(body.lora_name)
     caller_of(request).tenant.take_change()
-    with services.uploading():
+    async with services.loading():
         path = _below(root, body.lora_path)
         record = await in_upload_thread(load_directory, namespace, root, path, body, full_name)
     services.published(record)

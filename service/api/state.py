@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,7 +21,7 @@ from adapters.store import AdapterStore
 from kernels.sampling.parameters import NEUTRAL
 from service.api.adapter_metrics import MOST_LISTED, Resident, VersionOf
 from service.api.engine_protocol import EngineProtocol
-from service.api.errors import NotReady
+from service.api.errors import NotReady, QueueFull
 from service.api.gate import Gate
 from service.api.held_logprobs import logprob_shares
 from service.api.metrics import Metrics
@@ -147,6 +147,18 @@ class Services:
             finally:
                 if self._uploads.num_open == 1:
                     self._no_uploads.set()
+
+    @asynccontextmanager
+    async def loading(self) -> AsyncIterator[None]:
+        """As `uploading`, for what has no body to send: it waits until it may have a place."""
+        with ExitStack() as held:
+            while True:
+                try:
+                    held.enter_context(self.uploading())
+                    break
+                except QueueFull:
+                    await self._uploads.next_given_back()
+            yield
 
     async def uploads_end(self, limit_seconds: float) -> None:
         """Return when no adapter is on its way any more, at the latest after the limit."""

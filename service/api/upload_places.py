@@ -82,6 +82,7 @@ class UploadPlaces:
         self._shares = Shares(max(1, most // 2), small=1)
         self._clock = clock
         self._open: list[UploadPlace] = []  # the oldest first
+        self._given_back = asyncio.Event()  # another one for each place
 
     @property
     def num_open(self) -> int:
@@ -108,6 +109,12 @@ class UploadPlaces:
         finally:
             self._open.remove(place)
             self._shares.give_back(payer, 1)
+            self._given_back.set()
+            self._given_back = asyncio.Event()
+
+    async def next_given_back(self) -> None:
+        """Until the next upload has ended."""
+        await self._given_back.wait()
 
     def _take_one_back(self, payer: str) -> None:
         """From somebody with more than the payer would have, so that nobody ends the uploads of who has fewer."""

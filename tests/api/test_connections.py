@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from service.api.connections import ConnectionShares
 from service.api.http_bounds import MAX_HEADERS
 from service.serve import make_server
 from service.settings import Settings, SettingsError, load_settings
@@ -310,11 +311,35 @@ def get_from(server: Server, address: str) -> bytes:
         return read_all(connection)
 
 
+def test_of_one_address_half_of_them_are_taken() -> None:
+    """But of this machine's own all, and of a proxy's."""
+    for address, others, most in (
+        ("192.0.2.1", "192.0.2.2", MAX_CONNECTIONS // 2),
+        ("2001:db8::1", "2001:db8:1::1", MAX_CONNECTIONS // 2),
+        ("127.0.0.1", "192.0.2.2", MAX_CONNECTIONS),
+        ("::1", "192.0.2.2", MAX_CONNECTIONS),
+        ("::ffff:127.0.0.1", "192.0.2.2", MAX_CONNECTIONS),
+        ("198.51.100.1", "192.0.2.2", MAX_CONNECTIONS),
+    ):
+        shares = ConnectionShares(MAX_CONNECTIONS, ["198.51.100.0/24"])
+        opened = [shares.open(address) for _ in range(MAX_CONNECTIONS)]
+        assert [one is not None for one in opened] == [True] * most + [False] * (MAX_CONNECTIONS - most), address
+        assert (shares.open(others) is not None) == (most < MAX_CONNECTIONS)
+
+
+def test_many_at_once_from_here(server: Server) -> None:
+    """As load tests open them: each has its answer."""
+    with ExitStack() as opened:
+        held = [opened.enter_context(closing(connect(server))) for _ in range(600)]
+        for connection in held:
+            connection.sendall(POST + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY)
+        assert {status for connection in held for status in statuses(read_all(connection))} == {200}
+
+
 def test_connections_are_counted(guarded: Server) -> None:
-    """Of one address half of them are taken, for as long as they are held."""
-    held = [connect(guarded) for _ in range(MAX_CONNECTIONS)]
-    assert statuses(get_from(guarded, "127.0.0.2")) == [200]
-    for connection in held[MAX_CONNECTIONS // 2 :]:
+    """They are taken for as long as they are held."""
+    held = [connect(guarded) for _ in range(MAX_CONNECTIONS + 2)]
+    for connection in held[MAX_CONNECTIONS:]:
         answer = read_all(connection)
         assert statuses(answer) == [429]
         assert error_of(answer)["code"] == "queue_full"

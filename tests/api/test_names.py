@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -120,6 +121,19 @@ def test_vllm_s_routes_load_and_unload_them(slashed: Server) -> None:
     assert slashed.post("/v1/load_lora_adapter", json=body).text.startswith("Success")
     assert slashed.get("/v1/models/org%2Floaded").status_code == 200
     assert slashed.post("/v1/unload_lora_adapter", json={"lora_name": "org/loaded"}).status_code == 200
+
+
+def test_many_are_loaded_at_once(slashed: Server) -> None:
+    """Beyond those that may be on their way they wait."""
+    names = [f"many/{number}" for number in range(20)]
+
+    def change(what: str, **more: str) -> Callable[[str], int]:
+        return lambda name: slashed.post(f"/v1/{what}_lora_adapter", json={"lora_name": name, **more}).status_code
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        assert set(pool.map(change("load", lora_path=PRELOADED), names)) == {200}
+        assert len(slashed.get("/v1/adapters", params={"prefix": "many/"}).json()["data"]) == len(names)
+        assert set(pool.map(change("unload"), names)) == {200}
 
 
 def test_the_terminal_takes_them(
