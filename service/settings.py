@@ -139,7 +139,8 @@ class Settings(BaseSettings):
     kv_bytes: Size | None = Field(
         None,
         description="KV cache, allocated once; default: what the weights, the steps and the adapter rows leave of the "
-        "device's memory, as far as max-sequences can fill it, on a CPU at most 256 MiB",
+        "device's memory, as far as max-sequences can fill it; on a CPU a quarter of the free memory, or what one "
+        "request of the longest context takes if that is more, as far as half of the free memory goes",
     )
     state_bytes: Size | None = Field(
         None, description="conv states, allocated once; default: one line for each of max-sequences"
@@ -147,7 +148,8 @@ class Settings(BaseSettings):
     adapter_row_bytes: Size | None = Field(
         None,
         description="adapter rows on the device, allocated once; 0 turns LoRA off; default: a quarter of what the "
-        "weights and the steps leave of the device's memory, as far as it is of use, on a CPU at most 256 MiB",
+        "weights and the steps leave of the device's memory, as far as it is of use, on a CPU at most 1,024 rows or "
+        "256 MiB, and half of the free memory counts",
     )
     adapter_side_bytes: Size | None = Field(
         None,

@@ -28,7 +28,6 @@ class Parameter:
                  "draw": changes the distribution that is drawn from, so nothing where the most likely token is taken
     meaning      what it does, for clients
     least, most  that a request may have
-    is_above     least itself it may not
     is_whole     an integer, of which a client may ask for more than `most` and gets that
     is_models    a model's generation_config.json may name it, as transformers and vLLM read one
     name         in requests
@@ -39,7 +38,6 @@ class Parameter:
     meaning: str
     least: float = -math.inf
     most: float = math.inf
-    is_above: bool = False
     is_whole: bool = False
     is_models: bool = True
     name: str = ""
@@ -47,7 +45,7 @@ class Parameter:
 
     def takes(self, value: float) -> bool:
         """Whether a request may have it."""
-        return math.isfinite(value) and self.least <= value <= self.most and not (self.is_above and value == self.least)
+        return math.isfinite(value) and self.least <= value <= self.most
 
 
 class Parameters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -103,10 +101,10 @@ class Parameters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         float,
         Parameter(
             "draw",
-            "excludes all but the fewest tokens whose probabilities sum to this share, and equals of the last",
+            "excludes all but the fewest tokens whose probabilities sum to this share, and equals of the last; 0 takes "
+            "the most likely token",
             least=0.0,
             most=1.0,
-            is_above=True,
         ),
     ] = 1.0
 

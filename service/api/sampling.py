@@ -70,10 +70,13 @@ def build_sampling(
     if not lists.leave_a_token(stop_token_ids if min_tokens else (), vocab_size):
         raise _no_token_left(request)
     logprobs, prompt_logprobs = _logprobs(request)
+    numbers = sampling_parameters(request, defaults)
+    if numbers["top_p"] == 0:
+        numbers["temperature"] = 0.0  # of equally likely tokens too the first one
     return Sampling(
         max_tokens=max_tokens,
         min_tokens=min_tokens,
-        **sampling_parameters(request, defaults),
+        **numbers,
         logit_bias=_logit_bias(request, vocab_size),
         allowed_tokens=lists.allowed_tokens,
         bad_words=lists.bad_words,

@@ -62,8 +62,6 @@ def _asked(parameter: Parameter) -> tuple[Any, Any]:
     """Type and field of a sampling parameter in a request."""
     if parameter.is_whole:
         kind: Any = Annotated[int, Field(ge=int(parameter.least))]
-    elif parameter.is_above:
-        kind = Annotated[float, Field(gt=parameter.least, le=parameter.most)]
     else:
         kind = Annotated[float, Field(ge=parameter.least, le=parameter.most)]
     default = f"the model's, or {parameter.neutral:g}" if parameter.is_models else f"{parameter.neutral:g}"

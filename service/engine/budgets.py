@@ -1,7 +1,8 @@
 """The sizes of an engine that nobody has set, from what the weights leave of the device's memory. Pure functions.
 
 A GPU or an NPU is the engine's: what steps do not need becomes adapter rows and KV blocks, as long as they can be of
-use. A CPU's memory is everybody's: there the sizes are small ones, made smaller still only where memory is short.
+use. A CPU's memory is everybody's, and is taken when it is first used: there a quarter of what is free is the KV
+cache's, or what one request of the model's whole context takes if that is more, and half of it bounds everything.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from service.models.errors import ModelError
 MIB, GIB = 2**20, 2**30
 TOKEN_BUDGETS: Mapping[str, int] = MappingProxyType({"cuda": 8192, "npu": 2048, "cpu": 256})
 MAX_SEQUENCES: Mapping[str, int] = MappingProxyType({"cuda": 256, "npu": 256, "cpu": 64})
-# Most of either cache on a CPU.
-CPU_CACHE_BYTES = 256 * MIB
+# Of a CPU's free memory, the KV cache's part if one context takes no more; most rows: of 64 adapters of rank 16, or as
+# many as this.
+CPU_KV_SHARE = 0.25
+CPU_ROWS, CPU_ROW_BYTES = 1024, 256 * MIB
 # Of the free memory of a CPU's machine, what an engine may take; of a device, what allocators lose between blocks.
 CPU_SHARE, DEVICE_SHARE = 0.5, 0.96
 # Rows' part of what is left beside steps; and the most that are of use: 1,024 adapters of rank 16.
@@ -85,14 +88,14 @@ def decide_budgets(
 
     Raises ModelError, one sentence, if memory is short.
     """
+    is_cpu = device_type == "cpu"
     token_budget, max_sequences = _steps(options, sizes, device_type, free_bytes)
     block_size = options.block_size_tokens or default_block_size_tokens(device_type)
     step_bytes = graph_bytes + _step_bytes(options, sizes, token_budget, max_sequences)
-    if device_type != "cpu":
+    if not is_cpu:
         step_bytes += _penalty_bytes(sizes, max_sequences)
     given_bytes = (options.row_bytes or 0) + (options.kv_bytes or 0) + (options.side_bytes or 0)
-    left = int((free_bytes - given_bytes) * (CPU_SHARE if device_type == "cpu" else DEVICE_SHARE)) - step_bytes
-    most = CPU_CACHE_BYTES if device_type == "cpu" else max(left, 0)
+    left = int((free_bytes - given_bytes) * (CPU_SHARE if is_cpu else DEVICE_SHARE)) - step_bytes
     row_bytes, kv_bytes, side_bytes = options.row_bytes, options.kv_bytes, options.side_bytes
     if row_bytes == 0:
         side_bytes = 0
@@ -100,12 +103,15 @@ def decide_budgets(
         side_bytes = _side_bytes(sizes, device_type, max(int(left * SIDE_SHARE), 0))
         left -= side_bytes
     if row_bytes is None:
+        most = max(CPU_ROWS * sizes.row_bytes, CPU_ROW_BYTES) if is_cpu else left
         row_bytes = min(int(left * ROWS_SHARE), most, MAX_ROWS * sizes.row_bytes)
         left -= row_bytes
     if kv_bytes is None:
         block_bytes = block_size * sizes.kv_bytes_per_token
+        context_bytes = -(-sizes.context_tokens // block_size) * block_bytes
+        most = max(int(free_bytes * CPU_KV_SHARE), context_bytes) if is_cpu else left
         # No more than all sequences can fill.
-        kv_bytes = min(left, most, max_sequences * -(-sizes.context_tokens // block_size) * block_bytes)
+        kv_bytes = min(left, most, max_sequences * context_bytes)
         kv_bytes -= kv_bytes % block_bytes
     if (options.row_bytes is None and row_bytes < MIN_ROWS * sizes.row_bytes) or kv_bytes <= 0:
         raise ModelError(
@@ -190,13 +196,16 @@ def _penalty_bytes(sizes: ModelSizes, max_sequences: int) -> int:
 def sentences(options: EngineOptions, budgets: Budgets, sizes: ModelSizes, device: str, free_bytes: int) -> list[str]:
     """What the start prints: the memory there was, what came of it, and what would change it."""
     num_rows = budgets.row_bytes // sizes.row_bytes
+    num_tokens = budgets.kv_bytes // sizes.kv_bytes_per_token
+    is_short = num_tokens < sizes.context_tokens
     values = {
         "--token-budget": (options.token_budget, f"{budgets.token_budget}"),
         "--max-sequences": (options.max_sequences, f"{budgets.max_sequences}"),
         "--block-size-tokens": (options.block_size_tokens, f"{budgets.block_size_tokens}"),
         "--kv-bytes": (
             options.kv_bytes,
-            f"{shown(budgets.kv_bytes)} ({budgets.kv_bytes // sizes.kv_bytes_per_token:,} tokens)",
+            f"{shown(budgets.kv_bytes)} ({num_tokens:,} tokens"
+            f"{f' of the {sizes.context_tokens:,} that one request could have' if is_short else ''})",
         ),
         "--adapter-row-bytes": (
             options.row_bytes,

@@ -55,7 +55,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"temperature": 2.1}, "temperature", "less than or equal to 2"),
     ({"temperature": float("nan")}, "temperature", "finite"),
     ({"temperature": True}, "temperature", "valid number"),
-    ({"top_p": 0}, "top_p", "greater than 0"),
+    ({"top_p": -0.1}, "top_p", "greater than or equal to 0"),
     ({"top_p": 1.5}, "top_p", "less than or equal to 1"),
     ({"top_k": -2}, "top_k", "greater than or equal to -1"),
     ({"min_p": 2}, "min_p", "less than or equal to 1"),

@@ -240,7 +240,7 @@ class TestAnswers:
         assert told == self.answer(server, path, seed=5)
         assert told != self.answer(server, path, seed=5, temperature=2)
 
-    @pytest.mark.parametrize("cut", [{"top_k": 1}, {"min_p": 1}, {"top_p": 1e-6}], ids=str)
+    @pytest.mark.parametrize("cut", [{"top_k": 1}, {"min_p": 1}, {"top_p": 1e-6}, {"top_p": 0}], ids=str)
     def test_what_leaves_the_likeliest_token_alone_makes_heat_greedy(
         self, server: Server, path: str, cut: dict[str, float]
     ) -> None:

@@ -107,16 +107,32 @@ def test_a_small_gpu_has_smaller_steps() -> None:
     assert decided(LLAMA_8B, "cuda", 7 * GIB, token_budget=8192).token_budget == 8192
 
 
-def test_a_cpu_keeps_small_caches_and_smaller_ones_where_memory_is_short() -> None:
+def test_a_cpu_s_caches_follow_the_free_memory() -> None:
+    """A quarter of it for keys and values, an eighth for rows; no more than is of use, and half of it at most."""
     budgets = decided(TINY, "cpu", 64 * GIB)
     assert (budgets.token_budget, budgets.max_sequences) == (256, 64)
     assert budgets.kv_bytes == 64 * TINY.context_tokens * TINY.kv_bytes_per_token == 128 * MIB
     assert budgets.row_bytes == 16_384 * TINY.row_bytes
-    large = decided(LLAMA_8B, "cpu", 64 * GIB)
-    assert (large.kv_bytes, large.row_bytes) == (256 * MIB, 256 * MIB)
+    for free in (8 * GIB, 16 * GIB, 64 * GIB):
+        large = decided(replace(LLAMA_8B, context_tokens=8192), "cpu", free)
+        block_bytes = large.block_size_tokens * LLAMA_8B.kv_bytes_per_token
+        assert free // 4 - block_bytes < large.kv_bytes <= free // 4
+        assert 256 * MIB < large.row_bytes <= free // 8
+    assert large.row_bytes == 1024 * LLAMA_8B.row_bytes
     short = decided(TINY, "cpu", 200 * MIB)
     assert short.kv_bytes + short.row_bytes + short.step_bytes <= 100 * MIB
     assert short.kv_bytes > 2 * short.row_bytes > 0
+
+
+def test_a_cpu_s_keys_and_values_hold_one_request_of_the_whole_context_where_half_of_the_memory_does() -> None:
+    long = replace(LLAMA_8B, context_tokens=32_768)
+    context_bytes = long.context_tokens * long.kv_bytes_per_token
+    assert decided(long, "cpu", 14 * GIB).kv_bytes == context_bytes > 14 * GIB // 4
+    short = decided(long, "cpu", 8 * GIB)
+    assert 2 * GIB < short.kv_bytes < context_bytes
+    (*_, line) = sentences(options(), short, long, "cpu", 8 * GIB)
+    assert "tokens of the 32,768 that one request could have)" in line
+    assert short.kv_bytes + short.row_bytes + short.side_bytes + short.step_bytes <= 4 * GIB
 
 
 @pytest.mark.parametrize("device_type", ["cuda", "npu", "cpu"])
@@ -150,7 +166,7 @@ def test_the_start_says_what_it_chose_and_what_would_change_it() -> None:
     budgets = decide_budgets(given, LLAMA_8B, "cuda", 60 * GIB)
     told = sentences(given, budgets, LLAMA_8B, "cuda:1", 60 * GIB)
     assert told[0] == "60.0 GiB free on cuda:1 beside the weights, of which steps need 3.0 GiB"
-    assert told[1] == "given: --kv-bytes 2.0 GiB (16,384 tokens)"
+    assert told[1] == "given: --kv-bytes 2.0 GiB (16,384 tokens of the 131,072 that one request could have)"
     assert told[2] == (
         "decided from the machine: --token-budget 8192, --max-sequences 256, --block-size-tokens 16, "
         "--adapter-row-bytes 13.2 GiB (2,695 rows: 168 adapters of rank 16 everywhere); "

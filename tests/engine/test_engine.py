@@ -200,7 +200,7 @@ def test_more_than_a_step_has_room_for_is_refused(mock: MockEngine) -> None:
     ("name", "fine", "wrong"),
     [
         ("temperature", (0.0, 2.0), (-0.1, 2.1, math.inf)),
-        ("top_p", (0.001, 1.0), (-0.1, 0.0, 1.1)),
+        ("top_p", (0.0, 1.0), (-0.1, 1.1)),
         ("top_k", (-1, 0, 2**31 - 1), (-2, 2**31)),
         ("min_p", (0.0, 1.0), (-0.1, 1.1)),
         ("repetition_penalty", (0.01, 10.0), (0.0, -1.0, 10.1, math.inf)),
